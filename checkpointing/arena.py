@@ -1,0 +1,146 @@
+"""Shared memory between ranks and agent: arenas that hold snapshots, and the page that holds heartbeats and flags.
+
+Both are memfd's (memfd_create(2)): anonymous, freed with their last user, and not bound by the 64 MB of a pod's
+`/dev/shm`. The agent creates them and hands the descriptors over its socket.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+PAGE_BYTES = mmap.PAGESIZE
+# MAP_POPULATE: page faults are paid here, not in the first snapshot.
+_MAP_FLAGS = mmap.MAP_SHARED | mmap.MAP_POPULATE
+
+
+def round_up(nbytes: int, multiple: int = PAGE_BYTES) -> int:
+    """The least multiple of `multiple` that is ≥ `nbytes`."""
+    return -(-nbytes // multiple) * multiple
+
+
+class SharedMemory:
+    """A mapped memfd. `buffer` is writable and lives until `close`."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.fd = fd
+        self.nbytes = nbytes
+        self._map = mmap.mmap(fd, nbytes, flags=_MAP_FLAGS, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        self.buffer = memoryview(self._map)
+
+    @classmethod
+    def create(cls, name: str, nbytes: int) -> SharedMemory:
+        """Allocate `nbytes` (rounded up to pages), faulted in.
+
+        Raises:
+            OSError: the memory is not to be had.
+        """
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        try:
+            size = round_up(nbytes)
+            os.ftruncate(fd, size)
+            # Reserve now: a full memory then fails here with ENOSPC instead of killing a rank with SIGBUS later.
+            os.posix_fallocate(fd, 0, size)
+            return cls(fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def attach(cls, fd: int) -> SharedMemory:
+        """Map a descriptor that came from another process; takes the descriptor over."""
+        return cls(fd, os.fstat(fd).st_size)
+
+    def close(self) -> None:
+        self.buffer.release()
+        self._map.close()
+        os.close(self.fd)
+
+
+class Phase(IntEnum):
+    """What a rank is doing, as its heartbeat says."""
+
+    STARTING = 0
+    RESTORING = 1
+    TRAINING = 2
+    SAVING = 3
+    DONE = 4
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """A rank's last sign of life. Times are seconds since the epoch; 0 where it has not come so far.
+
+    Attributes:
+        phase: what it was doing.
+        step: last finished global step.
+        time: when that step ended.
+        start_step: step that this attempt started from.
+        start_time: when its first step could begin.
+    """
+
+    phase: Phase
+    step: int
+    time: float
+    start_step: int
+    start_time: float
+
+
+class ControlPage:
+    """Heartbeats of a node's ranks, and the stop flag, in one shared page: reading or writing costs no system call.
+
+    Each slot has one writer (its rank); each field is an aligned 8-byte word, so a reader sees old or new, never half.
+    """
+
+    _SLOT = struct.Struct("<QQdQd")
+    _SLOT_BYTES = 64
+    _FLAGS_BYTES = 64
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+        self.num_slots = (memory.nbytes - self._FLAGS_BYTES) // self._SLOT_BYTES
+
+    @classmethod
+    def create(cls, num_slots: int = 1024) -> ControlPage:
+        return cls(SharedMemory.create("checkpoint-control", cls._FLAGS_BYTES + num_slots * cls._SLOT_BYTES))
+
+    @classmethod
+    def attach(cls, fd: int) -> ControlPage:
+        return cls(SharedMemory.attach(fd))
+
+    @property
+    def fd(self) -> int:
+        return self._memory.fd
+
+    @property
+    def stop_requested(self) -> bool:
+        return self._memory.buffer[0] != 0
+
+    @stop_requested.setter
+    def stop_requested(self, value: bool) -> None:
+        self._memory.buffer[0] = int(value)
+
+    def write(self, slot: int, beat: Heartbeat) -> None:
+        self._SLOT.pack_into(
+            self._memory.buffer, self._offset(slot), beat.phase, beat.step, beat.time, beat.start_step, beat.start_time
+        )
+
+    def read(self, slot: int) -> Heartbeat:
+        phase, step, time, start_step, start_time = self._SLOT.unpack_from(self._memory.buffer, self._offset(slot))
+        return Heartbeat(Phase(phase), step, time, start_step, start_time)
+
+    def clear(self) -> None:
+        """Forget all heartbeats (a new attempt begins); the stop flag stays."""
+        start = self._FLAGS_BYTES
+        self._memory.buffer[start:] = bytes(self._memory.nbytes - start)
+
+    def close(self) -> None:
+        self._memory.close()
+
+    def _offset(self, slot: int) -> int:
+        if not 0 <= slot < self.num_slots:
+            raise ValueError(f"slot {slot} is not in 0..{self.num_slots - 1}")
+        return self._FLAGS_BYTES + slot * self._SLOT_BYTES

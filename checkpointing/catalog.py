@@ -1,0 +1,59 @@
+"""What checkpoints exist, and which of them may be loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from checkpointing.digest import digest_file
+from checkpointing.errors import InvalidCheckpoint
+from checkpointing.manifest import Manifest
+from checkpointing.storage import Storage
+
+
+@dataclass(frozen=True)
+class CatalogEntry:
+    """One thing that is named like a checkpoint: `manifest` where it is whole, else `problem`."""
+
+    step: int
+    manifest: Manifest | None
+    problem: str | None
+
+
+class Catalog:
+    """Reads a storage; changes nothing."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    def entries(self) -> list[CatalogEntry]:
+        """All entries, newest step first. Sizes are checked, contents are not: see `verify`."""
+        return [self._entry(step) for step in reversed(self._storage.steps())]
+
+    def committed_steps(self) -> list[int]:
+        """Steps of whole checkpoints, ascending."""
+        return sorted(entry.step for entry in self.entries() if entry.manifest is not None)
+
+    def verify(self, step: int, only: frozenset[str] | None = None) -> Manifest:
+        """Read a checkpoint's files again and compare every digest; `only` restricts it to some file names.
+
+        Raises:
+            InvalidCheckpoint: it is not whole, or a digest differs.
+        """
+        manifest = self._storage.read_manifest(step)
+        path = self._storage.local_path(step)
+        for file in manifest.files:
+            if only is not None and file.name not in only:
+                continue
+            try:
+                actual = digest_file(path / file.name)
+            except OSError as error:
+                raise InvalidCheckpoint(str(path), f"{file.name} cannot be read ({error.strerror})") from None
+            if actual != file.digest:
+                raise InvalidCheckpoint(str(path), f"{file.name} was altered: its digest differs from the manifest's")
+        return manifest
+
+    def _entry(self, step: int) -> CatalogEntry:
+        try:
+            return CatalogEntry(step, self._storage.read_manifest(step), None)
+        except InvalidCheckpoint as error:
+            return CatalogEntry(step, None, error.reason)

@@ -1,0 +1,55 @@
+"""What can go wrong with a checkpoint.
+
+CheckpointError
+├── InvalidCheckpoint     it exists but must not be loaded (torn, altered, foreign)
+├── NoValidCheckpoint     checkpoints exist, none can be loaded
+├── CommitConflict        the step is already committed with other content
+├── CommitFailed          storage refused the write; training may go on, the next save tries again
+└── AgentUnavailable      the checkpoint agent is gone or refused the request
+"""
+
+from __future__ import annotations
+
+# sysexits.h EX_TEMPFAIL: the run is checkpointed, start it again.
+EXIT_PREEMPTED = 75
+
+
+class CheckpointError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class InvalidCheckpoint(CheckpointError):
+    """A checkpoint that must not be loaded; `reason` says what is wrong with which file."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(f"{where}: {reason}")
+        self.where = where
+        self.reason = reason
+
+
+class NoValidCheckpoint(CheckpointError):
+    """Checkpoints exist and none is valid: starting over silently would hide the loss."""
+
+
+class CommitConflict(CheckpointError):
+    """The step has already been committed; a committed checkpoint is never overwritten."""
+
+
+class CommitFailed(CheckpointError):
+    """Storage refused part of a checkpoint."""
+
+
+class AgentUnavailable(CheckpointError):
+    """The checkpoint agent cannot be reached or refused a request."""
+
+
+class Preempted(SystemExit):
+    """Ends a rank after an agreed stop: the state is committed, the job is to be started again.
+
+    A `SystemExit`, so that a script that knows nothing of it cannot mistake the early end of training for a
+    finished run and go on to publish a model.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(EXIT_PREEMPTED)
+        self.step = step

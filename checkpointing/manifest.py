@@ -1,0 +1,121 @@
+"""`manifest.json`: the sole commit point of a checkpoint.
+
+A directory with a whole manifest whose files have the recorded sizes and digests is a checkpoint. Everything else is
+not, whatever its name. The manifest carries a digest of itself, so that a flipped bit in its step or cursor is seen too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from checkpointing.digest import digest_buffer
+from checkpointing.errors import InvalidCheckpoint
+
+MANIFEST_NAME = "manifest.json"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a checkpoint: its name inside the directory, size in bytes, and digest (`algorithm:hex`)."""
+
+    name: str
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is.
+
+    Attributes:
+        run_id: the run that wrote it.
+        attempt: the attempt (life of the process group) that computed it; fences older writers.
+        step: global optimizer steps finished, the only clock that orders checkpoints.
+        world_size: ranks that wrote it.
+        samples_consumed: the data cursor, in samples drawn by all ranks since the start of the run.
+        created_at: seconds since the epoch; for people, never for ordering.
+        files: every file but the manifest itself.
+    """
+
+    run_id: str
+    attempt: int
+    step: int
+    world_size: int
+    samples_consumed: int
+    created_at: float
+    files: tuple[FileEntry, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+    def to_json(self) -> bytes:
+        body: dict[str, Any] = {"format_version": FORMAT_VERSION, **asdict(self)}
+        body["files"] = [asdict(file) for file in self.files]
+        return json.dumps({**body, "manifest_digest": _self_digest(body)}, indent=1).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str) -> Manifest:
+        """Parse and check a manifest; `where` names it in errors.
+
+        Raises:
+            InvalidCheckpoint: not JSON, altered, of another format version, or a field is missing or mistyped.
+        """
+        try:
+            document = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise InvalidCheckpoint(where, f"{MANIFEST_NAME} is not valid JSON ({error})") from None
+        if not isinstance(document, dict):
+            raise InvalidCheckpoint(where, f"{MANIFEST_NAME} is not a JSON object")
+        version = document.get("format_version")
+        if version != FORMAT_VERSION:
+            raise InvalidCheckpoint(
+                where, f"{MANIFEST_NAME} has format version {version!r}; this release reads {FORMAT_VERSION}"
+            )
+        claimed = document.pop("manifest_digest", None)
+        if claimed != _self_digest(document):
+            raise InvalidCheckpoint(where, f"{MANIFEST_NAME} was altered: its own digest differs")
+        try:
+            return cls(
+                run_id=_typed(document, "run_id", str),
+                attempt=_count(document, "attempt"),
+                step=_count(document, "step"),
+                world_size=_count(document, "world_size"),
+                samples_consumed=_count(document, "samples_consumed"),
+                created_at=float(document["created_at"]),
+                files=tuple(_file_entry(entry) for entry in _typed(document, "files", list)),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidCheckpoint(where, f"{MANIFEST_NAME} lacks or mistypes a field ({error})") from None
+
+
+def _self_digest(body: Mapping[str, Any]) -> str:
+    return digest_buffer(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _typed(document: Mapping[str, Any], key: str, kind: type) -> Any:
+    value = document[key]
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise TypeError(f"{key}={value!r} is not {kind.__name__}")
+    return value
+
+
+def _count(document: Mapping[str, Any], key: str) -> int:
+    value: int = _typed(document, key, int)
+    if value < 0:
+        raise ValueError(f"{key}={value} is negative")
+    return value
+
+
+def _file_entry(entry: Any) -> FileEntry:
+    if not isinstance(entry, dict):
+        raise TypeError(f"file entry {entry!r} is not an object")
+    name: str = _typed(entry, "name", str)
+    # A name is a plain file inside the checkpoint: nothing read from it may point elsewhere.
+    if not name or "/" in name or "\\" in name or "\0" in name or name in {".", "..", MANIFEST_NAME}:
+        raise ValueError(f"file name {name!r} is not allowed")
+    return FileEntry(name, _count(entry, "size"), _typed(entry, "digest", str))

@@ -1,0 +1,62 @@
+"""Messages between processes of one node: one JSON object per packet of a Unix SEQPACKET socket, with descriptors.
+
+SEQPACKET keeps message boundaries and order, tells the end of the peer, and carries descriptors (unix(7)).
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+MAX_MESSAGE_BYTES = 128 * 1024
+_MAX_FDS = 16
+
+Message = dict[str, Any]
+
+
+def send(sock: socket.socket, message: Message, fds: tuple[int, ...] = ()) -> None:
+    """Send one message.
+
+    Raises:
+        OSError: the peer is gone.
+    """
+    data = json.dumps(message).encode()
+    assert len(data) <= MAX_MESSAGE_BYTES, f"message of {len(data)} bytes"
+    socket.send_fds(sock, [data], list(fds))
+
+
+def receive(sock: socket.socket) -> tuple[Message, list[int]]:
+    """Receive one message and its descriptors, which the caller owns.
+
+    Raises:
+        ConnectionError: the peer is gone.
+    """
+    data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, _MAX_FDS)
+    if not data:
+        raise ConnectionResetError("the peer closed the connection")
+    return json.loads(data), fds
+
+
+def listen(path: str) -> socket.socket:
+    """A listening socket at a path of at most 107 bytes."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.bind(path)
+    sock.listen(128)
+    return sock
+
+
+def connect(path: str, timeout_s: float | None = None) -> socket.socket:
+    """Connect to a listening socket.
+
+    Raises:
+        OSError: nobody listens there.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.settimeout(timeout_s)
+    try:
+        sock.connect(path)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

@@ -1,0 +1,220 @@
+"""Lays a training state out as the bytes of its checkpoint files, and copies it there.
+
+A snapshot is not serialised: shapes do not change during a run, so every tensor has a fixed place in its file and the
+arena holds the file images themselves. Only headers, and state too small to matter, are made anew each time.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.serialization import get_crc32_options, set_crc32_options, skip_data
+
+from checkpointing.arena import PAGE_BYTES, round_up
+
+# https://github.com/huggingface/safetensors#format
+_SAFETENSORS_DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+@dataclass(frozen=True)
+class FileImage:
+    """A file as it will lie on disk.
+
+    Attributes:
+        name: file name inside the checkpoint.
+        nbytes: its size.
+        literals: bytes at offsets.
+        tensors: at offsets, flat uint8 views of the live state; whoever copies reads them at that moment.
+    """
+
+    name: str
+    nbytes: int
+    literals: list[tuple[int, bytes]] = field(default_factory=list)
+    tensors: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+
+
+def blob_image(name: str, data: bytes) -> FileImage:
+    """A file of ready-made bytes."""
+    return FileImage(name, len(data), literals=[(0, data)])
+
+
+def torch_bytes(obj: object) -> bytes:
+    """`torch.save` into memory, for small objects."""
+    buffer = io.BytesIO()
+    torch.save(obj, buffer)
+    return buffer.getvalue()
+
+
+def safetensors_image(name: str, state: Mapping[str, torch.Tensor]) -> FileImage:
+    """A safetensors file of a state dict. Tied weights are written once; the metadata maps each alias to its owner.
+
+    Raises:
+        ValueError: a tensor's type has no safetensors equivalent.
+    """
+    owners: dict[tuple[Any, ...], str] = {}
+    metadata = {"format": "pt"}
+    kept: list[tuple[str, torch.Tensor]] = []
+    for key, tensor in state.items():
+        if tensor.dtype not in _SAFETENSORS_DTYPES:
+            raise ValueError(f"{key}: safetensors cannot hold {tensor.dtype}")
+        identity = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        owner = owners.setdefault(identity, key) if tensor.numel() else key
+        if owner == key:
+            kept.append((key, tensor))
+        else:
+            metadata[key] = owner
+    # Widest type first keeps every tensor aligned without gaps, which the format forbids.
+    kept.sort(key=lambda item: -item[1].element_size())
+    header: dict[str, Any] = {"__metadata__": metadata}
+    offset = 0
+    for key, tensor in kept:
+        header[key] = {
+            "dtype": _SAFETENSORS_DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        offset += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    start = round_up(8 + len(text))
+    literal = (start - 8).to_bytes(8, "little") + text.ljust(start - 8)
+    image = FileImage(name, start + offset, literals=[(0, literal)])
+    for key, tensor in kept:
+        begin = start + header[key]["data_offsets"][0]
+        image.tensors.append((begin, _bytes_of(tensor.detach().contiguous().reshape(-1))))
+    return image
+
+
+class TorchFileLayout:
+    """Makes images of a `torch.save` file without its data passing through Python.
+
+    `torch.save` under `skip_data` writes everything but the tensors' bytes, as a sparse file; loading that under
+    `FakeTensorMode` tells where each storage's bytes belong. The offsets are found once and kept while they fit.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._signature: tuple[int, tuple[int, ...]] | None = None
+        self._offsets: list[int] = []
+
+    def image(self, obj: object) -> FileImage:
+        """The file that `torch.save(obj)` would write, with the tensors in `obj` left to be copied."""
+        storages: dict[int, torch.UntypedStorage] = {}
+        order: list[int] = []
+        for tensor in _tensors(obj):
+            storage = tensor.untyped_storage()
+            order.append(storage._cdata)
+            storages.setdefault(storage._cdata, storage)
+        fd = os.memfd_create("checkpoint-skeleton", os.MFD_CLOEXEC)
+        try:
+            path = f"/proc/self/fd/{fd}"
+            checksums = get_crc32_options()
+            set_crc32_options(False)
+            try:
+                with skip_data():
+                    torch.save(obj, path)
+            finally:
+                set_crc32_options(checksums)
+            nbytes = os.fstat(fd).st_size
+            signature = (nbytes, tuple(storages[key].nbytes() for key in order))
+            if signature != self._signature:
+                with FakeTensorMode():
+                    skeleton = torch.load(path, weights_only=True, map_location="cpu")
+                self._offsets = [t.untyped_storage()._checkpoint_offset or 0 for t in _tensors(skeleton)]
+                self._signature = signature
+            placed = dict(zip(order, self._offsets, strict=True))
+            image = FileImage(self._name, nbytes)
+            position = 0
+            for key, offset in sorted(placed.items(), key=lambda item: item[1]):
+                size = storages[key].nbytes()
+                if size == 0:
+                    continue
+                image.literals.append((position, os.pread(fd, offset - position, position)))
+                whole = torch.empty(0, dtype=torch.uint8, device=storages[key].device).set_(storages[key])  # type: ignore[call-overload]
+                image.tensors.append((offset, whole))
+                position = offset + size
+            image.literals.append((position, os.pread(fd, nbytes - position, position)))
+            return image
+        finally:
+            os.close(fd)
+
+
+@dataclass(frozen=True)
+class PlacedFile:
+    """A file image and where it begins in the arena, in bytes; on a page, so that it can be written with O_DIRECT."""
+
+    image: FileImage
+    offset: int
+
+
+def place(images: Sequence[FileImage]) -> tuple[list[PlacedFile], int]:
+    """Lay images out one behind the other, each on a page; returns them and the bytes needed."""
+    placed: list[PlacedFile] = []
+    end = 0
+    for image in images:
+        placed.append(PlacedFile(image, end))
+        end += round_up(max(image.nbytes, 1))
+    return placed, max(end, PAGE_BYTES)
+
+
+def copy_tensors(placed: Sequence[PlacedFile], buffer: memoryview, share: int, num_shares: int) -> None:
+    """Copy one of `num_shares` equal parts (by bytes) of the tensors into the arena.
+
+    State that DDP replicates is equal on all ranks, so N ranks copy 1/N each.
+    """
+    extents = [(file.offset + offset, tensor) for file in placed for offset, tensor in file.image.tensors]
+    total = sum(tensor.numel() for _, tensor in extents)
+    begin, end = total * share // num_shares, total * (share + 1) // num_shares
+    position = 0
+    for offset, tensor in extents:
+        first, last = max(begin - position, 0), min(end - position, tensor.numel())
+        if first < last:
+            target = torch.frombuffer(buffer, dtype=torch.uint8, offset=offset + first, count=last - first)
+            target.copy_(tensor[first:last])
+        position += tensor.numel()
+
+
+def copy_literals(placed: Sequence[PlacedFile], buffer: memoryview) -> None:
+    """Copy everything but the tensors into the arena."""
+    for file in placed:
+        for offset, data in file.image.literals:
+            start = file.offset + offset
+            buffer[start : start + len(data)] = data
+
+
+def _bytes_of(flat: torch.Tensor) -> torch.Tensor:
+    return flat.view(torch.uint8)
+
+
+def _tensors(obj: object) -> Iterator[torch.Tensor]:
+    """Tensors inside nested dicts, lists and tuples, in order."""
+    if isinstance(obj, torch.Tensor):
+        yield obj
+    elif isinstance(obj, Mapping):
+        for value in obj.values():
+            yield from _tensors(value)
+    elif isinstance(obj, (list, tuple)):
+        for value in obj:
+            yield from _tensors(value)

@@ -1,0 +1,148 @@
+"""Checkpoints on a local disk or a mounted volume (PVC, NFS).
+
+Commit order, and why nothing may move: temporary directory beside the target → each file written and fsync'ed →
+manifest written and fsync'ed → the directory fsync'ed → rename → the parent fsync'ed. A rename without the first
+three can survive a power cut that its contents did not; a rename without the last can be forgotten by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+from pathlib import Path
+
+from checkpointing.digest import chunks
+from checkpointing.errors import CommitConflict, InvalidCheckpoint
+from checkpointing.manifest import MANIFEST_NAME, Manifest
+from checkpointing.storage.base import CHECKPOINT_PREFIX
+
+_CHECKPOINT = re.compile(rf"^{CHECKPOINT_PREFIX}(\d+)$")
+_TEMPORARY = re.compile(rf"^\.{CHECKPOINT_PREFIX}\d+\.\d+\.tmp$")
+_ASIDE = re.compile(rf"^{CHECKPOINT_PREFIX}\d+\.invalid(-\d+)?$")
+_REMOVING = re.compile(rf"^\.{CHECKPOINT_PREFIX}\d+\.removing$")
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class LocalTransaction:
+    """See `Transaction`. Files are written by one thread, in any order."""
+
+    def __init__(self, root: Path, step: int, attempt: int) -> None:
+        self._target = root / f"{CHECKPOINT_PREFIX}{step}"
+        self._temporary = root / f".{CHECKPOINT_PREFIX}{step}.{attempt}.tmp"
+        root.mkdir(parents=True, exist_ok=True)
+        # A leftover of the same attempt can only be our own failed try.
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        self._temporary.mkdir()
+
+    def write(self, name: str, data: memoryview) -> None:
+        descriptor = os.open(self._temporary / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            for chunk in chunks(data):
+                view = chunk
+                while len(view):
+                    view = view[os.write(descriptor, view) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def commit(self, manifest: Manifest) -> None:
+        self.write(MANIFEST_NAME, memoryview(manifest.to_json()))
+        fsync_directory(self._temporary)
+        # rename(2) replaces an empty directory silently; only we create these names, so a check is enough.
+        if self._target.exists():
+            raise CommitConflict(f"{self._target} exists already; it is kept and this copy is dropped")
+        try:
+            self._temporary.rename(self._target)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                raise CommitConflict(f"{self._target} exists already; it is kept and this copy is dropped") from None
+            raise
+        fsync_directory(self._target.parent)
+
+    def abort(self) -> None:
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+class LocalStorage:
+    """See `Storage`. `root` is created on the first write."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.location = str(root)
+
+    def begin(self, step: int, attempt: int) -> LocalTransaction:
+        return LocalTransaction(self.root, step, attempt)
+
+    def steps(self) -> list[int]:
+        matches = (_CHECKPOINT.match(name) for name in self._names())
+        return sorted(int(match.group(1)) for match in matches if match)
+
+    def read_manifest(self, step: int) -> Manifest:
+        path = self.local_path(step)
+        try:
+            data = (path / MANIFEST_NAME).read_bytes()
+        except FileNotFoundError:
+            raise InvalidCheckpoint(str(path), f"no {MANIFEST_NAME}: it was never committed") from None
+        except OSError as error:
+            raise InvalidCheckpoint(str(path), f"{MANIFEST_NAME} cannot be read ({error.strerror})") from None
+        manifest = Manifest.from_json(data, str(path))
+        if manifest.step != step:
+            raise InvalidCheckpoint(str(path), f"{MANIFEST_NAME} is of step {manifest.step}")
+        for file in manifest.files:
+            try:
+                size = (path / file.name).stat().st_size
+            except OSError as error:
+                raise InvalidCheckpoint(str(path), f"{file.name} cannot be read ({error.strerror})") from None
+            if size != file.size:
+                raise InvalidCheckpoint(str(path), f"{file.name} has {size} bytes, the manifest says {file.size}")
+        return manifest
+
+    def local_path(self, step: int) -> Path:
+        return self.root / f"{CHECKPOINT_PREFIX}{step}"
+
+    def remove(self, step: int) -> None:
+        path = self.local_path(step)
+        # Out of the way by one atomic rename: a crash in mid-delete then leaves no directory with a checkpoint's name.
+        doomed = self.root / f".{CHECKPOINT_PREFIX}{step}.removing"
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        with contextlib.suppress(FileNotFoundError):
+            (doomed / MANIFEST_NAME).unlink()
+        shutil.rmtree(doomed)
+
+    def set_aside(self, step: int) -> str:
+        path = self.local_path(step)
+        number = 0
+        while True:
+            aside = path.with_name(path.name + (f".invalid-{number}" if number else ".invalid"))
+            if not aside.exists():
+                path.rename(aside)
+                fsync_directory(self.root)
+                return str(aside)
+            number += 1
+
+    def set_aside_names(self) -> list[str]:
+        return [name for name in self._names() if _ASIDE.match(name)]
+
+    def sweep(self) -> list[str]:
+        swept = [name for name in self._names() if _TEMPORARY.match(name) or _REMOVING.match(name)]
+        for name in swept:
+            shutil.rmtree(self.root / name, ignore_errors=True)
+        return swept
+
+    def _names(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self.root))  # noqa: PTH208 - names, not paths
+        except FileNotFoundError:
+            return []

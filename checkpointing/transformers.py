@@ -1,0 +1,268 @@
+"""Makes any Hugging Face `Trainer` (or `SFTTrainer`) save, resume and stop through a `CheckpointManager`.
+
+    from checkpointing.transformers import resilient
+    trainer = resilient(trainer)
+    trainer.train()        # resumes from the newest valid checkpoint, if there is one
+
+What the Trainer does itself stays as it is: when to save (`save_strategy`, `save_steps`), how many to keep
+(`save_total_limit`), the files' names. How it is done is replaced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import accelerate
+import transformers.trainer
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from checkpointing.data import CursorBatchSampler, CursorDataLoader
+from checkpointing.errors import CheckpointError
+from checkpointing.manager import CheckpointManager
+from checkpointing.restore import LOOP_STATE_PREFIX, RestorePoint
+
+TRAINER_STATE_NAME = "trainer_state.json"
+
+TrainerT = TypeVar("TrainerT", bound=Trainer)
+
+
+def resilient(
+    trainer: TrainerT, location: str | None = None, *, resume: str | int | None = None
+) -> TrainerT:
+    """Give a trainer fault-tolerant checkpoints; returns the same object.
+
+    Args:
+        location: where checkpoints are kept; `args.output_dir` by default, a supervisor's choice goes first.
+        resume: "auto" (default), "never" or a step; a supervisor's choice goes first.
+
+    Raises:
+        CheckpointError: the trainer uses a strategy that is not supported.
+    """
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise CheckpointError("FSDP and DeepSpeed are not supported by resilient() yet; use DDP")
+    manager = CheckpointManager(
+        location or trainer.args.output_dir, keep_last=trainer.args.save_total_limit, resume=resume
+    )
+    cls = type(trainer)
+    trainer.__class__ = type(f"Resilient{cls.__name__}", (_ResilientMixin, cls), {})
+    trainer._manager = manager
+    trainer._restore_point = None
+    trainer._stopping = False
+    trainer._loop_state = None
+    trainer.add_callback(_StepCallback(trainer))
+    return trainer
+
+
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
+
+
+class _ResilientMixin(_Base):
+    """Overrides put in front of the trainer's own class."""
+
+    _manager: CheckpointManager
+    _restore_point: RestorePoint | None
+    _loop_state: dict[str, Any] | None
+    _stopping: bool
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+        """As `Trainer.train`. A path given explicitly is loaded the Trainer's own way."""
+        if resume_from_checkpoint in (None, True):
+            self._restore_point = self._manager.choose()
+            resume_from_checkpoint = str(self._restore_point.path) if self._restore_point is not None else None
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    # -- data: position is an index ------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> Any:
+        dataset = self.train_dataset
+        shuffled = self.args.train_sampling_strategy == "random"
+        if dataset is None or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            return super().get_train_dataloader()
+        if not shuffled and self.args.train_sampling_strategy != "sequential":
+            return super().get_train_dataloader()
+        if hasattr(dataset, "column_names"):
+            dataset = self._remove_unused_columns(dataset, description="training")
+            collate = self.data_collator
+        else:
+            collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
+        args = self.args
+        sampler = CursorBatchSampler(
+            num_samples=len(dataset),
+            batch_size=self._train_batch_size,
+            rank=args.process_index,
+            world_size=args.world_size,
+            accumulation=args.gradient_accumulation_steps,
+            seed=args.data_seed if args.data_seed is not None else args.seed,
+            shuffle=shuffled,
+        )
+        self._check_global_batch(sampler.global_batch_size)
+        return CursorDataLoader(
+            dataset,
+            sampler,
+            collate_fn=collate,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+        )
+
+    def _check_global_batch(self, global_batch_size: int) -> None:
+        point = self._restore_point
+        if point is None or point.step == 0:
+            return
+        before = point.manifest.samples_consumed // point.step
+        if before != global_batch_size:
+            raise CheckpointError(
+                f"{point.path} was trained with {before} samples per step, now there are {global_batch_size}. Choose "
+                "per_device_train_batch_size and gradient_accumulation_steps so that batch x accumulation x ranks = "
+                f"{before}, or start anew in another output_dir."
+            )
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        point, self._restore_point = self._restore_point, None
+        if point is not None:
+            # Before the first batch is drawn, as in the uninterrupted run; the Trainer does it after.
+            self._manager.restore_rng(point)
+            self._restore_loop_state(point)
+        return super().get_batch_samples(*args, **kwargs)
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.store_flos()
+        self._export_callback_states()
+        manager, step = self._manager, self.state.global_step
+        manager.track(
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.lr_scheduler,
+            scaler=getattr(self.accelerator, "scaler", None),
+        )
+        files = {f"{LOOP_STATE_PREFIX}{self.args.process_index}.json": json.dumps(self._capture_loop_state()).encode()}
+        if self.args.process_index == 0:
+            if not manager.static_files:
+                manager.static_files = self._configuration_files()
+            state = json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n"
+            files[TRAINER_STATE_NAME] = state.encode()
+        samples = step * self.get_total_train_batch_size(self.args)
+        last = step >= self.state.max_steps
+        manager.save(step, samples, files, wait=self._stopping or last)
+        if self._stopping:
+            manager.stop(step)
+
+    def _export_callback_states(self) -> None:
+        """As the Trainer does before it saves."""
+        for exportable in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(exportable, ExportableState):
+                self.state.stateful_callbacks[type(exportable).__name__] = exportable.state()
+
+    def _configuration_files(self) -> dict[str, bytes]:
+        """Model configuration and tokenizer, in the form that `from_pretrained` reads."""
+        with tempfile.TemporaryDirectory() as folder:
+            config = getattr(self.model, "config", None)
+            if config is not None:
+                config.architectures = [type(self.model).__name__]
+                config.save_pretrained(folder)
+            generation_config = getattr(self.model, "generation_config", None)
+            if generation_config is not None:
+                generation_config.save_pretrained(folder)
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)
+            return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+
+    # -- the loop's own variables: what the Trainer forgets between two logs -------------------------------------
+
+    def _capture_loop_state(self) -> dict[str, Any]:
+        state = {"tr_loss": self._tr_loss.item(), "last_logged": self._globalstep_last_logged}
+        if hasattr(self, "_metrics"):
+            state["metrics"] = {name: list(values) for name, values in self._metrics["train"].items()}
+            state["train_tokens"] = self._total_train_tokens
+        return state
+
+    def _restore_loop_state(self, point: RestorePoint) -> None:
+        name = f"{LOOP_STATE_PREFIX}{self.args.process_index}.json"
+        if not point.has(name):
+            return
+        state = point.json(name)
+        self._tr_loss += state["tr_loss"]
+        self._globalstep_last_logged = state["last_logged"]
+        if "metrics" in state and hasattr(self, "_metrics"):
+            for metric, values in state["metrics"].items():
+                self._metrics["train"][metric] = values
+            self._total_train_tokens = state["train_tokens"]
+
+    # -- restoring -----------------------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self._restore_point is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        self._manager.track(model=self.model, optimizer=None)
+        self._manager.restore_model(self._restore_point)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self._restore_point is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        self._manager.track(
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.lr_scheduler,
+            scaler=getattr(self.accelerator, "scaler", None),
+        )
+        self._manager.restore_optimizer(self._restore_point)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if self._restore_point is None:
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        # Ours was restored before the first batch; setting it again after that batch would undo what the batch drew.
+        if checkpoint is not None and not Path(checkpoint, "manifest.json").exists():
+            super()._load_rng_state(checkpoint)
+
+
+class _StepCallback(TrainerCallback):
+    """Heartbeats and the agreed stop."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._trainer._manager.begin(state.global_step)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._trainer._manager.end_of_step(state.global_step):
+            self._trainer._stopping = True
+            control.should_save = True
+            control.should_training_stop = True
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._trainer._manager.close()
+
+
+def _skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """accelerate's `skip_first_batches`, in O(1) where the loader knows its position."""
+    if isinstance(dataloader, CursorDataLoader):
+        dataloader.start_at(num_batches)
+        return dataloader
+    return accelerate.skip_first_batches(dataloader, num_batches)
+
+
+# The Trainer's loop calls this name and offers no hook: it would draw and drop every index up to the position.
+transformers.trainer.skip_first_batches = _skip_first_batches
