@@ -26,6 +26,7 @@ from checkpointing.arena import Heartbeat, Phase
 from checkpointing.catalog import Catalog
 from checkpointing.client import ATTEMPT_ENV, SOCKET_ENV, AgentClient, AgentProcess
 from checkpointing.errors import CheckpointError, CommitFailed, Preempted
+from checkpointing.manager_environment import LOCATION_ENV, RESUME_ENV
 from checkpointing.restore import (
     MODEL_NAME,
     OPTIMIZER_NAME,
@@ -36,9 +37,6 @@ from checkpointing.restore import (
 )
 from checkpointing.snapshot import FileImage, TorchFileLayout, blob_image, safetensors_image, torch_bytes
 from checkpointing.storage import open_storage
-
-LOCATION_ENV = "CHECKPOINT_LOCATION"
-RESUME_ENV = "CHECKPOINT_RESUME"
 
 
 def resume_policy(text: str) -> str | int:

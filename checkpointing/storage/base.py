@@ -56,8 +56,8 @@ class Storage(Protocol):
     def remove(self, step: int) -> None:
         """Delete a checkpoint: manifest first, so that a crash in between leaves no half checkpoint that looks whole."""
 
-    def set_aside(self, step: int) -> str:
-        """Rename a checkpoint so that nothing resumes from it; returns where it is kept."""
+    def set_aside(self, step: int, label: str = "invalid") -> str:
+        """Rename a checkpoint so that nothing resumes from it (`invalid` or `superseded`); returns where it is kept."""
 
     def set_aside_names(self) -> list[str]:
         """What `set_aside` has kept: proof that this run once had checkpoints."""

@@ -21,7 +21,7 @@ from checkpointing.storage.base import CHECKPOINT_PREFIX
 
 _CHECKPOINT = re.compile(rf"^{CHECKPOINT_PREFIX}(\d+)$")
 _TEMPORARY = re.compile(rf"^\.{CHECKPOINT_PREFIX}\d+\.\d+\.tmp$")
-_ASIDE = re.compile(rf"^{CHECKPOINT_PREFIX}\d+\.invalid(-\d+)?$")
+_ASIDE = re.compile(rf"^{CHECKPOINT_PREFIX}\d+\.(invalid|superseded)(-\d+)?$")
 _REMOVING = re.compile(rf"^\.{CHECKPOINT_PREFIX}\d+\.removing$")
 
 
@@ -121,11 +121,11 @@ class LocalStorage:
             (doomed / MANIFEST_NAME).unlink()
         shutil.rmtree(doomed)
 
-    def set_aside(self, step: int) -> str:
+    def set_aside(self, step: int, label: str = "invalid") -> str:
         path = self.local_path(step)
         number = 0
         while True:
-            aside = path.with_name(path.name + (f".invalid-{number}" if number else ".invalid"))
+            aside = path.with_name(f"{path.name}.{label}" + (f"-{number}" if number else ""))
             if not aside.exists():
                 path.rename(aside)
                 fsync_directory(self.root)

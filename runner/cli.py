@@ -1,0 +1,290 @@
+"""The `runner` command. Thin: each command parses, calls, and turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from runner import __version__
+from runner.errors import ExitCode, RunnerError, UsageError
+
+# Heavier imports stay inside the commands: `runner --help` answers in a blink.
+
+_CONFIG_OPTIONS = [
+    click.option("--config", "config_path", type=click.Path(), help="YAML file. Default: the bundled job."),
+    click.option("--output-dir", help="Folder of the run: checkpoints, journal, logs, best_model."),
+    click.option(
+        "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any setting, e.g. trainer.learning_rate=1e-4."
+    ),
+    click.option("--nproc-per-node", "--nproc_per_node", metavar="auto|N", help="Ranks on this machine."),
+    click.option("--nnodes", type=int, help="Number of machines."),
+    click.option("--node-rank", "--node_rank", type=int, help="This machine's number, from 0."),
+    click.option("--rdzv-endpoint", "--rdzv_endpoint", metavar="HOST:PORT", help="Where the machines meet."),
+    click.option("--master-addr", "--master_addr", help="As in torchrun; with --master-port, instead of the above."),
+    click.option("--master-port", "--master_port", type=int),
+]
+
+
+def _config_options(command: Any) -> Any:
+    for option in reversed(_CONFIG_OPTIONS):
+        command = option(command)
+    return command
+
+
+def _load(config_path: str | None, output_dir: str | None, settings: tuple[str, ...], launch: dict[str, Any]) -> Any:
+    from runner.config import load_config, parse_setting
+
+    overrides = [parse_setting(text) for text in settings]
+    if output_dir is not None:
+        overrides.append(("output_dir", output_dir, "--output-dir"))
+    for name, value in launch.items():
+        if value is not None:
+            text = int(value) if name == "nproc_per_node" and str(value).lstrip("-").isdigit() else value
+            overrides.append((f"launch.{name}", text, f"--{name.replace('_', '-')} {value}"))
+    return load_config(config_path, os.environ, overrides)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="runner")
+def cli() -> None:
+    """Keep a fine-tuning run going across crashes, preemption and bad checkpoints.
+
+    \b
+    Exit codes of `start`:  0 done · 2 usage · 75 checkpointed, start me again · 76 restarts spent ·
+    78 would fail again · 79 no progress · 81 no valid checkpoint
+    """
+
+
+@cli.command(context_settings={"allow_interspersed_args": False})
+@_config_options
+@click.option("--resume", default="auto", show_default=True, metavar="auto|never|STEP", help="Where to go on from.")
+@click.option("--overwrite", is_flag=True, help="With --resume never: move an existing run aside and start anew.")
+@click.option("--max-restarts", "--max_restarts", type=int, help="Restarts without a new checkpoint between them.")
+@click.option("--cold", is_flag=True, default=None, help="Fresh interpreters instead of forks of a preloaded one.")
+@click.argument("script", required=False)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def start(
+    config_path: str | None,
+    output_dir: str | None,
+    settings: tuple[str, ...],
+    resume: str,
+    overwrite: bool,
+    max_restarts: int | None,
+    script: str | None,
+    args: tuple[str, ...],
+    **launch: Any,
+) -> None:
+    """Run a job to its end, restarting it as often as it takes.
+
+    Without SCRIPT: supervised fine-tuning as configured. With SCRIPT (and its ARGS): your own training script, as
+    torchrun would run it; let it save through checkpointing.transformers.resilient to make it resumable.
+    """
+    from runner.progress import ProgressDisplay
+    from runner.supervisor import Job, Supervisor, check_resume_step
+    from runner.summary import render
+
+    config = _load(config_path, output_dir, settings, launch)
+    if max_restarts is not None:
+        config.restart.max_restarts = max_restarts
+    if script is not None and not Path(script).is_file():
+        raise UsageError(f"script {script!r} does not exist; give the path of a Python file")
+    directory = _directory(config)
+    directory.create()
+    directory.lock()
+    step = _resume(resume)
+    if overwrite and step != "never":
+        raise UsageError("--overwrite goes with --resume never")
+    if step == "never":
+        _start_anew(config, directory, overwrite)
+    elif isinstance(step, int):
+        for kept in check_resume_step(config, step):
+            click.echo(f"runner: newer than step {step}, kept as {kept}")
+    elif _finished(config, directory):
+        click.echo("runner: this run is finished; nothing to do (--resume never --overwrite starts it anew)")
+        click.echo(render(_summary(directory), _places(config, directory)))
+        return
+    directory.config.write_text(config.to_yaml())
+    first_node = config.launch.node_rank == 0
+    display = ProgressDisplay(quiet=not first_node)
+    job = Job(str(Path(script).absolute()) if script is not None else None, args)
+    display.message(f"run {directory.run_id()} in {directory.root}, resume {resume}")
+    exit_code = Supervisor(config, directory, job, display).run()
+    if first_node:
+        click.echo(render(_summary(directory), _places(config, directory)))
+    sys.exit(int(exit_code))
+
+
+@cli.command()
+@_config_options
+@click.option("--trainer-options", is_flag=True, help="List the SFTConfig options that `trainer:` accepts.")
+def config(
+    config_path: str | None, output_dir: str | None, settings: tuple[str, ...], trainer_options: bool, **launch: Any
+) -> None:
+    """Print the configuration that `start` would use: defaults < YAML < environment < command line."""
+    if trainer_options:
+        from runner import trainer_options as options
+
+        for name, kind in sorted(options.fields().items()):
+            if name not in options.RESERVED:
+                click.echo(f"{name}: {options.describe(kind)}")
+        return
+    click.echo(_load(config_path, output_dir, settings, launch).to_yaml(), nl=False)
+
+
+@cli.command()
+@click.argument("output_dir", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+def status(output_dir: str | None, as_json: bool) -> None:
+    """Show where a run stands, from its journal. OUTPUT_DIR: the run's folder (default: the configured one)."""
+    import json
+
+    from runner.journal import read_journal
+    from runner.run_directory import RunDirectory
+    from runner.summary import render
+
+    if output_dir is None:
+        output_dir = _load(None, None, (), {}).output_dir
+    directory = RunDirectory(output_dir)
+    if not read_journal(directory.journal):
+        raise UsageError(f"{output_dir!r} holds no run (no {directory.journal.name}); give the output_dir of a run")
+    run = _summary(directory)
+    if as_json:
+        click.echo(json.dumps(run.to_dict(), indent=1))
+    else:
+        click.echo(render(run, {"folder": str(directory.root)}))
+
+
+@cli.group()
+def checkpoints() -> None:
+    """Look at a run's checkpoints."""
+
+
+@checkpoints.command("list")
+@click.argument("location")
+def list_checkpoints(location: str) -> None:
+    """List the checkpoints at LOCATION (a run's folder, or its checkpoints folder), newest first."""
+    from datetime import datetime
+
+    for entry in _catalog(location).entries():
+        if entry.manifest is None:
+            click.echo(f"{entry.step:>8}  INVALID  {entry.problem}")
+        else:
+            created = datetime.fromtimestamp(entry.manifest.created_at).isoformat(" ", "seconds")
+            size = entry.manifest.total_bytes / 1e6
+            click.echo(f"{entry.step:>8}  {created}  {size:10.1f} MB  attempt {entry.manifest.attempt}")
+
+
+@checkpoints.command()
+@click.argument("location")
+@click.option("--step", type=int, help="Only this one.")
+def verify(location: str, step: int | None) -> None:
+    """Read the checkpoints at LOCATION again and compare every digest; exit 1 if one is damaged."""
+    from checkpointing.errors import InvalidCheckpoint
+
+    catalog = _catalog(location)
+    steps = [entry.step for entry in catalog.entries()] if step is None else [step]
+    if not steps:
+        raise UsageError(f"there are no checkpoints at {location}")
+    damaged = 0
+    for number in steps:
+        try:
+            manifest = catalog.verify(number)
+            click.echo(f"{number:>8}  ok       {len(manifest.files)} files, {manifest.total_bytes / 1e6:.1f} MB")
+        except InvalidCheckpoint as error:
+            damaged += 1
+            click.echo(f"{number:>8}  INVALID  {error}")
+    sys.exit(1 if damaged else 0)
+
+
+def _catalog(location: str) -> Any:
+    from checkpointing.catalog import Catalog
+    from checkpointing.storage import open_storage
+
+    nested = Path(location) / "checkpoints"
+    try:
+        storage = open_storage(str(nested) if nested.is_dir() else location)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if not Path(storage.location).is_dir():
+        raise UsageError(f"{location!r} is not a folder; give a run's output_dir or its checkpoints folder")
+    return Catalog(storage)
+
+
+def _directory(config: Any) -> Any:
+    from runner.run_directory import RunDirectory
+
+    return RunDirectory(config.output_dir, config.launch.node_rank)
+
+
+def _resume(text: str) -> str | int:
+    if text in ("auto", "never"):
+        return text
+    if text.isascii() and text.isdigit():
+        return int(text)
+    raise UsageError(f"--resume {text!r} is not allowed; use auto, never, or the number of a committed step")
+
+
+def _start_anew(config: Any, directory: Any, overwrite: bool) -> None:
+    location = Path(config.checkpoint_location)
+    exists = directory.journal.exists() or (location.is_dir() and any(location.glob("checkpoint-*")))
+    if exists and not overwrite:
+        raise UsageError(
+            f"--resume never: {directory.root} already holds a run; add --overwrite to move it aside, or choose "
+            "another --output-dir"
+        )
+    if exists:
+        click.echo(f"runner: the earlier run is kept in {directory.move_aside(location)}")
+
+
+def _finished(config: Any, directory: Any) -> bool:
+    """The run ended well, with the same configuration (how it is launched and restarted apart)."""
+    from runner.config import Config, load_config
+    from runner.journal import read_journal
+
+    events = [event for event in read_journal(directory.journal) if event["event"] in ("run_started", "run_ended")]
+    if not events or events[-1].get("state") != "finished" or not directory.config.exists():
+        return False
+
+    def essence(some: Config) -> dict[str, Any]:
+        return some.model_dump(exclude={"launch", "restart"})
+
+    try:
+        return essence(load_config(str(directory.config), {})) == essence(config)
+    except UsageError:
+        return False
+
+
+def _summary(directory: Any) -> Any:
+    from runner.supervisor import summary_of
+
+    return summary_of(directory)
+
+
+def _places(config: Any, directory: Any) -> dict[str, str]:
+    places = {
+        "best model": str(directory.best_model),
+        "checkpoints": config.checkpoint_location,
+        "journal": str(directory.journal),
+        "logs": str(directory.logs),
+    }
+    return {name: path for name, path in places.items() if Path(path).exists()}
+
+
+def main() -> None:
+    """Entry point: every expected error is one line on stderr and its exit code."""
+    try:
+        cli(standalone_mode=False)
+    except click.exceptions.Exit as error:
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(ExitCode.USAGE)
+    except click.Abort:
+        sys.exit(130)
+    except RunnerError as error:
+        click.echo(f"runner: error: {error}", err=True)
+        sys.exit(int(error.exit_code))

@@ -1,0 +1,234 @@
+"""The one typed configuration of a run: defaults < YAML < environment < command line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from runner import trainer_options
+from runner.environment import settings_from_environment
+from runner.errors import UsageError
+
+DEFAULT_CONFIG = Path(__file__).parent / "training" / "data" / "default.yaml"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_default=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(_Section):
+    """Which model is fine-tuned."""
+
+    name_or_path: str | None = None
+    """Hub name or local folder. None builds a new SmolLM3 from `config`, with a tokenizer trained on the data."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """SmolLM3Config fields for the model built from scratch (or overrides for a loaded one)."""
+    attn_implementation: Literal["auto", "flash_attention_2", "sdpa", "eager"] = "auto"
+    """auto: flash-attn where it is importable and the GPU supports it, else SDPA."""
+    vocab_size: int = Field(default=2048, ge=300)
+    """Vocabulary of the tokenizer trained for a model built from scratch."""
+
+
+class DataConfig(_Section):
+    """What it is fine-tuned on."""
+
+    path: str | None = None
+    """A .parquet, .jsonl, .json or .csv file, or a hub data set. None: the bundled wilderness survival pairs."""
+    split: str = "train"
+    """Split of a hub data set."""
+
+
+class CheckpointConfig(_Section):
+    """Where checkpoints go; when and how many is `trainer.save_steps` and `trainer.save_total_limit`."""
+
+    location: str | None = None
+    """A directory or file:// URL. None: `output_dir`/checkpoints."""
+
+
+class LaunchConfig(_Section):
+    """Processes; torchrun's own names."""
+
+    nproc_per_node: Literal["auto"] | int = "auto"
+    """Ranks on this machine. auto: one per GPU, or 2 without GPUs."""
+    nnodes: int = Field(default=1, ge=1)
+    node_rank: int = Field(default=0, ge=0)
+    """This machine's number. The RANK variable sets it, as in a PyTorchJob."""
+    world_size: int | None = Field(default=None, ge=1)
+    """All ranks of all machines (the WORLD_SIZE variable); sets nnodes where that is not given."""
+    rdzv_endpoint: str | None = None
+    """host:port where the machines meet. None: master_addr:master_port, or a free local port for one machine."""
+    master_addr: str | None = None
+    master_port: int = Field(default=29500, ge=1, le=65535)
+    cold: bool = False
+    """Start every rank in a fresh interpreter instead of forking a preloaded one: for scripts that start CUDA or
+    threads when imported."""
+
+
+class RestartConfig(_Section):
+    """When to try again."""
+
+    max_restarts: int = Field(default=5, ge=0)
+    """Restarts without a newly committed checkpoint between them, before giving up."""
+    backoff_initial_s: float = Field(default=1.0, ge=0)
+    backoff_max_s: float = Field(default=60.0, ge=0)
+    backoff_jitter_s: float = Field(default=1.0, ge=0)
+    grace_s: float = Field(default=60.0, ge=0)
+    """After a stop request, how long the ranks may take to snapshot and end."""
+
+
+class TrackingConfig(_Section):
+    """Experiment tracking beyond the Trainer's own report_to."""
+
+    aim_repo: str | None = None
+    """Aim repository (the AIM_REPO variable); needs the `aim` extra."""
+    experiment: str = "wilderness-survival"
+
+
+class Config(_Section):
+    """A run."""
+
+    output_dir: str = "runs/default"
+    """Everything of the run lies here."""
+    scale_learning_rate: bool = True
+    """Multiply trainer.learning_rate by the number of ranks."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    trainer: dict[str, Any] = Field(default_factory=dict)
+    """SFTConfig's own options, passed through."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    launch: LaunchConfig = LaunchConfig()
+    restart: RestartConfig = RestartConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def checkpoint_location(self) -> str:
+        return self.checkpoint.location or str(Path(self.output_dir) / "checkpoints")
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def load_config(
+    path: str | None,
+    environment: Mapping[str, str],
+    settings: Sequence[tuple[str, Any, str]] = (),
+) -> Config:
+    """Resolve a configuration.
+
+    Args:
+        path: YAML file; None for the bundled default.
+        environment: usually `os.environ`.
+        settings: (dotted key, value, how the user wrote it) from the command line.
+
+    Raises:
+        UsageError: a file is missing or malformed, a key unknown, a value of the wrong type.
+    """
+    file = Path(path) if path is not None else DEFAULT_CONFIG
+    document = _read_yaml(file)
+    sources: dict[str, str] = {}
+    for key, (value, variable) in settings_from_environment(environment).items():
+        _set(document, key, value, variable)
+        sources[key] = f"environment variable {variable}"
+    for key, value, written in settings:
+        _set(document, key, value, written)
+        sources[key] = f"command line {written}"
+
+    def source_of(key: str) -> str:
+        return sources.get(key, str(path) if path is not None else "default configuration")
+
+    try:
+        config = Config.model_validate(document)
+    except ValidationError as error:
+        raise UsageError(_explain(error, source_of)) from None
+    options = {}
+    for name, value in config.trainer.items():
+        options |= trainer_options.validate({name: value}, source_of(f"trainer.{name}"))
+    config.trainer = options
+    _resolve_nodes(config, source_of)
+    _check_files(config, source_of)
+    return config
+
+
+def parse_setting(text: str) -> tuple[str, Any, str]:
+    """`key=value` of `--set`, the value read as YAML.
+
+    Raises:
+        UsageError: there is no `=`.
+    """
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        raise UsageError(f"--set {text!r}: write key=value, for example --set trainer.learning_rate=1e-4")
+    try:
+        return key, yaml.safe_load(value), f"--set {text}"
+    except yaml.YAMLError:
+        raise UsageError(f"--set {text!r}: the value is not valid YAML") from None
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        document = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--config {file}: {error.strerror}; give the path of a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file}: not valid YAML ({' '.join(str(error).split())})") from None
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise UsageError(f"{file}: must be a mapping of {', '.join(Config.model_fields)}")
+    return document
+
+
+def _set(document: dict[str, Any], key: str, value: Any, written: str) -> None:
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        child = document.setdefault(parent, {})
+        if child is None:
+            child = document[parent] = {}
+        if not isinstance(child, dict):
+            raise UsageError(f"{written}: {parent} is not a section but {child!r}")
+        document = child
+    document[leaf] = value
+
+
+def _explain(error: ValidationError, source_of: Any) -> str:
+    """The first problem, as one line."""
+    problem = error.errors()[0]
+    location = [str(part) for part in problem["loc"] if part not in ("int", "literal['auto']")]
+    key = ".".join(location)
+    if problem["type"] == "extra_forbidden":
+        section: Any = Config
+        for part in location[:-1]:
+            section = section.model_fields[part].annotation
+        allowed = ", ".join(section.model_fields)
+        return f"{source_of(key)}: unknown key {key} (value {problem['input']!r}); allowed here: {allowed}"
+    return f"{source_of(key)}: {key}={problem['input']!r} is not allowed: {problem['msg'].lower()}"
+
+
+def _resolve_nodes(config: Config, source_of: Any) -> None:
+    launch = config.launch
+    if launch.nproc_per_node != "auto" and launch.nproc_per_node < 1:
+        raise UsageError(
+            f"{source_of('launch.nproc_per_node')}: launch.nproc_per_node={launch.nproc_per_node} is not allowed: "
+            "use auto or a number from 1"
+        )
+    if launch.node_rank and launch.nnodes == 1 and launch.world_size is None:
+        raise UsageError(
+            f"{source_of('launch.node_rank')}: node rank {launch.node_rank} needs --nnodes (or WORLD_SIZE) above it"
+        )
+
+
+def _check_files(config: Config, source_of: Any) -> None:
+    path = config.data.path
+    if path is not None and Path(path).suffix in {".parquet", ".jsonl", ".json", ".csv"} and "://" not in path:
+        if not Path(path).is_file():
+            raise UsageError(
+                f"{source_of('data.path')}: data.path={path!r} does not exist; give a .parquet, .jsonl, .json or .csv "
+                "file, or the name of a hub data set"
+            )
+        # A restart may come from another directory.
+        config.data.path = os.path.abspath(path)  # noqa: PTH100 - keeps symlinks

@@ -1,0 +1,30 @@
+"""The one table of environment variables that set configuration, and the one place that reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Variable → dotted configuration key. The names are those of the PyTorch, Kubeflow and Hugging Face world.
+CONFIG_VARIABLES: dict[str, str] = {
+    "EPOCHS": "trainer.num_train_epochs",
+    "BATCH_SIZE": "trainer.per_device_train_batch_size",
+    "LEARNING_RATE": "trainer.learning_rate",
+    "OUTPUT_DIR": "output_dir",
+    "AIM_REPO": "tracking.aim_repo",
+    "MODEL_NAME": "model.name_or_path",
+    "MASTER_ADDR": "launch.master_addr",
+    "MASTER_PORT": "launch.master_port",
+    "WORLD_SIZE": "launch.world_size",
+    "RANK": "launch.node_rank",
+}
+# Passed on to the ranks untouched: NCCL_*, TORCH_*, CUDA_*, HF_*, OMP_NUM_THREADS, GLOO_SOCKET_IFNAME.
+
+
+def settings_from_environment(environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    """Dotted key → (text value, the variable's name), for every variable that is set and not empty."""
+    return {
+        key: (environment[variable], variable)
+        for variable, key in CONFIG_VARIABLES.items()
+        if environment.get(variable, "") != ""
+    }

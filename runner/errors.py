@@ -1,0 +1,45 @@
+"""Exit codes, and the errors that lead to them.
+
+RunnerError
+├── UsageError          2   the user's configuration or command line; one line, no traceback
+├── RunBusy             2   another runner works on this run
+└── LaunchError         78  the launcher or agent cannot be started at all
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What `runner start` ends with. 75 to 78 keep the meaning that sysexits.h gives them."""
+
+    DONE = 0
+    USAGE = 2
+    PREEMPTED = 75  # checkpointed: start me again
+    BUDGET_SPENT = 76  # transient failures, more than max_restarts without a new checkpoint between them
+    DETERMINISTIC = 78  # it would fail the same way again
+    NO_PROGRESS = 79  # the budget is spent and not one step was committed
+    NO_VALID_CHECKPOINT = 81  # checkpoints exist, none can be loaded
+
+
+class RunnerError(Exception):
+    """Base of the errors that end `runner` with one clear line."""
+
+    exit_code = ExitCode.DETERMINISTIC
+
+
+class UsageError(RunnerError):
+    """The configuration or the command line is wrong; the text names the key, the value and what is allowed."""
+
+    exit_code = ExitCode.USAGE
+
+
+class RunBusy(RunnerError):
+    """Another runner works on this run."""
+
+    exit_code = ExitCode.USAGE
+
+
+class LaunchError(RunnerError):
+    """The launcher or the checkpoint agent cannot be started."""

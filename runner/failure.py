@@ -1,0 +1,134 @@
+"""From what is left of an attempt to why it ended. Pure: exit statuses and error files in, a `Failure` out."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from checkpointing.errors import EXIT_PREEMPTED
+
+
+class FailureKind(Enum):
+    FINISHED = "finished"
+    PREEMPTED = "preempted"
+    CRASHED = "crashed"  # a signal, a lost peer, an error in mid-training
+    BOOT = "boot failure"  # a Python error before the first step: it would come again
+    NO_VALID_CHECKPOINT = "no valid checkpoint"
+    AGENT_LOST = "checkpoint agent lost"
+    LAUNCHER_LOST = "launcher lost"
+
+
+# What a rank raises when another rank has gone: an effect, never the cause.
+_CASCADE = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|timed? ?out|socket closed|gloo|nccl|DistNetworkError|DistStoreError"
+    r"|DistBackendError|AgentUnavailable",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How one rank ended.
+
+    Attributes:
+        order: position among the ranks by the time of death, 0 is the first.
+        exit_code: as `multiprocessing` gives it (negative: signal number); None where only the death was seen.
+        error: type and message of its Python exception, None where it left none.
+        frame: `file:line` of the exception's innermost frame.
+        error_time: when the exception was recorded, seconds since the epoch.
+    """
+
+    rank: int
+    order: int
+    exit_code: int | None = None
+    error: str | None = None
+    frame: str | None = None
+    error_time: float | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an attempt ended.
+
+    Attributes:
+        step: last finished step of the attempt.
+        fingerprint: equal for equal failures at the same step.
+    """
+
+    kind: FailureKind
+    cause: str
+    rank: int | None = None
+    step: int = 0
+    fingerprint: str = ""
+
+
+def read_error_file(path: Path) -> tuple[str, str | None, float | None] | None:
+    """Error, innermost frame and time from a torchelastic error file; None where there is none to read."""
+    try:
+        document: Any = json.loads(path.read_text(encoding="utf-8"))
+        message = document["message"]
+        if isinstance(message, str):
+            return message, None, None
+        extra = message["extraInfo"]
+        frames = re.findall(r'File "([^"]+)", line (\d+)', extra["py_callstack"])
+        frame = ":".join(frames[-1]) if frames else None
+        return message["message"], frame, float(extra["timestamp"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def classify(ends: Sequence[RankEnd], *, finished: bool, started_step: int, step: int) -> Failure:
+    """Find the cause of an attempt's end.
+
+    Args:
+        ends: the ranks that died, in any order.
+        finished: all ranks ended with status 0.
+        started_step: step that the attempt started from.
+        step: its last finished step.
+    """
+    if finished:
+        return Failure(FailureKind.FINISHED, "all ranks finished", step=step)
+    if any(end.exit_code == EXIT_PREEMPTED for end in ends):
+        return Failure(FailureKind.PREEMPTED, "stopped on request, checkpoint committed", step=step)
+    if not ends:
+        return Failure(FailureKind.LAUNCHER_LOST, "the attempt ended without a word from any rank", step=step)
+    first = _first_cause(ends)
+    if first.error is None:
+        return Failure(FailureKind.CRASHED, _describe_exit(first), first.rank, step, f"{_describe_exit(first)}@{step}")
+    cause = f"rank {first.rank}: {first.error}"
+    fingerprint = f"{first.error.partition(':')[0]}|{first.frame}|{step}"
+    if first.error.startswith("NoValidCheckpoint"):
+        kind = FailureKind.NO_VALID_CHECKPOINT
+    elif step <= started_step and not _CASCADE.search(first.error):
+        kind = FailureKind.BOOT
+    else:
+        kind = FailureKind.CRASHED
+    return Failure(kind, cause, first.rank, step, fingerprint)
+
+
+def _first_cause(ends: Sequence[RankEnd]) -> RankEnd:
+    """The rank that failed first: one with an error of its own, or one that died by a signal, before any cascade."""
+
+    def is_cascade(end: RankEnd) -> bool:
+        return end.error is not None and bool(_CASCADE.search(end.error))
+
+    return min(ends, key=lambda end: (is_cascade(end), end.order, end.error_time or 0.0))
+
+
+def _describe_exit(end: RankEnd) -> str:
+    code = end.exit_code
+    if code is None:
+        return f"rank {end.rank} died without an error message (killed)"
+    if code < 0:
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        return f"rank {end.rank} was killed by {name}"
+    return f"rank {end.rank} exited with status {code}"

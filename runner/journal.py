@@ -1,0 +1,56 @@
+"""The run's only record: one JSON object per line, appended, never changed. Status and summary are folds over it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+JOURNAL_NAME = "journal.jsonl"
+
+
+class Journal:
+    """Appends events; each one carries `time` (seconds since the epoch), `event`, `attempt`, and where it has one, `step`.
+
+    One writer. An event is one write(2), so a reader never sees half of one that was finished.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        # A torn last line (power cut in mid-write) must not swallow the next event.
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            os.write(self._fd, b"\n")
+
+    def append(self, event: str, attempt: int, **details: Any) -> Event:
+        entry: Event = {"time": round(self._clock(), 3), "event": event, "attempt": attempt, **details}
+        os.write(self._fd, (json.dumps(entry) + "\n").encode())
+        return entry
+
+    def close(self) -> None:
+        os.fsync(self._fd)
+        os.close(self._fd)
+
+
+def read_journal(path: Path) -> list[Event]:
+    """All whole events, in order; an empty list where there is no journal."""
+    return list(_events(path))
+
+
+def _events(path: Path) -> Iterator[Event]:
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue  # torn by a power cut
+        if isinstance(event, dict) and "event" in event and "time" in event:
+            yield event

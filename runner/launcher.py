@@ -1,0 +1,102 @@
+"""The warm process around torchrun's own library entry. The one module of the control plane that imports torch.
+
+    python -m runner.launcher CONTROL_FD
+
+It starts a fork server that has torch, transformers and trl loaded, then for each `launch` request runs
+`elastic_launch` with `max_restarts=0` and a fresh rendezvous, and reports how it ended. Only the supervisor retries:
+torchrun's own in-place restart shares one store between lives, and stale keys in it hang the next one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import shutil
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from checkpointing import protocol
+from checkpointing.protocol import Message
+from runner import processes
+
+# Loaded once in the fork server; a rank forks from it in milliseconds. None of them may initialise CUDA.
+PRELOAD = ["runner.training.preload"]
+# After a first rank's death the others are killed; the supervisor has already given them time to leave their errors.
+_SHUTDOWN_TIMEOUT_S = 5
+
+
+def rank_main(spec: dict[str, Any]) -> None:
+    """What runs in every rank: the default job, or the user's script as `__main__`."""
+    from runner.training.rank import run_rank
+
+    run_rank(spec)
+
+
+def main() -> int:
+    processes.die_with_parent()
+    control = socket.socket(fileno=int(sys.argv[1]))
+    # Before torch is imported here: the fork server loads its own copy meanwhile.
+    multiprocessing.forkserver.set_forkserver_preload(PRELOAD)
+    multiprocessing.forkserver.ensure_running()
+
+    import torch
+
+    protocol.send(control, {"event": "ready", "accelerators": torch.cuda.device_count()})
+    while True:
+        try:
+            request, _ = protocol.receive(control)
+        except OSError:
+            return 0
+        protocol.send(control, {"event": "attempt_ended", **_launch(request)})
+
+
+def _launch(request: Message) -> Message:
+    """Run one attempt to its end; returns `finished`, and the failures that torchrun saw."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    log_dir = Path(request["log_dir"])
+    shutil.rmtree(log_dir, ignore_errors=True)
+    log_dir.mkdir(parents=True)
+    tee = Std.ALL if request["show_output"] else Std.NONE
+    config = LaunchConfig(
+        min_nodes=request["nnodes"],
+        max_nodes=request["nnodes"],
+        nproc_per_node=request["nproc_per_node"],
+        # Fresh for every attempt, so that no key of an earlier one can be met.
+        run_id=f"{request['run_id']}-{request['attempt']}",
+        rdzv_backend="c10d",
+        rdzv_endpoint=request["rdzv_endpoint"],
+        rdzv_configs={"is_host": request["is_host"], "timeout": 600} if request["nnodes"] > 1 else {},
+        max_restarts=0,
+        monitor_interval=0.05,
+        start_method="spawn" if request["cold"] else "forkserver",
+        logs_specs=DefaultLogsSpecs(log_dir=str(log_dir), redirects=Std.ALL, tee=tee),
+        log_line_prefix_template="[rank${rank}]:",
+        shutdown_timeout=_SHUTDOWN_TIMEOUT_S,
+    )
+    failures: list[Message] = []
+    try:
+        elastic_launch(config, rank_main)(request["spec"])
+    except ChildFailedError as error:
+        failures = [
+            {"rank": rank, "exit_code": failure.exitcode, "error_file": failure.error_file}
+            for rank, failure in error.failures.items()
+        ]
+        return {"finished": False, "failures": failures}
+    except SignalException as error:
+        # The supervisor ends this process by closing the control socket; a signal comes from someone else.
+        return {"finished": False, "failures": [], "error": f"launcher received {signal.Signals(error.sigval).name}"}
+    except Exception as error:
+        return {"finished": False, "failures": [], "error": f"{type(error).__name__}: {error}"}
+    return {"finished": True, "failures": []}
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""The supervisor's ends of its conversations: with the checkpoint agent, the launcher, and the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from checkpointing import protocol
+from checkpointing.arena import ControlPage, Heartbeat
+from checkpointing.client import AgentProcess
+from checkpointing.errors import AgentUnavailable
+from checkpointing.protocol import Message
+from runner.errors import LaunchError
+from runner.failure import RankEnd, read_error_file
+
+
+class AgentLink:
+    """A checkpoint agent that this supervisor started and monitors."""
+
+    def __init__(self, location: str, run_id: str, *, commits: bool, directory: Path) -> None:
+        """Start it.
+
+        Raises:
+            LaunchError: it cannot start; the text says why.
+        """
+        try:
+            self.process = AgentProcess.start(location, run_id, commits=commits, directory=directory)
+            self.sock = protocol.connect(self.process.socket_path)
+            protocol.send(self.sock, {"do": "hello", "role": "monitor"})
+            _, fds = protocol.receive(self.sock)
+        except (AgentUnavailable, OSError) as error:
+            raise LaunchError(str(error)) from None
+        self.control = ControlPage.attach(fds[0])
+
+    @property
+    def alive(self) -> bool:
+        return self.process.process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        return self.process.process.pid
+
+    def tell(self, request: str, **details: Any) -> None:
+        """Send a request; a dead agent is noticed by the loop."""
+        with contextlib.suppress(OSError):
+            protocol.send(self.sock, {"do": request, **details})
+
+    def heartbeats(self, num_ranks: int) -> list[Heartbeat]:
+        return [self.control.read(slot) for slot in range(min(num_ranks, self.control.num_slots))]
+
+    def close(self, timeout_s: float) -> None:
+        self.tell("shutdown")
+        self.sock.close()
+        self.process.close(timeout_s)
+
+
+class LauncherLink:
+    """The warm launcher process."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "runner.launcher", str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            # A Ctrl-C of the terminal is the supervisor's to answer, not the ranks'.
+            start_new_session=True,
+        )
+        theirs.close()
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def send(self, message: Message) -> None:
+        with contextlib.suppress(OSError):
+            protocol.send(self.sock, message)
+
+    def close(self) -> None:
+        self.sock.close()
+        self.process.kill()
+        self.process.wait()
+
+
+class RankEvents:
+    """A datagram socket on which the ranks report."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = str(directory / "events.sock")
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.sock.bind(self.path)
+        self.sock.setblocking(False)
+
+    def receive(self) -> list[Message]:
+        """Everything that has arrived."""
+        messages = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                data = self.sock.recv(protocol.MAX_MESSAGE_BYTES)
+                with contextlib.suppress(ValueError):
+                    messages.append(json.loads(data))
+        return messages
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+@dataclass
+class RankWatch:
+    """The ranks of one attempt on this node; a death is known at once, through pidfd_open(2).
+
+    A rank that ends without having said `rank_done` has failed (`os._exit` in a script counts as that).
+    """
+
+    pidfds: dict[int, int] = field(default_factory=dict)  # pidfd → rank
+    pids: dict[int, int] = field(default_factory=dict)  # rank → pid
+    local_ranks: dict[int, int] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
+    deaths: list[int] = field(default_factory=list)
+    error_files: dict[int, str] = field(default_factory=dict)
+
+    def started(self, message: Message) -> int | None:
+        """Begin to watch a rank; returns its pidfd, None where it has died already."""
+        rank, pid = int(message["rank"]), int(message["pid"])
+        self.pids[rank] = pid
+        self.local_ranks[rank] = int(message["local_rank"])
+        self.error_files[rank] = message["error_file"]
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self.deaths.append(rank)
+            return None
+        self.pidfds[pidfd] = rank
+        return pidfd
+
+    def died(self, pidfd: int) -> None:
+        self.deaths.append(self.pidfds.pop(pidfd))
+        os.close(pidfd)
+
+    @property
+    def failed(self) -> bool:
+        return any(rank not in self.done for rank in self.deaths)
+
+    def kill(self) -> None:
+        """SIGKILL all that are left; safe against reused pids."""
+        import signal
+
+        for pidfd in self.pidfds:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+    def ends(self, failures: list[Message]) -> list[RankEnd]:
+        """How the failed ranks ended, from their deaths, error files, and what the launcher saw."""
+        exit_codes = {int(failure["rank"]): failure["exit_code"] for failure in failures}
+        files = {**{int(f["rank"]): f["error_file"] for f in failures}, **self.error_files}
+        order = [rank for rank in self.deaths if rank not in self.done]
+        order += [rank for rank in exit_codes if rank not in order]
+        ends = []
+        for position, rank in enumerate(order):
+            error, frame, when = read_error_file(Path(files.get(rank) or "/nonexistent")) or (None, None, None)
+            ends.append(RankEnd(rank, position, exit_codes.get(rank), error, frame, when))
+        return ends
+
+    def close(self) -> None:
+        for pidfd in self.pidfds:
+            os.close(pidfd)
+        self.pidfds.clear()

@@ -1,0 +1,92 @@
+"""Linux process control: nobody outlives the supervisor unnoticed, and nobody is left behind.
+
+Every process of a run carries the run's id in its environment, so that strays of an earlier life can be found by
+reading /proc even when their parents are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+RUN_ID_ENV = "RUNNER_RUN_ID"
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl failed")
+
+
+def become_subreaper() -> None:
+    """Adopt orphaned descendants, so that they can be found and reaped (prctl(2))."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Be killed when the parent dies, however it dies.
+
+    A parent that died before this call is noticed by the new parent's pid being another one than at the fork.
+    """
+    parent = os.getppid()
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def descendants() -> list[psutil.Process]:
+    """All living processes below this one."""
+    return [process for process in psutil.Process().children(recursive=True) if _alive(process)]
+
+
+def processes_of_run(run_id: str) -> list[psutil.Process]:
+    """Processes of this user that carry a run's id and are not this process or above it."""
+    marker = f"{RUN_ID_ENV}={run_id}".encode()
+    own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    found = []
+    for pid in psutil.pids():
+        if pid in own:
+            continue
+        with contextlib.suppress(OSError, psutil.Error):
+            if marker in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.append(psutil.Process(pid))
+    return found
+
+
+def kill_all(find: Callable[[], list[psutil.Process]], timeout_s: float = 10.0) -> int:
+    """SIGKILL everything that `find` returns until it returns nothing; returns how many were killed."""
+    killed: set[int] = set()
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        processes = [process for process in find() if _alive(process)]
+        if not processes:
+            break
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+                killed.add(process.pid)
+        psutil.wait_procs(processes, timeout=0.5)
+    return len(killed)
+
+
+def reap_strays(managed: set[int]) -> None:
+    """Collect adopted children that have ended; `managed` pids are left to whoever started them."""
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error, ChildProcessError):
+            if child.pid not in managed and child.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(child.pid, os.WNOHANG)
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

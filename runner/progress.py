@@ -1,0 +1,77 @@
+"""What the user sees while a run goes on: one live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+_PLAIN_INTERVAL_S = 5.0
+_BAR_CELLS = 24
+
+
+@dataclass
+class ProgressState:
+    """What is shown. Steps are global optimizer steps; None is not known yet."""
+
+    attempt: int = 0
+    step: int = 0
+    total_steps: int | None = None
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    committed_step: int | None = None
+    activity: str = "starting"
+
+
+class ProgressDisplay:
+    """Shows a `ProgressState` and messages between. Only the supervisor of the first node has one that speaks."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.state = ProgressState()
+        self._console = Console(stderr=False, highlight=False, quiet=quiet, soft_wrap=True)
+        self._live: Live | None = None
+        self._shown = ""
+        self._shown_at = 0.0
+        self._began = time.monotonic()
+        if self._console.is_terminal:
+            self._live = Live(Text(""), console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+
+    def message(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(f"[{time.monotonic() - self._began:7.1f}s] {text}", markup=False)
+
+    def refresh(self) -> None:
+        """Show the state, if it has changed; call it as often as you like."""
+        line = self.line()
+        now = time.monotonic()
+        if self._live is not None:
+            if line != self._shown:
+                self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+                self._shown = line
+        elif line != self._shown and self.state.loss is not None and now - self._shown_at >= _PLAIN_INTERVAL_S:
+            self.message(line)
+            self._shown, self._shown_at = line, now
+
+    def line(self) -> str:
+        state = self.state
+        parts = [state.activity]
+        if state.total_steps:
+            filled = min(state.step * _BAR_CELLS // state.total_steps, _BAR_CELLS)
+            bar = "█" * filled + "░" * (_BAR_CELLS - filled) + " " if self._live is not None else ""
+            parts = [f"{bar}step {state.step}/{state.total_steps}"]
+        if state.loss is not None:
+            parts.append(f"loss {state.loss:.4f}")
+        if state.tokens_per_s is not None:
+            parts.append(f"{state.tokens_per_s:,.0f} tokens/s")
+        committed = "none" if state.committed_step is None else str(state.committed_step)
+        parts += [f"committed {committed}", f"attempt {state.attempt}"]
+        return " · ".join(parts)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None

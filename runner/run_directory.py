@@ -1,0 +1,89 @@
+"""The folder of a run: names of what lies in it, its identity, and the lock that lets one runner work on it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import uuid
+from pathlib import Path
+
+from runner.errors import RunBusy, UsageError
+from runner.journal import JOURNAL_NAME
+
+
+class RunDirectory:
+    """Paths inside `output_dir`."""
+
+    def __init__(self, root: str, node_rank: int = 0) -> None:
+        self.root = Path(root).absolute()
+        # Nodes share a volume; each but the first keeps its own records beside the run's.
+        self._own = self.root if node_rank == 0 else self.root / f"node-{node_rank}"
+        self.config = self._own / "config.yaml"
+        self.journal = self._own / JOURNAL_NAME
+        self.logs = self._own / "logs"
+        self.cache = self.root / "cache"
+        self.best_model = self.root / "best_model"
+        self._identity = self.root / "run.json"
+        self._lock_path = self._own / ".runner.lock"
+        self._lock_fd: int | None = None
+
+    def create(self) -> None:
+        """Make the folders.
+
+        Raises:
+            UsageError: output_dir cannot be written.
+        """
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"output_dir={str(self.root)!r} cannot be used: {error.strerror}") from None
+
+    def lock(self) -> None:
+        """Become the only runner of this run, until this process ends.
+
+        Raises:
+            RunBusy: another one is alive.
+        """
+        fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(fd, 100, 0).decode(errors="replace").strip()
+            os.close(fd)
+            raise RunBusy(
+                f"another runner ({holder}) works on {self.root}; stop it first, or choose another --output-dir"
+            ) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        self._lock_fd = fd
+
+    def run_id(self) -> str:
+        """The run's identity, made on first use."""
+        try:
+            return str(json.loads(self._identity.read_text())["run_id"])
+        except FileNotFoundError:
+            pass
+        except (ValueError, KeyError, TypeError):
+            raise UsageError(f"{self._identity} is damaged; delete it to give the run a new identity") from None
+        run_id = uuid.uuid4().hex[:12]
+        temporary = self._identity.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"run_id": run_id}) + "\n")
+        temporary.rename(self._identity)
+        return run_id
+
+    def move_aside(self, checkpoints: Path) -> str:
+        """Put an earlier run's records and checkpoints into a folder of their own; returns its path."""
+        number = 1
+        while (aside := self.root / f"previous-{number}").exists():
+            number += 1
+        aside.mkdir(parents=True)
+        for path in (self.config, self.journal, self.logs, self.best_model, self._identity):
+            if path.exists():
+                shutil.move(path, aside / path.name)
+        if checkpoints.exists():
+            shutil.move(checkpoints, aside / checkpoints.name)
+        self.create()
+        return str(aside)

@@ -1,0 +1,528 @@
+"""The loop that keeps a run going: starts attempts, sees them end, decides, waits, starts the next.
+
+One thread and one selector. Signal handlers set a flag; every wait goes through `_pump`, so all of them can be
+interrupted. Whatever happens, no process of the run is left when `run` returns.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import tenacity
+
+from checkpointing import protocol
+from checkpointing.arena import Phase
+from checkpointing.catalog import Catalog
+from checkpointing.client import ATTEMPT_ENV, SOCKET_ENV
+from checkpointing.errors import InvalidCheckpoint
+from checkpointing.manager_environment import LOCATION_ENV, RESUME_ENV
+from checkpointing.protocol import Message
+from checkpointing.storage import open_storage
+from runner import processes
+from runner.config import Config
+from runner.errors import ExitCode, LaunchError, RunnerError, UsageError
+from runner.failure import Failure, FailureKind, classify
+from runner.journal import Journal, read_journal
+from runner.links import AgentLink, LauncherLink, RankEvents, RankWatch
+from runner.policy import AttemptRecord, Restart, Stop, decide
+from runner.progress import ProgressDisplay
+from runner.run_directory import RunDirectory
+from runner.states import RunState, StateMachine
+from runner.summary import summarise
+
+_TICK_S = 0.1
+# A first rank's death → SIGKILL of the others: time for them to write the errors that the death caused.
+_PEER_GRACE_S = 0.5
+# Imports on a cold, slow disk.
+_LAUNCHER_TIMEOUT_S = 600.0
+_AGENT_CLOSE_TIMEOUT_S = 600.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run: the default job, or a script of the user's."""
+
+    script: str | None = None
+    args: tuple[str, ...] = ()
+
+
+@dataclass
+class _Attempt:
+    """The attempt that is alive."""
+
+    number: int
+    watch: RankWatch = field(default_factory=RankWatch)
+    result: Message | None = None
+    kill_at: float | None = None
+    stop_deadline: float | None = None
+
+
+class Supervisor:
+    """Runs one job to its end; `run` may be called once."""
+
+    def __init__(self, config: Config, directory: RunDirectory, job: Job, display: ProgressDisplay) -> None:
+        self._config = config
+        self._directory = directory
+        self._job = job
+        self._display = display
+        self._is_first_node = config.launch.node_rank == 0
+        self._states = StateMachine()
+        self._history: list[AttemptRecord] = []
+        self._attempt: _Attempt | None = None
+        self._num_signals = 0
+        self._stop_announced = False
+        self._drained = False
+        self._selector = selectors.DefaultSelector()
+        self._agent: AgentLink | None = None
+        self._launcher: LauncherLink | None = None
+        self._accelerators: int | None = None
+
+    def run(self) -> ExitCode:
+        """Supervise until the run has ended; returns what the process is to exit with."""
+        processes.become_subreaper()
+        run_id = self._run_id = self._directory.run_id()
+        strays = processes.kill_all(lambda: _strays_of_earlier_life(run_id))
+        events = read_journal(self._directory.journal)
+        self._last_attempt = max((event["attempt"] for event in events), default=0)
+        self._storage = open_storage(self._config.checkpoint_location)
+        committed = Catalog(self._storage).committed_steps()
+        self._committed_step = committed[-1] if committed else -1
+        self._display.state.committed_step = committed[-1] if committed else None
+        self._journal = Journal(self._directory.journal)
+        self._record("run_started", run_id=run_id, pid=os.getpid(), committed_step=self._committed_step)
+        if strays:
+            self._display.message(f"ended {strays} processes that an earlier life of this run had left")
+        self._install_signal_handlers()
+        with tempfile.TemporaryDirectory(prefix="runner-") as runtime:
+            self._runtime = Path(runtime)
+            self._events = RankEvents(self._runtime)
+            self._selector.register(self._events.sock, selectors.EVENT_READ, self._on_rank_events)
+            try:
+                decision = self._supervise()
+            except RunnerError as error:
+                decision = Stop(error.exit_code, str(error))
+            finally:
+                self._close()
+        state = {ExitCode.DONE: RunState.FINISHED, ExitCode.PREEMPTED: RunState.PREEMPTED}.get(
+            decision.exit_code, RunState.FAILED
+        )
+        if state is RunState.PREEMPTED:
+            self._states.move(RunState.STOPPING)
+        self._states.move(state)
+        self._record("run_ended", state=state.value, exit_code=int(decision.exit_code), reason=decision.reason)
+        self._journal.close()
+        self._display.close()
+        return decision.exit_code
+
+    # -- the retry loop ------------------------------------------------------------------------------------------
+
+    def _supervise(self) -> Stop:
+        restart = self._config.restart
+
+        def count_since_progress(state: tenacity.RetryCallState) -> None:
+            # tenacity's backoff grows with its attempt number; ours starts anew when a step was committed.
+            decision = state.outcome.result() if state.outcome else None
+            if isinstance(decision, Restart):
+                state.attempt_number = decision.failures_in_a_row
+
+        def announce_backoff(state: tenacity.RetryCallState) -> None:
+            delay = state.next_action.sleep if state.next_action else 0.0
+            self._states.move(RunState.BACKOFF)
+            self._record("backoff", delay_s=round(delay, 3))
+
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_result(lambda decision: isinstance(decision, Restart)),
+            stop=tenacity.stop_never,  # `policy.decide` is the limit: it answers Stop
+            wait=tenacity.wait_exponential_jitter(
+                initial=restart.backoff_initial_s, max=restart.backoff_max_s, jitter=restart.backoff_jitter_s
+            ),
+            after=count_since_progress,
+            before_sleep=announce_backoff,
+            sleep=self._sleep,
+        )
+        decision = retrying(self._attempt_and_decide)
+        assert isinstance(decision, Stop)
+        return decision
+
+    def _attempt_and_decide(self) -> Restart | Stop:
+        self._ensure_processes()
+        if self._stop_requested:
+            return Stop(ExitCode.PREEMPTED, "stopped on request before an attempt began")
+        self._history.append(self._run_attempt())
+        decision = decide(
+            self._history,
+            max_restarts=self._config.restart.max_restarts,
+            stop_requested=self._stop_requested,
+        )
+        if isinstance(decision, Restart):
+            failure = self._history[-1].failure
+            self._display.message(f"step {failure.step}: {decision.reason}; starting again")
+        return decision
+
+    def _run_attempt(self) -> AttemptRecord:
+        assert self._agent is not None and self._launcher is not None
+        self._last_attempt += 1
+        attempt = self._attempt = _Attempt(self._last_attempt)
+        self._display.state.attempt = attempt.number
+        self._display.state.activity = "starting"
+        self._agent.tell("begin_attempt", attempt=attempt.number)
+        self._record("attempt_started")
+        self._states.move(RunState.RUNNING)
+        self._launcher.send(self._launch_request(attempt.number))
+        while attempt.result is None:
+            self._pump(_TICK_S)
+            self._watch_attempt(attempt)
+        self._show_heartbeat()
+        attempt.watch.kill()
+        attempt.watch.close()
+        processes.kill_all(self._strays)
+        processes.reap_strays({self._agent.pid, self._launcher.pid})
+        self._drain_agent()
+        failure, beats = self._conclude(attempt)
+        self._record(
+            "attempt_ended",
+            kind=failure.kind.value,
+            cause=failure.cause,
+            rank=failure.rank,
+            step=failure.step,
+            start_step=max((beat.start_step for beat in beats), default=0),
+            training_began=round(max((beat.start_time for beat in beats), default=0.0), 3),
+            last_step_at=round(max((beat.time for beat in beats if beat.start_time), default=0.0), 3),
+            committed_step=self._committed_step,
+        )
+        self._attempt = None
+        return AttemptRecord(failure, self._committed_step)
+
+    def _watch_attempt(self, attempt: _Attempt) -> None:
+        """What needs an answer while the ranks run: a death, a lost helper process, a stop request."""
+        assert self._agent is not None and self._launcher is not None
+        now = time.monotonic()
+        if attempt.watch.failed and attempt.kill_at is None:
+            attempt.kill_at = now + _PEER_GRACE_S
+        if not self._agent.alive:
+            attempt.kill_at = now
+        if not self._launcher.alive:
+            # The fork server ends with it and takes the ranks along; the sweep gets what is left.
+            attempt.result = {"finished": False, "failures": [], "launcher_lost": True}
+        if self._stop_requested:
+            if attempt.stop_deadline is None:
+                attempt.stop_deadline = now + self._config.restart.grace_s
+                self._agent.tell("request_stop")
+            training = any(beat.phase in (Phase.TRAINING, Phase.SAVING, Phase.DONE) for beat in self._beats())
+            if not training or self._num_signals > 1 or now > attempt.stop_deadline:
+                attempt.kill_at = now
+        if attempt.kill_at is not None and now >= attempt.kill_at:
+            attempt.watch.kill()
+            if not attempt.watch.pidfds:
+                # Ranks that are forked but have not introduced themselves yet.
+                processes.kill_all(self._strays, timeout_s=0.2)
+
+    def _conclude(self, attempt: _Attempt) -> tuple[Failure, list[Any]]:
+        assert self._agent is not None and attempt.result is not None
+        beats = self._beats()
+        step = max((beat.step for beat in beats), default=0)
+        started_step = max((beat.start_step for beat in beats), default=0)
+        if attempt.result.get("launcher_lost"):
+            return Failure(FailureKind.LAUNCHER_LOST, "the launcher died", step=step), beats
+        if not self._agent.alive:
+            return Failure(FailureKind.AGENT_LOST, "the checkpoint agent died", step=step), beats
+        failure = classify(
+            attempt.watch.ends(attempt.result["failures"]),
+            finished=attempt.result["finished"],
+            started_step=started_step,
+            step=step,
+        )
+        if failure.kind is FailureKind.LAUNCHER_LOST and attempt.result.get("error"):
+            failure = Failure(FailureKind.LAUNCHER_LOST, attempt.result["error"], step=step)
+        return failure, beats
+
+    # -- the processes -------------------------------------------------------------------------------------------
+
+    def _ensure_processes(self) -> None:
+        """Have a living agent and a living launcher.
+
+        Raises:
+            LaunchError: one of them cannot be started.
+            UsageError: processes and machines do not fit together.
+        """
+        if self._launcher is not None and not self._launcher.alive:
+            self._selector.unregister(self._launcher.sock)
+            self._launcher.close()
+            self._launcher = None
+            self._accelerators = None
+        if self._launcher is None:
+            self._launcher = LauncherLink(self._rank_environment())
+            self._selector.register(self._launcher.sock, selectors.EVENT_READ, self._on_launcher)
+        if self._agent is not None and not self._agent.alive:
+            self._selector.unregister(self._agent.sock)
+            self._agent.close(timeout_s=1.0)
+            self._agent = None
+        if self._agent is None:
+            self._agent = AgentLink(
+                self._config.checkpoint_location,
+                self._run_id,
+                commits=self._is_first_node,
+                directory=Path(tempfile.mkdtemp(dir=self._runtime)),
+            )
+            self._selector.register(self._agent.sock, selectors.EVENT_READ, self._on_agent)
+        deadline = time.monotonic() + _LAUNCHER_TIMEOUT_S
+        while self._accelerators is None and not self._stop_requested:
+            self._pump(_TICK_S)
+            if not self._launcher.alive:
+                raise LaunchError(
+                    f"the launcher ended with status {self._launcher.process.returncode} while it loaded torch; its "
+                    "error is above"
+                )
+            if time.monotonic() > deadline:
+                raise LaunchError(f"the launcher has not loaded torch within {_LAUNCHER_TIMEOUT_S:.0f} s")
+        if not self._stop_requested:
+            self._nnodes, self._nproc_per_node = self._shape()
+
+    def _shape(self) -> tuple[int, int]:
+        """Machines, and ranks on this one."""
+        launch = self._config.launch
+        nproc = (self._accelerators or 2) if launch.nproc_per_node == "auto" else launch.nproc_per_node
+        nnodes = launch.nnodes
+        if launch.world_size is not None and nnodes == 1:
+            if launch.world_size % nproc:
+                raise UsageError(
+                    f"WORLD_SIZE={launch.world_size} is not a multiple of the {nproc} ranks on this machine; set "
+                    "--nproc-per-node, or unset WORLD_SIZE"
+                )
+            nnodes = launch.world_size // nproc
+        if launch.node_rank >= nnodes:
+            raise UsageError(
+                f"node rank {launch.node_rank} (--node-rank or RANK) needs more than {nnodes} machine(s) of {nproc} "
+                "ranks; check --nnodes, WORLD_SIZE and --nproc-per-node"
+            )
+        return nnodes, nproc
+
+    def _rank_environment(self) -> dict[str, str]:
+        environment = dict(os.environ)
+        environment[processes.RUN_ID_ENV] = self._run_id
+        # torchrun's own default: ranks share the cores. It has to be set before torch is loaded.
+        if self._config.launch.nproc_per_node != 1:
+            environment.setdefault("OMP_NUM_THREADS", "1")
+        # The ranks get these from torchrun; inherited ones would only contradict it.
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            environment.pop(name, None)
+        environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+        return environment
+
+    def _launch_request(self, attempt: int) -> Message:
+        assert self._agent is not None
+        launch = self._config.launch
+        master = f"{launch.master_addr or 'localhost'}:{launch.master_port}"
+        endpoint = launch.rdzv_endpoint or (master if self._nnodes > 1 else "localhost:0")
+        return {
+            "run_id": self._run_id,
+            "attempt": attempt,
+            "nnodes": self._nnodes,
+            "nproc_per_node": self._nproc_per_node,
+            "rdzv_endpoint": endpoint,
+            "is_host": self._is_first_node,
+            "cold": launch.cold,
+            "show_output": self._job.script is not None,
+            "log_dir": str(self._directory.logs / f"attempt-{attempt}"),
+            "spec": {
+                "env": {
+                    SOCKET_ENV: self._agent.process.socket_path,
+                    ATTEMPT_ENV: str(attempt),
+                    LOCATION_ENV: self._config.checkpoint_location,
+                    RESUME_ENV: "auto",
+                },
+                "events": self._events.path,
+                "config": str(self._directory.config),
+                "cache": str(self._directory.cache),
+                "script": self._job.script,
+                "args": list(self._job.args),
+            },
+        }
+
+    def _strays(self) -> list[psutil.Process]:
+        """Descendants that belong to no living helper: ranks, and what ranks have left."""
+        keep = {link.pid for link in (self._agent, self._launcher) if link is not None}
+        if self._launcher is not None and self._launcher.alive:
+            # Fork server and resource tracker.
+            keep |= {child.pid for child in psutil.Process(self._launcher.pid).children() if _is_helper(child)}
+        return [process for process in processes.descendants() if process.pid not in keep]
+
+    def _drain_agent(self) -> None:
+        """Wait until every snapshot that was whole is committed: the next attempt goes on from it."""
+        assert self._agent is not None
+        self._drained = False
+        self._agent.tell("drain")
+        while self._agent.alive and not self._drained:
+            self._pump(_TICK_S)
+
+    def _close(self) -> None:
+        if self._launcher is not None:
+            self._launcher.close()
+        if self._agent is not None:
+            self._agent.close(_AGENT_CLOSE_TIMEOUT_S)
+        processes.kill_all(processes.descendants)
+        self._events.close()
+        self._selector.close()
+
+    # -- events --------------------------------------------------------------------------------------------------
+
+    def _pump(self, timeout_s: float) -> None:
+        """Handle what has happened, waiting at most `timeout_s` for it."""
+        for key, _ in self._selector.select(timeout_s):
+            key.data(key.fileobj)
+        if self._stop_requested and not self._stop_announced:
+            self._stop_announced = True
+            self._record("stop_requested")
+            self._display.message("stop requested: the ranks snapshot, commit and end; once more to end at once")
+            self._states.move(RunState.STOPPING)
+        self._show_heartbeat()
+
+    def _sleep(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not self._stop_requested and (left := deadline - time.monotonic()) > 0:
+            self._pump(min(left, _TICK_S))
+
+    def _on_rank_events(self, _: Any) -> None:
+        for message in self._events.receive():
+            if self._attempt is None:
+                continue
+            watch = self._attempt.watch
+            match message["event"]:
+                case "rank_started":
+                    pidfd = watch.started(message)
+                    if pidfd is not None:
+                        self._selector.register(pidfd, selectors.EVENT_READ, self._on_rank_death)
+                case "rank_done":
+                    watch.done.add(int(message["rank"]))
+                case name:
+                    self._record(name, **{key: value for key, value in message.items() if key != "event"})
+                    self._show_training(message)
+
+    def _on_rank_death(self, pidfd: int) -> None:
+        # What it said before it died comes first.
+        self._on_rank_events(None)
+        self._selector.unregister(pidfd)
+        if self._attempt is not None:
+            self._attempt.watch.died(pidfd)
+
+    def _on_launcher(self, sock: Any) -> None:
+        try:
+            message, _ = protocol.receive(sock)
+        except OSError:
+            # It is dead; `alive` says so, and the socket must not wake the selector for ever.
+            time.sleep(0.01)
+            return
+        if message["event"] == "ready":
+            self._accelerators = int(message["accelerators"])
+        elif self._attempt is not None:
+            self._on_rank_events(None)
+            self._attempt.result = message
+
+    def _on_agent(self, sock: Any) -> None:
+        try:
+            message, _ = protocol.receive(sock)
+        except OSError:
+            time.sleep(0.01)
+            return
+        event = message.pop("event", None)
+        if event == "drained":
+            self._drained = True
+        elif event is not None and event != "attempt_begun":
+            message.pop("attempt", None)
+            self._record(event, **message)
+            if event == "committed":
+                self._committed_step = max(self._committed_step, message["step"])
+                self._display.state.committed_step = message["step"]
+            elif event == "commit_failed":
+                self._display.message(f"checkpoint of step {message['step']} failed: {message['error']}")
+            elif event == "checkpoint_set_aside":
+                self._display.message(
+                    f"checkpoint-{message['step']} is not used: {message['reason']}; kept as {message['kept_as']}"
+                )
+
+    def _show_training(self, message: Message) -> None:
+        state = self._display.state
+        if message["event"] == "training_started":
+            state.total_steps = message["total_steps"]
+            if message["step"]:
+                lost = state.step - message["step"]
+                self._display.message(
+                    f"attempt {state.attempt} goes on from step {message['step']}"
+                    + (f", {lost} steps to compute again" if lost > 0 else "")
+                )
+        elif message["event"] == "log":
+            state.loss = message["loss"]
+            state.tokens_per_s = message.get("tokens_per_s") or state.tokens_per_s
+
+    def _show_heartbeat(self) -> None:
+        beats = [beat for beat in self._beats() if beat.start_time]
+        if beats:
+            self._display.state.step = max(beat.step for beat in beats)
+        self._display.refresh()
+
+    def _beats(self) -> list[Any]:
+        if self._agent is None or self._attempt is None:
+            return []
+        return self._agent.heartbeats(self._nproc_per_node)
+
+    def _record(self, event: str, **details: Any) -> None:
+        self._journal.append(event, self._last_attempt, **details)
+
+    # -- signals -------------------------------------------------------------------------------------------------
+
+    @property
+    def _stop_requested(self) -> bool:
+        return self._num_signals > 0
+
+    def _install_signal_handlers(self) -> None:
+        def count(*_: object) -> None:
+            self._num_signals += 1
+
+        receiver, sender = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
+        self._selector.register(receiver, selectors.EVENT_READ, lambda fd: os.read(fd, 4096))
+        for number in _SIGNALS:
+            signal.signal(number, count)
+
+
+def _is_helper(process: psutil.Process) -> bool:
+    """The fork server or the resource tracker of `multiprocessing`, by its command line."""
+    try:
+        command = " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+    return "multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command
+
+
+def _strays_of_earlier_life(run_id: str) -> list[psutil.Process]:
+    return processes.processes_of_run(run_id)
+
+
+def check_resume_step(config: Config, step: int) -> list[str]:
+    """Prepare `--resume STEP`: verify it, set newer checkpoints aside; returns where those are kept.
+
+    Raises:
+        UsageError: the step is not committed, or its files are damaged; the text lists the steps that are.
+    """
+    storage = open_storage(config.checkpoint_location)
+    catalog = Catalog(storage)
+    try:
+        catalog.verify(step)
+    except InvalidCheckpoint as error:
+        steps = ", ".join(map(str, catalog.committed_steps())) or "none"
+        raise UsageError(f"--resume {step}: {error}; committed steps: {steps}") from None
+    return [storage.set_aside(newer, "superseded") for newer in storage.steps() if newer > step]
+
+
+def summary_of(directory: RunDirectory) -> Any:
+    """The fold of a run's journal, as of now."""
+    return summarise(read_journal(directory.journal), now=time.time())

@@ -1,0 +1,122 @@
+"""Names and types of `SFTConfig`'s fields, read from the installed source, so that a typo is told in milliseconds.
+
+Importing `SFTConfig` takes seconds and torch. Its fields are plain annotated assignments, so the abstract syntax tree
+of its module, and of the base class's, says all that is needed.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from pathlib import Path
+from typing import Any, Literal, Optional, Union
+
+from pydantic import TypeAdapter, ValidationError
+
+from runner.errors import UsageError
+
+_SOURCES = [("transformers", "training_args.py", "TrainingArguments"), ("trl", "trainer/sft_config.py", "SFTConfig")]
+_BASES = {"trl": ["trainer/base_config.py"]}
+_TYPES: dict[str, Any] = {
+    "int": int,
+    "float": float,
+    "bool": bool,
+    "str": str,
+    "dict": dict,
+    "list": list,
+    "Any": Any,
+    "Optional": Optional,
+    "Union": Union,
+    "Literal": Literal,
+    "None": None,
+}
+# Decided by the runner itself; setting them would work against it.
+RESERVED = {
+    "output_dir": "set the top-level output_dir",
+    "resume_from_checkpoint": "use --resume",
+    "local_rank": "the launcher sets it",
+    "ddp_backend": "gloo on CPU and nccl on GPUs are chosen by themselves",
+    "save_only_model": "a checkpoint must be complete to resume from",
+    "fsdp": "only DDP is supported",
+    "fsdp_config": "only DDP is supported",
+    "deepspeed": "only DDP is supported",
+    "push_to_hub": "push best_model yourself when the run is done",
+    "overwrite_output_dir": "use --resume never --overwrite",
+}
+
+
+@functools.cache
+def fields() -> dict[str, Any]:
+    """Field name → type for every `SFTConfig` option.
+
+    Raises:
+        UsageError: transformers or trl is not installed.
+    """
+    found: dict[str, Any] = {}
+    for package, file, _ in _SOURCES:
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise UsageError(f"{package} is not installed; run scripts/start, or pip install runner")
+        root = Path(next(iter(spec.submodule_search_locations)))
+        for name in [*_BASES.get(package, []), file]:
+            if (root / name).exists():
+                found |= _fields_of(root / name)
+    return found
+
+
+def validate(options: dict[str, Any], source: str) -> dict[str, Any]:
+    """Check names and types; returns the options with text turned into numbers where the field is one.
+
+    Raises:
+        UsageError: unknown or reserved name, or wrong type; the text names `source`, key, value and what is allowed.
+    """
+    known = fields()
+    checked = {}
+    for name, value in options.items():
+        if name in RESERVED:
+            raise UsageError(f"{source}: trainer.{name} cannot be set: {RESERVED[name]}")
+        if name not in known:
+            import difflib
+
+            close = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(close)}?" if close else "see `runner config --trainer-options`"
+            raise UsageError(f"{source}: trainer.{name}={value!r} is not an SFTConfig option; {hint}")
+        try:
+            result = TypeAdapter(known[name]).validate_python(value)
+            # `save_steps: 20` stays 20, though the field is a float for the sake of shares below 1.
+            checked[name] = value if isinstance(value, int) and result == value else result
+        except ValidationError as error:
+            raise UsageError(
+                f"{source}: trainer.{name}={value!r} has the wrong type; allowed: {describe(known[name])} "
+                f"({error.errors()[0]['msg'].lower()})"
+            ) from None
+    return checked
+
+
+def describe(kind: Any) -> str:
+    """A type as a user would write it."""
+    return getattr(kind, "__name__", str(kind).replace("typing.", ""))
+
+
+def _fields_of(path: Path) -> dict[str, Any]:
+    found = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for statement in node.body:
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                name = statement.target.id
+                if not name.startswith("_"):
+                    found[name] = _evaluate(statement.annotation)
+    return found
+
+
+def _evaluate(annotation: ast.expr) -> Any:
+    """The type that an annotation names; `Any` where it uses names of its own module (enums mostly)."""
+    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+        annotation = ast.parse(annotation.value, mode="eval").body
+    names = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
+    if not names <= _TYPES.keys():
+        return Any
+    return eval(compile(ast.Expression(annotation), "<annotation>", "eval"), {"__builtins__": {}}, _TYPES)

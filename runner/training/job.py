@@ -1,0 +1,93 @@
+"""The default job: supervised fine-tuning with TRL's `SFTTrainer`, resumable at every committed step."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import transformers
+from trl import SFTConfig, SFTTrainer
+
+from checkpointing.transformers import resilient
+from runner.config import Config, load_config
+from runner.training.callbacks import ProgressCallback
+from runner.training.data import load_training_data
+from runner.training.events import EventSender
+from runner.training.model import build
+
+
+def run_job(config_path: str, cache: str, sender: EventSender) -> None:
+    """Train to the end, or to an agreed stop; rank 0 then publishes `best_model`.
+
+    Args:
+        config_path: the resolved configuration of the run.
+        cache: folder for what is computed once: tokenizer, tokenised data.
+    """
+    # The supervisor has merged everything into this file; reading variables again could only contradict it.
+    config = load_config(config_path, environment={})
+    rank = int(os.environ["RANK"])
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    datasets.utils.logging.disable_progress_bar()
+    logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING)
+
+    args = training_arguments(config)
+    with args.main_process_first(desc="data"):
+        dataset = load_training_data(config.data.path, config.data.split, Path(cache))
+    model, tokenizer = build(config.model, dataset, Path(cache), bf16=args.bf16, seed=args.seed)
+    trainer = SFTTrainer(
+        model=model,
+        args=args,
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        callbacks=[ProgressCallback(sender), *_trackers(config, rank)],
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer = resilient(trainer)
+    trainer.train()
+    if rank == 0:
+        publish(trainer, tokenizer, Path(config.output_dir) / "best_model")
+
+
+def training_arguments(config: Config) -> SFTConfig:
+    """`SFTConfig` from the run's configuration, with what the runner decides by itself."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    options = dict(config.trainer)
+    if config.scale_learning_rate:
+        options["learning_rate"] = options.get("learning_rate", 2e-5) * world_size
+    if not torch.cuda.is_available():
+        options["use_cpu"] = True
+        # SFTConfig turns bf16 on by itself; on a CPU that is slow and less exact.
+        options.setdefault("bf16", False)
+        options.setdefault("dataloader_pin_memory", False)
+    if world_size > 1:
+        options["ddp_backend"] = "nccl" if torch.cuda.is_available() else "gloo"
+        options.setdefault("ddp_find_unused_parameters", False)
+    options.setdefault("report_to", "none")
+    options.setdefault("disable_tqdm", True)
+    return SFTConfig(output_dir=config.checkpoint_location, **options)
+
+
+def publish(trainer: Any, tokenizer: Any, target: Path) -> None:
+    """Save model and tokenizer so that a crash leaves the old folder or the new one, never half of it."""
+    temporary = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    trainer.model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    shutil.rmtree(target, ignore_errors=True)
+    temporary.rename(target)
+
+
+def _trackers(config: Config, rank: int) -> list[Any]:
+    if config.tracking.aim_repo is None or rank != 0:
+        return []
+    try:
+        from aim.hugging_face import AimCallback
+    except ImportError as error:
+        raise ImportError(f"tracking.aim_repo is set, but Aim cannot be imported ({error}): pip install aim") from None
+    return [AimCallback(repo=config.tracking.aim_repo, experiment=config.tracking.experiment)]

@@ -1,0 +1,98 @@
+"""The model and its tokenizer: loaded by name, or a small SmolLM3 made from scratch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
+from transformers.utils import is_flash_attn_2_available
+
+from runner.config import ModelConfig
+
+_END = "<|im_end|>"
+_PAD = "<|pad|>"
+
+
+def build(config: ModelConfig, dataset: Any, cache: Path, *, bf16: bool, seed: int) -> tuple[Any, Any]:
+    """The model to train and its tokenizer. Equal on every rank and in every attempt."""
+    attention = choose_attention(config.attn_implementation, bf16=bf16)
+    if config.name_or_path is not None:
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        tokenizer = AutoTokenizer.from_pretrained(config.name_or_path)
+        model = AutoModelForCausalLM.from_pretrained(
+            config.name_or_path, dtype=dtype, attn_implementation=attention, **config.config
+        )
+        return model, tokenizer
+    tokenizer = trained_tokenizer(dataset, config.vocab_size, cache)
+    torch.manual_seed(seed)
+    model_config = SmolLM3Config(
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        attn_implementation=attention,
+        **config.config,
+    )
+    return SmolLM3ForCausalLM(model_config), tokenizer
+
+
+def choose_attention(wanted: str, *, bf16: bool) -> str:
+    """`auto` takes flash-attn where it is importable, a GPU of compute capability ≥ 8.0 is there and bf16 is used."""
+    if wanted != "auto":
+        return wanted
+    if bf16 and is_flash_attn_2_available() and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8:
+        return "flash_attention_2"
+    return "sdpa"
+
+
+def trained_tokenizer(dataset: Any, vocab_size: int, cache: Path) -> Any:
+    """A byte-level BPE tokenizer trained on the data set's text, cached by its content."""
+    texts = list(_texts(dataset))
+    key = hashlib.sha256(json.dumps([vocab_size, texts]).encode()).hexdigest()[:16]
+    folder = cache / f"tokenizer-{key}"
+    if not folder.exists():
+        bpe = Tokenizer(models.BPE())
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = decoders.ByteLevel()
+        bpe.train_from_iterator(
+            texts,
+            trainers.BpeTrainer(
+                vocab_size=vocab_size,
+                special_tokens=[_END, _PAD],
+                initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+                show_progress=False,
+            ),
+        )
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=_END, pad_token=_PAD)
+        cache.mkdir(parents=True, exist_ok=True)
+        # Ranks race: each writes its own copy, the first rename wins, and all copies are equal.
+        own = Path(tempfile.mkdtemp(dir=cache))
+        tokenizer.save_pretrained(own)
+        try:
+            own.rename(folder)
+        except OSError:
+            shutil.rmtree(own)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def _texts(dataset: Any) -> Iterator[str]:
+    for row in dataset:
+        for value in row.values():
+            if isinstance(value, str):
+                yield value
+            elif isinstance(value, list):
+                yield from (message["content"] for message in value if isinstance(message, dict))

@@ -1,0 +1,50 @@
+"""The first thing that runs in a rank."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import runpy
+import sys
+from typing import Any
+
+from runner import processes
+from runner.training.events import EventSender
+
+
+def run_rank(spec: dict[str, Any]) -> None:
+    """Set the rank up and run its job.
+
+    Args:
+        spec: `env` to set, `events` socket, `config` file; `script` and `args` where the user has an own script.
+    """
+    processes.die_with_parent()
+    os.environ.update(spec["env"])
+    faulthandler.enable()
+    sender = EventSender(spec["events"])
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    sender.send("rank_started", rank=rank, local_rank=local_rank, pid=os.getpid(), error_file=error_file)
+    if spec["script"] is None:
+        from runner.training.job import run_job
+
+        run_job(spec["config"], spec["cache"], sender)
+    else:
+        _run_script(spec["script"], spec["args"])
+    sender.send("rank_done", rank=rank)
+
+
+def _run_script(script: str, args: list[str]) -> None:
+    """As torchrun does: `__main__`, its folder first on the path, its arguments in `sys.argv`."""
+    sys.argv = [script, *args]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))  # noqa: PTH100, PTH120
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as error:
+        if error.code not in (0, None):
+            raise
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
