@@ -1,6 +1,6 @@
 """The checkpoint agent: one process per node that owns the snapshot arenas and writes, digests, commits and prunes.
 
-It outlives the ranks: a snapshot that was whole when its trainer died is committed all the same. It never imports torch.
+It outlives the ranks: a snapshot that was whole when its trainer died is committed all the same. No torch here.
 
     python -m checkpointing.agent --socket PATH --location DIR --run-id ID [--no-commit] --ready-fd FD
 
@@ -371,7 +371,11 @@ class Agent:
                 event = self._commit(arena)
             except Exception as error:
                 # Whatever it was, the run must learn of it and the arena must become free again.
-                event = {"event": "commit_failed", "step": arena.step, "error": f"{type(error).__name__}: {error}"}
+                event = {
+                    "event": "commit_failed",
+                    "step": arena.step,
+                    "error": f"{type(error).__name__}: {error}",
+                }
             self._tell(arena, event)
             if event["event"] == "committed":
                 try:

@@ -125,7 +125,13 @@ class ControlPage:
 
     def write(self, slot: int, beat: Heartbeat) -> None:
         self._SLOT.pack_into(
-            self._memory.buffer, self._offset(slot), beat.phase, beat.step, beat.time, beat.start_step, beat.start_time
+            self._memory.buffer,
+            self._offset(slot),
+            beat.phase,
+            beat.step,
+            beat.time,
+            beat.start_step,
+            beat.start_time,
         )
 
     def read(self, slot: int) -> Heartbeat:

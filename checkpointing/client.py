@@ -29,9 +29,7 @@ class AgentProcess:
         self._directory = directory
 
     @classmethod
-    def start(
-        cls, location: str, run_id: str, *, commits: bool = True, directory: Path | None = None
-    ) -> AgentProcess:
+    def start(cls, location: str, run_id: str, *, commits: bool = True, directory: Path | None = None) -> AgentProcess:
         """Start an agent and wait until it listens.
 
         Raises:
@@ -107,7 +105,7 @@ class AgentClient:
     def acquire(self, step: int, nbytes: int, *, wait: bool) -> tuple[int, memoryview] | None:
         """The arena of a step: its number and bytes; None where the step is skipped because all are busy.
 
-        The node's leader (local rank 0) says how many bytes are needed and whether to wait; its peers get the same arena.
+        The node's leader (local rank 0) says how many bytes are needed and whether to wait; its peers get the same.
 
         Raises:
             AgentUnavailable: the agent is gone or refuses.

@@ -64,7 +64,7 @@ class CursorBatchSampler(Sampler[list[int]]):
         self._first_batch = micro_batch
 
     def epoch_order(self) -> torch.Tensor:
-        """Sample indices of the epoch in the order of global steps: int64, `steps_per_epoch * global_batch_size` long."""
+        """The epoch's sample indices in the order of global steps: int64, whole global batches."""
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed + self._epoch)
             order = torch.randperm(self._num_samples, generator=generator)

@@ -1,10 +1,10 @@
 """`CheckpointManager`: what a rank uses to save, to resume, and to stop together with the other ranks.
 
-    manager = CheckpointManager("checkpoints", model=model, optimizer=optimizer, save_steps=100)
-    for step in range(manager.resume(), total_steps):
-        ...                                   # forward, backward, optimizer.step()
-        manager.step(step + 1)
-    manager.close()
+manager = CheckpointManager("checkpoints", model=model, optimizer=optimizer, save_steps=100)
+for step in range(manager.resume(), total_steps):
+    ...                                   # forward, backward, optimizer.step()
+    manager.step(step + 1)
+manager.close()
 """
 
 from __future__ import annotations
@@ -123,9 +123,7 @@ class CheckpointManager:
             NoValidCheckpoint: there are checkpoints, but none can be loaded.
         """
         self._beat(Phase.RESTORING, 0)
-        return choose(
-            self._storage, self._resume, self._group, self.rank, self.world_size, self._client.announce
-        )
+        return choose(self._storage, self._resume, self._group, self.rank, self.world_size, self._client.announce)
 
     def resume(self) -> int:
         """Restore everything tracked and the generators; returns the step to go on from, 0 for a fresh start."""

@@ -1,7 +1,7 @@
 """`manifest.json`: the sole commit point of a checkpoint.
 
 A directory with a whole manifest whose files have the recorded sizes and digests is a checkpoint. Everything else is
-not, whatever its name. The manifest carries a digest of itself, so that a flipped bit in its step or cursor is seen too.
+not, whatever its name. It carries a digest of itself, so that a flipped bit in its step or cursor is seen too.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 
 # What a numpy generator state is made of; nothing else may be built while reading it (`weights_only`).
 SAFE_GLOBALS: list[Any] = [
-    np._core.multiarray._reconstruct,
+    np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
     np.ndarray,
     np.dtype,
     type(np.dtype(np.uint32)),

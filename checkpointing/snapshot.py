@@ -152,7 +152,7 @@ class TorchFileLayout:
                 if size == 0:
                     continue
                 image.literals.append((position, os.pread(fd, offset - position, position)))
-                whole = torch.empty(0, dtype=torch.uint8, device=storages[key].device).set_(storages[key])  # type: ignore[call-overload]
+                whole = torch.empty(0, dtype=torch.uint8, device=storages[key].device).set_(storages[key])
                 image.tensors.append((offset, whole))
                 position = offset + size
             image.literals.append((position, os.pread(fd, nbytes - position, position)))

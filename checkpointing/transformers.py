@@ -30,11 +30,11 @@ from checkpointing.restore import LOOP_STATE_PREFIX, RestorePoint
 TRAINER_STATE_NAME = "trainer_state.json"
 
 TrainerT = TypeVar("TrainerT", bound=Trainer)
+# At run time the mixin stands before the trainer's own class; only the type checker needs a base.
+_Base: Any = Trainer if TYPE_CHECKING else object
 
 
-def resilient(
-    trainer: TrainerT, location: str | None = None, *, resume: str | int | None = None
-) -> TrainerT:
+def resilient(trainer: TrainerT, location: str | None = None, *, resume: str | int | None = None) -> TrainerT:
     """Give a trainer fault-tolerant checkpoints; returns the same object.
 
     Args:
@@ -57,12 +57,6 @@ def resilient(
     trainer._loop_state = None
     trainer.add_callback(_StepCallback(trainer))
     return trainer
-
-
-if TYPE_CHECKING:
-    _Base = Trainer
-else:
-    _Base = object
 
 
 class _ResilientMixin(_Base):
@@ -134,6 +128,13 @@ class _ResilientMixin(_Base):
             self._manager.restore_rng(point)
             self._restore_loop_state(point)
         return super().get_batch_samples(*args, **kwargs)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        # Resumed from the very last step: the Trainer would run one more before it looks.
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -242,9 +243,7 @@ class _StepCallback(TrainerCallback):
     ) -> None:
         self._trainer._manager.begin(state.global_step)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._trainer._manager.end_of_step(state.global_step):
             self._trainer._stopping = True
             control.should_save = True

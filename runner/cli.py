@@ -18,7 +18,11 @@ _CONFIG_OPTIONS = [
     click.option("--config", "config_path", type=click.Path(), help="YAML file. Default: the bundled job."),
     click.option("--output-dir", help="Folder of the run: checkpoints, journal, logs, best_model."),
     click.option(
-        "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any setting, e.g. trainer.learning_rate=1e-4."
+        "--set",
+        "settings",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Any setting, e.g. trainer.learning_rate=1e-4.",
     ),
     click.option("--nproc-per-node", "--nproc_per_node", metavar="auto|N", help="Ranks on this machine."),
     click.option("--nnodes", type=int, help="Number of machines."),
@@ -84,8 +88,8 @@ def start(
     torchrun would run it; let it save through checkpointing.transformers.resilient to make it resumable.
     """
     from runner.progress import ProgressDisplay
-    from runner.supervisor import Job, Supervisor, check_resume_step
     from runner.summary import render
+    from runner.supervisor import Job, Supervisor, check_resume_step
 
     config = _load(config_path, output_dir, settings, launch)
     if max_restarts is not None:
@@ -122,7 +126,11 @@ def start(
 @_config_options
 @click.option("--trainer-options", is_flag=True, help="List the SFTConfig options that `trainer:` accepts.")
 def config(
-    config_path: str | None, output_dir: str | None, settings: tuple[str, ...], trainer_options: bool, **launch: Any
+    config_path: str | None,
+    output_dir: str | None,
+    settings: tuple[str, ...],
+    trainer_options: bool,
+    **launch: Any,
 ) -> None:
     """Print the configuration that `start` would use: defaults < YAML < environment < command line."""
     if trainer_options:

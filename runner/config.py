@@ -145,7 +145,7 @@ def load_config(
         config = Config.model_validate(document)
     except ValidationError as error:
         raise UsageError(_explain(error, source_of)) from None
-    options = {}
+    options: dict[str, Any] = {}
     for name, value in config.trainer.items():
         options |= trainer_options.validate({name: value}, source_of(f"trainer.{name}"))
     config.trainer = options

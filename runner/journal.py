@@ -14,7 +14,7 @@ JOURNAL_NAME = "journal.jsonl"
 
 
 class Journal:
-    """Appends events; each one carries `time` (seconds since the epoch), `event`, `attempt`, and where it has one, `step`.
+    """Appends events; each one carries `time` (seconds since the epoch), `event`, `attempt`, often `step`.
 
     One writer. An event is one write(2), so a reader never sees half of one that was finished.
     """

@@ -91,7 +91,11 @@ def _launch(request: Message) -> Message:
         return {"finished": False, "failures": failures}
     except SignalException as error:
         # The supervisor ends this process by closing the control socket; a signal comes from someone else.
-        return {"finished": False, "failures": [], "error": f"launcher received {signal.Signals(error.sigval).name}"}
+        return {
+            "finished": False,
+            "failures": [],
+            "error": f"launcher received {signal.Signals(error.sigval).name}",
+        }
     except Exception as error:
         return {"finished": False, "failures": [], "error": f"{type(error).__name__}: {error}"}
     return {"finished": True, "failures": []}

@@ -169,7 +169,11 @@ class RankWatch:
         order += [rank for rank in exit_codes if rank not in order]
         ends = []
         for position, rank in enumerate(order):
-            error, frame, when = read_error_file(Path(files.get(rank) or "/nonexistent")) or (None, None, None)
+            error, frame, when = read_error_file(Path(files.get(rank) or "/nonexistent")) or (
+                None,
+                None,
+                None,
+            )
             ends.append(RankEnd(rank, position, exit_codes.get(rank), error, frame, when))
         return ends
 

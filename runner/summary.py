@@ -184,7 +184,9 @@ def render(run: RunSummary, places: dict[str, str]) -> str:
     if run.first_loss is not None and run.last_loss is not None:
         lines.append(f"  loss         {run.first_loss:.4f} -> {run.last_loss:.4f}")
     lines.append(f"  attempts     {len(run.attempts)}")
-    lines += [f"    {attempt.number}: {attempt.kind} at step {attempt.last_step}: {attempt.cause}" for attempt in restarts]
+    lines += [
+        f"    {attempt.number}: {attempt.kind} at step {attempt.last_step}: {attempt.cause}" for attempt in restarts
+    ]
     newest = f", newest step {max(run.committed)}" if run.committed else ""
     lines.append(f"  checkpoints  {len(run.committed)} committed{newest}")
     if run.skipped_snapshots or run.failed_commits:

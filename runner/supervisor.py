@@ -90,7 +90,7 @@ class Supervisor:
         """Supervise until the run has ended; returns what the process is to exit with."""
         processes.become_subreaper()
         run_id = self._run_id = self._directory.run_id()
-        strays = processes.kill_all(lambda: _strays_of_earlier_life(run_id))
+        strays = processes.kill_all(lambda: processes.processes_of_run(run_id))
         events = read_journal(self._directory.journal)
         self._last_attempt = max((event["attempt"] for event in events), default=0)
         self._storage = open_storage(self._config.checkpoint_location)
@@ -175,7 +175,7 @@ class Supervisor:
         self._display.state.attempt = attempt.number
         self._display.state.activity = "starting"
         self._agent.tell("begin_attempt", attempt=attempt.number)
-        self._record("attempt_started")
+        self._record("attempt_started", launcher_pid=self._launcher.pid, agent_pid=self._agent.pid)
         self._states.move(RunState.RUNNING)
         self._launcher.send(self._launch_request(attempt.number))
         while attempt.result is None:
@@ -183,6 +183,8 @@ class Supervisor:
             self._watch_attempt(attempt)
         self._show_heartbeat()
         attempt.watch.kill()
+        for pidfd in list(attempt.watch.pidfds):
+            self._selector.unregister(pidfd)
         attempt.watch.close()
         processes.kill_all(self._strays)
         processes.reap_strays({self._agent.pid, self._launcher.pid})
@@ -398,6 +400,7 @@ class Supervisor:
             watch = self._attempt.watch
             match message["event"]:
                 case "rank_started":
+                    self._record("rank_started", rank=message["rank"], pid=message["pid"])
                     pidfd = watch.started(message)
                     if pidfd is not None:
                         self._selector.register(pidfd, selectors.EVENT_READ, self._on_rank_death)
@@ -410,8 +413,8 @@ class Supervisor:
     def _on_rank_death(self, pidfd: int) -> None:
         # What it said before it died comes first.
         self._on_rank_events(None)
-        self._selector.unregister(pidfd)
-        if self._attempt is not None:
+        if self._attempt is not None and pidfd in self._attempt.watch.pidfds:
+            self._selector.unregister(pidfd)
             self._attempt.watch.died(pidfd)
 
     def _on_launcher(self, sock: Any) -> None:
@@ -501,10 +504,6 @@ def _is_helper(process: psutil.Process) -> bool:
     except psutil.Error:
         return False
     return "multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command
-
-
-def _strays_of_earlier_life(run_id: str) -> list[psutil.Process]:
-    return processes.processes_of_run(run_id)
 
 
 def check_resume_step(config: Config, step: int) -> list[str]:

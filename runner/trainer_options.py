@@ -16,7 +16,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from runner.errors import UsageError
 
-_SOURCES = [("transformers", "training_args.py", "TrainingArguments"), ("trl", "trainer/sft_config.py", "SFTConfig")]
+_SOURCES = [
+    ("transformers", "training_args.py", "TrainingArguments"),
+    ("trl", "trainer/sft_config.py", "SFTConfig"),
+]
 _BASES = {"trl": ["trainer/base_config.py"]}
 _TYPES: dict[str, Any] = {
     "int": int,

@@ -54,7 +54,7 @@ class Storage(Protocol):
         """A local directory that holds the checkpoint's files."""
 
     def remove(self, step: int) -> None:
-        """Delete a checkpoint: manifest first, so that a crash in between leaves no half checkpoint that looks whole."""
+        """Delete a checkpoint: manifest first, so that a crash in between leaves nothing that looks whole."""
 
     def set_aside(self, step: int, label: str = "invalid") -> str:
         """Rename a checkpoint so that nothing resumes from it (`invalid` or `superseded`); returns where it is kept."""

@@ -54,7 +54,12 @@ def choose_attention(wanted: str, *, bf16: bool) -> str:
     """`auto` takes flash-attn where it is importable, a GPU of compute capability ≥ 8.0 is there and bf16 is used."""
     if wanted != "auto":
         return wanted
-    if bf16 and is_flash_attn_2_available() and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8:
+    if (
+        bf16
+        and is_flash_attn_2_available()
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability()[0] >= 8
+    ):
         return "flash_attention_2"
     return "sdpa"
 

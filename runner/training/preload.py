@@ -1,9 +1,6 @@
 """Imported once by the fork server: everything slow that a rank needs, and nothing that starts CUDA or a thread."""
 
 import datasets  # noqa: F401
-import transformers.models.smollm3.modeling_smollm3
 import trl.trainer.sft_trainer  # noqa: F401
 
-import checkpointing.manager
-import checkpointing.transformers
 import runner.training.job  # noqa: F401

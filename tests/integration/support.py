@@ -1,0 +1,131 @@
+"""Drives real runs from outside, by the commands a user would type."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import load_file
+
+RUNNER = [str(Path(sys.executable).with_name("runner"))]
+# One epoch of the bundled job (dropout on), a checkpoint every 20 steps, all kept.
+SHORT_JOB = ["--set", "trainer.num_train_epochs=1", "--set", "trainer.save_total_limit=20"]
+TOTAL_STEPS = 70
+SAVE_STEPS = 20
+
+
+class Run:
+    """One `runner start` on a folder; may be started again."""
+
+    def __init__(self, folder: Path, *options: str, script: list[str] | None = None) -> None:
+        self.folder = folder
+        self.command = [
+            *RUNNER,
+            "start",
+            "--resume",
+            "auto",
+            "--output-dir",
+            str(folder),
+            *options,
+            *(script or []),
+        ]
+        self.process: subprocess.Popen[str] | None = None
+        self.output = ""
+
+    def start(self, **environment: str) -> Run:
+        self.process = subprocess.Popen(
+            self.command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+        return self
+
+    def finish(self, timeout_s: float = 180) -> int:
+        assert self.process is not None
+        try:
+            self.output, _ = self.process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.output, _ = self.process.communicate()
+            raise AssertionError(f"the run did not end; it said:\n{self.output}") from None
+        return self.process.returncode
+
+    def events(self, name: str | None = None) -> list[dict[str, Any]]:
+        path = self.folder / "journal.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        events = [json.loads(line) for line in lines if line.endswith("}")]
+        return [event for event in events if name is None or event["event"] == name]
+
+    def wait_for_step(self, step: int, timeout_s: float = 120) -> int:
+        """Until a log entry of at least this step is in the journal; returns its step."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            steps = [event["step"] for event in self.events("log") if event["step"] >= step]
+            if steps:
+                return max(steps)
+            assert self.process is not None and self.process.poll() is None, self._dead()
+            time.sleep(0.02)
+        raise AssertionError(f"step {step} was not reached")
+
+    def rank_pid(self, rank: int) -> int:
+        return next(e["pid"] for e in reversed(self.events("rank_started")) if e["rank"] == rank)
+
+    def launcher_pid(self) -> int:
+        return int(self.events("attempt_started")[-1]["launcher_pid"])
+
+    def agent_pid(self) -> int:
+        return int(self.events("attempt_started")[-1]["agent_pid"])
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def processes(self) -> list[psutil.Process]:
+        """Living processes that carry this run's id."""
+        run_id = json.loads((self.folder / "run.json").read_text())["run_id"]
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if f"RUNNER_RUN_ID={run_id}".encode() in Path(f"/proc/{process.pid}/environ").read_bytes():
+                    found.append(process)
+            except OSError:
+                continue
+        return found
+
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / "checkpoints" / f"checkpoint-{step}"
+
+    def _dead(self) -> str:
+        assert self.process is not None and self.process.stdout is not None
+        return f"the run ended early:\n{self.process.stdout.read()}"
+
+
+def state_hash(checkpoint: Path) -> str:
+    """SHA-256 over all parameters and the whole optimizer state."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(load_file(checkpoint / "model.safetensors").items()):
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    optimizer = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+    for index, state in sorted(optimizer["state"].items()):
+        for name, tensor in sorted(state.items()):
+            digest.update(f"{index}.{name}".encode() + tensor.numpy().tobytes())
+    digest.update(json.dumps(optimizer["param_groups"], sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
+def loss_curve(checkpoint: Path) -> list[tuple[int, float]]:
+    history = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
+    return [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]

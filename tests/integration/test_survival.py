@@ -1,0 +1,119 @@
+"""Kill a run in every way and see it finish as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from integration.support import SAVE_STEPS, SHORT_JOB, TOTAL_STEPS, Run, loss_curve, state_hash
+
+
+def assert_equal_end(run: Run, untouched: Run) -> None:
+    assert state_hash(run.checkpoint(TOTAL_STEPS)) == state_hash(untouched.checkpoint(TOTAL_STEPS))
+    assert loss_curve(run.checkpoint(TOTAL_STEPS)) == loss_curve(untouched.checkpoint(TOTAL_STEPS))
+
+
+def test_loss_falls_and_the_summary_tells(untouched: Run) -> None:
+    losses = [loss for _, loss in loss_curve(untouched.checkpoint(TOTAL_STEPS))]
+    assert losses[-1] < losses[0] - 1.0
+    for text in (
+        "finished",
+        f"{TOTAL_STEPS} of {TOTAL_STEPS}",
+        "attempts     1",
+        "lost work    0 steps",
+        "best_model",
+    ):
+        assert text in untouched.output
+    assert not untouched.processes()
+
+
+@pytest.mark.parametrize("victim", ["rank 1", "rank 0", "launcher", "agent"])
+def test_sigkill_between_two_checkpoints(victim: str, untouched: Run, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", *SHORT_JOB).start()
+    step = run.wait_for_step(2 * SAVE_STEPS + 5)
+    pid = {
+        "rank 1": lambda: run.rank_pid(1),
+        "rank 0": lambda: run.rank_pid(0),
+        "launcher": run.launcher_pid,
+        "agent": run.agent_pid,
+    }[victim]()
+    os.kill(pid, signal.SIGKILL)
+    assert run.finish() == 0, run.output
+
+    assert_equal_end(run, untouched)
+    first = run.events("attempt_ended")[0]
+    resumed = run.events("training_started")[1]["step"]
+    assert len(run.events("attempt_started")) == 2
+    assert first["step"] >= step and resumed == 2 * SAVE_STEPS
+    lost = first["step"] - resumed
+    assert 0 < lost <= SAVE_STEPS
+    assert f"lost work    {lost} steps" in run.output
+    if victim.startswith("rank"):
+        assert first["rank"] == int(victim[-1])
+        assert "SIGKILL" in first["cause"] or "killed" in first["cause"]
+    assert not run.processes()
+
+
+def test_sigkill_of_the_supervisor_then_the_same_command(untouched: Run, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", *SHORT_JOB).start()
+    run.wait_for_step(2 * SAVE_STEPS + 5)
+    first_life = {process.pid for process in run.processes()}
+    assert len(first_life) >= 4
+    run.signal(signal.SIGKILL)
+    run.finish()
+
+    assert run.start().finish() == 0, run.output
+    assert_equal_end(run, untouched)
+    assert run.events("training_started")[1]["step"] == 2 * SAVE_STEPS
+    assert not first_life & {process.pid for process in run.processes()}
+    assert not run.processes()
+
+
+def test_ctrl_c_commits_a_snapshot_and_the_same_command_goes_on(untouched: Run, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", *SHORT_JOB).start()
+    step = run.wait_for_step(2 * SAVE_STEPS + 5)
+    began = time.monotonic()
+    # A terminal's Ctrl-C reaches the whole foreground process group.
+    assert run.process is not None
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.finish() == 75, run.output
+    assert time.monotonic() - began < 20
+
+    stopped_at = run.events("attempt_ended")[-1]["step"]
+    assert step <= stopped_at < 3 * SAVE_STEPS
+    assert run.events("committed")[-1]["step"] == stopped_at
+    assert not run.processes()
+    assert run.start().finish() == 0, run.output
+    assert run.events("training_started")[-1]["step"] == stopped_at
+    assert "lost work    0 steps" in run.output
+    assert_equal_end(run, untouched)
+
+
+def test_stop_during_start_up_ends_at_once(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", *SHORT_JOB).start()
+    while not run.events("run_started"):
+        time.sleep(0.02)
+    time.sleep(0.5)
+    run.signal(signal.SIGTERM)
+    assert run.finish(30) == 75, run.output
+    assert not run.processes()
+
+
+def test_a_finished_run_is_not_run_again(untouched: Run) -> None:
+    again = Run(untouched.folder, *SHORT_JOB).start()
+    assert again.finish(20) == 0
+    assert "finished; nothing to do" in again.output
+
+
+def test_a_second_runner_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", *SHORT_JOB).start()
+    while not run.events("run_started"):
+        time.sleep(0.02)
+    second = Run(tmp_path / "run", *SHORT_JOB).start()
+    assert second.finish(20) == 2
+    assert "another runner" in second.output and "Traceback" not in second.output
+    run.signal(signal.SIGTERM)
+    assert run.finish(30) == 75

@@ -1,0 +1,146 @@
+"""The agent as a real process, spoken to over its socket."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from checkpointing import protocol
+from checkpointing.catalog import Catalog
+from checkpointing.client import AgentClient, AgentProcess
+from checkpointing.errors import AgentUnavailable
+from checkpointing.storage import LocalStorage
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[AgentProcess]:
+    process = AgentProcess.start(str(tmp_path / "checkpoints"), "run")
+    yield process
+    process.close(10)
+
+
+def rank(agent: AgentProcess, local_rank: int = 0, world: int = 1, attempt: int = 1) -> AgentClient:
+    return AgentClient(agent.socket_path, attempt, local_rank, local_rank, world)
+
+
+def stage(client: AgentClient, step: int, data: bytes = b"state", wait: bool = False) -> bool:
+    arena = client.acquire(step, len(data), wait=wait)
+    if arena is None:
+        return False
+    number, buffer = arena
+    buffer[: len(data)] = data
+    client.staged(number, [("file", 0, len(data))], 1, step * 4, 2)
+    return True
+
+
+def committed(tmp_path: Path) -> list[int]:
+    return Catalog(LocalStorage(tmp_path / "checkpoints")).committed_steps()
+
+
+def test_commit_verify_and_retention(agent: AgentProcess, tmp_path: Path) -> None:
+    client = rank(agent)
+    for step in (1, 2, 3):
+        assert stage(client, step, b"x" * step, wait=True)
+        assert client.wait(step) is None
+    client.close()
+    agent.close(10)
+    assert committed(tmp_path) == [2, 3]
+    manifest = Catalog(LocalStorage(tmp_path / "checkpoints")).verify(3)
+    assert (manifest.samples_consumed, manifest.attempt, manifest.total_bytes) == (12, 1, 3)
+
+
+def test_a_snapshot_is_committed_only_when_every_rank_has_copied(agent: AgentProcess, tmp_path: Path) -> None:
+    first, second = rank(agent, 0, 2), rank(agent, 1, 2)
+    assert stage(first, 1)
+    number, _ = second.acquire(1, 0, wait=False) or (-1, None)
+    time.sleep(0.2)
+    assert committed(tmp_path) == []
+    second.staged(number, [], 2, 0, None)
+    assert first.wait(1) is None
+    assert committed(tmp_path) == [1]
+
+
+def test_a_snapshot_that_a_dead_rank_left_unfinished_is_dropped(agent: AgentProcess, tmp_path: Path) -> None:
+    first, second = rank(agent, 0, 2), rank(agent, 1, 2)
+    assert stage(first, 1)
+    first.close()
+    second.close()
+    again = rank(agent, attempt=2)
+    assert stage(again, 1, b"whole")
+    assert again.wait(1) is None
+    assert Catalog(LocalStorage(tmp_path / "checkpoints")).verify(1).attempt == 2
+
+
+def test_a_whole_snapshot_outlives_its_rank_and_its_monitor(agent: AgentProcess, tmp_path: Path) -> None:
+    monitor = protocol.connect(agent.socket_path)
+    protocol.send(monitor, {"do": "hello", "role": "monitor"})
+    protocol.receive(monitor)
+    client = rank(agent)
+    assert stage(client, 1, bytes(50_000_000))
+    client.close()
+    monitor.close()
+    assert agent.process.wait(20) == 0
+    assert committed(tmp_path) == [1]
+
+
+def test_an_older_attempt_is_refused(agent: AgentProcess) -> None:
+    old = rank(agent, attempt=1)
+    rank(agent, attempt=2)
+    with pytest.raises(AgentUnavailable, match="attempt is over"):
+        old.acquire(1, 10, wait=False)
+    with pytest.raises(AgentUnavailable, match="attempt 1 is over; 2 runs now"):
+        rank(agent, attempt=1)
+
+
+def test_busy_arenas_skip_a_snapshot_instead_of_waiting(agent: AgentProcess) -> None:
+    client = rank(agent, 0, 2)  # its peer never copies: arenas stay busy
+    rank(agent, 1, 2)
+    assert stage(client, 1) and stage(client, 2)
+    assert not stage(client, 3)
+
+
+def test_the_same_step_is_never_overwritten(agent: AgentProcess, tmp_path: Path) -> None:
+    client = rank(agent)
+    assert stage(client, 1, b"first") and client.wait(1) is None
+    second = rank(agent, attempt=2)
+    assert stage(second, 1, b"other")
+    assert "exists already" in (second.wait(1) or "")
+    assert (tmp_path / "checkpoints" / "checkpoint-1" / "file").read_bytes() == b"first"
+
+
+def test_a_full_disk_fails_the_save_and_the_next_one_works(tmp_path: Path) -> None:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    if os.system(f"mount -t tmpfs -o size=4M tmpfs {mount} 2>/dev/null") != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        agent = AgentProcess.start(str(mount / "checkpoints"), "run")
+        client = rank(agent)
+        assert stage(client, 1, b"small", wait=True) and client.wait(1) is None
+        assert stage(client, 2, bytes(8_000_000), wait=True)
+        assert "No space left" in (client.wait(2) or "")
+        assert sorted(p.name for p in (mount / "checkpoints").iterdir()) == [".agent.lock", "checkpoint-1"]
+        assert stage(client, 3, b"small again", wait=True) and client.wait(3) is None
+        agent.close(10)
+    finally:
+        os.system(f"umount {mount}")
+
+
+def test_a_second_agent_waits_for_the_first(agent: AgentProcess, tmp_path: Path) -> None:
+    os.kill(agent.process.pid, signal.SIGSTOP)
+    os.kill(agent.process.pid, signal.SIGKILL)
+    second = AgentProcess.start(str(tmp_path / "checkpoints"), "run")
+    second.close(10)
+
+
+def test_an_unusable_location_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(AgentUnavailable, match="did not start.*file"):
+        AgentProcess.start(str(tmp_path / "file" / "checkpoints"), "run")
+    with pytest.raises(AgentUnavailable, match="scheme 'ftp' is not supported"):
+        AgentProcess.start("ftp://host/x", "run")

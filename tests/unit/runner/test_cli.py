@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUNNER = str(Path(sys.executable).with_name("runner"))
+
+
+def runner(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    import os
+
+    return subprocess.run(
+        [RUNNER, *arguments], capture_output=True, text=True, timeout=60, env={**os.environ, **environment}
+    )
+
+
+@pytest.mark.parametrize(
+    "command", [["--help"], ["start", "--help"], ["config", "--help"], ["status", "-h"], ["checkpoints", "list", "-h"]]
+)
+def test_help_loads_nothing_heavy(command: list[str]) -> None:
+    code = (
+        "import sys, runner.cli\n"
+        f"sys.argv = ['runner', *{command!r}]\n"
+        "try: runner.cli.main()\n"
+        "except SystemExit as e: assert not e.code, e.code\n"
+        "heavy = {'torch', 'transformers', 'trl', 'pydantic', 'rich', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "Usage:" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["start", "--set", "trainer.lr=1"], "trainer.lr=1 is not an SFTConfig option"),
+        (["start", "--set", "nonsense"], "write key=value"),
+        (["start", "--config", "missing.yaml"], "missing.yaml"),
+        (["start", "missing.py"], "script 'missing.py' does not exist"),
+        (["start", "--resume", "sometimes"], "use auto, never, or the number"),
+        (["start", "--overwrite"], "--overwrite goes with --resume never"),
+        (["start", "--nproc-per-node", "0"], "launch.nproc_per_node=0"),
+        (["start", "--node-rank", "1"], "node rank 1 needs --nnodes"),
+        (["start", "--output-dir", "/proc/nowhere"], "output_dir='/proc/nowhere' cannot be used"),
+        (["start", "--no-such-option"], "No such option"),
+        (["status", "/nonexistent"], "holds no run"),
+        (["checkpoints", "verify", "/nonexistent"], "is not a folder"),
+        (["config", "--set", "restart.max_restarts=-1"], "restart.max_restarts=-1"),
+    ],
+)
+def test_mistakes_exit_2_with_one_line(arguments: list[str], part: str, tmp_path: Path) -> None:
+    result = runner(*arguments, OUTPUT_DIR=str(tmp_path / "run"))
+    assert result.returncode == 2, result
+    assert part in result.stderr and "Traceback" not in result.stderr
+    if "Usage:" not in result.stderr:
+        assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_config_prints_what_start_would_use() -> None:
+    result = runner("config", "--nproc-per-node", "4", "--set", "trainer.max_length=64", EPOCHS="9")
+    assert result.returncode == 0
+    assert "num_train_epochs: 9.0" in result.stdout
+    assert "nproc_per_node: 4" in result.stdout and "max_length: 64" in result.stdout
+
+
+def test_resume_never_refuses_an_existing_run(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints" / "checkpoint-5").mkdir(parents=True)
+    result = runner("start", "--resume", "never", "--output-dir", str(tmp_path / "run"))
+    assert result.returncode == 2
+    assert "already holds a run; add --overwrite" in result.stderr

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from runner import trainer_options
+from runner.config import DEFAULT_CONFIG, load_config, parse_setting
+from runner.errors import UsageError
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_precedence_is_defaults_yaml_environment_command_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "trainer: {learning_rate: 1e-5, num_train_epochs: 2}\noutput_dir: from-yaml\n")
+    environment = {"LEARNING_RATE": "2e-5", "EPOCHS": "7", "BATCH_SIZE": "28", "UNRELATED": "x"}
+    config = load_config(path, environment, [parse_setting("trainer.learning_rate=3e-5")])
+    assert config.trainer == {"learning_rate": 3e-5, "num_train_epochs": 7.0, "per_device_train_batch_size": 28}
+    assert config.output_dir == "from-yaml"
+    assert config.launch.master_port == 29500
+    assert load_config(path, environment).trainer["learning_rate"] == 2e-5
+    assert load_config(path, {}).trainer["learning_rate"] == 1e-5
+
+
+def test_reference_variables() -> None:
+    config = load_config(
+        None,
+        {
+            "OUTPUT_DIR": "/models",
+            "AIM_REPO": "/aim",
+            "MASTER_ADDR": "master-0",
+            "MASTER_PORT": "23456",
+            "WORLD_SIZE": "2",
+            "RANK": "1",
+        },
+    )
+    assert (config.output_dir, config.tracking.aim_repo) == ("/models", "/aim")
+    launch = config.launch
+    assert (launch.master_addr, launch.master_port, launch.world_size, launch.node_rank) == ("master-0", 23456, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("yaml_text", "settings", "parts"),
+    [
+        ("outptu_dir: x", [], ["job.yaml", "outptu_dir", "'x'", "output_dir, scale_learning_rate"]),
+        ("model: {nme: x}", [], ["model.nme", "'x'", "name_or_path"]),
+        ("trainer: {lerning_rate: 1}", [], ["trainer.lerning_rate=1", "did you mean learning_rate"]),
+        ("trainer: {seed: many}", [], ["trainer.seed='many'", "allowed: int"]),
+        ("trainer: {bf16: 7}", [], ["trainer.bf16=7", "bool"]),
+        ("trainer: {output_dir: x}", [], ["trainer.output_dir", "top-level output_dir"]),
+        ("launch: {nnodes: 0}", [], ["launch.nnodes=0", "greater than or equal to 1"]),
+        ("launch: {nproc_per_node: 0}", [], ["launch.nproc_per_node=0", "auto"]),
+        ("launch: {nproc_per_node: many}", [], ["launch.nproc_per_node='many'"]),
+        ("data: {path: missing.parquet}", [], ["data.path='missing.parquet'", "does not exist"]),
+        ("- a\n- b", [], ["job.yaml", "mapping"]),
+        ("a: [", [], ["job.yaml", "not valid YAML"]),
+        ("", [("trainer.seed", "x", "--set trainer.seed=x")], ["command line --set trainer.seed=x", "'x'"]),
+        ("output_dir: x", [("output_dir.deep", 1, "--set output_dir.deep=1")], ["--set", "not a section"]),
+    ],
+)
+def test_mistakes_are_one_line_with_key_value_and_mend(
+    yaml_text: str, settings: list[tuple[str, object, str]], parts: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError) as error:
+        load_config(write(tmp_path, yaml_text), {}, settings)
+    text = str(error.value)
+    assert "\n" not in text
+    for part in parts:
+        assert part in text
+
+
+def test_environment_mistakes_name_the_variable() -> None:
+    with pytest.raises(UsageError, match="environment variable BATCH_SIZE: trainer.per_device_train_batch_size='big'"):
+        load_config(None, {"BATCH_SIZE": "big"})
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(UsageError, match=r"--config nowhere.yaml: No such file"):
+        load_config("nowhere.yaml", {})
+
+
+def test_the_resolved_configuration_reads_back_the_same(tmp_path: Path) -> None:
+    config = load_config(None, {"EPOCHS": "3"})
+    assert load_config(write(tmp_path, config.to_yaml()), {}) == config
+
+
+@pytest.mark.parametrize("path", [DEFAULT_CONFIG, *Path("deploy/configs").glob("*.yaml")], ids=lambda path: path.stem)
+def test_shipped_configurations_are_valid(path: Path) -> None:
+    assert load_config(str(path), {}).trainer == yaml.safe_load(path.read_text())["trainer"]
+
+
+def test_the_option_names_are_exactly_those_of_sftconfig() -> None:
+    import dataclasses
+
+    from trl import SFTConfig
+
+    assert set(trainer_options.fields()) >= {field.name for field in dataclasses.fields(SFTConfig) if field.init}
+    assert set(trainer_options.RESERVED) - {"overwrite_output_dir", "local_rank"} <= set(trainer_options.fields())

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from runner.failure import FailureKind, RankEnd, classify, read_error_file
+
+K = FailureKind
+PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234"
+
+
+@pytest.mark.parametrize(
+    ("ends", "step", "kind", "rank", "text"),
+    [
+        ([RankEnd(1, 0, -9)], 30, K.CRASHED, 1, "rank 1 was killed by SIGKILL"),
+        ([RankEnd(1, 0), RankEnd(0, 1, 1, PEER)], 30, K.CRASHED, 1, "died without an error message"),
+        # The loudest is not the cause: the peer's reset may be reported first.
+        ([RankEnd(0, 0, 1, PEER), RankEnd(1, 1, -9)], 30, K.CRASHED, 1, "SIGKILL"),
+        ([RankEnd(0, 0, 1, PEER), RankEnd(1, 1, 1, "ValueError: bad row")], 30, K.CRASHED, 1, "ValueError: bad row"),
+        ([RankEnd(0, 0, 1, "ImportError: no module x")], 0, K.BOOT, 0, "ImportError"),
+        ([RankEnd(0, 0, 1, "ImportError: no module x")], 20, K.BOOT, 0, "ImportError"),  # resumed at 20, no step since
+        ([RankEnd(0, 0, 1, PEER)], 0, K.CRASHED, 0, "Connection closed"),
+        ([RankEnd(0, 0, -11)], 0, K.CRASHED, 0, "SIGSEGV"),
+        ([RankEnd(0, 0, 75), RankEnd(1, 1)], 30, K.PREEMPTED, None, "stopped on request"),
+        ([RankEnd(0, 0, 1, "NoValidCheckpoint: none is valid")], 0, K.NO_VALID_CHECKPOINT, 0, "none is valid"),
+        ([RankEnd(0, 0, 3)], 30, K.CRASHED, 0, "exited with status 3"),
+        ([], 0, K.LAUNCHER_LOST, None, "without a word"),
+    ],
+)
+def test_cause(ends: list[RankEnd], step: int, kind: FailureKind, rank: int | None, text: str) -> None:
+    started = 20 if step == 20 else 0
+    failure = classify(ends, finished=False, started_step=started, step=step)
+    assert (failure.kind, failure.rank) == (kind, rank)
+    assert text in failure.cause
+
+
+def test_finished() -> None:
+    assert classify([], finished=True, started_step=0, step=9).kind is K.FINISHED
+
+
+def test_fingerprints_tell_steps_and_errors_apart() -> None:
+    def fingerprint(error: str, step: int) -> str:
+        return classify([RankEnd(0, 0, 1, error, "f.py:3")], finished=False, started_step=0, step=step).fingerprint
+
+    assert fingerprint("ValueError: a", 3) == fingerprint("ValueError: b", 3)
+    assert fingerprint("ValueError: a", 3) != fingerprint("ValueError: a", 4)
+    assert fingerprint("ValueError: a", 3) != fingerprint("KeyError: a", 3)
+
+
+def test_error_files(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    assert read_error_file(path) is None
+    for damaged in ("", "[]", "{}", '{"message": 3}', '{"message": {"message": "x"}}'):
+        path.write_text(damaged)
+        assert read_error_file(path) is None
+    callstack = 'Traceback\n  File "/a/b.py", line 3, in f\n  File "/c.py", line 44, in g\nValueError: x\n'
+    path.write_text(
+        json.dumps(
+            {"message": {"message": "ValueError: x", "extraInfo": {"py_callstack": callstack, "timestamp": "12"}}}
+        )
+    )
+    assert read_error_file(path) == ("ValueError: x", "/c.py:44", 12.0)

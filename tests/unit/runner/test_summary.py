@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from runner.summary import render, summarise
+
+
+def event(time: float, name: str, attempt: int = 1, **details: Any) -> dict[str, Any]:
+    return {"time": time, "event": name, "attempt": attempt, **details}
+
+
+def ended(time: float, attempt: int, kind: str, start: int, step: int, began: float, last: float) -> dict[str, Any]:
+    return event(
+        time, "attempt_ended", attempt, kind=kind, cause="why", rank=1, step=step, start_step=start,
+        training_began=began, last_step_at=last, committed_step=0,
+    )  # fmt: skip
+
+
+# 2 s set-up; attempt 1: 8 s start-up, 10 s for steps 0-50, 1 s teardown; 3 s backoff;
+# attempt 2 goes on from 40 (10 lost = 2 s): 4 s start-up, 6 s training, killed with its supervisor;
+# 20 s down; then a second life: 1 s set-up, 5 s start-up, 5 s for steps 60-100, 0.5 s to the end, 0.5 s shutdown.
+EVENTS = [
+    event(100, "run_started", 0, run_id="r"),
+    event(102, "attempt_started", 1),
+    event(110, "training_started", 1, step=0, total_steps=100),
+    event(111, "log", 1, step=5, loss=7.0, tokens_per_s=None),
+    event(118, "committed", 1, step=40),
+    ended(121, 1, "crashed", 0, 50, 110, 120),
+    event(124, "attempt_started", 2),
+    event(128, "training_started", 2, step=40, total_steps=100),
+    event(133, "committed", 2, step=60),
+    event(134, "log", 2, step=60, loss=6.0, tokens_per_s=10.0),
+    event(154, "run_started", 2, run_id="r"),
+    event(155, "attempt_started", 3),
+    event(160, "training_started", 3, step=60, total_steps=100),
+    event(165, "log", 3, step=100, loss=5.0, tokens_per_s=12.0),
+    event(165.2, "committed", 3, step=100),
+    ended(165.5, 3, "finished", 60, 100, 160, 165),
+    event(166, "run_ended", 3, state="finished", exit_code=0, reason="all ranks finished"),
+]
+
+
+def test_every_second_has_one_cause() -> None:
+    run = summarise(EVENTS)
+    assert run.time_by_cause == pytest.approx(
+        {
+            "set-up": 3.0,
+            "start-up": 17.0,
+            "training": 8.0 + 6.0 + 5.0,
+            "lost work": 2.0,
+            "teardown": 1.5,
+            "between attempts": 3.5,
+            "down": 20.0,
+        }
+    )
+    assert run.wall_s == pytest.approx(66.0)
+
+
+@pytest.mark.parametrize("length", range(1, len(EVENTS) + 1))
+def test_the_account_adds_up_at_any_moment(length: int) -> None:
+    events = EVENTS[:length]
+    assert summarise(events).wall_s == pytest.approx(events[-1]["time"] - events[0]["time"])
+    if events[-1]["event"] != "run_ended":
+        assert summarise(events, now=200.0).wall_s == pytest.approx(100.0)
+
+
+def test_what_the_summary_says() -> None:
+    run = summarise(EVENTS)
+    assert (run.step, run.total_steps, run.lost_steps, run.committed) == (100, 100, 10, [40, 60, 100])
+    text = render(run, {"best model": "/x/best_model"})
+    for part in ("finished", "100 of 100", "7.0000 -> 5.0000", "attempts     3", "10 steps, 2.0 s", "/x/best_model"):
+        assert part in text
+
+
+def test_an_empty_journal() -> None:
+    assert summarise([]).state == "unknown"
