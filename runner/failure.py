@@ -31,6 +31,8 @@ _CASCADE = re.compile(
     re.IGNORECASE,
 )
 
+_EXTERNAL_SIGNALS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+
 
 @dataclass(frozen=True)
 class RankEnd:
@@ -100,7 +102,10 @@ def classify(ends: Sequence[RankEnd], *, finished: bool, started_step: int, step
         return Failure(FailureKind.LAUNCHER_LOST, "the attempt ended without a word from any rank", step=step)
     first = _first_cause(ends)
     if first.error is None:
-        return Failure(FailureKind.CRASHED, _describe_exit(first), first.rank, step, f"{_describe_exit(first)}@{step}")
+        cause = _describe_exit(first)
+        # A kill comes from outside and may strike at any step; a crash of the program itself repeats.
+        own_fault = first.exit_code is not None and -first.exit_code not in _EXTERNAL_SIGNALS
+        return Failure(FailureKind.CRASHED, cause, first.rank, step, f"{cause}|{step}" if own_fault else "")
     cause = f"rank {first.rank}: {first.error}"
     fingerprint = f"{first.error.partition(':')[0]}|{first.frame}|{step}"
     if first.error.startswith("NoValidCheckpoint"):

@@ -1,6 +1,6 @@
 """The warm process around torchrun's own library entry. The one module of the control plane that imports torch.
 
-    python -m runner.launcher CONTROL_FD
+    python -m runner.launcher CONTROL_FD LOG_FILE
 
 It starts a fork server that has torch, transformers and trl loaded, then for each `launch` request runs
 `elastic_launch` with `max_restarts=0` and a fresh rendezvous, and reports how it ended. Only the supervisor retries:
@@ -9,6 +9,7 @@ torchrun's own in-place restart shares one store between lives, and stale keys i
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -45,6 +46,7 @@ def main() -> int:
 
     import torch
 
+    _log_to_file(Path(sys.argv[2]))
     protocol.send(control, {"event": "ready", "accelerators": torch.cuda.device_count()})
     while True:
         try:
@@ -52,6 +54,16 @@ def main() -> int:
         except OSError:
             return 0
         protocol.send(control, {"event": "attempt_ended", **_launch(request)})
+
+
+def _log_to_file(path: Path) -> None:
+    """torchrun logs a traceback for every rank that dies; the user is told the cause in one line instead."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name in ["torch", *(name for name in logging.root.manager.loggerDict if name.startswith("torch."))]:
+        logger = logging.getLogger(name)
+        logger.handlers = [handler] if name == "torch" else []
+        logger.propagate = name != "torch"
 
 
 def _launch(request: Message) -> Message:

@@ -64,10 +64,10 @@ class AgentLink:
 class LauncherLink:
     """The warm launcher process."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, environment: dict[str, str], log: Path) -> None:
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "runner.launcher", str(theirs.fileno())],
+            [sys.executable, "-m", "runner.launcher", str(theirs.fileno()), str(log)],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             env=environment,
@@ -176,6 +176,11 @@ class RankWatch:
             )
             ends.append(RankEnd(rank, position, exit_codes.get(rank), error, frame, when))
         return ends
+
+    def log(self, rank: int | None) -> Path | None:
+        """Where a rank's standard error was kept: torchrun puts it beside the error file."""
+        file = self.error_files.get(rank) if rank is not None else None
+        return Path(file).with_name("stderr.log") if file else None
 
     def close(self) -> None:
         for pidfd in self.pidfds:

@@ -190,6 +190,9 @@ class Supervisor:
         processes.reap_strays({self._agent.pid, self._launcher.pid})
         self._drain_agent()
         failure, beats = self._conclude(attempt)
+        log = attempt.watch.log(failure.rank)
+        if log is not None:
+            self._display.message(f"its log: {log}")
         self._record(
             "attempt_ended",
             kind=failure.kind.value,
@@ -262,7 +265,7 @@ class Supervisor:
             self._launcher = None
             self._accelerators = None
         if self._launcher is None:
-            self._launcher = LauncherLink(self._rank_environment())
+            self._launcher = LauncherLink(self._rank_environment(), self._directory.logs / "launcher.log")
             self._selector.register(self._launcher.sock, selectors.EVENT_READ, self._on_launcher)
         if self._agent is not None and not self._agent.alive:
             self._selector.unregister(self._agent.sock)

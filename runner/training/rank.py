@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import multiprocessing
 import os
 import runpy
 import sys
@@ -22,6 +23,9 @@ def run_rank(spec: dict[str, Any]) -> None:
     processes.die_with_parent()
     os.environ.update(spec["env"])
     faulthandler.enable()
+    # A child of a fork server inherits its start method; a script's own workers (a DataLoader's) are to start as they
+    # would under torchrun, by the platform's default, not by importing the script again.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     sender = EventSender(spec["events"])
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")

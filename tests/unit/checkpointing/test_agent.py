@@ -140,7 +140,7 @@ def test_a_second_agent_waits_for_the_first(agent: AgentProcess, tmp_path: Path)
 
 def test_an_unusable_location_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(AgentUnavailable, match="did not start.*file"):
+    with pytest.raises(AgentUnavailable, match=r"did not start.*file"):
         AgentProcess.start(str(tmp_path / "file" / "checkpoints"), "run")
     with pytest.raises(AgentUnavailable, match="scheme 'ftp' is not supported"):
         AgentProcess.start("ftp://host/x", "run")

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import chain
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,12 +18,12 @@ def global_steps(n: int, batch: int, world: int, accumulation: int, epoch: int, 
         per_rank.append(list(sampler))
     micro = list(zip(*per_rank, strict=True))
     flat = [[index for batch_ids in ranks for index in batch_ids] for ranks in micro]
-    return [sum(flat[i : i + accumulation], []) for i in range(0, len(flat), accumulation)]
+    return [list(chain(*flat[i : i + accumulation])) for i in range(0, len(flat), accumulation)]
 
 
 @given(st.integers(1, 60), st.integers(1, 3), st.sampled_from([1, 2, 4]), st.integers(0, 3))
 def test_every_sample_is_drawn_and_only_the_filling_twice(n: int, batch: int, world: int, epoch: int) -> None:
-    drawn = sum(global_steps(n, batch, world, 2, epoch), [])
+    drawn = list(chain(*global_steps(n, batch, world, 2, epoch)))
     assert sorted(drawn[:n]) == list(range(n))
     assert len(drawn) < n + batch * world * 2
 

@@ -75,7 +75,9 @@ def test_mistakes_are_one_line_with_key_value_and_mend(
 
 
 def test_environment_mistakes_name_the_variable() -> None:
-    with pytest.raises(UsageError, match="environment variable BATCH_SIZE: trainer.per_device_train_batch_size='big'"):
+    with pytest.raises(
+        UsageError, match=r"environment variable BATCH_SIZE: trainer\.per_device_train_batch_size='big'"
+    ):
         load_config(None, {"BATCH_SIZE": "big"})
 
 

@@ -62,3 +62,9 @@ def test_error_files(tmp_path: Path) -> None:
         )
     )
     assert read_error_file(path) == ("ValueError: x", "/c.py:44", 12.0)
+
+
+@pytest.mark.parametrize(("exit_code", "repeats"), [(-9, False), (-15, False), (None, False), (-11, True), (3, True)])
+def test_only_the_programs_own_crash_has_a_fingerprint(exit_code: int | None, repeats: bool) -> None:
+    failure = classify([RankEnd(0, 0, exit_code)], finished=False, started_step=0, step=7)
+    assert bool(failure.fingerprint) is repeats

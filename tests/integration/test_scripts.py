@@ -1,0 +1,155 @@
+"""The user's own script in place of the default job, and what happens when it fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from integration.support import Run, state_hash
+
+PLAIN_HF_SCRIPT = """
+import sys
+import torch
+from datasets import Dataset
+from transformers import SmolLM3Config, SmolLM3ForCausalLM, Trainer, TrainingArguments
+from checkpointing.transformers import resilient
+
+assert __name__ == "__main__" and sys.argv[1:] == ["--steps", "60"]
+torch.manual_seed(0)
+model = SmolLM3ForCausalLM(SmolLM3Config(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, attention_dropout=0.2, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+rows = Dataset.from_dict({"input_ids": torch.randint(3, 64, (96, 16)).tolist()})
+rows = rows.map(lambda row: {"labels": row["input_ids"]})
+args = TrainingArguments(
+    "ignored", max_steps=int(sys.argv[2]), per_device_train_batch_size=2, gradient_accumulation_steps=2, save_steps=10,
+    use_cpu=True, report_to="none", disable_tqdm=True, logging_steps=7, dataloader_pin_memory=False,
+    max_grad_norm=0.5, dataloader_num_workers=NUM_WORKERS)
+trainer = resilient(Trainer(model=model, args=args, train_dataset=rows))
+trainer.add_callback(SLOW)
+trainer.train()
+print("script finished on rank", args.process_index)
+"""
+SLOW = """
+import time
+from transformers import TrainerCallback
+class Slow(TrainerCallback):
+    def on_step_end(self, *_, **__):
+        time.sleep(0.1)
+"""
+
+
+def script(folder: Path, num_workers: int = 0) -> list[str]:
+    path = folder / "train.py"
+    path.write_text(SLOW + PLAIN_HF_SCRIPT.replace("SLOW", "Slow()").replace("NUM_WORKERS", str(num_workers)))
+    return [str(path), "--steps", "60"]
+
+
+def wait_for_commit(run: Run, step: int) -> None:
+    import time
+
+    while not any(event["step"] >= step for event in run.events("committed")):
+        assert run.process is not None and run.process.poll() is None, run._dead()
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_plain_script_survives_a_kill_bit_for_bit(num_workers: int, tmp_path: Path) -> None:
+    """Logs and saves do not fall together here, so the loss in the making is part of what must be restored."""
+    untouched = Run(tmp_path / "untouched", script=script(tmp_path, num_workers)).start()
+    assert untouched.finish() == 0, untouched.output
+    assert "script finished on rank 0" in untouched.output and "script finished on rank 1" in untouched.output
+
+    run = Run(tmp_path / "run", script=script(tmp_path, num_workers)).start()
+    wait_for_commit(run, 20)
+    os.kill(run.rank_pid(0), signal.SIGKILL)
+    assert run.finish() == 0, run.output
+    assert len(run.events("attempt_started")) == 2
+    assert state_hash(run.checkpoint(60)) == state_hash(untouched.checkpoint(60))
+    for name in ("trainer_state.json", "rng_state_0.pth", "rng_state_1.pth", "loop_state_1.json"):
+        assert (run.checkpoint(60) / name).read_bytes() == (untouched.checkpoint(60) / name).read_bytes(), name
+    assert not run.processes()
+
+
+def test_the_same_script_under_plain_torchrun(tmp_path: Path) -> None:
+    """Library use: no supervisor; the manager starts its own agent, and goes on from what it finds."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CHECKPOINT_LOCATION": str(tmp_path / "checkpoints")}
+    process = subprocess.Popen([*command, *script(tmp_path)], env=environment, start_new_session=True)
+    import time
+
+    deadline = time.monotonic() + 90
+    while not (tmp_path / "checkpoints" / "checkpoint-20").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    result = subprocess.run([*command, *script(tmp_path)], env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+    untouched = Run(tmp_path / "untouched", script=script(tmp_path)).start()
+    assert untouched.finish() == 0
+    assert state_hash(tmp_path / "checkpoints" / "checkpoint-60") == state_hash(untouched.checkpoint(60))
+
+
+def test_an_error_before_the_first_step_stops_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("import does_not_exist\n")
+    run = Run(tmp_path / "run", script=[str(path)]).start()
+    assert run.finish(60) == 78, run.output
+    assert "does_not_exist" in run.events("run_ended")[0]["reason"]
+    assert len(run.events("attempt_started")) == 1
+    assert "its log:" in run.output
+
+
+def test_a_missing_model_is_told_in_one_line(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", "--set", f"model.name_or_path={tmp_path}/nothing").start(HF_HUB_OFFLINE="1")
+    assert run.finish(60) == 78, run.output
+    assert "nothing" in run.output and "Traceback" not in run.output
+
+
+def test_the_same_error_at_the_same_step_twice_is_not_tried_again(tmp_path: Path) -> None:
+    lines = script(tmp_path)
+    path = Path(lines[0])
+    path.write_text(
+        path.read_text().replace(
+            "        time.sleep(0.1)\n",
+            "        if _[1].global_step == 15:\n            raise ValueError('bad row 123')\n",
+        )
+    )
+    run = Run(tmp_path / "run", script=lines).start()
+    assert run.finish(90) == 78, run.output
+    ends = run.events("attempt_ended")
+    assert [(end["kind"], end["start_step"]) for end in ends] == [("crashed", 0), ("crashed", 10)]
+    assert "bad row 123" in run.events("run_ended")[0]["reason"]
+
+
+def test_restarts_are_limited(tmp_path: Path) -> None:
+    path = tmp_path / "dies.py"
+    path.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    options = ["--max-restarts", "2", "--set", "restart.backoff_initial_s=0.1", "--set", "restart.backoff_jitter_s=0"]
+    run = Run(tmp_path / "run", *options, script=[str(path)]).start()
+    # A kill is no fault of the script's: it is tried again until the budget is spent.
+    assert run.finish(90) == 79, run.output
+    assert len(run.events("attempt_started")) == 3
+    assert "not one checkpoint" in run.output
+
+
+def test_one_rank_and_cold_start(tmp_path: Path) -> None:
+    options = ["--nproc-per-node", "1", "--cold"]
+    run = Run(tmp_path / "run", *options, script=script(tmp_path)).start()
+    assert run.finish() == 0, run.output
+    assert (run.checkpoint(60) / "rng_state.pth").exists()
+
+
+def test_a_stop_signal_to_one_rank_alone_stops_all_in_good_order(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", script=script(tmp_path)).start()
+    wait_for_commit(run, 20)
+    os.kill(run.rank_pid(1), signal.SIGTERM)
+    assert run.finish() == 75, run.output
+    assert run.events("attempt_ended")[-1]["step"] == run.events("committed")[-1]["step"]
+    assert not run.processes()
