@@ -23,6 +23,7 @@ class CursorBatchSampler(Sampler[list[int]]):
         accumulation: micro-batches per optimizer step and rank.
         seed: of the permutations; epoch `e` uses `seed + e`.
         shuffle: False keeps the data set's own order.
+        drop_last: leave out the samples that fill no global batch, instead of filling it up.
     """
 
     def __init__(
@@ -34,9 +35,11 @@ class CursorBatchSampler(Sampler[list[int]]):
         accumulation: int = 1,
         seed: int = 0,
         shuffle: bool = True,
+        drop_last: bool = False,
     ) -> None:
-        if num_samples < 1:
-            raise ValueError("the training data set is empty")
+        needed = batch_size * accumulation * world_size if drop_last else 1
+        if num_samples < needed:
+            raise ValueError(f"the training data set has {num_samples} samples; at least {needed} are needed")
         self._num_samples = num_samples
         self._batch_size = batch_size
         self._rank = rank
@@ -44,6 +47,7 @@ class CursorBatchSampler(Sampler[list[int]]):
         self._accumulation = accumulation
         self._seed = seed
         self._shuffle = shuffle
+        self._drop_last = drop_last
         self._epoch = 0
         self._first_batch = 0
 
@@ -54,7 +58,8 @@ class CursorBatchSampler(Sampler[list[int]]):
 
     @property
     def steps_per_epoch(self) -> int:
-        return -(-self._num_samples // self.global_batch_size)
+        whole, rest = divmod(self._num_samples, self.global_batch_size)
+        return whole if self._drop_last or rest == 0 else whole + 1
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch

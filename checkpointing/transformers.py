@@ -97,6 +97,7 @@ class _ResilientMixin(_Base):
             accumulation=args.gradient_accumulation_steps,
             seed=args.data_seed if args.data_seed is not None else args.seed,
             shuffle=shuffled,
+            drop_last=args.dataloader_drop_last,
         )
         self._check_global_batch(sampler.global_batch_size)
         return CursorDataLoader(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -153,13 +154,11 @@ class RankWatch:
     def failed(self) -> bool:
         return any(rank not in self.done for rank in self.deaths)
 
-    def kill(self) -> None:
-        """SIGKILL all that are left; safe against reused pids."""
-        import signal
-
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Signal all that are left; safe against reused pids."""
         for pidfd in self.pidfds:
             with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                signal.pidfd_send_signal(pidfd, number)
 
     def ends(self, failures: list[Message]) -> list[RankEnd]:
         """How the failed ranks ended, from their deaths, error files, and what the launcher saw."""

@@ -47,9 +47,14 @@ def descendants() -> list[psutil.Process]:
     return [process for process in psutil.Process().children(recursive=True) if _alive(process)]
 
 
-def processes_of_run(run_id: str) -> list[psutil.Process]:
-    """Processes of this user that carry a run's id and are not this process or above it."""
-    marker = f"{RUN_ID_ENV}={run_id}".encode()
+def mark(run_id: str, node_rank: int) -> str:
+    """The value of `RUN_ID_ENV`: two nodes of a run may share a machine, and must not sweep each other."""
+    return f"{run_id}/{node_rank}"
+
+
+def processes_of_run(run_id: str, node_rank: int) -> list[psutil.Process]:
+    """Processes of this user that carry a node's mark and are not this process or above it."""
+    marker = f"{RUN_ID_ENV}={mark(run_id, node_rank)}".encode()
     own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     found = []
     for pid in psutil.pids():

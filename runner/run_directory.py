@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -69,10 +70,13 @@ class RunDirectory:
         except (ValueError, KeyError, TypeError):
             raise UsageError(f"{self._identity} is damaged; delete it to give the run a new identity") from None
         run_id = uuid.uuid4().hex[:12]
-        temporary = self._identity.with_suffix(".tmp")
+        temporary = self._identity.with_suffix(f".{run_id}")
         temporary.write_text(json.dumps({"run_id": run_id}) + "\n")
-        temporary.rename(self._identity)
-        return run_id
+        # Several nodes may get here at once: the first link wins, the others read it.
+        with contextlib.suppress(FileExistsError):
+            self._identity.hardlink_to(temporary)
+        temporary.unlink()
+        return self.run_id()
 
     def move_aside(self, checkpoints: Path) -> str:
         """Put an earlier run's records and checkpoints into a folder of their own; returns its path."""

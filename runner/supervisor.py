@@ -64,6 +64,7 @@ class _Attempt:
     result: Message | None = None
     kill_at: float | None = None
     stop_deadline: float | None = None
+    announced: bool = False
 
 
 class Supervisor:
@@ -90,7 +91,7 @@ class Supervisor:
         """Supervise until the run has ended; returns what the process is to exit with."""
         processes.become_subreaper()
         run_id = self._run_id = self._directory.run_id()
-        strays = processes.kill_all(lambda: processes.processes_of_run(run_id))
+        strays = processes.kill_all(lambda: processes.processes_of_run(run_id, self._config.launch.node_rank))
         events = read_journal(self._directory.journal)
         self._last_attempt = max((event["attempt"] for event in events), default=0)
         self._storage = open_storage(self._config.checkpoint_location)
@@ -222,14 +223,25 @@ class Supervisor:
             if attempt.stop_deadline is None:
                 attempt.stop_deadline = now + self._config.restart.grace_s
                 self._agent.tell("request_stop")
-            training = any(beat.phase in (Phase.TRAINING, Phase.SAVING, Phase.DONE) for beat in self._beats())
-            if not training or self._num_signals > 1 or now > attempt.stop_deadline:
+                self._ask_script_to_stop(attempt)
+            if self._num_signals > 1 or now > attempt.stop_deadline or not self._may_stop_in_order(attempt):
                 attempt.kill_at = now
         if attempt.kill_at is not None and now >= attempt.kill_at:
             attempt.watch.kill()
             if not attempt.watch.pidfds:
                 # Ranks that are forked but have not introduced themselves yet.
                 processes.kill_all(self._strays, timeout_s=0.2)
+
+    def _may_stop_in_order(self, attempt: _Attempt) -> bool:
+        """Whether waiting can save anything: a training loop is there, or a script that may have its own answer."""
+        if any(beat.phase in (Phase.TRAINING, Phase.SAVING, Phase.DONE) for beat in self._beats()):
+            return True
+        return self._job.script is not None and bool(attempt.watch.pidfds)
+
+    def _ask_script_to_stop(self, attempt: _Attempt) -> None:
+        """A script that does not use our checkpoints is told as torchrun would tell it."""
+        if self._job.script is not None and all(beat.phase is Phase.STARTING for beat in self._beats()):
+            attempt.watch.kill(signal.SIGTERM)
 
     def _conclude(self, attempt: _Attempt) -> tuple[Failure, list[Any]]:
         assert self._agent is not None and attempt.result is not None
@@ -313,7 +325,7 @@ class Supervisor:
 
     def _rank_environment(self) -> dict[str, str]:
         environment = dict(os.environ)
-        environment[processes.RUN_ID_ENV] = self._run_id
+        environment[processes.RUN_ID_ENV] = processes.mark(self._run_id, self._config.launch.node_rank)
         # torchrun's own default: ranks share the cores. It has to be set before torch is loaded.
         if self._config.launch.nproc_per_node != 1:
             environment.setdefault("OMP_NUM_THREADS", "1")
@@ -473,6 +485,11 @@ class Supervisor:
         beats = [beat for beat in self._beats() if beat.start_time]
         if beats:
             self._display.state.step = max(beat.step for beat in beats)
+            self._display.state.activity = f"step {self._display.state.step}"
+            if self._job.script is not None and self._attempt is not None and not self._attempt.announced:
+                # The default job says this itself, with the number of steps to come.
+                self._attempt.announced = True
+                self._record("training_started", step=beats[0].start_step, total_steps=None)
         self._display.refresh()
 
     def _beats(self) -> list[Any]:

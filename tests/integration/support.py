@@ -99,11 +99,17 @@ class Run:
         found = []
         for process in psutil.process_iter():
             try:
-                if f"RUNNER_RUN_ID={run_id}".encode() in Path(f"/proc/{process.pid}/environ").read_bytes():
+                if f"RUNNER_RUN_ID={run_id}/".encode() in Path(f"/proc/{process.pid}/environ").read_bytes():
                     found.append(process)
             except OSError:
                 continue
         return found
+
+    def leftovers(self) -> list[str]:
+        """What still lives of this run: nothing, once `runner start` has ended."""
+        pids = {event[key] for event in self.events("attempt_started") for key in ("launcher_pid", "agent_pid")}
+        living = [f"helper {pid}" for pid in pids if psutil.pid_exists(pid)]
+        return living + [str(process) for process in self.processes()]
 
     def checkpoint(self, step: int) -> Path:
         return self.folder / "checkpoints" / f"checkpoint-{step}"

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,8 +51,6 @@ def script(folder: Path, num_workers: int = 0) -> list[str]:
 
 
 def wait_for_commit(run: Run, step: int) -> None:
-    import time
-
     while not any(event["step"] >= step for event in run.events("committed")):
         assert run.process is not None and run.process.poll() is None, run._dead()
         time.sleep(0.02)
@@ -72,7 +71,7 @@ def test_a_plain_script_survives_a_kill_bit_for_bit(num_workers: int, tmp_path: 
     assert state_hash(run.checkpoint(60)) == state_hash(untouched.checkpoint(60))
     for name in ("trainer_state.json", "rng_state_0.pth", "rng_state_1.pth", "loop_state_1.json"):
         assert (run.checkpoint(60) / name).read_bytes() == (untouched.checkpoint(60) / name).read_bytes(), name
-    assert not run.processes()
+    assert not run.leftovers()
 
 
 def test_the_same_script_under_plain_torchrun(tmp_path: Path) -> None:
@@ -80,8 +79,6 @@ def test_the_same_script_under_plain_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CHECKPOINT_LOCATION": str(tmp_path / "checkpoints")}
     process = subprocess.Popen([*command, *script(tmp_path)], env=environment, start_new_session=True)
-    import time
-
     deadline = time.monotonic() + 90
     while not (tmp_path / "checkpoints" / "checkpoint-20").exists():
         assert time.monotonic() < deadline and process.poll() is None
@@ -152,4 +149,39 @@ def test_a_stop_signal_to_one_rank_alone_stops_all_in_good_order(tmp_path: Path)
     os.kill(run.rank_pid(1), signal.SIGTERM)
     assert run.finish() == 75, run.output
     assert run.events("attempt_ended")[-1]["step"] == run.events("committed")[-1]["step"]
-    assert not run.processes()
+    assert not run.leftovers()
+
+
+def test_a_script_with_its_own_answer_to_sigterm_is_asked_first(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(
+        "import os, signal, sys, time\n"
+        "def save(*_):\n"
+        f"    open({str(tmp_path)!r} + '/saved-' + os.environ['RANK'], 'w').close()\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        f"open({str(tmp_path)!r} + '/ready-' + os.environ['RANK'], 'w').close()\n"
+        "time.sleep(60)\n"
+    )
+    run = Run(tmp_path / "run", script=[str(path)]).start()
+    while not all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)):
+        time.sleep(0.05)
+    run.signal(signal.SIGINT)
+    assert run.finish(30) in (0, 75), run.output
+    assert (tmp_path / "saved-0").exists() and (tmp_path / "saved-1").exists()
+    assert not run.leftovers()
+
+
+def test_two_nodes_on_one_machine_finish_together(tmp_path: Path) -> None:
+    """Happy path of torchrun's options for several machines; one run, one committer."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    options = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
+    lines = script(tmp_path)
+    nodes = [Run(tmp_path / "run", *options, "--node-rank", str(node), script=lines).start() for node in (0, 1)]
+    assert [node.finish(120) for node in nodes] == [0, 0], nodes[0].output + nodes[1].output
+    assert (nodes[0].checkpoint(60) / "rng_state_1.pth").exists()
+    assert (tmp_path / "run" / "node-1" / "journal.jsonl").exists()

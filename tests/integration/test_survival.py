@@ -27,7 +27,7 @@ def test_loss_falls_and_the_summary_tells(untouched: Run) -> None:
         "best_model",
     ):
         assert text in untouched.output
-    assert not untouched.processes()
+    assert not untouched.leftovers()
 
 
 @pytest.mark.parametrize("victim", ["rank 1", "rank 0", "launcher", "agent"])
@@ -54,7 +54,7 @@ def test_sigkill_between_two_checkpoints(victim: str, untouched: Run, tmp_path: 
     if victim.startswith("rank"):
         assert first["rank"] == int(victim[-1])
         assert "SIGKILL" in first["cause"] or "killed" in first["cause"]
-    assert not run.processes()
+    assert not run.leftovers()
 
 
 def test_sigkill_of_the_supervisor_then_the_same_command(untouched: Run, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_sigkill_of_the_supervisor_then_the_same_command(untouched: Run, tmp_pat
     assert_equal_end(run, untouched)
     assert run.events("training_started")[1]["step"] == 2 * SAVE_STEPS
     assert not first_life & {process.pid for process in run.processes()}
-    assert not run.processes()
+    assert not run.leftovers()
 
 
 def test_ctrl_c_commits_a_snapshot_and_the_same_command_goes_on(untouched: Run, tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_ctrl_c_commits_a_snapshot_and_the_same_command_goes_on(untouched: Run, 
     stopped_at = run.events("attempt_ended")[-1]["step"]
     assert step <= stopped_at < 3 * SAVE_STEPS
     assert run.events("committed")[-1]["step"] == stopped_at
-    assert not run.processes()
+    assert not run.leftovers()
     assert run.start().finish() == 0, run.output
     assert run.events("training_started")[-1]["step"] == stopped_at
     assert "lost work    0 steps" in run.output
@@ -99,7 +99,7 @@ def test_stop_during_start_up_ends_at_once(tmp_path: Path) -> None:
     time.sleep(0.5)
     run.signal(signal.SIGTERM)
     assert run.finish(30) == 75, run.output
-    assert not run.processes()
+    assert not run.leftovers()
 
 
 def test_a_finished_run_is_not_run_again(untouched: Run) -> None:

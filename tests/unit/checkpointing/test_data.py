@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from itertools import chain
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,3 +47,17 @@ def test_a_skip_is_used_once() -> None:
     loader.start_at(3)
     assert [batch.tolist() for batch in loader] == [[6, 7]]
     assert len(list(loader)) == 4
+
+
+@pytest.mark.parametrize("n", [8, 9, 15, 16])
+def test_drop_last_leaves_out_what_fills_no_global_batch(n: int) -> None:
+    sampler = CursorBatchSampler(n, 2, 0, 2, accumulation=2, drop_last=True)
+    assert sampler.steps_per_epoch == n // 8
+    assert len(set(sampler.epoch_order().tolist())) == n // 8 * 8
+
+
+def test_too_little_data_is_told() -> None:
+    with pytest.raises(ValueError, match="has 0 samples"):
+        CursorBatchSampler(0, 2, 0, 1)
+    with pytest.raises(ValueError, match="at least 8 are needed"):
+        CursorBatchSampler(7, 2, 0, 2, accumulation=2, drop_last=True)
