@@ -111,6 +111,10 @@ def start(
         click.echo("runner: this run is finished; nothing to do (--resume never --overwrite starts it anew)")
         click.echo(render(_summary(directory), _places(config, directory)))
         return
+    # A restart, or a script that changes its directory, must find the same places.
+    config.output_dir = str(directory.root)
+    if config.checkpoint.location is not None and "://" not in config.checkpoint.location:
+        config.checkpoint.location = str(Path(config.checkpoint.location).absolute())
     directory.config.write_text(config.to_yaml())
     first_node = config.launch.node_rank == 0
     display = ProgressDisplay(quiet=not first_node)
@@ -258,7 +262,10 @@ def _finished(config: Any, directory: Any) -> bool:
         return False
 
     def essence(some: Config) -> dict[str, Any]:
-        return some.model_dump(exclude={"launch", "restart"})
+        return {
+            **some.model_dump(exclude={"launch", "restart", "output_dir", "checkpoint"}),
+            "location": str(Path(some.checkpoint_location).absolute()),
+        }
 
     try:
         return essence(load_config(str(directory.config), {})) == essence(config)
@@ -296,3 +303,6 @@ def main() -> None:
     except RunnerError as error:
         click.echo(f"runner: error: {error}", err=True)
         sys.exit(int(error.exit_code))
+    except OSError as error:
+        click.echo(f"runner: error: {error.filename or 'output_dir'}: {error.strerror or error}", err=True)
+        sys.exit(ExitCode.USAGE)

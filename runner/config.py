@@ -10,6 +10,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from checkpointing.storage import open_storage
 from runner import trainer_options
 from runner.environment import settings_from_environment
 from runner.errors import UsageError
@@ -223,6 +224,10 @@ def _resolve_nodes(config: Config, source_of: Any) -> None:
 
 
 def _check_files(config: Config, source_of: Any) -> None:
+    try:
+        open_storage(config.checkpoint_location)
+    except ValueError as error:
+        raise UsageError(f"{source_of('checkpoint.location')}: {error}") from None
     path = config.data.path
     if path is not None and Path(path).suffix in {".parquet", ".jsonl", ".json", ".csv"} and "://" not in path:
         if not Path(path).is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -22,18 +23,23 @@ class Journal:
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._pending = b""
         # A torn last line (power cut in mid-write) must not swallow the next event.
         size = os.fstat(self._fd).st_size
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            os.write(self._fd, b"\n")
+            self._pending += b"\n"
 
     def append(self, event: str, attempt: int, **details: Any) -> Event:
         entry: Event = {"time": round(self._clock(), 3), "event": event, "attempt": attempt, **details}
-        os.write(self._fd, (json.dumps(entry) + "\n").encode())
+        self._pending += (json.dumps(entry) + "\n").encode()
+        # A full disk must not end the run: what could not be written goes out with the next event.
+        with contextlib.suppress(OSError):
+            self._pending = self._pending[os.write(self._fd, self._pending) :]
         return entry
 
     def close(self) -> None:
-        os.fsync(self._fd)
+        with contextlib.suppress(OSError):
+            os.fsync(self._fd)
         os.close(self._fd)
 
 

@@ -47,8 +47,12 @@ class RunDirectory:
 
         Raises:
             RunBusy: another one is alive.
+            UsageError: output_dir cannot be written.
         """
-        fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise UsageError(f"output_dir={str(self.root)!r} cannot be written: {error.strerror}") from None
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -86,6 +86,7 @@ class Supervisor:
         self._agent: AgentLink | None = None
         self._launcher: LauncherLink | None = None
         self._accelerators: int | None = None
+        self._failed_log: Path | None = None
 
     def run(self) -> ExitCode:
         """Supervise until the run has ended; returns what the process is to exit with."""
@@ -167,6 +168,8 @@ class Supervisor:
         if isinstance(decision, Restart):
             failure = self._history[-1].failure
             self._display.message(f"step {failure.step}: {decision.reason}; starting again")
+        if self._failed_log is not None:
+            self._display.message(f"its log: {self._failed_log}")
         return decision
 
     def _run_attempt(self) -> AttemptRecord:
@@ -191,9 +194,6 @@ class Supervisor:
         processes.reap_strays({self._agent.pid, self._launcher.pid})
         self._drain_agent()
         failure, beats = self._conclude(attempt)
-        log = attempt.watch.log(failure.rank)
-        if log is not None:
-            self._display.message(f"its log: {log}")
         self._record(
             "attempt_ended",
             kind=failure.kind.value,
@@ -205,6 +205,7 @@ class Supervisor:
             last_step_at=round(max((beat.time for beat in beats if beat.start_time), default=0.0), 3),
             committed_step=self._committed_step,
         )
+        self._failed_log = attempt.watch.log(failure.rank)
         self._attempt = None
         return AttemptRecord(failure, self._committed_step)
 

@@ -40,16 +40,22 @@ def run_job(config_path: str, cache: str, sender: EventSender) -> None:
     with args.main_process_first(desc="data"):
         dataset = load_training_data(config.data.path, config.data.split, Path(cache))
     model, tokenizer = build(config.model, dataset, Path(cache), bf16=args.bf16, seed=args.seed)
+    trackers = _trackers(config, rank)
     trainer = SFTTrainer(
         model=model,
         args=args,
         train_dataset=dataset,
         processing_class=tokenizer,
-        callbacks=[ProgressCallback(sender), *_trackers(config, rank)],
+        callbacks=[ProgressCallback(sender), *trackers],
     )
     trainer.remove_callback(transformers.PrinterCallback)
     trainer = resilient(trainer)
-    trainer.train()
+    try:
+        trainer.train()
+    finally:
+        # A rank ends without running destructors; what a tracker has not written by then is lost.
+        for tracker in trackers:
+            tracker.close()
     if rank == 0:
         publish(trainer, tokenizer, Path(config.output_dir) / "best_model")
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from integration.support import SAVE_STEPS, SHORT_JOB, TOTAL_STEPS, Run, loss_curve, state_hash
+from integration.support import RUNNER, SAVE_STEPS, SHORT_JOB, TOTAL_STEPS, Run, loss_curve, state_hash
 
 
 def assert_equal_end(run: Run, untouched: Run) -> None:
@@ -106,6 +108,26 @@ def test_a_finished_run_is_not_run_again(untouched: Run) -> None:
     again = Run(untouched.folder, *SHORT_JOB).start()
     assert again.finish(20) == 0
     assert "finished; nothing to do" in again.output
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*RUNNER, *arguments], capture_output=True, text=True, timeout=60)
+
+
+def test_status_and_checkpoint_commands(untouched: Run) -> None:
+    folder = str(untouched.folder)
+    status = command("status", folder, "--json")
+    run = json.loads(status.stdout)
+    assert (run["state"], run["step"], run["committed"]) == ("finished", TOTAL_STEPS, [20, 40, 60, 70])
+    assert abs(sum(run["time_by_cause"].values()) - run["wall_s"]) < 0.01
+    events = untouched.events()
+    assert abs(run["wall_s"] - (events[-1]["time"] - events[0]["time"])) < 0.01
+    assert "finished" in command("status", folder).stdout
+
+    listed = command("checkpoints", "list", folder)
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == ["70", "60", "40", "20"]
+    verified = command("checkpoints", "verify", folder)
+    assert verified.returncode == 0 and verified.stdout.count(" ok ") == 4
 
 
 def test_a_second_runner_is_refused(tmp_path: Path) -> None:

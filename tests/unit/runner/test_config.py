@@ -57,6 +57,7 @@ def test_reference_variables() -> None:
         ("launch: {nproc_per_node: 0}", [], ["launch.nproc_per_node=0", "auto"]),
         ("launch: {nproc_per_node: many}", [], ["launch.nproc_per_node='many'"]),
         ("data: {path: missing.parquet}", [], ["data.path='missing.parquet'", "does not exist"]),
+        ("checkpoint: {location: 'ftp://host/x'}", [], ["checkpoint.location 'ftp://host/x'", "use a path or file://"]),
         ("- a\n- b", [], ["job.yaml", "mapping"]),
         ("a: [", [], ["job.yaml", "not valid YAML"]),
         ("", [("trainer.seed", "x", "--set trainer.seed=x")], ["command line --set trainer.seed=x", "'x'"]),

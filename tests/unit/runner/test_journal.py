@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+import pytest
 
 from runner.journal import Journal, read_journal
 
@@ -23,3 +26,30 @@ def test_events_survive_a_torn_line(tmp_path: Path) -> None:
 
 def test_no_journal_is_no_events(tmp_path: Path) -> None:
     assert read_journal(tmp_path / "none") == []
+
+
+def test_a_full_disk_delays_events_but_loses_none(tmp_path: Path) -> None:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    if os.system(f"mount -t tmpfs -o size=64k tmpfs {mount} 2>/dev/null") != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        filler = mount / "filler"
+        journal = Journal(mount / "journal.jsonl", clock=lambda: 1.0)
+        journal.append("first", 1)
+        with filler.open("wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+            except OSError:
+                pass
+        for number in range(200):
+            journal.append("while full", 1, number=number, padding="x" * 100)
+        assert len(read_journal(mount / "journal.jsonl")) < 201
+        filler.unlink()
+        journal.append("last", 1)
+        events = read_journal(mount / "journal.jsonl")
+        assert [event.get("number") for event in events] == [None, *range(200), None]
+        journal.close()
+    finally:
+        os.system(f"umount {mount}")
