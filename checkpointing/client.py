@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from checkpointing import protocol
@@ -29,11 +30,19 @@ class AgentProcess:
         self._directory = directory
 
     @classmethod
-    def start(cls, location: str, run_id: str, *, commits: bool = True, directory: Path | None = None) -> AgentProcess:
-        """Start an agent and wait until it listens.
+    def start(
+        cls,
+        location: str,
+        run_id: str,
+        *,
+        commits: bool = True,
+        directory: Path | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> AgentProcess:
+        """Start an agent and wait until it listens; it may first wait for an earlier agent's last commit.
 
         Raises:
-            AgentUnavailable: it could not start; the message says why.
+            AgentUnavailable: it could not start, or `cancelled` became true; the message says why.
         """
         # Not the run's own directory: a socket path holds 107 bytes, and NFS holds no sockets.
         directory = directory or Path(tempfile.mkdtemp(prefix="checkpoint-agent-"))
@@ -51,6 +60,9 @@ class AgentProcess:
         )
         os.close(write_fd)
         with os.fdopen(read_fd) as pipe:
+            while not select.select([pipe], [], [], 0.1)[0]:
+                if cancelled():
+                    process.kill()
             answer = pipe.read()
         if answer != "ready":
             process.wait()

@@ -10,6 +10,7 @@ manager.close()
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -37,6 +38,8 @@ from checkpointing.restore import (
 )
 from checkpointing.snapshot import FileImage, TorchFileLayout, blob_image, safetensors_image, torch_bytes
 from checkpointing.storage import open_storage
+
+logger = logging.getLogger("checkpointing")
 
 
 def resume_policy(text: str) -> str | int:
@@ -162,6 +165,13 @@ class CheckpointManager:
         name = rng.file_name(self.rank, self.world_size)
         if point.has(name):
             rng.set_state(point.torch_object(name))
+        else:
+            logger.warning(
+                "%s was written by %d ranks: rank %d has no generator state in it and goes on with a fresh one",
+                point.path,
+                point.manifest.world_size,
+                self.rank,
+            )
 
     # -- training ------------------------------------------------------------------------------------------------
 

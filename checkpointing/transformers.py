@@ -46,15 +46,17 @@ def resilient(trainer: TrainerT, location: str | None = None, *, resume: str | i
     """
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise CheckpointError("FSDP and DeepSpeed are not supported by resilient() yet; use DDP")
+    if trainer.args.load_best_model_at_end:
+        raise CheckpointError("load_best_model_at_end is not supported by resilient() yet; leave it off")
     manager = CheckpointManager(
         location or trainer.args.output_dir, keep_last=trainer.args.save_total_limit, resume=resume
     )
     cls = type(trainer)
     trainer.__class__ = type(f"Resilient{cls.__name__}", (_ResilientMixin, cls), {})
     trainer._manager = manager
-    trainer._restore_point = None
+    trainer._restore_point = trainer._pending_restore = None
+    trainer._has_cursor = False
     trainer._stopping = False
-    trainer._loop_state = None
     trainer.add_callback(_StepCallback(trainer))
     return trainer
 
@@ -64,19 +66,25 @@ class _ResilientMixin(_Base):
 
     _manager: CheckpointManager
     _restore_point: RestorePoint | None
-    _loop_state: dict[str, Any] | None
+    # As above until the first batch of the resumed run is drawn.
+    _pending_restore: RestorePoint | None
+    # The loader knows its position; else the Trainer's own skipping is used.
+    _has_cursor: bool
     _stopping: bool
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """As `Trainer.train`. A path given explicitly is loaded the Trainer's own way."""
+        self._restore_point = None
         if resume_from_checkpoint in (None, True):
             self._restore_point = self._manager.choose()
             resume_from_checkpoint = str(self._restore_point.path) if self._restore_point is not None else None
+        self._pending_restore = self._restore_point
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     # -- data: position is an index ------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
+        self._has_cursor = False
         dataset = self.train_dataset
         shuffled = self.args.train_sampling_strategy == "random"
         if dataset is None or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
@@ -100,6 +108,7 @@ class _ResilientMixin(_Base):
             drop_last=args.dataloader_drop_last,
         )
         self._check_global_batch(sampler.global_batch_size)
+        self._has_cursor = True
         return CursorDataLoader(
             dataset,
             sampler,
@@ -123,11 +132,12 @@ class _ResilientMixin(_Base):
             )
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        point, self._restore_point = self._restore_point, None
+        point, self._pending_restore = self._pending_restore, None
         if point is not None:
-            # Before the first batch is drawn, as in the uninterrupted run; the Trainer does it after.
-            self._manager.restore_rng(point)
             self._restore_loop_state(point)
+            if self._has_cursor:
+                # Before the first batch is drawn, as in the uninterrupted run; the Trainer does it after.
+                self._manager.restore_rng(point)
         return super().get_batch_samples(*args, **kwargs)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -228,9 +238,10 @@ class _ResilientMixin(_Base):
             super()._load_scaler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        # Ours was restored before the first batch; setting it again after that batch would undo what the batch drew.
-        if checkpoint is not None and not Path(checkpoint, "manifest.json").exists():
+        if self._restore_point is None:
             super()._load_rng_state(checkpoint)
+        elif not self._has_cursor:
+            self._manager.restore_rng(self._restore_point)
 
 
 class _StepCallback(TrainerCallback):

@@ -85,6 +85,8 @@ def _launch(request: Message) -> Message:
         rdzv_backend="c10d",
         rdzv_endpoint=request["rdzv_endpoint"],
         rdzv_configs={"is_host": request["is_host"], "timeout": 600} if request["nnodes"] > 1 else {},
+        # One machine needs no name: a pod's may not resolve.
+        local_addr="127.0.0.1" if request["nnodes"] == 1 else None,
         max_restarts=0,
         monitor_interval=0.05,
         start_method="spawn" if request["cold"] else "forkserver",

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,18 @@ from runner.failure import RankEnd, read_error_file
 class AgentLink:
     """A checkpoint agent that this supervisor started and monitors."""
 
-    def __init__(self, location: str, run_id: str, *, commits: bool, directory: Path) -> None:
+    def __init__(
+        self, location: str, run_id: str, *, commits: bool, directory: Path, cancelled: Callable[[], bool]
+    ) -> None:
         """Start it.
 
         Raises:
             LaunchError: it cannot start; the text says why.
         """
         try:
-            self.process = AgentProcess.start(location, run_id, commits=commits, directory=directory)
+            self.process = AgentProcess.start(
+                location, run_id, commits=commits, directory=directory, cancelled=cancelled
+            )
             self.sock = protocol.connect(self.process.socket_path)
             protocol.send(self.sock, {"do": "hello", "role": "monitor"})
             _, fds = protocol.receive(self.sock)
@@ -56,10 +61,10 @@ class AgentLink:
     def heartbeats(self, num_ranks: int) -> list[Heartbeat]:
         return [self.control.read(slot) for slot in range(min(num_ranks, self.control.num_slots))]
 
-    def close(self, timeout_s: float) -> None:
-        self.tell("shutdown")
+    def close(self) -> None:
+        """Reap it; killed if it still lives."""
         self.sock.close()
-        self.process.close(timeout_s)
+        self.process.close(timeout_s=1.0 if self.alive else None)
 
 
 class LauncherLink:

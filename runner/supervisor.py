@@ -6,11 +6,13 @@ interrupted. Whatever happens, no process of the run is left when `run` returns.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,10 @@ _TICK_S = 0.1
 _PEER_GRACE_S = 0.5
 # Imports on a cold, slow disk.
 _LAUNCHER_TIMEOUT_S = 600.0
-_AGENT_CLOSE_TIMEOUT_S = 600.0
+# A commit to slow storage; what takes longer is a storage that hangs.
+_AGENT_TIMEOUT_S = 600.0
+# The same, once the user has asked twice: a snapshot that is whole is worth a moment.
+_AGENT_HURRY_S = 5.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -156,7 +161,11 @@ class Supervisor:
         return decision
 
     def _attempt_and_decide(self) -> Restart | Stop:
-        self._ensure_processes()
+        try:
+            self._ensure_processes()
+        except LaunchError:
+            if not self._stop_requested:
+                raise
         if self._stop_requested:
             return Stop(ExitCode.PREEMPTED, "stopped on request before an attempt began")
         self._history.append(self._run_attempt())
@@ -282,7 +291,7 @@ class Supervisor:
             self._selector.register(self._launcher.sock, selectors.EVENT_READ, self._on_launcher)
         if self._agent is not None and not self._agent.alive:
             self._selector.unregister(self._agent.sock)
-            self._agent.close(timeout_s=1.0)
+            self._agent.close()
             self._agent = None
         if self._agent is None:
             self._agent = AgentLink(
@@ -290,6 +299,7 @@ class Supervisor:
                 self._run_id,
                 commits=self._is_first_node,
                 directory=Path(tempfile.mkdtemp(dir=self._runtime)),
+                cancelled=lambda: self._stop_requested,
             )
             self._selector.register(self._agent.sock, selectors.EVENT_READ, self._on_agent)
         deadline = time.monotonic() + _LAUNCHER_TIMEOUT_S
@@ -371,7 +381,8 @@ class Supervisor:
         keep = {link.pid for link in (self._agent, self._launcher) if link is not None}
         if self._launcher is not None and self._launcher.alive:
             # Fork server and resource tracker.
-            keep |= {child.pid for child in psutil.Process(self._launcher.pid).children() if _is_helper(child)}
+            with contextlib.suppress(psutil.Error):
+                keep |= {child.pid for child in psutil.Process(self._launcher.pid).children() if _is_helper(child)}
         return [process for process in processes.descendants() if process.pid not in keep]
 
     def _drain_agent(self) -> None:
@@ -379,14 +390,28 @@ class Supervisor:
         assert self._agent is not None
         self._drained = False
         self._agent.tell("drain")
-        while self._agent.alive and not self._drained:
+        self._pump_until(lambda: self._drained)
+
+    def _pump_until(self, done: Callable[[], bool]) -> None:
+        """Let the agent write; not for ever, and not once the user has asked twice to stop."""
+        assert self._agent is not None
+        deadline = time.monotonic() + _AGENT_TIMEOUT_S
+        while self._agent.alive and not done():
             self._pump(_TICK_S)
+            if self._num_signals > 1:
+                deadline = min(deadline, time.monotonic() + _AGENT_HURRY_S)
+            if time.monotonic() > deadline:
+                self._agent.process.process.kill()
+                break
 
     def _close(self) -> None:
         if self._launcher is not None:
+            self._selector.unregister(self._launcher.sock)
             self._launcher.close()
         if self._agent is not None:
-            self._agent.close(_AGENT_CLOSE_TIMEOUT_S)
+            self._agent.tell("shutdown")
+            self._pump_until(lambda: False)
+            self._agent.close()
         processes.kill_all(processes.descendants)
         self._events.close()
         self._selector.close()

@@ -41,6 +41,8 @@ RESERVED = {
     "local_rank": "the launcher sets it",
     "ddp_backend": "gloo on CPU and nccl on GPUs are chosen by themselves",
     "save_only_model": "a checkpoint must be complete to resume from",
+    "auto_find_batch_size": "the global batch must not change within a run",
+    "load_best_model_at_end": "best_model is the final model for now",
     "fsdp": "only DDP is supported",
     "fsdp_config": "only DDP is supported",
     "deepspeed": "only DDP is supported",

@@ -119,17 +119,28 @@ class Run:
         return f"the run ended early:\n{self.process.stdout.read()}"
 
 
+def wait_for_commit(run: Run, step: int) -> None:
+    """Until a checkpoint of at least this step is committed."""
+    while not any(event["step"] >= step for event in run.events("committed")):
+        assert run.process is not None and run.process.poll() is None, run._dead()
+        time.sleep(0.02)
+
+
 def state_hash(checkpoint: Path) -> str:
     """SHA-256 over all parameters and the whole optimizer state."""
     digest = hashlib.sha256()
     for name, tensor in sorted(load_file(checkpoint / "model.safetensors").items()):
-        digest.update(name.encode() + tensor.numpy().tobytes())
+        digest.update(name.encode() + raw(tensor))
     optimizer = torch.load(checkpoint / "optimizer.pt", weights_only=True)
     for index, state in sorted(optimizer["state"].items()):
         for name, tensor in sorted(state.items()):
-            digest.update(f"{index}.{name}".encode() + tensor.numpy().tobytes())
+            digest.update(f"{index}.{name}".encode() + raw(tensor))
     digest.update(json.dumps(optimizer["param_groups"], sort_keys=True, default=str).encode())
     return digest.hexdigest()
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def loss_curve(checkpoint: Path) -> list[tuple[int, float]]:

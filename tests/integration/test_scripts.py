@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from integration.support import Run, state_hash
+from integration.support import Run, state_hash, wait_for_commit
 
 PLAIN_HF_SCRIPT = """
 import sys
@@ -27,7 +27,7 @@ model = SmolLM3ForCausalLM(SmolLM3Config(
 rows = Dataset.from_dict({"input_ids": torch.randint(3, 64, (96, 16)).tolist()})
 rows = rows.map(lambda row: {"labels": row["input_ids"]})
 args = TrainingArguments(
-    "ignored", max_steps=int(sys.argv[2]), per_device_train_batch_size=2, gradient_accumulation_steps=2, save_steps=10,
+    FOLDER, max_steps=int(sys.argv[2]), per_device_train_batch_size=2, gradient_accumulation_steps=2, save_steps=10,
     use_cpu=True, report_to="none", disable_tqdm=True, logging_steps=7, dataloader_pin_memory=False,
     max_grad_norm=0.5, dataloader_num_workers=NUM_WORKERS)
 trainer = resilient(Trainer(model=model, args=args, train_dataset=rows))
@@ -46,14 +46,13 @@ class Slow(TrainerCallback):
 
 def script(folder: Path, num_workers: int = 0) -> list[str]:
     path = folder / "train.py"
-    path.write_text(SLOW + PLAIN_HF_SCRIPT.replace("SLOW", "Slow()").replace("NUM_WORKERS", str(num_workers)))
+    path.write_text(
+        SLOW
+        + PLAIN_HF_SCRIPT.replace("FOLDER", repr(str(folder / "hf")))
+        .replace("SLOW", "Slow()")
+        .replace("NUM_WORKERS", str(num_workers))
+    )
     return [str(path), "--steps", "60"]
-
-
-def wait_for_commit(run: Run, step: int) -> None:
-    while not any(event["step"] >= step for event in run.events("committed")):
-        assert run.process is not None and run.process.poll() is None, run._dead()
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
