@@ -207,6 +207,8 @@ def _explain(error: ValidationError, source_of: Any) -> str:
             section = section.model_fields[part].annotation
         allowed = ", ".join(section.model_fields)
         return f"{source_of(key)}: unknown key {key} (value {problem['input']!r}); allowed here: {allowed}"
+    if problem["type"] in ("model_type", "dict_type"):
+        return f"{source_of(key)}: {key}={problem['input']!r} is not allowed: write a mapping of names to values"
     return f"{source_of(key)}: {key}={problem['input']!r} is not allowed: {problem['msg'].lower()}"
 
 

@@ -17,6 +17,7 @@ from checkpointing.errors import EXIT_PREEMPTED
 class FailureKind(Enum):
     FINISHED = "finished"
     PREEMPTED = "preempted"
+    ENDED = "ended at once"  # by a stop request that left no time, or nothing, to save
     CRASHED = "crashed"  # a signal, a lost peer, an error in mid-training
     BOOT = "boot failure"  # a Python error before the first step: it would come again
     NO_VALID_CHECKPOINT = "no valid checkpoint"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from dataclasses import dataclass
 
@@ -26,12 +28,19 @@ class ProgressState:
     activity: str = "starting"
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Go on in silence: `runner start | head` must not end the run, which is what rich would do."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class ProgressDisplay:
     """Shows a `ProgressState` and messages between. Only the supervisor of the first node has one that speaks."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.state = ProgressState()
-        self._console = Console(stderr=False, highlight=False, quiet=quiet, soft_wrap=True)
+        self._console = _Console(stderr=False, highlight=False, quiet=quiet, soft_wrap=True)
         self._live: Live | None = None
         self._shown = ""
         self._shown_at = 0.0

@@ -176,7 +176,9 @@ def _lives(events: Sequence[Event]) -> list[list[Event]]:
 def render(run: RunSummary, places: dict[str, str]) -> str:
     """The summary as text."""
     total = f" of {run.total_steps}" if run.total_steps else ""
-    restarts = [attempt for attempt in run.attempts if attempt.kind not in ("finished", "running", "preempted")]
+    restarts = [
+        attempt for attempt in run.attempts if attempt.kind not in ("finished", "running", "preempted", "ended at once")
+    ]
     lines = [
         f"run {run.run_id}: {run.state}" + (f" - {run.reason}" if run.reason else ""),
         f"  steps        {run.step}{total}",

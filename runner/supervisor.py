@@ -70,6 +70,7 @@ class _Attempt:
     kill_at: float | None = None
     stop_deadline: float | None = None
     announced: bool = False
+    ended_on_request: bool = False
 
 
 class Supervisor:
@@ -236,6 +237,7 @@ class Supervisor:
                 self._ask_script_to_stop(attempt)
             if self._num_signals > 1 or now > attempt.stop_deadline or not self._may_stop_in_order(attempt):
                 attempt.kill_at = now
+                attempt.ended_on_request = True
         if attempt.kill_at is not None and now >= attempt.kill_at:
             attempt.watch.kill()
             if not attempt.watch.pidfds:
@@ -262,6 +264,8 @@ class Supervisor:
             return Failure(FailureKind.LAUNCHER_LOST, "the launcher died", step=step), beats
         if not self._agent.alive:
             return Failure(FailureKind.AGENT_LOST, "the checkpoint agent died", step=step), beats
+        if attempt.ended_on_request and not attempt.result["finished"]:
+            return Failure(FailureKind.ENDED, "ended at once on request", step=step), beats
         failure = classify(
             attempt.watch.ends(attempt.result["failures"]),
             finished=attempt.result["finished"],

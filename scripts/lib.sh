@@ -19,7 +19,7 @@ setup() {
   echo "scripts: installing into $venv (once; some minutes)" >&2
   [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
   # pip, not uv: where only a local CPU build of torch is at hand, pip finds it.
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+  "$venv/bin/python" -m pip install -qq --disable-pip-version-check \
     --constraint "$root/constraints.txt" --editable "$root$extras"
   echo "$wanted" >"$stamp"
 }

@@ -139,3 +139,37 @@ def test_a_second_runner_is_refused(tmp_path: Path) -> None:
     assert "another runner" in second.output and "Traceback" not in second.output
     run.signal(signal.SIGTERM)
     assert run.finish(30) == 75
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", *SHORT_JOB).start()
+    run.wait_for_step(2 * SAVE_STEPS + 5)
+    run.signal(signal.SIGTERM)
+    run.signal(signal.SIGTERM)
+    time.sleep(0.05)
+    run.signal(signal.SIGINT)
+    assert run.finish(20) == 75, run.output
+    assert run.events("attempt_ended")[-1]["kind"] in ("ended at once", "preempted")
+    assert not run.leftovers()
+
+
+def test_a_stop_during_backoff_is_honoured(tmp_path: Path) -> None:
+    options = [*SHORT_JOB, "--set", "restart.backoff_initial_s=60"]
+    run = Run(tmp_path / "run", *options).start()
+    run.wait_for_step(5)
+    os.kill(run.rank_pid(1), signal.SIGKILL)
+    while not run.events("backoff"):
+        time.sleep(0.02)
+    run.signal(signal.SIGTERM)
+    assert run.finish(20) == 75, run.output
+    assert not run.leftovers()
+
+
+def test_nobody_needs_to_listen(tmp_path: Path) -> None:
+    """`runner start | head -1`: the reader goes away, the run goes on."""
+    run = Run(tmp_path / "run", "--set", "trainer.max_steps=8").start()
+    assert run.process is not None and run.process.stdout is not None
+    run.process.stdout.readline()
+    run.process.stdout.close()
+    assert run.process.wait(120) == 0
+    assert run.events("run_ended")[-1]["state"] == "finished"

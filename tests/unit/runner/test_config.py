@@ -58,6 +58,8 @@ def test_reference_variables() -> None:
         ("launch: {nproc_per_node: many}", [], ["launch.nproc_per_node='many'"]),
         ("data: {path: missing.parquet}", [], ["data.path='missing.parquet'", "does not exist"]),
         ("checkpoint: {location: 'ftp://host/x'}", [], ["checkpoint.location 'ftp://host/x'", "use a path or file://"]),
+        ("launch: [1, 2]", [], ["launch=[1, 2]", "write a mapping"]),
+        ("trainer: 3", [], ["trainer=3", "write a mapping"]),
         ("- a\n- b", [], ["job.yaml", "mapping"]),
         ("a: [", [], ["job.yaml", "not valid YAML"]),
         ("", [("trainer.seed", "x", "--set trainer.seed=x")], ["command line --set trainer.seed=x", "'x'"]),

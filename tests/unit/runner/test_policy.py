@@ -20,6 +20,7 @@ def record(kind: FailureKind = K.CRASHED, committed: int = -1, fingerprint: str 
         ([record(K.FINISHED)], True, ExitCode.DONE),
         ([record(K.PREEMPTED)], False, ExitCode.PREEMPTED),
         ([record(K.CRASHED)], True, ExitCode.PREEMPTED),
+        ([record(K.ENDED)], True, ExitCode.PREEMPTED),
         ([record(K.BOOT)], False, ExitCode.DETERMINISTIC),
         ([record(K.NO_VALID_CHECKPOINT)], False, ExitCode.NO_VALID_CHECKPOINT),
         ([record(K.CRASHED)], False, 1),
