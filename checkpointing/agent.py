@@ -42,6 +42,8 @@ NUM_ARENAS = 2
 LOCK_NAME = ".agent.lock"
 # How long a new agent waits for the one before it to finish its last commit.
 LOCK_TIMEOUT_S = 120.0
+_GROWTH_SHARE = 64
+_GROWTH_BYTES = 4 * 1024 * 1024
 _NICENESS = 5
 _PR_SET_PDEATHSIG = 1
 
@@ -264,7 +266,7 @@ class Agent:
         else:
             fds = () if arena.number in client.sent_arenas else (arena.memory.fd,)
             client.sent_arenas.add(arena.number)
-            self._reply(client, {"arena": arena.number}, fds)
+            self._reply(client, {"arena": arena.number, "live": [other.number for other in self._arenas]}, fds)
         if client.local_rank == 0:
             self._answer_waiting()
 
@@ -279,7 +281,9 @@ class Agent:
                 return None
             self._arenas.remove(free[0])
             free[0].memory.close()
-        arena = Arena(self._next_arena_number, SharedMemory.create("checkpoint-arena", nbytes))
+        # The log history grows with every save; without some air, so would the arena, all of it anew each time.
+        capacity = nbytes + max(nbytes // _GROWTH_SHARE, _GROWTH_BYTES)
+        arena = Arena(self._next_arena_number, SharedMemory.create("checkpoint-arena", capacity))
         self._next_arena_number += 1
         self._arenas.append(arena)
         return arena

@@ -6,6 +6,7 @@ Both are memfd's (memfd_create(2)): anonymous, freed with their last user, and n
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
@@ -55,8 +56,10 @@ class SharedMemory:
         return cls(fd, os.fstat(fd).st_size)
 
     def close(self) -> None:
-        self.buffer.release()
-        self._map.close()
+        """Unmap; where views are still held, their owners' end does it."""
+        with contextlib.suppress(BufferError):
+            self.buffer.release()
+            self._map.close()
         os.close(self.fd)
 
 

@@ -126,6 +126,8 @@ class AgentClient:
         if reply.get("busy"):
             return None
         number = int(reply["arena"])
+        for stale in self._arenas.keys() - set(reply["live"]):
+            self._arenas.pop(stale).close()
         if fds:
             self._arenas[number] = SharedMemory.attach(fds[0])
         return number, self._arenas[number].buffer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -77,9 +76,13 @@ class RunDirectory:
         temporary = self._identity.with_suffix(f".{run_id}")
         temporary.write_text(json.dumps({"run_id": run_id}) + "\n")
         # Several nodes may get here at once: the first link wins, the others read it.
-        with contextlib.suppress(FileExistsError):
+        try:
             self._identity.hardlink_to(temporary)
-        temporary.unlink()
+        except FileExistsError:
+            pass
+        except OSError:
+            temporary.rename(self._identity)  # a volume without hard links; one node is all it can serve safely
+        temporary.unlink(missing_ok=True)
         return self.run_id()
 
     def move_aside(self, checkpoints: Path) -> str:

@@ -144,3 +144,20 @@ def test_an_unusable_location_is_told(tmp_path: Path) -> None:
         AgentProcess.start(str(tmp_path / "file" / "checkpoints"), "run")
     with pytest.raises(AgentUnavailable, match="scheme 'ftp' is not supported"):
         AgentProcess.start("ftp://host/x", "run")
+
+
+def test_a_growing_log_history_does_not_make_new_arenas(agent: AgentProcess) -> None:
+    client = rank(agent)
+    for step in range(1, 30):
+        number, _ = client.acquire(step, 1_000_000 + step * 20_000, wait=True) or (-1, None)
+        assert number in (0, 1)
+        client.staged(number, [("file", 0, 1_000_000)], 1, step, 1)
+        assert client.wait(step) is None
+
+
+def test_a_larger_state_gets_a_larger_arena_and_the_old_one_is_unmapped(agent: AgentProcess) -> None:
+    client = rank(agent)
+    for step, nbytes in enumerate((1_000, 20_000_000, 60_000_000, 60_000_000), start=1):
+        assert stage(client, step, bytes(nbytes), wait=True)
+        assert client.wait(step) is None
+    assert len(client._arenas) <= 2
