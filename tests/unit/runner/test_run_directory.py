@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runner.errors import RunBusy, UsageError
+from runner.run_directory import RunDirectory
+
+
+def test_the_identity_is_made_once_and_shared_by_all_nodes(tmp_path: Path) -> None:
+    first, second = RunDirectory(str(tmp_path)), RunDirectory(str(tmp_path), node_rank=1)
+    first.create()
+    assert first.run_id() == first.run_id() == second.run_id()
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["run.json"]
+
+
+def test_a_damaged_identity_is_told(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(UsageError, match=r"run\.json is damaged; delete it"):
+        RunDirectory(str(tmp_path)).run_id()
+
+
+def test_one_runner_at_a_time_but_one_per_node(tmp_path: Path) -> None:
+    first = RunDirectory(str(tmp_path))
+    first.create()
+    first.lock()
+    with pytest.raises(RunBusy, match=r"another runner \(pid \d+ on .*\) works on"):
+        RunDirectory(str(tmp_path)).lock()
+    other_node = RunDirectory(str(tmp_path), node_rank=1)
+    other_node.create()
+    other_node.lock()
+
+
+def test_an_earlier_run_is_moved_aside_whole(tmp_path: Path) -> None:
+    directory = RunDirectory(str(tmp_path))
+    directory.create()
+    old = directory.run_id()
+    directory.journal.write_text("{}\n")
+    (tmp_path / "checkpoints" / "checkpoint-5").mkdir(parents=True)
+    for number in (1, 2):
+        aside = Path(directory.move_aside(tmp_path / "checkpoints"))
+        assert aside == tmp_path / f"previous-{number}"
+    kept = tmp_path / "previous-1"
+    assert (kept / "journal.jsonl").exists() and (kept / "checkpoints" / "checkpoint-5").is_dir()
+    assert directory.run_id() != old and not directory.journal.exists() and directory.logs.is_dir()
