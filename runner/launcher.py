@@ -1,6 +1,6 @@
 """The warm process around torchrun's own library entry. The one module of the control plane that imports torch.
 
-    python -m runner.launcher CONTROL_FD LOG_FILE
+    python -m runner.launcher CONTROL_FD LOG_FILE TEMPORARY_FOLDER
 
 It starts a fork server that has torch, transformers and trl loaded, then for each `launch` request runs
 `elastic_launch` with `max_restarts=0` and a fresh rendezvous, and reports how it ended. Only the supervisor retries:
@@ -40,6 +40,9 @@ def rank_main(spec: dict[str, Any]) -> None:
 def main() -> int:
     processes.die_with_parent()
     control = socket.socket(fileno=int(sys.argv[1]))
+    # multiprocessing's own folders (sockets of the fork server, of workers' queues): processes that are killed cannot
+    # remove theirs, so they lie where the supervisor removes them. Ranks inherit this.
+    multiprocessing.current_process()._config["tempdir"] = sys.argv[3]  # type: ignore[attr-defined]
     # Before torch is imported here: the fork server loads its own copy meanwhile.
     multiprocessing.forkserver.set_forkserver_preload(PRELOAD)
     multiprocessing.forkserver.ensure_running()

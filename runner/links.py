@@ -70,10 +70,10 @@ class AgentLink:
 class LauncherLink:
     """The warm launcher process."""
 
-    def __init__(self, environment: dict[str, str], log: Path) -> None:
+    def __init__(self, environment: dict[str, str], log: Path, temporary: Path) -> None:
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "runner.launcher", str(theirs.fileno()), str(log)],
+            [sys.executable, "-m", "runner.launcher", str(theirs.fileno()), str(log), str(temporary)],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             env=environment,

@@ -291,7 +291,11 @@ class Supervisor:
             self._launcher = None
             self._accelerators = None
         if self._launcher is None:
-            self._launcher = LauncherLink(self._rank_environment(), self._directory.logs / "launcher.log")
+            self._launcher = LauncherLink(
+                self._rank_environment(),
+                self._directory.logs / "launcher.log",
+                Path(tempfile.mkdtemp(dir=self._runtime)),
+            )
             self._selector.register(self._launcher.sock, selectors.EVENT_READ, self._on_launcher)
         if self._agent is not None and not self._agent.alive:
             self._selector.unregister(self._agent.sock)
