@@ -2,12 +2,16 @@
 
 It outlives the ranks: a snapshot that was whole when its trainer died is committed all the same. No torch here.
 
-    python -m checkpointing.agent --socket PATH --location DIR --run-id ID [--no-commit] --ready-fd FD
+    python -m checkpointing.agent --socket PATH --location DIR --run-id ID --ready-fd FD [options]
 
-Clients speak `checkpointing.protocol` over the socket. A rank says `hello`, then for each snapshot `acquire`, `staged`,
-and where it must know the outcome `wait`. A monitor (the supervisor) says `hello`, `begin_attempt`, `request_stop`,
-`drain`, `shutdown`, and is told every event. When the last monitor goes, or on SIGTERM, the agent commits the whole
-snapshots it still holds and ends.
+Clients speak `checkpointing.protocol` over the socket. A rank says `hello`, asks for an `offer` of snapshots to resume
+from, then for each snapshot says `acquire`, `staged` (or `abandon`), and where it must know the outcome `wait`. A
+monitor (the supervisor) says `hello`, `begin_attempt`, `request_stop`, `end_attempt`, `shutdown`, and is told every
+event. When the last monitor goes, or on SIGTERM, the agent commits the newest whole snapshot and ends.
+
+A snapshot stays in its arena after it was committed, until the room is needed: an attempt that dies goes on from it
+without reading storage. One whole snapshot is always kept while the next one is being made, wherever there is memory
+for two.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import argparse
 import contextlib
 import ctypes
 import fcntl
+import functools
 import os
 import queue
 import selectors
@@ -25,15 +30,21 @@ import sys
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from enum import Enum, auto
 from pathlib import Path
+from typing import Literal
+
+import psutil
 
 from checkpointing import protocol
-from checkpointing.arena import ControlPage, SharedMemory
+from checkpointing.arena import CommitReport, ControlPage, SharedMemory, round_up
 from checkpointing.catalog import Catalog
 from checkpointing.commit import SnapshotInfo, StagedFile, commit_snapshot
+from checkpointing.digest import digest_buffer
 from checkpointing.errors import CheckpointError
+from checkpointing.memory import DEFAULT_SHARE, available_bytes
 from checkpointing.protocol import Message
 from checkpointing.retention import steps_to_remove
 from checkpointing.storage import LocalStorage, Storage, open_storage
@@ -44,21 +55,32 @@ LOCK_NAME = ".agent.lock"
 LOCK_TIMEOUT_S = 120.0
 _GROWTH_SHARE = 64
 _GROWTH_BYTES = 4 * 1024 * 1024
-_NICENESS = 5
+_NICENESS = 10
+# Lowest of the best-effort class (ioprio_set(2)).
+_IO_PRIORITY = 7
 _PR_SET_PDEATHSIG = 1
 
 
 class ArenaState(Enum):
-    """FREE → FILLING (ranks copy) → READY (queued or being written) → FREE."""
+    """FREE → FILLING (ranks copy) → WHOLE (every rank has copied) → FILLING or FREE again."""
 
     FREE = auto()
     FILLING = auto()
-    READY = auto()
+    WHOLE = auto()
 
 
 @dataclass
 class Arena:
-    """One buffer that holds one snapshot at a time."""
+    """One buffer that holds one snapshot at a time.
+
+    Attributes:
+        files: name, offset and size in bytes of each file image.
+        digests: by file name, once computed.
+        digested: set when they are.
+        num_tasks: digest and commit tasks that still read the buffer.
+        commit_wanted: a commit was asked for, and has not failed.
+        damaged: a reader found other bytes than were digested; must not be published.
+    """
 
     number: int
     memory: SharedMemory
@@ -67,11 +89,28 @@ class Arena:
     copied_by: set[int] = field(default_factory=set)
     info: SnapshotInfo | None = None
     files: list[tuple[str, int, int]] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+    digested: threading.Event = field(default_factory=threading.Event)
+    num_tasks: int = 0
+    commit_wanted: bool = False
+    damaged: bool = False
+    whole_since: float = 0.0
+
+    def begin(self, step: int) -> None:
+        """Forget the last snapshot and let the ranks copy this step."""
+        self.state, self.step = ArenaState.FILLING, step
+        self.copied_by.clear()
+        self.digests = {}
+        self.digested = threading.Event()
+        self.commit_wanted = self.damaged = False
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        return self.memory.buffer[offset : offset + nbytes]
 
 
 @dataclass
 class Client:
-    """A connected process. `rank` is its local rank, None for a monitor or before its hello."""
+    """A connected process. `local_rank` is None for a monitor or before its hello."""
 
     sock: socket.socket
     is_monitor: bool = False
@@ -81,11 +120,11 @@ class Client:
     sent_arenas: set[int] = field(default_factory=set)
     waits_for_arena: Message | None = None
     waits_for_step: int | None = None
-    waits_for_drain: bool = False
+    waits_for_offer: bool = False
 
 
 class Agent:
-    """The event loop. One thread owns all state; a second one does nothing but commit."""
+    """The event loop. One thread owns all state; a second one digests whole snapshots, a third one commits them."""
 
     def __init__(
         self,
@@ -93,12 +132,16 @@ class Agent:
         storage: Storage,
         run_id: str,
         commits: bool = True,
+        memory_limit: int | None = None,
     ) -> None:
         self._listener = listener
         self._storage = storage
         self._run_id = run_id
         self._keep_last: int | None = None
         self._commits = commits
+        self._memory_limit = memory_limit
+        # What was last said about memory, so that it is said once.
+        self._memory_told: int | None = None
         self._control = ControlPage.create()
         self._attempt = -1
         self._arenas: list[Arena] = []
@@ -109,7 +152,9 @@ class Agent:
         self._clients: dict[socket.socket, Client] = {}
         self._had_monitor = False
         self._stopping = False
-        self._work: queue.SimpleQueue[Arena | None] = queue.SimpleQueue()
+        self._to_digest: queue.SimpleQueue[Arena | None] = queue.SimpleQueue()
+        # An arena to commit; "prune"; or None to end.
+        self._to_commit: queue.SimpleQueue[Arena | Literal["prune"] | None] = queue.SimpleQueue()
         self._results: deque[tuple[Arena | None, Message]] = deque()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
@@ -122,8 +167,12 @@ class Agent:
             self._wake_sender.send(b"x")
 
     def run(self) -> None:
-        writer = threading.Thread(target=self._write_loop, name="checkpoint-writer", daemon=True)
-        writer.start()
+        threads = [
+            threading.Thread(target=self._digest_loop, name="checkpoint-digester", daemon=True),
+            threading.Thread(target=self._commit_loop, name="checkpoint-writer", daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
         with selectors.DefaultSelector() as selector:
             self._selector = selector
             selector.register(self._listener, selectors.EVENT_READ)
@@ -140,8 +189,11 @@ class Agent:
                             self._receive(client)
                 if self._stopping:
                     self._drop_unfinished()
-        self._work.put(None)
-        writer.join()
+                    self._commit_newest()
+        self._to_digest.put(None)
+        self._to_commit.put(None)
+        for thread in threads:
+            thread.join()
 
     # -- connections ---------------------------------------------------------------------------------------------
 
@@ -194,6 +246,18 @@ class Agent:
             case "wait":
                 client.waits_for_step = int(message["step"])
                 self._answer_waiting()
+            case "offer":
+                client.waits_for_offer = True
+                self._answer_waiting()
+            case "discard":
+                self._discard(int(message["step"]), message["reason"])
+            case "reserve":
+                self._reserve(client, int(message["nbytes"]))
+            case "abandon":
+                self._abandon(client, message)
+            case "prune":
+                self._keep_last = message["keep_last"]
+                self._to_commit.put("prune")
             case "announce":
                 self._publish(message["event"])
             case "begin_attempt":
@@ -201,12 +265,12 @@ class Agent:
                 self._reply(client, {"event": "attempt_begun", "attempt": self._attempt})
             case "request_stop":
                 self._control.stop_requested = True
-            case "drain":
+            case "end_attempt":
                 # Ranks that have died may have left messages unread; they come before the answer.
                 self._read_pending()
                 self._drop_unfinished()
-                client.waits_for_drain = True
-                self._answer_waiting()
+                self._commit_newest()
+                self._reply(client, {"event": "attempt_over"})
             case "shutdown":
                 self._stopping = True
             case unknown:
@@ -224,7 +288,7 @@ class Agent:
             client.attempt = message["attempt"]
             client.local_rank = message["local_rank"]
             client.local_world_size = message["local_world_size"]
-        self._reply(client, {"ok": True, "pid": os.getpid()}, (self._control.fd,))
+        self._reply(client, {"run_id": self._run_id}, (self._control.fd,))
 
     def _begin_attempt(self, attempt: int) -> None:
         if attempt <= self._attempt:
@@ -243,59 +307,109 @@ class Agent:
             return
         step = int(message["step"])
         if client.local_rank == 0:
-            try:
-                arena = self._free_arena(int(message["nbytes"]))
-            except OSError as error:
-                self._reply(client, {"error": f"no memory for a snapshot: {error.strerror}"})
-                return
-            if arena is None and message["wait"]:
+            arena = self._arena_for(int(message["nbytes"]))
+            if arena is None and self._arenas and message["wait"]:
                 client.waits_for_arena = message
                 return
             self._decided = (step, arena)
-            if arena is None:
+            if arena is not None:
+                arena.begin(step)
+            elif self._arenas:
                 self._publish({"event": "snapshot_skipped", "step": step, "reason": "all arenas are being written"})
-            else:
-                arena.state, arena.step = ArenaState.FILLING, step
-                arena.copied_by.clear()
         elif self._decided is None or self._decided[0] != step:
             client.waits_for_arena = message
             return
         arena = self._decided[1]
         if arena is None:
-            self._reply(client, {"busy": True})
+            self._reply(client, {"busy": True} if self._arenas else {"no_memory": True})
         else:
-            fds = () if arena.number in client.sent_arenas else (arena.memory.fd,)
-            client.sent_arenas.add(arena.number)
+            fds = self._fds_of([arena], client)
             self._reply(client, {"arena": arena.number, "live": [other.number for other in self._arenas]}, fds)
         if client.local_rank == 0:
             self._answer_waiting()
 
-    def _free_arena(self, nbytes: int) -> Arena | None:
-        """A free arena of enough bytes; grows up to `NUM_ARENAS` of them on demand."""
-        free = [arena for arena in self._arenas if arena.state is ArenaState.FREE]
-        fitting = [arena for arena in free if arena.memory.nbytes >= nbytes]
-        if fitting:
-            return fitting[0]
-        if len(self._arenas) >= NUM_ARENAS:
-            if not free:
-                return None
-            self._arenas.remove(free[0])
-            free[0].memory.close()
+    def _fds_of(self, arenas: Sequence[Arena], client: Client) -> tuple[int, ...]:
+        """Descriptors of those arenas that the client does not have yet."""
+        new = [arena for arena in arenas if arena.number not in client.sent_arenas]
+        client.sent_arenas |= {arena.number for arena in new}
+        return tuple(arena.memory.fd for arena in new)
+
+    def _arena_for(self, nbytes: int) -> Arena | None:
+        """An arena to fill; None where all are in use, or there is no memory for even one (`_arenas` is empty then)."""
+        self._allocate(nbytes)
+        usable = [arena for arena in self._arenas if arena.memory.nbytes >= nbytes and self._may_be_refilled(arena)]
+        return min(usable, key=lambda arena: (arena.state is not ArenaState.FREE, arena.step), default=None)
+
+    def _may_be_refilled(self, arena: Arena) -> bool:
+        if arena.state is ArenaState.FREE:
+            return True
+        if arena.state is not ArenaState.WHOLE or arena.num_tasks > 0:
+            return False
+        return len(self._arenas) == 1 or any(
+            other.state is ArenaState.WHOLE and not other.damaged for other in self._arenas if other is not arena
+        )
+
+    def _reserve(self, client: Client, nbytes: int) -> None:
+        """Make arenas of this size ahead of the first snapshot, and hand them out."""
+        self._allocate(nbytes)
+        numbers = [arena.number for arena in self._arenas]
+        new = [arena for arena in self._arenas if arena.number not in client.sent_arenas]
+        self._reply(client, {"arenas": [arena.number for arena in new], "live": numbers}, self._fds_of(new, client))
+
+    def _allocate(self, nbytes: int) -> None:
+        """Have as many arenas of at least `nbytes` as the memory limit allows, up to `NUM_ARENAS`."""
+        if sum(arena.memory.nbytes >= nbytes for arena in self._arenas) == NUM_ARENAS:
+            return
         # The log history grows with every save; without some air, so would the arena, all of it anew each time.
-        capacity = nbytes + max(nbytes // _GROWTH_SHARE, _GROWTH_BYTES)
-        arena = Arena(self._next_arena_number, SharedMemory.create("checkpoint-arena", capacity))
-        self._next_arena_number += 1
-        self._arenas.append(arena)
-        return arena
+        capacity = round_up(nbytes + max(nbytes // _GROWTH_SHARE, _GROWTH_BYTES))
+        held = sum(arena.memory.nbytes for arena in self._arenas)
+        limit = self._memory_limit
+        if limit is None:
+            limit = held + int(available_bytes() * DEFAULT_SHARE)
+        for arena in list(self._arenas):
+            if arena.memory.nbytes < nbytes and self._may_be_refilled(arena):
+                self._arenas.remove(arena)
+                arena.memory.close()
+                held -= arena.memory.nbytes
+        why = f"{limit / 1e6:.0f} MB may be used (checkpoint.memory_limit)"
+        while len(self._arenas) < NUM_ARENAS and held + capacity <= limit:
+            try:
+                memory = SharedMemory.create("checkpoint-arena", capacity)
+            except OSError as error:
+                why = f"the system refused more ({error.strerror})"
+                break
+            held += memory.nbytes
+            self._arenas.append(Arena(self._next_arena_number, memory))
+            self._next_arena_number += 1
+        if len(self._arenas) < NUM_ARENAS:
+            self._tell_memory(len(self._arenas), capacity, why)
+
+    def _tell_memory(self, num_arenas: int, capacity: int, limit: str) -> None:
+        if self._memory_told == num_arenas:
+            return
+        self._memory_told = num_arenas
+        effect = (
+            "one snapshot at a time: one is skipped while the last is being written"
+            if num_arenas
+            else "no snapshot in memory: every save blocks training until it is written"
+        )
+        self._publish(
+            {
+                "event": "memory_short",
+                "arenas": num_arenas,
+                "reason": f"a snapshot takes {capacity / 1e6:.0f} MB, {NUM_ARENAS} are wanted, {limit}; {effect}",
+            }
+        )
 
     def _staged(self, client: Client, message: Message) -> None:
-        arena = next((a for a in self._arenas if a.number == message["arena"]), None)
-        if arena is None or arena.state is not ArenaState.FILLING or client.attempt != self._attempt:
+        arena = self._filling(client, message)
+        if arena is None:
             return
         assert client.local_rank is not None
         arena.copied_by.add(client.local_rank)
         if client.local_rank == 0:
             arena.files = [(name, int(offset), int(nbytes)) for name, offset, nbytes in message["files"]]
+            arena.commit_wanted = bool(message["commit"])
             self._keep_last = message["keep_last"]
             arena.info = SnapshotInfo(
                 run_id=self._run_id,
@@ -305,19 +419,73 @@ class Agent:
                 samples_consumed=int(message["samples_consumed"]),
             )
         if len(arena.copied_by) == client.local_world_size:
-            self._publish({"event": "snapshot", "step": arena.step})
-            if self._commits:
-                arena.state = ArenaState.READY
-                self._work.put(arena)
-            else:
-                arena.state = ArenaState.FREE
-                self._outcomes[arena.step] = {"committed": True}
-                self._answer_waiting()
+            arena.state = ArenaState.WHOLE
+            arena.whole_since = time.monotonic()
+            arena.num_tasks += 1
+            self._to_digest.put(arena)
+            self._publish({"event": "snapshot", "step": arena.step, "to_be_committed": arena.commit_wanted})
+            if arena.commit_wanted:
+                self._commit_later(arena)
+
+    def _filling(self, client: Client, message: Message) -> Arena | None:
+        """The arena that a message speaks of, if it is still being filled for that step."""
+        for arena in self._arenas:
+            if arena.number == message["arena"] and arena.step == message["step"] and client.attempt == self._attempt:
+                return arena if arena.state is ArenaState.FILLING else None
+        return None
+
+    def _abandon(self, client: Client, message: Message) -> None:
+        """A rank found that what it copied is not the state of one step."""
+        arena = self._filling(client, message)
+        if arena is not None:
+            arena.state = ArenaState.FREE
+            self._publish({"event": "snapshot_dropped", "step": arena.step, "reason": message["reason"]})
+
+    def _commit_later(self, arena: Arena) -> None:
+        arena.commit_wanted = True
+        if self._commits:
+            arena.num_tasks += 1
+            self._to_commit.put(arena)
+        else:
+            self._outcomes[arena.step] = {"committed": True}
+            self._answer_waiting()
+
+    def _commit_newest(self) -> None:
+        """The trainer is gone: the newest state that it left is worth a checkpoint."""
+        whole = [arena for arena in self._arenas if arena.state is ArenaState.WHOLE and not arena.damaged]
+        newest = max(whole, key=lambda arena: arena.step, default=None)
+        if newest is not None and not newest.commit_wanted:
+            self._commit_later(newest)
+
+    def _offer(self, client: Client) -> None:
+        """Tell a rank which snapshots it could go on from."""
+        whole = [a for a in self._arenas if a.state is ArenaState.WHOLE and a.info is not None and not a.damaged]
+        snapshots = [
+            {
+                **asdict(arena.info),
+                "arena": arena.number,
+                "files": [(name, offset, size, arena.digests[name]) for name, offset, size in arena.files],
+            }
+            for arena in whole
+            if arena.info is not None
+        ]
+        new = [arena for arena in whole if arena.number not in client.sent_arenas]
+        reply = {"snapshots": snapshots, "arenas": [arena.number for arena in new]}
+        self._reply(client, reply, self._fds_of(new, client))
+
+    def _discard(self, step: int, reason: str) -> None:
+        """A rank read other bytes than were digested: never offer or publish them."""
+        for arena in self._arenas:
+            if arena.state is ArenaState.WHOLE and arena.step == step and not arena.damaged:
+                arena.damaged = True
+                self._publish({"event": "snapshot_damaged", "step": step, "reason": reason})
+                if arena.num_tasks == 0:
+                    arena.state = ArenaState.FREE
 
     # -- progress ------------------------------------------------------------------------------------------------
 
     def _busy(self) -> bool:
-        return any(arena.state is ArenaState.READY for arena in self._arenas)
+        return any(arena.num_tasks > 0 for arena in self._arenas)
 
     def _read_pending(self) -> None:
         for client in list(self._clients.values()):
@@ -337,7 +505,7 @@ class Agent:
         """Forget snapshots that some rank will never finish."""
         for arena in self._arenas:
             if arena.state is ArenaState.FILLING:
-                self._publish({"event": "snapshot_dropped", "step": arena.step})
+                self._publish({"event": "snapshot_dropped", "step": arena.step, "reason": "a rank ended in mid-copy"})
                 arena.state = ArenaState.FREE
 
     def _answer_waiting(self) -> None:
@@ -348,9 +516,11 @@ class Agent:
             if client.waits_for_step is not None and client.waits_for_step in self._outcomes:
                 step, client.waits_for_step = client.waits_for_step, None
                 self._reply(client, self._outcomes[step])
-            if client.waits_for_drain and not self._busy():
-                client.waits_for_drain = False
-                self._reply(client, {"event": "drained"})
+            if client.waits_for_offer and all(
+                arena.digested.is_set() for arena in self._arenas if arena.state is ArenaState.WHOLE
+            ):
+                client.waits_for_offer = False
+                self._offer(client)
 
     def _handle_wakeup(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -358,44 +528,56 @@ class Agent:
                 pass
         while self._results:
             arena, event = self._results.popleft()
-            self._publish(event)
             if arena is not None:
-                arena.state = ArenaState.FREE
-                self._outcomes[arena.step] = {
-                    "committed": event["event"] == "committed",
-                    "error": event.get("error"),
-                }
+                arena.num_tasks -= 1
+                if event["event"] != "digested":
+                    self._outcomes[arena.step] = {
+                        "committed": event["event"] == "committed",
+                        "error": event.get("error"),
+                    }
+                if event["event"] == "committed":
+                    self._control.last_commit = CommitReport(arena.step, event["duration_s"], event["cpu_s"])
+                if arena.damaged and arena.num_tasks == 0:
+                    arena.state = ArenaState.FREE
+            if event["event"] != "digested":
+                self._publish(event)
         self._answer_waiting()
 
-    # -- the writer thread ---------------------------------------------------------------------------------------
+    # -- the other threads ---------------------------------------------------------------------------------------
 
-    def _write_loop(self) -> None:
-        while (arena := self._work.get()) is not None:
-            try:
-                event = self._commit(arena)
-            except Exception as error:
-                # Whatever it was, the run must learn of it and the arena must become free again.
-                event = {
-                    "event": "commit_failed",
-                    "step": arena.step,
-                    "error": f"{type(error).__name__}: {error}",
-                }
-            self._tell(arena, event)
-            if event["event"] == "committed":
+    def _digest_loop(self) -> None:
+        while (arena := self._to_digest.get()) is not None:
+            arena.digests = {name: digest_buffer(arena.view(offset, size)) for name, offset, size in arena.files}
+            arena.digested.set()
+            self._tell(arena, {"event": "digested"})
+
+    def _commit_loop(self) -> None:
+        while (task := self._to_commit.get()) is not None:
+            if task != "prune":
                 try:
-                    for step in steps_to_remove(Catalog(self._storage).committed_steps(), self._keep_last):
-                        self._storage.remove(step)
-                        self._tell(None, {"event": "pruned", "step": step})
-                except OSError as error:
-                    self._tell(None, {"event": "prune_failed", "error": str(error)})
+                    event = self._commit(task)
+                except Exception as error:
+                    # Whatever it was, the run must learn of it and the arena must become free again.
+                    event = {"event": "commit_failed", "step": task.step, "error": f"{type(error).__name__}: {error}"}
+                self._tell(task, event)
+                if event["event"] != "committed":
+                    continue
+            self._prune()
 
     def _commit(self, arena: Arena) -> Message:
         assert arena.info is not None
-        started = time.monotonic()
-        buffer = arena.memory.buffer
-        files = [StagedFile(name, buffer[offset : offset + nbytes]) for name, offset, nbytes in arena.files]
+        began = time.process_time()
+
+        def digest_of(name: str) -> str:
+            arena.digested.wait()
+            return arena.digests[name]
+
+        files = [
+            StagedFile(name, [arena.view(offset, size)], functools.partial(digest_of, name))
+            for name, offset, size in arena.files
+        ]
         try:
-            manifest = commit_snapshot(self._storage, arena.info, files)
+            manifest = commit_snapshot(self._storage, arena.info, files, may_publish=lambda: not arena.damaged)
         except CheckpointError as error:
             return {"event": "commit_failed", "step": arena.step, "error": str(error)}
         return {
@@ -403,8 +585,19 @@ class Agent:
             "step": arena.step,
             "attempt": arena.info.attempt,
             "nbytes": manifest.total_bytes,
-            "duration_s": round(time.monotonic() - started, 4),
+            "duration_s": round(time.monotonic() - arena.whole_since, 4),
+            "cpu_s": round(time.process_time() - began, 4),
         }
+
+    def _prune(self) -> None:
+        if self._keep_last is None:
+            return
+        try:
+            for step in steps_to_remove(Catalog(self._storage).committed_steps(), self._keep_last):
+                self._storage.remove(step)
+                self._tell(None, {"event": "pruned", "step": step})
+        except OSError as error:
+            self._tell(None, {"event": "prune_failed", "error": str(error)})
 
     def _tell(self, arena: Arena | None, event: Message) -> None:
         self._results.append((arena, event))
@@ -446,6 +639,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--location", required=True)
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--no-commit", action="store_true", help="hold snapshots only; another node commits")
+    parser.add_argument("--memory-limit", type=int, help="bytes that snapshots may take; default: half of what is free")
     parser.add_argument("--ready-fd", type=int, required=True)
     arguments = parser.parse_args(argv)
 
@@ -453,6 +647,8 @@ def main(argv: list[str] | None = None) -> int:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(_NICENESS)
+    with contextlib.suppress(psutil.Error, OSError):
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, _IO_PRIORITY)
 
     def report(text: str) -> None:
         with contextlib.suppress(BrokenPipeError):
@@ -468,7 +664,9 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         report(f"error {error}")
         return 1
-    agent = Agent(listener, storage, arguments.run_id, commits=not arguments.no_commit)
+    agent = Agent(
+        listener, storage, arguments.run_id, commits=not arguments.no_commit, memory_limit=arguments.memory_limit
+    )
     signal.signal(signal.SIGTERM, lambda *_: agent.stop())
     report("ready")
     agent.run()

@@ -18,6 +18,8 @@ class Flag(IntEnum):
     """What a rank may ask all ranks to do; the position in the reduced vector."""
 
     STOP = 0
+    SAVE = 1
+    SNAPSHOT = 2
 
 
 class Agreement:

@@ -8,11 +8,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 
 from checkpointing import protocol
 from checkpointing.arena import ControlPage, SharedMemory
+from checkpointing.commit import SnapshotInfo
 from checkpointing.errors import AgentUnavailable
 from checkpointing.protocol import Message
 
@@ -36,6 +40,7 @@ class AgentProcess:
         run_id: str,
         *,
         commits: bool = True,
+        memory_limit: int | None = None,
         directory: Path | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> AgentProcess:
@@ -52,6 +57,8 @@ class AgentProcess:
         arguments += ["--ready-fd", str(write_fd)]
         if not commits:
             arguments += ["--no-commit"]
+        if memory_limit is not None:
+            arguments += ["--memory-limit", str(memory_limit)]
         process = subprocess.Popen(
             [sys.executable, "-m", "checkpointing.agent", *arguments],
             pass_fds=(write_fd,),
@@ -83,15 +90,48 @@ class AgentProcess:
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-class AgentClient:
-    """A rank's connection. All calls are made from one thread.
+class Refusal(Enum):
+    """Why there is no arena for a step."""
+
+    BUSY = auto()
+    NO_MEMORY = auto()
+
+
+@dataclass(frozen=True)
+class OfferedSnapshot:
+    """A whole snapshot in the agent's memory.
 
     Attributes:
-        control: heartbeats and the stop flag, shared with the agent and the supervisor.
+        info: step, attempt, world size and data cursor.
+        files: each file's image, in the arena.
+        digests: of each file, taken when the snapshot was made.
     """
 
-    def __init__(self, socket_path: str, attempt: int, rank: int, local_rank: int, local_world_size: int) -> None:
-        """Connect and introduce this rank.
+    info: SnapshotInfo
+    files: dict[str, memoryview]
+    digests: dict[str, str]
+
+
+class AgentClient:
+    """A rank's connection. Any thread may call it.
+
+    Attributes:
+        control: heartbeats, the stop flag and the last commit, shared with the agent and the supervisor.
+        run_id, attempt: whose snapshots these are.
+    """
+
+    def __init__(
+        self,
+        socket_path: str,
+        attempt: int,
+        rank: int,
+        local_rank: int,
+        local_world_size: int,
+        *,
+        on_attach: Callable[[SharedMemory], None] = lambda _: None,
+        on_detach: Callable[[SharedMemory], None] = lambda _: None,
+    ) -> None:
+        """Connect and introduce this rank. The callbacks are told of every arena that is mapped, or about to go.
 
         Raises:
             AgentUnavailable: nobody listens, or the agent serves a newer attempt.
@@ -100,9 +140,12 @@ class AgentClient:
             self._sock = protocol.connect(socket_path)
         except OSError as error:
             raise AgentUnavailable(f"no checkpoint agent at {socket_path}: {error}") from None
+        self._lock = threading.Lock()
         self._arenas: dict[int, SharedMemory] = {}
         self._is_leader = local_rank == 0
-        _, fds = self._call(
+        self._on_attach, self._on_detach = on_attach, on_detach
+        self.attempt = attempt
+        reply, fds = self._call(
             {
                 "do": "hello",
                 "role": "rank",
@@ -112,10 +155,16 @@ class AgentClient:
                 "local_world_size": local_world_size,
             }
         )
+        self.run_id = str(reply["run_id"])
         self.control = ControlPage.attach(fds[0])
 
-    def acquire(self, step: int, nbytes: int, *, wait: bool) -> tuple[int, memoryview] | None:
-        """The arena of a step: its number and bytes; None where the step is skipped because all are busy.
+    def reserve(self, nbytes: int) -> None:
+        """Have arenas of this size made and mapped before the first snapshot needs them."""
+        reply, fds = self._call({"do": "reserve", "nbytes": nbytes})
+        self._attach(reply["arenas"], fds, set(reply["live"]))
+
+    def acquire(self, step: int, nbytes: int, *, wait: bool) -> tuple[int, memoryview] | Refusal:
+        """The arena of a step: its number and bytes; or why the step has none.
 
         The node's leader (local rank 0) says how many bytes are needed and whether to wait; its peers get the same.
 
@@ -124,28 +173,58 @@ class AgentClient:
         """
         reply, fds = self._call({"do": "acquire", "step": step, "nbytes": nbytes, "wait": wait})
         if reply.get("busy"):
-            return None
+            return Refusal.BUSY
+        if reply.get("no_memory"):
+            return Refusal.NO_MEMORY
         number = int(reply["arena"])
-        for stale in self._arenas.keys() - set(reply["live"]):
-            self._arenas.pop(stale).close()
-        if fds:
-            self._arenas[number] = SharedMemory.attach(fds[0])
+        self._attach([number] if fds else [], fds, set(reply["live"]))
         return number, self._arenas[number].buffer
 
     def staged(
         self,
+        step: int,
         arena: int,
         files: Sequence[tuple[str, int, int]],
         world_size: int,
         samples_consumed: int,
         keep_last: int | None,
+        *,
+        commit: bool = True,
     ) -> None:
         """Say that this rank has copied its share. `files`: name, offset and size in bytes, of the whole snapshot."""
-        message: Message = {"do": "staged", "arena": arena}
+        message: Message = {"do": "staged", "step": step, "arena": arena}
         if self._is_leader:
             message |= {"files": list(files), "world_size": world_size, "samples_consumed": samples_consumed}
-            message["keep_last"] = keep_last
+            message |= {"keep_last": keep_last, "commit": commit}
         self._send(message)
+
+    def abandon(self, step: int, arena: int, reason: str) -> None:
+        """Say that what was copied is no snapshot."""
+        self._send({"do": "abandon", "step": step, "arena": arena, "reason": reason})
+
+    def offer(self) -> list[OfferedSnapshot]:
+        """Whole snapshots that the agent still holds."""
+        reply, fds = self._call({"do": "offer"})
+        self._attach(reply["arenas"], fds, None)
+        offered = []
+        for snapshot in reply["snapshots"]:
+            files, buffer = snapshot.pop("files"), self._arenas[snapshot.pop("arena")].buffer
+            offered.append(
+                OfferedSnapshot(
+                    SnapshotInfo(**snapshot),
+                    {name: buffer[offset : offset + nbytes] for name, offset, nbytes, _ in files},
+                    {name: digest for name, _, _, digest in files},
+                )
+            )
+        return offered
+
+    def discard(self, step: int, reason: str) -> None:
+        """Say that an offered snapshot does not have its digest."""
+        self._send({"do": "discard", "step": step, "reason": reason})
+
+    def prune(self, keep_last: int | None) -> None:
+        """Have old checkpoints removed, after a commit that the agent did not make."""
+        self._send({"do": "prune", "keep_last": keep_last})
 
     def announce(self, event: Message) -> None:
         """Tell the agent's monitors something that happened on this rank."""
@@ -157,6 +236,8 @@ class AgentClient:
         return None if reply["committed"] else str(reply["error"])
 
     def close(self) -> None:
+        for memory in self._arenas.values():
+            self._on_detach(memory)
         self._sock.close()
 
     def _send(self, message: Message) -> None:
@@ -165,12 +246,21 @@ class AgentClient:
         except OSError as error:
             raise AgentUnavailable(f"the checkpoint agent is gone ({error})") from None
 
+    def _attach(self, numbers: Sequence[int], fds: Sequence[int], live: set[int] | None) -> None:
+        for number, fd in zip(numbers, fds, strict=True):
+            self._arenas[number] = SharedMemory.attach(fd)
+            self._on_attach(self._arenas[number])
+        for stale in self._arenas.keys() - live if live is not None else set():
+            self._on_detach(self._arenas[stale])
+            self._arenas.pop(stale).close()
+
     def _call(self, message: Message) -> tuple[Message, list[int]]:
-        self._send(message)
-        try:
-            reply, fds = protocol.receive(self._sock)
-        except OSError as error:
-            raise AgentUnavailable(f"the checkpoint agent is gone ({error})") from None
+        with self._lock:
+            self._send(message)
+            try:
+                reply, fds = protocol.receive(self._sock)
+            except OSError as error:
+                raise AgentUnavailable(f"the checkpoint agent is gone ({error})") from None
         if "error" in reply and reply["error"] is not None and "committed" not in reply:
             raise AgentUnavailable(str(reply["error"]))
         return reply, fds

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from checkpointing.digest import digest_buffer
 from checkpointing.errors import CommitFailed
 from checkpointing.manifest import FileEntry, Manifest
 from checkpointing.storage import Storage
@@ -14,10 +13,17 @@ from checkpointing.storage import Storage
 
 @dataclass(frozen=True)
 class StagedFile:
-    """A file whose bytes lie ready in memory."""
+    """A file whose bytes lie ready in memory, or come piece by piece.
+
+    Attributes:
+        name: file name inside the checkpoint.
+        pieces: its bytes, in order.
+        digest: of all of them; asked for when they have been written.
+    """
 
     name: str
-    data: memoryview
+    pieces: Iterable[memoryview]
+    digest: Callable[[], str]
 
 
 @dataclass(frozen=True)
@@ -31,13 +37,21 @@ class SnapshotInfo:
     samples_consumed: int
 
 
-def commit_snapshot(storage: Storage, info: SnapshotInfo, files: Sequence[StagedFile]) -> Manifest:
+def commit_snapshot(
+    storage: Storage,
+    info: SnapshotInfo,
+    files: Sequence[StagedFile],
+    may_publish: Callable[[], bool] = lambda: True,
+) -> Manifest:
     """Write the files, then the manifest; returns when the checkpoint is durable.
 
-    The digest is taken from the staged bytes, not read back: what differs on the disk later is then seen.
+    The digest is that of the staged bytes, not of what is read back: what differs on the disk later is then seen.
+
+    Args:
+        may_publish: asked last; False drops what was written.
 
     Raises:
-        CommitFailed: storage refused; the temporary data has been removed.
+        CommitFailed: storage refused, or publishing was forbidden; the temporary data has been removed.
         CommitConflict: the step is already committed.
     """
     transaction = None
@@ -45,8 +59,8 @@ def commit_snapshot(storage: Storage, info: SnapshotInfo, files: Sequence[Staged
         transaction = storage.begin(info.step, info.attempt)
         entries = []
         for file in files:
-            transaction.write(file.name, file.data)
-            entries.append(FileEntry(file.name, len(file.data), digest_buffer(file.data)))
+            size = transaction.write(file.name, file.pieces)
+            entries.append(FileEntry(file.name, size, file.digest()))
         manifest = Manifest(
             run_id=info.run_id,
             attempt=info.attempt,
@@ -56,6 +70,8 @@ def commit_snapshot(storage: Storage, info: SnapshotInfo, files: Sequence[Staged
             created_at=time.time(),
             files=tuple(entries),
         )
+        if not may_publish():
+            raise CommitFailed(f"checkpoint-{info.step} was found damaged in memory and is not published")
         transaction.commit(manifest)
         return manifest
     except OSError as error:

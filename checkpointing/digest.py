@@ -22,12 +22,25 @@ def chunks(buffer: memoryview, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[memo
         yield buffer[start : start + chunk_bytes]
 
 
+class RunningDigest:
+    """A digest of bytes that come piece by piece."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+
+    def update(self, piece: memoryview) -> None:
+        for chunk in chunks(piece):
+            self._state.update(chunk)
+
+    def result(self) -> str:
+        return f"{ALGORITHM}:{self._state.hexdigest()}"
+
+
 def digest_buffer(buffer: memoryview | bytes) -> str:
     """Digest of the bytes, as `algorithm:hex`."""
-    state = xxhash.xxh3_128()
-    for chunk in chunks(memoryview(buffer)):
-        state.update(chunk)
-    return f"{ALGORITHM}:{state.hexdigest()}"
+    digest = RunningDigest()
+    digest.update(memoryview(buffer))
+    return digest.result()
 
 
 def digest_file(path: Path) -> str:

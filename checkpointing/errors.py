@@ -5,6 +5,7 @@ CheckpointError
 ├── NoValidCheckpoint     checkpoints exist, none can be loaded
 ├── CommitConflict        the step is already committed with other content
 ├── CommitFailed          storage refused the write; training may go on, the next save tries again
+├── ReplicasDrifted       ranks that must hold equal state do not
 └── AgentUnavailable      the checkpoint agent is gone or refused the request
 """
 
@@ -37,6 +38,10 @@ class CommitConflict(CheckpointError):
 
 class CommitFailed(CheckpointError):
     """Storage refused part of a checkpoint."""
+
+
+class ReplicasDrifted(CheckpointError):
+    """Ranks that must hold the same parameters and optimizer state do not: a checkpoint of either would be wrong."""
 
 
 class AgentUnavailable(CheckpointError):

@@ -16,28 +16,27 @@ import signal
 import threading
 import time
 import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from checkpointing import rng, snapshot
+from checkpointing import rng
 from checkpointing.agreement import Agreement, Flag
 from checkpointing.arena import Heartbeat, Phase
+from checkpointing.cadence import DEFAULT_OVERHEAD_CAP, Auto, Cadence, CadenceClock
 from checkpointing.catalog import Catalog
 from checkpointing.client import ATTEMPT_ENV, SOCKET_ENV, AgentClient, AgentProcess
 from checkpointing.errors import CheckpointError, CommitFailed, Preempted
-from checkpointing.manager_environment import LOCATION_ENV, RESUME_ENV
-from checkpointing.restore import (
-    MODEL_NAME,
-    OPTIMIZER_NAME,
-    SCALER_NAME,
-    SCHEDULER_NAME,
-    RestorePoint,
-    choose,
-)
-from checkpointing.snapshot import FileImage, TorchFileLayout, blob_image, safetensors_image, torch_bytes
+from checkpointing.manager_environment import FAILURES_ENV, LOCATION_ENV, RESUME_ENV
+from checkpointing.memory import parse_bytes
+from checkpointing.restore import RestorePoint, choose
+from checkpointing.snapshot import torch_bytes
+from checkpointing.snapshotter import Ranks, Request, SmallFile, Snapshotter, pin, unpin
 from checkpointing.storage import open_storage
+from checkpointing.tracked import Tracked
 
 logger = logging.getLogger("checkpointing")
 
@@ -55,6 +54,15 @@ def resume_policy(text: str) -> str | int:
     raise ValueError(f"resume {text!r} is not allowed; use auto, never, or the number of a committed step")
 
 
+@dataclass(frozen=True)
+class Due:
+    """What all ranks are to do at this step boundary: commit a snapshot, make one in memory, end after committing."""
+
+    stop: bool = False
+    save: bool = False
+    snapshot: bool = False
+
+
 class CheckpointManager:
     """One per rank. All methods are called by every rank, at the same step, from the thread that trains."""
 
@@ -66,29 +74,49 @@ class CheckpointManager:
         optimizer: Any = None,
         scheduler: Any = None,
         scaler: Any = None,
-        save_steps: int | None = None,
+        states: Mapping[str, Any] | None = None,
+        save_steps: int | Auto | None = None,
+        save_minutes: float | None = None,
+        snapshot_steps: int | Auto | None = "auto",
+        overhead_cap: float = DEFAULT_OVERHEAD_CAP,
         keep_last: int | None = None,
         resume: str | int | None = None,
+        memory_limit: int | str | None = None,
+        overlap: bool | None = None,
+        check_replicas: bool = True,
     ) -> None:
         """Connect to the node's checkpoint agent, or start one where there is no supervisor.
 
         Args:
             location: a directory, or `file://` URL. A supervisor's choice (`CHECKPOINT_LOCATION`) goes first.
             model, optimizer, scheduler, scaler: what is saved and restored; may be given later by `track`.
-            save_steps: `step` saves at every multiple of it.
+            states: further objects with `state_dict` and `load_state_dict` (a moving average of the weights, say), by
+                name; each is kept in `<name>.pt`. They may change at any moment: training waits while they are copied.
+            save_steps: a checkpoint is committed at every multiple of it; "auto" chooses by measured cost.
+            save_minutes: and at least so often.
+            snapshot_steps: a snapshot is held in memory at every multiple of it, from which a new attempt goes on;
+                "auto" (default) chooses by measured cost, None makes none but for commits.
+            overhead_cap: share of the run's time that "auto" may spend.
             keep_last: newest checkpoints to keep; None keeps all.
             resume: "auto" (default), "never", or a step. A supervisor's choice (`CHECKPOINT_RESUME`) goes first.
+            memory_limit: memory that snapshots may take on this node, in bytes or as text ("8GiB"); default: half of
+                what is free. A supervisor's choice goes first.
+            overlap: copy beside training (True), or while it waits (False); None chooses by measured cost.
+            check_replicas: compare the ranks' parameters and optimizer state before each snapshot.
 
         Raises:
             AgentUnavailable: the agent cannot be reached or started.
-            ValueError: location or resume is not usable.
+            ValueError: location, resume, a cadence or the memory limit is not usable.
         """
         location = os.environ.get(LOCATION_ENV) or location
         if not location:
             raise ValueError("CheckpointManager needs a location: a directory for the checkpoints")
         self._storage = open_storage(location)
         self._resume = resume_policy(os.environ.get(RESUME_ENV) or str(resume if resume is not None else "auto"))
-        self.save_steps = save_steps
+        cadence = Cadence(snapshot_steps, save_steps, save_minutes, overhead_cap)
+        num_failures, _, observed_s = os.environ.get(FAILURES_ENV, "0:0").partition(":")
+        self._clock = CadenceClock(cadence, time.monotonic(), int(num_failures), float(observed_s))
+        self._memory_limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
         self.keep_last = keep_last
         distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if distributed else 0
@@ -100,22 +128,38 @@ class CheckpointManager:
         self._agreement = Agreement(dist.new_group(backend="gloo") if self.world_size > 1 else None)
         self._own_agent: AgentProcess | None = None
         self._client = self._connect(location)
-        self._optimizer_layout = TorchFileLayout(OPTIMIZER_NAME)
-        # Configuration and tokenizer: rank 0's are part of every checkpoint.
+        copy_group = dist.new_group(backend="gloo") if self.world_size > 1 else None
+        self._snapshotter = Snapshotter(
+            self._client,
+            self._storage,
+            Ranks(self.rank, self.world_size, self.local_rank, self.local_world_size, copy_group),
+            overlap=overlap,
+            check_replicas=check_replicas,
+        )
+        # Configuration and tokenizer: part of every checkpoint.
         self.static_files: dict[str, bytes] = {}
-        self._last_saved = -1
         self._start = (0, 0.0)
         self._stop_signalled = False
         self._closed = False
-        self.track(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
+        self.track(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, states=states)
         self._install_signal_handlers()
 
-    def track(self, *, model: Any, optimizer: Any, scheduler: Any = None, scaler: Any = None) -> None:
-        """Set what is saved and restored. A DDP wrapper is looked through."""
-        self._model = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
-        self._optimizer = optimizer
-        self._scheduler = scheduler
-        self._scaler = scaler
+    def track(
+        self,
+        *,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any = None,
+        scaler: Any = None,
+        states: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Set what is saved and restored. A DDP wrapper is looked through.
+
+        Raises:
+            ValueError: a name in `states` is taken.
+        """
+        model = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+        self._tracked = Tracked(model, optimizer, scheduler, scaler, dict(states or {}))
 
     # -- resuming ------------------------------------------------------------------------------------------------
 
@@ -125,8 +169,12 @@ class CheckpointManager:
         Raises:
             NoValidCheckpoint: there are checkpoints, but none can be loaded.
         """
+        self._snapshotter.settle()
         self._beat(Phase.RESTORING, 0)
-        return choose(self._storage, self._resume, self._group, self.rank, self.world_size, self._client.announce)
+        on_gpu = self._tracked.model is not None and self._tracked.on_gpu
+        return choose(
+            self._storage, self._resume, self._group, self.rank, self.world_size, self._client, private=not on_gpu
+        )
 
     def resume(self) -> int:
         """Restore everything tracked and the generators; returns the step to go on from, 0 for a fresh start."""
@@ -135,6 +183,7 @@ class CheckpointManager:
             self.restore_model(point)
             self.restore_optimizer(point)
             self.restore_rng(point)
+            point.close()
         step = point.step if point is not None else 0
         self.begin(step)
         return step
@@ -145,20 +194,13 @@ class CheckpointManager:
         Raises:
             CheckpointError: the checkpoint is of another model.
         """
-        try:
-            self._model.load_state_dict(point.model_state(), strict=True)
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"{point.path} does not fit this model: {error}. Use the model that wrote it, or another output_dir."
-            ) from None
+        self._snapshotter.settle()
+        self._tracked.restore_model(point)
 
     def restore_optimizer(self, point: RestorePoint) -> None:
-        """Load optimizer, scheduler and scaler state."""
-        self._optimizer.load_state_dict(point.torch_object(OPTIMIZER_NAME))
-        if self._scheduler is not None and point.has(SCHEDULER_NAME):
-            self._scheduler.load_state_dict(point.torch_object(SCHEDULER_NAME))
-        if self._scaler is not None and point.has(SCALER_NAME):
-            self._scaler.load_state_dict(point.torch_object(SCALER_NAME))
+        """Load the state of optimizer, scheduler, scaler, and of the further `states`."""
+        self._snapshotter.settle()
+        self._tracked.restore_optimizer(point)
 
     def restore_rng(self, point: RestorePoint) -> None:
         """Set this rank's generators; call it before the first batch is drawn."""
@@ -168,8 +210,8 @@ class CheckpointManager:
         else:
             logger.warning(
                 "%s was written by %d ranks: rank %d has no generator state in it and goes on with a fresh one",
-                point.path,
-                point.manifest.world_size,
+                point.place,
+                point.world_size,
                 self.rank,
             )
 
@@ -177,77 +219,86 @@ class CheckpointManager:
 
     def begin(self, start_step: int) -> None:
         """Say that the training loop starts, at this step."""
-        self._last_saved = start_step if start_step else -1
         self._start = (start_step, time.time())
         self._beat(Phase.TRAINING, start_step)
+        if self._tracked.model is not None and self._tracked.optimizer is not None:
+            self._snapshotter.reserve(self._tracked.expected_bytes())
+        # What was just restored need not be saved again.
+        self._snapshotter.last_step = start_step if start_step else -1
 
-    def end_of_step(self, step: int) -> bool:
-        """Heartbeat, and the agreement with all ranks: True where all of them are to save now and stop."""
+    def end_of_step(self, step: int) -> Due:
+        """Heartbeat, and the agreement with all ranks on what is due now."""
         self._beat(Phase.TRAINING, step)
+        self._snapshotter.end_of_step()
         wanted = {Flag.STOP} if self._stop_signalled or self._client.control.stop_requested else set()
-        return Flag.STOP in self._agreement.exchange(wanted)
+        if self.rank == 0:
+            price = self._snapshotter.costs.snapshot_s
+            due = self._clock.due_by_time(time.monotonic(), price, self._client.control.last_commit)
+            wanted |= {flag for flag, wish in zip((Flag.SNAPSHOT, Flag.SAVE), due, strict=True) if wish}
+        agreed = self._agreement.exchange(wanted)
+        snapshot_due, save_due = self._clock.due_by_step(step)
+        return Due(Flag.STOP in agreed, save_due or Flag.SAVE in agreed, snapshot_due or Flag.SNAPSHOT in agreed)
 
     def step(self, step: int, samples_consumed: int | None = None) -> None:
-        """End of a global step in a bare loop: save where one is due, stop where it is agreed.
+        """To be called when optimizer step number `step` is done: saves when due, stops when all have agreed to.
 
         Raises:
-            Preempted: all ranks have stopped; the state of this step is committed.
+            Preempted: after an agreed stop, once the state is committed.
         """
-        stop = self.end_of_step(step)
-        if stop or (self.save_steps is not None and step % self.save_steps == 0):
-            self.save(step, step if samples_consumed is None else samples_consumed, wait=stop)
-        if stop:
+        due = self.end_of_step(step)
+        samples = step if samples_consumed is None else samples_consumed
+        if due.stop or due.save:
+            self.save(step, samples, wait=due.stop)
+        elif due.snapshot:
+            self.save(step, samples, commit=False)
+        if due.stop:
             self.stop(step)
 
+    def wants(self, step: int) -> bool:
+        """Whether `save` would do anything: this step has not been saved yet."""
+        return step != self._snapshotter.last_step
+
     def save(
-        self, step: int, samples_consumed: int, files: dict[str, bytes] | None = None, *, wait: bool = False
-    ) -> bool:
-        """Snapshot the state of a step and have it committed in the background.
+        self,
+        step: int,
+        samples_consumed: int,
+        files: Mapping[str, SmallFile] | None = None,
+        shared_files: Mapping[str, SmallFile] | None = None,
+        *,
+        wait: bool = False,
+        commit: bool = True,
+    ) -> None:
+        """Snapshot the state of a step; the copy runs beside what follows, up to the next optimizer step.
+
+        Nothing but an optimizer may change the tracked state before that.
 
         Args:
             samples_consumed: the data cursor, in samples drawn by all ranks.
-            files: this rank's own small files, by name.
+            files: this rank's own small files, by name; callables are called beside training.
+            shared_files: small files that are equal on all ranks; only each node's local rank 0 needs to give them.
             wait: take it even if that means waiting for an arena; without, it is skipped when all are busy.
-
-        Returns:
-            False if it was skipped.
+            commit: have it committed to storage too; else it is held in memory until a newer one is.
         """
-        if step == self._last_saved:
-            return True
+        if not self.wants(step):
+            return
         self._beat(Phase.SAVING, step)
-        small = dict(files or {})
-        small[rng.file_name(self.rank, self.world_size)] = torch_bytes(rng.state(self.world_size))
-        if self.rank == 0:
-            if self._scheduler is not None:
-                small[SCHEDULER_NAME] = torch_bytes(self._scheduler.state_dict())
-            if self._scaler is not None:
-                small[SCALER_NAME] = torch_bytes(self._scaler.state_dict())
-        images: list[FileImage] = [
-            safetensors_image(MODEL_NAME, self._model.state_dict()),
-            self._optimizer_layout.image(self._optimizer.state_dict()),
-        ]
-        images += [blob_image(name, data) for name, data in self._gather(small).items()]
-        placed, nbytes = snapshot.place(images)
-        arena = self._client.acquire(step, nbytes, wait=wait)
-        if arena is not None:
-            number, buffer = arena
-            snapshot.copy_tensors(placed, buffer, self.local_rank, self.local_world_size)
-            if self.local_rank == 0:
-                snapshot.copy_literals(placed, buffer)
-            extents = [(file.image.name, file.offset, file.image.nbytes) for file in placed]
-            self._client.staged(number, extents, self.world_size, samples_consumed, self.keep_last)
-            self._last_saved = step
+        self._clock.done(time.monotonic(), commit=commit)
+        own = {**(files or {}), rng.file_name(self.rank, self.world_size): torch_bytes(rng.state(self.world_size))}
+        request = Request(step, samples_consumed, own, shared_files or {}, self.keep_last, wait=wait, commit=commit)
+        self._snapshotter.take(self._tracked, request, self.static_files)
         self._beat(Phase.TRAINING, step)
-        return arena is not None
 
     def wait_for_commit(self) -> None:
-        """Block until the last snapshot is committed.
+        """Block until the last snapshot that is to be committed is.
 
         Raises:
             CommitFailed: storage refused it.
         """
-        if self._last_saved > self._start[0]:
-            error = self._client.wait(self._last_saved)
+        self._snapshotter.settle()
+        if self._snapshotter.direct_error is not None:
+            raise CommitFailed(self._snapshotter.direct_error)
+        if self._snapshotter.committing_step is not None:
+            error = self._client.wait(self._snapshotter.committing_step)
             if error is not None:
                 raise CommitFailed(error)
 
@@ -272,6 +323,7 @@ class CheckpointManager:
         if self._group is not None:
             # Nobody leaves before everybody's commit is known: an early exit would look like a failure to the launcher.
             dist.barrier(group=self._group)
+        self._snapshotter.close()
         self._beat(Phase.DONE, step)
         self._client.close()
         if self._own_agent is not None:
@@ -284,7 +336,15 @@ class CheckpointManager:
         attempt = int(os.environ.get(ATTEMPT_ENV, "0"))
         if socket_path is None:
             socket_path, attempt = self._start_own_agent(location)
-        return AgentClient(socket_path, attempt, self.rank, self.local_rank, self.local_world_size)
+        return AgentClient(
+            socket_path,
+            attempt,
+            self.rank,
+            self.local_rank,
+            self.local_world_size,
+            on_attach=pin,
+            on_detach=unpin,
+        )
 
     def _start_own_agent(self, location: str) -> tuple[str, int]:
         """Local rank 0 starts the node's agent; its peers learn the address from it."""
@@ -294,7 +354,9 @@ class CheckpointManager:
                 manifests = [entry.manifest for entry in Catalog(self._storage).entries() if entry.manifest]
                 run_id = manifests[0].run_id if manifests else uuid.uuid4().hex
                 attempt = max((manifest.attempt for manifest in manifests), default=0) + 1
-                self._own_agent = AgentProcess.start(location, run_id, commits=self.rank == 0)
+                self._own_agent = AgentProcess.start(
+                    location, run_id, commits=self.rank == 0, memory_limit=self._memory_limit
+                )
                 mine = (self._own_agent.socket_path, attempt)
             except CheckpointError as error:
                 mine = str(error)
@@ -306,16 +368,6 @@ class CheckpointManager:
         if isinstance(leader, str):
             raise CheckpointError(leader)
         return leader[0], leader[1]
-
-    def _gather(self, small: dict[str, bytes]) -> dict[str, bytes]:
-        """All ranks' small files on rank 0, with the static ones; the others keep their own."""
-        if self._group is not None:
-            # Rank 0's own stay where they are: a long log history must not travel.
-            everyone: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-            dist.gather_object(None if self.rank == 0 else small, everyone, dst=0, group=self._group)
-            for other in everyone or []:
-                small |= other or {}
-        return {**self.static_files, **small} if self.rank == 0 else small
 
     def _beat(self, phase: Phase, step: int) -> None:
         start_step, start_time = self._start

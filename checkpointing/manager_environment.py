@@ -2,3 +2,5 @@
 
 LOCATION_ENV = "CHECKPOINT_LOCATION"
 RESUME_ENV = "CHECKPOINT_RESUME"
+# "FAILURES:SECONDS": what was seen of this run so far; tells `auto` how often it fails.
+FAILURES_ENV = "CHECKPOINT_FAILURE_HISTORY"

@@ -1,21 +1,30 @@
-"""Chooses the checkpoint to go on from, together on all ranks, and reads it."""
+"""Chooses the state to go on from, together on all ranks, and reads it.
+
+Candidates are the checkpoints in storage and the snapshots that the nodes' agents still hold; a snapshot goes first
+where every node has it whole and no checkpoint is newer.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import logging
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from checkpointing import rng
 from checkpointing.catalog import Catalog
+from checkpointing.client import AgentClient, OfferedSnapshot
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, NoValidCheckpoint
-from checkpointing.manifest import Manifest
+from checkpointing.reading import MemoryFile, read_private, read_shared
+from checkpointing.snapshot import SAFETENSORS_DTYPES
 from checkpointing.storage import Storage
 
 logger = logging.getLogger("checkpointing")
@@ -26,40 +35,102 @@ SCHEDULER_NAME = "scheduler.pt"
 SCALER_NAME = "scaler.pt"
 # Every rank's share of the loop's state that Hugging Face does not save.
 LOOP_STATE_PREFIX = "loop_state_"
+_PER_RANK_PREFIXES = ("rng_state", LOOP_STATE_PREFIX)
+# Larger files are kept out of a directory that is made of a snapshot for others to read.
+_SMALL_BYTES = 64 * 1024 * 1024
 
 Announce = Callable[[dict[str, Any]], None]
 
 
 class RestorePoint:
-    """A checkpoint whose files have just been verified. Everything is read without running code from it."""
+    """A state whose bytes have been read and verified. Everything is parsed without running code from it.
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path = path
-        self.manifest = manifest
-        self.step = manifest.step
-        self._names = {file.name for file in manifest.files}
+    Attributes:
+        place: what it is called in messages.
+        step, world_size, samples_consumed: the manifest's.
+        from_memory: a snapshot, not a checkpoint.
+        private: the tensors are the reader's own; otherwise they must be copied before anything changes them.
+    """
+
+    def __init__(
+        self,
+        place: str,
+        *,
+        step: int,
+        world_size: int,
+        samples_consumed: int,
+        files: Mapping[str, memoryview],
+        path: Path | None,
+        private: bool,
+    ) -> None:
+        self.place = place
+        self.step = step
+        self.world_size = world_size
+        self.samples_consumed = samples_consumed
+        self.from_memory = path is None
+        self.private = private
+        self._files = dict(files)
+        self._path = path
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def has(self, name: str) -> bool:
-        return name in self._names
+        return name in self._files
+
+    @property
+    def directory(self) -> Path:
+        """A directory with at least the small files, for readers that want one; gone with `close`."""
+        if self._path is not None:
+            return self._path
+        if self._temporary is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="checkpoint-snapshot-")
+            folder = Path(self._temporary.name) / f"checkpoint-{self.step}"
+            folder.mkdir()
+            for name, data in self._files.items():
+                if len(data) <= _SMALL_BYTES and name not in (MODEL_NAME, OPTIMIZER_NAME):
+                    (folder / name).write_bytes(data)
+        return Path(self._temporary.name) / f"checkpoint-{self.step}"
 
     def model_state(self) -> dict[str, torch.Tensor]:
-        """The model's state dict on the CPU, aliases of tied weights included."""
+        """The model's state dict on the CPU, aliases of tied weights included. May be asked for once."""
+        buffer = self._files.pop(MODEL_NAME)
+        size = int.from_bytes(buffer[:8], "little")
+        header = json.loads(bytes(buffer[8 : 8 + size]))
+        aliases = header.pop("__metadata__", {})
+        dtypes = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
         state: dict[str, torch.Tensor] = {}
-        with safe_open(self.path / MODEL_NAME, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                state[key] = file.get_tensor(key)
-            for alias, owner in (file.metadata() or {}).items():
-                if owner in state and alias not in state:
-                    state[alias] = state[owner]
+        for key, entry in header.items():
+            begin, end = entry["data_offsets"]
+            state[key] = _tensor(buffer, 8 + size + begin, end - begin, dtypes[entry["dtype"]]).view(entry["shape"])
+        state |= {alias: state[owner] for alias, owner in aliases.items() if owner in state and alias not in state}
         return state
 
     def torch_object(self, name: str) -> Any:
-        """What `torch.save` put into a file."""
+        """What `torch.save` put into a file. Its tensors share the bytes that were read, so ask for a file once."""
+        buffer = self._files.pop(name) if name == OPTIMIZER_NAME else self._files[name]
         with torch.serialization.safe_globals(rng.SAFE_GLOBALS):
-            return torch.load(self.path / name, map_location="cpu", weights_only=True)
+            if len(buffer) <= _SMALL_BYTES and name != OPTIMIZER_NAME:
+                return torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
+            with FakeTensorMode():
+                skeleton = torch.load(io.BufferedReader(MemoryFile(buffer)), map_location="cpu", weights_only=True)
+        return _filled(skeleton, buffer, {})
 
     def json(self, name: str) -> Any:
-        return json.loads((self.path / name).read_bytes())
+        return json.loads(bytes(self._files[name]))
+
+    def close(self) -> None:
+        """Forget the bytes that nobody has asked for."""
+        self._files.clear()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+
+@dataclass(frozen=True)
+class _Proposal:
+    """Rank 0's: where to go on from; `step` None starts afresh; or why neither is possible."""
+
+    step: int | None = None
+    from_memory: bool = False
+    error: str | None = None
 
 
 def choose(
@@ -68,17 +139,20 @@ def choose(
     group: dist.ProcessGroup | None,
     rank: int,
     world_size: int,
-    announce: Announce,
+    client: AgentClient,
+    *,
+    private: bool,
 ) -> RestorePoint | None:
-    """Agree on the checkpoint to resume from; called by all ranks together.
+    """Agree on the state to resume from; called by all ranks together.
 
-    Rank 0 proposes the newest whole checkpoint; every rank verifies the files that it will read; where any rank finds
-    a fault, rank 0 sets that checkpoint aside (it is kept, renamed) and all fall back to the one before.
+    Rank 0 proposes the newest; every rank reads and verifies the files that it will use; where any rank finds a fault,
+    it is passed over (a checkpoint is set aside: kept, renamed) and all fall back to the one before.
 
     Args:
         resume: "auto", "never", or a step.
         group: a gloo group of all ranks, or None for one process.
-        announce: told of every checkpoint that is set aside.
+        client: asked for snapshots, and told of everything that is passed over.
+        private: whether tensors must be the reader's own (see `RestorePoint`).
 
     Returns:
         None where training starts from the beginning.
@@ -86,16 +160,25 @@ def choose(
     Raises:
         NoValidCheckpoint: there are checkpoints, but none can be loaded, or not the one asked for.
     """
+    offered = {snapshot.info.step: snapshot for snapshot in client.offer()} if resume == "auto" else {}
+    on_all_nodes = set(offered)
+    if group is not None:
+        everyone: list[Any] = [None] * world_size
+        dist.all_gather_object(everyone, {step: s.info.attempt for step, s in offered.items()}, group=group)
+        # The same step of the same attempt, or it is another line of history.
+        on_all_nodes = {s for s in offered if all(steps.get(s) == everyone[0].get(s) for steps in everyone)}
     while True:
-        proposal: list[Any] = [_propose(storage, resume, announce) if rank == 0 else None]
+        proposals = [_propose(storage, resume, on_all_nodes, client.announce) if rank == 0 else None]
         if group is not None:
-            dist.broadcast_object_list(proposal, src=0, group=group)
-        step, error = proposal[0]
-        if error is not None:
-            raise NoValidCheckpoint(error)
+            dist.broadcast_object_list(proposals, src=0, group=group)
+        proposal = proposals[0]
+        assert proposal is not None
+        if proposal.error is not None:
+            raise NoValidCheckpoint(proposal.error)
+        step = proposal.step
         if step is None:
             return None
-        point, problem = _verify(storage, step, rank, world_size)
+        point, problem = _read(storage, offered[step] if proposal.from_memory else step, rank, world_size, private)
         problems = [problem]
         if group is not None:
             problems = [None] * world_size
@@ -103,53 +186,119 @@ def choose(
         found = next((text for text in problems if text is not None), None)
         if found is None:
             assert point is not None
+            if rank == 0:
+                source = "memory" if proposal.from_memory else "storage"
+                client.announce({"event": "resumed", "step": step, "from": source})
             return point
         if isinstance(resume, int):
             raise NoValidCheckpoint(f"--resume {resume}: {found}")
-        if rank == 0:
-            _set_aside(storage, step, found, announce)
+        if proposal.from_memory:
+            on_all_nodes.discard(step)
+            client.discard(step, found)
+            logger.warning("the snapshot of step %d is not used: %s", step, found)
+        elif rank == 0:
+            _set_aside(storage, step, found, client.announce)
 
 
-def _propose(storage: Storage, resume: str | int, announce: Announce) -> tuple[int | None, str | None]:
-    """Rank 0's part: the step to try, or None to start afresh, or why neither is possible."""
+def _propose(storage: Storage, resume: str | int, snapshots: set[int], announce: Announce) -> _Proposal:
+    """Rank 0's part."""
     if resume == "never":
-        return None, None
+        return _Proposal()
     if isinstance(resume, int):
         try:
             storage.read_manifest(resume)
         except InvalidCheckpoint as error:
             available = ", ".join(str(step) for step in Catalog(storage).committed_steps()) or "none"
-            return None, f"--resume {resume}: {error}; committed steps: {available}"
-        return resume, None
+            return _Proposal(error=f"--resume {resume}: {error}; committed steps: {available}")
+        return _Proposal(resume)
+    newest = max(snapshots, default=-1)
     for entry in Catalog(storage).entries():
+        if entry.step <= newest:
+            break
         if entry.manifest is not None:
-            return entry.step, None
+            return _Proposal(entry.step)
         _set_aside(storage, entry.step, f"{storage.local_path(entry.step)}: {entry.problem}", announce)
+    if newest >= 0:
+        return _Proposal(newest, from_memory=True)
     kept = storage.set_aside_names()
     if kept:
-        return None, (
-            f"{storage.location} holds checkpoints but none is valid ({', '.join(kept)}). Nothing was deleted: repair "
-            "one, or move them away to start from step 0."
+        return _Proposal(
+            error=f"{storage.location} holds checkpoints but none is valid ({', '.join(kept)}). Nothing was deleted: "
+            "repair one, or move them away to start from step 0."
         )
-    return None, None
+    return _Proposal()
 
 
-def _verify(storage: Storage, step: int, rank: int, world_size: int) -> tuple[RestorePoint | None, str | None]:
+def _read(
+    storage: Storage, source: OfferedSnapshot | int, rank: int, world_size: int, private: bool
+) -> tuple[RestorePoint | None, str | None]:
+    own = {rng.file_name(rank, world_size), f"{LOOP_STATE_PREFIX}{rank}.json"}
+    read = read_private if private else read_shared
+    path: Path | None = None
     try:
-        manifest = storage.read_manifest(step)
-        own = {rng.file_name(rank, world_size), f"{LOOP_STATE_PREFIX}{rank}.json"}
-        names = frozenset(
-            file.name
-            for file in manifest.files
-            if file.name in own or not file.name.startswith(("rng_state", LOOP_STATE_PREFIX))
-        )
-        Catalog(storage).verify(step, only=names)
-        return RestorePoint(storage.local_path(step), manifest), None
+        if isinstance(source, int):
+            path = storage.local_path(source)
+            manifest = storage.read_manifest(source)
+            place, info = str(path), manifest
+            found: dict[str, tuple[Path | memoryview, str]] = {
+                file.name: (path / file.name, file.digest) for file in manifest.files
+            }
+        else:
+            place, info = f"the snapshot of step {source.info.step} in memory", source.info  # type: ignore[assignment]
+            found = {name: (view, source.digests[name]) for name, view in source.files.items()}
+        files: dict[str, memoryview] = {}
+        for name, (bytes_of, digest) in found.items():
+            if name.startswith(_PER_RANK_PREFIXES) and name not in own:
+                continue
+            try:
+                files[name], actual = read(bytes_of)
+            except OSError as error:
+                raise InvalidCheckpoint(place, f"{name} cannot be read ({error.strerror})") from None
+            if actual != digest:
+                raise InvalidCheckpoint(place, f"{name} was altered: its digest differs from the manifest's")
     except CheckpointError as error:
         return None, str(error)
+    point = RestorePoint(
+        place,
+        step=info.step,
+        world_size=info.world_size,
+        samples_consumed=info.samples_consumed,
+        files=files,
+        path=path,
+        private=private,
+    )
+    return point, None
 
 
 def _set_aside(storage: Storage, step: int, problem: str, announce: Announce) -> None:
     kept = storage.set_aside(step)
     logger.warning("checkpoint-%d is not used: %s. It is kept as %s", step, problem, kept)
     announce({"event": "checkpoint_set_aside", "step": step, "reason": problem, "kept_as": kept})
+
+
+def _tensor(buffer: memoryview, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor over part of a buffer, with a storage of its own; copied only where the place is not aligned."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=dtype)
+    if offset % dtype.itemsize:
+        return torch.frombuffer(bytearray(buffer[offset : offset + nbytes]), dtype=dtype)
+    return torch.frombuffer(buffer, dtype=dtype, offset=offset, count=nbytes // dtype.itemsize)
+
+
+def _filled(obj: Any, buffer: memoryview, storages: dict[int, torch.Tensor]) -> Any:
+    """The object with its fake tensors replaced by real ones over the file's bytes; shared storages stay shared."""
+    if isinstance(obj, torch.Tensor):
+        fake = obj.untyped_storage()
+        offset = fake._checkpoint_offset or 0
+        if offset not in storages:
+            storages[offset] = _tensor(buffer, offset, fake.nbytes(), torch.uint8)
+        tensor = torch.empty(0, dtype=obj.dtype).set_(
+            storages[offset].untyped_storage(), obj.storage_offset(), obj.size(), obj.stride()
+        )
+        return tensor.requires_grad_(obj.requires_grad)
+    if isinstance(obj, dict):
+        filled = {key: _filled(value, buffer, storages) for key, value in obj.items()}
+        return filled if type(obj) is dict else type(obj)(filled)
+    if isinstance(obj, (list, tuple)):
+        return type(obj)(_filled(value, buffer, storages) for value in obj)
+    return obj

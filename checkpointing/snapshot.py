@@ -6,10 +6,11 @@ arena holds the file images themselves. Only headers, and state too small to mat
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.serialization import get_crc32_options, set_crc32_options, skip_data
 from checkpointing.arena import PAGE_BYTES, round_up
 
 # https://github.com/huggingface/safetensors#format
-_SAFETENSORS_DTYPES = {
+SAFETENSORS_DTYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
     torch.int8: "I8",
@@ -78,7 +79,7 @@ def safetensors_image(name: str, state: Mapping[str, torch.Tensor]) -> FileImage
     metadata = {"format": "pt"}
     kept: list[tuple[str, torch.Tensor]] = []
     for key, tensor in state.items():
-        if tensor.dtype not in _SAFETENSORS_DTYPES:
+        if tensor.dtype not in SAFETENSORS_DTYPES:
             raise ValueError(f"{key}: safetensors cannot hold {tensor.dtype}")
         identity = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         owner = owners.setdefault(identity, key) if tensor.numel() else key
@@ -92,7 +93,7 @@ def safetensors_image(name: str, state: Mapping[str, torch.Tensor]) -> FileImage
     offset = 0
     for key, tensor in kept:
         header[key] = {
-            "dtype": _SAFETENSORS_DTYPES[tensor.dtype],
+            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, offset + tensor.nbytes],
         }
@@ -123,7 +124,7 @@ class TorchFileLayout:
         """The file that `torch.save(obj)` would write, with the tensors in `obj` left to be copied."""
         storages: dict[int, torch.UntypedStorage] = {}
         order: list[int] = []
-        for tensor in _tensors(obj):
+        for tensor in tensors_in(obj):
             storage = tensor.untyped_storage()
             order.append(storage._cdata)
             storages.setdefault(storage._cdata, storage)
@@ -142,7 +143,7 @@ class TorchFileLayout:
             if signature != self._signature:
                 with FakeTensorMode():
                     skeleton = torch.load(path, weights_only=True, map_location="cpu")
-                self._offsets = [t.untyped_storage()._checkpoint_offset or 0 for t in _tensors(skeleton)]
+                self._offsets = [t.untyped_storage()._checkpoint_offset or 0 for t in tensors_in(skeleton)]
                 self._signature = signature
             placed = dict(zip(order, self._offsets, strict=True))
             image = FileImage(self._name, nbytes)
@@ -182,8 +183,10 @@ def place(images: Sequence[FileImage]) -> tuple[list[PlacedFile], int]:
 def copy_tensors(placed: Sequence[PlacedFile], buffer: memoryview, share: int, num_shares: int) -> None:
     """Copy one of `num_shares` equal parts (by bytes) of the tensors into the arena.
 
-    State that DDP replicates is equal on all ranks, so N ranks copy 1/N each.
+    State that DDP replicates is equal on all ranks, so N ranks copy 1/N each. Copies from a GPU are enqueued on the
+    current stream.
     """
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     extents = [(file.offset + offset, tensor) for file in placed for offset, tensor in file.image.tensors]
     total = sum(tensor.numel() for _, tensor in extents)
     begin, end = total * share // num_shares, total * (share + 1) // num_shares
@@ -191,9 +194,63 @@ def copy_tensors(placed: Sequence[PlacedFile], buffer: memoryview, share: int, n
     for offset, tensor in extents:
         first, last = max(begin - position, 0), min(end - position, tensor.numel())
         if first < last:
-            target = torch.frombuffer(buffer, dtype=torch.uint8, offset=offset + first, count=last - first)
-            target.copy_(tensor[first:last])
+            if tensor.device.type == "cpu":
+                # Not `copy_`: that would wake torch's thread pool, which belongs to training.
+                ctypes.memmove(address + offset + first, tensor.data_ptr() + first, last - first)
+            else:
+                target = torch.frombuffer(buffer, dtype=torch.uint8, offset=offset + first, count=last - first)
+                target.copy_(tensor[first:last], non_blocking=True)
         position += tensor.numel()
+
+
+def pieces(image: FileImage, window: memoryview) -> Iterator[memoryview]:
+    """The file's bytes in order, through a small window of memory that is used again for every piece."""
+    position = 0
+    while position < image.nbytes:
+        nbytes = min(len(window), image.nbytes - position)
+        part = FileImage(image.name, nbytes)
+        for offset, data in image.literals:
+            first, last = max(position - offset, 0), min(position + nbytes - offset, len(data))
+            if first < last:
+                part.literals.append((offset + first - position, data[first:last]))
+        for offset, tensor in image.tensors:
+            first, last = max(position - offset, 0), min(position + nbytes - offset, tensor.numel())
+            if first < last:
+                part.tensors.append((offset + first - position, tensor[first:last]))
+        placed = [PlacedFile(part, 0)]
+        copy_tensors(placed, window, 0, 1)
+        copy_literals(placed, window)
+        if any(tensor.is_cuda for _, tensor in part.tensors):
+            torch.cuda.current_stream().synchronize()
+        yield window[:nbytes]
+        position += nbytes
+
+
+def fingerprint(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """One int64 for each tensor: the wrapping sum of its bytes taken as 8-byte words. Replicas have equal ones.
+
+    At memory speed, where the tensors are; any one changed value changes it.
+    """
+    sums = []
+    for flat in tensors:
+        words = flat.numel() // 8
+        aligned = flat.data_ptr() % 8 == 0
+        total = flat[: words * 8].view(torch.int64).sum() if aligned else flat[: words * 8].sum(dtype=torch.int64)
+        sums.append(total + flat[words * 8 :].sum(dtype=torch.int64))
+    if not sums:
+        return torch.zeros(0, dtype=torch.int64)
+    return torch.stack(sums).cpu()
+
+
+def freeze(obj: Any) -> Any:
+    """The same containers anew around the same tensors: what is replaced in the original later is not replaced here."""
+    if isinstance(obj, Mapping):
+        return {key: freeze(value) for key, value in obj.items()}
+    if isinstance(obj, list):
+        return [freeze(value) for value in obj]
+    if type(obj) is tuple:
+        return tuple(freeze(value) for value in obj)
+    return obj
 
 
 def copy_literals(placed: Sequence[PlacedFile], buffer: memoryview) -> None:
@@ -208,13 +265,13 @@ def _bytes_of(flat: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
-def _tensors(obj: object) -> Iterator[torch.Tensor]:
+def tensors_in(obj: object) -> Iterator[torch.Tensor]:
     """Tensors inside nested dicts, lists and tuples, in order."""
     if isinstance(obj, torch.Tensor):
         yield obj
     elif isinstance(obj, Mapping):
         for value in obj.values():
-            yield from _tensors(value)
+            yield from tensors_in(value)
     elif isinstance(obj, (list, tuple)):
         for value in obj:
-            yield from _tensors(value)
+            yield from tensors_in(value)

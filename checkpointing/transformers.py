@@ -5,11 +5,12 @@
     trainer.train()        # resumes from the newest valid checkpoint, if there is one
 
 What the Trainer does itself stays as it is: when to save (`save_strategy`, `save_steps`), how many to keep
-(`save_total_limit`), the files' names. How it is done is replaced.
+(`save_total_limit`), the files' names. How it is done is replaced, and between two saves snapshots are held in memory.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import tempfile
@@ -21,11 +22,14 @@ import transformers.trainer
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import SaveStrategy
 
+from checkpointing.cadence import DEFAULT_OVERHEAD_CAP, Auto
 from checkpointing.data import CursorBatchSampler, CursorDataLoader
 from checkpointing.errors import CheckpointError
-from checkpointing.manager import CheckpointManager
+from checkpointing.manager import CheckpointManager, Due
 from checkpointing.restore import LOOP_STATE_PREFIX, RestorePoint
+from checkpointing.snapshotter import SmallFile
 
 TRAINER_STATE_NAME = "trainer_state.json"
 
@@ -34,22 +38,47 @@ TrainerT = TypeVar("TrainerT", bound=Trainer)
 _Base: Any = Trainer if TYPE_CHECKING else object
 
 
-def resilient(trainer: TrainerT, location: str | None = None, *, resume: str | int | None = None) -> TrainerT:
+def resilient(
+    trainer: TrainerT,
+    location: str | None = None,
+    *,
+    resume: str | int | None = None,
+    snapshot_steps: int | Auto | None = "auto",
+    save_steps: Auto | None = None,
+    save_minutes: float | None = None,
+    overhead_cap: float = DEFAULT_OVERHEAD_CAP,
+    memory_limit: int | str | None = None,
+) -> TrainerT:
     """Give a trainer fault-tolerant checkpoints; returns the same object.
 
     Args:
         location: where checkpoints are kept; `args.output_dir` by default, a supervisor's choice goes first.
         resume: "auto" (default), "never" or a step; a supervisor's choice goes first.
+        save_steps: None leaves it to `args.save_strategy`; "auto" commits when it is worth the measured price, whatever
+            `args` say.
+        snapshot_steps, save_minutes, overhead_cap, memory_limit: see `CheckpointManager`.
 
     Raises:
         CheckpointError: the trainer uses a strategy that is not supported.
+        ValueError: a cadence or the memory limit is not usable.
     """
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise CheckpointError("FSDP and DeepSpeed are not supported by resilient() yet; use DDP")
     if trainer.args.load_best_model_at_end:
         raise CheckpointError("load_best_model_at_end is not supported by resilient() yet; leave it off")
+    if save_steps not in (None, "auto"):
+        raise ValueError(f"resilient(save_steps={save_steps!r}) is not allowed; set args.save_steps, or use 'auto'")
+    if save_steps == "auto":
+        trainer.args.save_strategy = SaveStrategy.NO
     manager = CheckpointManager(
-        location or trainer.args.output_dir, keep_last=trainer.args.save_total_limit, resume=resume
+        location or trainer.args.output_dir,
+        keep_last=trainer.args.save_total_limit,
+        resume=resume,
+        snapshot_steps=snapshot_steps,
+        save_steps=save_steps,
+        save_minutes=save_minutes,
+        overhead_cap=overhead_cap,
+        memory_limit=memory_limit,
     )
     cls = type(trainer)
     trainer.__class__ = type(f"Resilient{cls.__name__}", (_ResilientMixin, cls), {})
@@ -57,6 +86,8 @@ def resilient(trainer: TrainerT, location: str | None = None, *, resume: str | i
     trainer._restore_point = trainer._pending_restore = None
     trainer._has_cursor = False
     trainer._stopping = False
+    trainer._saves_by_price = save_steps == "auto"
+    trainer._due = Due()
     trainer.add_callback(_StepCallback(trainer))
     return trainer
 
@@ -71,15 +102,32 @@ class _ResilientMixin(_Base):
     # The loader knows its position; else the Trainer's own skipping is used.
     _has_cursor: bool
     _stopping: bool
+    # The Trainer itself was told not to save.
+    _saves_by_price: bool
+    # What all ranks have agreed on for the step that has just ended.
+    _due: Due
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """As `Trainer.train`. A path given explicitly is loaded the Trainer's own way."""
         self._restore_point = None
         if resume_from_checkpoint in (None, True):
+            self._track()
             self._restore_point = self._manager.choose()
-            resume_from_checkpoint = str(self._restore_point.path) if self._restore_point is not None else None
+            resume_from_checkpoint = str(self._restore_point.directory) if self._restore_point is not None else None
         self._pending_restore = self._restore_point
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        finally:
+            if self._restore_point is not None:
+                self._restore_point.close()
+
+    def _track(self) -> None:
+        self._manager.track(
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.lr_scheduler,
+            scaler=getattr(self.accelerator, "scaler", None),
+        )
 
     # -- data: position is an index ------------------------------------------------------------------------------
 
@@ -123,10 +171,10 @@ class _ResilientMixin(_Base):
         point = self._restore_point
         if point is None or point.step == 0:
             return
-        before = point.manifest.samples_consumed // point.step
+        before = point.samples_consumed // point.step
         if before != global_batch_size:
             raise CheckpointError(
-                f"{point.path} was trained with {before} samples per step, now there are {global_batch_size}. Choose "
+                f"{point.place} was trained with {before} samples per step, now there are {global_batch_size}. Choose "
                 "per_device_train_batch_size and gradient_accumulation_steps so that batch x accumulation x ranks = "
                 f"{before}, or start anew in another output_dir."
             )
@@ -150,24 +198,38 @@ class _ResilientMixin(_Base):
     # -- saving --------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self.store_flos()
-        self._export_callback_states()
+        self._snapshot(commit=True)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        due, self._due = self._due, Due()
+        # After logging and evaluation, as a save would be: what they change belongs to this step.
+        if due.snapshot:
+            self._snapshot(commit=False)
+
+    def _snapshot(self, *, commit: bool) -> None:
         manager, step = self._manager, self.state.global_step
-        manager.track(
-            model=self.model,
-            optimizer=self.optimizer,
-            scheduler=self.lr_scheduler,
-            scaler=getattr(self.accelerator, "scaler", None),
-        )
-        files = {f"{LOOP_STATE_PREFIX}{self.args.process_index}.json": json.dumps(self._capture_loop_state()).encode()}
-        if self.args.process_index == 0:
+        if not manager.wants(step):
+            return
+        if commit:
+            self.store_flos()
+        self._export_callback_states()
+        self._track()
+        own: dict[str, SmallFile] = {
+            f"{LOOP_STATE_PREFIX}{self.args.process_index}.json": self._capture_loop_state(),
+        }
+        shared: dict[str, SmallFile] = {}
+        if self.args.local_process_index == 0:
             if not manager.static_files:
                 manager.static_files = self._configuration_files()
-            state = json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n"
-            files[TRAINER_STATE_NAME] = state.encode()
+            # The history only grows at its end: a new list around the same entries is enough.
+            state = copy.copy(self.state)
+            state.log_history = list(state.log_history)
+            state.stateful_callbacks = copy.deepcopy(state.stateful_callbacks)
+            shared[TRAINER_STATE_NAME] = lambda: _state_bytes(state)
         samples = step * self.get_total_train_batch_size(self.args)
         last = step >= self.state.max_steps
-        manager.save(step, samples, files, wait=self._stopping or last)
+        manager.save(step, samples, own, shared, wait=self._stopping or last, commit=commit)
         if self._stopping:
             manager.stop(step)
 
@@ -193,12 +255,14 @@ class _ResilientMixin(_Base):
 
     # -- the loop's own variables: what the Trainer forgets between two logs -------------------------------------
 
-    def _capture_loop_state(self) -> dict[str, Any]:
-        state = {"tr_loss": self._tr_loss.item(), "last_logged": self._globalstep_last_logged}
+    def _capture_loop_state(self) -> SmallFile:
+        # Read from the device later: now it would have to wait for all work enqueued there.
+        loss = self._tr_loss.detach().clone()
+        state: dict[str, Any] = {"last_logged": self._globalstep_last_logged}
         if hasattr(self, "_metrics"):
             state["metrics"] = {name: list(values) for name, values in self._metrics["train"].items()}
             state["train_tokens"] = self._total_train_tokens
-        return state
+        return lambda: json.dumps({"tr_loss": loss.item(), **state}).encode()
 
     def _restore_loop_state(self, point: RestorePoint) -> None:
         name = f"{LOOP_STATE_PREFIX}{self.args.process_index}.json"
@@ -218,19 +282,14 @@ class _ResilientMixin(_Base):
         if self._restore_point is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        self._manager.track(model=self.model, optimizer=None)
+        self._track()
         self._manager.restore_model(self._restore_point)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self._restore_point is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        self._manager.track(
-            model=self.model,
-            optimizer=self.optimizer,
-            scheduler=self.lr_scheduler,
-            scaler=getattr(self.accelerator, "scaler", None),
-        )
+        self._track()
         self._manager.restore_optimizer(self._restore_point)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
@@ -253,18 +312,27 @@ class _StepCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._trainer._track()
         self._trainer._manager.begin(state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._trainer._manager.end_of_step(state.global_step):
-            self._trainer._stopping = True
-            control.should_save = True
+        trainer = self._trainer
+        due = trainer._due = trainer._manager.end_of_step(state.global_step)
+        if due.stop:
+            trainer._stopping = True
             control.should_training_stop = True
+        if due.stop or due.save or (trainer._saves_by_price and state.global_step >= state.max_steps):
+            control.should_save = True
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._trainer._manager.close()
+
+
+def _state_bytes(state: TrainerState) -> bytes:
+    """`trainer_state.json` as the Trainer writes it."""
+    return (json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n").encode()
 
 
 def _skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:

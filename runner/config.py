@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from checkpointing.memory import parse_bytes
 from checkpointing.storage import open_storage
 from runner import trainer_options
 from runner.environment import settings_from_environment
@@ -45,10 +46,26 @@ class DataConfig(_Section):
 
 
 class CheckpointConfig(_Section):
-    """Where checkpoints go; when and how many is `trainer.save_steps` and `trainer.save_total_limit`."""
+    """Where checkpoints go and how often; how many are kept is `trainer.save_total_limit`."""
 
     location: str | None = None
     """A directory or file:// URL. None: `output_dir`/checkpoints."""
+    snapshot_steps: Literal["auto"] | Annotated[int, Field(ge=1)] | None = "auto"
+    """Steps between snapshots held in memory, from which a crashed attempt goes on. auto: as often as their measured
+    price and the rate of failures make worth it. None: only those that are committed."""
+    save_steps: Literal["auto"] | None = None
+    """None: `trainer.save_steps` says when a snapshot is committed to storage. auto: chosen as above."""
+    save_minutes: Annotated[float, Field(gt=0)] | None = None
+    """And at least so often, in minutes."""
+    overhead_cap: float = Field(default=0.01, gt=0, le=1)
+    """Share of the run's time that auto may spend."""
+    memory_limit: str | int | None = None
+    """Memory that snapshots may take on each machine (8GiB); None: half of what is free. Two are held where that is
+    enough, else one; with too little for one, every save blocks training until it is written."""
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        return parse_bytes(str(self.memory_limit)) if self.memory_limit is not None else None
 
 
 class LaunchConfig(_Section):
@@ -230,6 +247,10 @@ def _check_files(config: Config, source_of: Any) -> None:
         open_storage(config.checkpoint_location)
     except ValueError as error:
         raise UsageError(f"{source_of('checkpoint.location')}: {error}") from None
+    try:
+        _ = config.checkpoint.memory_limit_bytes
+    except ValueError as error:
+        raise UsageError(f"{source_of('checkpoint.memory_limit')}: checkpoint.memory_limit: {error}") from None
     path = config.data.path
     if path is not None and Path(path).suffix in {".parquet", ".jsonl", ".json", ".csv"} and "://" not in path:
         if not Path(path).is_file():

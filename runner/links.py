@@ -27,7 +27,14 @@ class AgentLink:
     """A checkpoint agent that this supervisor started and monitors."""
 
     def __init__(
-        self, location: str, run_id: str, *, commits: bool, directory: Path, cancelled: Callable[[], bool]
+        self,
+        location: str,
+        run_id: str,
+        *,
+        commits: bool,
+        memory_limit: int | None,
+        directory: Path,
+        cancelled: Callable[[], bool],
     ) -> None:
         """Start it.
 
@@ -36,7 +43,12 @@ class AgentLink:
         """
         try:
             self.process = AgentProcess.start(
-                location, run_id, commits=commits, directory=directory, cancelled=cancelled
+                location,
+                run_id,
+                commits=commits,
+                memory_limit=memory_limit,
+                directory=directory,
+                cancelled=cancelled,
             )
             self.sock = protocol.connect(self.process.socket_path)
             protocol.send(self.sock, {"do": "hello", "role": "monitor"})

@@ -25,7 +25,7 @@ from checkpointing.arena import Phase
 from checkpointing.catalog import Catalog
 from checkpointing.client import ATTEMPT_ENV, SOCKET_ENV
 from checkpointing.errors import InvalidCheckpoint
-from checkpointing.manager_environment import LOCATION_ENV, RESUME_ENV
+from checkpointing.manager_environment import FAILURES_ENV, LOCATION_ENV, RESUME_ENV
 from checkpointing.protocol import Message
 from checkpointing.storage import open_storage
 from runner import processes
@@ -49,6 +49,7 @@ _LAUNCHER_TIMEOUT_S = 600.0
 _AGENT_TIMEOUT_S = 600.0
 # The same, once the user has asked twice: a snapshot that is whole is worth a moment.
 _AGENT_HURRY_S = 5.0
+_NO_FAILURE = {"running", FailureKind.FINISHED.value, FailureKind.PREEMPTED.value, FailureKind.ENDED.value}
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -87,7 +88,7 @@ class Supervisor:
         self._attempt: _Attempt | None = None
         self._num_signals = 0
         self._stop_announced = False
-        self._drained = False
+        self._attempt_over = False
         self._selector = selectors.DefaultSelector()
         self._agent: AgentLink | None = None
         self._launcher: LauncherLink | None = None
@@ -202,7 +203,7 @@ class Supervisor:
         attempt.watch.close()
         processes.kill_all(self._strays)
         processes.reap_strays({self._agent.pid, self._launcher.pid})
-        self._drain_agent()
+        self._end_attempt_at_agent()
         failure, beats = self._conclude(attempt)
         self._record(
             "attempt_ended",
@@ -306,6 +307,7 @@ class Supervisor:
                 self._config.checkpoint_location,
                 self._run_id,
                 commits=self._is_first_node,
+                memory_limit=self._config.checkpoint.memory_limit_bytes,
                 directory=Path(tempfile.mkdtemp(dir=self._runtime)),
                 cancelled=lambda: self._stop_requested,
             )
@@ -375,6 +377,7 @@ class Supervisor:
                     ATTEMPT_ENV: str(attempt),
                     LOCATION_ENV: self._config.checkpoint_location,
                     RESUME_ENV: "auto",
+                    FAILURES_ENV: self._failure_history(),
                 },
                 "events": self._events.path,
                 "config": str(self._directory.config),
@@ -383,6 +386,12 @@ class Supervisor:
                 "args": list(self._job.args),
             },
         }
+
+    def _failure_history(self) -> str:
+        """Failures and seconds of this run so far, by its journal."""
+        run = summarise(read_journal(self._directory.journal), now=time.time())
+        failures = sum(attempt.kind not in _NO_FAILURE for attempt in run.attempts)
+        return f"{failures}:{run.wall_s - run.time_by_cause['down']:.0f}"
 
     def _strays(self) -> list[psutil.Process]:
         """Descendants that belong to no living helper: ranks, and what ranks have left."""
@@ -393,12 +402,12 @@ class Supervisor:
                 keep |= {child.pid for child in psutil.Process(self._launcher.pid).children() if _is_helper(child)}
         return [process for process in processes.descendants() if process.pid not in keep]
 
-    def _drain_agent(self) -> None:
-        """Wait until every snapshot that was whole is committed: the next attempt goes on from it."""
+    def _end_attempt_at_agent(self) -> None:
+        """Let it read what the dead ranks have left. What was whole is committed while the next attempt starts."""
         assert self._agent is not None
-        self._drained = False
-        self._agent.tell("drain")
-        self._pump_until(lambda: self._drained)
+        self._attempt_over = False
+        self._agent.tell("end_attempt")
+        self._pump_until(lambda: self._attempt_over)
 
     def _pump_until(self, done: Callable[[], bool]) -> None:
         """Let the agent write; not for ever, and not once the user has asked twice to stop."""
@@ -486,8 +495,8 @@ class Supervisor:
             time.sleep(0.01)
             return
         event = message.pop("event", None)
-        if event == "drained":
-            self._drained = True
+        if event == "attempt_over":
+            self._attempt_over = True
         elif event is not None and event != "attempt_begun":
             message.pop("attempt", None)
             self._record(event, **message)
@@ -496,21 +505,30 @@ class Supervisor:
                 self._display.state.committed_step = message["step"]
             elif event == "commit_failed":
                 self._display.message(f"checkpoint of step {message['step']} failed: {message['error']}")
+            elif event == "resumed":
+                self._show_resumption(message)
+            elif event == "memory_short":
+                self._display.message(f"memory for snapshots is short: {message['reason']}")
+            elif event in ("snapshot_damaged", "snapshot_dropped") and message["reason"]:
+                self._display.message(f"the snapshot of step {message['step']} is not used: {message['reason']}")
             elif event == "checkpoint_set_aside":
                 self._display.message(
                     f"checkpoint-{message['step']} is not used: {message['reason']}; kept as {message['kept_as']}"
                 )
 
+    def _show_resumption(self, message: Message) -> None:
+        state = self._display.state
+        lost = state.step - message["step"]
+        self._display.message(
+            f"attempt {state.attempt} goes on from step {message['step']}"
+            + (" (held in memory)" if message["from"] == "memory" else "")
+            + (f", {lost} steps to compute again" if lost > 0 else "")
+        )
+
     def _show_training(self, message: Message) -> None:
         state = self._display.state
         if message["event"] == "training_started":
             state.total_steps = message["total_steps"]
-            if message["step"]:
-                lost = state.step - message["step"]
-                self._display.message(
-                    f"attempt {state.attempt} goes on from step {message['step']}"
-                    + (f", {lost} steps to compute again" if lost > 0 else "")
-                )
         elif message["event"] == "log":
             state.loss = message["loss"]
             state.tokens_per_s = message.get("tokens_per_s") or state.tokens_per_s

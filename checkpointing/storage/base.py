@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -13,8 +14,8 @@ CHECKPOINT_PREFIX = "checkpoint-"
 class Transaction(Protocol):
     """One checkpoint in the making. Nothing of it is visible as a checkpoint before `commit` returns."""
 
-    def write(self, name: str, data: memoryview) -> None:
-        """Store one file durably.
+    def write(self, name: str, pieces: Iterable[memoryview]) -> int:
+        """Store one file durably, its bytes given in order; returns its size.
 
         Raises:
             OSError: the storage refused it (full, read-only, failing).

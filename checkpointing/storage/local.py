@@ -12,12 +12,13 @@ import errno
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
-from checkpointing.digest import chunks
 from checkpointing.errors import CommitConflict, InvalidCheckpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
 from checkpointing.storage.base import CHECKPOINT_PREFIX
+from checkpointing.storage.writing import write_file
 
 _CHECKPOINT = re.compile(rf"^{CHECKPOINT_PREFIX}(\d+)$")
 _TEMPORARY = re.compile(rf"^\.{CHECKPOINT_PREFIX}\d+\.\d+\.tmp$")
@@ -45,19 +46,11 @@ class LocalTransaction:
         shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary.mkdir()
 
-    def write(self, name: str, data: memoryview) -> None:
-        descriptor = os.open(self._temporary / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        try:
-            for chunk in chunks(data):
-                view = chunk
-                while len(view):
-                    view = view[os.write(descriptor, view) :]
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    def write(self, name: str, pieces: Iterable[memoryview]) -> int:
+        return write_file(self._temporary / name, pieces)
 
     def commit(self, manifest: Manifest) -> None:
-        self.write(MANIFEST_NAME, memoryview(manifest.to_json()))
+        self.write(MANIFEST_NAME, [memoryview(manifest.to_json())])
         fsync_directory(self._temporary)
         # rename(2) replaces an empty directory silently; only we create these names, so a check is enough.
         if self._target.exists():

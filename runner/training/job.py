@@ -49,7 +49,13 @@ def run_job(config_path: str, cache: str, sender: EventSender) -> None:
         callbacks=[ProgressCallback(sender), *trackers],
     )
     trainer.remove_callback(transformers.PrinterCallback)
-    trainer = resilient(trainer)
+    trainer = resilient(
+        trainer,
+        snapshot_steps=config.checkpoint.snapshot_steps,
+        save_steps=config.checkpoint.save_steps,
+        save_minutes=config.checkpoint.save_minutes,
+        overhead_cap=config.checkpoint.overhead_cap,
+    )
     try:
         trainer.train()
     finally:

@@ -8,6 +8,7 @@ import pytest
 
 from checkpointing.catalog import Catalog
 from checkpointing.commit import SnapshotInfo, StagedFile, commit_snapshot
+from checkpointing.digest import digest_buffer
 from checkpointing.errors import CommitConflict, InvalidCheckpoint
 from checkpointing.storage import Storage, open_storage
 
@@ -20,7 +21,12 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 def commit(storage: Storage, step: int, attempt: int = 1, data: bytes = b"abc") -> None:
     info = SnapshotInfo("run", attempt, step, 2, step * 8)
-    commit_snapshot(storage, info, [StagedFile("a", memoryview(data)), StagedFile("b", memoryview(b""))])
+    files = [staged("a", data), staged("b", b"")]
+    commit_snapshot(storage, info, files)
+
+
+def staged(name: str, data: bytes) -> StagedFile:
+    return StagedFile(name, [memoryview(data)], lambda: digest_buffer(data))
 
 
 def test_an_empty_place_has_no_checkpoints(storage: Storage) -> None:
@@ -39,7 +45,7 @@ def test_commit_then_read(storage: Storage) -> None:
 
 def test_nothing_is_visible_before_commit_or_after_abort(storage: Storage) -> None:
     transaction = storage.begin(7, 1)
-    transaction.write("a", memoryview(b"x"))
+    transaction.write("a", [memoryview(b"x")])
     assert storage.steps() == []
     transaction.abort()
     transaction.abort()
@@ -48,7 +54,7 @@ def test_nothing_is_visible_before_commit_or_after_abort(storage: Storage) -> No
 
 def test_what_a_dead_writer_left_is_swept(storage: Storage) -> None:
     commit(storage, 5)
-    storage.begin(7, 1).write("a", memoryview(b"x"))
+    storage.begin(7, 1).write("a", [memoryview(b"x")])
     assert len(storage.sweep()) == 1
     assert storage.steps() == [5] and storage.sweep() == []
 

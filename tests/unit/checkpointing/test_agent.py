@@ -12,7 +12,8 @@ import pytest
 
 from checkpointing import protocol
 from checkpointing.catalog import Catalog
-from checkpointing.client import AgentClient, AgentProcess
+from checkpointing.client import AgentClient, AgentProcess, Refusal
+from checkpointing.digest import digest_buffer
 from checkpointing.errors import AgentUnavailable
 from checkpointing.storage import LocalStorage
 
@@ -28,14 +29,19 @@ def rank(agent: AgentProcess, local_rank: int = 0, world: int = 1, attempt: int 
     return AgentClient(agent.socket_path, attempt, local_rank, local_rank, world)
 
 
-def stage(client: AgentClient, step: int, data: bytes = b"state", wait: bool = False) -> bool:
+def stage(client: AgentClient, step: int, data: bytes = b"state", wait: bool = False, commit: bool = True) -> bool:
     arena = client.acquire(step, len(data), wait=wait)
-    if arena is None:
+    if isinstance(arena, Refusal):
         return False
     number, buffer = arena
     buffer[: len(data)] = data
-    client.staged(number, [("file", 0, len(data))], 1, step * 4, 2)
+    client.staged(step, number, [("file", 0, len(data))], 1, step * 4, 2, commit=commit)
     return True
+
+
+def got(acquired: tuple[int, memoryview] | Refusal) -> tuple[int, memoryview]:
+    assert not isinstance(acquired, Refusal)
+    return acquired
 
 
 def committed(tmp_path: Path) -> list[int]:
@@ -57,10 +63,10 @@ def test_commit_verify_and_retention(agent: AgentProcess, tmp_path: Path) -> Non
 def test_a_snapshot_is_committed_only_when_every_rank_has_copied(agent: AgentProcess, tmp_path: Path) -> None:
     first, second = rank(agent, 0, 2), rank(agent, 1, 2)
     assert stage(first, 1)
-    number, _ = second.acquire(1, 0, wait=False) or (-1, None)
+    number, _ = got(second.acquire(1, 0, wait=False))
     time.sleep(0.2)
     assert committed(tmp_path) == []
-    second.staged(number, [], 2, 0, None)
+    second.staged(1, number, [], 2, 0, None)
     assert first.wait(1) is None
     assert committed(tmp_path) == [1]
 
@@ -149,9 +155,9 @@ def test_an_unusable_location_is_told(tmp_path: Path) -> None:
 def test_a_growing_log_history_does_not_make_new_arenas(agent: AgentProcess) -> None:
     client = rank(agent)
     for step in range(1, 30):
-        number, _ = client.acquire(step, 1_000_000 + step * 20_000, wait=True) or (-1, None)
+        number, _ = got(client.acquire(step, 1_000_000 + step * 20_000, wait=True))
         assert number in (0, 1)
-        client.staged(number, [("file", 0, 1_000_000)], 1, step, 1)
+        client.staged(step, number, [("file", 0, 1_000_000)], 1, step, 1)
         assert client.wait(step) is None
 
 
@@ -161,3 +167,76 @@ def test_a_larger_state_gets_a_larger_arena_and_the_old_one_is_unmapped(agent: A
         assert stage(client, step, bytes(nbytes), wait=True)
         assert client.wait(step) is None
     assert len(client._arenas) <= 2
+
+
+def test_a_snapshot_in_memory_is_offered_to_the_next_attempt_and_committed_for_the_dead_one(
+    agent: AgentProcess, tmp_path: Path
+) -> None:
+    monitor = protocol.connect(agent.socket_path)
+    protocol.send(monitor, {"do": "hello", "role": "monitor"})
+    protocol.receive(monitor)
+    first = rank(agent)
+    assert stage(first, 10, b"on disk") and first.wait(10) is None
+    assert stage(first, 15, b"memory only", commit=False)
+    first.close()
+    protocol.send(monitor, {"do": "end_attempt"})
+    second = rank(agent, attempt=2)
+    offered = {snapshot.info.step: snapshot for snapshot in second.offer()}
+    assert sorted(offered) == [10, 15]
+    newest = offered[15]
+    assert bytes(newest.files["file"]) == b"memory only"
+    assert newest.digests["file"] == digest_buffer(b"memory only")
+    assert (newest.info.attempt, newest.info.samples_consumed) == (1, 60)
+    events = []
+    while "committed" not in [event.get("event") for event in events if event.get("step") == 15]:
+        events.append(protocol.receive(monitor)[0])
+    assert Catalog(LocalStorage(tmp_path / "checkpoints")).verify(15).attempt == 1
+
+
+def test_the_newest_whole_snapshot_is_never_overwritten_while_the_next_is_made(agent: AgentProcess) -> None:
+    client, peer = rank(agent, 0, 2), rank(agent, 1, 2)
+
+    def both(step: int) -> None:
+        assert stage(client, step, commit=False)
+        number, _ = got(peer.acquire(step, 0, wait=False))
+        peer.staged(step, number, [], 2, 0, None)
+
+    for step in range(1, 8):
+        both(step)
+        assert max(snapshot.info.step for snapshot in peer.offer()) == step
+    assert stage(client, 8, commit=False)  # the peer dies in mid-copy
+    assert [snapshot.info.step for snapshot in peer.offer()] == [7]
+
+
+def test_a_damaged_snapshot_is_neither_offered_nor_published(agent: AgentProcess, tmp_path: Path) -> None:
+    client = rank(agent)
+    assert stage(client, 1, commit=False)
+    client.discard(1, "it differs")
+    assert client.offer() == []
+    client.close()
+    agent.close(10)
+    assert committed(tmp_path) == []
+
+
+@pytest.mark.parametrize(("limit", "arenas"), [(30_000_000, 2), (20_000_000, 1), (1_000_000, 0)])
+def test_the_memory_limit_is_kept_and_its_effect_is_told(limit: int, arenas: int, tmp_path: Path) -> None:
+    agent = AgentProcess.start(str(tmp_path / "checkpoints"), "run", memory_limit=limit)
+    monitor = protocol.connect(agent.socket_path)
+    protocol.send(monitor, {"do": "hello", "role": "monitor"})
+    protocol.receive(monitor)
+    client = rank(agent)
+    acquired = client.acquire(1, 8_000_000, wait=True)
+    if arenas == 0:
+        assert acquired is Refusal.NO_MEMORY
+    else:
+        number, _ = got(acquired)
+        client.staged(1, number, [("file", 0, 8_000_000)], 1, 1, None)
+        assert client.wait(1) is None
+    if arenas < 2:
+        event, _ = protocol.receive(monitor)
+        assert (event["event"], event["arenas"]) == ("memory_short", arenas)
+        assert "checkpoint.memory_limit" in event["reason"]
+    status = Path(f"/proc/{agent.process.pid}/smaps").read_text()
+    assert status.count("memfd:checkpoint-arena") == arenas
+    monitor.close()
+    agent.close(10)

@@ -1,0 +1,318 @@
+"""Makes snapshots: lays a step's state out, compares replicas, copies this rank's share, hands over to the agent."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import mmap
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checkpointing import snapshot
+from checkpointing.arena import SharedMemory
+from checkpointing.cadence import CostModel
+from checkpointing.client import AgentClient, Refusal
+from checkpointing.commit import SnapshotInfo, StagedFile, commit_snapshot
+from checkpointing.digest import RunningDigest
+from checkpointing.errors import CheckpointError, ReplicasDrifted
+from checkpointing.restore import MODEL_NAME, OPTIMIZER_NAME
+from checkpointing.snapshot import FileImage, TorchFileLayout, blob_image, safetensors_image
+from checkpointing.staging import Copy, Stager
+from checkpointing.storage import Storage
+from checkpointing.tracked import State, Tracked
+
+logger = logging.getLogger("checkpointing")
+
+# A small file of a rank: its bytes, or what makes them beside training.
+SmallFile = bytes | Callable[[], bytes]
+
+_WINDOW_BYTES = 32 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the others. `group`: gloo, used by the copying thread alone; None for one process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    group: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `Snapshotter.take` is asked for; see `CheckpointManager.save`."""
+
+    step: int
+    samples_consumed: int
+    own_files: Mapping[str, SmallFile]
+    shared_files: Mapping[str, SmallFile]
+    keep_last: int | None
+    wait: bool
+    commit: bool
+
+
+@dataclass
+class _Pending:
+    """The snapshot that is not settled yet, and what has become of it."""
+
+    request: Request
+    overlapped: bool
+    has_outcome: bool = True
+    cost_known: bool = False
+
+
+class Snapshotter:
+    """One per rank; methods are called by the training thread.
+
+    Attributes:
+        costs: what snapshots cost here.
+        last_step: newest step of which a snapshot was asked for and not refused; -1 before the first.
+        committing_step: newest step that the agent was asked to commit.
+        direct_error: why the last commit without an arena failed.
+    """
+
+    def __init__(
+        self,
+        client: AgentClient,
+        storage: Storage,
+        ranks: Ranks,
+        *,
+        overlap: bool | None,
+        check_replicas: bool,
+    ) -> None:
+        self._client, self._storage, self._ranks = client, storage, ranks
+        self._overlap, self._check_replicas = overlap, check_replicas
+        self._layouts: dict[str, TorchFileLayout] = {}
+        self._stager = Stager(on_gate=self._note_gate)
+        self._pending: _Pending | None = None
+        # Something changes the state outside the optimizer: never copy beside training again.
+        self._torn = False
+        self._step_at = self._gate_at = 0.0
+        self.costs = CostModel()
+        self.last_step = -1
+        self.committing_step: int | None = None
+        self.direct_error: str | None = None
+
+    def reserve(self, nbytes: int) -> None:
+        """Beside the first step: memory, its page faults and its pinning are paid before the first snapshot."""
+
+        def work(copy: Copy) -> None:
+            copy.copied()
+            self._client.reserve(nbytes)
+
+        self.settle()
+        self._stager.submit(work)
+
+    def take(self, tracked: Tracked, request: Request, static_files: Mapping[str, bytes]) -> None:
+        """Snapshot the tracked state; returns when training may go on."""
+        began = time.perf_counter()
+        self.settle()
+        overlapped = self.costs.overlap if self._overlap is None else self._overlap
+        overlapped = overlapped and not self._torn and tracked.has_gate
+        pending = self._pending = _Pending(request, overlapped)
+        state = tracked.capture()
+        parameters = {name for name, _ in tracked.model.named_parameters(remove_duplicate=False)}
+        copy = self._stager.submit(
+            functools.partial(self._make, pending, state, frozenset(parameters), dict(static_files))
+        )
+        self.last_step = request.step
+        if not overlapped:
+            copy.enqueued.wait()
+        elif state.states:
+            copy.volatile.wait()
+        self._step_at = time.perf_counter()
+        copy.blocked_s += self._step_at - began
+
+    def settle(self) -> None:
+        """Wait until the last snapshot is handed over.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        pending, self._pending = self._pending, None
+        self._stager.settle()
+        if pending is None:
+            return
+        if not pending.has_outcome:
+            self.last_step = -1
+        elif pending.request.commit:
+            self.committing_step = pending.request.step
+
+    def end_of_step(self) -> None:
+        """A step has ended: learn from it what snapshots cost."""
+        compute_s = max(self._gate_at - self._step_at, 0.0)
+        self._gate_at, self._step_at = 0.0, time.perf_counter()
+        pending, copy = self._pending, self._stager.current
+        if pending is None or pending.cost_known or copy is None:
+            self.costs.plain_step(compute_s)
+            return
+        pending.cost_known = True
+        if not pending.has_outcome or not compute_s or not copy.enqueued.is_set():
+            return
+        cost = self.costs.snapshot(
+            blocked_s=copy.blocked_s, compute_s=compute_s, copy_s=copy.copied_s, overlapped=pending.overlapped
+        )
+        if self._ranks.rank == 0:
+            self._client.announce(
+                {
+                    "event": "snapshot_cost",
+                    "step": pending.request.step,
+                    "blocked_s": round(copy.blocked_s, 5),
+                    "copy_s": round(copy.copied_s, 5),
+                    "cost_s": round(cost, 5),
+                    "overlapped": pending.overlapped,
+                }
+            )
+
+    def close(self) -> None:
+        """End the copying thread; the last snapshot must be settled."""
+        self._stager.close()
+
+    def _note_gate(self) -> None:
+        """An optimizer is about to step: forward and backward are done."""
+        if not self._gate_at:
+            self._gate_at = time.perf_counter()
+
+    # -- in the copying thread -----------------------------------------------------------------------------------
+
+    def _make(
+        self,
+        pending: _Pending,
+        state: State,
+        parameters: frozenset[str],
+        static_files: dict[str, bytes],
+        copy: Copy,
+    ) -> None:
+        cpu_began, wall_began = time.thread_time(), time.perf_counter()
+        request, ranks = pending.request, self._ranks
+        # Foreign state first: the training thread waits for it.
+        images = [self._layout(f"{name}.pt").image(value) for name, value in state.states.items()]
+        num_foreign = len(images)
+        images.append(safetensors_image(MODEL_NAME, state.model))
+        images.append(self._layout(OPTIMIZER_NAME).image(state.optimizer))
+        small = {**static_files, **state.small, **_made(request.shared_files), **self._gather(_made(request.own_files))}
+        if ranks.local_rank == 0:
+            images += [blob_image(name, data) for name, data in small.items()]
+        placed, nbytes = snapshot.place(images)
+        if ranks.group is not None and self._check_replicas:
+            replicated = {name: tensor for name, tensor in state.model.items() if name in parameters}
+            self._compare_replicas(request.step, replicated, images[num_foreign + 1])
+        acquired = self._client.acquire(request.step, nbytes, wait=request.wait)
+        if isinstance(acquired, Refusal):
+            pending.has_outcome = False
+            if acquired is Refusal.NO_MEMORY and request.commit and ranks.rank == 0:
+                self._commit_directly(pending, images)
+            copy.copied()
+            return
+        number, buffer = acquired
+        for part in (placed[:num_foreign], placed[num_foreign:]):
+            snapshot.copy_tensors(part, buffer, ranks.local_rank, ranks.local_world_size)
+            copy.volatile_done()
+        changed = state.changed()
+        copy.copied_s = time.thread_time() - cpu_began if copy.ready is None else time.perf_counter() - wall_began
+        copy.copied()
+        if changed and pending.overlapped:
+            self._torn = True
+            pending.has_outcome = False
+            reason = (
+                f"{changed} tensors were changed in place between the snapshot and the next optimizer step; from now "
+                "on training waits for the copy"
+            )
+            logger.warning("the snapshot of step %d is dropped: %s", request.step, reason)
+            self._client.abandon(request.step, number, reason)
+            return
+        if ranks.local_rank == 0:
+            snapshot.copy_literals(placed, buffer)
+        self._client.staged(
+            request.step,
+            number,
+            [(file.image.name, file.offset, file.image.nbytes) for file in placed],
+            ranks.world_size,
+            request.samples_consumed,
+            request.keep_last,
+            commit=request.commit,
+        )
+
+    def _layout(self, name: str) -> TorchFileLayout:
+        return self._layouts.setdefault(name, TorchFileLayout(name))
+
+    def _gather(self, own: dict[str, bytes]) -> dict[str, bytes]:
+        """All ranks' own files."""
+        if self._ranks.group is None:
+            return own
+        everyone: list[Any] = [None] * self._ranks.world_size
+        dist.all_gather_object(everyone, own, group=self._ranks.group)
+        return {name: data for files in everyone for name, data in files.items()}
+
+    def _compare_replicas(self, step: int, parameters: Mapping[str, torch.Tensor], optimizer: FileImage) -> None:
+        """All ranks together.
+
+        Raises:
+            ReplicasDrifted: they do not hold equal state.
+        """
+        names = [*parameters, *(f"the optimizer's state (byte {offset})" for offset, _ in optimizer.tensors)]
+        flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in parameters.values()]
+        mine = snapshot.fingerprint([*flat, *(tensor for _, tensor in optimizer.tensors)])
+        extremes = torch.stack([mine, -mine])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._ranks.group)
+        differing = (extremes[0] != -extremes[1]).nonzero().flatten().tolist()
+        if differing:
+            raise ReplicasDrifted(
+                f"step {step}: the ranks hold different values in {len(differing)} of {len(names)} tensors, first in "
+                f"{names[differing[0]]}. No checkpoint is made of this state; go on from the one before. If it happens "
+                "again, look for code that changes parameters on one rank only, or for faulty memory."
+            )
+
+    def _commit_directly(self, pending: _Pending, images: Sequence[FileImage]) -> None:
+        """Without memory for a snapshot rank 0 writes the files itself, while the optimizer waits."""
+        began, request, client = time.monotonic(), pending.request, self._client
+        info = SnapshotInfo(
+            client.run_id, client.attempt, request.step, self._ranks.world_size, request.samples_consumed
+        )
+        window = memoryview(mmap.mmap(-1, _WINDOW_BYTES))
+        files = []
+        for image in images:
+            digest = RunningDigest()
+            files.append(StagedFile(image.name, _digesting(snapshot.pieces(image, window), digest), digest.result))
+        try:
+            manifest = commit_snapshot(self._storage, info, files)
+        except CheckpointError as error:
+            self.direct_error = str(error)
+            client.announce({"event": "commit_failed", "step": request.step, "error": str(error)})
+            return
+        self.direct_error = None
+        duration = round(time.monotonic() - began, 4)
+        event = {"event": "committed", "step": request.step, "nbytes": manifest.total_bytes}
+        client.announce({**event, "duration_s": duration, "cpu_s": duration})
+        client.prune(request.keep_last)
+
+
+def pin(memory: SharedMemory) -> None:
+    """Register an arena with CUDA, where that is in use, so that copies into it run beside everything else."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return
+    if torch.cuda.cudart().cudaHostRegister(memory.address, memory.nbytes, 0) != 0:
+        logger.warning("the arena could not be pinned; copies from the GPU will be slower (see `ulimit -l`)")
+
+
+def unpin(memory: SharedMemory) -> None:
+    """Undo `pin`, before the memory goes."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.cudart().cudaHostUnregister(memory.address)
+
+
+def _made(files: Mapping[str, SmallFile]) -> dict[str, bytes]:
+    return {name: data if isinstance(data, bytes) else data() for name, data in files.items()}
+
+
+def _digesting(pieces: Iterator[memoryview], digest: RunningDigest) -> Iterator[memoryview]:
+    for piece in pieces:
+        digest.update(piece)
+        yield piece

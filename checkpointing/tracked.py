@@ -1,0 +1,150 @@
+"""What a run saves and restores: model, optimizer, scheduler, scaler, and further objects of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from checkpointing import snapshot
+from checkpointing.errors import CheckpointError
+from checkpointing.restore import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, RestorePoint
+from checkpointing.snapshot import tensors_in, torch_bytes
+
+# Buffers above this are too large to be cloned for every snapshot; their version counters guard them instead.
+_CLONE_BYTES = 64 * 1024 * 1024
+_SMALL_TENSOR_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of one step, by reference: valid until an optimizer steps.
+
+    Attributes:
+        model: state dict; buffers are clones.
+        optimizer, states: state dicts, in containers of their own.
+        small: scheduler and scaler, by file name.
+        versions: version counter of every tensor that only an optimizer may change.
+    """
+
+    model: dict[str, torch.Tensor]
+    optimizer: Any
+    states: dict[str, Any]
+    small: dict[str, bytes]
+    versions: list[tuple[torch.Tensor, int]]
+
+    def changed(self) -> int:
+        """How many tensors were changed in place since, by something else than an optimizer that passed the gate."""
+        return sum(tensor._version != version for tensor, version in self.versions)
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """See `CheckpointManager.track`."""
+
+    model: torch.nn.Module
+    optimizer: Any
+    scheduler: Any = None
+    scaler: Any = None
+    states: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.states:
+            if not name.isidentifier() or name in ("optimizer", "scheduler", "scaler", "rng_state"):
+                raise ValueError(f"states: the name {name!r} is not allowed; use another identifier")
+
+    @property
+    def torch_optimizer(self) -> Any:
+        """The optimizer inside accelerate's wrapper."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    @property
+    def on_gpu(self) -> bool:
+        return any(parameter.is_cuda for parameter in self.model.parameters())
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether torch tells us before the optimizer changes the state."""
+        return isinstance(self.torch_optimizer, torch.optim.Optimizer)
+
+    def capture(self) -> State:
+        """In the training thread, as quick as can be: references to large state, copies of small."""
+        small = {}
+        if self.scheduler is not None:
+            small[SCHEDULER_NAME] = torch_bytes(self.scheduler.state_dict())
+        if self.scaler is not None:
+            small[SCALER_NAME] = torch_bytes(self.scaler.state_dict())
+        live = self.model.state_dict(keep_vars=True)
+        model = {name: value.detach() for name, value in live.items()}
+        # Parameters are what only an optimizer changes; everything else may change at any moment.
+        buffers = {name: value for name, value in live.items() if not isinstance(value, torch.nn.Parameter)}
+        if sum(value.nbytes for value in buffers.values()) <= _CLONE_BYTES:
+            clones: dict[int, torch.Tensor] = {}
+            for name, value in buffers.items():
+                model[name] = clones.setdefault(id(value), value.detach().clone())
+        optimizer = snapshot.freeze(self.optimizer.state_dict())
+        if self.on_gpu:
+            # The host does not wait at the gate, so what the optimizer changes on the host is copied now.
+            optimizer = _clone_small_cpu_tensors(optimizer)
+        guarded = [*model.values(), *tensors_in(optimizer)]
+        return State(
+            model=model,
+            optimizer=optimizer,
+            states={name: snapshot.freeze(stateful.state_dict()) for name, stateful in self.states.items()},
+            small=small,
+            versions=[(tensor, tensor._version) for tensor in guarded],
+        )
+
+    def expected_bytes(self) -> int:
+        """What a snapshot will take, as far as it can be known before the first optimizer step."""
+        parameters = list(self.model.parameters())
+        model = sum(value.nbytes for value in [*parameters, *self.model.buffers()])
+        optimizer = self.torch_optimizer
+        state = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors_in(optimizer.state_dict())}.values())
+        if not state:
+            defaults = getattr(optimizer, "defaults", {})
+            moments = 2 + bool(defaults.get("amsgrad")) if "betas" in defaults else int(bool(defaults.get("momentum")))
+            state = moments * sum(value.nbytes for value in parameters if value.requires_grad)
+        return int(model + state)
+
+    def restore_model(self, point: RestorePoint) -> None:
+        """Load the weights.
+
+        Raises:
+            CheckpointError: the checkpoint is of another model.
+        """
+        try:
+            self.model.load_state_dict(point.model_state(), strict=True)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{point.place} does not fit this model: {error}. Use the model that wrote it, or another output_dir."
+            ) from None
+
+    def restore_optimizer(self, point: RestorePoint) -> None:
+        """Load the state of optimizer, scheduler, scaler, and of the further `states`."""
+        self.optimizer.load_state_dict(point.torch_object(OPTIMIZER_NAME))
+        if not point.private:
+            # What stayed on the CPU is still a view of the checkpoint, which is not ours to change.
+            for state in self.torch_optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                        state[name] = value.clone()
+        for name, stateful in self.states.items():
+            if point.has(f"{name}.pt"):
+                stateful.load_state_dict(point.torch_object(f"{name}.pt"))
+        if self.scheduler is not None and point.has(SCHEDULER_NAME):
+            self.scheduler.load_state_dict(point.torch_object(SCHEDULER_NAME))
+        if self.scaler is not None and point.has(SCALER_NAME):
+            self.scaler.load_state_dict(point.torch_object(SCALER_NAME))
+
+
+def _clone_small_cpu_tensors(obj: Any) -> Any:
+    if isinstance(obj, torch.Tensor):
+        return obj.clone() if obj.device.type == "cpu" and obj.nbytes <= _SMALL_TENSOR_BYTES else obj
+    if isinstance(obj, dict):
+        return {key: _clone_small_cpu_tensors(value) for key, value in obj.items()}
+    if isinstance(obj, (list, tuple)):
+        return type(obj)(_clone_small_cpu_tensors(value) for value in obj)
+    return obj

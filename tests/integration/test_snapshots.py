@@ -1,0 +1,353 @@
+"""Snapshots beside training: never torn, never in the way, and what a dead attempt left in memory is used."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from integration.support import Run, loss_curve, state_hash
+from integration.test_scripts import script
+
+NUM_SNAPSHOTS = 1000
+
+TORN = """
+import hashlib, json, sys, torch
+from checkpointing import CheckpointManager
+from torch.optim.swa_utils import AveragedModel
+
+folder, count, overlap = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "beside"
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = torch.nn.Sequential(torch.nn.Linear(100, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 100))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=FUSED)
+average = AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True)
+manager = CheckpointManager(
+    folder, model=model, optimizer=optimizer, states={"average": average}, snapshot_steps=None, overlap=overlap)
+manager.resume()
+
+def digest():
+    value = hashlib.sha256()
+    states = {**model.state_dict(), **{"average." + k: v for k, v in average.state_dict().items()}}
+    for index, state in enumerate(optimizer.state.values()):
+        states.update({f"{index}.{name}": tensor for name, tensor in state.items()})
+    for name, tensor in sorted(states.items()):
+        value.update(name.encode() + tensor.detach().contiguous().numpy().tobytes())
+    return value.hexdigest()
+
+for parameter in model.parameters():
+    parameter.grad = torch.randn_like(parameter)
+expected = {}
+for step in range(1, count + 1):
+    optimizer.step()
+    expected[step] = digest()
+    manager.end_of_step(step)
+    manager.save(step, step, wait=True)
+    # Everything that may legally change before the next optimizer step does, at once.
+    average.update_parameters(model)
+    with torch.no_grad():
+        model(torch.randn(4, 100))
+manager.close()
+json.dump(expected, open(folder + "/expected.json", "w"))
+"""
+
+READ_BACK = """
+import hashlib, json, sys, torch
+from safetensors.torch import load_file
+
+folder = sys.argv[1]
+expected = json.load(open(folder + "/expected.json"))
+wrong = []
+for step, digest in expected.items():
+    place = f"{folder}/checkpoint-{step}"
+    value = hashlib.sha256()
+    states = load_file(place + "/model.safetensors")
+    average = torch.load(place + "/average.pt", weights_only=True)
+    states.update({"average." + name: tensor for name, tensor in average.items()})
+    for index, state in torch.load(place + "/optimizer.pt", weights_only=True)["state"].items():
+        states.update({f"{index}.{name}": tensor for name, tensor in state.items()})
+    for name, tensor in sorted(states.items()):
+        value.update(name.encode() + tensor.contiguous().numpy().tobytes())
+    if value.hexdigest() != digest:
+        wrong.append(step)
+print(len(expected), "checked")
+assert not wrong, f"{len(wrong)} of {len(expected)} checkpoints are not the state of one step: {wrong[:10]}"
+"""
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_no_snapshot_is_ever_torn(fused: bool, tmp_path: Path) -> None:
+    """The state changes as fast as it can; every checkpoint equals a synchronous copy of exactly its step."""
+    for name, text in (("write.py", TORN.replace("FUSED", str(fused))), ("read.py", READ_BACK)):
+        (tmp_path / name).write_text(text)
+    folder = str(tmp_path / "checkpoints")
+    arguments = [folder, str(NUM_SNAPSHOTS // 2), "beside"]
+    subprocess.run([sys.executable, str(tmp_path / "write.py"), *arguments], check=True, timeout=300)
+    result = subprocess.run(
+        [sys.executable, str(tmp_path / "read.py"), folder], capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == f"{NUM_SNAPSHOTS // 2} checked"
+
+
+def snapshotting_script(folder: Path, prelude: str = "", options: str = "snapshot_steps=1") -> list[str]:
+    """The plain script, with snapshots in memory and a commit at every 10th step."""
+    lines = script(folder)
+    path = Path(lines[0])
+    text = path.read_text().replace("train_dataset=rows))", f"train_dataset=rows), {options})")
+    path.write_text(prelude + text)
+    return lines
+
+
+def kill_all_ranks(run: Run) -> None:
+    pids = [run.rank_pid(rank) for rank in (0, 1)]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("untouched")
+    run = Run(folder / "run", script=snapshotting_script(folder)).start()
+    assert run.finish() == 0, run.output
+    return run
+
+
+def assert_same_result(run: Run, untouched: Run) -> None:
+    assert state_hash(run.checkpoint(60)) == state_hash(untouched.checkpoint(60))
+    assert loss_curve(run.checkpoint(60)) == loss_curve(untouched.checkpoint(60))
+
+
+def test_killed_between_copy_and_write_goes_on_from_memory(tmp_path: Path, untouched: Run) -> None:
+    """Every step is held in memory, every tenth is written: a death at any other loses nothing."""
+    run = Run(tmp_path / "run", script=snapshotting_script(tmp_path)).start()
+    while not any(event["step"] == 25 for event in run.events("snapshot")):
+        time.sleep(0.005)
+    kill_all_ranks(run)
+    assert run.finish() == 0, run.output
+    resumed = run.events("resumed")
+    assert len(resumed) == 1 and resumed[0]["from"] == "memory" and resumed[0]["step"] >= 25
+    assert max(e["step"] for e in run.events("snapshot") if e["attempt"] == 1) == resumed[0]["step"]
+    # The agent has made a checkpoint of it too.
+    assert resumed[0]["step"] in [event["step"] for event in run.events("committed")]
+    assert "held in memory" in run.output
+    assert_same_result(run, untouched)
+    assert not run.leftovers()
+
+
+STUCK_COPY = """
+import os, time
+import checkpointing.snapshotter as snapshotter
+copy_tensors, calls = snapshotter.snapshot.copy_tensors, []
+def stuck(placed, *arguments):
+    # In attempt 1, the copy of step 25 never ends: half of the bytes are there.
+    if os.environ["CHECKPOINT_ATTEMPT"] == "1" and placed:
+        calls.append(1)
+        if len(calls) == 25:
+            copy_tensors(placed[: len(placed) // 2], *arguments)
+            open({marker!r} + os.environ["RANK"], "w").close()
+            time.sleep(600)
+    copy_tensors(placed, *arguments)
+snapshotter.snapshot.copy_tensors = stuck
+"""
+
+
+def test_killed_during_the_copy_goes_on_from_the_snapshot_before(tmp_path: Path, untouched: Run) -> None:
+    marker = str(tmp_path / "stuck-")
+    run = Run(tmp_path / "run", script=snapshotting_script(tmp_path, STUCK_COPY.format(marker=marker))).start()
+    while not all(Path(marker + str(rank)).exists() for rank in (0, 1)):
+        assert run.process is not None and run.process.poll() is None, run._dead()
+        time.sleep(0.01)
+    kill_all_ranks(run)
+    assert run.finish() == 0, run.output
+    resumed = run.events("resumed")
+    assert [(event["from"], event["step"]) for event in resumed] == [("memory", 24)]
+    assert any(event["step"] == 25 for event in run.events("snapshot_dropped"))
+    assert_same_result(run, untouched)
+
+
+def test_a_dead_agent_takes_its_memory_along_and_storage_is_read(tmp_path: Path, untouched: Run) -> None:
+    run = Run(tmp_path / "run", script=snapshotting_script(tmp_path)).start()
+    while not any(event["step"] == 25 for event in run.events("snapshot")):
+        time.sleep(0.005)
+    os.kill(run.agent_pid(), signal.SIGKILL)
+    assert run.finish() == 0, run.output
+    assert [event["from"] for event in run.events("resumed")] == ["storage"]
+    assert_same_result(run, untouched)
+
+
+FLIPPED_BIT = """
+import os
+import checkpointing.client as client
+offer = client.AgentClient.offer
+def flipped(self):
+    offered = offer(self)
+    for snapshot in offered:
+        snapshot.files["optimizer.pt"][4096] ^= 1
+    return offered
+if os.environ["RANK"] == "1":
+    client.AgentClient.offer = flipped
+"""
+
+
+def test_a_bit_that_flips_in_memory_is_seen_and_storage_is_read(tmp_path: Path, untouched: Run) -> None:
+    run = Run(tmp_path / "run", script=snapshotting_script(tmp_path, FLIPPED_BIT)).start()
+    while not any(event["step"] == 25 for event in run.events("snapshot")):
+        time.sleep(0.005)
+    kill_all_ranks(run)
+    assert run.finish() == 0, run.output
+    assert run.events("snapshot_damaged")
+    assert run.events("resumed")[-1]["from"] == "storage"
+    assert_same_result(run, untouched)
+
+
+def test_too_little_memory_for_a_snapshot_writes_while_training_waits(tmp_path: Path, untouched: Run) -> None:
+    run = Run(tmp_path / "run", "--set", "checkpoint.memory_limit=100kB", script=snapshotting_script(tmp_path)).start()
+    while not run.events("committed"):
+        time.sleep(0.01)
+    kill_all_ranks(run)
+    assert run.finish() == 0, run.output
+    assert "memory for snapshots is short" in run.output
+    assert not run.events("snapshot")
+    assert [event["from"] for event in run.events("resumed")] == ["storage"]
+    assert_same_result(run, untouched)
+
+
+DRIFT = """
+import os
+from transformers import TrainerCallback
+import torch
+class Drift(TrainerCallback):
+    def on_step_end(self, args, state, control, model, **_):
+        if state.global_step == 25 and os.environ["RANK"] == "1" and os.environ["CHECKPOINT_ATTEMPT"] == "1":
+            with torch.no_grad():
+                next(iter(model.parameters())).view(-1)[3] += 1e-3
+"""
+
+
+def test_replicas_that_drift_apart_make_no_checkpoint(tmp_path: Path, untouched: Run) -> None:
+    lines = snapshotting_script(tmp_path, DRIFT, "snapshot_steps=None")
+    path = Path(lines[0])
+    path.write_text(
+        path.read_text().replace("trainer.add_callback(", "trainer.add_callback(Drift()); trainer.add_callback(")
+    )
+    run = Run(tmp_path / "run", script=lines).start()
+    assert run.finish() == 0, run.output
+    ends = run.events("attempt_ended")
+    assert len(ends) == 2 and "ReplicasDrifted" in ends[0]["cause"] and "embed_tokens" in ends[0]["cause"]
+    assert [(e["from"], e["step"]) for e in run.events("resumed")] == [("memory", 20)]
+    assert_same_result(run, untouched)
+
+
+CHANGES_STATE = """
+import torch
+from checkpointing import CheckpointManager
+model = torch.nn.Linear(1000, 1000)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+manager = CheckpointManager(FOLDER, model=model, optimizer=optimizer, snapshot_steps=None)
+for step in range(manager.resume(), 6):
+    model(torch.randn(2, 1000)).sum().backward()
+    optimizer.step()
+    manager.save(step + 1, step + 1, wait=True)
+    with torch.no_grad():
+        model.weight.mul_(0.5)  # behind the optimizer's back
+manager.close()
+"""
+
+
+def test_state_that_changes_behind_the_optimizers_back_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(CHANGES_STATE.replace("FOLDER", repr(str(tmp_path / "checkpoints"))))
+    result = subprocess.run(
+        [sys.executable, str(tmp_path / "train.py")], capture_output=True, text=True, timeout=100, check=True
+    )
+    committed = sorted(int(path.name.split("-")[1]) for path in (tmp_path / "checkpoints").glob("checkpoint-*"))
+    assert "changed in place" in result.stderr, "the race was not even met"
+    # The snapshots in question are dropped; from then on the copy blocks, and those are whole.
+    assert committed[-1] == 6 and len(committed) in range(3, 6)
+
+
+@contextlib.contextmanager
+def throttled(pid: int, bytes_per_s: int) -> Iterator[None]:
+    """Limit a process's writes to the disk under /tmp, by the kernel's own means."""
+    group = Path(f"/sys/fs/cgroup/blkio/checkpoint-test-{os.getpid()}")
+    try:
+        group.mkdir()
+        device = Path("/tmp").stat().st_dev
+        rule = f"{os.major(device)}:{os.minor(device)} {bytes_per_s}"
+        (group / "blkio.throttle.write_bps_device").write_text(rule)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        pytest.skip(f"no blkio cgroup here ({error})")
+    try:
+        (group / "cgroup.procs").write_text(str(pid))
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            (group.parent / "cgroup.procs").write_text(str(pid))
+        group.rmdir()
+
+
+SLOW_DISK = """
+import json, sys, time, torch
+from checkpointing import CheckpointManager
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)])
+optimizer = torch.optim.AdamW(model.parameters())
+saves = int(sys.argv[2])
+manager = CheckpointManager(sys.argv[1], model=model, optimizer=optimizer, snapshot_steps=None)
+manager.resume()
+print(json.dumps({"agent": manager._own_agent.process.pid}), flush=True)
+sys.stdin.readline()
+times = []
+for step in range(1, 161):
+    began = time.perf_counter()
+    model(torch.randn(512, 1024)).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    manager.end_of_step(step)
+    if saves and step % saves == 0:
+        manager.save(step, step)
+    times.append(time.perf_counter() - began)
+print(json.dumps(times), flush=True)
+"""
+
+
+def test_a_slow_disk_skips_snapshots_and_slows_no_step(tmp_path: Path) -> None:
+    """100 MB of state at 20 MB/s, a save every 4 steps, in turns with a run that never saves."""
+    (tmp_path / "train.py").write_text(SLOW_DISK)
+    medians: dict[int, list[float]] = {0: [], 4: []}
+    skipped = 0
+    for turn in range(3):
+        for saves in medians:
+            folder = tmp_path / f"{turn}-{saves}"
+            with subprocess.Popen(
+                [sys.executable, str(tmp_path / "train.py"), str(folder), str(saves)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            ) as process:
+                assert process.stdout is not None and process.stdin is not None
+                agent = json.loads(process.stdout.readline())["agent"]
+                with throttled(agent, 20_000_000):
+                    process.stdin.write("\n")
+                    process.stdin.flush()
+                    times = json.loads(process.stdout.readline())
+                    process.kill()
+                    os.kill(agent, signal.SIGKILL)
+            medians[saves].append(statistics.median(times))
+            steps = [int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*")]
+            if saves:
+                assert steps, "nothing was committed"
+                skipped += 160 // saves - len(steps)
+    assert skipped > 3 * 20
+    assert min(medians[4]) <= 1.05 * min(medians[0]), medians
