@@ -26,15 +26,22 @@ def round_up(nbytes: int, multiple: int = PAGE_BYTES) -> int:
 
 
 class SharedMemory:
-    """A mapped memfd. `buffer` is writable and lives until `close`."""
+    """A mapped memfd. `buffer` is writable and lives until `close`; pages are mapped at first use, or by `populate`."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.fd = fd
         self.nbytes = nbytes
         self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         self.buffer = memoryview(self._map)
+        self._populated = False
+
+    def populate(self) -> None:
+        """Map every page, writable: no page fault is left for the first snapshot."""
+        if self._populated:
+            return
+        self._populated = True
         # Through ctypes, which lets other threads run meanwhile.
-        if _libc.madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE) != 0:
+        if _libc.madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self.nbytes), _MADV_POPULATE_WRITE) != 0:
             # An older kernel: touch every page.
             sum(self.buffer[::PAGE_BYTES])
 
@@ -45,7 +52,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> SharedMemory:
-        """Allocate `nbytes` (rounded up to pages), faulted in: no page fault is left for the first snapshot.
+        """Allocate `nbytes`, rounded up to pages.
 
         Raises:
             OSError: the memory is not to be had.

@@ -51,7 +51,7 @@ class CostModel:
     """What snapshots cost training on this rank, from its own steps; decides whether copying beside training pays.
 
     Overlapping is the start. When it costs visibly more than the copy itself takes, blocking is tried, and the cheaper
-    of the two is kept.
+    of the two is kept; overlapping unless the difference stands out from that between plain steps.
     """
 
     def __init__(self) -> None:
@@ -85,11 +85,22 @@ class CostModel:
         if self._trying_blocking:
             if len(blocking) >= _TRIALS:
                 self._trying_blocking = False
-                self.overlap = statistics.median(overlapped) <= statistics.median(blocking)
+                self.overlap = statistics.median(overlapped) <= statistics.median(blocking) + self._noise_s()
         elif self.overlap and not blocking and len(overlapped) >= _TRIALS:
             limit = _SUSPICIOUS_RATIO * statistics.median(self._copies) + _NEGLIGIBLE_S
-            if statistics.median(overlapped) > limit:
+            if statistics.median(overlapped) > limit + self._noise_s():
                 self._trying_blocking, self.overlap = True, False
+
+    def _noise_s(self) -> float:
+        """By how much the median of a few trials may be off because steps differ anyway: two standard errors.
+
+        The standard error of a median of n normal values is 1.25 sigma/√n; sigma is 1.48 times the median deviation.
+        """
+        if len(self._plain) < 2:
+            return 0.0
+        usual = statistics.median(self._plain)
+        deviation = 1.48 * statistics.median(abs(step - usual) for step in self._plain)
+        return 2 * 1.25 * deviation / math.sqrt(_TRIALS)
 
 
 @dataclass(frozen=True)

@@ -162,6 +162,8 @@ class AgentClient:
         """Have arenas of this size made and mapped before the first snapshot needs them."""
         reply, fds = self._call({"do": "reserve", "nbytes": nbytes})
         self._attach(reply["arenas"], fds, set(reply["live"]))
+        for arena in self._arenas.values():
+            arena.populate()
 
     def acquire(self, step: int, nbytes: int, *, wait: bool) -> tuple[int, memoryview] | Refusal:
         """The arena of a step: its number and bytes; or why the step has none.
@@ -178,6 +180,7 @@ class AgentClient:
             return Refusal.NO_MEMORY
         number = int(reply["arena"])
         self._attach([number] if fds else [], fds, set(reply["live"]))
+        self._arenas[number].populate()
         return number, self._arenas[number].buffer
 
     def staged(

@@ -10,6 +10,7 @@ manager.close()
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -283,7 +284,8 @@ class CheckpointManager:
             return
         self._beat(Phase.SAVING, step)
         self._clock.done(time.monotonic(), commit=commit)
-        own = {**(files or {}), rng.file_name(self.rank, self.world_size): torch_bytes(rng.state(self.world_size))}
+        generators = functools.partial(torch_bytes, rng.state(self.world_size))
+        own = {**(files or {}), rng.file_name(self.rank, self.world_size): generators}
         request = Request(step, samples_consumed, own, shared_files or {}, self.keep_last, wait=wait, commit=commit)
         self._snapshotter.take(self._tracked, request, self.static_files)
         self._beat(Phase.TRAINING, step)

@@ -10,21 +10,21 @@ import io
 import json
 import logging
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.serialization import skip_data
 
 from checkpointing import rng
 from checkpointing.catalog import Catalog
 from checkpointing.client import AgentClient, OfferedSnapshot
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, NoValidCheckpoint
 from checkpointing.reading import MemoryFile, read_private, read_shared
-from checkpointing.snapshot import SAFETENSORS_DTYPES
+from checkpointing.snapshot import SAFETENSORS_DTYPES, storage_records
 from checkpointing.storage import Storage
 
 logger = logging.getLogger("checkpointing")
@@ -49,7 +49,8 @@ class RestorePoint:
         place: what it is called in messages.
         step, world_size, samples_consumed: the manifest's.
         from_memory: a snapshot, not a checkpoint.
-        private: the tensors are the reader's own; otherwise they must be copied before anything changes them.
+        private: the tensors of `torch_object` are the reader's own; otherwise, and those of `model_state` always, they
+            must be copied before anything changes them.
     """
 
     def __init__(
@@ -110,9 +111,11 @@ class RestorePoint:
         with torch.serialization.safe_globals(rng.SAFE_GLOBALS):
             if len(buffer) <= _SMALL_BYTES and name != OPTIMIZER_NAME:
                 return torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
-            with FakeTensorMode():
+            # Everything but the tensors' bytes; no memory is touched for those.
+            with skip_data():
                 skeleton = torch.load(io.BufferedReader(MemoryFile(buffer)), map_location="cpu", weights_only=True)
-        return _filled(skeleton, buffer, {})
+        records = storage_records(io.BufferedReader(MemoryFile(buffer)))
+        return _filled(skeleton, buffer, iter(records), {})
 
     def json(self, name: str) -> Any:
         return json.loads(bytes(self._files[name]))
@@ -233,7 +236,6 @@ def _read(
     storage: Storage, source: OfferedSnapshot | int, rank: int, world_size: int, private: bool
 ) -> tuple[RestorePoint | None, str | None]:
     own = {rng.file_name(rank, world_size), f"{LOOP_STATE_PREFIX}{rank}.json"}
-    read = read_private if private else read_shared
     path: Path | None = None
     try:
         if isinstance(source, int):
@@ -250,8 +252,10 @@ def _read(
         for name, (bytes_of, digest) in found.items():
             if name.startswith(_PER_RANK_PREFIXES) and name not in own:
                 continue
+            # A model is copied into its parameters anyway, and what lies in memory need not be read ahead.
+            in_place = not private or (name == MODEL_NAME and isinstance(bytes_of, memoryview))
             try:
-                files[name], actual = read(bytes_of)
+                files[name], actual = (read_shared if in_place else read_private)(bytes_of)
             except OSError as error:
                 raise InvalidCheckpoint(place, f"{name} cannot be read ({error.strerror})") from None
             if actual != digest:
@@ -285,20 +289,25 @@ def _tensor(buffer: memoryview, offset: int, nbytes: int, dtype: torch.dtype) ->
     return torch.frombuffer(buffer, dtype=dtype, offset=offset, count=nbytes // dtype.itemsize)
 
 
-def _filled(obj: Any, buffer: memoryview, storages: dict[int, torch.Tensor]) -> Any:
-    """The object with its fake tensors replaced by real ones over the file's bytes; shared storages stay shared."""
+def _filled(
+    obj: Any, buffer: memoryview, records: Iterator[tuple[int, int]], storages: dict[int, torch.UntypedStorage]
+) -> Any:
+    """The object with its tensors over the file's bytes; shared storages stay shared.
+
+    Args:
+        records: of the storages that are not in `storages` yet, in order.
+        storages: the file's, by the identity of the one to be replaced.
+    """
     if isinstance(obj, torch.Tensor):
-        fake = obj.untyped_storage()
-        offset = fake._checkpoint_offset or 0
-        if offset not in storages:
-            storages[offset] = _tensor(buffer, offset, fake.nbytes(), torch.uint8)
-        tensor = torch.empty(0, dtype=obj.dtype).set_(
-            storages[offset].untyped_storage(), obj.storage_offset(), obj.size(), obj.stride()
-        )
+        key = obj.untyped_storage()._cdata
+        if key not in storages:
+            offset, nbytes = next(records)
+            storages[key] = _tensor(buffer, offset, nbytes, torch.uint8).untyped_storage()
+        tensor = torch.empty(0, dtype=obj.dtype).set_(storages[key], obj.storage_offset(), obj.size(), obj.stride())
         return tensor.requires_grad_(obj.requires_grad)
     if isinstance(obj, dict):
-        filled = {key: _filled(value, buffer, storages) for key, value in obj.items()}
+        filled = {key: _filled(value, buffer, records, storages) for key, value in obj.items()}
         return filled if type(obj) is dict else type(obj)(filled)
     if isinstance(obj, (list, tuple)):
-        return type(obj)(_filled(value, buffer, storages) for value in obj)
+        return type(obj)(_filled(value, buffer, records, storages) for value in obj)
     return obj

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import get_crc32_options, set_crc32_options, skip_data
 
 from checkpointing.arena import PAGE_BYTES, round_up
@@ -111,14 +110,20 @@ def safetensors_image(name: str, state: Mapping[str, torch.Tensor]) -> FileImage
 class TorchFileLayout:
     """Makes images of a `torch.save` file without its data passing through Python.
 
-    `torch.save` under `skip_data` writes everything but the tensors' bytes, as a sparse file; loading that under
-    `FakeTensorMode` tells where each storage's bytes belong. The offsets are found once and kept while they fit.
+    `torch.save` under `skip_data` writes everything but the tensors' bytes, as a sparse file. Its records `data/0`,
+    `data/1`, ... are the storages in the order in which pickling meets them. Their offsets are found once and kept
+    while they fit.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._signature: tuple[int, tuple[int, ...]] | None = None
         self._offsets: list[int] = []
+
+    @staticmethod
+    def warm_up() -> None:
+        """Pay once for what torch loads at the first use."""
+        TorchFileLayout("").image({"": torch.zeros(1)})
 
     def image(self, obj: object) -> FileImage:
         """The file that `torch.save(obj)` would write, with the tensors in `obj` left to be copied."""
@@ -141,11 +146,9 @@ class TorchFileLayout:
             nbytes = os.fstat(fd).st_size
             signature = (nbytes, tuple(storages[key].nbytes() for key in order))
             if signature != self._signature:
-                with FakeTensorMode():
-                    skeleton = torch.load(path, weights_only=True, map_location="cpu")
-                self._offsets = [t.untyped_storage()._checkpoint_offset or 0 for t in tensors_in(skeleton)]
+                self._offsets = self._find_offsets(path, [storage.nbytes() for storage in storages.values()])
                 self._signature = signature
-            placed = dict(zip(order, self._offsets, strict=True))
+            placed = dict(zip(storages, self._offsets, strict=True))
             image = FileImage(self._name, nbytes)
             position = 0
             for key, offset in sorted(placed.items(), key=lambda item: item[1]):
@@ -160,6 +163,32 @@ class TorchFileLayout:
             return image
         finally:
             os.close(fd)
+
+    def _find_offsets(self, path: str, sizes: Sequence[int]) -> list[int]:
+        """Where the bytes of each storage begin.
+
+        Raises:
+            ValueError: the file holds other storages than those that were found in the object.
+        """
+        records = storage_records(path)
+        if [nbytes for _, nbytes in records] != list(sizes):
+            raise ValueError(
+                f"{self._name}: tensors may only lie in dicts, lists and tuples, else they cannot be saved"
+            )
+        return [offset for offset, _ in records]
+
+
+def storage_records(file: Any) -> list[tuple[int, int]]:
+    """Offset and size, in bytes, of every storage in a `torch.save` file, in the order in which pickling met them.
+
+    Args:
+        file: a path, or a binary file object.
+    """
+    reader: Any = torch._C.PyTorchFileReader(file)
+    records: list[tuple[int, int]] = []
+    while reader.has_record(name := f"data/{len(records)}"):
+        records.append((reader.get_record_offset(name), reader.get_record_size(name)))
+    return records
 
 
 @dataclass(frozen=True)
@@ -244,12 +273,17 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 def freeze(obj: Any) -> Any:
     """The same containers anew around the same tensors: what is replaced in the original later is not replaced here."""
-    if isinstance(obj, Mapping):
+    # The training thread waits for this: a plain dict is told apart much faster than a Mapping.
+    if isinstance(obj, dict):
         return {key: freeze(value) for key, value in obj.items()}
+    if isinstance(obj, torch.Tensor):
+        return obj
     if isinstance(obj, list):
         return [freeze(value) for value in obj]
     if type(obj) is tuple:
         return tuple(freeze(value) for value in obj)
+    if isinstance(obj, Mapping):
+        return {key: freeze(value) for key, value in obj.items()}
     return obj
 
 
@@ -265,13 +299,22 @@ def _bytes_of(flat: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
-def tensors_in(obj: object) -> Iterator[torch.Tensor]:
+def tensors_in(obj: object) -> list[torch.Tensor]:
     """Tensors inside nested dicts, lists and tuples, in order."""
+    found: list[torch.Tensor] = []
+    _collect(obj, found)
+    return found
+
+
+def _collect(obj: object, found: list[torch.Tensor]) -> None:
     if isinstance(obj, torch.Tensor):
-        yield obj
-    elif isinstance(obj, Mapping):
+        found.append(obj)
+    elif isinstance(obj, dict):
         for value in obj.values():
-            yield from tensors_in(value)
+            _collect(value, found)
     elif isinstance(obj, (list, tuple)):
         for value in obj:
-            yield from tensors_in(value)
+            _collect(value, found)
+    elif isinstance(obj, Mapping):
+        for value in obj.values():
+            _collect(value, found)

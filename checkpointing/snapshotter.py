@@ -105,6 +105,7 @@ class Snapshotter:
 
         def work(copy: Copy) -> None:
             copy.copied()
+            TorchFileLayout.warm_up()
             self._client.reserve(nbytes)
 
         self.settle()
@@ -118,10 +119,7 @@ class Snapshotter:
         overlapped = overlapped and not self._torn and tracked.has_gate
         pending = self._pending = _Pending(request, overlapped)
         state = tracked.capture()
-        parameters = {name for name, _ in tracked.model.named_parameters(remove_duplicate=False)}
-        copy = self._stager.submit(
-            functools.partial(self._make, pending, state, frozenset(parameters), dict(static_files))
-        )
+        copy = self._stager.submit(functools.partial(self._make, pending, state, dict(static_files)))
         self.last_step = request.step
         if not overlapped:
             copy.enqueued.wait()
@@ -186,7 +184,6 @@ class Snapshotter:
         self,
         pending: _Pending,
         state: State,
-        parameters: frozenset[str],
         static_files: dict[str, bytes],
         copy: Copy,
     ) -> None:
@@ -202,7 +199,7 @@ class Snapshotter:
             images += [blob_image(name, data) for name, data in small.items()]
         placed, nbytes = snapshot.place(images)
         if ranks.group is not None and self._check_replicas:
-            replicated = {name: tensor for name, tensor in state.model.items() if name in parameters}
+            replicated = {name: tensor for name, tensor in state.model.items() if name in state.parameters}
             self._compare_replicas(request.step, replicated, images[num_foreign + 1])
         acquired = self._client.acquire(request.step, nbytes, wait=request.wait)
         if isinstance(acquired, Refusal):

@@ -24,12 +24,14 @@ class State:
 
     Attributes:
         model: state dict; buffers are clones.
+        parameters: names of the parameters in `model`.
         optimizer, states: state dicts, in containers of their own.
         small: scheduler and scaler, by file name.
         versions: version counter of every tensor that only an optimizer may change.
     """
 
     model: dict[str, torch.Tensor]
+    parameters: frozenset[str]
     optimizer: Any
     states: dict[str, Any]
     small: dict[str, bytes]
@@ -62,7 +64,8 @@ class Tracked:
 
     @property
     def on_gpu(self) -> bool:
-        return any(parameter.is_cuda for parameter in self.model.parameters())
+        first = next(self.model.parameters(), None)
+        return first is not None and first.is_cuda
 
     @property
     def has_gate(self) -> bool:
@@ -91,6 +94,7 @@ class Tracked:
         guarded = [*model.values(), *tensors_in(optimizer)]
         return State(
             model=model,
+            parameters=frozenset(live.keys() - buffers.keys()),
             optimizer=optimizer,
             states={name: snapshot.freeze(stateful.state_dict()) for name, stateful in self.states.items()},
             small=small,

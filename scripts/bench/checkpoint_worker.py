@@ -1,6 +1,6 @@
 """One training run of one checkpointing method, in a process of its own; started by `checkpoint.py`.
 
-Prints one JSON line: total seconds of the loop, blocked seconds of each save, seconds until each save was durable.
+Prints one line "RESULT {json}": seconds of the whole loop, blocked by each save, until each save was durable.
 Needs torch only, and what the method itself needs, so that a peer may live in its own environment.
 """
 
@@ -40,6 +40,9 @@ class Method:
         self.model, self.optimizer, self.folder = model, optimizer, folder
         self.durable: dict[int, float] = {}
         self.began: dict[int, float] = {}
+
+    def resume(self) -> int:
+        return 0
 
     def save(self, step: int) -> None:
         pass
@@ -147,24 +150,27 @@ class DLRover(Method):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        import torch.distributed as dist
-
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK="0")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29534", GROUP_WORLD_SIZE="1", NODE_RANK="0")
-        dist.init_process_group("gloo", rank=0, world_size=1)
+        os.environ.update(GROUP_WORLD_SIZE="1", NODE_RANK="0")
+        # Its sockets lie under /tmp by this name; those of a run that was killed would be taken for alive.
+        os.environ["TORCHELASTIC_RUN_ID"] = f"bench-{os.getpid()}"
         from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType
         from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
+        from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine, start_saver_process
 
+        # 0.6.1 loses its first message, and then gives up, where the saver is slow to start; as on a single core.
+        CheckpointEngine.saver_proc = start_saver_process()
+        time.sleep(2)
         self.kind = StorageType.DISK
         self.checkpointer = DdpCheckpointer(str(self.folder))
-        self.tracker = self.folder / "latest_checkpointed_iteration.txt"
+        self.tracker = self.folder / "dlrover_latest.txt"
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
         while True:
             time.sleep(0.02)
             for step in sorted(self.began.keys() - self.durable.keys()):
-                if any(path.read_text().strip() == str(step) for path in self.folder.glob("*tracker*")):
+                if self.tracker.exists() and self.tracker.read_text().strip() == str(step):
                     self.note_durable(step)
 
     def save(self, step: int) -> None:
@@ -178,19 +184,17 @@ class DLRover(Method):
 
 
 class Ours(Method):
-    """`CheckpointManager`, with the agent that it starts itself."""
+    """`CheckpointManager`, with an agent that the driver has started, as a supervisor would."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         from checkpointing import CheckpointManager, protocol
+        from checkpointing.client import SOCKET_ENV
 
         self.manager = CheckpointManager(
             str(self.folder), model=self.model, optimizer=self.optimizer, snapshot_steps=None, keep_last=2
         )
-        self.manager.resume()
-        agent = self.manager._own_agent
-        assert agent is not None
-        self.monitor = protocol.connect(agent.socket_path)
+        self.monitor = protocol.connect(os.environ[SOCKET_ENV])
         protocol.send(self.monitor, {"do": "hello", "role": "monitor"})
         protocol.receive(self.monitor)
         threading.Thread(target=self._listen, daemon=True).start()
@@ -205,8 +209,11 @@ class Ours(Method):
                 return
             if event["event"] == "committed":
                 self.note_durable(event["step"])
-            elif event["event"] in ("snapshot_skipped", "commit_failed", "memory_short"):
+            elif event["event"] not in ("snapshot", "pruned", "snapshot_cost"):
                 print(event, file=sys.stderr)
+
+    def resume(self) -> int:
+        return self.manager.resume()
 
     def save(self, step: int) -> None:
         self.manager.save(step, step)
@@ -215,11 +222,11 @@ class Ours(Method):
         self.manager.end_of_step(step)
 
     def finish(self) -> None:
-        self.manager.close()
+        self.manager.wait_for_commit()
 
-    # The wait before the optimizer happens in the optimizer's own hook, and is measured there.
+    # The optimizer's own hook would wait here; this way the wait is measured.
     def before_optimizer(self) -> None:
-        self.manager._stager.gate()
+        self.manager._snapshotter._stager.gate()
 
 
 METHODS: dict[str, type[Method]] = {
@@ -243,11 +250,13 @@ def main() -> None:
     parser.add_argument("--width", type=int, required=True)
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--tokens", type=int, required=True)
+    parser.add_argument("--wait", action="store_true", help="start the loop when a line comes in")
+    parser.add_argument("--no-finish", dest="finish", action="store_false", help="do not wait for the last save")
     options = parser.parse_args()
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    vocabulary = 8192
+    vocabulary = 12288
     model = Model(options.width, options.layers, vocabulary)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     method = METHODS[options.method](model, optimizer, options.folder)
@@ -267,15 +276,21 @@ def main() -> None:
             blocked[last_saved] += time.perf_counter() - began
         optimizer.step()
 
+    began = time.perf_counter()
+    start = method.resume()
+    resume_s = time.perf_counter() - began
+    print("READY", flush=True)
+    if options.wait:
+        sys.stdin.readline()
     for _ in range(2):  # what is allocated once
         train_step()
     began = time.perf_counter()
-    for step in range(1, options.steps + 1):
+    for step in range(start + 1, start + options.steps + 1):
         step_began = time.perf_counter()
         train_step()
         last_saved = 0
         method.after_step(step)
-        if step % options.save_every == 0 and step < options.steps:
+        if options.save_every and step % options.save_every == 0:
             method.began[step] = time.time()
             save_began = time.perf_counter()
             method.save(step)
@@ -283,14 +298,16 @@ def main() -> None:
             last_saved = step
         step_times.append(time.perf_counter() - step_began)
     total = time.perf_counter() - began
-    method.finish()
-    nbytes = sum(p.numel() * 4 for p in model.parameters()) * 3
+    if options.finish:
+        method.finish()
     result = {
+        "start": start,
+        "resume_s": resume_s,
         "total_s": total,
         "blocked_s": list(blocked.values()),
         "durable_s": list(method.durable.values()),
         "step_s": step_times,
-        "state_bytes": nbytes,
+        "state_bytes": 3 * sum(parameter.nbytes for parameter in model.parameters()),
     }
     print("RESULT " + json.dumps(result), flush=True)
     # Peers leave threads and processes that an orderly exit would wait for; the driver ends what is left.

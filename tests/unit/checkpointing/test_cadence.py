@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
@@ -93,3 +94,17 @@ def test_blocking_is_chosen_where_it_is_measured_to_be_cheaper() -> None:
 def test_a_suspicion_that_proves_wrong_is_dropped() -> None:
     chosen = feed(CostModel(), 0.5, 0.7)
     assert chosen[3:6] == [False] * 3 and all(chosen[6:])
+
+
+def test_steps_that_vary_anyway_do_not_end_overlapping() -> None:
+    generator = random.Random(0)
+    models = [CostModel() for _ in range(100)]
+    for model in models:
+        for _ in range(20):
+            for _ in range(4):
+                model.plain_step(generator.gauss(1.0, 0.2))
+            if model.overlap:
+                model.snapshot(blocked_s=0.001, compute_s=generator.gauss(1.25, 0.2), copy_s=0.2, overlapped=True)
+            else:
+                model.snapshot(blocked_s=0.2, compute_s=generator.gauss(1.05, 0.2), copy_s=0.2, overlapped=False)
+    assert sum(not model.overlap for model in models) <= 10

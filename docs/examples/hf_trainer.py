@@ -1,0 +1,25 @@
+"""A Hugging Face script that survives: the two marked lines are all that was added to it.
+
+Run it, kill it at any moment (`kill -9`), run it again: it goes on from the newest checkpoint, bit for bit.
+Under `torchrun`, or `runner start docs/examples/hf_trainer.py`, it does the same on several ranks; the latter also
+starts it again by itself.
+"""
+
+import sys
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from checkpointing.transformers import resilient  # added
+
+output_dir = sys.argv[1] if len(sys.argv) > 1 else "runs/hf_trainer"
+torch.manual_seed(0)
+model = LlamaForCausalLM(
+    LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+)
+rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 256, (400, 32))]
+arguments = TrainingArguments(output_dir, max_steps=120, save_steps=10, logging_steps=5, report_to="none")
+trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+trainer = resilient(trainer)  # added
+trainer.train()
+trainer.save_model(f"{output_dir}/final")

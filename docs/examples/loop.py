@@ -1,0 +1,28 @@
+"""A bare PyTorch loop that survives: the marked lines are all that was added to it.
+
+Run it, kill it at any moment (`kill -9`), run it again: it goes on from the newest checkpoint, bit for bit.
+"""
+
+import sys
+
+import torch
+from torch import nn
+
+from checkpointing import CheckpointManager  # added
+
+folder = sys.argv[1] if len(sys.argv) > 1 else "runs/loop"
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+manager = CheckpointManager(f"{folder}/checkpoints", model=model, optimizer=optimizer, save_steps=10)  # added
+for step in range(manager.resume(), 300):  # added: was range(300)
+    inputs = torch.randn(512, 64)
+    loss = (model(inputs).squeeze(1) - inputs.sum(dim=1)).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if (step + 1) % 10 == 0:
+        print(f"step {step + 1}: loss {loss.item():.6f}", flush=True)
+    manager.step(step + 1)  # added
+manager.close()  # added
+torch.save(model.state_dict(), f"{folder}/model.pt")

@@ -1,0 +1,52 @@
+"""The documented examples, as a user would run them: without a supervisor, killed, started again."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """What the example trained."""
+    if (folder / "model.pt").exists():
+        state: dict[str, torch.Tensor] = torch.load(folder / "model.pt", weights_only=True)
+        return state
+    return load_file(folder / "final" / "model.safetensors")
+
+
+def kill_after_a_checkpoint(command: list[str], folder: Path) -> None:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        deadline = time.monotonic() + 120
+        while not list(folder.rglob("checkpoint-*0/manifest.json")):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline, "no checkpoint came"
+            time.sleep(0.005)
+        process.kill()
+    assert process.returncode == -9
+
+
+@pytest.mark.parametrize(("name", "limit"), [("hf_trainer.py", 3), ("loop.py", 6)])
+def test_few_lines_make_a_script_survive_sigkill(name: str, limit: int, tmp_path: Path) -> None:
+    script = EXAMPLES / name
+    assert 0 < len(re.findall(r"# added", script.read_text())) <= limit
+    untouched, killed = tmp_path / "untouched", tmp_path / "killed"
+    subprocess.run([sys.executable, str(script), str(untouched)], check=True, capture_output=True, timeout=200)
+    command = [sys.executable, str(script), str(killed)]
+    kill_after_a_checkpoint(command, killed)
+    again = subprocess.run(command, check=True, capture_output=True, text=True, timeout=200)
+    if name == "loop.py":
+        first = re.search(r"step (\d+)", again.stdout)
+        assert first is not None and int(first[1]) > 10, "it began from the start"
+    expected, found = weights(untouched), weights(killed)
+    assert expected.keys() == found.keys()
+    for key, value in expected.items():
+        assert torch.equal(value, found[key]), key
