@@ -11,6 +11,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ LOOP_STATE_PREFIX = "loop_state_"
 _PER_RANK_PREFIXES = ("rng_state", LOOP_STATE_PREFIX)
 # Larger files are kept out of a directory that is made of a snapshot for others to read.
 _SMALL_BYTES = 64 * 1024 * 1024
+# Model and optimizer are verified side by side.
+_FILES_AT_ONCE = 2
 
 Announce = Callable[[dict[str, Any]], None]
 
@@ -248,18 +251,22 @@ def _read(
         else:
             place, info = f"the snapshot of step {source.info.step} in memory", source.info  # type: ignore[assignment]
             found = {name: (view, source.digests[name]) for name, view in source.files.items()}
-        files: dict[str, memoryview] = {}
-        for name, (bytes_of, digest) in found.items():
-            if name.startswith(_PER_RANK_PREFIXES) and name not in own:
-                continue
+
+        def verified(name: str) -> memoryview:
+            bytes_of, digest = found[name]
             # A model is copied into its parameters anyway, and what lies in memory need not be read ahead.
             in_place = not private or (name == MODEL_NAME and isinstance(bytes_of, memoryview))
             try:
-                files[name], actual = (read_shared if in_place else read_private)(bytes_of)
+                data, actual = (read_shared if in_place else read_private)(bytes_of)
             except OSError as error:
                 raise InvalidCheckpoint(place, f"{name} cannot be read ({error.strerror})") from None
             if actual != digest:
-                raise InvalidCheckpoint(place, f"{name} was altered: its digest differs from the manifest's")
+                raise InvalidCheckpoint(place, f"{name} was altered: its digest is not the one that was recorded")
+            return data
+
+        names = [name for name in found if name in own or not name.startswith(_PER_RANK_PREFIXES)]
+        with ThreadPoolExecutor(_FILES_AT_ONCE, "checkpoint-verify") as pool:
+            files = dict(zip(names, pool.map(verified, names), strict=True))
     except CheckpointError as error:
         return None, str(error)
     point = RestorePoint(

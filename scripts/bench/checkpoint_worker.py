@@ -282,8 +282,7 @@ def main() -> None:
     print("READY", flush=True)
     if options.wait:
         sys.stdin.readline()
-    for _ in range(2):  # what is allocated once
-        train_step()
+    train_step()  # gradients and moments are allocated once
     began = time.perf_counter()
     for step in range(start + 1, start + options.steps + 1):
         step_began = time.perf_counter()

@@ -32,6 +32,13 @@ STATE = {
 }
 
 
+class Hider:
+    """An object with a tensor inside."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
 @pytest.mark.parametrize("num_shares", [1, 2, 3, 7])
 def test_safetensors_file_is_read_back_equal(num_shares: int, tmp_path: Path) -> None:
     state = {**STATE, "tied": STATE["a"]}
@@ -79,3 +86,19 @@ def test_shared_storage_is_kept_shared(tmp_path: Path) -> None:
     read = torch.load(tmp_path / "x.pt", weights_only=True)
     read["all"][3] = 99.0
     assert read["part"][0] == 99.0
+
+
+def test_tensors_that_cannot_be_found_are_refused_by_name() -> None:
+    state = {"weight": torch.zeros(3), "hidden": Hider(torch.ones(3))}
+    with pytest.raises(ValueError, match=r"ema\.pt: tensors may only lie in dicts, lists and tuples"):
+        TorchFileLayout("ema.pt").image(state)
+
+
+def test_the_same_shapes_in_another_order_are_found(tmp_path: Path) -> None:
+    layout = TorchFileLayout("x.pt")
+    first, second = torch.zeros(1000), torch.ones(1000)
+    for state in ({"a": first, "b": [second, {"c": first}]}, {"b": [second, {"c": first}], "a": first}):
+        materialise([layout.image(state)], tmp_path)
+        read = torch.load(tmp_path / "x.pt", weights_only=True)
+        assert torch.equal(read["a"], first) and torch.equal(read["b"][0], second)
+        assert torch.equal(read["b"][1]["c"], first)
