@@ -22,6 +22,49 @@ SHORT_JOB = ["--set", "trainer.num_train_epochs=1", "--set", "trainer.save_total
 TOTAL_STEPS = 70
 SAVE_STEPS = 20
 
+# Logs and saves do not fall together in it; a step takes at least 0.1 s, so that a test can act in between.
+PLAIN_HF_SCRIPT = """
+import sys
+import torch
+from datasets import Dataset
+from transformers import SmolLM3Config, SmolLM3ForCausalLM, Trainer, TrainingArguments
+from checkpointing.transformers import resilient
+
+assert __name__ == "__main__" and sys.argv[1:] == ["--steps", "60"]
+torch.manual_seed(0)
+model = SmolLM3ForCausalLM(SmolLM3Config(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, attention_dropout=0.2, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+rows = Dataset.from_dict({"input_ids": torch.randint(3, 64, (96, 16)).tolist()})
+rows = rows.map(lambda row: {"labels": row["input_ids"]})
+args = TrainingArguments(
+    FOLDER, max_steps=int(sys.argv[2]), per_device_train_batch_size=2, gradient_accumulation_steps=2, save_steps=10,
+    use_cpu=True, report_to="none", disable_tqdm=True, logging_steps=7, dataloader_pin_memory=False,
+    max_grad_norm=0.5, dataloader_num_workers=NUM_WORKERS)
+trainer = resilient(Trainer(model=model, args=args, train_dataset=rows))
+trainer.add_callback(SLOW)
+trainer.train()
+print("script finished on rank", args.process_index)
+"""
+SLOW = """
+import time
+from transformers import TrainerCallback
+class Slow(TrainerCallback):
+    def on_step_end(self, *_, **__):
+        time.sleep(0.1)
+"""
+
+
+def script(folder: Path, num_workers: int = 0) -> list[str]:
+    path = folder / "train.py"
+    path.write_text(
+        SLOW
+        + PLAIN_HF_SCRIPT.replace("FOLDER", repr(str(folder / "hf")))
+        .replace("SLOW", "Slow()")
+        .replace("NUM_WORKERS", str(num_workers))
+    )
+    return [str(path), "--steps", "60"]
+
 
 class Run:
     """One `runner start` on a folder; may be started again."""

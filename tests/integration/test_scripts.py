@@ -10,70 +10,24 @@ import time
 from pathlib import Path
 
 import pytest
-from integration.support import Run, state_hash, wait_for_commit
-
-PLAIN_HF_SCRIPT = """
-import sys
-import torch
-from datasets import Dataset
-from transformers import SmolLM3Config, SmolLM3ForCausalLM, Trainer, TrainingArguments
-from checkpointing.transformers import resilient
-
-assert __name__ == "__main__" and sys.argv[1:] == ["--steps", "60"]
-torch.manual_seed(0)
-model = SmolLM3ForCausalLM(SmolLM3Config(
-    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=1, attention_dropout=0.2, pad_token_id=0, bos_token_id=1, eos_token_id=2))
-rows = Dataset.from_dict({"input_ids": torch.randint(3, 64, (96, 16)).tolist()})
-rows = rows.map(lambda row: {"labels": row["input_ids"]})
-args = TrainingArguments(
-    FOLDER, max_steps=int(sys.argv[2]), per_device_train_batch_size=2, gradient_accumulation_steps=2, save_steps=10,
-    use_cpu=True, report_to="none", disable_tqdm=True, logging_steps=7, dataloader_pin_memory=False,
-    max_grad_norm=0.5, dataloader_num_workers=NUM_WORKERS)
-trainer = resilient(Trainer(model=model, args=args, train_dataset=rows))
-trainer.add_callback(SLOW)
-trainer.train()
-print("script finished on rank", args.process_index)
-"""
-SLOW = """
-import time
-from transformers import TrainerCallback
-class Slow(TrainerCallback):
-    def on_step_end(self, *_, **__):
-        time.sleep(0.1)
-"""
-
-
-def script(folder: Path, num_workers: int = 0) -> list[str]:
-    path = folder / "train.py"
-    path.write_text(
-        SLOW
-        + PLAIN_HF_SCRIPT.replace("FOLDER", repr(str(folder / "hf")))
-        .replace("SLOW", "Slow()")
-        .replace("NUM_WORKERS", str(num_workers))
-    )
-    return [str(path), "--steps", "60"]
+from integration.support import Run, script, state_hash, wait_for_commit
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_plain_script_survives_a_kill_bit_for_bit(num_workers: int, tmp_path: Path) -> None:
+def test_a_plain_script_survives_a_kill_bit_for_bit(num_workers: int, tmp_path: Path, untouched_script: Run) -> None:
     """Logs and saves do not fall together here, so the loss in the making is part of what must be restored."""
-    untouched = Run(tmp_path / "untouched", script=script(tmp_path, num_workers)).start()
-    assert untouched.finish() == 0, untouched.output
-    assert "script finished on rank 0" in untouched.output and "script finished on rank 1" in untouched.output
-
     run = Run(tmp_path / "run", script=script(tmp_path, num_workers)).start()
     wait_for_commit(run, 20)
     os.kill(run.rank_pid(0), signal.SIGKILL)
     assert run.finish() == 0, run.output
     assert len(run.events("attempt_started")) == 2
-    assert state_hash(run.checkpoint(60)) == state_hash(untouched.checkpoint(60))
+    assert state_hash(run.checkpoint(60)) == state_hash(untouched_script.checkpoint(60))
     for name in ("trainer_state.json", "rng_state_0.pth", "rng_state_1.pth", "loop_state_1.json"):
-        assert (run.checkpoint(60) / name).read_bytes() == (untouched.checkpoint(60) / name).read_bytes(), name
+        assert (run.checkpoint(60) / name).read_bytes() == (untouched_script.checkpoint(60) / name).read_bytes(), name
     assert not run.leftovers()
 
 
-def test_the_same_script_under_plain_torchrun(tmp_path: Path) -> None:
+def test_the_same_script_under_plain_torchrun(tmp_path: Path, untouched_script: Run) -> None:
     """Library use: no supervisor; the manager starts its own agent, and goes on from what it finds."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CHECKPOINT_LOCATION": str(tmp_path / "checkpoints")}
@@ -86,10 +40,7 @@ def test_the_same_script_under_plain_torchrun(tmp_path: Path) -> None:
     process.wait()
     result = subprocess.run([*command, *script(tmp_path)], env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-
-    untouched = Run(tmp_path / "untouched", script=script(tmp_path)).start()
-    assert untouched.finish() == 0
-    assert state_hash(tmp_path / "checkpoints" / "checkpoint-60") == state_hash(untouched.checkpoint(60))
+    assert state_hash(tmp_path / "checkpoints" / "checkpoint-60") == state_hash(untouched_script.checkpoint(60))
 
 
 def test_an_error_before_the_first_step_stops_at_once(tmp_path: Path) -> None:

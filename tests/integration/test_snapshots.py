@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from integration.support import Run, loss_curve, state_hash
-from integration.test_scripts import script
+from integration.support import Run, loss_curve, script, state_hash
 
 NUM_SNAPSHOTS = 1000
 
@@ -111,20 +110,12 @@ def kill_all_ranks(run: Run) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-@pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("untouched")
-    run = Run(folder / "run", script=snapshotting_script(folder)).start()
-    assert run.finish() == 0, run.output
-    return run
-
-
 def assert_same_result(run: Run, untouched: Run) -> None:
     assert state_hash(run.checkpoint(60)) == state_hash(untouched.checkpoint(60))
     assert loss_curve(run.checkpoint(60)) == loss_curve(untouched.checkpoint(60))
 
 
-def test_killed_between_copy_and_write_goes_on_from_memory(tmp_path: Path, untouched: Run) -> None:
+def test_killed_between_copy_and_write_goes_on_from_memory(tmp_path: Path, untouched_script: Run) -> None:
     """Every step is held in memory, every tenth is written: a death at any other loses nothing."""
     run = Run(tmp_path / "run", script=snapshotting_script(tmp_path)).start()
     while not any(event["step"] == 25 for event in run.events("snapshot")):
@@ -137,7 +128,7 @@ def test_killed_between_copy_and_write_goes_on_from_memory(tmp_path: Path, untou
     # The agent has made a checkpoint of it too.
     assert resumed[0]["step"] in [event["step"] for event in run.events("committed")]
     assert "held in memory" in run.output
-    assert_same_result(run, untouched)
+    assert_same_result(run, untouched_script)
     assert not run.leftovers()
 
 
@@ -158,7 +149,7 @@ snapshotter.snapshot.copy_tensors = stuck
 """
 
 
-def test_killed_during_the_copy_goes_on_from_the_snapshot_before(tmp_path: Path, untouched: Run) -> None:
+def test_killed_during_the_copy_goes_on_from_the_snapshot_before(tmp_path: Path, untouched_script: Run) -> None:
     marker = str(tmp_path / "stuck-")
     run = Run(tmp_path / "run", script=snapshotting_script(tmp_path, STUCK_COPY.format(marker=marker))).start()
     while not all(Path(marker + str(rank)).exists() for rank in (0, 1)):
@@ -169,17 +160,17 @@ def test_killed_during_the_copy_goes_on_from_the_snapshot_before(tmp_path: Path,
     resumed = run.events("resumed")
     assert [(event["from"], event["step"]) for event in resumed] == [("memory", 24)]
     assert any(event["step"] == 25 for event in run.events("snapshot_dropped"))
-    assert_same_result(run, untouched)
+    assert_same_result(run, untouched_script)
 
 
-def test_a_dead_agent_takes_its_memory_along_and_storage_is_read(tmp_path: Path, untouched: Run) -> None:
+def test_a_dead_agent_takes_its_memory_along_and_storage_is_read(tmp_path: Path, untouched_script: Run) -> None:
     run = Run(tmp_path / "run", script=snapshotting_script(tmp_path)).start()
     while not any(event["step"] == 25 for event in run.events("snapshot")):
         time.sleep(0.005)
     os.kill(run.agent_pid(), signal.SIGKILL)
     assert run.finish() == 0, run.output
     assert [event["from"] for event in run.events("resumed")] == ["storage"]
-    assert_same_result(run, untouched)
+    assert_same_result(run, untouched_script)
 
 
 FLIPPED_BIT = """
@@ -196,7 +187,7 @@ if os.environ["RANK"] == "1":
 """
 
 
-def test_a_bit_that_flips_in_memory_is_seen_and_storage_is_read(tmp_path: Path, untouched: Run) -> None:
+def test_a_bit_that_flips_in_memory_is_seen_and_storage_is_read(tmp_path: Path, untouched_script: Run) -> None:
     run = Run(tmp_path / "run", script=snapshotting_script(tmp_path, FLIPPED_BIT)).start()
     while not any(event["step"] == 25 for event in run.events("snapshot")):
         time.sleep(0.005)
@@ -204,10 +195,10 @@ def test_a_bit_that_flips_in_memory_is_seen_and_storage_is_read(tmp_path: Path, 
     assert run.finish() == 0, run.output
     assert run.events("snapshot_damaged")
     assert run.events("resumed")[-1]["from"] == "storage"
-    assert_same_result(run, untouched)
+    assert_same_result(run, untouched_script)
 
 
-def test_too_little_memory_for_a_snapshot_writes_while_training_waits(tmp_path: Path, untouched: Run) -> None:
+def test_too_little_memory_for_a_snapshot_writes_while_training_waits(tmp_path: Path, untouched_script: Run) -> None:
     run = Run(tmp_path / "run", "--set", "checkpoint.memory_limit=100kB", script=snapshotting_script(tmp_path)).start()
     while not run.events("committed"):
         time.sleep(0.01)
@@ -216,7 +207,7 @@ def test_too_little_memory_for_a_snapshot_writes_while_training_waits(tmp_path: 
     assert "memory for snapshots is short" in run.output
     assert not run.events("snapshot")
     assert [event["from"] for event in run.events("resumed")] == ["storage"]
-    assert_same_result(run, untouched)
+    assert_same_result(run, untouched_script)
 
 
 DRIFT = """
@@ -231,7 +222,7 @@ class Drift(TrainerCallback):
 """
 
 
-def test_replicas_that_drift_apart_make_no_checkpoint(tmp_path: Path, untouched: Run) -> None:
+def test_replicas_that_drift_apart_make_no_checkpoint(tmp_path: Path, untouched_script: Run) -> None:
     lines = snapshotting_script(tmp_path, DRIFT, "snapshot_steps=None")
     path = Path(lines[0])
     path.write_text(
@@ -242,7 +233,7 @@ def test_replicas_that_drift_apart_make_no_checkpoint(tmp_path: Path, untouched:
     ends = run.events("attempt_ended")
     assert len(ends) == 2 and "ReplicasDrifted" in ends[0]["cause"] and "embed_tokens" in ends[0]["cause"]
     assert [(e["from"], e["step"]) for e in run.events("resumed")] == [("memory", 20)]
-    assert_same_result(run, untouched)
+    assert_same_result(run, untouched_script)
 
 
 CHANGES_STATE = """
