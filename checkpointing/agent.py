@@ -152,6 +152,11 @@ class Agent:
         self._clients: dict[socket.socket, Client] = {}
         self._had_monitor = False
         self._stopping = False
+        self._fencing = False
+        self._fence_error: str | None = None
+        self._swept = False
+        self._fence_answered = threading.Event()
+        self._fence_answered.set()
         self._to_digest: queue.SimpleQueue[Arena | None] = queue.SimpleQueue()
         # An arena to commit; "prune"; or None to end.
         self._to_commit: queue.SimpleQueue[Arena | Literal["prune"] | None] = queue.SimpleQueue()
@@ -290,11 +295,34 @@ class Agent:
             client.local_world_size = message["local_world_size"]
         self._reply(client, {"run_id": self._run_id}, (self._control.fd,))
 
+    def _fence(self, attempt: int) -> None:
+        """Shut out writers of older attempts, wherever they are; what we still hold of older attempts stays ours."""
+        if not self._commits:
+            return
+        held = {(a.step, a.info.attempt) for a in self._arenas if a.state is ArenaState.WHOLE and a.info is not None}
+        first, self._swept = not self._swept, True
+        self._fencing, self._fence_error = True, None
+        self._fence_answered.clear()
+
+        def work() -> None:
+            error = None
+            try:
+                self._storage.begin_attempt(attempt, held)
+                if first:  # nothing of ours is being written yet
+                    self._storage.sweep()
+            except OSError as failure:
+                error = failure.strerror or str(failure)
+            self._fence_answered.set()
+            self._tell(None, {"event": "fenced", "error": error})
+
+        threading.Thread(target=work, name="checkpoint-fence", daemon=True).start()
+
     def _begin_attempt(self, attempt: int) -> None:
         if attempt <= self._attempt:
             return
         self._drop_unfinished()
         self._attempt = attempt
+        self._fence(attempt)
         self._decided = None
         self._outcomes.clear()
         self._control.stop_requested = False
@@ -516,11 +544,13 @@ class Agent:
             if client.waits_for_step is not None and client.waits_for_step in self._outcomes:
                 step, client.waits_for_step = client.waits_for_step, None
                 self._reply(client, self._outcomes[step])
-            if client.waits_for_offer and all(
-                arena.digested.is_set() for arena in self._arenas if arena.state is ArenaState.WHOLE
-            ):
+            digested = all(arena.digested.is_set() for arena in self._arenas if arena.state is ArenaState.WHOLE)
+            if client.waits_for_offer and digested and not self._fencing:
                 client.waits_for_offer = False
-                self._offer(client)
+                if self._fence_error is None:
+                    self._offer(client)
+                else:
+                    self._reply(client, {"error": self._fence_error})
 
     def _handle_wakeup(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -539,7 +569,9 @@ class Agent:
                     self._control.last_commit = CommitReport(arena.step, event["duration_s"], event["cpu_s"])
                 if arena.damaged and arena.num_tasks == 0:
                     arena.state = ArenaState.FREE
-            if event["event"] != "digested":
+            if event["event"] == "fenced":
+                self._fencing, self._fence_error = False, event["error"]
+            elif event["event"] != "digested":
                 self._publish(event)
         self._answer_waiting()
 
@@ -566,6 +598,8 @@ class Agent:
 
     def _commit(self, arena: Arena) -> Message:
         assert arena.info is not None
+        # The sweep must not meet our own temporary data.
+        self._fence_answered.wait()
         began = time.process_time()
 
         def digest_of(name: str) -> str:
@@ -659,7 +693,6 @@ def main(argv: list[str] | None = None) -> int:
         storage = open_storage(arguments.location)
         if isinstance(storage, LocalStorage) and not arguments.no_commit:
             acquire_lock(storage.root, LOCK_TIMEOUT_S)
-            storage.sweep()
         listener = protocol.listen(arguments.socket)
     except (OSError, ValueError) as error:
         report(f"error {error}")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from checkpointing.digest import digest_file
 from checkpointing.errors import InvalidCheckpoint
 from checkpointing.manifest import Manifest
+from checkpointing.reading import digest_of
 from checkpointing.storage import Storage
 
 
@@ -40,16 +40,16 @@ class Catalog:
             InvalidCheckpoint: it is not whole, or a digest differs.
         """
         manifest = self._storage.read_manifest(step)
-        path = self._storage.local_path(step)
+        place = self._storage.describe(step)
         for file in manifest.files:
             if only is not None and file.name not in only:
                 continue
             try:
-                actual = digest_file(path / file.name)
+                actual = digest_of(self._storage.file(manifest, file.name))
             except OSError as error:
-                raise InvalidCheckpoint(str(path), f"{file.name} cannot be read ({error.strerror})") from None
+                raise InvalidCheckpoint(place, f"{file.name} cannot be read ({error.strerror})") from None
             if actual != file.digest:
-                raise InvalidCheckpoint(str(path), f"{file.name} was altered: its digest differs from the manifest's")
+                raise InvalidCheckpoint(place, f"{file.name} was altered: its digest differs from the manifest's")
         return manifest
 
     def _entry(self, step: int) -> CatalogEntry:

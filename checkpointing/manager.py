@@ -355,7 +355,8 @@ class CheckpointManager:
             try:
                 manifests = [entry.manifest for entry in Catalog(self._storage).entries() if entry.manifest]
                 run_id = manifests[0].run_id if manifests else uuid.uuid4().hex
-                attempt = max((manifest.attempt for manifest in manifests), default=0) + 1
+                newest = max((manifest.attempt for manifest in manifests), default=0)
+                attempt = max(newest, self._storage.fence().attempt) + 1
                 self._own_agent = AgentProcess.start(
                     location, run_id, commits=self.rank == 0, memory_limit=self._memory_limit
                 )

@@ -7,6 +7,7 @@ not, whatever its name. It carries a digest of itself, so that a flipped bit in 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from checkpointing.errors import InvalidCheckpoint
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
+# Nothing read from a manifest may point out of the checkpoint's own folder.
+_FOLDER = re.compile(r"(checkpoint-\d+/\d+\.[0-9a-f]+)?")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Manifest:
         samples_consumed: the data cursor, in samples drawn by all ranks since the start of the run.
         created_at: seconds since the epoch; for people, never for ordering.
         files: every file but the manifest itself.
+        folder: where the files lie, below the location; empty where they lie beside the manifest.
     """
 
     run_id: str
@@ -48,6 +52,7 @@ class Manifest:
     samples_consumed: int
     created_at: float
     files: tuple[FileEntry, ...]
+    folder: str = ""
 
     @property
     def total_bytes(self) -> int:
@@ -88,6 +93,7 @@ class Manifest:
                 samples_consumed=_count(document, "samples_consumed"),
                 created_at=float(document["created_at"]),
                 files=tuple(_file_entry(entry) for entry in _typed(document, "files", list)),
+                folder=_folder(document.get("folder", "")),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidCheckpoint(where, f"{MANIFEST_NAME} lacks or mistypes a field ({error})") from None
@@ -108,6 +114,12 @@ def _count(document: Mapping[str, Any], key: str) -> int:
     value: int = _typed(document, key, int)
     if value < 0:
         raise ValueError(f"{key}={value} is negative")
+    return value
+
+
+def _folder(value: Any) -> str:
+    if not isinstance(value, str) or not _FOLDER.fullmatch(value):
+        raise ValueError(f"folder {value!r} is not allowed")
     return value
 
 

@@ -12,10 +12,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from checkpointing.digest import RunningDigest
+from checkpointing.digest import RunningDigest, digest_file
+from checkpointing.storage.base import RemoteFile
 
 _PIECE_BYTES = 8 * 1024 * 1024
-_READERS = 4
+_READERS = 8
 
 
 class MemoryFile(io.RawIOBase):
@@ -47,7 +48,35 @@ class MemoryFile(io.RawIOBase):
         return len(data)
 
 
-def read_private(source: Path | memoryview) -> tuple[memoryview, str]:
+def digest_of(source: Path | RemoteFile) -> str:
+    """Digest of a file, as `algorithm:hex`; through a window of memory where it is not on this machine.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if isinstance(source, Path):
+        return digest_file(source)
+    digest = RunningDigest()
+    windows = [memoryview(bytearray(_PIECE_BYTES)) for _ in range(_READERS)]
+    with ThreadPoolExecutor(_READERS, "checkpoint-read") as pool:
+        ahead: deque[tuple[memoryview, Future[None]]] = deque()
+
+        def take() -> None:
+            piece, read = ahead.popleft()
+            read.result()
+            digest.update(piece)
+
+        for number, start in enumerate(range(0, source.nbytes, _PIECE_BYTES)):
+            if len(ahead) == _READERS:
+                take()
+            piece = windows[number % _READERS][: source.nbytes - start]
+            ahead.append((piece, pool.submit(source.read_into, start, piece)))
+        while ahead:
+            take()
+    return digest.result()
+
+
+def read_private(source: Path | RemoteFile | memoryview) -> tuple[memoryview, str]:
     """A copy of a file's or a buffer's bytes that is the caller's own, and their digest.
 
     Reading runs ahead of the digest, in threads; each byte is read once.
@@ -74,12 +103,16 @@ def read_private(source: Path | memoryview) -> tuple[memoryview, str]:
         return view, digest.result()
 
 
-def read_shared(source: Path | memoryview) -> tuple[memoryview, str]:
+def read_shared(source: Path | RemoteFile | memoryview) -> tuple[memoryview, str]:
     """A file's or a buffer's bytes where they lie, not to be written to, and their digest.
+
+    What is not on this machine is read into memory.
 
     Raises:
         OSError: the file cannot be read.
     """
+    if not isinstance(source, (Path, memoryview)):
+        return read_private(source)
     if isinstance(source, Path):
         with source.open("rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
@@ -95,7 +128,7 @@ def read_shared(source: Path | memoryview) -> tuple[memoryview, str]:
 
 
 @contextmanager
-def _reader(source: Path | memoryview) -> Iterator[tuple[int, Callable[[int, memoryview], None]]]:
+def _reader(source: Path | RemoteFile | memoryview) -> Iterator[tuple[int, Callable[[int, memoryview], None]]]:
     if isinstance(source, memoryview):
         buffer = source
         address = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) if len(buffer) else 0
@@ -105,6 +138,9 @@ def _reader(source: Path | memoryview) -> Iterator[tuple[int, Callable[[int, mem
             ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(target)), address + start, len(target))
 
         yield len(buffer), copy
+        return
+    if not isinstance(source, Path):
+        yield source.nbytes, source.read_into
         return
     descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
     try:

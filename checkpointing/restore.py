@@ -27,6 +27,7 @@ from checkpointing.errors import CheckpointError, InvalidCheckpoint, NoValidChec
 from checkpointing.reading import MemoryFile, read_private, read_shared
 from checkpointing.snapshot import SAFETENSORS_DTYPES, storage_records
 from checkpointing.storage import Storage
+from checkpointing.storage.base import RemoteFile
 
 logger = logging.getLogger("checkpointing")
 
@@ -65,13 +66,14 @@ class RestorePoint:
         samples_consumed: int,
         files: Mapping[str, memoryview],
         path: Path | None,
+        from_memory: bool,
         private: bool,
     ) -> None:
         self.place = place
         self.step = step
         self.world_size = world_size
         self.samples_consumed = samples_consumed
-        self.from_memory = path is None
+        self.from_memory = from_memory
         self.private = private
         self._files = dict(files)
         self._path = path
@@ -166,7 +168,10 @@ def choose(
     Raises:
         NoValidCheckpoint: there are checkpoints, but none can be loaded, or not the one asked for.
     """
-    offered = {snapshot.info.step: snapshot for snapshot in client.offer()} if resume == "auto" else {}
+    # Asked for in any case: the answer comes when writers of older attempts are shut out.
+    offered = {snapshot.info.step: snapshot for snapshot in client.offer()}
+    if resume != "auto":
+        offered = {}
     on_all_nodes = set(offered)
     if group is not None:
         everyone: list[Any] = [None] * world_size
@@ -223,7 +228,7 @@ def _propose(storage: Storage, resume: str | int, snapshots: set[int], announce:
             break
         if entry.manifest is not None:
             return _Proposal(entry.step)
-        _set_aside(storage, entry.step, f"{storage.local_path(entry.step)}: {entry.problem}", announce)
+        _set_aside(storage, entry.step, f"{storage.describe(entry.step)}: {entry.problem}", announce)
     if newest >= 0:
         return _Proposal(newest, from_memory=True)
     kept = storage.set_aside_names()
@@ -242,11 +247,11 @@ def _read(
     path: Path | None = None
     try:
         if isinstance(source, int):
-            path = storage.local_path(source)
+            path = storage.directory(source)
             manifest = storage.read_manifest(source)
-            place, info = str(path), manifest
-            found: dict[str, tuple[Path | memoryview, str]] = {
-                file.name: (path / file.name, file.digest) for file in manifest.files
+            place, info = storage.describe(source), manifest
+            found: dict[str, tuple[Path | RemoteFile | memoryview, str]] = {
+                file.name: (storage.file(manifest, file.name), file.digest) for file in manifest.files
             }
         else:
             place, info = f"the snapshot of step {source.info.step} in memory", source.info  # type: ignore[assignment]
@@ -276,6 +281,7 @@ def _read(
         samples_consumed=info.samples_consumed,
         files=files,
         path=path,
+        from_memory=not isinstance(source, int),
         private=private,
     )
     return point, None

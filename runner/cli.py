@@ -216,12 +216,13 @@ def _catalog(location: str) -> Any:
     from checkpointing.catalog import Catalog
     from checkpointing.storage import open_storage
 
+    is_url = "://" in location
     nested = Path(location) / "checkpoints"
     try:
-        storage = open_storage(str(nested) if nested.is_dir() else location)
+        storage = open_storage(str(nested) if not is_url and nested.is_dir() else location)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    if not Path(storage.location).is_dir():
+    if not is_url and not Path(storage.location).is_dir():
         raise UsageError(f"{location!r} is not a folder; give a run's output_dir or its checkpoints folder")
     return Catalog(storage)
 

@@ -101,8 +101,10 @@ class Supervisor:
         run_id = self._run_id = self._directory.run_id()
         strays = processes.kill_all(lambda: processes.processes_of_run(run_id, self._config.launch.node_rank))
         events = read_journal(self._directory.journal)
-        self._last_attempt = max((event["attempt"] for event in events), default=0)
         self._storage = open_storage(self._config.checkpoint_location)
+        # The journal lies on this machine; another one may have gone on with the run meanwhile.
+        self._last_attempt = max((event["attempt"] for event in events), default=0)
+        self._last_attempt = max(self._last_attempt, self._storage.fence().attempt)
         committed = Catalog(self._storage).committed_steps()
         self._committed_step = committed[-1] if committed else -1
         self._display.state.committed_step = committed[-1] if committed else None

@@ -11,16 +11,23 @@ __all__ = ["LocalStorage", "Storage", "Transaction", "open_storage"]
 
 
 def open_storage(location: str) -> Storage:
-    """The storage at a path or `file://` URL.
+    """The storage at a path, `file://`, `s3://`, or other fsspec URL. Talks to nobody yet.
 
     Raises:
-        ValueError: the URL scheme is not supported.
+        ValueError: nobody knows the URL's scheme, its package is missing, or its settings are no use.
     """
-    if "://" in location:
-        scheme, _, rest = location.partition("://")
-        if scheme != "file":
-            raise ValueError(
-                f"checkpoint.location {location!r}: scheme {scheme!r} is not supported; use a path or file://"
-            )
-        location = rest
-    return LocalStorage(Path(location))
+    scheme, separator, rest = location.partition("://")
+    if not separator:
+        return LocalStorage(Path(location))
+    if scheme == "file":
+        return LocalStorage(Path(rest))
+    # Only who needs them pays for these imports.
+    from checkpointing.storage.remote import RemoteStorage
+
+    if scheme == "s3":
+        from checkpointing.storage.s3 import S3Store
+
+        return RemoteStorage(S3Store(location))
+    from checkpointing.storage.filesystem import FilesystemStore
+
+    return RemoteStorage(FilesystemStore(location))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -33,10 +35,96 @@ class Transaction(Protocol):
         """Remove what was written. Safe after any failure, and after `commit`."""
 
 
+class RemoteFile(Protocol):
+    """A file that is not on this machine, read by ranges.
+
+    Attributes:
+        nbytes: its size.
+    """
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        """Fill `target` from `start` on.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+
+
+@dataclass(frozen=True)
+class Fence:
+    """The newest attempt that has begun, and what counted then.
+
+    A checkpoint counts if its attempt is the newest, or if it was there when the newest began. So what a writer from an
+    older attempt publishes later is never loaded, however late it wakes up.
+
+    Attributes:
+        accepted: step and attempt of every whole checkpoint at that time.
+    """
+
+    attempt: int = 0
+    accepted: frozenset[tuple[int, int]] = frozenset()
+
+    def admits(self, manifest: Manifest) -> bool:
+        """Whether a checkpoint counts."""
+        return self.admits_step(manifest.step, manifest.attempt)
+
+    def admits_step(self, step: int, attempt: int) -> bool:
+        """Whether a checkpoint of this step and attempt would count."""
+        return attempt >= self.attempt or (step, attempt) in self.accepted
+
+    def to_json(self) -> bytes:
+        return json.dumps({"attempt": self.attempt, "accepted": sorted(self.accepted)}).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Fence:
+        """Parse what `to_json` made.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            body = json.loads(data)
+            return cls(int(body["attempt"]), frozenset((int(step), int(attempt)) for step, attempt in body["accepted"]))
+        except (KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"not a fence: {error}") from None
+
+
+def fenced(newest: int, place: str, attempt: int) -> str:
+    """What a writer of an older attempt is told."""
+    return f"attempt {newest} of this run has begun at {place}: attempt {attempt} may not write there any more"
+
+
 class Storage(Protocol):
     """A place that keeps checkpoints, named by `location`."""
 
     location: str
+
+    def probe(self) -> None:
+        """See whether a run could write there; changes nothing.
+
+        Raises:
+            OSError: something that a run needs is refused; the text says what.
+        """
+
+    def begin_attempt(self, attempt: int, held: Iterable[tuple[int, int]] = ()) -> None:
+        """Fence all older attempts: nothing that they publish from now on is ever loaded.
+
+        Args:
+            held: step and attempt of what the caller itself has yet to publish of older attempts.
+
+        Raises:
+            OSError: a newer attempt has begun, or storage refused.
+        """
+
+    def fence(self) -> Fence:
+        """The newest attempt that has begun.
+
+        Raises:
+            OSError: storage refused.
+        """
 
     def begin(self, step: int, attempt: int) -> Transaction:
         """Start writing the checkpoint of a step."""
@@ -51,8 +139,14 @@ class Storage(Protocol):
             InvalidCheckpoint: there is no whole manifest, or a file is missing or of another size.
         """
 
-    def local_path(self, step: int) -> Path:
-        """A local directory that holds the checkpoint's files."""
+    def describe(self, step: int) -> str:
+        """What a checkpoint is called in messages: its path or URL."""
+
+    def directory(self, step: int) -> Path | None:
+        """The local directory that holds the checkpoint's files, if there is one."""
+
+    def file(self, manifest: Manifest, name: str) -> Path | RemoteFile:
+        """A file of a checkpoint, to be read."""
 
     def remove(self, step: int) -> None:
         """Delete a checkpoint: manifest first, so that a crash in between leaves nothing that looks whole."""

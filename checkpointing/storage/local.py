@@ -17,12 +17,13 @@ from pathlib import Path
 
 from checkpointing.errors import CommitConflict, InvalidCheckpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
-from checkpointing.storage.base import CHECKPOINT_PREFIX
+from checkpointing.storage.base import CHECKPOINT_PREFIX, Fence, fenced
 from checkpointing.storage.writing import write_file
 
 _CHECKPOINT = re.compile(rf"^{CHECKPOINT_PREFIX}(\d+)$")
 _TEMPORARY = re.compile(rf"^\.{CHECKPOINT_PREFIX}\d+\.\d+\.tmp$")
 _ASIDE = re.compile(rf"^{CHECKPOINT_PREFIX}\d+\.(invalid|superseded)(-\d+)?$")
+_FENCE_NAME = ".fence.json"
 _REMOVING = re.compile(rf"^\.{CHECKPOINT_PREFIX}\d+\.removing$")
 
 
@@ -38,7 +39,9 @@ def fsync_directory(path: Path) -> None:
 class LocalTransaction:
     """See `Transaction`. Files are written by one thread, in any order."""
 
-    def __init__(self, root: Path, step: int, attempt: int) -> None:
+    def __init__(self, storage: LocalStorage, step: int, attempt: int) -> None:
+        self._storage, self._step, self._attempt = storage, step, attempt
+        root = storage.root
         self._target = root / f"{CHECKPOINT_PREFIX}{step}"
         self._temporary = root / f".{CHECKPOINT_PREFIX}{step}.{attempt}.tmp"
         root.mkdir(parents=True, exist_ok=True)
@@ -52,6 +55,8 @@ class LocalTransaction:
     def commit(self, manifest: Manifest) -> None:
         self.write(MANIFEST_NAME, [memoryview(manifest.to_json())])
         fsync_directory(self._temporary)
+        self._check_fence()
+        self._make_way()
         # rename(2) replaces an empty directory silently; only we create these names, so a check is enough.
         if self._target.exists():
             raise CommitConflict(f"{self._target} exists already; it is kept and this copy is dropped")
@@ -62,6 +67,21 @@ class LocalTransaction:
                 raise CommitConflict(f"{self._target} exists already; it is kept and this copy is dropped") from None
             raise
         fsync_directory(self._target.parent)
+        # A newer attempt may have begun in between; then this checkpoint counts only if that one has seen it.
+        self._check_fence()
+
+    def _check_fence(self) -> None:
+        fence = self._storage.fence()
+        if not fence.admits_step(self._step, self._attempt):
+            raise OSError(fenced(fence.attempt, str(self._storage.root), self._attempt))
+
+    def _make_way(self) -> None:
+        """What an older attempt published too late holds the place, but does not count."""
+        if self._target.exists():
+            try:
+                self._storage.read_manifest(self._step)
+            except InvalidCheckpoint:
+                self._storage.set_aside(self._step)
 
     def abort(self) -> None:
         shutil.rmtree(self._temporary, ignore_errors=True)
@@ -74,15 +94,55 @@ class LocalStorage:
         self.root = root
         self.location = str(root)
 
+    def probe(self) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        path = self.root / f".probe.{os.getpid()}"
+        try:
+            write_file(path, [memoryview(b"probe")])
+        finally:
+            path.unlink(missing_ok=True)
+
+    def begin_attempt(self, attempt: int, held: Iterable[tuple[int, int]] = ()) -> None:
+        newest = self.fence().attempt
+        if newest > attempt:
+            raise OSError(fenced(newest, str(self.root), attempt))
+        if newest == attempt:
+            return
+        accepted = set(held)
+        for step in self.steps():
+            with contextlib.suppress(InvalidCheckpoint):
+                accepted.add((step, self.read_manifest(step).attempt))
+        self.root.mkdir(parents=True, exist_ok=True)
+        temporary = self.root / f"{_FENCE_NAME}.{attempt}.tmp"
+        with temporary.open("wb") as file:
+            file.write(Fence(attempt, frozenset(accepted)).to_json())
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(self.root / _FENCE_NAME)
+        fsync_directory(self.root)
+
+    def fence(self) -> Fence:
+        """
+        Raises:
+            OSError: it cannot be read.
+        """
+        path = self.root / _FENCE_NAME
+        try:
+            return Fence.from_json(path.read_bytes())
+        except FileNotFoundError:
+            return Fence()
+        except ValueError as error:
+            raise OSError(f"{path}: {error}; remove it if no run writes here") from None
+
     def begin(self, step: int, attempt: int) -> LocalTransaction:
-        return LocalTransaction(self.root, step, attempt)
+        return LocalTransaction(self, step, attempt)
 
     def steps(self) -> list[int]:
         matches = (_CHECKPOINT.match(name) for name in self._names())
         return sorted(int(match.group(1)) for match in matches if match)
 
     def read_manifest(self, step: int) -> Manifest:
-        path = self.local_path(step)
+        path = self.directory(step)
         try:
             data = (path / MANIFEST_NAME).read_bytes()
         except FileNotFoundError:
@@ -92,6 +152,8 @@ class LocalStorage:
         manifest = Manifest.from_json(data, str(path))
         if manifest.step != step:
             raise InvalidCheckpoint(str(path), f"{MANIFEST_NAME} is of step {manifest.step}")
+        if not self.fence().admits(manifest):
+            raise InvalidCheckpoint(str(path), f"attempt {manifest.attempt} published it after a newer one had begun")
         for file in manifest.files:
             try:
                 size = (path / file.name).stat().st_size
@@ -101,11 +163,17 @@ class LocalStorage:
                 raise InvalidCheckpoint(str(path), f"{file.name} has {size} bytes, the manifest says {file.size}")
         return manifest
 
-    def local_path(self, step: int) -> Path:
+    def describe(self, step: int) -> str:
+        return str(self.directory(step))
+
+    def directory(self, step: int) -> Path:
         return self.root / f"{CHECKPOINT_PREFIX}{step}"
 
+    def file(self, manifest: Manifest, name: str) -> Path:
+        return self.directory(manifest.step) / name
+
     def remove(self, step: int) -> None:
-        path = self.local_path(step)
+        path = self.directory(step)
         # Out of the way by one atomic rename: a crash in mid-delete then leaves no directory with a checkpoint's name.
         doomed = self.root / f".{CHECKPOINT_PREFIX}{step}.removing"
         shutil.rmtree(doomed, ignore_errors=True)
@@ -115,7 +183,7 @@ class LocalStorage:
         shutil.rmtree(doomed)
 
     def set_aside(self, step: int, label: str = "invalid") -> str:
-        path = self.local_path(step)
+        path = self.directory(step)
         number = 0
         while True:
             aside = path.with_name(f"{path.name}.{label}" + (f"-{number}" if number else ""))

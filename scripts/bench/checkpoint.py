@@ -55,6 +55,8 @@ SHAPE = {"width": 768, "layers": 12, "tokens": 16}
 SMALL_SHAPE = {"width": 256, "layers": 8, "tokens": 320}
 SAVE_EVERY = 5
 SLOW_DISK_BYTES_PER_S = 20_000_000
+# A run is repeated where more than this share of the wanted processor time was taken by other virtual machines.
+MAX_STOLEN = 0.1
 MODES = {"spare": "a core to spare", "pinned": "all on one core"}
 
 
@@ -124,6 +126,13 @@ def throttled(pid: int | None) -> Iterator[bool]:
         with contextlib.suppress(OSError):
             (group.parent / "cgroup.procs").write_text(str(pid))
             group.rmdir()
+
+
+def _cpu_times() -> tuple[int, int]:
+    """Ticks that the hypervisor gave to others while we had work, and of all that we wanted (proc_stat(5))."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+    user, nice, system, _, _, irq, softirq, stolen = fields
+    return stolen, user + nice + system + irq + softirq + stolen
 
 
 def _drain(monitor: socket.socket) -> None:
@@ -212,6 +221,18 @@ class Bench:
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
+
+    def undisturbed(self, method: str, *, steps: int, core: int | None, tries: int) -> dict[str, Any]:
+        """A run during which other virtual machines have not taken the processors away; else the last of `tries`."""
+        for _ in range(tries):
+            before = _cpu_times()
+            run = self.run(method, steps=steps, core=core)
+            stolen, total = (after - start for after, start in zip(_cpu_times(), before, strict=True))
+            run["stolen"] = stolen / max(total, 1)
+            if run["stolen"] <= MAX_STOLEN:
+                break
+            self.say(f"{method}: {run['stolen']:.0%} of the processors' time went to other machines")
+        return run
 
     def run(self, method: str, *, steps: int, core: int | None) -> dict[str, Any]:
         """One variant from scratch; whatever it wrote is removed and flushed before the next."""
@@ -424,7 +445,8 @@ def main() -> None:
                 plain_s = 0.0
                 methods = [*(PEERS if not options.quick else set(PEERS) - set(LEFT_OUT_WHEN_QUICK)), "ours"]
                 for method in ["none", *random.sample(sorted(methods), len(methods))]:
-                    run = bench.run(method, steps=steps, core=0 if mode == "pinned" else None)
+                    core, tries = 0 if mode == "pinned" else None, 1 if options.quick else 3
+                    run = bench.undisturbed(method, steps=steps, core=core, tries=tries)
                     state_bytes = run["state_bytes"]
                     series = results[mode][method]
                     plain_s = run["total_s"] if method == "none" else plain_s

@@ -1,7 +1,8 @@
-"""What every storage must keep. New back ends join by a fixture parameter."""
+"""What every storage must keep. New back ends join by a parameter of the `location` fixture."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,38 +10,91 @@ import pytest
 from checkpointing.catalog import Catalog
 from checkpointing.commit import SnapshotInfo, StagedFile, commit_snapshot
 from checkpointing.digest import digest_buffer
-from checkpointing.errors import CommitConflict, InvalidCheckpoint
+from checkpointing.errors import CheckpointError, CommitConflict, CommitFailed, InvalidCheckpoint
+from checkpointing.manifest import Manifest
+from checkpointing.reading import read_private
 from checkpointing.storage import Storage, open_storage
+from checkpointing.storage.local import LocalStorage
+from checkpointing.storage.remote import RemoteStorage
 
 
-@pytest.fixture(params=["path", "file-url"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    location = str(tmp_path / "store")
-    return open_storage(location if request.param == "path" else f"file://{location}")
-
-
-def commit(storage: Storage, step: int, attempt: int = 1, data: bytes = b"abc") -> None:
+def commit(storage: Storage, step: int, attempt: int = 1, data: bytes = b"abc") -> Manifest:
     info = SnapshotInfo("run", attempt, step, 2, step * 8)
     files = [staged("a", data), staged("b", b"")]
-    commit_snapshot(storage, info, files)
+    return commit_snapshot(storage, info, files)
 
 
 def staged(name: str, data: bytes) -> StagedFile:
     return StagedFile(name, [memoryview(data)], lambda: digest_buffer(data))
 
 
+def read(storage: Storage, step: int, name: str = "a") -> bytes:
+    data, _ = read_private(storage.file(storage.read_manifest(step), name))
+    return bytes(data)
+
+
+def tamper(storage: Storage, step: int, name: str, data: bytes | None) -> None:
+    """Behind the storage's back: overwrite a file of a checkpoint, or delete it."""
+    if isinstance(storage, LocalStorage):
+        path = storage.directory(step) / name
+        path.unlink() if data is None else path.write_bytes(data)
+        return
+    assert isinstance(storage, RemoteStorage)
+    key = f"checkpoint-{step}/{name}"
+    if name != "manifest.json":
+        key = f"{storage.read_manifest(step).folder}/{name}"
+    if data is None:
+        storage.store.delete([key])
+    else:
+        storage.store.put(key, data)
+
+
+def raw_manifest(storage: Storage, step: int) -> bytes:
+    if isinstance(storage, LocalStorage):
+        return (storage.directory(step) / "manifest.json").read_bytes()
+    assert isinstance(storage, RemoteStorage)
+    return storage.store.get(f"checkpoint-{step}/manifest.json") or b""
+
+
 def test_an_empty_place_has_no_checkpoints(storage: Storage) -> None:
     assert storage.steps() == [] and Catalog(storage).entries() == [] and storage.sweep() == []
+    assert storage.fence().attempt == 0 and storage.set_aside_names() == []
 
 
-def test_commit_then_read(storage: Storage) -> None:
+def test_commit_then_read(storage: Storage, location: str) -> None:
     commit(storage, 5)
     commit(storage, 100)
     commit(storage, 20)
-    assert [entry.step for entry in Catalog(storage).entries()] == [100, 20, 5]
-    manifest = Catalog(storage).verify(20)
+    # Another process sees the same.
+    other = open_storage(location)
+    assert [entry.step for entry in Catalog(other).entries()] == [100, 20, 5]
+    manifest = Catalog(other).verify(20)
     assert (manifest.samples_consumed, manifest.world_size) == (160, 2)
-    assert (storage.local_path(20) / "a").read_bytes() == b"abc"
+    assert (read(other, 20), read(other, 20, "b")) == (b"abc", b"")
+
+
+@pytest.mark.parametrize("nbytes", [1, 16 << 20, (40 << 20) + 12345])
+def test_files_of_any_size(storage: Storage, nbytes: int) -> None:
+    data = bytes(range(256)) * (nbytes // 256 + 1)
+    pieces = [memoryview(data)[:nbytes]]
+    file = StagedFile("big", pieces, lambda: digest_buffer(pieces[0]))
+    commit_snapshot(storage, SnapshotInfo("run", 1, 3, 1, 3), [file])
+    assert Catalog(storage).verify(3).files[0].size == nbytes
+    assert read(storage, 3, "big") == bytes(pieces[0])
+
+
+def test_pieces_that_use_the_same_memory_again(storage: Storage) -> None:
+    window = bytearray(10 << 20)
+
+    def pieces() -> object:
+        for value in range(5):
+            window[:] = bytes([value]) * len(window)
+            yield memoryview(window)
+
+    expected = b"".join(bytes([value]) * len(window) for value in range(5))
+    file = StagedFile("windowed", pieces(), lambda: digest_buffer(expected))  # type: ignore[arg-type]
+    commit_snapshot(storage, SnapshotInfo("run", 1, 3, 1, 3), [file])
+    assert Catalog(storage).verify(3).total_bytes == len(expected)
 
 
 def test_nothing_is_visible_before_commit_or_after_abort(storage: Storage) -> None:
@@ -55,26 +109,51 @@ def test_nothing_is_visible_before_commit_or_after_abort(storage: Storage) -> No
 def test_what_a_dead_writer_left_is_swept(storage: Storage) -> None:
     commit(storage, 5)
     storage.begin(7, 1).write("a", [memoryview(b"x")])
-    assert len(storage.sweep()) == 1
+    storage.begin(5, 2).write("a", [memoryview(b"x")])
+    assert len(storage.sweep()) == 2
     assert storage.steps() == [5] and storage.sweep() == []
+    assert read(storage, 5) == b"abc"
 
 
 def test_a_committed_step_is_not_overwritten(storage: Storage) -> None:
     commit(storage, 5, data=b"first")
     with pytest.raises(CommitConflict):
         commit(storage, 5, attempt=2, data=b"second")
-    assert (storage.local_path(5) / "a").read_bytes() == b"first"
+    assert read(storage, 5) == b"first"
     assert storage.sweep() == []
+
+
+def test_of_two_writers_one_wins(storage: Storage, location: str) -> None:
+    outcomes: list[str] = []
+
+    def write(number: int) -> None:
+        try:
+            commit(open_storage(location), 5, attempt=number + 1, data=b"%d" % number)
+            outcomes.append(str(number))
+        except CheckpointError:
+            outcomes.append("lost")
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    winners = [outcome for outcome in outcomes if outcome != "lost"]
+    assert len(outcomes) == 4
+    if isinstance(storage, LocalStorage) or getattr(storage, "store").honours_if_absent:  # noqa: B009
+        assert len(winners) == 1 and read(storage, 5) == winners[0].encode()
+    # Whoever it was, what is there is whole.
+    Catalog(storage).verify(5)
 
 
 def test_every_kind_of_damage_is_found(storage: Storage) -> None:
     for step in range(5):
         commit(storage, step)
-    (storage.local_path(0) / "a").write_bytes(b"ab")
-    (storage.local_path(1) / "a").write_bytes(b"abd")
-    (storage.local_path(2) / "a").unlink()
-    (storage.local_path(3) / "manifest.json").unlink()
-    (storage.local_path(4) / "manifest.json").write_bytes((storage.local_path(1) / "manifest.json").read_bytes())
+    tamper(storage, 0, "a", b"ab")
+    tamper(storage, 1, "a", b"abd")
+    tamper(storage, 2, "a", None)
+    tamper(storage, 3, "manifest.json", None)
+    tamper(storage, 4, "manifest.json", raw_manifest(storage, 1))
     for step, reason in enumerate(["2 bytes", "digest", "cannot be read", "never committed", "of step 1"]):
         with pytest.raises(InvalidCheckpoint, match=reason):
             Catalog(storage).verify(step)
@@ -84,11 +163,67 @@ def test_every_kind_of_damage_is_found(storage: Storage) -> None:
 def test_set_aside_keeps_and_counts(storage: Storage) -> None:
     for data in (b"one", b"two"):
         commit(storage, 5, data=data)
-        assert (Path(storage.set_aside(5)) / "a").read_bytes() == data
+        kept = storage.set_aside(5)
+        if isinstance(storage, LocalStorage):
+            assert (Path(kept) / "a").read_bytes() == data
     assert storage.steps() == [] and len(storage.set_aside_names()) == 2
+    assert storage.sweep() == []
 
 
 def test_remove(storage: Storage) -> None:
     commit(storage, 5)
+    commit(storage, 6)
     storage.remove(5)
-    assert storage.steps() == [] and storage.sweep() == []
+    assert storage.steps() == [6] and storage.sweep() == []
+    commit(storage, 5, data=b"again")
+    assert read(storage, 5) == b"again" and read(storage, 6) == b"abc"
+
+
+def test_an_older_attempt_cannot_publish_after_a_newer_one_has_begun(storage: Storage, location: str) -> None:
+    storage.begin_attempt(1)
+    commit(storage, 10, attempt=1)
+    zombie = open_storage(location).begin(30, 1)
+    zombie.write("a", [memoryview(b"abc")])
+    storage.begin_attempt(2)
+    with pytest.raises(CommitFailed, match="attempt 2 of this run has begun"):
+        commit(open_storage(location), 20, attempt=1)
+    with pytest.raises(OSError, match="attempt 2 of this run has begun"):
+        zombie.commit(Manifest("run", 1, 30, 1, 0, 0.0, ()))
+    zombie.abort()
+    with pytest.raises(OSError, match="attempt 2 of this run has begun"):
+        open_storage(location).begin_attempt(1)
+    commit(storage, 20, attempt=2)
+    assert Catalog(storage).committed_steps() == [10, 20]
+
+
+def test_what_was_published_in_spite_of_the_fence_does_not_count(storage: Storage, location: str) -> None:
+    """The race that no check can close: an older attempt looks, a newer one begins, the older one publishes."""
+    storage.begin_attempt(1)
+    commit(storage, 10, attempt=1)
+    late = open_storage(location)
+    newer_fence = threading.Event()
+    fence = late.fence
+
+    def looked_too_early() -> object:
+        found = fence()
+        if not newer_fence.is_set():
+            newer_fence.set()
+            storage.begin_attempt(2)
+        return found
+
+    late.fence = looked_too_early  # type: ignore[method-assign,assignment]
+    with pytest.raises(CommitFailed, match="attempt 2"):
+        commit(late, 20, attempt=1, data=b"late")
+    assert Catalog(storage).committed_steps() == [10]
+    commit(storage, 20, attempt=2, data=b"newer")
+    assert read(storage, 20) == b"newer" and Catalog(storage).committed_steps() == [10, 20]
+
+
+def test_what_the_newer_attempt_took_over_may_be_published(storage: Storage) -> None:
+    """The agent still holds the snapshot that the newer attempt goes on from."""
+    storage.begin_attempt(1)
+    storage.begin_attempt(2, held=[(7, 1)])
+    commit(storage, 7, attempt=1)
+    assert Catalog(storage).committed_steps() == [7]
+    storage.begin_attempt(3)
+    assert Catalog(storage).committed_steps() == [7]

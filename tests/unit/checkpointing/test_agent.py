@@ -130,7 +130,11 @@ def test_a_full_disk_fails_the_save_and_the_next_one_works(tmp_path: Path) -> No
         assert stage(client, 1, b"small", wait=True) and client.wait(1) is None
         assert stage(client, 2, bytes(8_000_000), wait=True)
         assert "No space left" in (client.wait(2) or "")
-        assert sorted(p.name for p in (mount / "checkpoints").iterdir()) == [".agent.lock", "checkpoint-1"]
+        assert sorted(p.name for p in (mount / "checkpoints").iterdir()) == [
+            ".agent.lock",
+            ".fence.json",
+            "checkpoint-1",
+        ]
         assert stage(client, 3, b"small again", wait=True) and client.wait(3) is None
         agent.close(10)
     finally:
@@ -148,8 +152,8 @@ def test_an_unusable_location_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(AgentUnavailable, match=r"did not start.*file"):
         AgentProcess.start(str(tmp_path / "file" / "checkpoints"), "run")
-    with pytest.raises(AgentUnavailable, match="scheme 'ftp' is not supported"):
-        AgentProcess.start("ftp://host/x", "run")
+    with pytest.raises(AgentUnavailable, match="scheme 'nosuch' is not known"):
+        AgentProcess.start("nosuch://host/x", "run")
 
 
 def test_a_growing_log_history_does_not_make_new_arenas(agent: AgentProcess) -> None:

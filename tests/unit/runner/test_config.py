@@ -57,7 +57,7 @@ def test_reference_variables() -> None:
         ("launch: {nproc_per_node: 0}", [], ["launch.nproc_per_node=0", "auto"]),
         ("launch: {nproc_per_node: many}", [], ["launch.nproc_per_node='many'"]),
         ("data: {path: missing.parquet}", [], ["data.path='missing.parquet'", "does not exist"]),
-        ("checkpoint: {location: 'ftp://host/x'}", [], ["checkpoint.location 'ftp://host/x'", "use a path or file://"]),
+        ("checkpoint: {location: 'no://host/x'}", [], ["checkpoint.location 'no://host/x'", "use a path, file://"]),
         ("launch: [1, 2]", [], ["launch=[1, 2]", "write a mapping"]),
         ("trainer: 3", [], ["trainer=3", "write a mapping"]),
         ("- a\n- b", [], ["job.yaml", "mapping"]),

@@ -1,0 +1,162 @@
+"""Any other fsspec file system (`gs://`, `az://`, `memory://`, ...) as an object store.
+
+Works where writing a file makes it appear whole when it is closed, as object stores do.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from checkpointing.storage.objects import StorageError, StorageTimeout
+
+_DEADLINE_S = 60.0
+_MIN_BYTES_PER_S = 100_000
+_CHUNK_BYTES = 16 * 1024 * 1024
+
+T = TypeVar("T")
+
+
+class FilesystemStore:
+    """See `ObjectStore`. Whether "only if absent" is decided by the server is not known of most: it counts as no."""
+
+    honours_if_absent = False
+
+    def __init__(self, location: str) -> None:
+        """
+        Raises:
+            ValueError: there is no such file system, or its package is not installed.
+        """
+        import fsspec
+
+        self.location = location.rstrip("/")
+        scheme = self.location.partition("://")[0]
+        try:
+            fsspec.get_filesystem_class(scheme)
+        except ValueError:
+            raise ValueError(
+                f"checkpoint.location {location!r}: scheme {scheme!r} is not known; use a path, file://, s3://, or "
+                "one that fsspec knows"
+            ) from None
+        except ImportError as error:
+            raise ValueError(f"checkpoint.location {location!r}: {error}") from None
+
+    @functools.cached_property
+    def _place(self) -> tuple[Any, str]:
+        """The file system, which may connect when it is made, and our folder in it."""
+        import fsspec
+
+        file_system, root = fsspec.core.url_to_fs(self.location)
+        return file_system, str(root).rstrip("/") + "/"
+
+    def probe(self) -> None:
+        key, data = f"probe/{uuid.uuid4().hex}", b"written by checkpointing to see what is allowed here"
+        self.put(key, data)
+        try:
+            if self.get(key) != data or key not in self.sizes(key):
+                raise StorageError(f"{self.location}: what was written there cannot be read back")
+        finally:
+            self.delete([key])
+
+    def put(self, key: str, data: bytes, *, if_absent: bool = False) -> bool:
+        def work() -> bool:
+            fs, root = self._place
+            if if_absent and fs.exists(root + key):
+                return False
+            fs.pipe_file(root + key, data)
+            return True
+
+        return self._call(f"put {key}", work, len(data))
+
+    def upload(self, key: str, pieces: Iterable[memoryview]) -> int:
+        given = list(pieces) if isinstance(pieces, Sequence) else pieces
+
+        def work() -> int:
+            fs, root = self._place
+            nbytes = 0
+            with fs.open(root + key, "wb", block_size=_CHUNK_BYTES) as file:
+                for piece in given:
+                    for start in range(0, len(piece), _CHUNK_BYTES):
+                        file.write(piece[start : start + _CHUNK_BYTES])
+                    nbytes += len(piece)
+            return nbytes
+
+        expected = sum(len(piece) for piece in given) if isinstance(given, list) else 1 << 33
+        return self._call(f"upload {key}", work, expected)
+
+    def get(self, key: str) -> bytes | None:
+        def work() -> bytes | None:
+            fs, root = self._place
+            try:
+                return bytes(fs.cat_file(root + key))
+            except FileNotFoundError:
+                return None
+
+        return self._call(f"get {key}", work)
+
+    def read_into(self, key: str, start: int, target: memoryview) -> None:
+        def work() -> None:
+            fs, root = self._place
+            data = fs.cat_file(root + key, start=start, end=start + len(target))
+            if len(data) != len(target):
+                raise StorageError(f"{self.location}/{key} is shorter than it was")
+            target[:] = data
+
+        self._call(f"read {key}", work, len(target))
+
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        def work() -> dict[str, int]:
+            fs, root = self._place
+            # Not from a cache: other machines write here.
+            fs.invalidate_cache()
+            try:
+                found = fs.find(root.rstrip("/"), detail=True)
+            except FileNotFoundError:
+                return {}
+            keys = {str(name).removeprefix(root): int(info["size"]) for name, info in found.items()}
+            return {key: size for key, size in keys.items() if key.startswith(folder)}
+
+        return self._call("list", work)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        def work() -> None:
+            fs, root = self._place
+            for key in keys:
+                try:
+                    fs.rm_file(root + key)
+                except FileNotFoundError:
+                    continue
+
+        self._call("delete", work)
+
+    def abort_uploads(self) -> int:
+        return 0
+
+    def _call(self, what: str, work: Callable[[], T], nbytes: int = 0) -> T:
+        """Run it in a thread that is left behind if it does not return: some back ends have no time-outs at all."""
+        outcome: list[T] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                outcome.append(work())
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="storage-call", daemon=True)
+        thread.start()
+        deadline_s = _DEADLINE_S + nbytes / _MIN_BYTES_PER_S
+        thread.join(deadline_s)
+        if thread.is_alive():
+            raise StorageTimeout(f"{what} at {self.location}: no answer for {deadline_s:.0f} s")
+        if errors:
+            error: Any = errors[0]
+            if isinstance(error, StorageError):
+                raise error
+            if isinstance(error, Exception):
+                raise StorageError(f"{what} at {self.location}: {error or type(error).__name__}") from error
+            raise error
+        return outcome[0]

@@ -1,0 +1,336 @@
+"""S3 and what speaks its protocol, by botocore.
+
+Not through s3fs, though that stands on botocore too: parts go straight from shared memory to the socket, several at a
+time, and every call ends. Measured against a black hole, s3fs had not returned after 280 s.
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+import uuid
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
+
+import tenacity
+from botocore.config import Config
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    NoCredentialsError,
+    PartialCredentialsError,
+    ProfileNotFound,
+)
+
+from checkpointing.storage.objects import StorageError, StorageTimeout
+
+_PART_BYTES = 16 * 1024 * 1024
+_IN_FLIGHT = 8
+# S3 allows 10,000 parts; larger objects get larger ones.
+_MAX_PARTS = 9_000
+_CONNECT_TIMEOUT_S = 5
+# Longest silence on a connection. A slow link is not silent.
+_SILENCE_TIMEOUT_S = 15
+_RETRY_FOR_S = 60.0
+# Below this rate a call is given up, whatever trickles in.
+_MIN_BYTES_PER_S = 100_000
+_RETRIED_CODES = {
+    "InternalError",
+    "OperationAborted",
+    "RequestTimeout",
+    "RequestTimeTooSkewed",
+    "ServiceUnavailable",
+    "SlowDown",
+    "ThrottlingException",
+    "Throttling",
+}
+_MENDS = {
+    "InvalidAccessKeyId": "the access key is unknown there; check AWS_ACCESS_KEY_ID",
+    "SignatureDoesNotMatch": "the secret key is wrong; check AWS_SECRET_ACCESS_KEY",
+    "ExpiredToken": "the credentials have expired; renew them",
+    "NoSuchBucket": "the bucket does not exist; create it, or check the name",
+    "AccessDenied": "these credentials may not do this; allow list, get, put and delete under the prefix",
+    "AllAccessDisabled": "these credentials may not do this; allow list, get, put and delete under the prefix",
+    "QuotaExceeded": "the quota is used up; raise it, or keep fewer checkpoints",
+    "RequestTimeTooSkewed": "this machine's clock is wrong; set it",
+}
+
+T = TypeVar("T")
+
+
+class S3Store:
+    """See `ObjectStore`. Thread-safe."""
+
+    def __init__(self, location: str) -> None:
+        """Credentials, region and endpoint come from where AWS's tools take them (`AWS_ENDPOINT_URL`, ...).
+
+        Raises:
+            ValueError: the URL names no bucket.
+        """
+        import boto3
+
+        self.location = location.rstrip("/")
+        bucket, _, prefix = self.location.removeprefix("s3://").partition("/")
+        if not bucket:
+            raise ValueError(f"checkpoint.location {location!r} names no bucket; use s3://bucket/prefix")
+        self._bucket, self._prefix = bucket, f"{prefix}/" if prefix else ""
+        self._honours: bool | None = None
+        config = Config(
+            connect_timeout=_CONNECT_TIMEOUT_S,
+            read_timeout=_SILENCE_TIMEOUT_S,
+            retries={"total_max_attempts": 1},  # ours, so that they end
+            max_pool_connections=4 * _IN_FLIGHT,
+            parameter_validation=False,  # which would refuse a memoryview, and so cost a copy of every part
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+            s3={"payload_signing_enabled": False},
+        )
+        try:
+            session = boto3.session.Session()
+            region = session.region_name or "us-east-1"
+            self._client: Any = session.client("s3", config=config, region_name=region)
+        except (BotoCoreError, ValueError) as error:
+            raise ValueError(f"checkpoint.location {location!r}: {error}") from None
+        self._pool = ThreadPoolExecutor(2 * _IN_FLIGHT, "s3")
+
+    # -- the protocol --------------------------------------------------------------------------------------------
+
+    def put(self, key: str, data: bytes, *, if_absent: bool = False) -> bool:
+        arguments: dict[str, Any] = {"IfNoneMatch": "*"} if if_absent else {}
+        try:
+            self._call("put_object", key, nbytes=len(data), Body=data, ChecksumCRC32=_crc32(data), **arguments)
+        except _PreconditionFailed:
+            return False
+        return True
+
+    def upload(self, key: str, pieces: Iterable[memoryview]) -> int:
+        parts = _cut(pieces, _PART_BYTES)
+        first = next(parts, memoryview(b""))
+        second = next(parts, None)
+        if second is None:
+            self._call("put_object", key, Body=_body(first), ChecksumCRC32=_crc32(first), nbytes=len(first))
+            return len(first)
+        upload_id = self._call("create_multipart_upload", key)["UploadId"]
+        sent: list[Future[dict[str, Any]]] = []
+        nbytes = 0
+        # A part's memory may be a window that is used again: no more is taken from `pieces` than is in flight.
+        free = threading.Semaphore(_IN_FLIGHT)
+        try:
+            for part in _chained(first, second, parts):
+                free.acquire()
+                failed = next((future for future in sent if future.done() and future.exception()), None)
+                if failed is not None:
+                    raise failed.exception() or AssertionError
+                future = self._pool.submit(self._upload_part, key, upload_id, len(sent) + 1, part)
+                future.add_done_callback(lambda _: free.release())
+                sent.append(future)
+                nbytes += len(part)
+            finished = [future.result() for future in sent]
+            self._complete(key, upload_id, finished, nbytes)
+        except BaseException:
+            wait(sent)
+            self._abort(key, upload_id)
+            raise
+        return nbytes
+
+    def get(self, key: str) -> bytes | None:
+        try:
+            return bytes(self._call("get_object", key, consume=lambda answer: answer["Body"].read()))
+        except _Missing:
+            return None
+
+    def read_into(self, key: str, start: int, target: memoryview) -> None:
+        def consume(answer: Any) -> None:
+            view, body = target, answer["Body"]
+            while len(view):
+                count = body._raw_stream.readinto(view)
+                if not count:
+                    raise StorageError(f"{self.location}/{key} is shorter than it was")
+                view = view[count:]
+
+        try:
+            span = f"bytes={start}-{start + len(target) - 1}"
+            self._call("get_object", key, Range=span, consume=consume, nbytes=len(target))
+        except _Missing:
+            raise StorageError(f"{self.location}/{key} is missing") from None
+
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        found: dict[str, int] = {}
+        token: dict[str, Any] = {}
+        while True:
+            page = self._call("list_objects_v2", None, Prefix=self._prefix + folder, **token)
+            for entry in page.get("Contents", []):
+                found[entry["Key"].removeprefix(self._prefix)] = entry["Size"]
+            if not page.get("IsTruncated"):
+                return found
+            token = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def delete(self, keys: Sequence[str]) -> None:
+        # One by one: not every server has the call for many, and its errors hide in a 200.
+        for future in [self._pool.submit(self._call, "delete_object", key) for key in keys]:
+            future.result()
+
+    @property
+    def honours_if_absent(self) -> bool:
+        """Found out by trying, once: rclone's server and others let every writer win."""
+        if self._honours is None:
+            self.probe()
+        assert self._honours is not None
+        return self._honours
+
+    def probe(self) -> None:
+        """Put, list, get, put again only if absent, delete: whatever a run will need.
+
+        Raises:
+            StorageError: one of them is refused.
+        """
+        key, data = f"probe/{uuid.uuid4().hex}", b"written by checkpointing to see what is allowed here"
+        self.put(key, data, if_absent=True)
+        try:
+            if self.get(key) != data or key not in self.sizes(key):
+                raise StorageError(f"{self.location}: what was written there cannot be read back")
+            self._honours = not self.put(key, data, if_absent=True)
+        finally:
+            self.delete([key])
+
+    def abort_uploads(self) -> int:
+        try:
+            uploads = self._call("list_multipart_uploads", None, Prefix=self._prefix).get("Uploads", [])
+        except _Missing:  # rclone's way to say that there are none
+            return 0
+        for upload in uploads:
+            self._abort(upload["Key"].removeprefix(self._prefix), upload["UploadId"])
+        return len(uploads)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _upload_part(self, key: str, upload_id: str, number: int, part: memoryview) -> dict[str, Any]:
+        checksum = _crc32(part)
+        answer = self._call(
+            "upload_part",
+            key,
+            UploadId=upload_id,
+            PartNumber=number,
+            Body=_body(part),
+            ChecksumCRC32=checksum,
+            nbytes=len(part),
+        )
+        entry = {"PartNumber": number, "ETag": answer["ETag"]}
+        if "ChecksumCRC32" in answer:
+            entry["ChecksumCRC32"] = answer["ChecksumCRC32"]
+        return entry
+
+    def _complete(self, key: str, upload_id: str, parts: list[dict[str, Any]], nbytes: int) -> None:
+        try:
+            self._call("complete_multipart_upload", key, UploadId=upload_id, MultipartUpload={"Parts": parts})
+        except (StorageTimeout, _Missing):
+            # The answer may have been lost, not the call: the upload is then gone and the object there.
+            if self.sizes(key).get(key) != nbytes:
+                raise
+
+    def _abort(self, key: str, upload_id: str) -> None:
+        try:
+            self._call("abort_multipart_upload", key, UploadId=upload_id)
+        except StorageError:
+            # The next writer's sweep finds it.
+            return
+
+    def _call(
+        self,
+        name: str,
+        key: str | None,
+        *,
+        nbytes: int = 0,
+        consume: Callable[[Any], Any] | None = None,
+        **arguments: Any,
+    ) -> Any:
+        """One operation, tried again while that may help; ends within its deadline."""
+        if key is not None:
+            arguments["Key"] = self._prefix + key
+        what = f"{name.replace('_', ' ')} {self.location}" + (f"/{key}" if key else "")
+
+        def once() -> Any:
+            try:
+                answer = getattr(self._client, name)(Bucket=self._bucket, **arguments)
+                return answer if consume is None else consume(answer)
+            except ClientError as error:
+                raise _translated(error, what) from None
+            except (NoCredentialsError, PartialCredentialsError, ProfileNotFound) as error:
+                text = f"{what}: {error}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
+                raise StorageError(text) from None
+            except (BotoCoreError, OSError) as error:
+                if isinstance(error, StorageError):
+                    raise
+                raise StorageTimeout(f"{what}: {error}") from None
+
+        retried = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type((_Throttled, StorageTimeout)),
+            wait=tenacity.wait_random_exponential(multiplier=0.2, max=10),
+            stop=tenacity.stop_after_delay(_RETRY_FOR_S + nbytes / _MIN_BYTES_PER_S),
+            reraise=True,
+        )
+        return retried(once)
+
+
+class _Missing(StorageError):
+    """No such object, or upload."""
+
+
+class _PreconditionFailed(StorageError):
+    """There is one already."""
+
+
+class _Throttled(StorageError):
+    """The server asks for patience, or is ill."""
+
+
+def _translated(error: ClientError, what: str) -> StorageError:
+    code = str(error.response.get("Error", {}).get("Code", ""))
+    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    message = error.response.get("Error", {}).get("Message") or code or "no reason given"
+    text = f"{what}: {_MENDS.get(code, message)} ({status} {code})"
+    if status == 412 or code == "PreconditionFailed":
+        return _PreconditionFailed(text)
+    if code in ("NoSuchKey", "NoSuchUpload") or (status == 404 and code in ("404", "NotFound")):
+        return _Missing(text)
+    if code in _RETRIED_CODES or status in (429, 500, 502, 503, 504):
+        return _Throttled(text)
+    return StorageError(text)
+
+
+def _crc32(data: bytes | memoryview) -> str:
+    return base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
+
+
+def _body(view: memoryview) -> memoryview | bytes:
+    return view if len(view) else b""
+
+
+def _cut(pieces: Iterable[memoryview], part_bytes: int) -> Iterator[memoryview]:
+    """Parts of `part_bytes`, but for the last; without a copy where a piece is as long as that."""
+    pending = bytearray()
+    for piece in pieces:
+        rest = piece
+        if pending:
+            taken = rest[: part_bytes - len(pending)]
+            pending += taken
+            rest = rest[len(taken) :]
+            if len(pending) == part_bytes:
+                yield memoryview(bytes(pending))
+                pending = bytearray()
+        # The number of parts is limited; a piece of many is cut into larger ones.
+        size = max(part_bytes, -(-len(rest) // _MAX_PARTS))
+        while len(rest) >= size:
+            yield rest[:size]
+            rest = rest[size:]
+        pending += rest
+    if pending:
+        yield memoryview(bytes(pending))
+
+
+def _chained(first: memoryview, second: memoryview, rest: Iterator[memoryview]) -> Iterator[memoryview]:
+    yield first
+    yield second
+    yield from rest
