@@ -20,14 +20,14 @@ class CatalogEntry:
 
 
 class Catalog:
-    """Reads a storage; changes nothing."""
+    """Reads a `storage`; changes nothing."""
 
     def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+        self.storage = storage
 
     def entries(self) -> list[CatalogEntry]:
         """All entries, newest step first. Sizes are checked, contents are not: see `verify`."""
-        return [self._entry(step) for step in reversed(self._storage.steps())]
+        return [self._entry(step) for step in reversed(self.storage.steps())]
 
     def committed_steps(self) -> list[int]:
         """Steps of whole checkpoints, ascending."""
@@ -39,13 +39,13 @@ class Catalog:
         Raises:
             InvalidCheckpoint: it is not whole, or a digest differs.
         """
-        manifest = self._storage.read_manifest(step)
-        place = self._storage.describe(step)
+        manifest = self.storage.read_manifest(step)
+        place = self.storage.describe(step)
         for file in manifest.files:
             if only is not None and file.name not in only:
                 continue
             try:
-                actual = digest_of(self._storage.file(manifest, file.name))
+                actual = digest_of(self.storage.file(manifest, file.name))
             except OSError as error:
                 raise InvalidCheckpoint(place, f"{file.name} cannot be read ({error.strerror})") from None
             if actual != file.digest:
@@ -54,6 +54,6 @@ class Catalog:
 
     def _entry(self, step: int) -> CatalogEntry:
         try:
-            return CatalogEntry(step, self._storage.read_manifest(step), None)
+            return CatalogEntry(step, self.storage.read_manifest(step), None)
         except InvalidCheckpoint as error:
             return CatalogEntry(step, None, error.reason)

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from checkpointing.errors import CheckpointError
 from runner import __version__
 from runner.errors import ExitCode, RunnerError, UsageError
 
@@ -89,7 +90,7 @@ def start(
     """
     from runner.progress import ProgressDisplay
     from runner.summary import render
-    from runner.supervisor import Job, Supervisor, check_resume_step
+    from runner.supervisor import Job, Supervisor, check_resume_step, check_storage
 
     config = _load(config_path, output_dir, settings, launch)
     if max_restarts is not None:
@@ -99,6 +100,7 @@ def start(
     directory = _directory(config)
     directory.create()
     directory.lock()
+    check_storage(config)
     step = _resume(resume)
     if overwrite and step != "never":
         raise UsageError("--overwrite goes with --resume never")
@@ -113,8 +115,8 @@ def start(
         return
     # A restart, or a script that changes its directory, must find the same places.
     config.output_dir = str(directory.root)
-    if config.checkpoint.location is not None and "://" not in config.checkpoint.location:
-        config.checkpoint.location = str(Path(config.checkpoint.location).absolute())
+    if config.checkpoint.location is not None:
+        config.checkpoint.location = config.absolute_checkpoint_location
     directory.config.write_text(config.to_yaml())
     first_node = config.launch.node_rank == 0
     display = ProgressDisplay(quiet=not first_node)
@@ -212,6 +214,41 @@ def verify(location: str, step: int | None) -> None:
     sys.exit(1 if damaged else 0)
 
 
+@checkpoints.command()
+@click.argument("location")
+@click.argument("step", type=int)
+@click.argument("directory", type=click.Path(path_type=Path))
+def export(location: str, step: int, directory: Path) -> None:
+    """Copy the checkpoint of STEP at LOCATION to DIRECTORY, in Hugging Face layout; every digest is compared."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    from checkpointing.export import export_checkpoint
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, transient=True) as progress:
+        task = progress.add_task(f"checkpoint-{step}", total=None)
+        manifest = export_checkpoint(
+            _catalog(location).storage,
+            step,
+            directory,
+            lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    click.echo(f"checkpoint-{step}: {len(manifest.files)} files, {manifest.total_bytes / 1e6:.1f} MB, in {directory}")
+
+
+@checkpoints.command()
+@click.argument("location")
+@click.option("--keep-last", type=click.IntRange(min=1), required=True, help="How many of the newest to keep.")
+def prune(location: str, keep_last: int) -> None:
+    """Remove all but the newest checkpoints at LOCATION. Those that are not whole do not count, and stay."""
+    from checkpointing.retention import steps_to_remove
+
+    catalog = _catalog(location)
+    for step in steps_to_remove(catalog.committed_steps(), keep_last):
+        catalog.storage.remove(step)
+        click.echo(f"removed checkpoint-{step}")
+
+
 def _catalog(location: str) -> Any:
     from checkpointing.catalog import Catalog
     from checkpointing.storage import open_storage
@@ -242,15 +279,24 @@ def _resume(text: str) -> str | int:
 
 
 def _start_anew(config: Any, directory: Any, overwrite: bool) -> None:
-    location = Path(config.checkpoint_location)
-    exists = directory.journal.exists() or (location.is_dir() and any(location.glob("checkpoint-*")))
-    if exists and not overwrite:
+    from checkpointing.storage import open_storage
+
+    storage = open_storage(config.checkpoint_location)
+    steps = storage.steps()
+    if (steps or directory.journal.exists()) and not overwrite:
         raise UsageError(
             f"--resume never: {directory.root} already holds a run; add --overwrite to move it aside, or choose "
             "another --output-dir"
         )
-    if exists:
-        click.echo(f"runner: the earlier run is kept in {directory.move_aside(location)}")
+    is_remote = storage.directory(0) is None
+    if steps and is_remote:
+        raise UsageError(
+            f"--overwrite: {storage.location} holds checkpoints, which cannot be moved there; choose another "
+            "checkpoint.location, or remove them yourself"
+        )
+    if steps or directory.journal.exists():
+        aside = directory.move_aside(None if is_remote else Path(storage.location))
+        click.echo(f"runner: the earlier run is kept in {aside}")
 
 
 def _finished(config: Any, directory: Any) -> bool:
@@ -265,7 +311,7 @@ def _finished(config: Any, directory: Any) -> bool:
     def essence(some: Config) -> dict[str, Any]:
         return {
             **some.model_dump(exclude={"launch", "restart", "output_dir", "checkpoint"}),
-            "location": str(Path(some.checkpoint_location).absolute()),
+            "location": some.absolute_checkpoint_location,
         }
 
     try:
@@ -287,7 +333,7 @@ def _places(config: Any, directory: Any) -> dict[str, str]:
         "journal": str(directory.journal),
         "logs": str(directory.logs),
     }
-    return {name: path for name, path in places.items() if Path(path).exists()}
+    return {name: path for name, path in places.items() if "://" in path or Path(path).exists()}
 
 
 def main() -> None:
@@ -304,6 +350,10 @@ def main() -> None:
     except RunnerError as error:
         click.echo(f"runner: error: {error}", err=True)
         sys.exit(int(error.exit_code))
+    except CheckpointError as error:
+        click.echo(f"runner: error: {error}", err=True)
+        sys.exit(ExitCode.USAGE)
     except OSError as error:
-        click.echo(f"runner: error: {error.filename or 'output_dir'}: {error.strerror or error}", err=True)
+        place = f"{error.filename}: " if error.filename else ""
+        click.echo(f"runner: error: {place}{error.strerror or error}", err=True)
         sys.exit(ExitCode.USAGE)

@@ -127,6 +127,12 @@ class Config(_Section):
     def checkpoint_location(self) -> str:
         return self.checkpoint.location or str(Path(self.output_dir) / "checkpoints")
 
+    @property
+    def absolute_checkpoint_location(self) -> str:
+        """The same from whatever directory it is looked at."""
+        location = self.checkpoint_location
+        return location if "://" in location else str(Path(location).absolute())
+
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 

@@ -85,7 +85,7 @@ class RunDirectory:
         temporary.unlink(missing_ok=True)
         return self.run_id()
 
-    def move_aside(self, checkpoints: Path) -> str:
+    def move_aside(self, checkpoints: Path | None) -> str:
         """Put an earlier run's records and checkpoints into a folder of their own; returns its path."""
         number = 1
         while (aside := self.root / f"previous-{number}").exists():
@@ -94,7 +94,7 @@ class RunDirectory:
         for path in (self.config, self.journal, self.logs, self.best_model, self._identity):
             if path.exists():
                 shutil.move(path, aside / path.name)
-        if checkpoints.exists():
+        if checkpoints is not None and checkpoints.exists():
             shutil.move(checkpoints, aside / checkpoints.name)
         self.create()
         return str(aside)

@@ -1,0 +1,75 @@
+"""Runs whose checkpoints lie in S3."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from contract.conftest import bucket_on, radosgw_s3, rclone_s3  # noqa: F401 - fixtures
+from contract.servers import Server
+from integration.support import RUNNER, Run, loss_curve, script, state_hash, wait_for_commit
+
+
+@pytest.fixture(params=["rclone", "radosgw"])
+def s3_location(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    server: Server = request.getfixturevalue(f"{request.param}_s3")
+    return f"s3://{bucket_on(server, monkeypatch)}/team/run-1"
+
+
+def runner(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*RUNNER, *arguments], capture_output=True, text=True, timeout=120)
+
+
+def test_killed_stopped_and_moved_to_a_fresh_machine(tmp_path: Path, s3_location: str, untouched_script: Run) -> None:
+    options = ["--set", f"checkpoint.location={s3_location}"]
+    run = Run(tmp_path / "run", *options, script=script(tmp_path)).start()
+    wait_for_commit(run, 10)
+    os.kill(run.rank_pid(0), signal.SIGKILL)
+    wait_for_commit(run, 20)
+    run.signal(signal.SIGTERM)
+    assert run.finish() == 75, run.output
+    assert len(run.events("attempt_started")) == 2
+    stopped_at = run.events("committed")[-1]["step"]
+
+    # The machine and its disk are gone.
+    shutil.rmtree(run.folder)
+    again = Run(tmp_path / "run", *options, script=script(tmp_path)).start()
+    assert again.finish() == 0, again.output
+    assert [(event["from"], event["step"]) for event in again.events("resumed")] == [("storage", stopped_at)]
+    assert again.events("attempt_started")[0]["attempt"] == 3
+
+    assert runner("checkpoints", "verify", s3_location).returncode == 0
+    exported = tmp_path / "exported"
+    result = runner("checkpoints", "export", s3_location, "60", str(exported))
+    assert result.returncode == 0, result.stderr
+    assert state_hash(exported) == state_hash(untouched_script.checkpoint(60))
+    assert loss_curve(exported) == loss_curve(untouched_script.checkpoint(60))
+    assert runner("checkpoints", "export", s3_location, "60", str(exported)).returncode == 2
+    assert not again.leftovers()
+
+
+@pytest.mark.parametrize(
+    ("change", "mend"),
+    [
+        ({"AWS_SECRET_ACCESS_KEY": "wrong"}, "AWS_SECRET_ACCESS_KEY"),
+        ({"AWS_ACCESS_KEY_ID": "nobody"}, "AWS_ACCESS_KEY_ID"),
+        ({"bucket": "no-such-bucket"}, "bucket does not exist"),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(
+    change: dict[str, str],
+    mend: str,
+    tmp_path: Path,
+    radosgw_s3: Server,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bucket = change.pop("bucket", None) or bucket_on(radosgw_s3, monkeypatch)
+    for name, value in {**radosgw_s3.environment, **change}.items():
+        monkeypatch.setenv(name, value)
+    result = runner("start", "--output-dir", str(tmp_path / "run"), "--set", f"checkpoint.location=s3://{bucket}/x")
+    assert result.returncode == 2 and mend in result.stderr, result.stderr
+    assert "Traceback" not in result.stderr and len(result.stderr.splitlines()) == 1
