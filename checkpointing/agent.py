@@ -43,7 +43,7 @@ from checkpointing.arena import CommitReport, ControlPage, SharedMemory, round_u
 from checkpointing.catalog import Catalog
 from checkpointing.commit import SnapshotInfo, StagedFile, commit_snapshot
 from checkpointing.digest import digest_buffer
-from checkpointing.errors import CheckpointError
+from checkpointing.errors import CheckpointError, Fenced
 from checkpointing.memory import DEFAULT_SHARE, available_bytes
 from checkpointing.protocol import Message
 from checkpointing.retention import steps_to_remove
@@ -310,10 +310,13 @@ class Agent:
                 self._storage.begin_attempt(attempt, held)
                 if first:  # nothing of ours is being written yet
                     self._storage.sweep()
+            except Fenced as failure:
+                error = str(failure)
+                self._tell(None, {"event": "fenced", "reason": error})
             except OSError as failure:
                 error = failure.strerror or str(failure)
             self._fence_answered.set()
-            self._tell(None, {"event": "fenced", "error": error})
+            self._tell(None, {"event": "fence_answered", "error": error})
 
         threading.Thread(target=work, name="checkpoint-fence", daemon=True).start()
 
@@ -569,7 +572,7 @@ class Agent:
                     self._control.last_commit = CommitReport(arena.step, event["duration_s"], event["cpu_s"])
                 if arena.damaged and arena.num_tasks == 0:
                     arena.state = ArenaState.FREE
-            if event["event"] == "fenced":
+            if event["event"] == "fence_answered":
                 self._fencing, self._fence_error = False, event["error"]
             elif event["event"] != "digested":
                 self._publish(event)
@@ -613,6 +616,8 @@ class Agent:
         try:
             manifest = commit_snapshot(self._storage, arena.info, files, may_publish=lambda: not arena.damaged)
         except CheckpointError as error:
+            if isinstance(error, Fenced):
+                self._tell(None, {"event": "fenced", "reason": str(error)})
             return {"event": "commit_failed", "step": arena.step, "error": str(error)}
         return {
             "event": "committed",

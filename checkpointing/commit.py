@@ -53,6 +53,7 @@ def commit_snapshot(
     Raises:
         CommitFailed: storage refused, or publishing was forbidden; the temporary data has been removed.
         CommitConflict: the step is already committed.
+        Fenced: a newer attempt has begun.
     """
     transaction = None
     try:

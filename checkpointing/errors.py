@@ -4,6 +4,7 @@ CheckpointError
 ├── InvalidCheckpoint     it exists but must not be loaded (torn, altered, foreign)
 ├── NoValidCheckpoint     checkpoints exist, none can be loaded
 ├── CommitConflict        the step is already committed with other content
+├── Fenced                a newer attempt has begun; this one may not write any more
 ├── CommitFailed          storage refused the write; training may go on, the next save tries again
 ├── ReplicasDrifted       ranks that must hold equal state do not
 └── AgentUnavailable      the checkpoint agent is gone or refused the request
@@ -34,6 +35,16 @@ class NoValidCheckpoint(CheckpointError):
 
 class CommitConflict(CheckpointError):
     """The step has already been committed; a committed checkpoint is never overwritten."""
+
+
+class Fenced(CheckpointError):
+    """Another attempt of the same run, with a higher number, has begun at the same place."""
+
+    def __init__(self, newest: int, place: str, attempt: int) -> None:
+        super().__init__(
+            f"attempt {newest} of this run has begun at {place}: attempt {attempt} may not write there any more; if "
+            "two runners were started by mistake, stop one"
+        )
 
 
 class CommitFailed(CheckpointError):

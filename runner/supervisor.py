@@ -89,6 +89,8 @@ class Supervisor:
         self._num_signals = 0
         self._stop_announced = False
         self._attempt_over = False
+        # Why no attempt of ours may write any more.
+        self._fenced: str | None = None
         self._selector = selectors.DefaultSelector()
         self._agent: AgentLink | None = None
         self._launcher: LauncherLink | None = None
@@ -173,6 +175,8 @@ class Supervisor:
         if self._stop_requested:
             return Stop(ExitCode.PREEMPTED, "stopped on request before an attempt began")
         self._history.append(self._run_attempt())
+        if self._fenced is not None:
+            return Stop(ExitCode.DETERMINISTIC, self._fenced)
         decision = decide(
             self._history,
             max_restarts=self._config.restart.max_restarts,
@@ -228,7 +232,7 @@ class Supervisor:
         now = time.monotonic()
         if attempt.watch.failed and attempt.kill_at is None:
             attempt.kill_at = now + _PEER_GRACE_S
-        if not self._agent.alive:
+        if not self._agent.alive or self._fenced is not None:
             attempt.kill_at = now
         if not self._launcher.alive:
             # The fork server ends with it and takes the ranks along; the sweep gets what is left.
@@ -509,6 +513,8 @@ class Supervisor:
                 self._display.message(f"checkpoint of step {message['step']} failed: {message['error']}")
             elif event == "resumed":
                 self._show_resumption(message)
+            elif event == "fenced":
+                self._fenced = message["reason"]
             elif event == "memory_short":
                 self._display.message(f"memory for snapshots is short: {message['reason']}")
             elif event in ("snapshot_damaged", "snapshot_dropped") and message["reason"]:

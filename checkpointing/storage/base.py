@@ -29,6 +29,7 @@ class Transaction(Protocol):
         Raises:
             OSError: the storage refused it; nothing is published.
             CommitConflict: the step is already committed.
+            Fenced: a newer attempt has begun.
         """
 
     def abort(self) -> None:
@@ -62,10 +63,12 @@ class Fence:
 
     Attributes:
         accepted: step and attempt of every whole checkpoint at that time.
+        writer: tells apart two that claim the same attempt.
     """
 
     attempt: int = 0
     accepted: frozenset[tuple[int, int]] = frozenset()
+    writer: str = ""
 
     def admits(self, manifest: Manifest) -> bool:
         """Whether a checkpoint counts."""
@@ -76,7 +79,7 @@ class Fence:
         return attempt >= self.attempt or (step, attempt) in self.accepted
 
     def to_json(self) -> bytes:
-        return json.dumps({"attempt": self.attempt, "accepted": sorted(self.accepted)}).encode()
+        return json.dumps({"attempt": self.attempt, "accepted": sorted(self.accepted), "writer": self.writer}).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Fence:
@@ -87,14 +90,10 @@ class Fence:
         """
         try:
             body = json.loads(data)
-            return cls(int(body["attempt"]), frozenset((int(step), int(attempt)) for step, attempt in body["accepted"]))
+            accepted = frozenset((int(step), int(attempt)) for step, attempt in body["accepted"])
+            return cls(int(body["attempt"]), accepted, str(body["writer"]))
         except (KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"not a fence: {error}") from None
-
-
-def fenced(newest: int, place: str, attempt: int) -> str:
-    """What a writer of an older attempt is told."""
-    return f"attempt {newest} of this run has begun at {place}: attempt {attempt} may not write there any more"
 
 
 class Storage(Protocol):
@@ -116,7 +115,8 @@ class Storage(Protocol):
             held: step and attempt of what the caller itself has yet to publish of older attempts.
 
         Raises:
-            OSError: a newer attempt has begun, or storage refused.
+            Fenced: this attempt or a newer one has begun already.
+            OSError: storage refused.
         """
 
     def fence(self) -> Fence:

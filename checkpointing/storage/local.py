@@ -15,9 +15,9 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from checkpointing.errors import CommitConflict, InvalidCheckpoint
+from checkpointing.errors import CommitConflict, Fenced, InvalidCheckpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
-from checkpointing.storage.base import CHECKPOINT_PREFIX, Fence, fenced
+from checkpointing.storage.base import CHECKPOINT_PREFIX, Fence
 from checkpointing.storage.writing import write_file
 
 _CHECKPOINT = re.compile(rf"^{CHECKPOINT_PREFIX}(\d+)$")
@@ -73,7 +73,7 @@ class LocalTransaction:
     def _check_fence(self) -> None:
         fence = self._storage.fence()
         if not fence.admits_step(self._step, self._attempt):
-            raise OSError(fenced(fence.attempt, str(self._storage.root), self._attempt))
+            raise Fenced(fence.attempt, str(self._storage.root), self._attempt)
 
     def _make_way(self) -> None:
         """What an older attempt published too late holds the place, but does not count."""
@@ -104,10 +104,8 @@ class LocalStorage:
 
     def begin_attempt(self, attempt: int, held: Iterable[tuple[int, int]] = ()) -> None:
         newest = self.fence().attempt
-        if newest > attempt:
-            raise OSError(fenced(newest, str(self.root), attempt))
-        if newest == attempt:
-            return
+        if newest >= attempt:
+            raise Fenced(newest, str(self.root), attempt)
         accepted = set(held)
         for step in self.steps():
             with contextlib.suppress(InvalidCheckpoint):

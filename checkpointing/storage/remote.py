@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from checkpointing.errors import CommitConflict, InvalidCheckpoint
+from checkpointing.errors import CommitConflict, Fenced, InvalidCheckpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
-from checkpointing.storage.base import CHECKPOINT_PREFIX, Fence, fenced
+from checkpointing.storage.base import CHECKPOINT_PREFIX, Fence
 from checkpointing.storage.objects import ObjectStore, StorageError, StorageTimeout
 
 _MANIFEST = re.compile(rf"^{CHECKPOINT_PREFIX}(\d+)/{re.escape(MANIFEST_NAME)}$")
@@ -75,14 +75,14 @@ class RemoteTransaction:
         # A newer attempt may have begun in between; then this manifest counts only if that one has seen it.
         try:
             self._check_fence(manifest.step)
-        except StorageError:
+        except Fenced:
             self._finished = False
             raise
 
     def _check_fence(self, step: int) -> None:
         fence = self._storage.fence()
         if not fence.admits_step(step, self._attempt):
-            raise StorageError(fenced(fence.attempt, self._storage.location, self._attempt))
+            raise Fenced(fence.attempt, self._storage.location, self._attempt)
 
     def _publish(self, data: bytes) -> bool:
         """Put the manifest where none is; whether it is there now."""
@@ -137,12 +137,14 @@ class RemoteStorage:
             OSError: storage refused, or a newer attempt has begun.
         """
         newest = self.fence().attempt
-        if newest > attempt:
-            raise StorageError(fenced(newest, self.location, attempt))
-        if newest == attempt:
-            return
+        if newest >= attempt:
+            raise Fenced(newest, self.location, attempt)
         accepted = set(held) | {(manifest.step, manifest.attempt) for manifest in self._whole()}
-        self.store.put(f"fence/{attempt}.json", Fence(attempt, frozenset(accepted)).to_json(), if_absent=True)
+        key, data = f"fence/{attempt}.json", Fence(attempt, frozenset(accepted), uuid.uuid4().hex).to_json()
+        self.store.put(key, data, if_absent=True)
+        # Somebody else may have put it first, or, where the server does not decide, last.
+        if self.store.get(key) != data:
+            raise Fenced(attempt, self.location, attempt)
         self.store.delete([f"fence/{older}.json" for older in self._fences() if older < attempt])
 
     def steps(self) -> list[int]:

@@ -488,7 +488,8 @@ def main() -> None:
             f"# What a checkpoint costs training\n\n`{command}`, {datetime.date.today()}, on {machine()}; 1 rank, "
             f"1 thread, {state_bytes / 1e9:.2f} GB of state, a save every {SAVE_EVERY} steps of about 1 s, "
             f"{rounds} rounds of {steps} steps. Per save: median (quartiles). Overhead is (total time - total time of "
-            '"none" in the same round) / saves. Hugging Face does not fsync: its "durable" is not.\n\n'
+            '"none" in the same round) / saves. Hugging Face does not fsync: its "durable" is not. A run during which '
+            "more than a tenth of the processor time went to other virtual machines is repeated, twice at most.\n\n"
             f"![blocked time and overhead](checkpoint-benchmark.svg)\n\n{table}\n\n"
             f"`dd` of the same bytes: {spread(dd_s['fdatasync'])} s with `conv=fdatasync`, "
             f"{spread(dd_s['direct'])} s with `oflag=direct`. Resume from memory "

@@ -10,7 +10,7 @@ import pytest
 from checkpointing.catalog import Catalog
 from checkpointing.commit import SnapshotInfo, StagedFile, commit_snapshot
 from checkpointing.digest import digest_buffer
-from checkpointing.errors import CheckpointError, CommitConflict, CommitFailed, InvalidCheckpoint
+from checkpointing.errors import CheckpointError, CommitConflict, Fenced, InvalidCheckpoint
 from checkpointing.manifest import Manifest
 from checkpointing.reading import read_private
 from checkpointing.storage import Storage, open_storage
@@ -185,12 +185,12 @@ def test_an_older_attempt_cannot_publish_after_a_newer_one_has_begun(storage: St
     zombie = open_storage(location).begin(30, 1)
     zombie.write("a", [memoryview(b"abc")])
     storage.begin_attempt(2)
-    with pytest.raises(CommitFailed, match="attempt 2 of this run has begun"):
+    with pytest.raises(Fenced, match="attempt 2 of this run has begun"):
         commit(open_storage(location), 20, attempt=1)
-    with pytest.raises(OSError, match="attempt 2 of this run has begun"):
+    with pytest.raises(Fenced, match="attempt 2 of this run has begun"):
         zombie.commit(Manifest("run", 1, 30, 1, 0, 0.0, ()))
     zombie.abort()
-    with pytest.raises(OSError, match="attempt 2 of this run has begun"):
+    with pytest.raises(Fenced, match="attempt 2 of this run has begun"):
         open_storage(location).begin_attempt(1)
     commit(storage, 20, attempt=2)
     assert Catalog(storage).committed_steps() == [10, 20]
@@ -212,7 +212,7 @@ def test_what_was_published_in_spite_of_the_fence_does_not_count(storage: Storag
         return found
 
     late.fence = looked_too_early  # type: ignore[method-assign,assignment]
-    with pytest.raises(CommitFailed, match="attempt 2"):
+    with pytest.raises(Fenced, match="attempt 2"):
         commit(late, 20, attempt=1, data=b"late")
     assert Catalog(storage).committed_steps() == [10]
     commit(storage, 20, attempt=2, data=b"newer")
@@ -227,3 +227,9 @@ def test_what_the_newer_attempt_took_over_may_be_published(storage: Storage) -> 
     assert Catalog(storage).committed_steps() == [7]
     storage.begin_attempt(3)
     assert Catalog(storage).committed_steps() == [7]
+
+
+def test_two_runners_cannot_begin_the_same_attempt(storage: Storage, location: str) -> None:
+    storage.begin_attempt(1)
+    with pytest.raises(Fenced, match="attempt 1"):
+        open_storage(location).begin_attempt(1)
