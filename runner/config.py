@@ -49,7 +49,7 @@ class CheckpointConfig(_Section):
     """Where checkpoints go and how often; how many are kept is `trainer.save_total_limit`."""
 
     location: str | None = None
-    """A directory or file:// URL. None: `output_dir`/checkpoints."""
+    """A directory, or a URL: file://, s3://bucket/prefix, or another of fsspec's. None: `output_dir`/checkpoints."""
     snapshot_steps: Literal["auto"] | Annotated[int, Field(ge=1)] | None = "auto"
     """Steps between snapshots held in memory, from which a crashed attempt goes on. auto: as often as their measured
     price and the rate of failures make worth it. None: only those that are committed."""
@@ -59,6 +59,9 @@ class CheckpointConfig(_Section):
     """And at least so often, in minutes."""
     overhead_cap: float = Field(default=0.01, gt=0, le=1)
     """Share of the run's time that auto may spend."""
+    max_failed_saves: Annotated[int, Field(ge=1)] | None = 5
+    """Saves in a row that storage may refuse before the run is stopped, so that no more is computed than can be kept;
+    None: any number."""
     memory_limit: str | int | None = None
     """Memory that snapshots may take on each machine (8GiB); None: half of what is free. Two are held where that is
     enough, else one; with too little for one, every save blocks training until it is written."""

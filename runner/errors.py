@@ -12,10 +12,11 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What `runner start` ends with. 75 to 78 keep the meaning that sysexits.h gives them."""
+    """What `runner start` ends with. 74 to 78 keep the meaning that sysexits.h gives them."""
 
     DONE = 0
     USAGE = 2
+    STORAGE_FAILED = 74  # max_failed_saves in a row; sysexits.h EX_IOERR
     PREEMPTED = 75  # checkpointed: start me again
     BUDGET_SPENT = 76  # transient failures, more than max_restarts without a new checkpoint between them
     DETERMINISTIC = 78  # it would fail the same way again

@@ -21,6 +21,8 @@ class FailureKind(Enum):
     CRASHED = "crashed"  # a signal, a lost peer, an error in mid-training
     BOOT = "boot failure"  # a Python error before the first step: it would come again
     NO_VALID_CHECKPOINT = "no valid checkpoint"
+    FENCED = "fenced"  # a newer attempt of this run has begun elsewhere
+    STORAGE_FAILED = "storage failed"  # too many saves in a row; training ended in good order
     AGENT_LOST = "checkpoint agent lost"
     LAUNCHER_LOST = "launcher lost"
 

@@ -41,6 +41,10 @@ def decide(history: Sequence[AttemptRecord], *, max_restarts: int, stop_requeste
     failure = history[-1].failure
     if failure.kind is FailureKind.FINISHED:
         return Stop(ExitCode.DONE, failure.cause)
+    if failure.kind is FailureKind.FENCED:
+        return Stop(ExitCode.DETERMINISTIC, failure.cause)
+    if failure.kind is FailureKind.STORAGE_FAILED:
+        return Stop(ExitCode.STORAGE_FAILED, failure.cause)
     if failure.kind in (FailureKind.PREEMPTED, FailureKind.ENDED) or stop_requested:
         return Stop(ExitCode.PREEMPTED, "stopped on request; the same command goes on from the last checkpoint")
     if failure.kind is FailureKind.NO_VALID_CHECKPOINT:

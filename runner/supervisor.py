@@ -91,6 +91,8 @@ class Supervisor:
         self._attempt_over = False
         # Why no attempt of ours may write any more.
         self._fenced: str | None = None
+        # Saves that storage has refused since the last one that it took, and why the newest was.
+        self._failed_saves: tuple[int, str] = (0, "")
         self._selector = selectors.DefaultSelector()
         self._agent: AgentLink | None = None
         self._launcher: LauncherLink | None = None
@@ -175,8 +177,6 @@ class Supervisor:
         if self._stop_requested:
             return Stop(ExitCode.PREEMPTED, "stopped on request before an attempt began")
         self._history.append(self._run_attempt())
-        if self._fenced is not None:
-            return Stop(ExitCode.DETERMINISTIC, self._fenced)
         decision = decide(
             self._history,
             max_restarts=self._config.restart.max_restarts,
@@ -237,7 +237,7 @@ class Supervisor:
         if not self._launcher.alive:
             # The fork server ends with it and takes the ranks along; the sweep gets what is left.
             attempt.result = {"finished": False, "failures": [], "launcher_lost": True}
-        if self._stop_requested:
+        if self._stop_requested or self._storage_failed:
             if attempt.stop_deadline is None:
                 attempt.stop_deadline = now + self._config.restart.grace_s
                 self._agent.tell("request_stop")
@@ -250,6 +250,11 @@ class Supervisor:
             if not attempt.watch.pidfds:
                 # Ranks that are forked but have not introduced themselves yet.
                 processes.kill_all(self._strays, timeout_s=0.2)
+
+    @property
+    def _storage_failed(self) -> bool:
+        limit = self._config.checkpoint.max_failed_saves
+        return limit is not None and self._failed_saves[0] >= limit
 
     def _may_stop_in_order(self, attempt: _Attempt) -> bool:
         """Whether waiting can save anything: a training loop is there, or a script that may have its own answer."""
@@ -271,6 +276,12 @@ class Supervisor:
             return Failure(FailureKind.LAUNCHER_LOST, "the launcher died", step=step), beats
         if not self._agent.alive:
             return Failure(FailureKind.AGENT_LOST, "the checkpoint agent died", step=step), beats
+        if self._fenced is not None:
+            return Failure(FailureKind.FENCED, self._fenced, step=step), beats
+        if self._storage_failed and not attempt.result["finished"]:
+            count, error = self._failed_saves
+            cause = f"{count} saves in a row failed (checkpoint.max_failed_saves), the last one: {error}"
+            return Failure(FailureKind.STORAGE_FAILED, cause, step=step), beats
         if attempt.ended_on_request and not attempt.result["finished"]:
             return Failure(FailureKind.ENDED, "ended at once on request", step=step), beats
         failure = classify(
@@ -507,9 +518,11 @@ class Supervisor:
             message.pop("attempt", None)
             self._record(event, **message)
             if event == "committed":
+                self._failed_saves = (0, "")
                 self._committed_step = max(self._committed_step, message["step"])
                 self._display.state.committed_step = message["step"]
             elif event == "commit_failed":
+                self._failed_saves = (self._failed_saves[0] + 1, message["error"])
                 self._display.message(f"checkpoint of step {message['step']} failed: {message['error']}")
             elif event == "resumed":
                 self._show_resumption(message)

@@ -21,6 +21,8 @@ def record(kind: FailureKind = K.CRASHED, committed: int = -1, fingerprint: str 
         ([record(K.PREEMPTED)], False, ExitCode.PREEMPTED),
         ([record(K.CRASHED)], True, ExitCode.PREEMPTED),
         ([record(K.ENDED)], True, ExitCode.PREEMPTED),
+        ([record(K.FENCED)], False, ExitCode.DETERMINISTIC),
+        ([record(K.STORAGE_FAILED)], False, ExitCode.STORAGE_FAILED),
         ([record(K.BOOT)], False, ExitCode.DETERMINISTIC),
         ([record(K.NO_VALID_CHECKPOINT)], False, ExitCode.NO_VALID_CHECKPOINT),
         ([record(K.CRASHED)], False, 1),

@@ -1,0 +1,65 @@
+"""Storage that refuses: training goes on, everything is told, nothing is lost, nothing is left behind."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from integration.support import Run, script, state_hash, wait_for_commit
+
+from checkpointing.storage import open_storage
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20M", "tmpfs", str(mount)], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_a_full_disk_ends_the_run_in_good_order_and_more_room_lets_it_go_on(
+    tmp_path: Path, small_disk: Path, untouched_script: Run
+) -> None:
+    location = small_disk / "checkpoints"
+    options = ["--set", f"checkpoint.location={location}", "--set", "checkpoint.max_failed_saves=2"]
+    run = Run(tmp_path / "run", *options, script=script(tmp_path)).start()
+    wait_for_commit(run, 10)
+    filler = small_disk / "somebody-elses"
+    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        while True:
+            file.write(bytes(4096))
+    assert run.finish() == 74, run.output
+    failed = run.events("commit_failed")
+    assert len(failed) >= 2 and all("No space left" in event["error"] for event in failed)
+    assert "max_failed_saves" in run.events("run_ended")[0]["reason"]
+    assert len(run.events("attempt_started")) == 1, "a full disk is no reason to start again"
+    assert not [path.name for path in location.iterdir() if path.name.endswith(".tmp")]
+    assert not run.leftovers()
+
+    filler.unlink()
+    again = Run(tmp_path / "run", *options, script=script(tmp_path)).start()
+    assert again.finish() == 0, again.output
+    assert state_hash(location / "checkpoint-60") == state_hash(untouched_script.checkpoint(60))
+
+
+def test_a_second_runner_on_the_same_checkpoints_ends_the_first(tmp_path: Path, untouched_script: Run) -> None:
+    """A pod was replaced, but the old one still lives: it must not publish, and not train on for nothing."""
+    options = ["--set", f"checkpoint.location={tmp_path / 'shared'}"]
+    old = Run(tmp_path / "old", *options, script=script(tmp_path)).start()
+    wait_for_commit(old, 10)
+    # What the new pod's agent does when it begins; the lock is passed over, it is of no use on a network file system.
+    open_storage(str(tmp_path / "shared")).begin_attempt(2)
+    assert old.finish() == 78, old.output
+    assert "attempt 2 of this run has begun" in old.events("run_ended")[0]["reason"]
+    before = {path.name for path in (tmp_path / "shared").glob("checkpoint-*")}
+
+    new = Run(tmp_path / "new", *options, script=script(tmp_path)).start()
+    assert new.finish() == 0, new.output
+    assert new.events("attempt_started")[0]["attempt"] == 3
+    assert before <= {path.name for path in (tmp_path / "shared").glob("checkpoint-*")}
+    assert state_hash(tmp_path / "shared" / "checkpoint-60") == state_hash(untouched_script.checkpoint(60))
