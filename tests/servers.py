@@ -1,4 +1,4 @@
-"""Real S3 servers on loopback, for the contract suite."""
+"""Real S3 servers on loopback."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import boto3
+import pytest
+
 ACCESS_KEY, SECRET_KEY = "testkey", "testsecret123"
-INFRA = Path(__file__).parents[3] / "shared" / "infra"
+INFRA = Path(__file__).parents[2] / "shared" / "infra"
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,15 @@ def radosgw_server(folder: Path) -> Iterator[Server]:
 
 def has_radosgw() -> bool:
     return shutil.which("radosgw") is not None and (INFRA / "start_radosgw.sh").exists()
+
+
+def bucket_on(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A new bucket; the environment names the server."""
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    bucket = f"test-{uuid.uuid4().hex[:12]}"
+    boto3.client("s3").create_bucket(Bucket=bucket)
+    return bucket
 
 
 def _wait_for(port: int) -> None:
