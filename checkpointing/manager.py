@@ -361,7 +361,7 @@ class CheckpointManager:
                     location, run_id, commits=self.rank == 0, memory_limit=self._memory_limit
                 )
                 mine = (self._own_agent.socket_path, attempt)
-            except CheckpointError as error:
+            except (CheckpointError, OSError) as error:
                 mine = str(error)
         everyone: list[Any] = [mine]
         if self._group is not None:

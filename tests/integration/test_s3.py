@@ -13,10 +13,9 @@ from integration.support import RUNNER, Run, loss_curve, script, state_hash, wai
 from servers import Server, bucket_on
 
 
-@pytest.fixture(params=["rclone", "radosgw"])
-def s3_location(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    server: Server = request.getfixturevalue(f"{request.param}_s3")
-    return f"s3://{bucket_on(server, monkeypatch)}/team/run-1"
+@pytest.fixture
+def s3_location(radosgw_s3: Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    return f"s3://{bucket_on(radosgw_s3, monkeypatch)}/team/run-1"
 
 
 def runner(*arguments: str) -> subprocess.CompletedProcess[str]:
