@@ -27,7 +27,12 @@ class Catalog:
 
     def entries(self) -> list[CatalogEntry]:
         """All entries, newest step first. Sizes are checked, contents are not: see `verify`."""
-        return [self._entry(step) for step in reversed(self.storage.steps())]
+        return [
+            CatalogEntry(step, None, found.reason)
+            if isinstance(found, InvalidCheckpoint)
+            else CatalogEntry(step, found, None)
+            for step, found in self.storage.survey()
+        ]
 
     def committed_steps(self) -> list[int]:
         """Steps of whole checkpoints, ascending."""
@@ -51,9 +56,3 @@ class Catalog:
             if actual != file.digest:
                 raise InvalidCheckpoint(place, f"{file.name} was altered: its digest differs from the manifest's")
         return manifest
-
-    def _entry(self, step: int) -> CatalogEntry:
-        try:
-            return CatalogEntry(step, self.storage.read_manifest(step), None)
-        except InvalidCheckpoint as error:
-            return CatalogEntry(step, None, error.reason)

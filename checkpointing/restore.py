@@ -52,7 +52,6 @@ class RestorePoint:
     Attributes:
         place: what it is called in messages.
         step, world_size, samples_consumed: the manifest's.
-        from_memory: a snapshot, not a checkpoint.
         private: the tensors of `torch_object` are the reader's own; otherwise, and those of `model_state` always, they
             must be copied before anything changes them.
     """
@@ -66,14 +65,12 @@ class RestorePoint:
         samples_consumed: int,
         files: Mapping[str, memoryview],
         path: Path | None,
-        from_memory: bool,
         private: bool,
     ) -> None:
         self.place = place
         self.step = step
         self.world_size = world_size
         self.samples_consumed = samples_consumed
-        self.from_memory = from_memory
         self.private = private
         self._files = dict(files)
         self._path = path
@@ -281,7 +278,6 @@ def _read(
         samples_consumed=info.samples_consumed,
         files=files,
         path=path,
-        from_memory=not isinstance(source, int),
         private=private,
     )
     return point, None

@@ -6,7 +6,7 @@ import functools
 import logging
 import mmap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from checkpointing.arena import SharedMemory
 from checkpointing.cadence import CostModel
 from checkpointing.client import AgentClient, Refusal
 from checkpointing.commit import SnapshotInfo, StagedFile, commit_snapshot
-from checkpointing.digest import RunningDigest
+from checkpointing.digest import RunningDigest, digesting
 from checkpointing.errors import CheckpointError, ReplicasDrifted
 from checkpointing.restore import MODEL_NAME, OPTIMIZER_NAME
 from checkpointing.snapshot import FileImage, TorchFileLayout, blob_image, safetensors_image
@@ -277,7 +277,7 @@ class Snapshotter:
         files = []
         for image in images:
             digest = RunningDigest()
-            files.append(StagedFile(image.name, _digesting(snapshot.pieces(image, window), digest), digest.result))
+            files.append(StagedFile(image.name, digesting(snapshot.pieces(image, window), digest), digest.result))
         try:
             manifest = commit_snapshot(self._storage, info, files)
         except CheckpointError as error:
@@ -307,9 +307,3 @@ def unpin(memory: SharedMemory) -> None:
 
 def _made(files: Mapping[str, SmallFile]) -> dict[str, bytes]:
     return {name: data if isinstance(data, bytes) else data() for name, data in files.items()}
-
-
-def _digesting(pieces: Iterator[memoryview], digest: RunningDigest) -> Iterator[memoryview]:
-    for piece in pieces:
-        digest.update(piece)
-        yield piece

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from checkpointing.manifest import Manifest
+from checkpointing.errors import Fenced, InvalidCheckpoint
+from checkpointing.manifest import MANIFEST_NAME, Manifest
 
 CHECKPOINT_PREFIX = "checkpoint-"
 # More than anybody keeps; a fence is read often.
@@ -104,17 +108,12 @@ class Fence:
             raise ValueError(f"not a fence: {error}") from None
 
 
-class Storage(Protocol):
+class Storage(ABC):
     """A place that keeps checkpoints, named by `location`."""
 
     location: str
-
-    def probe(self) -> None:
-        """See whether a run could write there; changes nothing.
-
-        Raises:
-            OSError: something that a run needs is refused; the text says what.
-        """
+    # Of the attempt that we have begun here; empty for who only publishes for somebody else.
+    _writer = ""
 
     def begin_attempt(self, attempt: int, held: Iterable[tuple[int, int]] = ()) -> None:
         """Fence all older attempts: nothing that they publish from now on is ever loaded.
@@ -126,7 +125,92 @@ class Storage(Protocol):
             Fenced: this attempt or a newer one has begun already.
             OSError: storage refused.
         """
+        fence = self.fence()
+        if fence.attempt >= attempt:
+            raise Fenced(fence.attempt, self.location, attempt)
+        writer = uuid.uuid4().hex
+        self._put_fence(fence.next(attempt, self._published(), held, writer))
+        self._writer = writer
 
+    def check_fence(self, step: int, attempt: int) -> None:
+        """See whether a checkpoint of this step and attempt would count.
+
+        Where the place does not decide between two that begin the same attempt, the fence's last writer holds it.
+
+        Raises:
+            Fenced: it would not.
+            OSError: storage refused.
+        """
+        fence = self.fence()
+        superseded = fence.attempt == attempt and self._writer and fence.writer != self._writer
+        if superseded or not fence.admits_step(step, attempt):
+            raise Fenced(fence.attempt, self.location, attempt)
+
+    def make_way(self, step: int) -> None:
+        """Set aside what holds a checkpoint's place but does not count: an older attempt published it too late."""
+        try:
+            self.read_manifest(step)
+        except InvalidCheckpoint:
+            self.set_aside(step)
+
+    def read_manifest(self, step: int) -> Manifest:
+        """The manifest of a step, its files checked for presence and size, not for content.
+
+        Raises:
+            InvalidCheckpoint: there is no whole manifest, or a file is missing or of another size.
+            OSError: storage refused.
+        """
+        return self._checked(step, self.fence(), self._sizes(step))
+
+    def survey(self) -> Iterator[tuple[int, Manifest | InvalidCheckpoint]]:
+        """Everything that is named like a checkpoint, newest first: its manifest, or why it does not count.
+
+        Raises:
+            OSError: storage refused.
+        """
+        # In this order: what a newer attempt publishes meanwhile counts.
+        fence, sizes = self.fence(), self._sizes()
+        for step in sorted(self._steps(sizes), reverse=True):
+            try:
+                yield step, self._checked(step, fence, sizes)
+            except InvalidCheckpoint as error:
+                yield step, error
+
+    def steps(self) -> list[int]:
+        """Steps of everything that is named like a checkpoint, valid or not, ascending."""
+        return sorted(self._steps(self._sizes()))
+
+    def _checked(self, step: int, fence: Fence, sizes: Mapping[str, int]) -> Manifest:
+        place, manifest = self.describe(step), self._manifest(step)
+        if manifest.step != step:
+            raise InvalidCheckpoint(place, f"{MANIFEST_NAME} is of step {manifest.step}")
+        if not fence.admits(manifest):
+            raise InvalidCheckpoint(place, f"attempt {manifest.attempt} published it after a newer one had begun")
+        folder = manifest.folder or f"{CHECKPOINT_PREFIX}{step}"
+        for file in manifest.files:
+            size = sizes.get(f"{folder}/{file.name}")
+            if size is None:
+                raise InvalidCheckpoint(place, f"{file.name} cannot be read (it is missing)")
+            if size != file.size:
+                raise InvalidCheckpoint(place, f"{file.name} has {size} bytes, the manifest says {file.size}")
+        return manifest
+
+    def _published(self) -> Iterator[Manifest]:
+        for step in self.steps():
+            with contextlib.suppress(InvalidCheckpoint):
+                yield self._manifest(step)
+
+    # -- what each place does in its own way ---------------------------------------------------------------------
+
+    @abstractmethod
+    def probe(self) -> str | None:
+        """See whether a run could write there; changes nothing. Returns what the user ought to know about the place.
+
+        Raises:
+            OSError: something that a run needs is refused; the text says what.
+        """
+
+    @abstractmethod
     def fence(self) -> Fence:
         """The newest attempt that has begun.
 
@@ -134,36 +218,59 @@ class Storage(Protocol):
             OSError: storage refused.
         """
 
+    @abstractmethod
     def begin(self, step: int, attempt: int) -> Transaction:
         """Start writing the checkpoint of a step."""
 
-    def steps(self) -> list[int]:
-        """Steps of everything that is named like a checkpoint, valid or not, ascending."""
-
-    def read_manifest(self, step: int) -> Manifest:
-        """The manifest of a step, its files checked for presence and size, not for content.
-
-        Raises:
-            InvalidCheckpoint: there is no whole manifest, or a file is missing or of another size.
-        """
-
+    @abstractmethod
     def describe(self, step: int) -> str:
         """What a checkpoint is called in messages: its path or URL."""
 
+    @abstractmethod
     def directory(self, step: int) -> Path | None:
         """The local directory that holds the checkpoint's files, if there is one."""
 
+    @abstractmethod
     def file(self, manifest: Manifest, name: str) -> Path | RemoteFile:
         """A file of a checkpoint, to be read."""
 
+    @abstractmethod
     def remove(self, step: int) -> None:
         """Delete a checkpoint: manifest first, so that a crash in between leaves nothing that looks whole."""
 
+    @abstractmethod
     def set_aside(self, step: int, label: str = "invalid") -> str:
         """Rename a checkpoint so that nothing resumes from it (`invalid` or `superseded`); returns where it is kept."""
 
+    @abstractmethod
     def set_aside_names(self) -> list[str]:
         """What `set_aside` has kept: proof that this run once had checkpoints."""
 
+    @abstractmethod
     def sweep(self) -> list[str]:
         """Remove what dead writers left half written; returns the names."""
+
+    @abstractmethod
+    def _put_fence(self, fence: Fence) -> None:
+        """Write it down durably.
+
+        Raises:
+            Fenced: somebody else has begun the same attempt.
+            OSError: storage refused.
+        """
+
+    @abstractmethod
+    def _manifest(self, step: int) -> Manifest:
+        """As it was written.
+
+        Raises:
+            InvalidCheckpoint: there is no whole one.
+        """
+
+    @abstractmethod
+    def _sizes(self, step: int | None = None) -> dict[str, int]:
+        """Size in bytes of every file of one checkpoint, or of all, by its name below the location."""
+
+    @abstractmethod
+    def _steps(self, sizes: Mapping[str, int]) -> set[int]:
+        """Steps of everything that is named like a checkpoint."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -51,15 +50,6 @@ class FilesystemStore:
 
         file_system, root = fsspec.core.url_to_fs(self.location)
         return file_system, str(root).rstrip("/") + "/"
-
-    def probe(self) -> None:
-        key, data = f"probe/{uuid.uuid4().hex}", b"written by checkpointing to see what is allowed here"
-        self.put(key, data)
-        try:
-            if self.get(key) != data or key not in self.sizes(key):
-                raise StorageError(f"{self.location}: what was written there cannot be read back")
-        finally:
-            self.delete([key])
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> bool:
         def work() -> bool:

@@ -12,13 +12,12 @@ import errno
 import os
 import re
 import shutil
-import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from checkpointing.errors import CommitConflict, Fenced, InvalidCheckpoint
+from checkpointing.errors import CommitConflict, InvalidCheckpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
-from checkpointing.storage.base import CHECKPOINT_PREFIX, Fence
+from checkpointing.storage.base import CHECKPOINT_PREFIX, Fence, Storage
 from checkpointing.storage.writing import write_file
 
 _CHECKPOINT = re.compile(rf"^{CHECKPOINT_PREFIX}(\d+)$")
@@ -56,8 +55,9 @@ class LocalTransaction:
     def commit(self, manifest: Manifest) -> None:
         self.write(MANIFEST_NAME, [memoryview(manifest.to_json())])
         fsync_directory(self._temporary)
-        self._check_fence()
-        self._make_way()
+        self._storage.check_fence(self._step, self._attempt)
+        if self._target.exists():
+            self._storage.make_way(self._step)
         # rename(2) replaces an empty directory silently; only we create these names, so a check is enough.
         if self._target.exists():
             raise CommitConflict(f"{self._target} exists already; it is kept and this copy is dropped")
@@ -69,26 +69,13 @@ class LocalTransaction:
             raise
         fsync_directory(self._target.parent)
         # A newer attempt may have begun in between; then this checkpoint counts only if that one has seen it.
-        self._check_fence()
-
-    def _check_fence(self) -> None:
-        fence = self._storage.fence()
-        if not fence.admits_step(self._step, self._attempt):
-            raise Fenced(fence.attempt, str(self._storage.root), self._attempt)
-
-    def _make_way(self) -> None:
-        """What an older attempt published too late holds the place, but does not count."""
-        if self._target.exists():
-            try:
-                self._storage.read_manifest(self._step)
-            except InvalidCheckpoint:
-                self._storage.set_aside(self._step)
+        self._storage.check_fence(self._step, self._attempt)
 
     def abort(self) -> None:
         shutil.rmtree(self._temporary, ignore_errors=True)
 
 
-class LocalStorage:
+class LocalStorage(Storage):
     """See `Storage`. `root` is created on the first write."""
 
     def __init__(self, root: Path) -> None:
@@ -102,20 +89,6 @@ class LocalStorage:
             write_file(path, [memoryview(b"probe")])
         finally:
             path.unlink(missing_ok=True)
-
-    def begin_attempt(self, attempt: int, held: Iterable[tuple[int, int]] = ()) -> None:
-        fence = self.fence()
-        if fence.attempt >= attempt:
-            raise Fenced(fence.attempt, str(self.root), attempt)
-        fence = fence.next(attempt, self._published(), held, uuid.uuid4().hex)
-        self.root.mkdir(parents=True, exist_ok=True)
-        temporary = self.root / f"{_FENCE_NAME}.{attempt}.tmp"
-        with temporary.open("wb") as file:
-            file.write(fence.to_json())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(self.root / _FENCE_NAME)
-        fsync_directory(self.root)
 
     def fence(self) -> Fence:
         """
@@ -132,25 +105,6 @@ class LocalStorage:
 
     def begin(self, step: int, attempt: int) -> LocalTransaction:
         return LocalTransaction(self, step, attempt)
-
-    def steps(self) -> list[int]:
-        matches = (_CHECKPOINT.match(name) for name in self._names())
-        return sorted(int(match.group(1)) for match in matches if match)
-
-    def read_manifest(self, step: int) -> Manifest:
-        path, manifest = self.directory(step), self._manifest(step)
-        if manifest.step != step:
-            raise InvalidCheckpoint(str(path), f"{MANIFEST_NAME} is of step {manifest.step}")
-        if not self.fence().admits(manifest):
-            raise InvalidCheckpoint(str(path), f"attempt {manifest.attempt} published it after a newer one had begun")
-        for file in manifest.files:
-            try:
-                size = (path / file.name).stat().st_size
-            except OSError as error:
-                raise InvalidCheckpoint(str(path), f"{file.name} cannot be read ({error.strerror})") from None
-            if size != file.size:
-                raise InvalidCheckpoint(str(path), f"{file.name} has {size} bytes, the manifest says {file.size}")
-        return manifest
 
     def describe(self, step: int) -> str:
         return str(self.directory(step))
@@ -201,10 +155,27 @@ class LocalStorage:
             raise InvalidCheckpoint(str(path), f"{MANIFEST_NAME} cannot be read ({error.strerror})") from None
         return Manifest.from_json(data, str(path))
 
-    def _published(self) -> Iterator[Manifest]:
-        for step in self.steps():
-            with contextlib.suppress(InvalidCheckpoint):
-                yield self._manifest(step)
+    def _put_fence(self, fence: Fence) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        temporary = self.root / f"{_FENCE_NAME}.{fence.attempt}.tmp"
+        with temporary.open("wb") as file:
+            file.write(fence.to_json())
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(self.root / _FENCE_NAME)
+        fsync_directory(self.root)
+
+    def _sizes(self, step: int | None = None) -> dict[str, int]:
+        sizes = {}
+        for number in [step] if step is not None else self._steps({}):
+            with contextlib.suppress(OSError), os.scandir(self.directory(number)) as entries:
+                for entry in entries:
+                    with contextlib.suppress(OSError):
+                        sizes[f"{CHECKPOINT_PREFIX}{number}/{entry.name}"] = entry.stat().st_size
+        return sizes
+
+    def _steps(self, sizes: Mapping[str, int]) -> set[int]:
+        return {int(match.group(1)) for name in self._names() if (match := _CHECKPOINT.match(name))}
 
     def _names(self) -> list[str]:
         try:

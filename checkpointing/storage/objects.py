@@ -5,6 +5,7 @@ There is no rename and no append: an object appears whole, by one call, or not a
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -38,13 +39,6 @@ class ObjectStore(Protocol):
 
         Raises:
             StorageError: refused, or no answer.
-        """
-
-    def probe(self) -> None:
-        """Try everything that a run will need.
-
-        Raises:
-            StorageError: something is refused; the text says what.
         """
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> bool:
@@ -95,3 +89,18 @@ class ObjectStore(Protocol):
         Raises:
             StorageError: refused, or no answer.
         """
+
+
+def probe(store: ObjectStore) -> None:
+    """Put, get, list, delete: whatever a run will need.
+
+    Raises:
+        StorageError: something is refused; the text says what.
+    """
+    key, data = f"probe/{uuid.uuid4().hex}", b"written by checkpointing to see what is allowed here"
+    store.put(key, data)
+    try:
+        if store.get(key) != data or key not in store.sizes(key):
+            raise StorageError(f"{store.location}: what was written there cannot be read back")
+    finally:
+        store.delete([key])

@@ -13,14 +13,14 @@ from __future__ import annotations
 import contextlib
 import re
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from checkpointing.errors import CommitConflict, Fenced, InvalidCheckpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
-from checkpointing.storage.base import CHECKPOINT_PREFIX, Fence
-from checkpointing.storage.objects import ObjectStore, StorageError, StorageTimeout
+from checkpointing.storage.base import CHECKPOINT_PREFIX, Fence, Storage
+from checkpointing.storage.objects import ObjectStore, StorageError, StorageTimeout, probe
 
 _MANIFEST = re.compile(rf"^{CHECKPOINT_PREFIX}(\d+)/{re.escape(MANIFEST_NAME)}$")
 _ASIDE = re.compile(rf"^{CHECKPOINT_PREFIX}(\d+)/manifest\.(invalid|superseded)\.[0-9a-f]+\.json$")
@@ -50,11 +50,12 @@ class RemoteTransaction:
 
     def __init__(self, storage: RemoteStorage, step: int, attempt: int) -> None:
         self._storage, self._store = storage, storage.store
-        self._attempt = attempt
+        self._step, self._attempt = step, attempt
         self._checkpoint = f"{CHECKPOINT_PREFIX}{step}"
         self._folder = f"{self._checkpoint}/{attempt}.{uuid.uuid4().hex[:12]}"
         self._written: list[str] = []
-        self._finished = False
+        # A manifest that names what was written may be there.
+        self._may_be_published = False
 
     def write(self, name: str, pieces: Iterable[memoryview]) -> int:
         key = f"{self._folder}/{name}"
@@ -62,62 +63,56 @@ class RemoteTransaction:
         return self._store.upload(key, pieces)
 
     def commit(self, manifest: Manifest) -> None:
-        manifest = replace(manifest, folder=self._folder)
-        data = manifest.to_json()
-        self._check_fence(manifest.step)
+        data = replace(manifest, folder=self._folder).to_json()
+        self._storage.check_fence(self._step, self._attempt)
         if not self._publish(data):
-            self._make_way(manifest.step)
+            self._storage.make_way(self._step)
             if not self._publish(data):
                 raise CommitConflict(
-                    f"{self._storage.describe(manifest.step)} exists already; it is kept and this copy is dropped"
+                    f"{self._storage.describe(self._step)} exists already; it is kept and this copy is dropped"
                 )
-        self._finished = True
         # A newer attempt may have begun in between; then this manifest counts only if that one has seen it.
         try:
-            self._check_fence(manifest.step)
+            self._storage.check_fence(self._step, self._attempt)
         except Fenced:
-            self._finished = False
+            self._may_be_published = False
             raise
-
-    def _check_fence(self, step: int) -> None:
-        fence = self._storage.fence()
-        if not fence.admits_step(step, self._attempt):
-            raise Fenced(fence.attempt, self._storage.location, self._attempt)
 
     def _publish(self, data: bytes) -> bool:
         """Put the manifest where none is; whether it is there now."""
         key = f"{self._checkpoint}/{MANIFEST_NAME}"
-        if not self._store.honours_if_absent and self._store.get(key) is not None:
+        decided_there = self._store.honours_if_absent
+        if not decided_there and self._store.get(key) is not None:
             return False
+        # Until the answer is known: a call that seemed to fail may have been carried out, or may yet be.
+        self._may_be_published = True
         try:
-            self._store.put(key, data, if_absent=True)
+            stored = self._store.put(key, data, if_absent=True)
         except StorageTimeout:
-            # Whether it was stored is not known; what is there now tells.
-            if self._store.get(key) is None:
+            # What is there now tells; if nothing is, the call may still be under way.
+            found = self._store.get(key)
+            if found is None:
                 raise
-        # Our own earlier try may have been the one that was there; and where the server does not decide between two
-        # writers, the last one wins.
-        return self._store.get(key) == data
-
-    def _make_way(self, step: int) -> None:
-        """What an older attempt published too late holds the place, but does not count."""
-        try:
-            self._storage.read_manifest(step)
-        except InvalidCheckpoint:
-            with contextlib.suppress(StorageError):
-                self._storage.set_aside(step)
+            stored = found == data
+        except StorageError:
+            self._may_be_published = False
+            raise
+        if not (stored and decided_there):
+            # Our own earlier try may have been the one that was there; and where the server does not decide between
+            # two writers, the last one wins.
+            stored = self._store.get(key) == data
+        self._may_be_published = stored
+        return stored
 
     def abort(self) -> None:
-        if not self._finished:
+        if not self._may_be_published:
             written, self._written = self._written, []
-            try:
+            # Of what cannot be removed now, no manifest speaks: the next sweep finds it.
+            with contextlib.suppress(StorageError):
                 self._store.delete(written)
-            except StorageError:
-                # The next sweep finds them: no manifest names them.
-                return
 
 
-class RemoteStorage:
+class RemoteStorage(Storage):
     """See `Storage`."""
 
     def __init__(self, store: ObjectStore) -> None:
@@ -127,45 +122,29 @@ class RemoteStorage:
     def begin(self, step: int, attempt: int) -> RemoteTransaction:
         return RemoteTransaction(self, step, attempt)
 
-    def probe(self) -> None:
-        self.store.probe()
+    def probe(self) -> str | None:
+        probe(self.store)
+        if self.store.honours_if_absent:
+            return None
+        return (
+            f"{self.location} does not decide between two writers (it ignores If-None-Match): what was written is read "
+            "back, and of two runners that start at the same moment the later one wins"
+        )
 
-    def begin_attempt(self, attempt: int, held: Iterable[tuple[int, int]] = ()) -> None:
-        """Fence all older attempts: from now on they publish nothing.
-
-        Raises:
-            OSError: storage refused, or a newer attempt has begun.
-        """
-        fence = self.fence()
-        if fence.attempt >= attempt:
-            raise Fenced(fence.attempt, self.location, attempt)
-        data = fence.next(attempt, self._published(), held, uuid.uuid4().hex).to_json()
-        key = f"fence/{attempt}.json"
-        self.store.put(key, data, if_absent=True)
-        # Somebody else may have put it first, or, where the server does not decide, last.
-        if self.store.get(key) != data:
-            raise Fenced(attempt, self.location, attempt)
-        self.store.delete([f"fence/{older}.json" for older in self._fences() if older < attempt])
-
-    def steps(self) -> list[int]:
-        matches = (_MANIFEST.match(key) for key in self.store.sizes(CHECKPOINT_PREFIX))
-        return sorted(int(match.group(1)) for match in matches if match)
-
-    def read_manifest(self, step: int) -> Manifest:
-        place = self.describe(step)
-        manifest = self._manifest(step)
-        if manifest.step != step:
-            raise InvalidCheckpoint(place, f"{MANIFEST_NAME} is of step {manifest.step}")
-        if not self.fence().admits(manifest):
-            raise InvalidCheckpoint(place, f"attempt {manifest.attempt} published it after a newer one had begun")
-        sizes = self.store.sizes(f"{CHECKPOINT_PREFIX}{step}/")
-        for file in manifest.files:
-            size = sizes.get(f"{manifest.folder}/{file.name}")
-            if size is None:
-                raise InvalidCheckpoint(place, f"{file.name} cannot be read (there is no such object)")
-            if size != file.size:
-                raise InvalidCheckpoint(place, f"{file.name} has {size} bytes, the manifest says {file.size}")
-        return manifest
+    def fence(self) -> Fence:
+        newest = max(self._fences(), default=0)
+        if newest == 0:
+            return Fence()
+        data = self.store.get(f"fence/{newest}.json")
+        if data is None:
+            # A newer one has taken its place since.
+            return self.fence()
+        try:
+            return Fence.from_json(data)
+        except ValueError as error:
+            raise StorageError(
+                f"{self.location}/fence/{newest}.json: {error}; remove it if no run writes here"
+            ) from None
 
     def describe(self, step: int) -> str:
         return f"{self.location}/{CHECKPOINT_PREFIX}{step}"
@@ -216,7 +195,13 @@ class RemoteStorage:
         self.store.abort_uploads()
         return sorted({key.rsplit("/", 1)[0] for key in orphans})
 
-    # -- inside --------------------------------------------------------------------------------------------------
+    def _put_fence(self, fence: Fence) -> None:
+        key, data = f"fence/{fence.attempt}.json", fence.to_json()
+        self.store.put(key, data, if_absent=True)
+        # Somebody else may have put it first, or, where the server does not decide, last.
+        if self.store.get(key) != data:
+            raise Fenced(fence.attempt, self.location, fence.attempt)
+        self.store.delete([f"fence/{older}.json" for older in self._fences() if older < fence.attempt])
 
     def _manifest(self, step: int) -> Manifest:
         place = self.describe(step)
@@ -225,24 +210,11 @@ class RemoteStorage:
             raise InvalidCheckpoint(place, f"no {MANIFEST_NAME}: it was never committed")
         return Manifest.from_json(data, place)
 
-    def _published(self) -> Iterator[Manifest]:
-        for step in self.steps():
-            with contextlib.suppress(InvalidCheckpoint):
-                yield self._manifest(step)
+    def _sizes(self, step: int | None = None) -> dict[str, int]:
+        return self.store.sizes(CHECKPOINT_PREFIX if step is None else f"{CHECKPOINT_PREFIX}{step}/")
+
+    def _steps(self, sizes: Mapping[str, int]) -> set[int]:
+        return {int(match.group(1)) for key in sizes if (match := _MANIFEST.match(key))}
 
     def _fences(self) -> list[int]:
         return sorted(int(match.group(1)) for key in self.store.sizes("fence/") if (match := _FENCE.match(key)))
-
-    def fence(self) -> Fence:
-        newest = max(self._fences(), default=0)
-        if newest == 0:
-            return Fence()
-        data = self.store.get(f"fence/{newest}.json")
-        if data is None:
-            return self.fence()
-        try:
-            return Fence.from_json(data)
-        except ValueError as error:
-            raise StorageError(
-                f"{self.location}/fence/{newest}.json: {error}; remove it if no run writes here"
-            ) from None

@@ -7,7 +7,10 @@ time, and every call ends. Measured against a black hole, s3fs had not returned 
 from __future__ import annotations
 
 import base64
+import functools
+import itertools
 import threading
+import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,6 +31,7 @@ from checkpointing.storage.objects import StorageError, StorageTimeout
 
 _PART_BYTES = 16 * 1024 * 1024
 _IN_FLIGHT = 8
+_READ_BYTES = 1024 * 1024
 # S3 allows 10,000 parts; larger objects get larger ones.
 _MAX_PARTS = 9_000
 _CONNECT_TIMEOUT_S = 5
@@ -76,7 +80,6 @@ class S3Store:
         if not bucket:
             raise ValueError(f"checkpoint.location {location!r} names no bucket; use s3://bucket/prefix")
         self._bucket, self._prefix = bucket, f"{prefix}/" if prefix else ""
-        self._honours: bool | None = None
         config = Config(
             connect_timeout=_CONNECT_TIMEOUT_S,
             read_timeout=_SILENCE_TIMEOUT_S,
@@ -106,19 +109,25 @@ class S3Store:
         return True
 
     def upload(self, key: str, pieces: Iterable[memoryview]) -> int:
-        parts = _cut(pieces, _PART_BYTES)
+        sent: list[Future[dict[str, Any]]] = []
+
+        def one_at_a_time() -> Iterator[memoryview]:
+            for piece in pieces:
+                yield piece
+                # The next piece may lie in the same memory.
+                wait(sent)
+
+        parts = _cut(one_at_a_time(), _PART_BYTES)
         first = next(parts, memoryview(b""))
-        second = next(parts, None)
-        if second is None:
+        if len(first) < _PART_BYTES:
             self._call("put_object", key, Body=_body(first), ChecksumCRC32=_crc32(first), nbytes=len(first))
             return len(first)
         upload_id = self._call("create_multipart_upload", key)["UploadId"]
-        sent: list[Future[dict[str, Any]]] = []
         nbytes = 0
-        # A part's memory may be a window that is used again: no more is taken from `pieces` than is in flight.
+        # What a part is copied into, where it is, is bounded too.
         free = threading.Semaphore(_IN_FLIGHT)
         try:
-            for part in _chained(first, second, parts):
+            for part in itertools.chain([first], parts):
                 free.acquire()
                 failed = next((future for future in sent if future.done() and future.exception()), None)
                 if failed is not None:
@@ -143,11 +152,13 @@ class S3Store:
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         def consume(answer: Any) -> None:
-            view, body = target, answer["Body"]
+            view, deadline = target, time.monotonic() + _RETRY_FOR_S + len(target) / _MIN_BYTES_PER_S
             while len(view):
-                count = body._raw_stream.readinto(view)
+                count = answer["Body"].readinto(view[:_READ_BYTES])
                 if not count:
                     raise StorageError(f"{self.location}/{key} is shorter than it was")
+                if time.monotonic() > deadline:
+                    raise StorageTimeout(f"{self.location}/{key}: less than {_MIN_BYTES_PER_S} bytes/s arrive")
                 view = view[count:]
 
         try:
@@ -172,26 +183,13 @@ class S3Store:
         for future in [self._pool.submit(self._call, "delete_object", key) for key in keys]:
             future.result()
 
-    @property
+    @functools.cached_property
     def honours_if_absent(self) -> bool:
-        """Found out by trying, once: rclone's server and others let every writer win."""
-        if self._honours is None:
-            self.probe()
-        assert self._honours is not None
-        return self._honours
-
-    def probe(self) -> None:
-        """Put, list, get, put again only if absent, delete: whatever a run will need.
-
-        Raises:
-            StorageError: one of them is refused.
-        """
-        key, data = f"probe/{uuid.uuid4().hex}", b"written by checkpointing to see what is allowed here"
-        self.put(key, data, if_absent=True)
+        """Found out by trying: rclone's server and others let every writer win."""
+        key = f"probe/{uuid.uuid4().hex}"
+        self.put(key, b"first", if_absent=True)
         try:
-            if self.get(key) != data or key not in self.sizes(key):
-                raise StorageError(f"{self.location}: what was written there cannot be read back")
-            self._honours = not self.put(key, data, if_absent=True)
+            return not self.put(key, b"second", if_absent=True)
         finally:
             self.delete([key])
 
@@ -328,9 +326,3 @@ def _cut(pieces: Iterable[memoryview], part_bytes: int) -> Iterator[memoryview]:
         pending += rest
     if pending:
         yield memoryview(bytes(pending))
-
-
-def _chained(first: memoryview, second: memoryview, rest: Iterator[memoryview]) -> Iterator[memoryview]:
-    yield first
-    yield second
-    yield from rest
