@@ -109,6 +109,19 @@ class Arena:
 
 
 @dataclass
+class Fencing:
+    """Shutting out the writers of older attempts, at one attempt's begin.
+
+    Attributes:
+        error: why it failed; to be read once `answered` is set.
+    """
+
+    attempt: int
+    answered: threading.Event = field(default_factory=threading.Event)
+    error: str | None = None
+
+
+@dataclass
 class Client:
     """A connected process. `local_rank` is None for a monitor or before its hello."""
 
@@ -152,11 +165,11 @@ class Agent:
         self._clients: dict[socket.socket, Client] = {}
         self._had_monitor = False
         self._stopping = False
-        self._fencing = False
-        self._fence_error: str | None = None
+        self._fencing = Fencing(-1)
+        self._fencing.answered.set()
+        # Attempts may follow each other faster than storage answers.
+        self._fence_lock = threading.Lock()
         self._swept = False
-        self._fence_answered = threading.Event()
-        self._fence_answered.set()
         self._to_digest: queue.SimpleQueue[Arena | None] = queue.SimpleQueue()
         # An arena to commit; "prune"; or None to end.
         self._to_commit: queue.SimpleQueue[Arena | Literal["prune"] | None] = queue.SimpleQueue()
@@ -300,23 +313,23 @@ class Agent:
         if not self._commits:
             return
         held = {(a.step, a.info.attempt) for a in self._arenas if a.state is ArenaState.WHOLE and a.info is not None}
-        first, self._swept = not self._swept, True
-        self._fencing, self._fence_error = True, None
-        self._fence_answered.clear()
+        fencing = self._fencing = Fencing(attempt)
 
         def work() -> None:
-            error = None
-            try:
-                self._storage.begin_attempt(attempt, held)
-                if first:  # nothing of ours is being written yet
-                    self._storage.sweep()
-            except Fenced as failure:
-                error = str(failure)
-                self._tell(None, {"event": "fenced", "reason": error})
-            except OSError as failure:
-                error = failure.strerror or str(failure)
-            self._fence_answered.set()
-            self._tell(None, {"event": "fence_answered", "error": error})
+            with self._fence_lock:
+                try:
+                    if fencing is self._fencing:
+                        self._storage.begin_attempt(attempt, held)
+                        if not self._swept:  # nothing of ours is being written yet
+                            self._storage.sweep()
+                            self._swept = True
+                except Fenced as error:
+                    fencing.error = str(error)
+                    self._tell(None, {"event": "fenced", "reason": str(error)})
+                except OSError as error:
+                    fencing.error = error.strerror or str(error)
+            fencing.answered.set()
+            self._tell(None, {"event": "fence_answered"})
 
         threading.Thread(target=work, name="checkpoint-fence", daemon=True).start()
 
@@ -548,12 +561,12 @@ class Agent:
                 step, client.waits_for_step = client.waits_for_step, None
                 self._reply(client, self._outcomes[step])
             digested = all(arena.digested.is_set() for arena in self._arenas if arena.state is ArenaState.WHOLE)
-            if client.waits_for_offer and digested and not self._fencing:
+            if client.waits_for_offer and digested and self._fencing.answered.is_set():
                 client.waits_for_offer = False
-                if self._fence_error is None:
+                if self._fencing.error is None:
                     self._offer(client)
                 else:
-                    self._reply(client, {"error": self._fence_error})
+                    self._reply(client, {"error": self._fencing.error})
 
     def _handle_wakeup(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -572,9 +585,7 @@ class Agent:
                     self._control.last_commit = CommitReport(arena.step, event["duration_s"], event["cpu_s"])
                 if arena.damaged and arena.num_tasks == 0:
                     arena.state = ArenaState.FREE
-            if event["event"] == "fence_answered":
-                self._fencing, self._fence_error = False, event["error"]
-            elif event["event"] != "digested":
+            if event["event"] not in ("digested", "fence_answered"):
                 self._publish(event)
         self._answer_waiting()
 
@@ -602,7 +613,8 @@ class Agent:
     def _commit(self, arena: Arena) -> Message:
         assert arena.info is not None
         # The sweep must not meet our own temporary data.
-        self._fence_answered.wait()
+        while not self._fencing.answered.is_set():
+            self._fencing.answered.wait()
         began = time.process_time()
 
         def digest_of(name: str) -> str:

@@ -7,7 +7,7 @@ guards against faults of disks, networks and software, not against forgery.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import xxhash
@@ -34,6 +34,13 @@ class RunningDigest:
 
     def result(self) -> str:
         return f"{ALGORITHM}:{self._state.hexdigest()}"
+
+
+def digesting(pieces: Iterable[memoryview], digest: RunningDigest) -> Iterator[memoryview]:
+    """The same pieces, each taken into the digest as it is handed on."""
+    for piece in pieces:
+        digest.update(piece)
+        yield piece
 
 
 def digest_buffer(buffer: memoryview | bytes) -> str:

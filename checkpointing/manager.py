@@ -125,11 +125,10 @@ class CheckpointManager:
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0")) if distributed else 0
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)) if distributed else 1
         # Groups of our own: collectives here must never interleave with the gradients'.
-        self._group = dist.new_group(backend="gloo") if self.world_size > 1 else None
-        self._agreement = Agreement(dist.new_group(backend="gloo") if self.world_size > 1 else None)
+        self._group, agreement_group, copy_group = (_new_group(self.world_size) for _ in range(3))
+        self._agreement = Agreement(agreement_group)
         self._own_agent: AgentProcess | None = None
         self._client = self._connect(location)
-        copy_group = dist.new_group(backend="gloo") if self.world_size > 1 else None
         self._snapshotter = Snapshotter(
             self._client,
             self._storage,
@@ -387,3 +386,7 @@ class CheckpointManager:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             with contextlib.suppress(OSError):
                 signal.signal(number, request_stop)
+
+
+def _new_group(world_size: int) -> dist.ProcessGroup | None:
+    return dist.new_group(backend="gloo") if world_size > 1 else None

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from checkpointing.digest import RunningDigest, digest_file
+from checkpointing.digest import RunningDigest, digest_buffer, digest_file
 from checkpointing.storage.base import RemoteFile
 
 _PIECE_BYTES = 8 * 1024 * 1024
@@ -48,8 +48,19 @@ class MemoryFile(io.RawIOBase):
         return len(data)
 
 
+def pieces_of(source: Path | RemoteFile) -> Iterator[memoryview]:
+    """A file's bytes in order, read ahead by threads through a window of memory: a piece lasts until the next is taken.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    windows = [memoryview(bytearray(_PIECE_BYTES)) for _ in range(_READERS)]
+    with _reader(source) as (nbytes, read):
+        yield from _read_ahead(nbytes, read, lambda start: windows[start // _PIECE_BYTES % _READERS])
+
+
 def digest_of(source: Path | RemoteFile) -> str:
-    """Digest of a file, as `algorithm:hex`; through a window of memory where it is not on this machine.
+    """Digest of a file, as `algorithm:hex`.
 
     Raises:
         OSError: it cannot be read.
@@ -57,22 +68,8 @@ def digest_of(source: Path | RemoteFile) -> str:
     if isinstance(source, Path):
         return digest_file(source)
     digest = RunningDigest()
-    windows = [memoryview(bytearray(_PIECE_BYTES)) for _ in range(_READERS)]
-    with ThreadPoolExecutor(_READERS, "checkpoint-read") as pool:
-        ahead: deque[tuple[memoryview, Future[None]]] = deque()
-
-        def take() -> None:
-            piece, read = ahead.popleft()
-            read.result()
-            digest.update(piece)
-
-        for number, start in enumerate(range(0, source.nbytes, _PIECE_BYTES)):
-            if len(ahead) == _READERS:
-                take()
-            piece = windows[number % _READERS][: source.nbytes - start]
-            ahead.append((piece, pool.submit(source.read_into, start, piece)))
-        while ahead:
-            take()
+    for piece in pieces_of(source):
+        digest.update(piece)
     return digest.result()
 
 
@@ -84,23 +81,29 @@ def read_private(source: Path | RemoteFile | memoryview) -> tuple[memoryview, st
     Raises:
         OSError: the file cannot be read.
     """
+    nbytes = source.stat().st_size if isinstance(source, Path) else source.nbytes
+    if nbytes == 0:
+        return memoryview(b""), digest_buffer(b"")
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Fewer page faults, where the machine has huge pages.
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    view = memoryview(memory)
+    return view, read_into(source, view)
+
+
+def read_into(source: Path | RemoteFile | memoryview, target: memoryview) -> str:
+    """Fill `target` with all of a file's or a buffer's bytes; returns their digest.
+
+    Raises:
+        OSError: the file cannot be read, or is of another size.
+    """
+    digest = RunningDigest()
     with _reader(source) as (nbytes, read):
-        digest = RunningDigest()
-        if nbytes == 0:
-            return memoryview(b""), digest.result()
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Fewer page faults, where the machine has huge pages.
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        view = memoryview(memory)
-        starts = range(0, nbytes, _PIECE_BYTES)
-        with ThreadPoolExecutor(_READERS, "checkpoint-read") as pool:
-            ahead: deque[Future[None]] = deque()
-            for start in starts:
-                ahead.append(pool.submit(read, start, view[start : start + _PIECE_BYTES]))
-            for start in starts:
-                ahead.popleft().result()
-                digest.update(view[start : start + _PIECE_BYTES])
-        return view, digest.result()
+        if nbytes != len(target):
+            raise OSError(0, f"it has {nbytes} bytes, not {len(target)}")
+        for piece in _read_ahead(nbytes, read, lambda start: target[start : start + _PIECE_BYTES]):
+            digest.update(piece)
+    return digest.result()
 
 
 def read_shared(source: Path | RemoteFile | memoryview) -> tuple[memoryview, str]:
@@ -125,6 +128,27 @@ def read_shared(source: Path | RemoteFile | memoryview) -> tuple[memoryview, str
     digest = RunningDigest()
     digest.update(source)
     return source, digest.result()
+
+
+def _read_ahead(
+    nbytes: int, read: Callable[[int, memoryview], None], memory_for: Callable[[int], memoryview]
+) -> Iterator[memoryview]:
+    """The pieces in order, each read into the memory for its start; the next `_READERS` are on their way meanwhile."""
+    ahead: deque[tuple[memoryview, Future[None]]] = deque()
+
+    def oldest() -> memoryview:
+        piece, done = ahead.popleft()
+        done.result()
+        return piece
+
+    with ThreadPoolExecutor(_READERS, "checkpoint-read") as pool:
+        for start in range(0, nbytes, _PIECE_BYTES):
+            piece = memory_for(start)[: nbytes - start]
+            ahead.append((piece, pool.submit(read, start, piece)))
+            if len(ahead) == _READERS:
+                yield oldest()
+        while ahead:
+            yield oldest()
 
 
 @contextmanager

@@ -100,19 +100,19 @@ def start(
     directory = _directory(config)
     directory.create()
     directory.lock()
-    check_storage(config)
     step = _resume(resume)
     if overwrite and step != "never":
         raise UsageError("--overwrite goes with --resume never")
+    if step == "auto" and _finished(config, directory):
+        click.echo("runner: this run is finished; nothing to do (--resume never --overwrite starts it anew)")
+        click.echo(render(_summary(directory), _places(config, directory)))
+        return
+    caveat = check_storage(config)
     if step == "never":
         _start_anew(config, directory, overwrite)
     elif isinstance(step, int):
         for kept in check_resume_step(config, step):
             click.echo(f"runner: newer than step {step}, kept as {kept}")
-    elif _finished(config, directory):
-        click.echo("runner: this run is finished; nothing to do (--resume never --overwrite starts it anew)")
-        click.echo(render(_summary(directory), _places(config, directory)))
-        return
     # A restart, or a script that changes its directory, must find the same places.
     config.output_dir = str(directory.root)
     if config.checkpoint.location is not None:
@@ -122,6 +122,8 @@ def start(
     display = ProgressDisplay(quiet=not first_node)
     job = Job(str(Path(script).absolute()) if script is not None else None, args)
     display.message(f"run {directory.run_id()} in {directory.root}, resume {resume}")
+    if caveat is not None:
+        display.message(caveat)
     exit_code = Supervisor(config, directory, job, display).run()
     if first_node:
         click.echo(render(_summary(directory), _places(config, directory)))

@@ -599,14 +599,14 @@ def _is_helper(process: psutil.Process) -> bool:
     return "multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command
 
 
-def check_storage(config: Config) -> None:
-    """Try what the run will need, before anything is started.
+def check_storage(config: Config) -> str | None:
+    """Try what the run will need, before anything is started; returns what the user ought to know about the place.
 
     Raises:
         UsageError: the location cannot be used; the text says why.
     """
     try:
-        open_storage(config.checkpoint_location).probe()
+        return open_storage(config.checkpoint_location).probe()
     except OSError as error:
         reason = error.strerror or str(error)
         raise UsageError(f"checkpoint.location={config.checkpoint_location!r} cannot be used: {reason}") from None
