@@ -24,6 +24,7 @@ from checkpointing import rng
 from checkpointing.catalog import Catalog
 from checkpointing.client import AgentClient, OfferedSnapshot
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, NoValidCheckpoint
+from checkpointing.failpoints import failpoint
 from checkpointing.reading import MemoryFile, read_private, read_shared
 from checkpointing.snapshot import SAFETENSORS_DTYPES, storage_records
 from checkpointing.storage import Storage
@@ -269,6 +270,7 @@ def _read(
         names = [name for name in found if name in own or not name.startswith(_PER_RANK_PREFIXES)]
         with ThreadPoolExecutor(_FILES_AT_ONCE, "checkpoint-verify") as pool:
             files = dict(zip(names, pool.map(verified, names), strict=True))
+        failpoint("restore.read")
     except CheckpointError as error:
         return None, str(error)
     point = RestorePoint(

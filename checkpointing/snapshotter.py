@@ -20,6 +20,7 @@ from checkpointing.client import AgentClient, Refusal
 from checkpointing.commit import SnapshotInfo, StagedFile, commit_snapshot
 from checkpointing.digest import RunningDigest, digesting
 from checkpointing.errors import CheckpointError, ReplicasDrifted
+from checkpointing.failpoints import failpoint
 from checkpointing.restore import MODEL_NAME, OPTIMIZER_NAME
 from checkpointing.snapshot import FileImage, TorchFileLayout, blob_image, safetensors_image
 from checkpointing.staging import Copy, Stager
@@ -209,6 +210,7 @@ class Snapshotter:
             copy.copied()
             return
         number, buffer = acquired
+        failpoint("snapshot.copying")
         for part in (placed[:num_foreign], placed[num_foreign:]):
             snapshot.copy_tensors(part, buffer, ranks.local_rank, ranks.local_world_size)
             copy.volatile_done()
@@ -227,6 +229,7 @@ class Snapshotter:
             return
         if ranks.local_rank == 0:
             snapshot.copy_literals(placed, buffer)
+        failpoint("snapshot.copied")
         self._client.staged(
             request.step,
             number,

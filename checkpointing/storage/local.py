@@ -12,10 +12,11 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from checkpointing.errors import CommitConflict, InvalidCheckpoint
+from checkpointing.failpoints import failpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
 from checkpointing.storage.base import CHECKPOINT_PREFIX, Fence, Storage
 from checkpointing.storage.writing import write_file
@@ -36,6 +37,12 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def _watched(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+    for piece in pieces:
+        yield piece
+        failpoint("local.write")
+
+
 class LocalTransaction:
     """See `Transaction`. Files are written by one thread, in any order."""
 
@@ -48,13 +55,18 @@ class LocalTransaction:
         # A leftover of the same attempt can only be our own failed try.
         shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary.mkdir()
+        failpoint("local.begun")
 
     def write(self, name: str, pieces: Iterable[memoryview]) -> int:
-        return write_file(self._temporary / name, pieces)
+        nbytes = write_file(self._temporary / name, _watched(pieces))
+        failpoint("local.written")
+        return nbytes
 
     def commit(self, manifest: Manifest) -> None:
-        self.write(MANIFEST_NAME, [memoryview(manifest.to_json())])
+        write_file(self._temporary / MANIFEST_NAME, [memoryview(manifest.to_json())])
+        failpoint("local.manifest")
         fsync_directory(self._temporary)
+        failpoint("local.synced")
         self._storage.check_fence(self._step, self._attempt)
         if self._target.exists():
             self._storage.make_way(self._step)
@@ -67,7 +79,9 @@ class LocalTransaction:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise CommitConflict(f"{self._target} exists already; it is kept and this copy is dropped") from None
             raise
+        failpoint("local.renamed")
         fsync_directory(self._target.parent)
+        failpoint("local.committed")
         # A newer attempt may have begun in between; then this checkpoint counts only if that one has seen it.
         self._storage.check_fence(self._step, self._attempt)
 
@@ -121,8 +135,10 @@ class LocalStorage(Storage):
         doomed = self.root / f".{CHECKPOINT_PREFIX}{step}.removing"
         shutil.rmtree(doomed, ignore_errors=True)
         path.rename(doomed)
+        failpoint("local.removing")
         with contextlib.suppress(FileNotFoundError):
             (doomed / MANIFEST_NAME).unlink()
+        failpoint("local.unlisted")
         shutil.rmtree(doomed)
 
     def set_aside(self, step: int, label: str = "invalid") -> str:
@@ -162,8 +178,10 @@ class LocalStorage(Storage):
             file.write(fence.to_json())
             file.flush()
             os.fsync(file.fileno())
+        failpoint("fence.written")
         temporary.rename(self.root / _FENCE_NAME)
         fsync_directory(self.root)
+        failpoint("fence.published")
 
     def _sizes(self, step: int | None = None) -> dict[str, int]:
         sizes = {}

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from checkpointing.errors import CommitConflict, Fenced, InvalidCheckpoint
+from checkpointing.failpoints import failpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
 from checkpointing.storage.base import CHECKPOINT_PREFIX, Fence, Storage
 from checkpointing.storage.objects import ObjectStore, StorageError, StorageTimeout, probe
@@ -60,23 +61,28 @@ class RemoteTransaction:
     def write(self, name: str, pieces: Iterable[memoryview]) -> int:
         key = f"{self._folder}/{name}"
         self._written.append(key)
-        return self._store.upload(key, pieces)
+        nbytes = self._store.upload(key, pieces)
+        failpoint("remote.uploaded")
+        return nbytes
 
     def commit(self, manifest: Manifest) -> None:
         data = replace(manifest, folder=self._folder).to_json()
         self._storage.check_fence(self._step, self._attempt)
+        failpoint("remote.publishing")
         if not self._publish(data):
             self._storage.make_way(self._step)
             if not self._publish(data):
                 raise CommitConflict(
                     f"{self._storage.describe(self._step)} exists already; it is kept and this copy is dropped"
                 )
+        failpoint("remote.published")
         # A newer attempt may have begun in between; then this manifest counts only if that one has seen it.
         try:
             self._storage.check_fence(self._step, self._attempt)
         except Fenced:
             self._may_be_published = False
             raise
+        failpoint("remote.committed")
 
     def _publish(self, data: bytes) -> bool:
         """Put the manifest where none is; whether it is there now."""
@@ -163,6 +169,7 @@ class RemoteStorage(Storage):
         except InvalidCheckpoint:
             data = ""
         self.store.delete([f"{folder}{MANIFEST_NAME}"])
+        failpoint("remote.unlisted")
         if data:
             self.store.delete([key for key in self.store.sizes(folder) if key.startswith(data)])
 
@@ -173,6 +180,7 @@ class RemoteStorage(Storage):
             raise StorageError(f"{self.describe(step)} has no {MANIFEST_NAME}")
         aside = f"{folder}manifest.{label}.{uuid.uuid4().hex[:12]}.json"
         self.store.put(aside, data)
+        failpoint("aside.copied")
         self.store.delete([f"{folder}{MANIFEST_NAME}"])
         return f"{self.location}/{aside}"
 
@@ -201,6 +209,7 @@ class RemoteStorage(Storage):
         # Somebody else may have put it first, or, where the server does not decide, last.
         if self.store.get(key) != data:
             raise Fenced(fence.attempt, self.location, fence.attempt)
+        failpoint("fence.published")
         self.store.delete([f"fence/{older}.json" for older in self._fences() if older < fence.attempt])
 
     def _manifest(self, step: int) -> Manifest:

@@ -27,6 +27,7 @@ from botocore.exceptions import (
     ProfileNotFound,
 )
 
+from checkpointing.failpoints import failpoint
 from checkpointing.storage.objects import StorageError, StorageTimeout
 
 _PART_BYTES = 16 * 1024 * 1024
@@ -215,6 +216,7 @@ class S3Store:
             ChecksumCRC32=checksum,
             nbytes=len(part),
         )
+        failpoint("remote.part")
         entry = {"PartNumber": number, "ETag": answer["ETag"]}
         if "ChecksumCRC32" in answer:
             entry["ChecksumCRC32"] = answer["ChecksumCRC32"]

@@ -1,0 +1,107 @@
+"""Named places in the code where a test, or `runner chaos`, lets a fault happen. Without the variable they do nothing.
+
+    CHECKPOINT_FAILPOINTS="local.renamed=kill; remote.part=error@3" CHECKPOINT_FAILPOINTS_ONCE=/tmp/fired
+
+`kill` ends the process by SIGKILL, `error` raises EIO, `full` raises ENOSPC, `hang` sleeps for an hour; `@N` means the
+N-th time that this process comes there (1 by default). With the second variable, a folder, each fires once for all
+processes that share it: one that is started again gets past.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+FAILPOINTS_ENV = "CHECKPOINT_FAILPOINTS"
+ONCE_ENV = "CHECKPOINT_FAILPOINTS_ONCE"
+_ACTIONS = ("kill", "error", "full", "hang")
+_HANG_S = 3600.0
+
+# Everything that can be armed, in the order in which one save, one removal and one restore come by.
+NAMES = (
+    "fence.written",  # local: the new fence is there under its temporary name
+    "fence.published",
+    "local.begun",  # the temporary directory is there
+    "local.write",  # a piece of a file is written
+    "local.written",  # a file is written and durable
+    "local.manifest",  # the manifest is, too
+    "local.synced",  # the temporary directory is durable
+    "local.renamed",  # it has its name, which a power cut may still undo
+    "local.committed",
+    "remote.part",  # a part of a file is uploaded
+    "remote.uploaded",  # a file is
+    "remote.publishing",  # the manifest is about to be put
+    "remote.published",  # it is put
+    "remote.committed",  # and the fence was looked at again
+    "local.removing",  # prune: the checkpoint has lost its name
+    "local.unlisted",  # prune: its manifest is gone
+    "remote.unlisted",
+    "aside.copied",  # set aside in object storage: the manifest is there under both names
+    "snapshot.copying",  # a rank is about to copy into the arena
+    "snapshot.copied",  # it has, the agent does not know yet
+    "restore.read",  # a rank has read and verified what it resumes from
+)
+
+
+@dataclass
+class _Armed:
+    action: str
+    number: int
+    count: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+
+def _parse(text: str) -> dict[str, _Armed]:
+    armed = {}
+    for item in filter(None, (item.strip() for item in text.split(";"))):
+        name, _, what = item.partition("=")
+        action, _, number = what.partition("@")
+        if name not in NAMES or action not in _ACTIONS or not (number or "1").isdigit():
+            raise ValueError(
+                f"{FAILPOINTS_ENV}: {item!r} is not allowed; write NAME={'|'.join(_ACTIONS)}[@N] with one of the names "
+                f"{', '.join(NAMES)}"
+            )
+        armed[name] = _Armed(action, int(number or "1"))
+    return armed
+
+
+_armed = _parse(os.environ.get(FAILPOINTS_ENV, ""))
+_lock = threading.Lock()
+
+
+def failpoint(name: str) -> None:
+    """Come by a named place.
+
+    Raises:
+        OSError: a fault of that kind is armed there.
+    """
+    if not _armed:
+        return
+    point = _armed.get(name)
+    with _lock:
+        if point is None or next(point.count) != point.number or not _first(name):
+            return
+    match point.action:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "hang":
+            time.sleep(_HANG_S)
+        case action:
+            code = errno.EIO if action == "error" else errno.ENOSPC
+            raise OSError(code, f"{os.strerror(code)} (failpoint {name})")
+
+
+def _first(name: str) -> bool:
+    folder = os.environ.get(ONCE_ENV)
+    if folder is None:
+        return True
+    try:
+        (Path(folder) / name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
