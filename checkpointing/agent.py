@@ -1,6 +1,7 @@
-"""The checkpoint agent: one process per node that owns the snapshot arenas and writes, digests, commits and prunes.
+"""The checkpoint agent: one process per node that owns the snapshot arenas, and has them written to storage.
 
-It outlives the ranks: a snapshot that was whole when its trainer died is committed all the same. No torch here.
+It outlives the ranks: a snapshot that was whole when its trainer died is committed all the same. No torch here. This is
+the conversation with ranks and monitors; what touches storage is in `checkpointing.writer`.
 
     python -m checkpointing.agent --socket PATH --location DIR --run-id ID --ready-fd FD [options]
 
@@ -20,105 +21,36 @@ import argparse
 import contextlib
 import ctypes
 import fcntl
-import functools
 import os
-import queue
 import selectors
 import signal
 import socket
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from enum import Enum, auto
 from pathlib import Path
-from typing import Literal
 
 import psutil
 
 from checkpointing import protocol
-from checkpointing.arena import CommitReport, ControlPage, SharedMemory, round_up
-from checkpointing.catalog import Catalog
-from checkpointing.commit import SnapshotInfo, StagedFile, commit_snapshot
-from checkpointing.digest import digest_buffer
-from checkpointing.errors import CheckpointError, Fenced
-from checkpointing.memory import DEFAULT_SHARE, available_bytes
+from checkpointing.arena import CommitReport, ControlPage, round_up
+from checkpointing.arena_pool import Arena, ArenaPool, ArenaState
+from checkpointing.manifest import SnapshotInfo
 from checkpointing.protocol import Message
-from checkpointing.retention import steps_to_remove
-from checkpointing.storage import LocalStorage, Storage, open_storage
+from checkpointing.retention import Retention
+from checkpointing.storage import LocalStorage
+from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST, Tiers, open_tiers
+from checkpointing.writer import Fencing, Writer
 
-NUM_ARENAS = 2
 LOCK_NAME = ".agent.lock"
 # How long a new agent waits for the one before it to finish its last commit.
 LOCK_TIMEOUT_S = 120.0
-_GROWTH_SHARE = 64
-_GROWTH_BYTES = 4 * 1024 * 1024
 _NICENESS = 10
 # Lowest of the best-effort class (ioprio_set(2)).
 _IO_PRIORITY = 7
 _PR_SET_PDEATHSIG = 1
-
-
-class ArenaState(Enum):
-    """FREE → FILLING (ranks copy) → WHOLE (every rank has copied) → FILLING or FREE again."""
-
-    FREE = auto()
-    FILLING = auto()
-    WHOLE = auto()
-
-
-@dataclass
-class Arena:
-    """One buffer that holds one snapshot at a time.
-
-    Attributes:
-        files: name, offset and size in bytes of each file image.
-        digests: by file name, once computed.
-        digested: set when they are.
-        num_tasks: digest and commit tasks that still read the buffer.
-        commit_wanted: a commit was asked for, and has not failed.
-        damaged: a reader found other bytes than were digested; must not be published.
-    """
-
-    number: int
-    memory: SharedMemory
-    state: ArenaState = ArenaState.FREE
-    step: int = -1
-    copied_by: set[int] = field(default_factory=set)
-    info: SnapshotInfo | None = None
-    files: list[tuple[str, int, int]] = field(default_factory=list)
-    digests: dict[str, str] = field(default_factory=dict)
-    digested: threading.Event = field(default_factory=threading.Event)
-    num_tasks: int = 0
-    commit_wanted: bool = False
-    damaged: bool = False
-    whole_since: float = 0.0
-
-    def begin(self, step: int) -> None:
-        """Forget the last snapshot and let the ranks copy this step."""
-        self.state, self.step = ArenaState.FILLING, step
-        self.copied_by.clear()
-        self.digests = {}
-        self.digested = threading.Event()
-        self.commit_wanted = self.damaged = False
-
-    def view(self, offset: int, nbytes: int) -> memoryview:
-        return self.memory.buffer[offset : offset + nbytes]
-
-
-@dataclass
-class Fencing:
-    """Shutting out the writers of older attempts, at one attempt's begin.
-
-    Attributes:
-        error: why it failed; to be read once `answered` is set.
-    """
-
-    attempt: int
-    answered: threading.Event = field(default_factory=threading.Event)
-    error: str | None = None
 
 
 @dataclass
@@ -137,43 +69,36 @@ class Client:
 
 
 class Agent:
-    """The event loop. One thread owns all state; a second one digests whole snapshots, a third one commits them."""
+    """The event loop. One thread owns all state; the writer's threads read whole arenas and report."""
 
     def __init__(
         self,
         listener: socket.socket,
-        storage: Storage,
+        tiers: Tiers,
         run_id: str,
-        commits: bool = True,
-        memory_limit: int | None = None,
+        *,
+        commits: bool,
+        memory_limit: int | None,
+        local_keep_last: int,
     ) -> None:
         self._listener = listener
-        self._storage = storage
         self._run_id = run_id
-        self._keep_last: int | None = None
         self._commits = commits
-        self._memory_limit = memory_limit
-        # What was last said about memory, so that it is said once.
-        self._memory_told: int | None = None
         self._control = ControlPage.create()
         self._attempt = -1
-        self._arenas: list[Arena] = []
-        self._next_arena_number = 0
+        self._pool = ArenaPool(memory_limit, self._memory_short)
+        self._writer = Writer(tiers, self._tell, commits=commits, local_keep_last=local_keep_last)
+        self._fencing: Fencing | None = None
+        # The newest checkpoint is to be read into memory before the ranks ask.
+        self._fetch_wanted = False
         # The leader's latest decision: a step, and its arena or None where it is skipped.
         self._decided: tuple[int, Arena | None] | None = None
         self._outcomes: dict[int, Message] = {}
         self._clients: dict[socket.socket, Client] = {}
         self._had_monitor = False
         self._stopping = False
-        self._fencing = Fencing(-1)
-        self._fencing.answered.set()
-        # Attempts may follow each other faster than storage answers.
-        self._fence_lock = threading.Lock()
-        self._swept = False
-        self._to_digest: queue.SimpleQueue[Arena | None] = queue.SimpleQueue()
-        # An arena to commit; "prune"; or None to end.
-        self._to_commit: queue.SimpleQueue[Arena | Literal["prune"] | None] = queue.SimpleQueue()
-        self._results: deque[tuple[Arena | None, Message]] = deque()
+        self._drained = False
+        self._results: deque[tuple[Message, Arena | None]] = deque()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
@@ -185,17 +110,12 @@ class Agent:
             self._wake_sender.send(b"x")
 
     def run(self) -> None:
-        threads = [
-            threading.Thread(target=self._digest_loop, name="checkpoint-digester", daemon=True),
-            threading.Thread(target=self._commit_loop, name="checkpoint-writer", daemon=True),
-        ]
-        for thread in threads:
-            thread.start()
+        self._writer.start()
         with selectors.DefaultSelector() as selector:
             self._selector = selector
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(self._wake_receiver, selectors.EVENT_READ)
-            while not (self._stopping and not self._busy()):
+            while not (self._drained and not self._busy()):
                 for key, _ in selector.select():
                     if key.fileobj is self._listener:
                         self._accept()
@@ -208,10 +128,11 @@ class Agent:
                 if self._stopping:
                     self._drop_unfinished()
                     self._commit_newest()
-        self._to_digest.put(None)
-        self._to_commit.put(None)
-        for thread in threads:
-            thread.join()
+                    if not self._drained and not self._busy():
+                        # What failed to reach the durable tier before is tried a last time.
+                        self._drained = True
+                        self._writer.upload()
+        self._writer.close()
 
     # -- connections ---------------------------------------------------------------------------------------------
 
@@ -274,12 +195,12 @@ class Agent:
             case "abandon":
                 self._abandon(client, message)
             case "prune":
-                self._keep_last = message["keep_last"]
-                self._to_commit.put("prune")
+                self._writer.retention = Retention(**message["retention"])
+                self._writer.prune()
             case "announce":
                 self._publish(message["event"])
             case "begin_attempt":
-                self._begin_attempt(int(message["attempt"]))
+                self._begin_attempt(int(message["attempt"]), fetch=bool(message["fetch"]))
                 self._reply(client, {"event": "attempt_begun", "attempt": self._attempt})
             case "request_stop":
                 self._control.stop_requested = True
@@ -302,43 +223,21 @@ class Agent:
                 self._reply(client, {"error": f"attempt {message['attempt']} is over; {self._attempt} runs now"})
                 return
             if message["attempt"] > self._attempt:
-                self._begin_attempt(message["attempt"])
+                self._begin_attempt(message["attempt"], fetch=bool(message["fetch"]))
             client.attempt = message["attempt"]
             client.local_rank = message["local_rank"]
             client.local_world_size = message["local_world_size"]
         self._reply(client, {"run_id": self._run_id}, (self._control.fd,))
 
-    def _fence(self, attempt: int) -> None:
-        """Shut out writers of older attempts, wherever they are; what we still hold of older attempts stays ours."""
-        if not self._commits:
-            return
-        held = {(a.step, a.info.attempt) for a in self._arenas if a.state is ArenaState.WHOLE and a.info is not None}
-        fencing = self._fencing = Fencing(attempt)
-
-        def work() -> None:
-            with self._fence_lock:
-                try:
-                    if fencing is self._fencing:
-                        self._storage.begin_attempt(attempt, held)
-                        if not self._swept:  # nothing of ours is being written yet
-                            self._storage.sweep()
-                            self._swept = True
-                except Fenced as error:
-                    fencing.error = str(error)
-                    self._tell(None, {"event": "fenced", "reason": str(error)})
-                except OSError as error:
-                    fencing.error = error.strerror or str(error)
-            fencing.answered.set()
-            self._tell(None, {"event": "fence_answered"})
-
-        threading.Thread(target=work, name="checkpoint-fence", daemon=True).start()
-
-    def _begin_attempt(self, attempt: int) -> None:
+    def _begin_attempt(self, attempt: int, *, fetch: bool) -> None:
         if attempt <= self._attempt:
             return
         self._drop_unfinished()
         self._attempt = attempt
-        self._fence(attempt)
+        self._fetch_wanted = fetch
+        # What is still held of older attempts stays ours to commit.
+        whole = [arena for arena in self._pool.arenas if arena.state is ArenaState.WHOLE]
+        self._fencing = self._writer.begin_attempt(attempt, [(a.step, a.info.attempt) for a in whole if a.info])
         self._decided = None
         self._outcomes.clear()
         self._control.stop_requested = False
@@ -351,24 +250,24 @@ class Agent:
             return
         step = int(message["step"])
         if client.local_rank == 0:
-            arena = self._arena_for(int(message["nbytes"]))
-            if arena is None and self._arenas and message["wait"]:
+            arena = self._pool.take(int(message["nbytes"]))
+            if arena is None and self._pool.arenas and message["wait"]:
                 client.waits_for_arena = message
                 return
             self._decided = (step, arena)
             if arena is not None:
                 arena.begin(step)
-            elif self._arenas:
+            elif self._pool.arenas:
                 self._publish({"event": "snapshot_skipped", "step": step, "reason": "all arenas are being written"})
         elif self._decided is None or self._decided[0] != step:
             client.waits_for_arena = message
             return
         arena = self._decided[1]
         if arena is None:
-            self._reply(client, {"busy": True} if self._arenas else {"no_memory": True})
+            self._reply(client, {"busy": True} if self._pool.arenas else {"no_memory": True})
         else:
             fds = self._fds_of([arena], client)
-            self._reply(client, {"arena": arena.number, "live": [other.number for other in self._arenas]}, fds)
+            self._reply(client, {"arena": arena.number, "live": [other.number for other in self._pool.arenas]}, fds)
         if client.local_rank == 0:
             self._answer_waiting()
 
@@ -378,72 +277,12 @@ class Agent:
         client.sent_arenas |= {arena.number for arena in new}
         return tuple(arena.memory.fd for arena in new)
 
-    def _arena_for(self, nbytes: int) -> Arena | None:
-        """An arena to fill; None where all are in use, or there is no memory for even one (`_arenas` is empty then)."""
-        self._allocate(nbytes)
-        usable = [arena for arena in self._arenas if arena.memory.nbytes >= nbytes and self._may_be_refilled(arena)]
-        return min(usable, key=lambda arena: (arena.state is not ArenaState.FREE, arena.step), default=None)
-
-    def _may_be_refilled(self, arena: Arena) -> bool:
-        if arena.state is ArenaState.FREE:
-            return True
-        if arena.state is not ArenaState.WHOLE or arena.num_tasks > 0:
-            return False
-        return len(self._arenas) == 1 or any(
-            other.state is ArenaState.WHOLE and not other.damaged for other in self._arenas if other is not arena
-        )
-
     def _reserve(self, client: Client, nbytes: int) -> None:
         """Make arenas of this size ahead of the first snapshot, and hand them out."""
-        self._allocate(nbytes)
-        numbers = [arena.number for arena in self._arenas]
-        new = [arena for arena in self._arenas if arena.number not in client.sent_arenas]
+        self._pool.allocate(nbytes)
+        numbers = [arena.number for arena in self._pool.arenas]
+        new = [arena for arena in self._pool.arenas if arena.number not in client.sent_arenas]
         self._reply(client, {"arenas": [arena.number for arena in new], "live": numbers}, self._fds_of(new, client))
-
-    def _allocate(self, nbytes: int) -> None:
-        """Have as many arenas of at least `nbytes` as the memory limit allows, up to `NUM_ARENAS`."""
-        if sum(arena.memory.nbytes >= nbytes for arena in self._arenas) == NUM_ARENAS:
-            return
-        # The log history grows with every save; without some air, so would the arena, all of it anew each time.
-        capacity = round_up(nbytes + max(nbytes // _GROWTH_SHARE, _GROWTH_BYTES))
-        held = sum(arena.memory.nbytes for arena in self._arenas)
-        limit = self._memory_limit
-        if limit is None:
-            limit = held + int(available_bytes() * DEFAULT_SHARE)
-        for arena in list(self._arenas):
-            if arena.memory.nbytes < nbytes and self._may_be_refilled(arena):
-                self._arenas.remove(arena)
-                arena.memory.close()
-                held -= arena.memory.nbytes
-        why = f"{limit / 1e6:.0f} MB may be used (checkpoint.memory_limit)"
-        while len(self._arenas) < NUM_ARENAS and held + capacity <= limit:
-            try:
-                memory = SharedMemory.create("checkpoint-arena", capacity)
-            except OSError as error:
-                why = f"the system refused more ({error.strerror})"
-                break
-            held += memory.nbytes
-            self._arenas.append(Arena(self._next_arena_number, memory))
-            self._next_arena_number += 1
-        if len(self._arenas) < NUM_ARENAS:
-            self._tell_memory(len(self._arenas), capacity, why)
-
-    def _tell_memory(self, num_arenas: int, capacity: int, limit: str) -> None:
-        if self._memory_told == num_arenas:
-            return
-        self._memory_told = num_arenas
-        effect = (
-            "one snapshot at a time: one is skipped while the last is being written"
-            if num_arenas
-            else "no snapshot in memory: every save blocks training until it is written"
-        )
-        self._publish(
-            {
-                "event": "memory_short",
-                "arenas": num_arenas,
-                "reason": f"a snapshot takes {capacity / 1e6:.0f} MB, {NUM_ARENAS} are wanted, {limit}; {effect}",
-            }
-        )
 
     def _staged(self, client: Client, message: Message) -> None:
         arena = self._filling(client, message)
@@ -454,26 +293,27 @@ class Agent:
         if client.local_rank == 0:
             arena.files = [(name, int(offset), int(nbytes)) for name, offset, nbytes in message["files"]]
             arena.commit_wanted = bool(message["commit"])
-            self._keep_last = message["keep_last"]
+            self._writer.retention = Retention(**message["retention"])
             arena.info = SnapshotInfo(
                 run_id=self._run_id,
                 attempt=client.attempt,
                 step=arena.step,
                 world_size=int(message["world_size"]),
                 samples_consumed=int(message["samples_consumed"]),
+                metrics=message["metrics"],
             )
         if len(arena.copied_by) == client.local_world_size:
             arena.state = ArenaState.WHOLE
             arena.whole_since = time.monotonic()
             arena.num_tasks += 1
-            self._to_digest.put(arena)
+            self._writer.digest(arena)
             self._publish({"event": "snapshot", "step": arena.step, "to_be_committed": arena.commit_wanted})
             if arena.commit_wanted:
                 self._commit_later(arena)
 
     def _filling(self, client: Client, message: Message) -> Arena | None:
         """The arena that a message speaks of, if it is still being filled for that step."""
-        for arena in self._arenas:
+        for arena in self._pool.arenas:
             if arena.number == message["arena"] and arena.step == message["step"] and client.attempt == self._attempt:
                 return arena if arena.state is ArenaState.FILLING else None
         return None
@@ -489,21 +329,20 @@ class Agent:
         arena.commit_wanted = True
         if self._commits:
             arena.num_tasks += 1
-            self._to_commit.put(arena)
+            self._writer.commit(arena)
         else:
             self._outcomes[arena.step] = {"committed": True}
             self._answer_waiting()
 
     def _commit_newest(self) -> None:
         """The trainer is gone: the newest state that it left is worth a checkpoint."""
-        whole = [arena for arena in self._arenas if arena.state is ArenaState.WHOLE and not arena.damaged]
-        newest = max(whole, key=lambda arena: arena.step, default=None)
+        newest = self._pool.newest()
         if newest is not None and not newest.commit_wanted:
             self._commit_later(newest)
 
     def _offer(self, client: Client) -> None:
         """Tell a rank which snapshots it could go on from."""
-        whole = [a for a in self._arenas if a.state is ArenaState.WHOLE and a.info is not None and not a.damaged]
+        whole = [arena for arena in self._pool.arenas if arena.is_usable]
         snapshots = [
             {
                 **asdict(arena.info),
@@ -519,7 +358,7 @@ class Agent:
 
     def _discard(self, step: int, reason: str) -> None:
         """A rank read other bytes than were digested: never offer or publish them."""
-        for arena in self._arenas:
+        for arena in self._pool.arenas:
             if arena.state is ArenaState.WHOLE and arena.step == step and not arena.damaged:
                 arena.damaged = True
                 self._publish({"event": "snapshot_damaged", "step": step, "reason": reason})
@@ -529,7 +368,7 @@ class Agent:
     # -- progress ------------------------------------------------------------------------------------------------
 
     def _busy(self) -> bool:
-        return any(arena.num_tasks > 0 for arena in self._arenas)
+        return self._writer.uploading or any(arena.num_tasks > 0 for arena in self._pool.arenas)
 
     def _read_pending(self) -> None:
         for client in list(self._clients.values()):
@@ -547,7 +386,7 @@ class Agent:
 
     def _drop_unfinished(self) -> None:
         """Forget snapshots that some rank will never finish."""
-        for arena in self._arenas:
+        for arena in self._pool.arenas:
             if arena.state is ArenaState.FILLING:
                 self._publish({"event": "snapshot_dropped", "step": arena.step, "reason": "a rank ended in mid-copy"})
                 arena.state = ArenaState.FREE
@@ -560,8 +399,8 @@ class Agent:
             if client.waits_for_step is not None and client.waits_for_step in self._outcomes:
                 step, client.waits_for_step = client.waits_for_step, None
                 self._reply(client, self._outcomes[step])
-            digested = all(arena.digested.is_set() for arena in self._arenas if arena.state is ArenaState.WHOLE)
-            if client.waits_for_offer and digested and self._fencing.answered.is_set():
+            digested = all(arena.digested.is_set() for arena in self._pool.arenas if arena.state is ArenaState.WHOLE)
+            if client.waits_for_offer and digested and self._fencing is not None and self._may_offer():
                 client.waits_for_offer = False
                 if self._fencing.error is None:
                     self._offer(client)
@@ -573,85 +412,63 @@ class Agent:
             while self._wake_receiver.recv(4096):
                 pass
         while self._results:
-            arena, event = self._results.popleft()
-            if arena is not None:
-                arena.num_tasks -= 1
-                if event["event"] != "digested":
-                    self._outcomes[arena.step] = {
-                        "committed": event["event"] == "committed",
-                        "error": event.get("error"),
-                    }
-                if event["event"] == "committed":
-                    self._control.last_commit = CommitReport(arena.step, event["duration_s"], event["cpu_s"])
-                if arena.damaged and arena.num_tasks == 0:
-                    arena.state = ArenaState.FREE
-            if event["event"] not in ("digested", "fence_answered"):
-                self._publish(event)
+            self._take_result(*self._results.popleft())
         self._answer_waiting()
 
-    # -- the other threads ---------------------------------------------------------------------------------------
+    def _take_result(self, event: Message, arena: Arena | None) -> None:
+        """What a thread of the writer says; `arena`: it has done with that one."""
+        name = event["event"]
+        if arena is not None:
+            arena.num_tasks -= 1
+            if name in ("committed", "commit_failed"):
+                self._outcomes[arena.step] = {"committed": name == "committed", "error": event.get("error")}
+            if name == "committed":
+                self._control.last_commit = CommitReport(arena.step, event["duration_s"], event["cpu_s"])
+            elif name == "fetched":
+                arena.state, arena.whole_since = ArenaState.WHOLE, time.monotonic()
+            elif name == "fetch_failed" or (arena.damaged and arena.num_tasks == 0):
+                arena.state = ArenaState.FREE
+        if name == "fence_answered":
+            self._begin_fetch()
+        elif name not in ("digested", "upload_ended"):
+            self._publish(event)
 
-    def _digest_loop(self) -> None:
-        while (arena := self._to_digest.get()) is not None:
-            arena.digests = {name: digest_buffer(arena.view(offset, size)) for name, offset, size in arena.files}
-            arena.digested.set()
-            self._tell(arena, {"event": "digested"})
-
-    def _commit_loop(self) -> None:
-        while (task := self._to_commit.get()) is not None:
-            if task != "prune":
-                try:
-                    event = self._commit(task)
-                except Exception as error:
-                    # Whatever it was, the run must learn of it and the arena must become free again.
-                    event = {"event": "commit_failed", "step": task.step, "error": f"{type(error).__name__}: {error}"}
-                self._tell(task, event)
-                if event["event"] != "committed":
-                    continue
-            self._prune()
-
-    def _commit(self, arena: Arena) -> Message:
-        assert arena.info is not None
-        # The sweep must not meet our own temporary data.
-        while not self._fencing.answered.is_set():
-            self._fencing.answered.wait()
-        began = time.process_time()
-
-        def digest_of(name: str) -> str:
-            arena.digested.wait()
-            return arena.digests[name]
-
-        files = [
-            StagedFile(name, [arena.view(offset, size)], functools.partial(digest_of, name))
-            for name, offset, size in arena.files
-        ]
-        try:
-            manifest = commit_snapshot(self._storage, arena.info, files, may_publish=lambda: not arena.damaged)
-        except CheckpointError as error:
-            if isinstance(error, Fenced):
-                self._tell(None, {"event": "fenced", "reason": str(error)})
-            return {"event": "commit_failed", "step": arena.step, "error": str(error)}
-        return {
-            "event": "committed",
-            "step": arena.step,
-            "attempt": arena.info.attempt,
-            "nbytes": manifest.total_bytes,
-            "duration_s": round(time.monotonic() - arena.whole_since, 4),
-            "cpu_s": round(time.process_time() - began, 4),
-        }
-
-    def _prune(self) -> None:
-        if self._keep_last is None:
+    def _begin_fetch(self) -> None:
+        """Read the newest checkpoint while the ranks are still starting, if it is not on this machine."""
+        assert self._fencing is not None
+        entry = self._fencing.newest if self._fencing.answered.is_set() else None
+        if not self._fetch_wanted or entry is None or entry.storage.directory(entry.step) is not None:
             return
-        try:
-            for step in steps_to_remove(Catalog(self._storage).committed_steps(), self._keep_last):
-                self._storage.remove(step)
-                self._tell(None, {"event": "pruned", "step": step})
-        except OSError as error:
-            self._tell(None, {"event": "prune_failed", "error": str(error)})
+        self._fetch_wanted = False
+        manifest, held = entry.manifest, self._pool.newest()
+        assert manifest is not None
+        on_its_way = any(a.state is ArenaState.FETCHING and a.step == entry.step for a in self._pool.arenas)
+        if on_its_way or (held is not None and held.step >= entry.step):
+            return
+        files, end = [], 0
+        for file in manifest.files:
+            files.append((file.name, end, file.size))
+            end += round_up(max(file.size, 1))
+        arena = self._pool.take(end)
+        if arena is None:
+            return
+        arena.begin(entry.step, ArenaState.FETCHING)
+        arena.files = files
+        arena.info = manifest.info
+        arena.commit_wanted = True  # it is committed
+        arena.num_tasks += 1
+        self._writer.fetch(entry, arena)
 
-    def _tell(self, arena: Arena | None, event: Message) -> None:
-        self._results.append((arena, event))
+    def _may_offer(self) -> bool:
+        assert self._fencing is not None
+        fetching = any(arena.state is ArenaState.FETCHING for arena in self._pool.arenas)
+        return self._fencing.answered.is_set() and not fetching
+
+    def _memory_short(self, num_arenas: int, reason: str) -> None:
+        self._publish({"event": "memory_short", "arenas": num_arenas, "reason": reason})
+
+    def _tell(self, event: Message, arena: Arena | None) -> None:
+        self._results.append((event, arena))
         with contextlib.suppress(BlockingIOError):
             self._wake_sender.send(b"x")
 
@@ -688,6 +505,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="checkpointing.agent", description="Checkpoint agent of one node.")
     parser.add_argument("--socket", required=True)
     parser.add_argument("--location", required=True)
+    parser.add_argument("--local-tier", help="a directory in front of the location")
+    parser.add_argument("--local-keep-last", type=int, default=DEFAULT_LOCAL_KEEP_LAST)
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--no-commit", action="store_true", help="hold snapshots only; another node commits")
     parser.add_argument("--memory-limit", type=int, help="bytes that snapshots may take; default: half of what is free")
@@ -707,15 +526,21 @@ def main(argv: list[str] | None = None) -> int:
         os.close(arguments.ready_fd)
 
     try:
-        storage = open_storage(arguments.location)
-        if isinstance(storage, LocalStorage) and not arguments.no_commit:
-            acquire_lock(storage.root, LOCK_TIMEOUT_S)
+        tiers = open_tiers(arguments.location, arguments.local_tier)
+        for storage in tiers.nearest_first:
+            if isinstance(storage, LocalStorage) and not arguments.no_commit:
+                acquire_lock(storage.root, LOCK_TIMEOUT_S)
         listener = protocol.listen(arguments.socket)
     except (OSError, ValueError) as error:
         report(f"error {error}")
         return 1
     agent = Agent(
-        listener, storage, arguments.run_id, commits=not arguments.no_commit, memory_limit=arguments.memory_limit
+        listener,
+        tiers,
+        arguments.run_id,
+        commits=not arguments.no_commit,
+        memory_limit=arguments.memory_limit,
+        local_keep_last=arguments.local_keep_last,
     )
     signal.signal(signal.SIGTERM, lambda *_: agent.stop())
     report("ready")

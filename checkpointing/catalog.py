@@ -1,58 +1,124 @@
-"""What checkpoints exist, and which of them may be loaded."""
+"""What checkpoints exist, in one place or in several, and which of them may be loaded."""
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from checkpointing.errors import InvalidCheckpoint
 from checkpointing.manifest import Manifest
 from checkpointing.reading import digest_of
 from checkpointing.storage import Storage
+from checkpointing.storage.base import Fence
 
 
 @dataclass(frozen=True)
 class CatalogEntry:
     """One thing that is named like a checkpoint: `manifest` where it is whole, else `problem`."""
 
+    storage: Storage
     step: int
     manifest: Manifest | None
     problem: str | None
 
 
 class Catalog:
-    """Reads a `storage`; changes nothing."""
+    """Reads storages; changes nothing.
 
-    def __init__(self, storage: Storage) -> None:
-        self.storage = storage
+    Of several, which hold copies of the same run's checkpoints, the nearest is given first and the durable one last:
+    that one's fence counts for all.
+    """
+
+    def __init__(self, *storages: Storage) -> None:
+        self.storages = storages
+
+    def scan(self, unreachable: Callable[[str], None] | None = None) -> Iterator[CatalogEntry]:
+        """All entries, newest step first, of one step the nearest first. Sizes are checked, contents are not.
+
+        Args:
+            unreachable: told why the durable storage cannot be read; the scan goes on without it. By default, and
+                where there is no other, that is raised.
+
+        Raises:
+            OSError: a storage refused.
+        """
+        storages, durable = list(self.storages), self.storages[-1]
+        try:
+            fence = durable.fence()
+        except OSError as error:
+            if unreachable is None or len(storages) == 1:
+                raise
+            unreachable(error.strerror or str(error))
+            storages.remove(durable)
+            fence = Fence()
+        streams = [_entries(storage, fence, rank) for rank, storage in enumerate(storages)]
+        return (entry for *_, entry in heapq.merge(*streams, key=lambda item: item[:2]))
 
     def entries(self) -> list[CatalogEntry]:
-        """All entries, newest step first. Sizes are checked, contents are not: see `verify`."""
-        return [
-            CatalogEntry(step, None, found.reason)
-            if isinstance(found, InvalidCheckpoint)
-            else CatalogEntry(step, found, None)
-            for step, found in self.storage.survey()
-        ]
+        """What `scan` finds."""
+        return list(self.scan())
 
     def committed_steps(self) -> list[int]:
         """Steps of whole checkpoints, ascending."""
-        return sorted(entry.step for entry in self.entries() if entry.manifest is not None)
+        return sorted({entry.step for entry in self.scan() if entry.manifest is not None})
 
-    def verify(self, step: int, only: frozenset[str] | None = None) -> Manifest:
-        """Read a checkpoint's files again and compare every digest; `only` restricts it to some file names.
+    def newest_attempt(self) -> int:
+        """The newest attempt that has begun or published anything, 0 before the first."""
+        attempts = [storage.fence().attempt for storage in self.storages]
+        return max([*attempts, *(entry.manifest.attempt for entry in self.scan() if entry.manifest is not None)])
+
+    def find(self, step: int) -> CatalogEntry:
+        """The nearest whole copy of a step.
+
+        Raises:
+            InvalidCheckpoint: there is none; the text lists the steps that are committed.
+        """
+        entries = self.entries()
+        copies = [entry for entry in entries if entry.step == step]
+        for entry in copies:
+            if entry.manifest is not None:
+                return entry
+        steps = ", ".join(str(number) for number in sorted({e.step for e in entries if e.manifest})) or "none"
+        reason = copies[0].problem if copies else "there is no such checkpoint"
+        place = (copies[0].storage if copies else self.storages[-1]).describe(step)
+        raise InvalidCheckpoint(place, f"{reason}; committed steps: {steps}")
+
+    def verify(self, step: int, read: Callable[[int], None] = lambda nbytes: None) -> Manifest:
+        """Read the nearest copy of a step again and compare every digest.
 
         Raises:
             InvalidCheckpoint: it is not whole, or a digest differs.
         """
-        manifest = self.storage.read_manifest(step)
-        place = self.storage.describe(step)
-        for file in manifest.files:
-            if only is not None and file.name not in only:
-                continue
-            try:
-                actual = digest_of(self.storage.file(manifest, file.name))
-            except OSError as error:
-                raise InvalidCheckpoint(place, f"{file.name} cannot be read ({error.strerror})") from None
-            if actual != file.digest:
-                raise InvalidCheckpoint(place, f"{file.name} was altered: its digest differs from the manifest's")
-        return manifest
+        return verify(self.find(step).storage, step, read)
+
+
+def verify(storage: Storage, step: int, read: Callable[[int], None] = lambda nbytes: None) -> Manifest:
+    """Read a checkpoint's files again and compare every digest; `read` is told the size of each file that was read.
+
+    Raises:
+        InvalidCheckpoint: it is not whole, or a digest differs.
+    """
+    manifest = storage.read_manifest(step)
+    place = storage.describe(step)
+    for file in manifest.files:
+        try:
+            actual = digest_of(storage.file(manifest, file.name))
+        except OSError as error:
+            raise InvalidCheckpoint(place, f"{file.name} cannot be read ({error.strerror})") from None
+        if actual != file.digest:
+            raise InvalidCheckpoint(place, f"{file.name} was altered: its digest differs from the manifest's")
+        read(file.size)
+    return manifest
+
+
+def _entries(storage: Storage, fence: Fence, rank: int) -> Iterable[tuple[int, int, CatalogEntry]]:
+    for step, found in storage.survey():
+        if isinstance(found, InvalidCheckpoint):
+            entry = CatalogEntry(storage, step, None, found.reason)
+        elif not fence.admits(found):
+            problem = f"attempt {found.attempt} published it after a newer one had begun elsewhere"
+            entry = CatalogEntry(storage, step, None, problem)
+        else:
+            entry = CatalogEntry(storage, step, found, None)
+        yield -step, rank, entry

@@ -9,16 +9,18 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from enum import Enum, auto
 from pathlib import Path
 
 from checkpointing import protocol
 from checkpointing.arena import ControlPage, SharedMemory
-from checkpointing.commit import SnapshotInfo
 from checkpointing.errors import AgentUnavailable
+from checkpointing.manifest import SnapshotInfo
 from checkpointing.protocol import Message
+from checkpointing.retention import Retention
+from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
 
 # Set by whoever starts the ranks; a rank without it starts an agent of its own.
 SOCKET_ENV = "CHECKPOINT_AGENT_SOCKET"
@@ -39,6 +41,8 @@ class AgentProcess:
         location: str,
         run_id: str,
         *,
+        local_tier: str | None = None,
+        local_keep_last: int = DEFAULT_LOCAL_KEEP_LAST,
         commits: bool = True,
         memory_limit: int | None = None,
         directory: Path | None = None,
@@ -55,6 +59,8 @@ class AgentProcess:
         read_fd, write_fd = os.pipe()
         arguments = ["--socket", socket_path, "--location", location, "--run-id", run_id]
         arguments += ["--ready-fd", str(write_fd)]
+        if local_tier is not None:
+            arguments += ["--local-tier", local_tier, "--local-keep-last", str(local_keep_last)]
         if not commits:
             arguments += ["--no-commit"]
         if memory_limit is not None:
@@ -128,10 +134,16 @@ class AgentClient:
         local_rank: int,
         local_world_size: int,
         *,
+        fetch: bool = True,
         on_attach: Callable[[SharedMemory], None] = lambda _: None,
         on_detach: Callable[[SharedMemory], None] = lambda _: None,
     ) -> None:
-        """Connect and introduce this rank. The callbacks are told of every arena that is mapped, or about to go.
+        """Connect and introduce this rank.
+
+        Args:
+            fetch: the newest checkpoint is what will be resumed from; where it is not on this machine, the agent may
+                begin to read it.
+            on_attach, on_detach: told of every arena that is mapped, or about to go.
 
         Raises:
             AgentUnavailable: nobody listens, or the agent serves a newer attempt.
@@ -153,6 +165,7 @@ class AgentClient:
                 "rank": rank,
                 "local_rank": local_rank,
                 "local_world_size": local_world_size,
+                "fetch": fetch,
             }
         )
         self.run_id = str(reply["run_id"])
@@ -190,15 +203,16 @@ class AgentClient:
         files: Sequence[tuple[str, int, int]],
         world_size: int,
         samples_consumed: int,
-        keep_last: int | None,
+        retention: Retention,
         *,
+        metrics: Mapping[str, float] | None = None,
         commit: bool = True,
     ) -> None:
         """Say that this rank has copied its share. `files`: name, offset and size in bytes, of the whole snapshot."""
         message: Message = {"do": "staged", "step": step, "arena": arena}
         if self._is_leader:
             message |= {"files": list(files), "world_size": world_size, "samples_consumed": samples_consumed}
-            message |= {"keep_last": keep_last, "commit": commit}
+            message |= {"retention": asdict(retention), "metrics": dict(metrics or {}), "commit": commit}
         self._send(message)
 
     def abandon(self, step: int, arena: int, reason: str) -> None:
@@ -225,9 +239,9 @@ class AgentClient:
         """Say that an offered snapshot does not have its digest."""
         self._send({"do": "discard", "step": step, "reason": reason})
 
-    def prune(self, keep_last: int | None) -> None:
-        """Have old checkpoints removed, after a commit that the agent did not make."""
-        self._send({"do": "prune", "keep_last": keep_last})
+    def prune(self, retention: Retention) -> None:
+        """Have old checkpoints removed and new ones uploaded, after a commit that the agent did not make."""
+        self._send({"do": "prune", "retention": asdict(retention)})
 
     def announce(self, event: Message) -> None:
         """Tell the agent's monitors something that happened on this rank."""

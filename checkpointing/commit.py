@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from checkpointing.errors import CommitFailed
-from checkpointing.manifest import FileEntry, Manifest
+from checkpointing.manifest import FileEntry, Manifest, SnapshotInfo
 from checkpointing.storage import Storage
 
 
@@ -18,23 +18,13 @@ class StagedFile:
     Attributes:
         name: file name inside the checkpoint.
         pieces: its bytes, in order.
-        digest: of all of them; asked for when they have been written.
+        digest: of all of them; asked for when they have been written. May raise a CheckpointError: then nothing is
+            published.
     """
 
     name: str
     pieces: Iterable[memoryview]
     digest: Callable[[], str]
-
-
-@dataclass(frozen=True)
-class SnapshotInfo:
-    """Identity of a snapshot; the fields are the manifest's."""
-
-    run_id: str
-    attempt: int
-    step: int
-    world_size: int
-    samples_consumed: int
 
 
 def commit_snapshot(
@@ -62,15 +52,7 @@ def commit_snapshot(
         for file in files:
             size = transaction.write(file.name, file.pieces)
             entries.append(FileEntry(file.name, size, file.digest()))
-        manifest = Manifest(
-            run_id=info.run_id,
-            attempt=info.attempt,
-            step=info.step,
-            world_size=info.world_size,
-            samples_consumed=info.samples_consumed,
-            created_at=time.time(),
-            files=tuple(entries),
-        )
+        manifest = Manifest(**asdict(info), created_at=time.time(), files=tuple(entries))
         if not may_publish():
             raise CommitFailed(f"checkpoint-{info.step} was found damaged in memory and is not published")
         transaction.commit(manifest)

@@ -16,12 +16,12 @@ from checkpointing.storage.writing import write_file
 
 
 def export_checkpoint(
-    storage: Storage, step: int, directory: Path, progress: Callable[[int, int], None] = lambda done, total: None
+    storage: Storage, step: int, directory: Path, copied: Callable[[int], None] = lambda nbytes: None
 ) -> Manifest:
     """Copy the files of a step into a new directory, and compare their digests; it appears whole or not at all.
 
     Args:
-        progress: told of the bytes copied so far, and of all.
+        copied: told of bytes as they are copied.
 
     Raises:
         InvalidCheckpoint: it is not whole, or a digest differs.
@@ -31,14 +31,11 @@ def export_checkpoint(
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise CheckpointError(f"{directory} exists already; choose another directory")
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
-    done = 0
 
     def counted(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-        nonlocal done
         for piece in pieces:
             yield piece
-            done += len(piece)
-            progress(done, manifest.total_bytes)
+            copied(len(piece))
 
     try:
         temporary.mkdir(parents=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import signal
 import threading
@@ -28,15 +29,15 @@ from checkpointing import rng
 from checkpointing.agreement import Agreement, Flag
 from checkpointing.arena import Heartbeat, Phase
 from checkpointing.cadence import DEFAULT_OVERHEAD_CAP, Auto, Cadence, CadenceClock
-from checkpointing.catalog import Catalog
 from checkpointing.client import ATTEMPT_ENV, SOCKET_ENV, AgentClient, AgentProcess
 from checkpointing.errors import CheckpointError, CommitFailed, Preempted
-from checkpointing.manager_environment import FAILURES_ENV, LOCATION_ENV, RESUME_ENV
+from checkpointing.manager_environment import FAILURES_ENV, LOCAL_TIER_ENV, LOCATION_ENV, RESUME_ENV
 from checkpointing.memory import parse_bytes
 from checkpointing.restore import RestorePoint, choose
+from checkpointing.retention import Retention
 from checkpointing.snapshot import torch_bytes
 from checkpointing.snapshotter import Ranks, Request, SmallFile, Snapshotter, pin, unpin
-from checkpointing.storage import open_storage
+from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST, open_tiers
 from checkpointing.tracked import Tracked
 
 logger = logging.getLogger("checkpointing")
@@ -81,6 +82,11 @@ class CheckpointManager:
         snapshot_steps: int | Auto | None = "auto",
         overhead_cap: float = DEFAULT_OVERHEAD_CAP,
         keep_last: int | None = None,
+        keep_every: int | None = None,
+        best_metric: str | None = None,
+        greater_is_better: bool = False,
+        local_tier: str | None = None,
+        local_keep_last: int = DEFAULT_LOCAL_KEEP_LAST,
         resume: str | int | None = None,
         memory_limit: int | str | None = None,
         overlap: bool | None = None,
@@ -89,7 +95,8 @@ class CheckpointManager:
         """Connect to the node's checkpoint agent, or start one where there is no supervisor.
 
         Args:
-            location: a directory, or `file://` URL. A supervisor's choice (`CHECKPOINT_LOCATION`) goes first.
+            location: a directory, or a URL: `file://`, `s3://bucket/prefix`, or another that fsspec knows. A
+                supervisor's choice (`CHECKPOINT_LOCATION`) goes first.
             model, optimizer, scheduler, scaler: what is saved and restored; may be given later by `track`.
             states: further objects with `state_dict` and `load_state_dict` (a moving average of the weights, say), by
                 name; each is kept in `<name>.pt`. They may change at any moment: training waits while they are copied.
@@ -99,6 +106,12 @@ class CheckpointManager:
                 "auto" (default) chooses by measured cost, None makes none but for commits.
             overhead_cap: share of the run's time that "auto" may spend.
             keep_last: newest checkpoints to keep; None keeps all.
+            keep_every: checkpoints to keep besides: every one whose step is a multiple of this,
+            best_metric: and the best by this metric of those that are given to `save`;
+            greater_is_better: how that one compares.
+            local_tier: a fast directory of this machine: checkpoints are committed there first, and copied to
+                `location` in the background. A supervisor's choice goes first.
+            local_keep_last: newest checkpoints to keep there.
             resume: "auto" (default), "never", or a step. A supervisor's choice (`CHECKPOINT_RESUME`) goes first.
             memory_limit: memory that snapshots may take on this node, in bytes or as text ("8GiB"); default: half of
                 what is free. A supervisor's choice goes first.
@@ -107,18 +120,21 @@ class CheckpointManager:
 
         Raises:
             AgentUnavailable: the agent cannot be reached or started.
-            ValueError: location, resume, a cadence or the memory limit is not usable.
+            ValueError: location, local_tier, resume, a cadence or the memory limit is not usable.
         """
         location = os.environ.get(LOCATION_ENV) or location
         if not location:
             raise ValueError("CheckpointManager needs a location: a directory for the checkpoints")
-        self._storage = open_storage(location)
+        if LOCATION_ENV in os.environ:
+            local_tier = os.environ.get(LOCAL_TIER_ENV) or None
+        self._tiers = open_tiers(location, local_tier)
+        self._local_keep_last = local_keep_last
         self._resume = resume_policy(os.environ.get(RESUME_ENV) or str(resume if resume is not None else "auto"))
         cadence = Cadence(snapshot_steps, save_steps, save_minutes, overhead_cap)
         num_failures, _, observed_s = os.environ.get(FAILURES_ENV, "0:0").partition(":")
         self._clock = CadenceClock(cadence, time.monotonic(), int(num_failures), float(observed_s))
         self._memory_limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
-        self.keep_last = keep_last
+        self.retention = Retention(keep_last, keep_every, best_metric, greater_is_better)
         distributed = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if distributed else 0
         self.world_size = dist.get_world_size() if distributed else 1
@@ -128,10 +144,10 @@ class CheckpointManager:
         self._group, agreement_group, copy_group = (_new_group(self.world_size) for _ in range(3))
         self._agreement = Agreement(agreement_group)
         self._own_agent: AgentProcess | None = None
-        self._client = self._connect(location)
+        self._client = self._connect(location, local_tier)
         self._snapshotter = Snapshotter(
             self._client,
-            self._storage,
+            self._tiers,
             Ranks(self.rank, self.world_size, self.local_rank, self.local_world_size, copy_group),
             overlap=overlap,
             check_replicas=check_replicas,
@@ -173,7 +189,7 @@ class CheckpointManager:
         self._beat(Phase.RESTORING, 0)
         on_gpu = self._tracked.model is not None and self._tracked.on_gpu
         return choose(
-            self._storage, self._resume, self._group, self.rank, self.world_size, self._client, private=not on_gpu
+            self._tiers, self._resume, self._group, self.rank, self.world_size, self._client, private=not on_gpu
         )
 
     def resume(self) -> int:
@@ -239,8 +255,11 @@ class CheckpointManager:
         snapshot_due, save_due = self._clock.due_by_step(step)
         return Due(Flag.STOP in agreed, save_due or Flag.SAVE in agreed, snapshot_due or Flag.SNAPSHOT in agreed)
 
-    def step(self, step: int, samples_consumed: int | None = None) -> None:
+    def step(self, step: int, samples_consumed: int | None = None, metrics: Mapping[str, float] | None = None) -> None:
         """To be called when optimizer step number `step` is done: saves when due, stops when all have agreed to.
+
+        Args:
+            samples_consumed, metrics: see `save`.
 
         Raises:
             Preempted: after an agreed stop, once the state is committed.
@@ -248,9 +267,9 @@ class CheckpointManager:
         due = self.end_of_step(step)
         samples = step if samples_consumed is None else samples_consumed
         if due.stop or due.save:
-            self.save(step, samples, wait=due.stop)
+            self.save(step, samples, metrics=metrics, wait=due.stop)
         elif due.snapshot:
-            self.save(step, samples, commit=False)
+            self.save(step, samples, metrics=metrics, commit=False)
         if due.stop:
             self.stop(step)
 
@@ -265,6 +284,7 @@ class CheckpointManager:
         files: Mapping[str, SmallFile] | None = None,
         shared_files: Mapping[str, SmallFile] | None = None,
         *,
+        metrics: Mapping[str, float] | None = None,
         wait: bool = False,
         commit: bool = True,
     ) -> None:
@@ -276,6 +296,7 @@ class CheckpointManager:
             samples_consumed: the data cursor, in samples drawn by all ranks.
             files: this rank's own small files, by name; callables are called beside training.
             shared_files: small files that are equal on all ranks; only each node's local rank 0 needs to give them.
+            metrics: what was measured at this step, by name; says which checkpoint is the best. Only rank 0's count.
             wait: take it even if that means waiting for an arena; without, it is skipped when all are busy.
             commit: have it committed to storage too; else it is held in memory until a newer one is.
         """
@@ -285,7 +306,16 @@ class CheckpointManager:
         self._clock.done(time.monotonic(), commit=commit)
         generators = functools.partial(torch_bytes, rng.state(self.world_size))
         own = {**(files or {}), rng.file_name(self.rank, self.world_size): generators}
-        request = Request(step, samples_consumed, own, shared_files or {}, self.keep_last, wait=wait, commit=commit)
+        request = Request(
+            step,
+            samples_consumed,
+            own,
+            shared_files or {},
+            self.retention,
+            {name: value for name, value in (metrics or {}).items() if math.isfinite(value)},
+            wait=wait,
+            commit=commit,
+        )
         self._snapshotter.take(self._tracked, request, self.static_files)
         self._beat(Phase.TRAINING, step)
 
@@ -332,32 +362,38 @@ class CheckpointManager:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _connect(self, location: str) -> AgentClient:
+    def _connect(self, location: str, local_tier: str | None) -> AgentClient:
         socket_path = os.environ.get(SOCKET_ENV)
         attempt = int(os.environ.get(ATTEMPT_ENV, "0"))
         if socket_path is None:
-            socket_path, attempt = self._start_own_agent(location)
+            socket_path, attempt = self._start_own_agent(location, local_tier)
         return AgentClient(
             socket_path,
             attempt,
             self.rank,
             self.local_rank,
             self.local_world_size,
+            fetch=self._resume == "auto",
             on_attach=pin,
             on_detach=unpin,
         )
 
-    def _start_own_agent(self, location: str) -> tuple[str, int]:
+    def _start_own_agent(self, location: str, local_tier: str | None) -> tuple[str, int]:
         """Local rank 0 starts the node's agent; its peers learn the address from it."""
         mine: tuple[str, int] | str | None = None
         if self.local_rank == 0:
             try:
-                manifests = [entry.manifest for entry in Catalog(self._storage).entries() if entry.manifest]
-                run_id = manifests[0].run_id if manifests else uuid.uuid4().hex
-                newest = max((manifest.attempt for manifest in manifests), default=0)
-                attempt = max(newest, self._storage.fence().attempt) + 1
+                catalog = self._tiers.catalog
+                manifest = next((entry.manifest for entry in catalog.scan() if entry.manifest), None)
+                run_id = manifest.run_id if manifest is not None else uuid.uuid4().hex
+                attempt = catalog.newest_attempt() + 1
                 self._own_agent = AgentProcess.start(
-                    location, run_id, commits=self.rank == 0, memory_limit=self._memory_limit
+                    location,
+                    run_id,
+                    local_tier=local_tier,
+                    local_keep_last=self._local_keep_last,
+                    commits=self.rank == 0,
+                    memory_limit=self._memory_limit,
                 )
                 mine = (self._own_agent.socket_path, attempt)
             except (CheckpointError, OSError) as error:

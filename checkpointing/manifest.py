@@ -7,9 +7,10 @@ not, whatever its name. It carries a digest of itself, so that a flipped bit in 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from checkpointing.digest import digest_buffer
@@ -31,15 +32,31 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint is.
+class SnapshotInfo:
+    """What a state is of.
 
     Attributes:
-        run_id: the run that wrote it.
+        run_id: the run that made it.
         attempt: the attempt (life of the process group) that computed it; fences older writers.
-        step: global optimizer steps finished, the only clock that orders checkpoints.
+        step: global optimizer steps finished, the only clock that orders states.
         world_size: ranks that wrote it.
         samples_consumed: the data cursor, in samples drawn by all ranks since the start of the run.
+        metrics: what was measured at this step, by name; says which checkpoint is the best.
+    """
+
+    run_id: str
+    attempt: int
+    step: int
+    world_size: int
+    samples_consumed: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is: whose, as in `SnapshotInfo`, and of which files.
+
+    Attributes:
         created_at: seconds since the epoch; for people, never for ordering.
         files: every file but the manifest itself.
         folder: where the files lie, below the location; empty where they lie beside the manifest.
@@ -52,7 +69,14 @@ class Manifest:
     samples_consumed: int
     created_at: float
     files: tuple[FileEntry, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict)
     folder: str = ""
+
+    @property
+    def info(self) -> SnapshotInfo:
+        return SnapshotInfo(
+            self.run_id, self.attempt, self.step, self.world_size, self.samples_consumed, dict(self.metrics)
+        )
 
     @property
     def total_bytes(self) -> int:
@@ -93,6 +117,7 @@ class Manifest:
                 samples_consumed=_count(document, "samples_consumed"),
                 created_at=float(document["created_at"]),
                 files=tuple(_file_entry(entry) for entry in _typed(document, "files", list)),
+                metrics=_metrics(document.get("metrics", {})),
                 folder=_folder(document.get("folder", "")),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -115,6 +140,15 @@ def _count(document: Mapping[str, Any], key: str) -> int:
     if value < 0:
         raise ValueError(f"{key}={value} is negative")
     return value
+
+
+def _metrics(value: Any) -> dict[str, float]:
+    if not isinstance(value, dict):
+        raise TypeError(f"metrics={value!r} is not an object")
+    metrics = {str(name): float(number) for name, number in value.items()}
+    if not all(math.isfinite(number) for number in metrics.values()):
+        raise ValueError(f"metrics={value!r} are not finite")
+    return metrics
 
 
 def _folder(value: Any) -> str:

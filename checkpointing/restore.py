@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch.serialization import skip_data
 
 from checkpointing import rng
-from checkpointing.catalog import Catalog
 from checkpointing.client import AgentClient, OfferedSnapshot
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, NoValidCheckpoint
 from checkpointing.failpoints import failpoint
@@ -29,6 +28,7 @@ from checkpointing.reading import MemoryFile, read_private, read_shared
 from checkpointing.snapshot import SAFETENSORS_DTYPES, storage_records
 from checkpointing.storage import Storage
 from checkpointing.storage.base import RemoteFile
+from checkpointing.tiers import Tiers
 
 logger = logging.getLogger("checkpointing")
 
@@ -132,15 +132,19 @@ class RestorePoint:
 
 @dataclass(frozen=True)
 class _Proposal:
-    """Rank 0's: where to go on from; `step` None starts afresh; or why neither is possible."""
+    """Rank 0's: where to go on from; `step` None starts afresh; or why neither is possible.
+
+    Attributes:
+        tier: which storage, counted from the nearest; None for a snapshot in memory.
+    """
 
     step: int | None = None
-    from_memory: bool = False
+    tier: int | None = None
     error: str | None = None
 
 
 def choose(
-    storage: Storage,
+    tiers: Tiers,
     resume: str | int,
     group: dist.ProcessGroup | None,
     rank: int,
@@ -151,8 +155,9 @@ def choose(
 ) -> RestorePoint | None:
     """Agree on the state to resume from; called by all ranks together.
 
-    Rank 0 proposes the newest; every rank reads and verifies the files that it will use; where any rank finds a fault,
-    it is passed over (a checkpoint is set aside: kept, renamed) and all fall back to the one before.
+    Rank 0 proposes the newest, in the nearest place that has it; every rank reads and verifies the files that it will
+    use; where any rank finds a fault, it is passed over (a checkpoint is set aside: kept, renamed) and all go on to the
+    next nearest, or the one before.
 
     Args:
         resume: "auto", "never", or a step.
@@ -176,83 +181,110 @@ def choose(
         dist.all_gather_object(everyone, {step: s.info.attempt for step, s in offered.items()}, group=group)
         # The same step of the same attempt, or it is another line of history.
         on_all_nodes = {s for s in offered if all(steps.get(s) == everyone[0].get(s) for steps in everyone)}
+    faulty: set[tuple[int, int]] = set()
     while True:
-        proposals = [_propose(storage, resume, on_all_nodes, client.announce) if rank == 0 else None]
+        proposals = [_propose(tiers, resume, on_all_nodes, faulty, client.announce) if rank == 0 else None]
         if group is not None:
             dist.broadcast_object_list(proposals, src=0, group=group)
         proposal = proposals[0]
         assert proposal is not None
         if proposal.error is not None:
             raise NoValidCheckpoint(proposal.error)
-        step = proposal.step
+        step, tier = proposal.step, proposal.tier
         if step is None:
             return None
-        point, problem = _read(storage, offered[step] if proposal.from_memory else step, rank, world_size, private)
+        storage = _place(tiers, tier, step) if tier is not None else None
+        point, problem = _read(storage, step if storage is not None else offered[step], rank, world_size, private)
         problems = [problem]
         if group is not None:
             problems = [None] * world_size
             dist.all_gather_object(problems, problem, group=group)
-        found = next((text for text in problems if text is not None), None)
-        if found is None:
+        finder = next((number for number, text in enumerate(problems) if text is not None), None)
+        if finder is None:
             assert point is not None
             if rank == 0:
-                source = "memory" if proposal.from_memory else "storage"
+                source = tiers.name(storage) if storage is not None else "memory"
                 client.announce({"event": "resumed", "step": step, "from": source})
             return point
-        if isinstance(resume, int):
-            raise NoValidCheckpoint(f"--resume {resume}: {found}")
-        if proposal.from_memory:
+        found = problems[finder] or ""
+        if storage is None:
             on_all_nodes.discard(step)
             client.discard(step, found)
             logger.warning("the snapshot of step %d is not used: %s", step, found)
-        elif rank == 0:
+            continue
+        assert tier is not None
+        faulty.add((step, tier))
+        if isinstance(resume, int) and storage is tiers.durable:
+            raise NoValidCheckpoint(f"--resume {resume}: {found}")
+        # By who found it: the others' disks may hold good copies.
+        if finder == rank and not isinstance(resume, int):
             _set_aside(storage, step, found, client.announce)
 
 
-def _propose(storage: Storage, resume: str | int, snapshots: set[int], announce: Announce) -> _Proposal:
-    """Rank 0's part."""
+def _place(tiers: Tiers, tier: int, step: int) -> Storage:
+    """The storage that was proposed; on a machine whose local tier never had that step, the durable one."""
+    storage = tiers.nearest_first[tier]
+    return storage if storage is tiers.durable or step in storage.steps() else tiers.durable
+
+
+def _propose(
+    tiers: Tiers, resume: str | int, snapshots: set[int], faulty: set[tuple[int, int]], announce: Announce
+) -> _Proposal:
+    """Rank 0's part. `faulty`: step and tier of what a rank could not read."""
     if resume == "never":
         return _Proposal()
+    storages = tiers.nearest_first
+
+    def unreachable(reason: str) -> None:
+        announce({"event": "tier_unreachable", "tier": tiers.name(tiers.durable), "reason": reason})
+
+    entries = ((storages.index(entry.storage), entry) for entry in tiers.catalog.scan(unreachable))
     if isinstance(resume, int):
+        for tier, entry in entries:
+            if entry.step == resume and entry.manifest is not None and (resume, tier) not in faulty:
+                return _Proposal(resume, tier)
         try:
-            storage.read_manifest(resume)
+            tiers.catalog.find(resume)
         except InvalidCheckpoint as error:
-            available = ", ".join(str(step) for step in Catalog(storage).committed_steps()) or "none"
-            return _Proposal(error=f"--resume {resume}: {error}; committed steps: {available}")
-        return _Proposal(resume)
+            return _Proposal(error=f"--resume {resume}: {error}")
+        return _Proposal(error=f"--resume {resume}: no copy of it can be read")
     newest = max(snapshots, default=-1)
-    for entry in Catalog(storage).entries():
+    for tier, entry in entries:
         if entry.step <= newest:
             break
+        if (entry.step, tier) in faulty:
+            continue
         if entry.manifest is not None:
-            return _Proposal(entry.step)
-        _set_aside(storage, entry.step, f"{storage.describe(entry.step)}: {entry.problem}", announce)
+            return _Proposal(entry.step, tier)
+        problem = f"{entry.storage.describe(entry.step)}: {entry.problem}"
+        _set_aside(entry.storage, entry.step, problem, announce)
     if newest >= 0:
-        return _Proposal(newest, from_memory=True)
-    kept = storage.set_aside_names()
+        return _Proposal(newest)
+    kept = [name for storage in storages for name in storage.set_aside_names()]
     if kept:
         return _Proposal(
-            error=f"{storage.location} holds checkpoints but none is valid ({', '.join(kept)}). Nothing was deleted: "
-            "repair one, or move them away to start from step 0."
+            error=f"{tiers.durable.location} holds checkpoints but none is valid ({', '.join(kept)}). Nothing was "
+            "deleted: repair one, or move them away to start from step 0."
         )
     return _Proposal()
 
 
 def _read(
-    storage: Storage, source: OfferedSnapshot | int, rank: int, world_size: int, private: bool
+    storage: Storage | None, source: OfferedSnapshot | int, rank: int, world_size: int, private: bool
 ) -> tuple[RestorePoint | None, str | None]:
     own = {rng.file_name(rank, world_size), f"{LOOP_STATE_PREFIX}{rank}.json"}
     path: Path | None = None
     try:
         if isinstance(source, int):
-            path = storage.directory(source)
+            assert storage is not None
+            path, place = storage.directory(source), storage.describe(source)
             manifest = storage.read_manifest(source)
-            place, info = storage.describe(source), manifest
+            info = manifest.info
             found: dict[str, tuple[Path | RemoteFile | memoryview, str]] = {
                 file.name: (storage.file(manifest, file.name), file.digest) for file in manifest.files
             }
         else:
-            place, info = f"the snapshot of step {source.info.step} in memory", source.info  # type: ignore[assignment]
+            place, info = f"the snapshot of step {source.info.step} in memory", source.info
             found = {name: (view, source.digests[name]) for name, view in source.files.items()}
 
         def verified(name: str) -> memoryview:

@@ -1,16 +1,62 @@
-"""Which checkpoints to remove. Pure: steps in, steps out."""
+"""Which checkpoints a tier keeps, and which it should get. Pure: manifests in, steps out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+
+from checkpointing.manifest import Manifest
 
 
-def steps_to_remove(committed_steps: Iterable[int], keep_last: int | None) -> list[int]:
-    """Oldest first, all but the newest `keep_last`. `None` keeps all; the newest one is never removed.
+@dataclass(frozen=True)
+class Retention:
+    """What is kept; the newest committed checkpoint always is.
 
-    Only steps of committed checkpoints may be passed: what is torn must not count towards what is kept.
+    Attributes:
+        keep_last: so many of the newest; None keeps all.
+        keep_every: and every one whose step is a multiple of this.
+        best_metric: and the best by this metric, of those that carry it.
+        greater_is_better: how that one compares.
     """
-    if keep_last is None:
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    best_metric: str | None = None
+    greater_is_better: bool = False
+
+    def __post_init__(self) -> None:
+        if self.keep_every is not None and self.keep_every < 1:
+            raise ValueError(f"keep_every={self.keep_every} is not allowed; use a number of steps from 1, or None")
+
+
+def steps_to_remove(committed: Iterable[Manifest], retention: Retention) -> list[int]:
+    """Oldest first. Only committed checkpoints may be passed: what is torn must not count towards what is kept."""
+    manifests = {manifest.step: manifest for manifest in committed}
+    if retention.keep_last is None:
         return []
-    ordered = sorted(set(committed_steps))
-    return ordered[: -max(keep_last, 1)]
+    ordered = sorted(manifests)
+    kept = {*ordered[-max(retention.keep_last, 1) :], *_milestones(manifests.values(), retention)}
+    return [step for step in ordered if step not in kept]
+
+
+def steps_to_upload(local: Iterable[Manifest], durable: Iterable[Manifest], retention: Retention) -> list[int]:
+    """What the durable tier should get from the local one: the newest first, then what is kept for good.
+
+    Where uploads are slower than saves, what lies between is passed over.
+    """
+    here, there = {m.step: m for m in local}, {m.step: m for m in durable}
+    newest = [step for step in [max(here, default=-1)] if step > max(there, default=-1)]
+    lasting = _milestones([*here.values(), *there.values()], retention)
+    return newest + sorted((step for step in lasting if step in here and step not in [*there, *newest]), reverse=True)
+
+
+def _milestones(manifests: Iterable[Manifest], retention: Retention) -> set[int]:
+    manifests = list(manifests)
+    steps = {m.step for m in manifests if retention.keep_every and m.step % retention.keep_every == 0}
+    metric = retention.best_metric
+    rated = [m for m in manifests if metric is not None and metric in m.metrics]
+    if rated and metric is not None:
+        sign = 1 if retention.greater_is_better else -1
+        # Of equals the newest.
+        steps.add(max(rated, key=lambda m: (sign * m.metrics[metric], m.step)).step)
+    return steps

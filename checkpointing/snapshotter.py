@@ -17,14 +17,16 @@ from checkpointing import snapshot
 from checkpointing.arena import SharedMemory
 from checkpointing.cadence import CostModel
 from checkpointing.client import AgentClient, Refusal
-from checkpointing.commit import SnapshotInfo, StagedFile, commit_snapshot
+from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import RunningDigest, digesting
 from checkpointing.errors import CheckpointError, ReplicasDrifted
 from checkpointing.failpoints import failpoint
+from checkpointing.manifest import SnapshotInfo
 from checkpointing.restore import MODEL_NAME, OPTIMIZER_NAME
+from checkpointing.retention import Retention
 from checkpointing.snapshot import FileImage, TorchFileLayout, blob_image, safetensors_image
 from checkpointing.staging import Copy, Stager
-from checkpointing.storage import Storage
+from checkpointing.tiers import Tiers
 from checkpointing.tracked import State, Tracked
 
 logger = logging.getLogger("checkpointing")
@@ -54,7 +56,8 @@ class Request:
     samples_consumed: int
     own_files: Mapping[str, SmallFile]
     shared_files: Mapping[str, SmallFile]
-    keep_last: int | None
+    retention: Retention
+    metrics: Mapping[str, float]
     wait: bool
     commit: bool
 
@@ -82,13 +85,13 @@ class Snapshotter:
     def __init__(
         self,
         client: AgentClient,
-        storage: Storage,
+        tiers: Tiers,
         ranks: Ranks,
         *,
         overlap: bool | None,
         check_replicas: bool,
     ) -> None:
-        self._client, self._storage, self._ranks = client, storage, ranks
+        self._client, self._tiers, self._ranks = client, tiers, ranks
         self._overlap, self._check_replicas = overlap, check_replicas
         self._layouts: dict[str, TorchFileLayout] = {}
         self._stager = Stager(on_gate=self._note_gate)
@@ -236,7 +239,8 @@ class Snapshotter:
             [(file.image.name, file.offset, file.image.nbytes) for file in placed],
             ranks.world_size,
             request.samples_consumed,
-            request.keep_last,
+            request.retention,
+            metrics=request.metrics,
             commit=request.commit,
         )
 
@@ -274,24 +278,31 @@ class Snapshotter:
         """Without memory for a snapshot rank 0 writes the files itself, while the optimizer waits."""
         began, request, client = time.monotonic(), pending.request, self._client
         info = SnapshotInfo(
-            client.run_id, client.attempt, request.step, self._ranks.world_size, request.samples_consumed
+            client.run_id,
+            client.attempt,
+            request.step,
+            self._ranks.world_size,
+            request.samples_consumed,
+            request.metrics,
         )
+        storage = self._tiers.first
+        tier = {"tier": self._tiers.name(storage)}
         window = memoryview(mmap.mmap(-1, _WINDOW_BYTES))
         files = []
         for image in images:
             digest = RunningDigest()
             files.append(StagedFile(image.name, digesting(snapshot.pieces(image, window), digest), digest.result))
         try:
-            manifest = commit_snapshot(self._storage, info, files)
+            manifest = commit_snapshot(storage, info, files)
         except CheckpointError as error:
             self.direct_error = str(error)
-            client.announce({"event": "commit_failed", "step": request.step, "error": str(error)})
+            client.announce({"event": "commit_failed", "step": request.step, **tier, "error": str(error)})
             return
         self.direct_error = None
         duration = round(time.monotonic() - began, 4)
-        event = {"event": "committed", "step": request.step, "nbytes": manifest.total_bytes}
+        event = {"event": "committed", "step": request.step, **tier, "nbytes": manifest.total_bytes}
         client.announce({**event, "duration_s": duration, "cpu_s": duration})
-        client.prune(request.keep_last)
+        client.prune(request.retention)
 
 
 def pin(memory: SharedMemory) -> None:

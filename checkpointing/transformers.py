@@ -30,6 +30,7 @@ from checkpointing.errors import CheckpointError
 from checkpointing.manager import CheckpointManager, Due
 from checkpointing.restore import LOOP_STATE_PREFIX, RestorePoint
 from checkpointing.snapshotter import SmallFile
+from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
 
 TRAINER_STATE_NAME = "trainer_state.json"
 
@@ -48,6 +49,9 @@ def resilient(
     save_minutes: float | None = None,
     overhead_cap: float = DEFAULT_OVERHEAD_CAP,
     memory_limit: int | str | None = None,
+    keep_every: int | None = None,
+    local_tier: str | None = None,
+    local_keep_last: int = DEFAULT_LOCAL_KEEP_LAST,
 ) -> TrainerT:
     """Give a trainer fault-tolerant checkpoints; returns the same object.
 
@@ -56,7 +60,10 @@ def resilient(
         resume: "auto" (default), "never" or a step; a supervisor's choice goes first.
         save_steps: None leaves it to `args.save_strategy`; "auto" commits when it is worth the measured price, whatever
             `args` say.
-        snapshot_steps, save_minutes, overhead_cap, memory_limit: see `CheckpointManager`.
+        snapshot_steps, save_minutes, overhead_cap, memory_limit, keep_every, local_tier, local_keep_last: see
+            `CheckpointManager`.
+
+    How many checkpoints are kept is `args.save_total_limit`; the best by `args.metric_for_best_model` stays besides.
 
     Raises:
         CheckpointError: the trainer uses a strategy that is not supported.
@@ -73,6 +80,11 @@ def resilient(
     manager = CheckpointManager(
         location or trainer.args.output_dir,
         keep_last=trainer.args.save_total_limit,
+        keep_every=keep_every,
+        best_metric=_metric_name(trainer.args.metric_for_best_model),
+        greater_is_better=_greater_is_better(trainer.args),
+        local_tier=local_tier,
+        local_keep_last=local_keep_last,
         resume=resume,
         snapshot_steps=snapshot_steps,
         save_steps=save_steps,
@@ -229,9 +241,17 @@ class _ResilientMixin(_Base):
             shared[TRAINER_STATE_NAME] = lambda: _state_bytes(state)
         samples = step * self.get_total_train_batch_size(self.args)
         last = step >= self.state.max_steps
-        manager.save(step, samples, own, shared, wait=self._stopping or last, commit=commit)
+        manager.save(
+            step, samples, own, shared, metrics=self._metrics_now(), wait=self._stopping or last, commit=commit
+        )
         if self._stopping:
             manager.stop(step)
+
+    def _metrics_now(self) -> dict[str, float]:
+        """What was evaluated at this step."""
+        entries = [entry for entry in self.state.log_history[-3:] if entry.get("step") == self.state.global_step]
+        values = {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
+        return {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
 
     def _export_callback_states(self) -> None:
         """As the Trainer does before it saves."""
@@ -328,6 +348,17 @@ class _StepCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._trainer._manager.close()
+
+
+def _metric_name(metric: str | None) -> str | None:
+    return metric if metric is None or metric.startswith("eval_") else f"eval_{metric}"
+
+
+def _greater_is_better(args: TrainingArguments) -> bool:
+    """As the Trainer decides where it is not told."""
+    if args.greater_is_better is not None:
+        return bool(args.greater_is_better)
+    return args.metric_for_best_model is not None and not args.metric_for_best_model.endswith("loss")
 
 
 def _state_bytes(state: TrainerState) -> bytes:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,22 +110,20 @@ def start(
         click.echo("runner: this run is finished; nothing to do (--resume never --overwrite starts it anew)")
         click.echo(render(_summary(directory), _places(config, directory)))
         return
-    caveat = check_storage(config)
+    caveats = check_storage(config)
     if step == "never":
         _start_anew(config, directory, overwrite)
     elif isinstance(step, int):
         for kept in check_resume_step(config, step):
             click.echo(f"runner: newer than step {step}, kept as {kept}")
     # A restart, or a script that changes its directory, must find the same places.
-    config.output_dir = str(directory.root)
-    if config.checkpoint.location is not None:
-        config.checkpoint.location = config.absolute_checkpoint_location
+    config.make_absolute()
     directory.config.write_text(config.to_yaml())
     first_node = config.launch.node_rank == 0
     display = ProgressDisplay(quiet=not first_node)
     job = Job(str(Path(script).absolute()) if script is not None else None, args)
     display.message(f"run {directory.run_id()} in {directory.root}, resume {resume}")
-    if caveat is not None:
+    for caveat in caveats:
         display.message(caveat)
     exit_code = Supervisor(config, directory, job, display).run()
     if first_node:
@@ -182,16 +183,19 @@ def checkpoints() -> None:
 @checkpoints.command("list")
 @click.argument("location")
 def list_checkpoints(location: str) -> None:
-    """List the checkpoints at LOCATION (a run's folder, or its checkpoints folder), newest first."""
-    from datetime import datetime
+    """List the checkpoints at LOCATION (a run's folder, a checkpoints folder, or a URL), newest first.
 
-    for entry in _catalog(location).entries():
+    Sizes are checked, contents are not: see verify.
+    """
+    tiers = _tiers(location)
+    click.echo(f"{'step':>8}  {'age':>8}  {'size':>12}  {'tier':<6}  valid")
+    for entry in tiers.catalog.entries():
+        tier = tiers.name(entry.storage)
         if entry.manifest is None:
-            click.echo(f"{entry.step:>8}  INVALID  {entry.problem}")
+            click.echo(f"{entry.step:>8}  {'':>8}  {'':>12}  {tier:<6}  no: {entry.problem}")
         else:
-            created = datetime.fromtimestamp(entry.manifest.created_at).isoformat(" ", "seconds")
-            size = entry.manifest.total_bytes / 1e6
-            click.echo(f"{entry.step:>8}  {created}  {size:10.1f} MB  attempt {entry.manifest.attempt}")
+            age, size = _age(entry.manifest.created_at), f"{entry.manifest.total_bytes / 1e6:.1f} MB"
+            click.echo(f"{entry.step:>8}  {age:>8}  {size:>12}  {tier:<6}  yes (attempt {entry.manifest.attempt})")
 
 
 @checkpoints.command()
@@ -199,20 +203,25 @@ def list_checkpoints(location: str) -> None:
 @click.option("--step", type=int, help="Only this one.")
 def verify(location: str, step: int | None) -> None:
     """Read the checkpoints at LOCATION again and compare every digest; exit 1 if one is damaged."""
+    from checkpointing.catalog import verify as verify_copy
     from checkpointing.errors import InvalidCheckpoint
 
-    catalog = _catalog(location)
-    steps = [entry.step for entry in catalog.entries()] if step is None else [step]
-    if not steps:
-        raise UsageError(f"there are no checkpoints at {location}")
+    tiers = _tiers(location)
+    entries = [entry for entry in tiers.catalog.entries() if step in (None, entry.step)]
+    if not entries:
+        raise UsageError(f"there is no {'checkpoint' if step is None else f'checkpoint-{step}'} at {location}")
     damaged = 0
-    for number in steps:
+    for entry in entries:
+        name = f"{entry.step:>8}  {tiers.name(entry.storage):<6}"
         try:
-            manifest = catalog.verify(number)
-            click.echo(f"{number:>8}  ok       {len(manifest.files)} files, {manifest.total_bytes / 1e6:.1f} MB")
+            if entry.manifest is None:
+                raise InvalidCheckpoint(entry.storage.describe(entry.step), str(entry.problem))
+            with _progress_bar(f"checkpoint-{entry.step}", entry.manifest.total_bytes) as advance:
+                manifest = verify_copy(entry.storage, entry.step, advance)
+            click.echo(f"{name}  ok       {len(manifest.files)} files, {manifest.total_bytes / 1e6:.1f} MB")
         except InvalidCheckpoint as error:
             damaged += 1
-            click.echo(f"{number:>8}  INVALID  {error}")
+            click.echo(f"{name}  INVALID  {error}")
     sys.exit(1 if damaged else 0)
 
 
@@ -222,48 +231,66 @@ def verify(location: str, step: int | None) -> None:
 @click.argument("directory", type=click.Path(path_type=Path))
 def export(location: str, step: int, directory: Path) -> None:
     """Copy the checkpoint of STEP at LOCATION to DIRECTORY, in Hugging Face layout; every digest is compared."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
     from checkpointing.export import export_checkpoint
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, transient=True) as progress:
-        task = progress.add_task(f"checkpoint-{step}", total=None)
-        manifest = export_checkpoint(
-            _catalog(location).storage,
-            step,
-            directory,
-            lambda done, total: progress.update(task, completed=done, total=total),
-        )
+    entry = _tiers(location).catalog.find(step)
+    assert entry.manifest is not None
+    with _progress_bar(f"checkpoint-{step}", entry.manifest.total_bytes) as advance:
+        manifest = export_checkpoint(entry.storage, step, directory, advance)
     click.echo(f"checkpoint-{step}: {len(manifest.files)} files, {manifest.total_bytes / 1e6:.1f} MB, in {directory}")
 
 
 @checkpoints.command()
 @click.argument("location")
 @click.option("--keep-last", type=click.IntRange(min=1), required=True, help="How many of the newest to keep.")
-def prune(location: str, keep_last: int) -> None:
+@click.option("--keep-every", type=click.IntRange(min=1), metavar="STEPS", help="And every multiple of so many steps.")
+def prune(location: str, keep_last: int, keep_every: int | None) -> None:
     """Remove all but the newest checkpoints at LOCATION. Those that are not whole do not count, and stay."""
-    from checkpointing.retention import steps_to_remove
-
-    catalog = _catalog(location)
-    for step in steps_to_remove(catalog.committed_steps(), keep_last):
-        catalog.storage.remove(step)
-        click.echo(f"removed checkpoint-{step}")
-
-
-def _catalog(location: str) -> Any:
     from checkpointing.catalog import Catalog
-    from checkpointing.storage import open_storage
+    from checkpointing.retention import Retention, steps_to_remove
 
-    is_url = "://" in location
-    nested = Path(location) / "checkpoints"
+    tiers = _tiers(location)
+    for storage in tiers.nearest_first:
+        manifests = [entry.manifest for entry in Catalog(storage).entries() if entry.manifest is not None]
+        for step in steps_to_remove(manifests, Retention(keep_last, keep_every)):
+            storage.remove(step)
+            click.echo(f"removed {storage.describe(step)}")
+
+
+def _tiers(location: str) -> Any:
+    """Where the checkpoints of a run lie, by its folder; or at a place given directly."""
+    from checkpointing.tiers import open_tiers
+    from runner.config import load_config
+
+    root = Path(location)
     try:
-        storage = open_storage(str(nested) if not is_url and nested.is_dir() else location)
+        if "://" not in location and (root / "config.yaml").is_file() and (root / "journal.jsonl").exists():
+            return load_config(str(root / "config.yaml"), {}).tiers
+        tiers = open_tiers(str(root / "checkpoints") if (root / "checkpoints").is_dir() else location)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    if not is_url and not Path(storage.location).is_dir():
+    if "://" not in location and not root.is_dir():
         raise UsageError(f"{location!r} is not a folder; give a run's output_dir or its checkpoints folder")
-    return Catalog(storage)
+    return tiers
+
+
+@contextlib.contextmanager
+def _progress_bar(name: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Of a long transfer, on a terminal; gone when it is through."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, transient=True) as progress:
+        task = progress.add_task(name, total=total)
+        yield lambda nbytes: progress.advance(task, nbytes)
+
+
+def _age(created_at: float) -> str:
+    seconds = max(time.time() - created_at, 0)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _directory(config: Any) -> Any:
@@ -281,24 +308,24 @@ def _resume(text: str) -> str | int:
 
 
 def _start_anew(config: Any, directory: Any, overwrite: bool) -> None:
-    from checkpointing.storage import open_storage
+    from checkpointing.storage import LocalStorage
 
-    storage = open_storage(config.checkpoint_location)
-    steps = storage.steps()
-    if (steps or directory.journal.exists()) and not overwrite:
+    tiers = config.tiers
+    steps = {step for storage in tiers.nearest_first for step in storage.steps()}
+    if not steps and not directory.journal.exists():
+        return
+    if not overwrite:
         raise UsageError(
             f"--resume never: {directory.root} already holds a run; add --overwrite to move it aside, or choose "
             "another --output-dir"
         )
-    is_remote = storage.directory(0) is None
-    if steps and is_remote:
+    folders = [storage.root for storage in tiers.nearest_first if isinstance(storage, LocalStorage)]
+    if not isinstance(tiers.durable, LocalStorage) and tiers.durable.steps():
         raise UsageError(
-            f"--overwrite: {storage.location} holds checkpoints, which cannot be moved there; choose another "
+            f"--overwrite: {tiers.durable.location} holds checkpoints, which cannot be moved there; choose another "
             "checkpoint.location, or remove them yourself"
         )
-    if steps or directory.journal.exists():
-        aside = directory.move_aside(None if is_remote else Path(storage.location))
-        click.echo(f"runner: the earlier run is kept in {aside}")
+    click.echo(f"runner: the earlier run is kept in {directory.move_aside(folders)}")
 
 
 def _finished(config: Any, directory: Any) -> bool:
@@ -311,10 +338,10 @@ def _finished(config: Any, directory: Any) -> bool:
         return False
 
     def essence(some: Config) -> dict[str, Any]:
-        return {
-            **some.model_dump(exclude={"launch", "restart", "output_dir", "checkpoint"}),
-            "location": some.absolute_checkpoint_location,
-        }
+        absolute = some.model_copy(deep=True)
+        absolute.make_absolute()
+        shape = absolute.model_dump(exclude={"launch", "restart", "output_dir", "checkpoint"})
+        return {**shape, "location": absolute.checkpoint_location}
 
     try:
         return essence(load_config(str(directory.config), {})) == essence(config)
@@ -332,6 +359,7 @@ def _places(config: Any, directory: Any) -> dict[str, str]:
     places = {
         "best model": str(directory.best_model),
         "checkpoints": config.checkpoint_location,
+        **({"local tier": config.checkpoint.local_tier} if config.checkpoint.local_tier else {}),
         "journal": str(directory.journal),
         "logs": str(directory.logs),
     }

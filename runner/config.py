@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from checkpointing.memory import parse_bytes
-from checkpointing.storage import open_storage
+from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST, Tiers, open_tiers
 from runner import trainer_options
 from runner.environment import settings_from_environment
 from runner.errors import UsageError
@@ -50,6 +50,14 @@ class CheckpointConfig(_Section):
 
     location: str | None = None
     """A directory, or a URL: file://, s3://bucket/prefix, or another of fsspec's. None: `output_dir`/checkpoints."""
+    local_tier: str | None = None
+    """A fast directory of this machine in front of `location`: checkpoints are committed there first, and copied to
+    `location` in the background. It may be lost with the machine."""
+    local_keep_last: Annotated[int, Field(ge=1)] = DEFAULT_LOCAL_KEEP_LAST
+    """Newest checkpoints kept in `local_tier`."""
+    keep_every_steps: Annotated[int, Field(ge=1)] | None = None
+    """Keep every checkpoint whose step is a multiple of this, besides the newest `trainer.save_total_limit` and the
+    best by `trainer.metric_for_best_model`."""
     snapshot_steps: Literal["auto"] | Annotated[int, Field(ge=1)] | None = "auto"
     """Steps between snapshots held in memory, from which a crashed attempt goes on. auto: as often as their measured
     price and the rate of failures make worth it. None: only those that are committed."""
@@ -130,11 +138,18 @@ class Config(_Section):
     def checkpoint_location(self) -> str:
         return self.checkpoint.location or str(Path(self.output_dir) / "checkpoints")
 
+    def make_absolute(self) -> None:
+        """Have every place named so that it is the same from whatever directory it is looked at."""
+        self.output_dir = str(Path(self.output_dir).absolute())
+        for name in ("location", "local_tier"):
+            value = getattr(self.checkpoint, name)
+            if value is not None and "://" not in value:
+                setattr(self.checkpoint, name, str(Path(value).absolute()))
+
     @property
-    def absolute_checkpoint_location(self) -> str:
-        """The same from whatever directory it is looked at."""
-        location = self.checkpoint_location
-        return location if "://" in location else str(Path(location).absolute())
+    def tiers(self) -> Tiers:
+        """Where checkpoints lie. Raises ValueError for what is not usable."""
+        return open_tiers(self.checkpoint_location, self.checkpoint.local_tier)
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
@@ -253,9 +268,10 @@ def _resolve_nodes(config: Config, source_of: Any) -> None:
 
 def _check_files(config: Config, source_of: Any) -> None:
     try:
-        open_storage(config.checkpoint_location)
+        _ = config.tiers
     except ValueError as error:
-        raise UsageError(f"{source_of('checkpoint.location')}: {error}") from None
+        key = "checkpoint.local_tier" if "local_tier" in str(error) else "checkpoint.location"
+        raise UsageError(f"{source_of(key)}: {error}") from None
     try:
         _ = config.checkpoint.memory_limit_bytes
     except ValueError as error:

@@ -31,6 +31,8 @@ class AgentLink:
         location: str,
         run_id: str,
         *,
+        local_tier: str | None,
+        local_keep_last: int,
         commits: bool,
         memory_limit: int | None,
         directory: Path,
@@ -45,6 +47,8 @@ class AgentLink:
             self.process = AgentProcess.start(
                 location,
                 run_id,
+                local_tier=local_tier,
+                local_keep_last=local_keep_last,
                 commits=commits,
                 memory_limit=memory_limit,
                 directory=directory,

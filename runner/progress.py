@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -26,6 +27,13 @@ class ProgressState:
     tokens_per_s: float | None = None
     committed_step: int | None = None
     activity: str = "starting"
+    transfer: str = ""
+
+    def show_transfer(self, message: dict[str, Any]) -> None:
+        """Bytes of a checkpoint on their way to or from storage; nothing is shown of what is through."""
+        done, total = message["done"], max(message["total"], 1)
+        percent = f"{100 * min(done, total) // total} % of {total / 1e6:,.0f} MB"
+        self.transfer = f"{message['what']} of step {message['step']}: {percent}" if done < total else ""
 
 
 class _Console(Console):
@@ -77,7 +85,7 @@ class ProgressDisplay:
         if state.tokens_per_s is not None:
             parts.append(f"{state.tokens_per_s:,.0f} tokens/s")
         committed = "none" if state.committed_step is None else str(state.committed_step)
-        parts += [f"committed {committed}", f"attempt {state.attempt}"]
+        parts += [f"committed {committed}", f"attempt {state.attempt}", *filter(None, [state.transfer])]
         return " · ".join(parts)
 
     def close(self) -> None:

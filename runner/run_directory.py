@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from runner.errors import RunBusy, UsageError
@@ -85,8 +86,8 @@ class RunDirectory:
         temporary.unlink(missing_ok=True)
         return self.run_id()
 
-    def move_aside(self, checkpoints: Path | None) -> str:
-        """Put an earlier run's records and checkpoints into a folder of their own; returns its path."""
+    def move_aside(self, checkpoints: Sequence[Path]) -> str:
+        """Put an earlier run's records and folders of checkpoints into a folder of their own; returns its path."""
         number = 1
         while (aside := self.root / f"previous-{number}").exists():
             number += 1
@@ -94,7 +95,8 @@ class RunDirectory:
         for path in (self.config, self.journal, self.logs, self.best_model, self._identity):
             if path.exists():
                 shutil.move(path, aside / path.name)
-        if checkpoints is not None and checkpoints.exists():
-            shutil.move(checkpoints, aside / checkpoints.name)
+        for tier, path in zip(("checkpoints", "local-tier"), reversed(checkpoints), strict=False):
+            if path.exists():
+                shutil.move(path, aside / tier)
         self.create()
         return str(aside)

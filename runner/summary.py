@@ -50,8 +50,10 @@ class RunSummary:
     tokens_per_s: float | None = None
     attempts: list[Attempt] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)
+    newest_by_tier: dict[str, int] = field(default_factory=dict)
     skipped_snapshots: int = 0
     failed_commits: int = 0
+    last_failed_commit: str = ""
     set_aside: list[str] = field(default_factory=list)
     lost_steps: int = 0
     time_by_cause: dict[str, float] = field(default_factory=dict)
@@ -89,9 +91,13 @@ def summarise(events: Sequence[Event], now: float | None = None) -> RunSummary:
                 if current is not None:
                     current.last_step, current.last_step_at = event["step"], event["time"]
             case "committed":
-                run.committed.append(event["step"])
+                if event["step"] not in run.committed:
+                    run.committed.append(event["step"])
+                tier = event.get("tier", "local")
+                run.newest_by_tier[tier] = max(event["step"], run.newest_by_tier.get(tier, -1))
             case "commit_failed":
                 run.failed_commits += 1
+                run.last_failed_commit = event["error"]
             case "snapshot_skipped":
                 run.skipped_snapshots += 1
             case "checkpoint_set_aside":
@@ -189,10 +195,12 @@ def render(run: RunSummary, places: dict[str, str]) -> str:
     lines += [
         f"    {attempt.number}: {attempt.kind} at step {attempt.last_step}: {attempt.cause}" for attempt in restarts
     ]
-    newest = f", newest step {max(run.committed)}" if run.committed else ""
+    tiers = ", ".join(f"{step} ({tier})" for tier, step in run.newest_by_tier.items())
+    newest = f", newest step {tiers}" if tiers else ""
     lines.append(f"  checkpoints  {len(run.committed)} committed{newest}")
     if run.skipped_snapshots or run.failed_commits:
-        lines.append(f"               {run.skipped_snapshots} skipped, {run.failed_commits} failed")
+        why = f", the last one: {run.last_failed_commit}" if run.failed_commits else ""
+        lines.append(f"               {run.skipped_snapshots} skipped, {run.failed_commits} failed{why}")
     lines += [f"               set aside: {kept}" for kept in run.set_aside]
     lines.append(f"  lost work    {run.lost_steps} steps, {run.time_by_cause.get('lost work', 0.0):.1f} s")
     wall = run.wall_s

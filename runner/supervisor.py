@@ -22,12 +22,10 @@ import tenacity
 
 from checkpointing import protocol
 from checkpointing.arena import Phase
-from checkpointing.catalog import Catalog
 from checkpointing.client import ATTEMPT_ENV, SOCKET_ENV
 from checkpointing.errors import InvalidCheckpoint
-from checkpointing.manager_environment import FAILURES_ENV, LOCATION_ENV, RESUME_ENV
+from checkpointing.manager_environment import FAILURES_ENV, LOCAL_TIER_ENV, LOCATION_ENV, RESUME_ENV
 from checkpointing.protocol import Message
-from checkpointing.storage import open_storage
 from runner import processes
 from runner.config import Config
 from runner.errors import ExitCode, LaunchError, RunnerError, UsageError
@@ -91,8 +89,8 @@ class Supervisor:
         self._attempt_over = False
         # Why no attempt of ours may write any more.
         self._fenced: str | None = None
-        # Saves that storage has refused since the last one that it took, and why the newest was.
-        self._failed_saves: tuple[int, str] = (0, "")
+        # By tier: saves that it has refused since the last one that it took, and why the newest was.
+        self._failed_saves: dict[str, tuple[int, str]] = {}
         self._selector = selectors.DefaultSelector()
         self._agent: AgentLink | None = None
         self._launcher: LauncherLink | None = None
@@ -105,11 +103,11 @@ class Supervisor:
         run_id = self._run_id = self._directory.run_id()
         strays = processes.kill_all(lambda: processes.processes_of_run(run_id, self._config.launch.node_rank))
         events = read_journal(self._directory.journal)
-        self._storage = open_storage(self._config.checkpoint_location)
+        catalog = self._config.tiers.catalog
         # The journal lies on this machine; another one may have gone on with the run meanwhile.
         self._last_attempt = max((event["attempt"] for event in events), default=0)
-        self._last_attempt = max(self._last_attempt, self._storage.fence().attempt)
-        committed = Catalog(self._storage).committed_steps()
+        self._last_attempt = max(self._last_attempt, catalog.newest_attempt())
+        committed = catalog.committed_steps()
         self._committed_step = committed[-1] if committed else -1
         self._display.state.committed_step = committed[-1] if committed else None
         self._journal = Journal(self._directory.journal)
@@ -195,7 +193,7 @@ class Supervisor:
         attempt = self._attempt = _Attempt(self._last_attempt)
         self._display.state.attempt = attempt.number
         self._display.state.activity = "starting"
-        self._agent.tell("begin_attempt", attempt=attempt.number)
+        self._agent.tell("begin_attempt", attempt=attempt.number, fetch=True)
         self._record("attempt_started", launcher_pid=self._launcher.pid, agent_pid=self._agent.pid)
         self._states.move(RunState.RUNNING)
         self._launcher.send(self._launch_request(attempt.number))
@@ -254,7 +252,7 @@ class Supervisor:
     @property
     def _storage_failed(self) -> bool:
         limit = self._config.checkpoint.max_failed_saves
-        return limit is not None and self._failed_saves[0] >= limit
+        return limit is not None and any(count >= limit for count, _ in self._failed_saves.values())
 
     def _may_stop_in_order(self, attempt: _Attempt) -> bool:
         """Whether waiting can save anything: a training loop is there, or a script that may have its own answer."""
@@ -279,7 +277,7 @@ class Supervisor:
         if self._fenced is not None:
             return Failure(FailureKind.FENCED, self._fenced, step=step), beats
         if self._storage_failed and not attempt.result["finished"]:
-            count, error = self._failed_saves
+            count, error = max(self._failed_saves.values())
             cause = f"{count} saves in a row failed (checkpoint.max_failed_saves), the last one: {error}"
             return Failure(FailureKind.STORAGE_FAILED, cause, step=step), beats
         if attempt.ended_on_request and not attempt.result["finished"]:
@@ -323,6 +321,8 @@ class Supervisor:
             self._agent = AgentLink(
                 self._config.checkpoint_location,
                 self._run_id,
+                local_tier=self._config.checkpoint.local_tier,
+                local_keep_last=self._config.checkpoint.local_keep_last,
                 commits=self._is_first_node,
                 memory_limit=self._config.checkpoint.memory_limit_bytes,
                 directory=Path(tempfile.mkdtemp(dir=self._runtime)),
@@ -393,6 +393,7 @@ class Supervisor:
                     SOCKET_ENV: self._agent.process.socket_path,
                     ATTEMPT_ENV: str(attempt),
                     LOCATION_ENV: self._config.checkpoint_location,
+                    LOCAL_TIER_ENV: self._config.checkpoint.local_tier or "",
                     RESUME_ENV: "auto",
                     FAILURES_ENV: self._failure_history(),
                 },
@@ -514,16 +515,26 @@ class Supervisor:
         event = message.pop("event", None)
         if event == "attempt_over":
             self._attempt_over = True
+        elif event == "transfer":
+            self._display.state.show_transfer(message)
         elif event is not None and event != "attempt_begun":
             message.pop("attempt", None)
             self._record(event, **message)
             if event == "committed":
-                self._failed_saves = (0, "")
+                self._failed_saves.pop(message["tier"], None)
                 self._committed_step = max(self._committed_step, message["step"])
                 self._display.state.committed_step = message["step"]
             elif event == "commit_failed":
-                self._failed_saves = (self._failed_saves[0] + 1, message["error"])
+                count, _ = self._failed_saves.get(message["tier"], (0, ""))
+                self._failed_saves[message["tier"]] = (count + 1, message["error"])
                 self._display.message(f"checkpoint of step {message['step']} failed: {message['error']}")
+            elif event == "tier_unreachable":
+                self._display.message(f"the {message['tier']} checkpoints cannot be reached: {message['reason']}")
+            elif event == "fetched":
+                size, seconds = message["nbytes"] / 1e6, message["duration_s"]
+                self._display.message(
+                    f"read checkpoint-{message['step']} into memory: {size:,.1f} MB in {seconds:.1f} s"
+                )
             elif event == "resumed":
                 self._show_resumption(message)
             elif event == "fenced":
@@ -542,7 +553,7 @@ class Supervisor:
         lost = state.step - message["step"]
         self._display.message(
             f"attempt {state.attempt} goes on from step {message['step']}"
-            + (" (held in memory)" if message["from"] == "memory" else "")
+            + f" ({'held in memory' if message['from'] == 'memory' else message['from'] + ' checkpoint'})"
             + (f", {lost} steps to compute again" if lost > 0 else "")
         )
 
@@ -599,33 +610,40 @@ def _is_helper(process: psutil.Process) -> bool:
     return "multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command
 
 
-def check_storage(config: Config) -> str | None:
-    """Try what the run will need, before anything is started; returns what the user ought to know about the place.
+def check_storage(config: Config) -> list[str]:
+    """Try what the run will need, before anything is started; returns what the user ought to know about the places.
 
     Raises:
-        UsageError: the location cannot be used; the text says why.
+        UsageError: one of them cannot be used; the text says why.
     """
-    try:
-        return open_storage(config.checkpoint_location).probe()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise UsageError(f"checkpoint.location={config.checkpoint_location!r} cannot be used: {reason}") from None
+    tiers, caveats = config.tiers, []
+    for storage in tiers.nearest_first:
+        try:
+            caveats.append(storage.probe())
+        except OSError as error:
+            key = "checkpoint.location" if storage is tiers.durable else "checkpoint.local_tier"
+            reason = error.strerror or str(error)
+            raise UsageError(f"{key}={storage.location!r} cannot be used: {reason}") from None
+    return [caveat for caveat in caveats if caveat is not None]
 
 
 def check_resume_step(config: Config, step: int) -> list[str]:
     """Prepare `--resume STEP`: verify it, set newer checkpoints aside; returns where those are kept.
 
     Raises:
-        UsageError: the step is not committed, or its files are damaged; the text lists the steps that are.
+        UsageError: the step is not committed (the text lists those that are), or its files are damaged.
     """
-    storage = open_storage(config.checkpoint_location)
-    catalog = Catalog(storage)
+    tiers = config.tiers
     try:
-        catalog.verify(step)
+        tiers.catalog.verify(step)
     except InvalidCheckpoint as error:
-        steps = ", ".join(map(str, catalog.committed_steps())) or "none"
-        raise UsageError(f"--resume {step}: {error}; committed steps: {steps}") from None
-    return [storage.set_aside(newer, "superseded") for newer in storage.steps() if newer > step]
+        raise UsageError(f"--resume {step}: {error}") from None
+    return [
+        storage.set_aside(newer, "superseded")
+        for storage in tiers.nearest_first
+        for newer in storage.steps()
+        if newer > step
+    ]
 
 
 def summary_of(directory: RunDirectory) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +24,8 @@ class Transaction(Protocol):
 
     def write(self, name: str, pieces: Iterable[memoryview]) -> int:
         """Store one file durably, its bytes given in order; returns its size.
+
+        A piece may be overwritten when the next is asked for, unless it is read-only.
 
         Raises:
             OSError: the storage refused it (full, read-only, failing).
@@ -84,12 +86,6 @@ class Fence:
         """Whether a checkpoint of this step and attempt would count."""
         return attempt >= self.attempt or (step, attempt) in self.accepted
 
-    def next(self, attempt: int, published: Iterable[Manifest], held: Iterable[tuple[int, int]], writer: str) -> Fence:
-        """The fence of a newer attempt that finds these checkpoints. What has counted once goes on to count, so that a
-        checkpoint that was set aside can be repaired and put back."""
-        accepted = self.accepted | set(held) | {(m.step, m.attempt) for m in published if self.admits(m)}
-        return Fence(attempt, frozenset(sorted(accepted)[-_MAX_ACCEPTED:]), writer)
-
     def to_json(self) -> bytes:
         return json.dumps({"attempt": self.attempt, "accepted": sorted(self.accepted), "writer": self.writer}).encode()
 
@@ -128,8 +124,10 @@ class Storage(ABC):
         fence = self.fence()
         if fence.attempt >= attempt:
             raise Fenced(fence.attempt, self.location, attempt)
+        # What has counted once goes on to count, so that what was set aside can be repaired and put back.
+        accepted = sorted(self.counting() | set(held))[-_MAX_ACCEPTED:]
         writer = uuid.uuid4().hex
-        self._put_fence(fence.next(attempt, self._published(), held, writer))
+        self._put_fence(Fence(attempt, frozenset(accepted), writer))
         self._writer = writer
 
     def check_fence(self, step: int, attempt: int) -> None:
@@ -180,6 +178,15 @@ class Storage(ABC):
         """Steps of everything that is named like a checkpoint, valid or not, ascending."""
         return sorted(self._steps(self._sizes()))
 
+    def counting(self) -> frozenset[tuple[int, int]]:
+        """Step and attempt of every checkpoint that counts, damaged or not.
+
+        Raises:
+            OSError: storage refused.
+        """
+        fence = self.fence()
+        return fence.accepted | {(m.step, m.attempt) for m in self._published() if fence.admits(m)}
+
     def _checked(self, step: int, fence: Fence, sizes: Mapping[str, int]) -> Manifest:
         place, manifest = self.describe(step), self._manifest(step)
         if manifest.step != step:
@@ -209,6 +216,10 @@ class Storage(ABC):
         Raises:
             OSError: something that a run needs is refused; the text says what.
         """
+
+    @abstractmethod
+    def watch(self, transferred: Callable[[int], None]) -> None:
+        """Have somebody told of bytes as they go over a network."""
 
     @abstractmethod
     def fence(self) -> Fence:

@@ -32,6 +32,7 @@ class FilesystemStore:
         import fsspec
 
         self.location = location.rstrip("/")
+        self.transferred: Callable[[int], None] = lambda nbytes: None
         scheme = self.location.partition("://")[0]
         try:
             fsspec.get_filesystem_class(scheme)
@@ -70,7 +71,7 @@ class FilesystemStore:
             with fs.open(root + key, "wb", block_size=_CHUNK_BYTES) as file:
                 for piece in given:
                     for start in range(0, len(piece), _CHUNK_BYTES):
-                        file.write(piece[start : start + _CHUNK_BYTES])
+                        self.transferred(file.write(piece[start : start + _CHUNK_BYTES]))
                     nbytes += len(piece)
             return nbytes
 
@@ -94,6 +95,7 @@ class FilesystemStore:
             if len(data) != len(target):
                 raise StorageError(f"{self.location}/{key} is shorter than it was")
             target[:] = data
+            self.transferred(len(data))
 
         self._call(f"read {key}", work, len(target))
 

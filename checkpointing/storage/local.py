@@ -12,7 +12,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from checkpointing.errors import CommitConflict, InvalidCheckpoint
@@ -103,6 +103,9 @@ class LocalStorage(Storage):
             write_file(path, [memoryview(b"probe")])
         finally:
             path.unlink(missing_ok=True)
+
+    def watch(self, transferred: Callable[[int], None]) -> None:
+        """Nothing does here."""
 
     def fence(self) -> Fence:
         """

@@ -6,7 +6,7 @@ There is no rename and no append: an object appears whole, by one call, or not a
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 
@@ -29,9 +29,11 @@ class ObjectStore(Protocol):
 
     Attributes:
         location: the URL, as the user gave it.
+        transferred: told of bytes as they go.
     """
 
     location: str
+    transferred: Callable[[int], None]
 
     @property
     def honours_if_absent(self) -> bool:
@@ -50,6 +52,8 @@ class ObjectStore(Protocol):
 
     def upload(self, key: str, pieces: Iterable[memoryview]) -> int:
         """Store an object of any size, its bytes given in order; returns its size. Nothing is left of a failed one.
+
+        A piece may be overwritten when the next is asked for, unless it is read-only.
 
         Raises:
             StorageError: refused, or no answer.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -136,6 +136,9 @@ class RemoteStorage(Storage):
             f"{self.location} does not decide between two writers (it ignores If-None-Match): what was written is read "
             "back, and of two runners that start at the same moment the later one wins"
         )
+
+    def watch(self, transferred: Callable[[int], None]) -> None:
+        self.store.transferred = transferred
 
     def fence(self) -> Fence:
         newest = max(self._fences(), default=0)

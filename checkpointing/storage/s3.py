@@ -98,6 +98,7 @@ class S3Store:
         except (BotoCoreError, ValueError) as error:
             raise ValueError(f"checkpoint.location {location!r}: {error}") from None
         self._pool = ThreadPoolExecutor(2 * _IN_FLIGHT, "s3")
+        self.transferred: Callable[[int], None] = lambda nbytes: None
 
     # -- the protocol --------------------------------------------------------------------------------------------
 
@@ -115,13 +116,15 @@ class S3Store:
         def one_at_a_time() -> Iterator[memoryview]:
             for piece in pieces:
                 yield piece
-                # The next piece may lie in the same memory.
-                wait(sent)
+                if not piece.readonly:
+                    # The next one may lie in the same memory.
+                    wait(sent)
 
         parts = _cut(one_at_a_time(), _PART_BYTES)
         first = next(parts, memoryview(b""))
         if len(first) < _PART_BYTES:
             self._call("put_object", key, Body=_body(first), ChecksumCRC32=_crc32(first), nbytes=len(first))
+            self.transferred(len(first))
             return len(first)
         upload_id = self._call("create_multipart_upload", key)["UploadId"]
         nbytes = 0
@@ -165,6 +168,7 @@ class S3Store:
         try:
             span = f"bytes={start}-{start + len(target) - 1}"
             self._call("get_object", key, Range=span, consume=consume, nbytes=len(target))
+            self.transferred(len(target))
         except _Missing:
             raise StorageError(f"{self.location}/{key} is missing") from None
 
@@ -216,6 +220,7 @@ class S3Store:
             ChecksumCRC32=checksum,
             nbytes=len(part),
         )
+        self.transferred(len(part))
         failpoint("remote.part")
         entry = {"PartNumber": number, "ETag": answer["ETag"]}
         if "ChecksumCRC32" in answer:

@@ -55,6 +55,7 @@ def run_job(config_path: str, cache: str, sender: EventSender) -> None:
         save_steps=config.checkpoint.save_steps,
         save_minutes=config.checkpoint.save_minutes,
         overhead_cap=config.checkpoint.overhead_cap,
+        keep_every=config.checkpoint.keep_every_steps,
     )
     try:
         trainer.train()

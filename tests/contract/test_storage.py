@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from checkpointing.catalog import Catalog
-from checkpointing.commit import SnapshotInfo, StagedFile, commit_snapshot
+from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import digest_buffer
 from checkpointing.errors import CheckpointError, CommitConflict, Fenced, InvalidCheckpoint
-from checkpointing.manifest import Manifest
+from checkpointing.manifest import Manifest, SnapshotInfo
 from checkpointing.reading import read_private
 from checkpointing.storage import Storage, open_storage
 from checkpointing.storage.local import LocalStorage

@@ -37,7 +37,8 @@ def test_killed_stopped_and_moved_to_a_fresh_machine(tmp_path: Path, s3_location
     shutil.rmtree(run.folder)
     again = Run(tmp_path / "run", *options, script=script(tmp_path)).start()
     assert again.finish() == 0, again.output
-    assert [(event["from"], event["step"]) for event in again.events("resumed")] == [("storage", stopped_at)]
+    assert [(event["from"], event["step"]) for event in again.events("resumed")] == [("memory", stopped_at)]
+    assert [event["step"] for event in again.events("fetched")] == [stopped_at], "once for all ranks"
     assert again.events("attempt_started")[0]["attempt"] == 3
 
     assert runner("checkpoints", "verify", s3_location).returncode == 0

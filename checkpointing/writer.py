@@ -1,0 +1,402 @@
+"""Everything of the agent that touches storage, in threads of its own: digests, commits, uploads from tier to tier,
+fences, retention, and fetching what is resumed from.
+
+With a local tier a snapshot is committed there, and copied to the durable tier from those files, so that its arena is
+free again; if the local tier refuses it, the durable tier gets it from the arena.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from checkpointing.arena_pool import Arena
+from checkpointing.catalog import CatalogEntry
+from checkpointing.commit import StagedFile, commit_snapshot
+from checkpointing.digest import RunningDigest, digest_buffer, digesting
+from checkpointing.errors import CheckpointError, Fenced, InvalidCheckpoint
+from checkpointing.manifest import FileEntry, Manifest, SnapshotInfo
+from checkpointing.protocol import Message
+from checkpointing.reading import read_into
+from checkpointing.retention import Retention, steps_to_remove, steps_to_upload
+from checkpointing.storage import Storage
+from checkpointing.tiers import Tiers
+
+_FETCHED_AT_ONCE = 2
+_PIECE_BYTES = 16 * 1024 * 1024
+_PROGRESS_INTERVAL_S = 0.5
+
+# What the agent's main thread is told; with the arena that a task has done with.
+Tell = Callable[[Message, Arena | None], None]
+
+
+@dataclass
+class Fencing:
+    """Shutting out the writers of older attempts, at one attempt's begin.
+
+    Attributes:
+        held: step and attempt of snapshots of older attempts that are yet to be committed.
+        error: why it failed; this and what follows are to be read once `answered` is set.
+        durable_begun: the durable tier knows of the attempt; without that nothing is published there.
+        newest: what the attempt could resume from.
+    """
+
+    attempt: int
+    held: frozenset[tuple[int, int]] = frozenset()
+    answered: threading.Event = field(default_factory=threading.Event)
+    error: str | None = None
+    durable_begun: bool = False
+    newest: CatalogEntry | None = None
+
+
+class Writer:
+    """Methods are called by the agent's main thread; what comes of it is told through `tell`, from any thread."""
+
+    def __init__(self, tiers: Tiers, tell: Tell, *, commits: bool, local_keep_last: int) -> None:
+        """`commits`: whether this node's agent is the one that writes."""
+        self._tiers, self._tell, self._commits = tiers, tell, commits
+        self._local_retention = Retention(keep_last=local_keep_last)
+        # Of the durable tier; the ranks say which.
+        self.retention: Retention | None = None
+        self._fencing = Fencing(-1, durable_begun=True)
+        self._fencing.answered.set()
+        # Attempts may follow each other faster than storage answers.
+        self._fence_lock = threading.Lock()
+        self._swept = False
+        # What is known to lie in the durable tier; None where that has to be looked up.
+        self._on_durable: dict[int, Manifest] | None = None
+        self._to_digest: queue.SimpleQueue[Arena | None] = queue.SimpleQueue()
+        # An arena to commit; "prune"; or None to end.
+        self._to_commit: queue.SimpleQueue[Arena | Literal["prune"] | None] = queue.SimpleQueue()
+        # An arena that the local tier has refused; "look" for what is due; or None to end.
+        self._to_upload: queue.SimpleQueue[Arena | Literal["look"] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=loop, name=f"checkpoint-{name}", daemon=True)
+            for name, loop in (
+                ("digest", self._digest_loop),
+                ("commit", self._commit_loop),
+                ("upload", self._upload_loop),
+            )
+        ]
+        self._num_uploads = 0
+        self._num_uploads_lock = threading.Lock()
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """End the threads, after what was handed over."""
+        for tasks in (self._to_digest, self._to_commit, self._to_upload):
+            tasks.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    @property
+    def uploading(self) -> bool:
+        """Something is, or is about to be, on its way to the durable tier."""
+        return self._num_uploads > 0
+
+    def begin_attempt(self, attempt: int, held: Iterable[tuple[int, int]]) -> Fencing:
+        """Shut out writers of older attempts, wherever they are; then see what there is to resume from."""
+        fencing = self._fencing = Fencing(attempt, frozenset(held))
+        threading.Thread(target=self._begin, args=(fencing,), name="checkpoint-fence", daemon=True).start()
+        return fencing
+
+    def digest(self, arena: Arena) -> None:
+        self._to_digest.put(arena)
+
+    def commit(self, arena: Arena) -> None:
+        self._to_commit.put(arena)
+
+    def prune(self) -> None:
+        """Somebody else has committed: remove what is too much, and upload what is due."""
+        self._to_commit.put("prune")
+
+    def upload(self) -> None:
+        """See whether something is due."""
+        if self._tiers.local is not None and self._commits:
+            self._put_upload("look")
+
+    def fetch(self, entry: CatalogEntry, arena: Arena) -> None:
+        """Read a checkpoint into an arena, once for all ranks of this node."""
+        threading.Thread(target=self._fetch, args=(entry, arena), name="checkpoint-fetch", daemon=True).start()
+
+    # -- an attempt begins ---------------------------------------------------------------------------------------
+
+    def _begin(self, fencing: Fencing) -> None:
+        with self._fence_lock:
+            if fencing is self._fencing:
+                try:
+                    if self._commits:
+                        self._fence(fencing)
+                    fencing.newest = next(
+                        (entry for entry in self._tiers.catalog.scan(self._unreachable) if entry.manifest), None
+                    )
+                except Fenced as error:
+                    fencing.error = str(error)
+                    self._tell({"event": "fenced", "reason": str(error)}, None)
+                except OSError as error:
+                    fencing.error = error.strerror or str(error)
+        fencing.answered.set()
+        self._tell({"event": "fence_answered"}, None)
+        self.upload()
+
+    def _fence(self, fencing: Fencing) -> None:
+        local = self._tiers.local
+        if local is not None:
+            local.begin_attempt(fencing.attempt, fencing.held)
+        try:
+            self._fence_durable(fencing)
+        except OSError as error:
+            if local is None:
+                raise
+            # It goes on from what is at hand; nothing is published there before that has been made up for.
+            self._unreachable(error.strerror or str(error))
+        if not self._swept:  # nothing of ours is being written yet
+            for storage in self._tiers.nearest_first if fencing.durable_begun else self._tiers.nearest_first[:-1]:
+                storage.sweep()
+            self._swept = True
+
+    def _fence_durable(self, fencing: Fencing) -> None:
+        local = self._tiers.local
+        held = fencing.held | (local.counting() if local is not None else frozenset())
+        self._tiers.durable.begin_attempt(fencing.attempt, held)
+        fencing.durable_begun = True
+
+    def _unreachable(self, reason: str) -> None:
+        self._tell({"event": "tier_unreachable", "tier": self._tiers.name(self._tiers.durable), "reason": reason}, None)
+
+    # -- digest and commit ---------------------------------------------------------------------------------------
+
+    def _digest_loop(self) -> None:
+        while (arena := self._to_digest.get()) is not None:
+            arena.digests = {name: digest_buffer(arena.view(offset, size)) for name, offset, size in arena.files}
+            arena.digested.set()
+            self._tell({"event": "digested"}, arena)
+
+    def _commit_loop(self) -> None:
+        while (task := self._to_commit.get()) is not None:
+            if task != "prune":
+                event = self._commit(task, self._tiers.first)
+                if event["event"] != "committed" and self._tiers.local is not None and not task.damaged:
+                    # The arena is not done with: the durable tier is to have it.
+                    self._tell(event, None)
+                    self._put_upload(task)
+                    continue
+                self._tell(event, task)
+                if event["event"] != "committed":
+                    continue
+            self._prune(self._tiers.first)
+            self.upload()
+
+    def _commit(self, arena: Arena, storage: Storage) -> Message:
+        assert arena.info is not None
+        # The sweep must not meet our own temporary data.
+        while not self._fencing.answered.is_set():
+            self._fencing.answered.wait()
+
+        def digest_of(name: str) -> str:
+            arena.digested.wait()
+            return arena.digests[name]
+
+        files = [
+            StagedFile(name, [arena.view(offset, size)], functools.partial(digest_of, name))
+            for name, offset, size in arena.files
+        ]
+        nbytes = sum(size for *_, size in arena.files)
+        return self._publish(storage, arena.info, files, nbytes, lambda: not arena.damaged, since=arena.whole_since)
+
+    def _publish(
+        self,
+        storage: Storage,
+        info: SnapshotInfo,
+        files: list[StagedFile],
+        nbytes: int,
+        may_publish: Callable[[], bool] = lambda: True,
+        *,
+        since: float,
+    ) -> Message:
+        """Commit, and say what has become of it."""
+        began, tier = time.process_time(), self._tiers.name(storage)
+        storage.watch(self._progress("upload", info.step, nbytes))
+        try:
+            manifest = commit_snapshot(storage, info, files, may_publish)
+        except Exception as error:
+            # Whatever it was, the run must learn of it and the arena must become free again.
+            if isinstance(error, Fenced):
+                self._tell({"event": "fenced", "reason": str(error)}, None)
+            text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            return {"event": "commit_failed", "step": info.step, "tier": tier, "error": text}
+        return {
+            "event": "committed",
+            "step": info.step,
+            "tier": tier,
+            "attempt": info.attempt,
+            "nbytes": manifest.total_bytes,
+            "duration_s": round(time.monotonic() - since, 4),
+            "cpu_s": round(time.process_time() - began, 4),
+        }
+
+    def _prune(self, storage: Storage) -> None:
+        tier = self._tiers.name(storage)
+        is_durable = storage is self._tiers.durable
+        retention = self.retention if is_durable else self._local_retention
+        if retention is None:
+            return
+        try:
+            doomed = steps_to_remove(_committed(storage), retention)
+            # What is yet to be uploaded stays.
+            due = self._due() if doomed and not is_durable else []
+            for step in doomed:
+                if step not in due:
+                    storage.remove(step)
+                    self._tell({"event": "pruned", "step": step, "tier": tier}, None)
+        except OSError as error:
+            self._tell({"event": "prune_failed", "tier": tier, "error": error.strerror or str(error)}, None)
+
+    # -- from tier to tier ---------------------------------------------------------------------------------------
+
+    def _put_upload(self, task: Arena | Literal["look"]) -> None:
+        with self._num_uploads_lock:
+            self._num_uploads += 1
+        self._to_upload.put(task)
+
+    def _upload_loop(self) -> None:
+        while (task := self._to_upload.get()) is not None:
+            if task == "look":
+                self._upload_due()
+            else:
+                event = self._commit(task, self._tiers.durable)
+                self._tell(event, task)
+                self._on_durable = None
+                if event["event"] == "committed":
+                    self._prune(self._tiers.durable)
+            with self._num_uploads_lock:
+                self._num_uploads -= 1
+            self._tell({"event": "upload_ended"}, None)
+
+    def _due(self) -> list[int]:
+        assert self._tiers.local is not None
+        on_durable = (self._on_durable or {}).values()
+        return steps_to_upload(_committed(self._tiers.local), on_durable, self.retention or Retention())
+
+    def _upload_due(self) -> None:
+        durable, step = self._tiers.durable, -1
+        try:
+            step = max(self._due(), default=-1)
+            if step < 0:
+                return
+            with self._fence_lock:
+                if not self._fencing.durable_begun:
+                    self._fence_durable(self._fencing)
+            if self._on_durable is None:
+                self._on_durable = {manifest.step: manifest for manifest in _committed(durable)}
+            while due := self._due():
+                event = self._upload(due[0])
+                self._tell(event, None)
+                if event["event"] != "committed":
+                    self._on_durable = None
+                    return
+            self._prune(durable)
+        except Fenced as error:
+            self._tell({"event": "fenced", "reason": str(error)}, None)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            self._tell(
+                {"event": "commit_failed", "step": step, "tier": self._tiers.name(durable), "error": reason}, None
+            )
+
+    def _upload(self, step: int) -> Message:
+        """Copy a checkpoint of the local tier to the durable one; its digests are compared on the way."""
+        local, durable, since = self._tiers.local, self._tiers.durable, time.monotonic()
+        assert local is not None and self._on_durable is not None
+        problem: InvalidCheckpoint | None = None
+
+        def staged(file: FileEntry) -> StagedFile:
+            digest = RunningDigest()
+
+            def compared() -> str:
+                nonlocal problem
+                if digest.result() != file.digest:
+                    problem = InvalidCheckpoint(local.describe(step), f"{file.name} was altered: its digest differs")
+                    raise problem
+                return file.digest
+
+            return StagedFile(file.name, digesting(_read(local.directory(step) / file.name), digest), compared)
+
+        try:
+            manifest = local.read_manifest(step)
+        except InvalidCheckpoint as error:
+            return {"event": "commit_failed", "step": step, "tier": self._tiers.name(durable), "error": str(error)}
+        files = [staged(file) for file in manifest.files]
+        event = self._publish(durable, manifest.info, files, manifest.total_bytes, since=since)
+        if event["event"] == "committed":
+            self._on_durable[step] = manifest
+        elif problem is not None:
+            kept = local.set_aside(step)
+            self._tell({"event": "checkpoint_set_aside", "step": step, "reason": str(problem), "kept_as": kept}, None)
+        return event
+
+    # -- from storage into memory --------------------------------------------------------------------------------
+
+    def _fetch(self, entry: CatalogEntry, arena: Arena) -> None:
+        manifest, storage, since = entry.manifest, entry.storage, time.monotonic()
+        assert manifest is not None
+        storage.watch(self._progress("download", entry.step, manifest.total_bytes))
+
+        def read(placed: tuple[str, int, int]) -> str:
+            name, offset, nbytes = placed
+            return read_into(storage.file(manifest, name), arena.view(offset, nbytes))
+
+        try:
+            with ThreadPoolExecutor(_FETCHED_AT_ONCE, "checkpoint-fetch") as pool:
+                digests = list(pool.map(read, arena.files))
+            altered = [file.name for file, digest in zip(manifest.files, digests, strict=True) if digest != file.digest]
+            if altered:
+                raise InvalidCheckpoint(storage.describe(entry.step), f"{altered[0]} was altered: its digest differs")
+        except (OSError, CheckpointError) as error:
+            # The ranks will read it themselves, and find the fault.
+            self._tell({"event": "fetch_failed", "step": entry.step, "error": str(error)}, arena)
+            return
+        arena.digests = {file.name: file.digest for file in manifest.files}
+        arena.digested.set()
+        duration = round(time.monotonic() - since, 4)
+        event = {"event": "fetched", "step": entry.step, "tier": self._tiers.name(storage)}
+        self._tell({**event, "nbytes": manifest.total_bytes, "duration_s": duration}, arena)
+
+    def _progress(self, direction: str, step: int, total: int) -> Callable[[int], None]:
+        """For people: how far a transfer is, now and then."""
+        done, told_at, lock = 0, time.monotonic(), threading.Lock()
+
+        def transferred(nbytes: int) -> None:
+            nonlocal done, told_at
+            with lock:
+                done, now = done + nbytes, time.monotonic()
+                due = now - told_at >= _PROGRESS_INTERVAL_S
+                told_at = now if due else told_at
+            if due:
+                self._tell({"event": "transfer", "what": direction, "step": step, "done": done, "total": total}, None)
+
+        return transferred
+
+
+def _committed(storage: Storage) -> list[Manifest]:
+    return [found for _, found in storage.survey() if isinstance(found, Manifest)]
+
+
+def _read(path: Path) -> Iterator[memoryview]:
+    """A file's bytes. Not mapped: a disk that fails would end this process."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            while data := file.read(_PIECE_BYTES):
+                yield memoryview(data)
+    except OSError as error:
+        raise InvalidCheckpoint(str(path.parent), f"{path.name} cannot be read ({error.strerror})") from None

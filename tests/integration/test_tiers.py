@@ -1,0 +1,106 @@
+"""A fast local directory in front of S3: committed there, uploaded from there, resumed from the nearest valid copy."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from integration.support import RUNNER, Run, loss_curve, script, state_hash, wait_for_commit
+from servers import Server, bucket_on
+
+from checkpointing.catalog import Catalog
+from checkpointing.storage import open_storage
+
+
+@pytest.fixture
+def location(rclone_s3: Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    return f"s3://{bucket_on(rclone_s3, monkeypatch)}/run"
+
+
+def options(location: str, local: Path, *more: str) -> list[str]:
+    settings = [f"checkpoint.location={location}", f"checkpoint.local_tier={local}", *more]
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+def steps(place: str | Path) -> list[int]:
+    return Catalog(open_storage(str(place))).committed_steps()
+
+
+def test_the_nearest_valid_copy_is_resumed_from_and_s3_alone_is_enough(
+    tmp_path: Path, location: str, untouched_script: Run
+) -> None:
+    local = tmp_path / "nvme"
+    chosen = options(location, local, "checkpoint.local_keep_last=2")
+    run = Run(tmp_path / "run", *chosen, script=script(tmp_path)).start()
+    wait_for_commit(run, 30)
+    run.signal(signal.SIGTERM)
+    assert run.finish() == 75, run.output
+    # Before it ends, what it says is committed lies in both; the nearer one keeps less.
+    newest = run.events("committed")[-1]["step"]
+    assert steps(location)[-1] == steps(local)[-1] == newest
+    assert len(steps(local)) == 2 and 10 in steps(location)
+    listed = subprocess.run([*RUNNER, "checkpoints", "list", str(run.folder)], capture_output=True, text=True).stdout
+    tiers = [line.split() for line in listed.splitlines()[1:]]
+    assert [(fields[0], fields[5]) for fields in tiers[:2]] == [(str(newest), "local"), (str(newest), "remote")]
+
+    # A damaged copy on the local disk: the other one, of the same step.
+    damaged = local / f"checkpoint-{newest}" / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-8] + b"damaged!")
+    again = Run(run.folder, *chosen, script=script(tmp_path)).start()
+    wait_for_commit(again, newest + 10)
+    again.signal(signal.SIGTERM)
+    assert again.finish() == 75, again.output
+    assert [(e["from"], e["step"]) for e in again.events("resumed")] == [("remote", newest)]
+    assert [e["step"] for e in again.events("checkpoint_set_aside")] == [newest]
+
+    # The machine is gone, and with it the local tier.
+    newest = steps(location)[-1]
+    shutil.rmtree(local)
+    shutil.rmtree(run.folder)
+    fresh = Run(tmp_path / "run", *chosen, script=script(tmp_path)).start()
+    assert fresh.finish() == 0, fresh.output
+    assert [(e["from"], e["step"]) for e in fresh.events("resumed")] == [("memory", newest)], (
+        "fetched once for all ranks"
+    )
+    assert [e["step"] for e in fresh.events("fetched")] == [newest]
+    assert state_hash(local / "checkpoint-60") == state_hash(untouched_script.checkpoint(60))
+    assert loss_curve(local / "checkpoint-60") == loss_curve(untouched_script.checkpoint(60))
+    assert not fresh.leftovers()
+
+
+def test_a_local_tier_that_is_full_is_passed_by(tmp_path: Path, location: str) -> None:
+    """The durable tier then gets the snapshot from memory."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100K", "tmpfs", str(mount)], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        run = Run(
+            tmp_path / "run",
+            *options(location, mount / "local", "checkpoint.max_failed_saves=null"),
+            script=script(tmp_path),
+        ).start()
+        assert run.finish() == 0, run.output
+    finally:
+        subprocess.run(["umount", "-l", str(mount)], check=True)
+    failed = run.events("commit_failed")
+    assert failed and all(e["tier"] == "local" and "No space left" in e["error"] for e in failed)
+    assert steps(location)[-1] == 60
+    assert {e["tier"] for e in run.events("committed")} == {"remote"}
+
+
+def test_a_killed_agent_loses_no_upload(tmp_path: Path, location: str, untouched_script: Run) -> None:
+    """What lay in the local tier alone is uploaded by the next agent."""
+    run = Run(tmp_path / "run", *options(location, tmp_path / "nvme"), script=script(tmp_path)).start()
+    wait_for_commit(run, 20)
+    os.kill(run.agent_pid(), signal.SIGKILL)
+    assert run.finish() == 0, run.output
+    assert len(run.events("attempt_started")) == 2
+    assert steps(location)[-1] == 60
+    exported = tmp_path / "exported"
+    subprocess.run([*RUNNER, "checkpoints", "export", location, "60", str(exported)], check=True, capture_output=True)
+    assert state_hash(exported) == state_hash(untouched_script.checkpoint(60))
