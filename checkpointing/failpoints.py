@@ -2,9 +2,9 @@
 
     CHECKPOINT_FAILPOINTS="local.renamed=kill; remote.part=error@3" CHECKPOINT_FAILPOINTS_ONCE=/tmp/fired
 
-`kill` ends the process by SIGKILL, `error` raises EIO, `full` raises ENOSPC, `hang` sleeps for an hour; `@N` means the
-N-th time that this process comes there (1 by default). With the second variable, a folder, each fires once for all
-processes that share it: one that is started again gets past.
+`kill` ends the process by SIGKILL, `error` raises EIO, `full` raises ENOSPC, `pause` sleeps for three seconds and
+`hang` for an hour; `@N` means the N-th time that this process comes there (1 by default). With the second variable, a
+folder, each fires once for all processes that share it: one that is started again gets past.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 
 FAILPOINTS_ENV = "CHECKPOINT_FAILPOINTS"
 ONCE_ENV = "CHECKPOINT_FAILPOINTS_ONCE"
-_ACTIONS = ("kill", "error", "full", "hang")
-_HANG_S = 3600.0
+_ACTIONS = ("kill", "error", "full", "pause", "hang")
+_SLEEP_S = {"pause": 3.0, "hang": 3600.0}
 
 # Everything that can be armed, in the order in which one save, one removal and one restore come by.
 NAMES = (
@@ -89,8 +89,8 @@ def failpoint(name: str) -> None:
     match point.action:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        case "hang":
-            time.sleep(_HANG_S)
+        case "pause" | "hang":
+            time.sleep(_SLEEP_S[point.action])
         case action:
             code = errno.EIO if action == "error" else errno.ENOSPC
             raise OSError(code, f"{os.strerror(code)} (failpoint {name})")

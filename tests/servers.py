@@ -24,10 +24,11 @@ INFRA = Path(__file__).parents[2] / "shared" / "infra"
 
 @dataclass(frozen=True)
 class Server:
-    """`environment` is what a user would export."""
+    """`environment` is what a user would export; `folder` is what a Ceph cluster keeps there."""
 
     name: str
     endpoint: str
+    folder: Path | None = None
 
     @property
     def environment(self) -> dict[str, str]:
@@ -88,11 +89,26 @@ def radosgw_server(folder: Path) -> Iterator[Server]:
         )
     try:
         _wait_for(port)
-        yield Server("radosgw", f"http://127.0.0.1:{port}")
+        yield Server("radosgw", f"http://127.0.0.1:{port}", folder)
     finally:
         for path in (folder / "run").glob("*.pid"):
             with contextlib.suppress(ProcessLookupError, ValueError):
                 os.kill(int(path.read_text()), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def without_gateway(server: Server) -> Iterator[None]:
+    """radosgw is killed; afterwards it is back, with its data."""
+    assert server.folder is not None
+    os.kill(int((server.folder / "run" / "client.rgw.pid").read_text()), signal.SIGKILL)
+    try:
+        yield
+    finally:
+        environment = {"CEPH_CONF": f"{server.folder}/ceph.conf", "CEPH_ARGS": f"-c {server.folder}/ceph.conf"}
+        subprocess.run(
+            ["radosgw", "-n", "client.rgw"], check=True, env={**os.environ, **environment}, capture_output=True
+        )
+        _wait_for(int(server.endpoint.rpartition(":")[2]))
 
 
 def has_radosgw() -> bool:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,12 @@ class Run:
 
 def wait_for_commit(run: Run, step: int) -> None:
     """Until a checkpoint of at least this step is committed."""
-    while not any(event["step"] >= step for event in run.events("committed")):
+    wait_until(run, lambda: any(event["step"] >= step for event in run.events("committed")))
+
+
+def wait_until(run: Run, condition: Callable[[], object]) -> None:
+    """Until it holds, which the run must live to see."""
+    while not condition():
         assert run.process is not None and run.process.poll() is None, run._dead()
         time.sleep(0.02)
 

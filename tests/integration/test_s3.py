@@ -9,8 +9,18 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from integration.support import RUNNER, Run, loss_curve, script, state_hash, wait_for_commit
-from servers import Server, bucket_on
+from integration.support import (
+    RUNNER,
+    SAVE_STEPS,
+    SHORT_JOB,
+    TOTAL_STEPS,
+    Run,
+    loss_curve,
+    state_hash,
+    wait_for_commit,
+    wait_until,
+)
+from servers import Server, bucket_on, without_gateway
 
 
 @pytest.fixture
@@ -22,20 +32,30 @@ def runner(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*RUNNER, *arguments], capture_output=True, text=True, timeout=120)
 
 
-def test_killed_stopped_and_moved_to_a_fresh_machine(tmp_path: Path, s3_location: str, untouched_script: Run) -> None:
-    options = ["--set", f"checkpoint.location={s3_location}"]
-    run = Run(tmp_path / "run", *options, script=script(tmp_path)).start()
-    wait_for_commit(run, 10)
+def test_server_and_ranks_are_killed_and_the_machine_is_lost(
+    tmp_path: Path, s3_location: str, radosgw_s3: Server, untouched: Run
+) -> None:
+    """The default job on S3 alone; its server dies between the data and the manifest of a checkpoint."""
+    options = [*SHORT_JOB, "--set", f"checkpoint.location={s3_location}"]
+    fired = tmp_path / "fired"
+    fired.mkdir()
+    run = Run(tmp_path / "run", *options).start(
+        CHECKPOINT_FAILPOINTS="remote.publishing=pause@2", CHECKPOINT_FAILPOINTS_ONCE=str(fired)
+    )
+    wait_until(run, lambda: list(fired.iterdir()))
+    with without_gateway(radosgw_s3):
+        wait_until(run, lambda: max(e["step"] for e in run.events("log")) > SAVE_STEPS * 2)
+    wait_for_commit(run, SAVE_STEPS * 2)
     os.kill(run.rank_pid(0), signal.SIGKILL)
-    wait_for_commit(run, 20)
+    wait_until(run, lambda: run.events("resumed"))
     run.signal(signal.SIGTERM)
     assert run.finish() == 75, run.output
-    assert len(run.events("attempt_started")) == 2
+    assert len(run.events("attempt_started")) == 2 and not run.events("commit_failed")
     stopped_at = run.events("committed")[-1]["step"]
 
     # The machine and its disk are gone.
     shutil.rmtree(run.folder)
-    again = Run(tmp_path / "run", *options, script=script(tmp_path)).start()
+    again = Run(tmp_path / "run", *options).start()
     assert again.finish() == 0, again.output
     assert [(event["from"], event["step"]) for event in again.events("resumed")] == [("memory", stopped_at)]
     assert [event["step"] for event in again.events("fetched")] == [stopped_at], "once for all ranks"
@@ -43,11 +63,11 @@ def test_killed_stopped_and_moved_to_a_fresh_machine(tmp_path: Path, s3_location
 
     assert runner("checkpoints", "verify", s3_location).returncode == 0
     exported = tmp_path / "exported"
-    result = runner("checkpoints", "export", s3_location, "60", str(exported))
+    result = runner("checkpoints", "export", s3_location, str(TOTAL_STEPS), str(exported))
     assert result.returncode == 0, result.stderr
-    assert state_hash(exported) == state_hash(untouched_script.checkpoint(60))
-    assert loss_curve(exported) == loss_curve(untouched_script.checkpoint(60))
-    assert runner("checkpoints", "export", s3_location, "60", str(exported)).returncode == 2
+    assert state_hash(exported) == state_hash(untouched.checkpoint(TOTAL_STEPS))
+    assert loss_curve(exported) == loss_curve(untouched.checkpoint(TOTAL_STEPS))
+    assert runner("checkpoints", "export", s3_location, str(TOTAL_STEPS), str(exported)).returncode == 2
     assert not again.leftovers()
 
 
