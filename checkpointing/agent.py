@@ -353,7 +353,12 @@ class Agent:
             if arena.info is not None
         ]
         new = [arena for arena in whole if arena.number not in client.sent_arenas]
-        reply = {"snapshots": snapshots, "arenas": [arena.number for arena in new]}
+        assert self._fencing is not None
+        reply = {
+            "snapshots": snapshots,
+            "arenas": [arena.number for arena in new],
+            "unreachable": self._fencing.unreachable,
+        }
         self._reply(client, reply, self._fds_of(new, client))
 
     def _discard(self, step: int, reason: str) -> None:
@@ -405,7 +410,8 @@ class Agent:
                 if self._fencing.error is None:
                     self._offer(client)
                 else:
-                    self._reply(client, {"error": self._fencing.error})
+                    kind = "error" if self._fencing.fenced else "storage_error"
+                    self._reply(client, {kind: self._fencing.error})
 
     def _handle_wakeup(self) -> None:
         with contextlib.suppress(BlockingIOError):

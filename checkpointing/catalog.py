@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from checkpointing.errors import InvalidCheckpoint
 from checkpointing.manifest import Manifest
-from checkpointing.reading import digest_of
+from checkpointing.reading import digest_of, fault
 from checkpointing.storage import Storage
 from checkpointing.storage.base import Fence
 
@@ -33,26 +33,14 @@ class Catalog:
     def __init__(self, *storages: Storage) -> None:
         self.storages = storages
 
-    def scan(self, unreachable: Callable[[str], None] | None = None) -> Iterator[CatalogEntry]:
+    def scan(self) -> Iterator[CatalogEntry]:
         """All entries, newest step first, of one step the nearest first. Sizes are checked, contents are not.
-
-        Args:
-            unreachable: told why the durable storage cannot be read; the scan goes on without it. By default, and
-                where there is no other, that is raised.
 
         Raises:
             OSError: a storage refused.
         """
-        storages, durable = list(self.storages), self.storages[-1]
-        try:
-            fence = durable.fence()
-        except OSError as error:
-            if unreachable is None or len(storages) == 1:
-                raise
-            unreachable(error.strerror or str(error))
-            storages.remove(durable)
-            fence = Fence()
-        streams = [_entries(storage, fence, rank) for rank, storage in enumerate(storages)]
+        fence = self.storages[-1].fence()
+        streams = [_entries(storage, fence, rank) for rank, storage in enumerate(self.storages)]
         return (entry for *_, entry in heapq.merge(*streams, key=lambda item: item[:2]))
 
     def entries(self) -> list[CatalogEntry]:
@@ -89,6 +77,7 @@ class Catalog:
 
         Raises:
             InvalidCheckpoint: it is not whole, or a digest differs.
+        StorageUnreachable: it cannot be read now.
         """
         return verify(self.find(step).storage, step, read)
 
@@ -98,6 +87,7 @@ def verify(storage: Storage, step: int, read: Callable[[int], None] = lambda nby
 
     Raises:
         InvalidCheckpoint: it is not whole, or a digest differs.
+        StorageUnreachable: it cannot be read now.
     """
     manifest = storage.read_manifest(step)
     place = storage.describe(step)
@@ -105,7 +95,7 @@ def verify(storage: Storage, step: int, read: Callable[[int], None] = lambda nby
         try:
             actual = digest_of(storage.file(manifest, file.name))
         except OSError as error:
-            raise InvalidCheckpoint(place, f"{file.name} cannot be read ({error.strerror})") from None
+            raise fault(place, file.name, error) from None
         if actual != file.digest:
             raise InvalidCheckpoint(place, f"{file.name} was altered: its digest differs from the manifest's")
         read(file.size)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from checkpointing import protocol
 from checkpointing.arena import ControlPage, SharedMemory
-from checkpointing.errors import AgentUnavailable
+from checkpointing.errors import AgentUnavailable, StorageUnreachable
 from checkpointing.manifest import SnapshotInfo
 from checkpointing.protocol import Message
 from checkpointing.retention import Retention
@@ -219,9 +219,15 @@ class AgentClient:
         """Say that what was copied is no snapshot."""
         self._send({"do": "abandon", "step": step, "arena": arena, "reason": reason})
 
-    def offer(self) -> list[OfferedSnapshot]:
-        """Whole snapshots that the agent still holds."""
+    def offer(self) -> tuple[list[OfferedSnapshot], bool]:
+        """Whole snapshots that the agent still holds; and whether the durable tier can be reached.
+
+        Raises:
+            StorageUnreachable: nothing can be reached.
+        """
         reply, fds = self._call({"do": "offer"})
+        if "storage_error" in reply:
+            raise StorageUnreachable(reply["storage_error"])
         self._attach(reply["arenas"], fds, None)
         offered = []
         for snapshot in reply["snapshots"]:
@@ -233,7 +239,7 @@ class AgentClient:
                     {name: digest for name, _, _, digest in files},
                 )
             )
-        return offered
+        return offered, reply["unreachable"] is None
 
     def discard(self, step: int, reason: str) -> None:
         """Say that an offered snapshot does not have its digest."""

@@ -3,6 +3,7 @@
 CheckpointError
 ├── InvalidCheckpoint     it exists but must not be loaded (torn, altered, foreign)
 ├── NoValidCheckpoint     checkpoints exist, none can be loaded
+├── StorageUnreachable    it does not answer, or refuses to be read; what is there may be sound
 ├── CommitConflict        the step is already committed with other content
 ├── Fenced                a newer attempt has begun; this one may not write any more
 ├── CommitFailed          storage refused the write; training may go on, the next save tries again
@@ -31,6 +32,10 @@ class InvalidCheckpoint(CheckpointError):
 
 class NoValidCheckpoint(CheckpointError):
     """Checkpoints exist and none is valid: starting over silently would hide the loss."""
+
+
+class StorageUnreachable(CheckpointError):
+    """Storage does not answer or refuses to be read. Says nothing about the checkpoints there: try again later."""
 
 
 class CommitConflict(CheckpointError):

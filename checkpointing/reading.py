@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from checkpointing.digest import RunningDigest, digest_buffer, digest_file
+from checkpointing.errors import CheckpointError, InvalidCheckpoint, StorageUnreachable
 from checkpointing.storage.base import RemoteFile
+from checkpointing.storage.objects import ObjectMissing, StorageError
 
 _PIECE_BYTES = 8 * 1024 * 1024
 _READERS = 8
@@ -46,6 +48,14 @@ class MemoryFile(io.RawIOBase):
         view[: len(data)] = data
         self._position += len(data)
         return len(data)
+
+
+def fault(place: str, name: str, error: OSError) -> CheckpointError:
+    """What it means for a checkpoint that one of its files could not be read."""
+    reason = f"{name} cannot be read ({error.strerror or error})"
+    if isinstance(error, StorageError) and not isinstance(error, ObjectMissing):
+        return StorageUnreachable(f"{place}: {reason}")
+    return InvalidCheckpoint(place, reason)
 
 
 def pieces_of(source: Path | RemoteFile) -> Iterator[memoryview]:

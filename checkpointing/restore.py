@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch.serialization import skip_data
 
 from checkpointing import rng
+from checkpointing.catalog import Catalog
 from checkpointing.client import AgentClient, OfferedSnapshot
-from checkpointing.errors import CheckpointError, InvalidCheckpoint, NoValidCheckpoint
+from checkpointing.errors import CheckpointError, InvalidCheckpoint, NoValidCheckpoint, StorageUnreachable
 from checkpointing.failpoints import failpoint
-from checkpointing.reading import MemoryFile, read_private, read_shared
+from checkpointing.reading import MemoryFile, fault, read_private, read_shared
 from checkpointing.snapshot import SAFETENSORS_DTYPES, storage_records
 from checkpointing.storage import Storage
 from checkpointing.storage.base import RemoteFile
@@ -136,11 +137,13 @@ class _Proposal:
 
     Attributes:
         tier: which storage, counted from the nearest; None for a snapshot in memory.
+        unreachable: the error is that storage does not answer.
     """
 
     step: int | None = None
     tier: int | None = None
     error: str | None = None
+    unreachable: bool = False
 
 
 def choose(
@@ -170,9 +173,13 @@ def choose(
 
     Raises:
         NoValidCheckpoint: there are checkpoints, but none can be loaded, or not the one asked for.
+        StorageUnreachable: whether there are any cannot be said now.
     """
     # Asked for in any case: the answer comes when writers of older attempts are shut out.
-    offered = {snapshot.info.step: snapshot for snapshot in client.offer()}
+    snapshots, reachable = client.offer()
+    # The durable tier may be away for a while; its fence keeps us from publishing there what is not the newest.
+    catalog = tiers.catalog if reachable else Catalog(tiers.first)
+    offered = {snapshot.info.step: snapshot for snapshot in snapshots}
     if resume != "auto":
         offered = {}
     on_all_nodes = set(offered)
@@ -183,22 +190,28 @@ def choose(
         on_all_nodes = {s for s in offered if all(steps.get(s) == everyone[0].get(s) for steps in everyone)}
     faulty: set[tuple[int, int]] = set()
     while True:
-        proposals = [_propose(tiers, resume, on_all_nodes, faulty, client.announce) if rank == 0 else None]
+        proposals: list[_Proposal | None] = [None]
+        if rank == 0:
+            try:
+                proposals = [_propose(tiers, catalog, resume, on_all_nodes, faulty, client.announce)]
+            except OSError as error:
+                proposals = [_Proposal(error=error.strerror or str(error), unreachable=True)]
         if group is not None:
             dist.broadcast_object_list(proposals, src=0, group=group)
         proposal = proposals[0]
         assert proposal is not None
         if proposal.error is not None:
-            raise NoValidCheckpoint(proposal.error)
+            raise StorageUnreachable(proposal.error) if proposal.unreachable else NoValidCheckpoint(proposal.error)
         step, tier = proposal.step, proposal.tier
         if step is None:
             return None
         storage = _place(tiers, tier, step) if tier is not None else None
         point, problem = _read(storage, step if storage is not None else offered[step], rank, world_size, private)
-        problems = [problem]
+        mine = (str(problem), isinstance(problem, StorageUnreachable)) if problem is not None else None
+        problems = [mine]
         if group is not None:
             problems = [None] * world_size
-            dist.all_gather_object(problems, problem, group=group)
+            dist.all_gather_object(problems, mine, group=group)
         finder = next((number for number, text in enumerate(problems) if text is not None), None)
         if finder is None:
             assert point is not None
@@ -206,7 +219,9 @@ def choose(
                 source = tiers.name(storage) if storage is not None else "memory"
                 client.announce({"event": "resumed", "step": step, "from": source})
             return point
-        found = problems[finder] or ""
+        found, unreachable = problems[finder] or ("", False)
+        if unreachable:
+            raise StorageUnreachable(found)
         if storage is None:
             on_all_nodes.discard(step)
             client.discard(step, found)
@@ -228,23 +243,24 @@ def _place(tiers: Tiers, tier: int, step: int) -> Storage:
 
 
 def _propose(
-    tiers: Tiers, resume: str | int, snapshots: set[int], faulty: set[tuple[int, int]], announce: Announce
+    tiers: Tiers,
+    catalog: Catalog,
+    resume: str | int,
+    snapshots: set[int],
+    faulty: set[tuple[int, int]],
+    announce: Announce,
 ) -> _Proposal:
     """Rank 0's part. `faulty`: step and tier of what a rank could not read."""
     if resume == "never":
         return _Proposal()
     storages = tiers.nearest_first
-
-    def unreachable(reason: str) -> None:
-        announce({"event": "tier_unreachable", "tier": tiers.name(tiers.durable), "reason": reason})
-
-    entries = ((storages.index(entry.storage), entry) for entry in tiers.catalog.scan(unreachable))
+    entries = ((storages.index(entry.storage), entry) for entry in catalog.scan())
     if isinstance(resume, int):
         for tier, entry in entries:
             if entry.step == resume and entry.manifest is not None and (resume, tier) not in faulty:
                 return _Proposal(resume, tier)
         try:
-            tiers.catalog.find(resume)
+            catalog.find(resume)
         except InvalidCheckpoint as error:
             return _Proposal(error=f"--resume {resume}: {error}")
         return _Proposal(error=f"--resume {resume}: no copy of it can be read")
@@ -260,18 +276,23 @@ def _propose(
         _set_aside(entry.storage, entry.step, problem, announce)
     if newest >= 0:
         return _Proposal(newest)
-    kept = [name for storage in storages for name in storage.set_aside_names()]
+    kept = [name for storage in catalog.storages for name in storage.set_aside_names()]
     if kept:
         return _Proposal(
             error=f"{tiers.durable.location} holds checkpoints but none is valid ({', '.join(kept)}). Nothing was "
             "deleted: repair one, or move them away to start from step 0."
+        )
+    if tiers.durable not in catalog.storages:
+        return _Proposal(
+            error=f"{tiers.durable.location} cannot be reached, and there is no other checkpoint on this machine",
+            unreachable=True,
         )
     return _Proposal()
 
 
 def _read(
     storage: Storage | None, source: OfferedSnapshot | int, rank: int, world_size: int, private: bool
-) -> tuple[RestorePoint | None, str | None]:
+) -> tuple[RestorePoint | None, CheckpointError | None]:
     own = {rng.file_name(rank, world_size), f"{LOOP_STATE_PREFIX}{rank}.json"}
     path: Path | None = None
     try:
@@ -294,7 +315,7 @@ def _read(
             try:
                 data, actual = (read_shared if in_place else read_private)(bytes_of)
             except OSError as error:
-                raise InvalidCheckpoint(place, f"{name} cannot be read ({error.strerror})") from None
+                raise fault(place, name, error) from None
             if actual != digest:
                 raise InvalidCheckpoint(place, f"{name} was altered: its digest is not the one that was recorded")
             return data
@@ -303,8 +324,8 @@ def _read(
         with ThreadPoolExecutor(_FILES_AT_ONCE, "checkpoint-verify") as pool:
             files = dict(zip(names, pool.map(verified, names), strict=True))
         failpoint("restore.read")
-    except CheckpointError as error:
-        return None, str(error)
+    except (CheckpointError, OSError) as error:
+        return None, error if isinstance(error, CheckpointError) else StorageUnreachable(str(error))
     point = RestorePoint(
         place,
         step=info.step,

@@ -12,13 +12,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from checkpointing.arena_pool import Arena
-from checkpointing.catalog import CatalogEntry
+from checkpointing.catalog import Catalog, CatalogEntry
 from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import RunningDigest, digest_buffer, digesting
 from checkpointing.errors import CheckpointError, Fenced, InvalidCheckpoint
@@ -30,6 +30,8 @@ from checkpointing.storage import Storage
 from checkpointing.tiers import Tiers
 
 _FETCHED_AT_ONCE = 2
+# With checkpoints at hand, an attempt does not wait longer than this for a durable tier that is away.
+_PATIENCE_S = 10.0
 _PIECE_BYTES = 16 * 1024 * 1024
 _PROGRESS_INTERVAL_S = 0.5
 
@@ -44,7 +46,9 @@ class Fencing:
     Attributes:
         held: step and attempt of snapshots of older attempts that are yet to be committed.
         error: why it failed; this and what follows are to be read once `answered` is set.
+        fenced: that was because a newer attempt has begun.
         durable_begun: the durable tier knows of the attempt; without that nothing is published there.
+        unreachable: why the durable tier is left out of account at the attempt's begin.
         newest: what the attempt could resume from.
     """
 
@@ -52,7 +56,9 @@ class Fencing:
     held: frozenset[tuple[int, int]] = frozenset()
     answered: threading.Event = field(default_factory=threading.Event)
     error: str | None = None
+    fenced: bool = False
     durable_begun: bool = False
+    unreachable: str | None = None
     newest: CatalogEntry | None = None
 
 
@@ -68,7 +74,7 @@ class Writer:
         self._fencing = Fencing(-1, durable_begun=True)
         self._fencing.answered.set()
         # Attempts may follow each other faster than storage answers.
-        self._fence_lock = threading.Lock()
+        self._fence_lock, self._durable_lock = threading.Lock(), threading.Lock()
         self._swept = False
         # What is known to lie in the durable tier; None where that has to be looked up.
         self._on_durable: dict[int, Manifest] | None = None
@@ -137,11 +143,10 @@ class Writer:
                 try:
                     if self._commits:
                         self._fence(fencing)
-                    fencing.newest = next(
-                        (entry for entry in self._tiers.catalog.scan(self._unreachable) if entry.manifest), None
-                    )
+                    catalog = self._tiers.catalog if fencing.unreachable is None else Catalog(self._tiers.first)
+                    fencing.newest = next((entry for entry in catalog.scan() if entry.manifest), None)
                 except Fenced as error:
-                    fencing.error = str(error)
+                    fencing.error, fencing.fenced = str(error), True
                     self._tell({"event": "fenced", "reason": str(error)}, None)
                 except OSError as error:
                     fencing.error = error.strerror or str(error)
@@ -151,28 +156,42 @@ class Writer:
 
     def _fence(self, fencing: Fencing) -> None:
         local = self._tiers.local
-        if local is not None:
-            local.begin_attempt(fencing.attempt, fencing.held)
-        try:
+        if local is None:
             self._fence_durable(fencing)
-        except OSError as error:
-            if local is None:
-                raise
-            # It goes on from what is at hand; nothing is published there before that has been made up for.
-            self._unreachable(error.strerror or str(error))
+        else:
+            local.begin_attempt(fencing.attempt, fencing.held)
+            outcome: Future[None] = Future()
+
+            def work() -> None:
+                try:
+                    self._fence_durable(fencing)
+                    outcome.set_result(None)
+                except BaseException as error:
+                    outcome.set_exception(error)
+
+            threading.Thread(target=work, name="checkpoint-fence-durable", daemon=True).start()
+            try:
+                outcome.result(_PATIENCE_S)
+            except OSError as error:
+                # It goes on from what is at hand; nothing is published there before this has been made up for.
+                reason = "no answer yet" if isinstance(error, TimeoutError) else error.strerror or str(error)
+                fencing.unreachable = reason
+                tier = self._tiers.name(self._tiers.durable)
+                self._tell({"event": "tier_unreachable", "tier": tier, "reason": reason}, None)
         if not self._swept:  # nothing of ours is being written yet
-            for storage in self._tiers.nearest_first if fencing.durable_begun else self._tiers.nearest_first[:-1]:
-                storage.sweep()
+            for storage in self._tiers.nearest_first:
+                if storage is local or fencing.durable_begun:
+                    storage.sweep()
             self._swept = True
 
     def _fence_durable(self, fencing: Fencing) -> None:
-        local = self._tiers.local
-        held = fencing.held | (local.counting() if local is not None else frozenset())
-        self._tiers.durable.begin_attempt(fencing.attempt, held)
-        fencing.durable_begun = True
-
-    def _unreachable(self, reason: str) -> None:
-        self._tell({"event": "tier_unreachable", "tier": self._tiers.name(self._tiers.durable), "reason": reason}, None)
+        with self._durable_lock:
+            if fencing.durable_begun:
+                return
+            local = self._tiers.local
+            held = fencing.held | (local.counting() if local is not None else frozenset())
+            self._tiers.durable.begin_attempt(fencing.attempt, held)
+            fencing.durable_begun = True
 
     # -- digest and commit ---------------------------------------------------------------------------------------
 
@@ -294,9 +313,7 @@ class Writer:
             step = max(self._due(), default=-1)
             if step < 0:
                 return
-            with self._fence_lock:
-                if not self._fencing.durable_begun:
-                    self._fence_durable(self._fencing)
+            self._fence_durable(self._fencing)
             if self._on_durable is None:
                 self._on_durable = {manifest.step: manifest for manifest in _committed(durable)}
             while due := self._due():

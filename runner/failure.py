@@ -113,6 +113,9 @@ def classify(ends: Sequence[RankEnd], *, finished: bool, started_step: int, step
     fingerprint = f"{first.error.partition(':')[0]}|{first.frame}|{step}"
     if first.error.startswith("NoValidCheckpoint"):
         kind = FailureKind.NO_VALID_CHECKPOINT
+    elif first.error.startswith("StorageUnreachable"):
+        # It may be back by the next attempt, before the first step or in the middle.
+        return Failure(FailureKind.CRASHED, cause, first.rank, step)
     elif step <= started_step and not _CASCADE.search(first.error):
         kind = FailureKind.BOOT
     else:

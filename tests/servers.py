@@ -53,9 +53,9 @@ def rclone() -> str | None:
 
 
 @contextlib.contextmanager
-def rclone_server(folder: Path) -> Iterator[Server]:
+def rclone_server(folder: Path, port: int | None = None) -> Iterator[Server]:
     """`rclone serve s3` over a folder. It ignores `If-None-Match`."""
-    binary, port = rclone(), free_port()
+    binary, port = rclone(), port or free_port()
     assert binary is not None
     folder.mkdir(parents=True, exist_ok=True)
     command = [binary, "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}"]

@@ -108,8 +108,8 @@ class Storage(ABC):
     """A place that keeps checkpoints, named by `location`."""
 
     location: str
-    # Of the attempt that we have begun here; empty for who only publishes for somebody else.
-    _writer = ""
+    # The attempt that we have begun here, or tried to, and what marks it as ours; none for who publishes for another.
+    _claim = (-1, "")
 
     def begin_attempt(self, attempt: int, held: Iterable[tuple[int, int]] = ()) -> None:
         """Fence all older attempts: nothing that they publish from now on is ever loaded.
@@ -122,13 +122,15 @@ class Storage(ABC):
             OSError: storage refused.
         """
         fence = self.fence()
+        if self._claim[0] != attempt:
+            self._claim = (attempt, uuid.uuid4().hex)
+        if fence.attempt == attempt and fence.writer == self._claim[1]:
+            return  # an earlier try of ours, whose answer was lost
         if fence.attempt >= attempt:
             raise Fenced(fence.attempt, self.location, attempt)
         # What has counted once goes on to count, so that what was set aside can be repaired and put back.
         accepted = sorted(self.counting() | set(held))[-_MAX_ACCEPTED:]
-        writer = uuid.uuid4().hex
-        self._put_fence(Fence(attempt, frozenset(accepted), writer))
-        self._writer = writer
+        self._put_fence(Fence(attempt, frozenset(accepted), self._claim[1]))
 
     def check_fence(self, step: int, attempt: int) -> None:
         """See whether a checkpoint of this step and attempt would count.
@@ -140,7 +142,7 @@ class Storage(ABC):
             OSError: storage refused.
         """
         fence = self.fence()
-        superseded = fence.attempt == attempt and self._writer and fence.writer != self._writer
+        superseded = fence.attempt == attempt == self._claim[0] and fence.writer != self._claim[1]
         if superseded or not fence.admits_step(step, attempt):
             raise Fenced(fence.attempt, self.location, attempt)
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from checkpointing.storage.objects import StorageError, StorageTimeout
+from checkpointing.storage.objects import ObjectMissing, StorageError, StorageTimeout
 
 _DEADLINE_S = 60.0
 _MIN_BYTES_PER_S = 100_000
@@ -91,9 +91,12 @@ class FilesystemStore:
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         def work() -> None:
             fs, root = self._place
-            data = fs.cat_file(root + key, start=start, end=start + len(target))
+            try:
+                data = fs.cat_file(root + key, start=start, end=start + len(target))
+            except FileNotFoundError:
+                raise ObjectMissing(f"{self.location}/{key} is missing") from None
             if len(data) != len(target):
-                raise StorageError(f"{self.location}/{key} is shorter than it was")
+                raise ObjectMissing(f"{self.location}/{key} is shorter than it was")
             target[:] = data
             self.transferred(len(data))
 

@@ -22,6 +22,10 @@ class StorageTimeout(StorageError):
     """No answer within the deadline. Whether the call took effect is not known."""
 
 
+class ObjectMissing(StorageError):
+    """There is no such object, or not all of it."""
+
+
 class ObjectStore(Protocol):
     """A folder of objects. Keys are relative to it; `/` separates.
 
@@ -70,7 +74,8 @@ class ObjectStore(Protocol):
         """Fill `target` with the object's bytes from `start` on.
 
         Raises:
-            StorageError: it is missing or too short, refused, or no answer.
+            ObjectMissing: it is missing or too short.
+            StorageError: refused, or no answer.
         """
 
     def sizes(self, folder: str = "") -> dict[str, int]:

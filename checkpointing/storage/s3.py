@@ -28,7 +28,7 @@ from botocore.exceptions import (
 )
 
 from checkpointing.failpoints import failpoint
-from checkpointing.storage.objects import StorageError, StorageTimeout
+from checkpointing.storage.objects import ObjectMissing, StorageError, StorageTimeout
 
 _PART_BYTES = 16 * 1024 * 1024
 _IN_FLIGHT = 8
@@ -160,7 +160,7 @@ class S3Store:
             while len(view):
                 count = answer["Body"].readinto(view[:_READ_BYTES])
                 if not count:
-                    raise StorageError(f"{self.location}/{key} is shorter than it was")
+                    raise ObjectMissing(f"{self.location}/{key} is shorter than it was")
                 if time.monotonic() > deadline:
                     raise StorageTimeout(f"{self.location}/{key}: less than {_MIN_BYTES_PER_S} bytes/s arrive")
                 view = view[count:]
@@ -170,7 +170,7 @@ class S3Store:
             self._call("get_object", key, Range=span, consume=consume, nbytes=len(target))
             self.transferred(len(target))
         except _Missing:
-            raise StorageError(f"{self.location}/{key} is missing") from None
+            raise ObjectMissing(f"{self.location}/{key} is missing") from None
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         found: dict[str, int] = {}

@@ -9,8 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from integration.support import RUNNER, Run, loss_curve, script, state_hash, wait_for_commit
-from servers import Server, bucket_on
+from integration.support import RUNNER, Run, loss_curve, script, state_hash, wait_for_commit, wait_until
+from servers import Server, bucket_on, free_port, rclone_server
 
 from checkpointing.catalog import Catalog
 from checkpointing.storage import open_storage
@@ -104,3 +104,22 @@ def test_a_killed_agent_loses_no_upload(tmp_path: Path, location: str, untouched
     exported = tmp_path / "exported"
     subprocess.run([*RUNNER, "checkpoints", "export", location, "60", str(exported)], check=True, capture_output=True)
     assert state_hash(exported) == state_hash(untouched_script.checkpoint(60))
+
+
+def test_s3_is_away_when_a_rank_dies(
+    tmp_path: Path, rclone_s3: Server, monkeypatch: pytest.MonkeyPatch, untouched_script: Run
+) -> None:
+    """The attempt goes on from what is on the machine; the durable tier is fenced and caught up on when it is back."""
+    folder, port = tmp_path / "objects", free_port()
+    with rclone_server(folder, port) as server:
+        place = f"s3://{bucket_on(server, monkeypatch)}/run"
+        run = Run(tmp_path / "run", *options(place, tmp_path / "nvme"), script=script(tmp_path)).start()
+        wait_until(run, lambda: any(event["tier"] == "remote" for event in run.events("committed")))
+    os.kill(run.rank_pid(0), signal.SIGKILL)
+    wait_until(run, lambda: len(run.events("attempt_started")) == 2 and run.events("resumed"))
+    assert run.events("tier_unreachable")
+    with rclone_server(folder, port):
+        assert run.finish() == 0, run.output
+        assert Catalog(open_storage(place)).verify(60).attempt == 2
+        assert open_storage(place).fence().attempt == 2
+    assert state_hash(tmp_path / "nvme" / "checkpoint-60") == state_hash(untouched_script.checkpoint(60))

@@ -25,6 +25,7 @@ PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by p
         ([RankEnd(0, 0, -11)], 0, K.CRASHED, 0, "SIGSEGV"),
         ([RankEnd(0, 0, 75), RankEnd(1, 1)], 30, K.PREEMPTED, None, "stopped on request"),
         ([RankEnd(0, 0, 1, "NoValidCheckpoint: none is valid")], 0, K.NO_VALID_CHECKPOINT, 0, "none is valid"),
+        ([RankEnd(0, 0, 1, "StorageUnreachable: no answer")], 0, K.CRASHED, 0, "no answer"),
         ([RankEnd(0, 0, 3)], 30, K.CRASHED, 0, "exited with status 3"),
         ([], 0, K.LAUNCHER_LOST, None, "without a word"),
     ],
