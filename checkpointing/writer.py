@@ -92,6 +92,7 @@ class Writer:
             )
         ]
         self._num_uploads = 0
+        self._look_waits = False
         self._num_uploads_lock = threading.Lock()
 
     def start(self) -> None:
@@ -129,6 +130,10 @@ class Writer:
     def upload(self) -> None:
         """See whether something is due."""
         if self._tiers.local is not None and self._commits:
+            with self._num_uploads_lock:
+                if self._look_waits:
+                    return
+                self._look_waits = True
             self._put_upload("look")
 
     def fetch(self, entry: CatalogEntry, arena: Arena) -> None:
@@ -148,8 +153,9 @@ class Writer:
                 except Fenced as error:
                     fencing.error, fencing.fenced = str(error), True
                     self._tell({"event": "fenced", "reason": str(error)}, None)
-                except OSError as error:
-                    fencing.error = error.strerror or str(error)
+                except Exception as error:
+                    # Whatever it was, the ranks that wait for the answer must get one.
+                    fencing.error = _text(error)
         fencing.answered.set()
         self._tell({"event": "fence_answered"}, None)
         self.upload()
@@ -247,13 +253,14 @@ class Writer:
         began, tier = time.process_time(), self._tiers.name(storage)
         storage.watch(self._progress("upload", info.step, nbytes))
         try:
+            if storage is self._tiers.durable and self._commits:
+                self._fence_durable(self._fencing)
             manifest = commit_snapshot(storage, info, files, may_publish)
         except Exception as error:
             # Whatever it was, the run must learn of it and the arena must become free again.
             if isinstance(error, Fenced):
                 self._tell({"event": "fenced", "reason": str(error)}, None)
-            text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-            return {"event": "commit_failed", "step": info.step, "tier": tier, "error": text}
+            return {"event": "commit_failed", "step": info.step, "tier": tier, "error": _text(error)}
         return {
             "event": "committed",
             "step": info.step,
@@ -278,8 +285,8 @@ class Writer:
                 if step not in due:
                     storage.remove(step)
                     self._tell({"event": "pruned", "step": step, "tier": tier}, None)
-        except OSError as error:
-            self._tell({"event": "prune_failed", "tier": tier, "error": error.strerror or str(error)}, None)
+        except Exception as error:
+            self._tell({"event": "prune_failed", "tier": tier, "error": _text(error)}, None)
 
     # -- from tier to tier ---------------------------------------------------------------------------------------
 
@@ -291,6 +298,7 @@ class Writer:
     def _upload_loop(self) -> None:
         while (task := self._to_upload.get()) is not None:
             if task == "look":
+                self._look_waits = False
                 self._upload_due()
             else:
                 event = self._commit(task, self._tiers.durable)
@@ -313,7 +321,6 @@ class Writer:
             step = max(self._due(), default=-1)
             if step < 0:
                 return
-            self._fence_durable(self._fencing)
             if self._on_durable is None:
                 self._on_durable = {manifest.step: manifest for manifest in _committed(durable)}
             while due := self._due():
@@ -323,13 +330,9 @@ class Writer:
                     self._on_durable = None
                     return
             self._prune(durable)
-        except Fenced as error:
-            self._tell({"event": "fenced", "reason": str(error)}, None)
-        except OSError as error:
-            reason = error.strerror or str(error)
-            self._tell(
-                {"event": "commit_failed", "step": step, "tier": self._tiers.name(durable), "error": reason}, None
-            )
+        except Exception as error:
+            event = {"event": "commit_failed", "step": step, "tier": self._tiers.name(durable)}
+            self._tell({**event, "error": _text(error)}, None)
 
     def _upload(self, step: int) -> Message:
         """Copy a checkpoint of the local tier to the durable one; its digests are compared on the way."""
@@ -403,6 +406,12 @@ class Writer:
                 self._tell({"event": "transfer", "what": direction, "step": step, "done": done, "total": total}, None)
 
         return transferred
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def _committed(storage: Storage) -> list[Manifest]:

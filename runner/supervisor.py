@@ -520,6 +520,8 @@ class Supervisor:
         elif event is not None and event != "attempt_begun":
             message.pop("attempt", None)
             self._record(event, **message)
+            if event in ("committed", "commit_failed", "fetched", "fetch_failed"):
+                self._display.state.transfer = ""
             if event == "committed":
                 self._failed_saves.pop(message["tier"], None)
                 self._committed_step = max(self._committed_step, message["step"])
