@@ -188,8 +188,12 @@ def list_checkpoints(location: str) -> None:
     Sizes are checked, contents are not: see verify.
     """
     tiers = _tiers(location)
+    entries = tiers.catalog.entries()
+    if not entries:
+        click.echo(f"no checkpoints at {location}")
+        return
     click.echo(f"{'step':>8}  {'age':>8}  {'size':>12}  {'tier':<6}  valid")
-    for entry in tiers.catalog.entries():
+    for entry in entries:
         tier = tiers.name(entry.storage)
         if entry.manifest is None:
             click.echo(f"{entry.step:>8}  {'':>8}  {'':>12}  {tier:<6}  no: {entry.problem}")
@@ -277,10 +281,12 @@ def _tiers(location: str) -> Any:
 @contextlib.contextmanager
 def _progress_bar(name: str, total: int) -> Iterator[Callable[[int], None]]:
     """Of a long transfer, on a terminal; gone when it is through."""
+    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(name, total=total)
         yield lambda nbytes: progress.advance(task, nbytes)
 
