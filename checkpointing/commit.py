@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 from checkpointing.errors import CommitFailed
@@ -32,6 +33,8 @@ def commit_snapshot(
     info: SnapshotInfo,
     files: Sequence[StagedFile],
     may_publish: Callable[[], bool] = lambda: True,
+    *,
+    at_once: int = 1,
 ) -> Manifest:
     """Write the files, then the manifest; returns when the checkpoint is durable.
 
@@ -39,6 +42,7 @@ def commit_snapshot(
 
     Args:
         may_publish: asked last; False drops what was written.
+        at_once: so many files are written beside each other; more than one only where their pieces share no memory.
 
     Raises:
         CommitFailed: storage refused, or publishing was forbidden; the temporary data has been removed.
@@ -48,10 +52,10 @@ def commit_snapshot(
     transaction = None
     try:
         transaction = storage.begin(info.step, info.attempt)
-        entries = []
-        for file in files:
-            size = transaction.write(file.name, file.pieces)
-            entries.append(FileEntry(file.name, size, file.digest()))
+        write = transaction.write
+        with ThreadPoolExecutor(at_once, "checkpoint-write") as pool:
+            sizes = list(pool.map(lambda file: write(file.name, file.pieces), files))
+        entries = [FileEntry(file.name, size, file.digest()) for file, size in zip(files, sizes, strict=True)]
         manifest = Manifest(**asdict(info), created_at=time.time(), files=tuple(entries))
         if not may_publish():
             raise CommitFailed(f"checkpoint-{info.step} was found damaged in memory and is not published")

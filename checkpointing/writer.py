@@ -32,7 +32,8 @@ from checkpointing.tiers import Tiers
 _FETCHED_AT_ONCE = 2
 # With checkpoints at hand, an attempt does not wait longer than this for a durable tier that is away.
 _PATIENCE_S = 10.0
-_PIECE_BYTES = 16 * 1024 * 1024
+# As large as an upload's parts, so that none is copied together.
+_PIECE_BYTES = 32 * 1024 * 1024
 _PROGRESS_INTERVAL_S = 0.5
 
 # What the agent's main thread is told; with the arena that a task has done with.
@@ -237,7 +238,8 @@ class Writer:
             for name, offset, size in arena.files
         ]
         nbytes = sum(size for *_, size in arena.files)
-        return self._publish(storage, arena.info, files, nbytes, lambda: not arena.damaged, since=arena.whole_since)
+        may_publish, at_once = (lambda: not arena.damaged), storage.writes_at_once
+        return self._publish(storage, arena.info, files, nbytes, may_publish, at_once=at_once, since=arena.whole_since)
 
     def _publish(
         self,
@@ -247,6 +249,7 @@ class Writer:
         nbytes: int,
         may_publish: Callable[[], bool] = lambda: True,
         *,
+        at_once: int = 1,
         since: float,
     ) -> Message:
         """Commit, and say what has become of it."""
@@ -255,7 +258,7 @@ class Writer:
         try:
             if storage is self._tiers.durable and self._commits:
                 self._fence_durable(self._fencing)
-            manifest = commit_snapshot(storage, info, files, may_publish)
+            manifest = commit_snapshot(storage, info, files, may_publish, at_once=at_once)
         except Exception as error:
             # Whatever it was, the run must learn of it and the arena must become free again.
             if isinstance(error, Fenced):

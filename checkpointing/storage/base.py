@@ -108,6 +108,8 @@ class Storage(ABC):
     """A place that keeps checkpoints, named by `location`."""
 
     location: str
+    # How many files are best written beside each other.
+    writes_at_once = 1
     # The attempt that we have begun here, or tried to, and what marks it as ours; none for who publishes for another.
     _claim = (-1, "")
 

@@ -121,6 +121,8 @@ class RemoteTransaction:
 class RemoteStorage(Storage):
     """See `Storage`."""
 
+    writes_at_once = 2
+
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
         self.location = store.location
