@@ -405,6 +405,11 @@ class Agent:
                 step, client.waits_for_step = client.waits_for_step, None
                 self._reply(client, self._outcomes[step])
             digested = all(arena.digested.is_set() for arena in self._pool.arenas if arena.state is ArenaState.WHOLE)
+            fetching = next((arena for arena in self._pool.arenas if arena.state is ArenaState.FETCHING), None)
+            if client.waits_for_offer and fetching is not None and fetching.number not in client.sent_arenas:
+                # Time enough to map it, and to make room for a copy.
+                fds = self._fds_of([fetching], client)
+                self._reply(client, {"fetching": fetching.files, "arenas": [fetching.number]}, fds)
             if client.waits_for_offer and digested and self._fencing is not None and self._may_offer():
                 client.waits_for_offer = False
                 if self._fencing.error is None:
@@ -455,7 +460,8 @@ class Agent:
         for file in manifest.files:
             files.append((file.name, end, file.size))
             end += round_up(max(file.size, 1))
-        arena = self._pool.take(end)
+        # The other one is made beside the first step.
+        arena = self._pool.take(end, num_wanted=1)
         if arena is None:
             return
         arena.begin(entry.step, ArenaState.FETCHING)
@@ -464,6 +470,7 @@ class Agent:
         arena.commit_wanted = True  # it is committed
         arena.num_tasks += 1
         self._writer.fetch(entry, arena)
+        self._answer_waiting()
 
     def _may_offer(self) -> bool:
         assert self._fencing is not None

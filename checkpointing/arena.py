@@ -25,6 +25,12 @@ def round_up(nbytes: int, multiple: int = PAGE_BYTES) -> int:
     return -(-nbytes // multiple) * multiple
 
 
+def populate_pages(address: int, nbytes: int) -> bool:
+    """Have every page there, writable, before it is used; False where the kernel cannot."""
+    # Through ctypes, which lets other threads run meanwhile.
+    return bool(_libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE) == 0)
+
+
 class SharedMemory:
     """A mapped memfd. `buffer` is writable and lives until `close`; pages are mapped at first use, or by `populate`."""
 
@@ -40,8 +46,7 @@ class SharedMemory:
         if self._populated:
             return
         self._populated = True
-        # Through ctypes, which lets other threads run meanwhile.
-        if _libc.madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self.nbytes), _MADV_POPULATE_WRITE) != 0:
+        if not populate_pages(self.address, self.nbytes):
             # An older kernel: touch every page.
             sum(self.buffer[::PAGE_BYTES])
 

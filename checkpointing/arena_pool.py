@@ -88,15 +88,15 @@ class ArenaPool:
         """Of the whole, undamaged snapshots."""
         return max((arena for arena in self.arenas if arena.is_usable), key=lambda arena: arena.step, default=None)
 
-    def take(self, nbytes: int) -> Arena | None:
+    def take(self, nbytes: int, num_wanted: int = NUM_ARENAS) -> Arena | None:
         """An arena to fill; None where all are in use, or there is no memory for even one (`arenas` is empty then)."""
-        self.allocate(nbytes)
+        self.allocate(nbytes, num_wanted)
         usable = [arena for arena in self.arenas if arena.memory.nbytes >= nbytes and self._may_be_refilled(arena)]
         return min(usable, key=lambda arena: (arena.state is not ArenaState.FREE, arena.step), default=None)
 
-    def allocate(self, nbytes: int) -> None:
+    def allocate(self, nbytes: int, num_wanted: int = NUM_ARENAS) -> None:
         """Have arenas of at least `nbytes`; those that are too small go when nobody needs them."""
-        if sum(arena.memory.nbytes >= nbytes for arena in self.arenas) == NUM_ARENAS:
+        if sum(arena.memory.nbytes >= nbytes for arena in self.arenas) >= num_wanted:
             return
         # The log history grows with every save; without some air, so would the arena, all of it anew each time.
         capacity = round_up(nbytes + max(nbytes // _GROWTH_SHARE, _GROWTH_BYTES))
@@ -110,7 +110,7 @@ class ArenaPool:
                 arena.memory.close()
                 held -= arena.memory.nbytes
         why = f"{limit / 1e6:.0f} MB may be used (checkpoint.memory_limit)"
-        while len(self.arenas) < NUM_ARENAS and held + capacity <= limit:
+        while len(self.arenas) < num_wanted and held + capacity <= limit:
             try:
                 memory = SharedMemory.create("checkpoint-arena", capacity)
             except OSError as error:
@@ -119,7 +119,7 @@ class ArenaPool:
             held += memory.nbytes
             self.arenas.append(Arena(self._next_number, memory))
             self._next_number += 1
-        if len(self.arenas) < NUM_ARENAS and self._told != len(self.arenas):
+        if len(self.arenas) < num_wanted and self._told != len(self.arenas):
             self._told = len(self.arenas)
             effect = (
                 "one snapshot at a time: one is skipped while the last is being written"

@@ -219,13 +219,24 @@ class AgentClient:
         """Say that what was copied is no snapshot."""
         self._send({"do": "abandon", "step": step, "arena": arena, "reason": reason})
 
-    def offer(self) -> tuple[list[OfferedSnapshot], bool]:
+    def offer(
+        self, on_fetch: Callable[[dict[str, int]], None] = lambda sizes: None
+    ) -> tuple[list[OfferedSnapshot], bool]:
         """Whole snapshots that the agent still holds; and whether the durable tier can be reached.
+
+        Args:
+            on_fetch: called while the agent reads a checkpoint into memory, with the size in bytes of each file.
 
         Raises:
             StorageUnreachable: nothing can be reached.
         """
         reply, fds = self._call({"do": "offer"})
+        while "fetching" in reply:
+            self._attach(reply["arenas"], fds, None)
+            for number in reply["arenas"]:
+                self._arenas[number].populate()
+            on_fetch({name: nbytes for name, _, nbytes in reply["fetching"]})
+            reply, fds = self._receive()
         if "storage_error" in reply:
             raise StorageUnreachable(reply["storage_error"])
         self._attach(reply["arenas"], fds, None)
@@ -280,10 +291,13 @@ class AgentClient:
     def _call(self, message: Message) -> tuple[Message, list[int]]:
         with self._lock:
             self._send(message)
-            try:
-                reply, fds = protocol.receive(self._sock)
-            except OSError as error:
-                raise AgentUnavailable(f"the checkpoint agent is gone ({error})") from None
+            return self._receive()
+
+    def _receive(self) -> tuple[Message, list[int]]:
+        try:
+            reply, fds = protocol.receive(self._sock)
+        except OSError as error:
+            raise AgentUnavailable(f"the checkpoint agent is gone ({error})") from None
         if "error" in reply and reply["error"] is not None and "committed" not in reply:
             raise AgentUnavailable(str(reply["error"]))
         return reply, fds

@@ -12,7 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from checkpointing.digest import RunningDigest, digest_buffer, digest_file
+from checkpointing.arena import populate_pages
+from checkpointing.digest import RunningDigest, digest_file
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, StorageUnreachable
 from checkpointing.storage.base import RemoteFile
 from checkpointing.storage.objects import ObjectMissing, StorageError
@@ -83,22 +84,32 @@ def digest_of(source: Path | RemoteFile) -> str:
     return digest.result()
 
 
-def read_private(source: Path | RemoteFile | memoryview) -> tuple[memoryview, str]:
+def private_memory(nbytes: int, *, populate: bool = False) -> memoryview:
+    """Memory of the caller's own; with `populate` its pages are there already."""
+    if nbytes == 0:
+        return memoryview(b"")
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Fewer page faults, where the machine has huge pages.
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    if populate:
+        populate_pages(ctypes.addressof(ctypes.c_char.from_buffer(memory)), nbytes)
+    return memoryview(memory)
+
+
+def read_private(source: Path | RemoteFile | memoryview, memory: memoryview | None = None) -> tuple[memoryview, str]:
     """A copy of a file's or a buffer's bytes that is the caller's own, and their digest.
 
     Reading runs ahead of the digest, in threads; each byte is read once.
 
+    Args:
+        memory: where the copy goes; by default it is made now.
+
     Raises:
         OSError: the file cannot be read.
     """
-    nbytes = source.stat().st_size if isinstance(source, Path) else source.nbytes
-    if nbytes == 0:
-        return memoryview(b""), digest_buffer(b"")
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Fewer page faults, where the machine has huge pages.
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    view = memoryview(memory)
-    return view, read_into(source, view)
+    if memory is None:
+        memory = private_memory(source.stat().st_size if isinstance(source, Path) else source.nbytes)
+    return memory, read_into(source, memory)
 
 
 def read_into(source: Path | RemoteFile | memoryview, target: memoryview) -> str:

@@ -25,7 +25,7 @@ from checkpointing.catalog import Catalog
 from checkpointing.client import AgentClient, OfferedSnapshot
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, NoValidCheckpoint, StorageUnreachable
 from checkpointing.failpoints import failpoint
-from checkpointing.reading import MemoryFile, fault, read_private, read_shared
+from checkpointing.reading import MemoryFile, fault, private_memory, read_private, read_shared
 from checkpointing.snapshot import SAFETENSORS_DTYPES, storage_records
 from checkpointing.storage import Storage
 from checkpointing.storage.base import RemoteFile
@@ -176,7 +176,14 @@ def choose(
         StorageUnreachable: whether there are any cannot be said now.
     """
     # Asked for in any case: the answer comes when writers of older attempts are shut out.
-    snapshots, reachable = client.offer()
+    # While the agent reads a checkpoint into memory there is time to make room for the copies.
+    room: dict[str, memoryview] = {}
+
+    def make_room(sizes: dict[str, int]) -> None:
+        room.update({name: private_memory(n, populate=True) for name, n in sizes.items() if n > _SMALL_BYTES})
+        room.pop(MODEL_NAME, None)
+
+    snapshots, reachable = client.offer(make_room if private and resume == "auto" else lambda sizes: None)
     # The durable tier may be away for a while; its fence keeps us from publishing there what is not the newest.
     catalog = tiers.catalog if reachable else Catalog(tiers.first)
     offered = {snapshot.info.step: snapshot for snapshot in snapshots}
@@ -206,7 +213,8 @@ def choose(
         if step is None:
             return None
         storage = _place(tiers, tier, step) if tier is not None else None
-        point, problem = _read(storage, step if storage is not None else offered[step], rank, world_size, private)
+        source = offered[step] if storage is None else step
+        point, problem = _read(storage, source, rank, world_size, private=private, room=room)
         mine = (str(problem), isinstance(problem, StorageUnreachable)) if problem is not None else None
         problems = [mine]
         if group is not None:
@@ -216,8 +224,8 @@ def choose(
         if finder is None:
             assert point is not None
             if rank == 0:
-                source = tiers.name(storage) if storage is not None else "memory"
-                client.announce({"event": "resumed", "step": step, "from": source})
+                place = tiers.name(storage) if storage is not None else "memory"
+                client.announce({"event": "resumed", "step": step, "from": place})
             return point
         found, unreachable = problems[finder] or ("", False)
         if unreachable:
@@ -291,7 +299,13 @@ def _propose(
 
 
 def _read(
-    storage: Storage | None, source: OfferedSnapshot | int, rank: int, world_size: int, private: bool
+    storage: Storage | None,
+    source: OfferedSnapshot | int,
+    rank: int,
+    world_size: int,
+    *,
+    private: bool,
+    room: dict[str, memoryview],
 ) -> tuple[RestorePoint | None, CheckpointError | None]:
     own = {rng.file_name(rank, world_size), f"{LOOP_STATE_PREFIX}{rank}.json"}
     path: Path | None = None
@@ -312,8 +326,11 @@ def _read(
             bytes_of, digest = found[name]
             # A model is copied into its parameters anyway, and what lies in memory need not be read ahead.
             in_place = not private or (name == MODEL_NAME and isinstance(bytes_of, memoryview))
+            memory = room.pop(name, None)
+            if memory is not None and not (isinstance(bytes_of, memoryview) and memory.nbytes == bytes_of.nbytes):
+                memory = None  # it was made for another checkpoint
             try:
-                data, actual = (read_shared if in_place else read_private)(bytes_of)
+                data, actual = read_shared(bytes_of) if in_place else read_private(bytes_of, memory)
             except OSError as error:
                 raise fault(place, name, error) from None
             if actual != digest:
