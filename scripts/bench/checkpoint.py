@@ -9,9 +9,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import json
 import os
-import platform
 import random
 import shutil
 import signal
@@ -28,14 +28,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from common import ROOT, machine, make_venv, spread, undisturbed
 
 from checkpointing import protocol
 from checkpointing.client import ATTEMPT_ENV, SOCKET_ENV, AgentProcess
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
 DLROVER_VENV = ROOT / ".bench" / "dlrover"
-DLROVER_PACKAGES = ["dlrover==0.6.1", "grpcio==1.85.1", "protobuf==7.36.2", "torch==2.13.0"]
+DLROVER_PACKAGES = ["dlrover==0.6.1", "grpcio==1.85.1", "protobuf==7.36.2", "torch==2.13.0", "numpy"]
 
 TITLES = {
     "none": "none",
@@ -55,8 +55,6 @@ SHAPE = {"width": 768, "layers": 12, "tokens": 16}
 SMALL_SHAPE = {"width": 256, "layers": 8, "tokens": 320}
 SAVE_EVERY = 5
 SLOW_DISK_BYTES_PER_S = 20_000_000
-# A run is repeated where more than this share of the wanted processor time was taken by other virtual machines.
-MAX_STOLEN = 0.1
 MODES = {"spare": "a core to spare", "pinned": "all on one core"}
 
 
@@ -126,13 +124,6 @@ def throttled(pid: int | None) -> Iterator[bool]:
         with contextlib.suppress(OSError):
             (group.parent / "cgroup.procs").write_text(str(pid))
             group.rmdir()
-
-
-def _cpu_times() -> tuple[int, int]:
-    """Ticks that the hypervisor gave to others while we had work, and of all that we wanted (proc_stat(5))."""
-    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
-    user, nice, system, _, _, irq, softirq, stolen = fields
-    return stolen, user + nice + system + irq + softirq + stolen
 
 
 def _drain(monitor: socket.socket) -> None:
@@ -222,18 +213,6 @@ class Bench:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
 
-    def undisturbed(self, method: str, *, steps: int, core: int | None, tries: int) -> dict[str, Any]:
-        """A run during which other virtual machines have not taken the processors away; else the last of `tries`."""
-        for _ in range(tries):
-            before = _cpu_times()
-            run = self.run(method, steps=steps, core=core)
-            stolen, total = (after - start for after, start in zip(_cpu_times(), before, strict=True))
-            run["stolen"] = stolen / max(total, 1)
-            if run["stolen"] <= MAX_STOLEN:
-                break
-            self.say(f"{method}: {run['stolen']:.0%} of the processors' time went to other machines")
-        return run
-
     def run(self, method: str, *, steps: int, core: int | None) -> dict[str, Any]:
         """One variant from scratch; whatever it wrote is removed and flushed before the next."""
         with self.folder() as folder:
@@ -295,42 +274,6 @@ class Bench:
         if not saving["throttled"]:
             return None
         return statistics.median(saving["step_s"]), statistics.median(plain["step_s"])
-
-
-def make_dlrover_venv() -> None:
-    """DLRover pins what we do not: it lives in an environment of its own, made on first use."""
-    if (DLROVER_VENV / "ready").exists():
-        return
-    print("first use: installing DLRover and torch into .bench/dlrover (some minutes)", flush=True)
-    subprocess.run([sys.executable, "-m", "venv", "--clear", str(DLROVER_VENV)], check=True)
-    pip = [str(DLROVER_VENV / "bin" / "pip"), "install", "--quiet"]
-    subprocess.run([*pip, *DLROVER_PACKAGES, "numpy"], check=True)
-    (DLROVER_VENV / "ready").touch()
-
-
-def machine() -> str:
-    """The machine in words."""
-    model = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        platform.machine(),
-    )
-    return (
-        f"{model}, {os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB, Linux {platform.release()}"
-    )
-
-
-def spread(values: list[float], digits: int = 2) -> str:
-    """Median and quartiles."""
-    if not values:
-        return "-"
-    if len(values) < 3:
-        return f"{statistics.median(values):.{digits}f}"
-    low, _, high = statistics.quantiles(values, n=4)
-    return f"{statistics.median(values):.{digits}f} ({low:.{digits}f}…{high:.{digits}f})"
 
 
 def figures_of(
@@ -428,7 +371,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the order within the rounds")
     options = parser.parse_args()
     rounds, steps = (1, 11) if options.quick else (options.rounds, options.steps)
-    make_dlrover_venv()
+    make_venv(DLROVER_VENV, DLROVER_PACKAGES, "DLRover and torch")
     random.seed(options.seed)
 
     scratch = Path(tempfile.mkdtemp(prefix="checkpoint-bench-", dir=options.scratch))
@@ -446,7 +389,12 @@ def main() -> None:
                 methods = [*(PEERS if not options.quick else set(PEERS) - set(LEFT_OUT_WHEN_QUICK)), "ours"]
                 for method in ["none", *random.sample(sorted(methods), len(methods))]:
                     core, tries = 0 if mode == "pinned" else None, 1 if options.quick else 3
-                    run = bench.undisturbed(method, steps=steps, core=core, tries=tries)
+                    run = undisturbed(
+                        functools.partial(bench.run, method, steps=steps, core=core),
+                        method,
+                        tries=tries,
+                        say=bench.say,
+                    )
                     state_bytes = run["state_bytes"]
                     series = results[mode][method]
                     plain_s = run["total_s"] if method == "none" else plain_s

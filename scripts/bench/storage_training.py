@@ -1,0 +1,135 @@
+"""Training whose checkpoints go to S3, by `CheckpointManager`'s public methods alone; started by `storage.py`.
+
+`steps` times steps with and without saves. `save` makes one large checkpoint, and `resume` goes on from it, each as
+ranks of torchrun. Each process prints one line "RESULT {json}".
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from checkpoint_worker import Model
+from torch import nn
+
+from checkpointing import CheckpointManager
+
+# 63 MB of weights and AdamW state, 5 s on a link of 100 Mbit/s; a step takes about 0.3 s.
+VOCABULARY, WIDTH, LAYERS, TOKENS = 2560, 256, 5, 448
+# 1.0 GB of weights and AdamW state.
+LARGE_WIDTH, LARGE_LAYERS = 4096, 5
+TRAINING_CORE = 0
+
+
+def _move_to(core: int) -> None:
+    """This process, all its threads; what it has started stays where it is."""
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), {core})
+
+
+class SmallRun:
+    """A loop like `docs/examples/loop.py`, on a core of its own."""
+
+    def __init__(self, location: str, agent_core: int) -> None:
+        torch.manual_seed(0)
+        self.model = Model(WIDTH, LAYERS, VOCABULARY)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.state_bytes = 3 * sum(parameter.nbytes for parameter in self.model.parameters())
+        # The agent stays on the core that we leave.
+        _move_to(agent_core)
+        self.manager = CheckpointManager(location, model=self.model, optimizer=self.optimizer, snapshot_steps=None)
+        self.number = self.manager.resume()
+        _move_to(TRAINING_CORE)
+        (self.agent,) = psutil.Process().children()
+
+    def step(self, *, saving: bool) -> float:
+        """Seconds of a step, with the agent at work or stopped."""
+        self.agent.send_signal(signal.SIGCONT if saving else signal.SIGSTOP)
+        began = time.perf_counter()
+        tokens = torch.randint(0, VOCABULARY, (1, TOKENS))
+        loss = nn.functional.cross_entropy(self.model(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.number += 1
+        if saving:
+            self.manager.step(self.number)
+        return time.perf_counter() - began
+
+    def save(self, in_flight_s: float) -> tuple[list[tuple[float, float]], float]:
+        """Seconds of steps while a save is on its way, each with one while it is stopped; and of the save, in all."""
+        self.manager.save(self.number, self.number)
+        began = time.monotonic()
+        # The snapshot is copied beside this one.
+        self.step(saving=True)
+        pairs = []
+        while time.monotonic() < began + in_flight_s:
+            step_s = {saving: self.step(saving=saving) for saving in ((True, False), (False, True))[len(pairs) % 2]}
+            pairs.append((step_s[True], step_s[False]))
+        self.agent.send_signal(signal.SIGCONT)
+        self.manager.wait_for_commit()
+        return pairs, time.monotonic() - began
+
+
+def time_steps(location: str, agent_core: int, num_saves: int, bytes_per_s: float) -> dict[str, Any]:
+    """Steps during saves that a link of this rate cannot have finished."""
+    run = SmallRun(location, agent_core)
+    try:
+        for _ in range(3):
+            run.step(saving=True)
+        run.save(0.0)  # moments, arenas and connections are made once
+        saves = [run.save(0.9 * run.state_bytes / bytes_per_s) for _ in range(num_saves)]
+        run.manager.close()
+    finally:
+        with contextlib.suppress(psutil.Error):
+            run.agent.send_signal(signal.SIGCONT)
+    pairs = [pair for pairs, _ in saves for pair in pairs]
+    return {"pairs": pairs, "save_s": [save_s for _, save_s in saves], "state_bytes": run.state_bytes}
+
+
+def large_run(location: str, *, saving: bool) -> dict[str, Any]:
+    """One rank of the large run: up to where its first step can begin; or that step, and its checkpoint."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(LARGE_WIDTH, LARGE_WIDTH, bias=False) for _ in range(LARGE_LAYERS)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    dist.barrier()
+    manager = CheckpointManager(location, model=model, optimizer=optimizer, save_steps=1)
+    step = manager.resume()
+    ended = time.monotonic()  # one clock for all processes of a machine
+    if saving:
+        model(torch.ones(1, LARGE_WIDTH)).sum().backward()
+        optimizer.step()
+        manager.step(step + 1)
+    manager.close()
+    dist.destroy_process_group()
+    return {"ended": ended, "step": step}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("method", choices=["steps", "save", "resume"])
+    parser.add_argument("location")
+    parser.add_argument("--agent-core", type=int, default=TRAINING_CORE)
+    parser.add_argument("--saves", type=int, default=1)
+    parser.add_argument("--bytes-per-s", type=float, default=1e9, help="of the link")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.method == "steps":
+        result = time_steps(options.location, options.agent_core, options.saves, options.bytes_per_s)
+    else:
+        result = large_run(options.location, saving=options.method == "save")
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

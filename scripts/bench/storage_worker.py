@@ -1,0 +1,129 @@
+"""One upload, or one download, in a process of its own; started by `storage.py`. Without torch, as the agent is.
+
+Prints one line "RESULT {json}".
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import boto3
+from boto3.s3.transfer import TransferConfig
+from botocore.config import Config
+
+from checkpointing.arena import SharedMemory, round_up
+from checkpointing.commit import StagedFile, commit_snapshot
+from checkpointing.digest import digest_buffer
+from checkpointing.manifest import SnapshotInfo
+from checkpointing.storage import open_storage
+
+PART_BYTES = 32 * 1024 * 1024
+
+
+class PeakAnonymous(threading.Thread):
+    """The most memory that this process has to itself; the arena is shared memory, and so not in it."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._ended = threading.Event()
+        self._peak_bytes = 0
+
+    def run(self) -> None:
+        while not self._ended.wait(0.02):
+            fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+            self._peak_bytes = max(self._peak_bytes, 1024 * int(fields["RssAnon"].split()[0]))
+
+    def stop(self) -> int:
+        self._ended.set()
+        self.join()
+        return self._peak_bytes
+
+
+def stage(folder: Path) -> dict[str, memoryview]:
+    """The folder's files as ranks would have left them: page-aligned in one arena."""
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    arena = SharedMemory.create("bench-arena", sum(map(round_up, sizes.values())))
+    files, offset = {}, 0
+    for name, size in sizes.items():
+        files[name] = arena.buffer[offset : offset + size]
+        with (folder / name).open("rb") as file:
+            if file.readinto(files[name]) != size:
+                raise OSError(0, f"{name} became shorter")
+        offset += round_up(size)
+    return files
+
+
+def upload_ours(folder: Path, bucket: str, prefix: str) -> dict[str, Any]:
+    """What the agent does with a whole snapshot: one thread digests, another commits."""
+    files = stage(folder)
+    storage = open_storage(f"s3://{bucket}/{prefix}")
+    digests: dict[str, str] = {}
+    digested = threading.Event()
+
+    def digest() -> None:
+        digests.update((name, digest_buffer(view)) for name, view in files.items())
+        digested.set()
+
+    def digest_of(name: str) -> str:
+        digested.wait()
+        return digests[name]
+
+    staged = [StagedFile(name, [view], functools.partial(digest_of, name)) for name, view in files.items()]
+    info = SnapshotInfo(run_id="bench", attempt=1, step=1, world_size=1, samples_consumed=1)
+    memory = PeakAnonymous()
+    memory.start()
+    began = time.perf_counter()
+    threading.Thread(target=digest).start()
+    commit_snapshot(storage, info, staged, at_once=storage.writes_at_once)
+    return {"seconds": time.perf_counter() - began, "extra_bytes": memory.stop()}
+
+
+def quickest_client() -> tuple[Any, TransferConfig]:
+    """boto3 as its manual tunes it for throughput."""
+    config = Config(request_checksum_calculation="when_required", s3={"payload_signing_enabled": False})
+    transfer = TransferConfig(multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES, max_concurrency=8)
+    return boto3.client("s3", config=config), transfer
+
+
+def upload_best(folder: Path, bucket: str, prefix: str) -> dict[str, Any]:
+    """boto3's `upload_file`: from files in memory it takes less processor time than `upload_fileobj`."""
+    client, transfer = quickest_client()
+    began = time.perf_counter()
+    for path in sorted(folder.iterdir()):
+        client.upload_file(str(path), bucket, f"{prefix}/{path.name}", Config=transfer)
+    return {"seconds": time.perf_counter() - began}
+
+
+def download(folder: Path, bucket: str, prefix: str) -> dict[str, Any]:
+    """boto3's `download_file` of everything under the prefix."""
+    client, transfer = quickest_client()
+    keys = [item["Key"] for item in client.list_objects_v2(Bucket=bucket, Prefix=prefix)["Contents"]]
+    began = time.perf_counter()
+    for number, key in enumerate(keys):
+        client.download_file(bucket, key, str(folder / str(number)), Config=transfer)
+    seconds = time.perf_counter() - began
+    return {"seconds": seconds, "nbytes": sum(path.stat().st_size for path in folder.iterdir())}
+
+
+METHODS = {"ours": upload_ours, "best": upload_best, "download": download}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("method", choices=METHODS)
+    parser.add_argument("folder", type=Path, help="read, or filled")
+    parser.add_argument("bucket")
+    parser.add_argument("prefix")
+    options = parser.parse_args()
+    result = METHODS[options.method](options.folder, options.bucket, options.prefix)
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
