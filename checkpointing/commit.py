@@ -53,8 +53,11 @@ def commit_snapshot(
     try:
         transaction = storage.begin(info.step, info.attempt)
         write = transaction.write
-        with ThreadPoolExecutor(at_once, "checkpoint-write") as pool:
-            sizes = list(pool.map(lambda file: write(file.name, file.pieces), files))
+        if at_once == 1:
+            sizes = [write(file.name, file.pieces) for file in files]
+        else:
+            with ThreadPoolExecutor(at_once, "checkpoint-write") as pool:
+                sizes = list(pool.map(lambda file: write(file.name, file.pieces), files))
         entries = [FileEntry(file.name, size, file.digest()) for file, size in zip(files, sizes, strict=True)]
         manifest = Manifest(**asdict(info), created_at=time.time(), files=tuple(entries))
         if not may_publish():

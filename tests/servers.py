@@ -1,19 +1,28 @@
-"""Real S3 servers on loopback."""
+"""Real S3 servers on loopback, a bad network before them, and small disks."""
 
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
+import math
 import os
+import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
@@ -38,6 +47,88 @@ class Server:
             "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
             "AWS_DEFAULT_REGION": "us-east-1",
         }
+
+
+@dataclass(frozen=True)
+class FaultProxy(Server):
+    """A server behind a connection that can be bad in the ways of `faultproxy.py` (shared/infra)."""
+
+    control: str = ""
+
+    def set(self, **faults: Any) -> None:
+        """These faults from now on, and no others; none at all without arguments."""
+        self._ask(json.dumps(faults).encode())
+
+    def stats(self) -> dict[str, int]:
+        """What it has done so far: conns, up, down, cut, s503."""
+        return {name: value for name, value in self._ask().items() if name != "faults"}
+
+    def _ask(self, body: bytes | None = None) -> dict[str, Any]:
+        with urllib.request.urlopen(self.control, body, timeout=10) as answer:
+            return dict(json.load(answer))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What befalls a request. By itself: it never arrives, and the connection breaks.
+
+    Attributes:
+        carried_out: the server gets it all the same.
+        status: what is answered, with `code` in the body; 0: no answer.
+        body: what is answered instead of an S3 error with that code.
+        body_bytes: how much of the request is taken before the connection breaks.
+        half: the server's own answer, but the connection breaks in the middle of it.
+    """
+
+    carried_out: bool = False
+    status: int = 0
+    code: str = ""
+    body: str = ""
+    body_bytes: float = math.inf
+    half: bool = False
+
+
+ANSWER_LOST = Fault(carried_out=True)
+ANSWER_HALVED = Fault(carried_out=True, half=True)
+
+
+@dataclass
+class Rule:
+    """The first `times` requests like `"PUT /bucket/.*manifest.json"` (a regular expression) meet with a fault.
+
+    Attributes:
+        after: only when this rule has been met.
+        hits: how many have been.
+    """
+
+    request: str
+    fault: Fault
+    times: float = math.inf
+    after: Rule | None = None
+    hits: int = 0
+
+    def applies(self, request: str) -> bool:
+        if self.hits >= self.times or (self.after and not self.after.hits) or not re.match(self.request, request):
+            return False
+        self.hits += 1
+        return True
+
+
+@dataclass(frozen=True)
+class MeddlingProxy(Server):
+    """A server behind something that understands HTTP; `seen` are the requests that came by."""
+
+    rules: list[Rule] = field(default_factory=list)
+    seen: list[str] = field(default_factory=list)
+
+    def add(self, request: str, fault: Fault, times: float = math.inf, after: Rule | None = None) -> Rule:
+        rule = Rule(request, fault, times, after)
+        self.rules.append(rule)
+        return rule
+
+    def count(self, request: str) -> int:
+        """How many requests like that came by."""
+        return sum(bool(re.match(request, one)) for one in self.seen)
 
 
 def free_port() -> int:
@@ -111,8 +202,123 @@ def without_gateway(server: Server) -> Iterator[None]:
         _wait_for(int(server.endpoint.rpartition(":")[2]))
 
 
+@contextlib.contextmanager
+def fault_proxy(server: Server) -> Iterator[FaultProxy]:
+    """The server, as seen through a proxy that breaks connections, delays, falls silent."""
+    program = INFRA / "faultproxy.py"
+    if not program.exists():
+        pytest.skip(f"no {program.name} here (shared/infra)")
+    port, control = free_port(), free_port()
+    command = [sys.executable, str(program), str(port), server.endpoint.rpartition(":")[2], str(control)]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _wait_for(control)
+        yield FaultProxy(server.name, f"http://127.0.0.1:{port}", control=f"http://127.0.0.1:{control}")
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def meddling_proxy(server: Server) -> Iterator[MeddlingProxy]:
+    """The server, as seen through a proxy that picks single requests and spoils them or their answers."""
+    upstream, lock = server.endpoint.removeprefix("http://"), threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+        def meddle(self) -> None:
+            request = f"{self.command} {self.path}"
+            with lock:
+                proxy.seen.append(request)
+                fault = next((rule.fault for rule in proxy.rules if rule.applies(request)), None)
+            length = int(self.headers.get("Content-Length", 0))
+            try:
+                body = self.rfile.read(length if fault is None else int(min(length, fault.body_bytes)))
+                answer = self.ask(body) if fault is None or fault.carried_out else None
+                if fault is None or fault.half:
+                    assert answer is not None
+                    self.answer(*answer, half=fault is not None)
+                elif fault.status:
+                    error = f"<Error><Code>{fault.code}</Code><Message>{fault.code}</Message></Error>"
+                    self.answer(fault.status, {"Content-Type": "application/xml"}, (fault.body or error).encode())
+                else:
+                    self.hang_up()
+            except ConnectionError:
+                self.close_connection = True
+
+        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = meddle
+
+        def ask(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+            connection = http.client.HTTPConnection(upstream, timeout=60)
+            with contextlib.closing(connection):
+                connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+                for name, value in self.headers.items():
+                    if name.lower() not in ("expect", "connection"):
+                        connection.putheader(name, value)
+                connection.endheaders(body)
+                response = connection.getresponse()
+                return response.status, dict(response.getheaders()), response.read()
+
+        def answer(self, status: int, headers: dict[str, str], body: bytes, *, half: bool = False) -> None:
+            # A HEAD's answer has the length of what it leaves out.
+            length = headers.get("Content-Length") if self.command == "HEAD" else len(body)
+            self.send_response_only(status)
+            for name, value in headers.items():
+                if name.lower() not in ("connection", "transfer-encoding", "content-length"):
+                    self.send_header(name, value)
+            if status != 204:
+                self.send_header("Content-Length", str(length or 0))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body[: len(body) // 2] if half else body)
+            if half:
+                self.hang_up(reset=False)
+
+        def hang_up(self, reset: bool = True) -> None:
+            if reset:
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close_connection = True
+
+    class Listener(ThreadingHTTPServer):
+        block_on_close = False
+        request_queue_size = 64
+
+    with Listener(("127.0.0.1", 0), Handler) as listener:
+        proxy = MeddlingProxy(server.name, f"http://127.0.0.1:{listener.server_port}")
+        thread = threading.Thread(target=listener.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        try:
+            yield proxy
+        finally:
+            listener.shutdown()
+            thread.join()
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A new folder that is a disk of its own."""
+    folder.mkdir(parents=True)
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True
+    ).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
 def has_radosgw() -> bool:
     return shutil.which("radosgw") is not None and (INFRA / "start_radosgw.sh").exists()
+
+
+def has_faketime() -> bool:
+    return shutil.which("faketime") is not None
 
 
 def bucket_on(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:

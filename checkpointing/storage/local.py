@@ -22,7 +22,7 @@ from checkpointing.storage.base import CHECKPOINT_PREFIX, Fence, Storage
 from checkpointing.storage.writing import write_file
 
 _CHECKPOINT = re.compile(rf"^{CHECKPOINT_PREFIX}(\d+)$")
-_TEMPORARY = re.compile(rf"^\.{CHECKPOINT_PREFIX}\d+\.\d+\.tmp$")
+_TEMPORARY = re.compile(rf"^\.({CHECKPOINT_PREFIX}\d+|fence\.json)\.\d+\.tmp$")
 _ASIDE = re.compile(rf"^{CHECKPOINT_PREFIX}\d+\.(invalid|superseded)(-\d+)?$")
 _FENCE_NAME = ".fence.json"
 _REMOVING = re.compile(rf"^\.{CHECKPOINT_PREFIX}\d+\.removing$")
@@ -55,7 +55,11 @@ class LocalTransaction:
         # A leftover of the same attempt can only be our own failed try.
         shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary.mkdir()
-        failpoint("local.begun")
+        try:
+            failpoint("local.begun")
+        except OSError:
+            self.abort()
+            raise
 
     def write(self, name: str, pieces: Iterable[memoryview]) -> int:
         nbytes = write_file(self._temporary / name, _watched(pieces))
@@ -161,7 +165,11 @@ class LocalStorage(Storage):
     def sweep(self) -> list[str]:
         swept = [name for name in self._names() if _TEMPORARY.match(name) or _REMOVING.match(name)]
         for name in swept:
-            shutil.rmtree(self.root / name, ignore_errors=True)
+            path = self.root / name
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
         return swept
 
     def _manifest(self, step: int) -> Manifest:

@@ -94,15 +94,17 @@ class RemoteTransaction:
         self._may_be_published = True
         try:
             stored = self._store.put(key, data, if_absent=True)
-        except StorageTimeout:
-            # What is there now tells; if nothing is, the call may still be under way.
-            found = self._store.get(key)
+        except StorageError as error:
+            # Whatever the last try was told, this or an earlier one may have been carried out: what is there tells.
+            try:
+                found = self._store.get(key)
+            except StorageError:
+                raise error from None
             if found is None:
+                # Without an answer, it may still be under way.
+                self._may_be_published = isinstance(error, StorageTimeout)
                 raise
             stored = found == data
-        except StorageError:
-            self._may_be_published = False
-            raise
         if not (stored and decided_there):
             # Our own earlier try may have been the one that was there; and where the server does not decide between
             # two writers, the last one wins.

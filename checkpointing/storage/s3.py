@@ -34,6 +34,7 @@ _PART_BYTES = 32 * 1024 * 1024
 # Of all uploads together: what is read from files for them is bounded by it.
 _IN_FLIGHT = 6
 _READ_BYTES = 1024 * 1024
+_SEND_BYTES = 256 * 1024
 # S3 allows 10,000 parts; larger objects get larger ones.
 _MAX_PARTS = 9_000
 _CONNECT_TIMEOUT_S = 5
@@ -272,7 +273,7 @@ class S3Store:
                 raise StorageTimeout(f"{what}: {error}") from None
 
         retried = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type((_Throttled, StorageTimeout)),
+            retry=tenacity.retry_if_exception_type(StorageTimeout),
             wait=tenacity.wait_random_exponential(multiplier=0.2, max=10),
             stop=tenacity.stop_after_delay(_RETRY_FOR_S + nbytes / _MIN_BYTES_PER_S),
             reraise=True,
@@ -288,8 +289,8 @@ class _PreconditionFailed(StorageError):
     """There is one already."""
 
 
-class _Throttled(StorageError):
-    """The server asks for patience, or is ill."""
+class _Throttled(StorageTimeout):
+    """The server asks for patience, or is ill; or what stands before it, which may have passed the call on."""
 
 
 def _translated(error: ClientError, what: str) -> StorageError:
@@ -311,8 +312,25 @@ def _crc32(data: bytes | memoryview) -> str:
     return base64.b64encode(isal_zlib.crc32(data).to_bytes(4, "big")).decode()
 
 
-def _body(view: memoryview) -> memoryview | bytes:
-    return view if len(view) else b""
+class _Body:
+    """Bytes to be sent, piece by piece: a socket's timeout is for one call of `sendall`, however long that is."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    def __iter__(self) -> Iterator[memoryview]:
+        deadline = time.monotonic() + _RETRY_FOR_S + len(self) / _MIN_BYTES_PER_S
+        for start in range(0, len(self), _SEND_BYTES):
+            if time.monotonic() > deadline:
+                raise StorageTimeout(f"less than {_MIN_BYTES_PER_S} bytes/s are taken")
+            yield self._view[start : start + _SEND_BYTES]
+
+
+def _body(view: memoryview) -> _Body | bytes:
+    return _Body(view) if len(view) else b""
 
 
 def _cut(pieces: Iterable[memoryview], part_bytes: int) -> Iterator[memoryview]:

@@ -1,29 +1,41 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from servers import Server, bucket_on
+from servers import Server, bucket_on, small_disk
 
-from checkpointing.storage import Storage, open_storage
+from checkpointing.storage import Storage, open_storage, s3
 
-BACK_ENDS = ["path", "file-url", "memory", "rclone", "radosgw"]
+pytest.register_assert_rewrite("contract.support")
+from contract.support import PART_BYTES  # noqa: E402
+
+BACK_ENDS = ["path", "file-url", "tmpfs", "memory", "rclone", "radosgw"]
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3, "_PART_BYTES", PART_BYTES)
 
 
 @pytest.fixture(params=BACK_ENDS)
-def location(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def location(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """An empty place, as a user would name it."""
     match request.param:
         case "path":
-            return str(tmp_path / "store")
+            yield str(tmp_path / "store")
         case "file-url":
-            return f"file://{tmp_path}/store"
+            yield f"file://{tmp_path}/store"
+        case "tmpfs":
+            with small_disk(tmp_path / "disk", "400M") as disk:
+                yield str(disk / "store")
         case "memory":
-            return f"memory://{uuid.uuid4().hex}/runs"
+            yield f"memory://{uuid.uuid4().hex}/runs"
         case kind:
             server: Server = request.getfixturevalue(f"{kind}_s3")
-            return f"s3://{bucket_on(server, monkeypatch)}/some/prefix"
+            yield f"s3://{bucket_on(server, monkeypatch)}/some/prefix"
 
 
 @pytest.fixture

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from integration.support import Run, script, state_hash, wait_for_commit
+from servers import small_disk
 
 from checkpointing.storage import open_storage
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    mount = tmp_path / "small"
-    mount.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20M", "tmpfs", str(mount)], capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    yield mount
-    subprocess.run(["umount", "-l", str(mount)], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "small", "20M") as mount:
+        yield mount
 
 
 def test_a_full_disk_ends_the_run_in_good_order_and_more_room_lets_it_go_on(
-    tmp_path: Path, small_disk: Path, untouched_script: Run
+    tmp_path: Path, disk: Path, untouched_script: Run
 ) -> None:
-    location = small_disk / "checkpoints"
+    location = disk / "checkpoints"
     options = ["--set", f"checkpoint.location={location}", "--set", "checkpoint.max_failed_saves=2"]
     run = Run(tmp_path / "run", *options, script=script(tmp_path)).start()
     wait_for_commit(run, 10)
-    filler = small_disk / "somebody-elses"
+    filler = disk / "somebody-elses"
     with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
         while True:
             file.write(bytes(4096))

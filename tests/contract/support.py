@@ -1,0 +1,102 @@
+"""What the tests of faults share: checkpoints to write, and what must hold afterwards. Imports no torch."""
+
+from __future__ import annotations
+
+import mmap
+import random
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from checkpointing.catalog import Catalog
+from checkpointing.commit import StagedFile, commit_snapshot
+from checkpointing.digest import digest_buffer
+from checkpointing.manifest import Manifest, SnapshotInfo
+from checkpointing.storage import Storage, open_storage
+
+SMALL_BYTES = 2 << 20
+# S3's least is 5 MB. So small that what takes two of them is soon sent.
+PART_BYTES = 6 << 20
+LARGE_BYTES = 11 << 20
+
+
+def commit(
+    storage: Storage,
+    step: int,
+    attempt: int = 1,
+    nbytes: int = SMALL_BYTES,
+    may_publish: Callable[[], bool] = lambda: True,
+) -> Manifest:
+    """A file of page-aligned memory, as in an arena, and one that is not."""
+    memory = mmap.mmap(-1, nbytes)
+    memory[:] = random.Random(step).randbytes(nbytes)
+    files = [staged("model", memoryview(memory)), staged("state", memoryview(b"step %d" % step))]
+    return commit_snapshot(storage, SnapshotInfo("run", attempt, step, 2, step * 8), files, may_publish)
+
+
+def staged(name: str, data: memoryview) -> StagedFile:
+    return StagedFile(name, [data], lambda: digest_buffer(data))
+
+
+def assert_is_what_was_written(storage: Storage, manifest: Manifest) -> None:
+    """The checkpoint counts, and is the one that `commit` returned."""
+    # Where its files lie is the storage's business.
+    assert replace(Catalog(storage).verify(manifest.step), folder="") == manifest
+
+
+def assert_good_order(location: str, kept: Iterable[int], attempt: int = 9, nbytes: int = SMALL_BYTES) -> None:
+    """After whatever happened, the next attempt finds what was committed, whole, and goes on; nothing else is left."""
+    storage = open_storage(location)
+    storage.begin_attempt(attempt)
+    storage.sweep()
+    catalog = Catalog(storage)
+    entries = catalog.entries()
+    assert [(entry.step, entry.problem) for entry in entries if entry.problem] == []
+    steps = {entry.step for entry in entries}
+    assert set(kept) <= steps
+    for step in sorted(steps):
+        catalog.verify(step)
+    assert leftovers(location) == [] and storage.sweep() == []
+    assert_is_what_was_written(storage, commit(storage, 99, attempt, nbytes))
+
+
+def leftovers(location: str) -> list[str]:
+    """Whatever is neither part of a checkpoint, set aside or not, nor the newest fence; or is missing from one.
+
+    Found without our own code.
+    """
+    names, uploads = _remote_names(location) if location.startswith("s3://") else (_local_names(Path(location)), [])
+    manifests = [name for name in names if re.fullmatch(r"checkpoint-\d+[^/]*/manifest[^/]*\.json", name)]
+    fences = [name for name in names if re.fullmatch(r"\.fence\.json|fence/\d+\.json", name)]
+    wanted = {*sorted(fences)[-1:]}
+    for name in manifests:
+        manifest = Manifest.from_json(names[name], name)
+        folder = manifest.folder or name.partition("/")[0]
+        wanted |= {name} | {f"{folder}/{file.name}" for file in manifest.files}
+    return sorted({*names} ^ wanted) + uploads
+
+
+def _local_names(root: Path) -> dict[str, bytes]:
+    paths = [path for path in root.rglob("*") if not path.is_dir() or not any(path.iterdir())]
+    return {str(path.relative_to(root)): path.read_bytes() if path.suffix == ".json" else b"" for path in paths}
+
+
+def _remote_names(location: str) -> tuple[dict[str, bytes], list[str]]:
+    import boto3
+    from botocore.exceptions import ClientError
+
+    bucket, _, prefix = location.removeprefix("s3://").partition("/")
+    client, names = boto3.client("s3"), {}
+    for entry in client.list_objects_v2(Bucket=bucket).get("Contents", []):
+        key = entry["Key"]
+        data = client.get_object(Bucket=bucket, Key=key)["Body"].read() if key.endswith(".json") else b""
+        names[key.removeprefix(f"{prefix}/")] = data
+    try:
+        uploads = client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
+    except ClientError as error:
+        # rclone's ways to say that there are none.
+        if error.response["Error"]["Code"] not in ("NoSuchKey", "NoSuchUpload"):
+            raise
+        uploads = []
+    return names, [f"upload of {upload['Key']}" for upload in uploads]

@@ -1,0 +1,95 @@
+"""A process that writes checkpoints dies, or meets an error, at every step of its way; then the next one looks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from contract.support import assert_good_order, leftovers
+from servers import Server, bucket_on
+
+from checkpointing.failpoints import FAILPOINTS_ENV, NAMES
+from checkpointing.storage import open_storage
+
+# The second attempt goes back to step 2, so what the first has at step 3 is set aside.
+OPERATIONS = ["begin:1", "commit:1", "commit-large:2", "commit:3", "remove:1", "aside:3", "begin:2", "commit:4"]
+# What is interrupted there, by its number among those that come by: never the first save.
+LOCAL = {
+    "fence.written": ("begin:2", 2),
+    "fence.published": ("begin:2", 2),
+    "local.begun": ("commit-large:2", 2),
+    "local.write": ("commit-large:2", 4),
+    "local.written": ("commit-large:2", 3),
+    "local.manifest": ("commit-large:2", 2),
+    "local.synced": ("commit-large:2", 2),
+    "local.renamed": ("commit-large:2", 2),
+    "local.committed": ("commit-large:2", 2),
+    "local.removing": ("remove:1", 1),
+    "local.unlisted": ("remove:1", 1),
+}
+REMOTE = {
+    "fence.published": ("begin:2", 2),
+    "remote.part": ("commit-large:2", 2),
+    "remote.uploaded": ("commit-large:2", 4),
+    "remote.publishing": ("commit-large:2", 2),
+    "remote.published": ("commit-large:2", 2),
+    "remote.committed": ("commit-large:2", 2),
+    "remote.unlisted": ("remove:1", 1),
+    "aside.copied": ("aside:3", 1),
+}
+
+
+def test_every_failpoint_of_the_storages_is_tried() -> None:
+    others = {name for name in NAMES if name.startswith(("snapshot.", "restore."))}
+    assert {*LOCAL, *REMOTE} | others == {*NAMES}
+
+
+@pytest.mark.parametrize("action", ["kill", "error"])
+@pytest.mark.parametrize("point", LOCAL)
+def test_on_a_disk(point: str, action: str, tmp_path: Path) -> None:
+    interrupt(str(tmp_path / "store"), point, action, *LOCAL[point])
+
+
+@pytest.mark.parametrize("action", ["kill", "error"])
+@pytest.mark.parametrize("point", REMOTE)
+def test_in_object_storage(point: str, action: str, radosgw_s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt(f"s3://{bucket_on(radosgw_s3, monkeypatch)}/run", point, action, *REMOTE[point])
+
+
+def interrupt(location: str, point: str, action: str, operation: str, number: int) -> None:
+    result = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("writer.py")), location, *OPERATIONS],
+        env={**os.environ, FAILPOINTS_ENV: f"{point}={action}@{number}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    lines = result.stdout.splitlines()
+    if action == "kill":
+        assert (result.returncode, lines[-1]) == (-signal.SIGKILL, f"doing {operation}"), result
+    else:
+        failed = [line for line in lines if line.startswith("failed")]
+        assert result.returncode == 0 and lines[-1] == "done commit:4", result
+        assert len(failed) == 1 and failed[0].startswith(f"failed {operation}") and point in failed[0], failed
+        if operation.startswith("commit"):
+            assert leftovers(location) == [], "a save that failed clears up after itself"
+    assert_good_order(location, kept_by(lines))
+    if "doing aside:3" in lines:
+        storage = open_storage(location)
+        assert 3 in storage.steps() or storage.set_aside_names(), "what is set aside is kept"
+
+
+def kept_by(lines: list[str]) -> set[int]:
+    """What was acknowledged and not given up since."""
+    kept: set[int] = set()
+    for line in lines:
+        state, name, step = line.replace(":", " ").split()[:3]
+        if state == "done" and name.startswith("commit"):
+            kept.add(int(step))
+        elif name in ("remove", "aside"):
+            kept.discard(int(step))
+    return kept

@@ -1,0 +1,128 @@
+"""A disk that fails, fills up, or may suddenly not be written to; the errors are the kernel's, or look like it."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from contract.support import assert_good_order, assert_is_what_was_written, commit, leftovers
+from servers import small_disk
+
+from checkpointing.errors import CommitFailed
+from checkpointing.storage import open_storage
+
+# What is made durable in one commit, in this order; the last is the rename.
+FSYNCS = ["model", "state", "manifest.json", ".checkpoint-2.1.tmp", "store"]
+
+
+def inject(location: Path, operation: str, call: str, what: str) -> tuple[str, str]:
+    """One operation in a process of its own, with an error or a signal in a system call; what it said, and the call."""
+    if shutil.which("strace") is None:
+        pytest.skip("no strace here (apt-get install strace)")
+    log = location.with_name("strace")
+    writer = [sys.executable, str(Path(__file__).with_name("writer.py")), str(location), operation]
+    result = subprocess.run(
+        ["strace", "-f", "-y", "-qq", "-o", str(log), "-e", f"trace={call}", "-e", f"inject={call}:{what}", *writer],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    last, calls = result.stdout.splitlines()[-1], [line for line in log.read_text().splitlines() if f"{call}(" in line]
+    if "signal=KILL" in what:
+        assert result.returncode == -signal.SIGKILL and last == f"doing {operation}", result
+        return last, calls[-1]
+    assert result.returncode == 0 and last.startswith(f"failed {operation}"), result
+    return last, next(line for line in calls if "(INJECTED)" in line)
+
+
+def prepared(tmp_path: Path) -> Path:
+    location = tmp_path / "store"
+    storage = open_storage(str(location))
+    storage.begin_attempt(1)
+    commit(storage, 1)
+    return location
+
+
+@pytest.mark.parametrize(
+    ("call", "what", "at", "told"),
+    [
+        *[("fsync", f"error=EIO:when={i}", name, "Input/output error") for i, name in enumerate(FSYNCS[:-1], 1)],
+        ("pwrite64", "error=ENOSPC", "model", "No space left on device"),
+        ("pwrite64", "error=EIO", "model", "Input/output error"),
+        ("fallocate", "error=ENOSPC", "model", "No space left on device"),
+        ("fallocate", "error=EDQUOT", "model", "Disk quota exceeded"),
+        ("rename", "error=EIO", "checkpoint-2", "Input/output error"),
+        # What a mounted volume answers whose server has forgotten it.
+        ("rename", "error=ESTALE", "checkpoint-2", "Stale file handle"),
+    ],
+)
+def test_an_error_fails_the_save_and_leaves_nothing(call: str, what: str, at: str, told: str, tmp_path: Path) -> None:
+    location = prepared(tmp_path)
+    said, called = inject(location, "commit:2", call, what)
+    assert told in said and at in called
+    assert leftovers(str(location)) == [] and open_storage(str(location)).steps() == [1]
+    assert_good_order(str(location), [1])
+
+
+def test_an_error_after_the_rename_fails_the_save_but_keeps_it(tmp_path: Path) -> None:
+    """Whether it would survive a power cut is not known; while it is there, it is whole."""
+    location = prepared(tmp_path)
+    said, called = inject(location, "commit:2", "fsync", f"error=EIO:when={len(FSYNCS)}")
+    assert "Input/output error" in said and FSYNCS[-1] in called
+    assert_good_order(str(location), [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("call", "what", "at"),
+    [
+        *[("fsync", f"signal=KILL:when={i}", name) for i, name in enumerate(FSYNCS, 1)],
+        ("rename", "signal=KILL", "checkpoint-2"),
+    ],
+)
+def test_killed_in_a_system_call(call: str, what: str, at: str, tmp_path: Path) -> None:
+    location = prepared(tmp_path)
+    _, called = inject(location, "commit:2", call, what)
+    assert at in called
+    assert_good_order(str(location), [1, 2] if at == FSYNCS[-1] else [1])
+
+
+@pytest.mark.parametrize(("call", "number", "at"), [("fsync", 1, ".tmp"), ("rename", 1, ".tmp"), ("fsync", 2, "store")])
+def test_an_attempt_that_could_not_begin_is_in_nobodys_way(call: str, number: int, at: str, tmp_path: Path) -> None:
+    """The writer goes on with the next one, as the supervisor does."""
+    location = prepared(tmp_path)
+    said, called = inject(location, "begin:2", call, f"error=EIO:when={number}")
+    assert "Input/output error" in said and at in called
+    assert_good_order(str(location), [1], attempt=4)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "100M") as mount:
+        yield mount
+
+
+def remount(disk: Path, how: str) -> bool:
+    subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], check=True)
+    return True
+
+
+@pytest.mark.parametrize("when", ["between saves", "in the middle of one"])
+def test_a_disk_that_becomes_read_only(when: str, disk: Path) -> None:
+    location = str(disk / "store")
+    storage = open_storage(location)
+    storage.begin_attempt(1)
+    commit(storage, 1)
+    if when == "between saves":
+        remount(disk, "ro")
+    with pytest.raises(CommitFailed, match="Read-only file system"):
+        commit(storage, 2, may_publish=lambda: remount(disk, "ro"))
+    assert storage.steps() == [1]
+    remount(disk, "rw")
+    # What could not be removed then is no obstacle now.
+    assert_is_what_was_written(storage, commit(storage, 2))
+    assert_good_order(location, [1, 2])

@@ -1,0 +1,347 @@
+"""Object storage behind a bad network: what is retried, what ends and how, and what is there afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import boto3
+import pytest
+from contract.support import LARGE_BYTES, assert_good_order, assert_is_what_was_written, commit
+from servers import (
+    ANSWER_HALVED,
+    ANSWER_LOST,
+    Fault,
+    FaultProxy,
+    MeddlingProxy,
+    Server,
+    bucket_on,
+    fault_proxy,
+    has_faketime,
+    meddling_proxy,
+)
+
+from checkpointing.errors import CommitFailed
+from checkpointing.storage import open_storage, s3
+from checkpointing.storage.objects import ObjectStore, StorageError, StorageTimeout
+from checkpointing.storage.remote import RemoteStorage
+
+PUT_MANIFEST = "PUT .*/manifest.json"
+CREATE_UPLOAD, COMPLETE_UPLOAD = r"POST .*\?uploads", "POST .*uploadId="
+CONNECTION_LOST = Fault()
+BUSY = Fault(status=503, code="SlowDown")
+ILL = Fault(status=500, code="InternalError")
+REVOKED = Fault(status=403, code="AccessDenied")
+
+
+@dataclass
+class Place:
+    """A location on a server, and what lies between it and us."""
+
+    location: str
+    proxy: MeddlingProxy
+
+    def open(self) -> RemoteStorage:
+        storage = open_storage(self.location)
+        assert isinstance(storage, RemoteStorage)
+        return storage
+
+
+@pytest.fixture(params=["rclone", "radosgw"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """On a server that ignores `If-None-Match`, and on one that does not."""
+    with meddling_proxy(request.getfixturevalue(f"{request.param}_s3")) as proxy:
+        yield Place(f"s3://{bucket_on(proxy, monkeypatch)}/run", proxy)
+
+
+@pytest.fixture
+def line(rclone_s3: Server) -> Iterator[FaultProxy]:
+    with fault_proxy(rclone_s3) as proxy:
+        yield proxy
+
+
+@contextlib.contextmanager
+def impatient() -> Iterator[None]:
+    """What fails is tried again for a moment only, and a line is thought dead after a second without a sound."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(s3, "_RETRY_FOR_S", 0.3)
+        patch.setattr(s3, "_MIN_BYTES_PER_S", 1 << 30)
+        patch.setattr(s3, "_SILENCE_TIMEOUT_S", 1)
+        yield
+
+
+# -- what passes by itself -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_like", "fault"),
+    [
+        (".*", BUSY),
+        (".*", ILL),
+        (".*", CONNECTION_LOST),
+        ("PUT .*partNumber=", Fault(body_bytes=3 << 20)),
+        ("PUT .*partNumber=", ANSWER_LOST),
+        (CREATE_UPLOAD, ANSWER_LOST),
+        # An error that came to pass after the answer had begun.
+        (COMPLETE_UPLOAD, Fault(status=200, code="InternalError")),
+        ("GET .*list-type=2", ANSWER_HALVED),
+        ("GET .*/model", ANSWER_HALVED),
+        # What stands before the server has pages of its own.
+        (".*", Fault(status=502, body="<html><body>Bad Gateway<br></html>")),
+        ("GET .*list-type=2", Fault(status=200, body="<html><body>Maintenance<br></html>")),
+    ],
+)
+@pytest.mark.parametrize("place", ["rclone"], indirect=True)
+def test_a_few_faults_pass_unnoticed(request_like: str, fault: Fault, place: Place) -> None:
+    rule = place.proxy.add(request_like, fault, times=3)
+    storage = place.open()
+    assert_is_what_was_written(storage, commit(storage, 1, nbytes=LARGE_BYTES))
+    assert rule.hits == 3, "it was not put to the test"
+
+
+def test_an_upload_that_is_complete_counts_whatever_was_answered(place: Place) -> None:
+    """Asked again, the server knows of no such upload."""
+    rule = place.proxy.add(COMPLETE_UPLOAD, ANSWER_LOST, times=3)
+    storage = place.open()
+    assert_is_what_was_written(storage, commit(storage, 1, nbytes=LARGE_BYTES))
+    assert rule.hits == 3
+    assert_good_order(place.location, [1])
+
+
+@pytest.mark.parametrize("faults", [{"http503": 3}, {"http503": 3, "match": "PUT"}, {"latency_ms": 20}])
+def test_a_bad_line_is_put_up_with(
+    faults: dict[str, object], line: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = open_storage(f"s3://{bucket_on(line, monkeypatch)}/run")
+    line.set(**faults)
+    assert_is_what_was_written(storage, commit(storage, 1))
+    assert line.stats()["s503"] == faults.get("http503", 0)
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_a_slow_line_is_not_a_silent_one(way: str, line: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part takes longer than either time-out, but something always moves; what is on its way is not sent again."""
+    monkeypatch.setattr(s3, "_CONNECT_TIMEOUT_S", 0.5)
+    # The buffers between here and there are worth a second and a half at this rate.
+    monkeypatch.setattr(s3, "_SILENCE_TIMEOUT_S", 3)
+    monkeypatch.setattr(s3, "_RETRY_FOR_S", 10)
+    monkeypatch.setattr(s3, "_MIN_BYTES_PER_S", 1 << 30)
+    storage = open_storage(f"s3://{bucket_on(line, monkeypatch)}/run")
+    if way == "up":
+        line.set(rate_bps=5e6)
+    manifest = commit(storage, 1, nbytes=LARGE_BYTES)
+    line.set(**({"rate_bps": 5e6} if way == "down" else {}))
+    assert_is_what_was_written(storage, manifest)
+    assert line.stats()[way] < 1.5 * manifest.total_bytes
+
+
+# -- what does not -------------------------------------------------------------------------------------------------
+
+
+def test_a_line_that_always_breaks_fails_the_save_and_leaves_nothing(
+    radosgw_s3: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fault_proxy(radosgw_s3) as line:
+        location = f"s3://{bucket_on(line, monkeypatch)}/run"
+        storage = open_storage(location)
+        commit(storage, 1)
+        # Enough for what is small, too little for a part.
+        line.set(cut_after=3 << 20)
+        with impatient(), pytest.raises(CommitFailed, match="could not be written"):
+            commit(storage, 2, nbytes=LARGE_BYTES)
+        assert line.stats()["cut"] > 0
+        line.set()
+        assert storage.steps() == [1]
+        assert_good_order(location, [1])
+
+
+def upload(store: ObjectStore) -> None:
+    store.upload("x", [memoryview(bytes(LARGE_BYTES))])
+
+
+def read(store: ObjectStore) -> None:
+    store.read_into("x", 0, memoryview(bytearray(LARGE_BYTES)))
+
+
+@pytest.mark.parametrize("call", [upload, read])
+def test_a_line_that_only_trickles_is_given_up(
+    call: Callable[[ObjectStore], None], line: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never silent, never done."""
+    store = s3.S3Store(f"s3://{bucket_on(line, monkeypatch)}/run")
+    upload(store)
+    line.set(rate_bps=1e6)
+    began = time.monotonic()
+    with impatient(), pytest.raises(StorageTimeout):
+        call(store)
+    # At that rate it would have taken 11.
+    assert time.monotonic() - began < 8
+
+
+STORAGE_CALLS: dict[str, Callable[[RemoteStorage], object]] = {
+    "put": lambda storage: storage.store.put("x", b"x"),
+    "upload": lambda storage: storage.store.upload("x", [memoryview(b"x")]),
+    "get": lambda storage: storage.store.get("x"),
+    "read_into": lambda storage: storage.store.read_into("x", 0, memoryview(bytearray(9))),
+    "sizes": lambda storage: storage.store.sizes(),
+    "delete": lambda storage: storage.store.delete(["x", "y", "z"]),
+    "abort_uploads": lambda storage: storage.store.abort_uploads(),
+    "honours_if_absent": lambda storage: storage.store.honours_if_absent,
+    "fence": lambda storage: storage.fence(),
+    "survey": lambda storage: list(storage.survey()),
+}
+
+
+@pytest.fixture
+def far(line: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteStorage]:
+    """At the other end of the line, without patience."""
+    with impatient():
+        storage = open_storage(f"s3://{bucket_on(line, monkeypatch)}/run")
+        assert isinstance(storage, RemoteStorage)
+        yield storage
+
+
+@pytest.mark.parametrize("call", STORAGE_CALLS)
+def test_every_call_into_a_black_hole_ends(call: str, line: FaultProxy, far: RemoteStorage) -> None:
+    far.sweep()  # a connection is open
+    line.set(blackhole=True)
+    began = time.monotonic()
+    with pytest.raises(StorageTimeout):
+        STORAGE_CALLS[call](far)
+    # `honours_if_absent` makes three calls; each would last for more than a minute without `impatient`.
+    assert time.monotonic() - began < 10
+
+
+def test_an_upload_that_falls_into_a_black_hole_ends(line: FaultProxy, far: RemoteStorage) -> None:
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(bytes(6 << 20))
+        line.set(blackhole=True)
+        yield memoryview(bytes(6 << 20))
+
+    began = time.monotonic()
+    with pytest.raises(StorageTimeout):
+        far.store.upload("x", pieces())
+    assert time.monotonic() - began < 15
+
+
+def test_a_save_that_falls_into_a_black_hole_ends_and_what_it_had_sent_is_swept(
+    line: FaultProxy, far: RemoteStorage
+) -> None:
+    commit(far, 1, nbytes=100)
+
+    def fall() -> bool:
+        line.set(blackhole=True)
+        return True
+
+    began = time.monotonic()
+    with pytest.raises(CommitFailed, match=r"timed out|timeout"):
+        commit(far, 2, nbytes=100, may_publish=fall)
+    assert time.monotonic() - began < 10
+    line.set()
+    assert far.steps() == [1]
+    assert_good_order(far.location, [1], nbytes=100)
+
+
+@pytest.mark.parametrize(
+    ("fault", "mend"),
+    [
+        (REVOKED, "these credentials may not do this; allow list, get, put and delete"),
+        (Fault(status=400, code="ExpiredToken"), "the credentials have expired; renew them"),
+        (Fault(status=403, code="QuotaExceeded"), "the quota is used up"),
+    ],
+)
+def test_what_waiting_does_not_mend_is_told_at_once(
+    fault: Fault, mend: str, radosgw_s3: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything is refused from the second part on, clearing up too."""
+    with meddling_proxy(radosgw_s3) as proxy:
+        place = Place(f"s3://{bucket_on(proxy, monkeypatch)}/run", proxy)
+        storage = place.open()
+        commit(storage, 1)
+        before = len(proxy.seen)
+        proxy.add(".*", fault, after=proxy.add("PUT .*partNumber=2", fault))
+        with impatient(), pytest.raises(CommitFailed, match=mend) as caught:
+            commit(storage, 2, nbytes=LARGE_BYTES)
+        assert isinstance(caught.value.__cause__, StorageError)
+        assert len(proxy.seen[before:]) == len({*proxy.seen[before:]}), "something was tried again"
+        proxy.rules.clear()
+        assert_good_order(place.location, [1])
+
+
+@pytest.mark.parametrize("server", ["rclone_s3", "radosgw_s3"])
+def test_a_bucket_that_is_deleted_is_named(
+    server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = bucket_on(request.getfixturevalue(server), monkeypatch)
+    storage = open_storage(f"s3://{bucket}/run")
+    commit(storage, 1)
+    client = boto3.client("s3")
+    for entry in client.list_objects_v2(Bucket=bucket)["Contents"]:
+        client.delete_object(Bucket=bucket, Key=entry["Key"])
+    client.delete_bucket(Bucket=bucket)
+    for nbytes in (100, LARGE_BYTES):
+        with pytest.raises(CommitFailed, match="the bucket does not exist; create it"):
+            commit(storage, 2, nbytes=nbytes)
+
+
+def test_a_wrong_clock_is_named(radosgw_s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_faketime():
+        pytest.skip("no faketime here (apt-get install faketime)")
+    location = f"s3://{bucket_on(radosgw_s3, monkeypatch)}/run"
+    impatient = "from checkpointing.storage import s3; s3._RETRY_FOR_S, s3._MIN_BYTES_PER_S = 0.5, 1 << 30"
+    program = f"import sys, writer; {impatient}; writer.main(*sys.argv[1:])"
+    result = subprocess.run(
+        ["faketime", "-f", "+1h", sys.executable, "-c", program, location, "commit:1"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.stderr == "" and result.stdout.splitlines()[-1].startswith("failed commit:1"), result
+    assert "this machine's clock is wrong; set it" in result.stdout
+
+
+# -- the manifest --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "times"),
+    [(ANSWER_LOST, 1), (ANSWER_LOST, 1000), (Fault(carried_out=True, status=500, code="InternalError"), 1000)],
+)
+def test_a_manifest_that_is_there_counts_whatever_was_answered(answer: Fault, times: int, place: Place) -> None:
+    storage = place.open()
+    storage.begin_attempt(1)
+    put = place.proxy.add(PUT_MANIFEST, answer, times)
+    with impatient():
+        manifest = commit(storage, 1, nbytes=100)
+    assert put.hits > 0
+    place.proxy.rules.clear()
+    assert_is_what_was_written(storage, manifest)
+    assert_good_order(place.location, [1])
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (ANSWER_LOST, CONNECTION_LOST),
+        (ANSWER_LOST, BUSY),
+        (ANSWER_LOST, REVOKED),
+        (Fault(carried_out=True, status=504, code="GatewayTimeout"), CONNECTION_LOST),
+    ],
+)
+def test_what_a_manifest_names_that_may_be_there_is_kept(first: Fault, then: Fault, place: Place) -> None:
+    """It was put, but nothing that is asked from then on is answered as it should be."""
+    storage = place.open()
+    storage.begin_attempt(1)
+    put = place.proxy.add(PUT_MANIFEST, first, times=1)
+    place.proxy.add("(PUT|GET|HEAD) .*", then, after=put)
+    with impatient(), pytest.raises(CommitFailed, match="put object"):
+        commit(storage, 1, nbytes=100)
+    assert put.hits == 1
+    place.proxy.rules.clear()
+    assert_good_order(place.location, [1])

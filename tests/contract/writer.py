@@ -1,0 +1,48 @@
+"""Writes checkpoints as an agent does, in a process that may die: writer.py LOCATION begin:1 commit:2 remove:1 aside:2
+
+Says what it does, and when it is done with it.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from support import LARGE_BYTES, PART_BYTES, commit
+
+from checkpointing.errors import CheckpointError
+from checkpointing.storage import open_storage, s3
+
+
+def main(location: str, *operations: str) -> None:
+    s3._PART_BYTES = PART_BYTES
+    storage, attempt = open_storage(location), 1
+    for operation in operations:
+        print("doing", operation, flush=True)
+        name, _, number = operation.partition(":")
+        try:
+            match name:
+                case "begin":
+                    attempt = int(number)
+                    storage.begin_attempt(attempt)
+                case "commit":
+                    commit(storage, int(number), attempt)
+                case "commit-large":
+                    commit(storage, int(number), attempt, LARGE_BYTES)
+                case "remove":
+                    storage.remove(int(number))
+                case "aside":
+                    storage.set_aside(int(number), "superseded")
+                case _:
+                    raise ValueError(operation)
+        except (CheckpointError, OSError) as error:
+            print("failed", operation, str(error).replace("\n", " "), flush=True)
+            if name == "begin":
+                # It is over before it began; the supervisor starts the next.
+                attempt += 1
+                storage.begin_attempt(attempt)
+        else:
+            print("done", operation, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
