@@ -218,6 +218,8 @@ class RemoteStorage(Storage):
             raise Fenced(fence.attempt, self.location, fence.attempt)
         failpoint("fence.published")
         self.store.delete([f"fence/{older}.json" for older in self._fences() if older < fence.attempt])
+        # Found out now, not in the middle of the first save.
+        _ = self.store.honours_if_absent
 
     def _manifest(self, step: int) -> Manifest:
         place = self.describe(step)

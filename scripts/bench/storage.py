@@ -343,10 +343,10 @@ def table_of(measured: Measured, figures: Mapping[str, float]) -> str:
 METHOD = f"""\
 **Uploads**: the same {sum(FILES.values()) / 1e9:.2f} GB of random bytes in {len(FILES)} files, in turns, by new
 processes each time. Ours: `commit_snapshot` out of an arena, with the digests (a second thread, as in the agent) and
-the manifest's commit, without the process's start. `aws s3 cp --recursive` ({AWS_PACKAGES[0]}) and `rclone copy`, with
-their default settings, out of files in memory (tmpfs), timed from the command to its end. boto3: `upload_file` of the
-same files, unsigned payload, no checksum, parts of 32 MB, 8 at once, without the process's start. The server has taken
-in as much before, and its memory is freed after each.
+the manifest's commit, without the process's start and the attempt's begin. `aws s3 cp --recursive` ({AWS_PACKAGES[0]})
+and `rclone copy`, with their default settings, out of files in memory (tmpfs), timed from the command to its end.
+boto3: `upload_file` of the same files, unsigned payload, no checksum, parts of 32 MB, 8 at once, without the process's
+start. The server has taken in as much before, and its memory is freed after each.
 
 **Slow link**: {ROUND_TRIP_MS} ms and {MBIT_PER_S} Mbit/s, by `scripts/bench/link.py`. One process trains with one
 thread on core 0; server and link are on core {FAR_CORE}. While a save is on its way, the agent is stopped (SIGSTOP) for

@@ -76,6 +76,7 @@ def upload_ours(folder: Path, bucket: str, prefix: str) -> dict[str, Any]:
 
     staged = [StagedFile(name, [view], functools.partial(digest_of, name)) for name, view in files.items()]
     info = SnapshotInfo(run_id="bench", attempt=1, step=1, world_size=1, samples_consumed=1)
+    storage.begin_attempt(1)
     memory = PeakAnonymous()
     memory.start()
     began = time.perf_counter()
