@@ -32,7 +32,8 @@ def commit(
     memory = mmap.mmap(-1, nbytes)
     memory[:] = random.Random(step).randbytes(nbytes)
     files = [staged("model", memoryview(memory)), staged("state", memoryview(b"step %d" % step))]
-    return commit_snapshot(storage, SnapshotInfo("run", attempt, step, 2, step * 8), files, may_publish)
+    info = SnapshotInfo("run", attempt, step, 2, step * 8)
+    return commit_snapshot(storage, info, files, may_publish, at_once=storage.writes_at_once)
 
 
 def staged(name: str, data: memoryview) -> StagedFile:

@@ -31,6 +31,8 @@ from checkpointing.storage import open_storage, s3
 from checkpointing.storage.objects import ObjectStore, StorageError, StorageTimeout
 from checkpointing.storage.remote import RemoteStorage
 
+# More than the buffers between here and there take at once: sending it waits for the line.
+LONG_BYTES = 16 << 20
 PUT_MANIFEST = "PUT .*/manifest.json"
 CREATE_UPLOAD, COMPLETE_UPLOAD = r"POST .*\?uploads", "POST .*uploadId="
 CONNECTION_LOST = Fault()
@@ -71,6 +73,7 @@ def impatient() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(s3, "_RETRY_FOR_S", 0.3)
         patch.setattr(s3, "_MIN_BYTES_PER_S", 1 << 30)
+        patch.setattr(s3, "_CONNECT_TIMEOUT_S", 1)
         patch.setattr(s3, "_SILENCE_TIMEOUT_S", 1)
         yield
 
@@ -126,15 +129,16 @@ def test_a_bad_line_is_put_up_with(
 @pytest.mark.parametrize("way", ["up", "down"])
 def test_a_slow_line_is_not_a_silent_one(way: str, line: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part takes longer than either time-out, but something always moves; what is on its way is not sent again."""
+    monkeypatch.setattr(s3, "_PART_BYTES", LONG_BYTES)
     monkeypatch.setattr(s3, "_CONNECT_TIMEOUT_S", 0.5)
-    # The buffers between here and there are worth a second and a half at this rate.
-    monkeypatch.setattr(s3, "_SILENCE_TIMEOUT_S", 3)
+    # Until the answer comes: what the buffers hold is worth up to two seconds at this rate.
+    monkeypatch.setattr(s3, "_SILENCE_TIMEOUT_S", 5)
     monkeypatch.setattr(s3, "_RETRY_FOR_S", 10)
     monkeypatch.setattr(s3, "_MIN_BYTES_PER_S", 1 << 30)
     storage = open_storage(f"s3://{bucket_on(line, monkeypatch)}/run")
     if way == "up":
         line.set(rate_bps=5e6)
-    manifest = commit(storage, 1, nbytes=LARGE_BYTES)
+    manifest = commit(storage, 1, nbytes=LONG_BYTES)
     line.set(**({"rate_bps": 5e6} if way == "down" else {}))
     assert_is_what_was_written(storage, manifest)
     assert line.stats()[way] < 1.5 * manifest.total_bytes
@@ -161,11 +165,11 @@ def test_a_line_that_always_breaks_fails_the_save_and_leaves_nothing(
 
 
 def upload(store: ObjectStore) -> None:
-    store.upload("x", [memoryview(bytes(LARGE_BYTES))])
+    store.upload("x", [memoryview(bytes(LONG_BYTES))])
 
 
 def read(store: ObjectStore) -> None:
-    store.read_into("x", 0, memoryview(bytearray(LARGE_BYTES)))
+    store.read_into("x", 0, memoryview(bytearray(LONG_BYTES)))
 
 
 @pytest.mark.parametrize("call", [upload, read])
@@ -173,14 +177,15 @@ def test_a_line_that_only_trickles_is_given_up(
     call: Callable[[ObjectStore], None], line: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Never silent, never done."""
+    monkeypatch.setattr(s3, "_PART_BYTES", LONG_BYTES)
     store = s3.S3Store(f"s3://{bucket_on(line, monkeypatch)}/run")
     upload(store)
-    line.set(rate_bps=1e6)
+    line.set(rate_bps=3e5)
     began = time.monotonic()
     with impatient(), pytest.raises(StorageTimeout):
         call(store)
-    # At that rate it would have taken 11.
-    assert time.monotonic() - began < 8
+    # At that rate it would have taken 50.
+    assert time.monotonic() - began < 10
 
 
 STORAGE_CALLS: dict[str, Callable[[RemoteStorage], object]] = {
