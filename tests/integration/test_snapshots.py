@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from integration.support import Run, loss_curve, script, state_hash
+from integration.support import Run, loss_curve, script, state_hash, wait_until
 
 NUM_SNAPSHOTS = 1000
 
@@ -118,8 +118,7 @@ def assert_same_result(run: Run, untouched: Run) -> None:
 def test_killed_between_copy_and_write_goes_on_from_memory(tmp_path: Path, untouched_script: Run) -> None:
     """Every step is held in memory, every tenth is written: a death at any other loses nothing."""
     run = Run(tmp_path / "run", script=snapshotting_script(tmp_path)).start()
-    while not any(event["step"] == 25 for event in run.events("snapshot")):
-        time.sleep(0.005)
+    wait_until(run, lambda: any(event["step"] == 25 for event in run.events("snapshot")))
     kill_all_ranks(run)
     assert run.finish() == 0, run.output
     resumed = run.events("resumed")
@@ -165,8 +164,7 @@ def test_killed_during_the_copy_goes_on_from_the_snapshot_before(tmp_path: Path,
 
 def test_a_dead_agent_takes_its_memory_along_and_storage_is_read(tmp_path: Path, untouched_script: Run) -> None:
     run = Run(tmp_path / "run", script=snapshotting_script(tmp_path)).start()
-    while not any(event["step"] == 25 for event in run.events("snapshot")):
-        time.sleep(0.005)
+    wait_until(run, lambda: any(event["step"] == 25 for event in run.events("snapshot")))
     os.kill(run.agent_pid(), signal.SIGKILL)
     assert run.finish() == 0, run.output
     assert [event["from"] for event in run.events("resumed")] == ["local"]
@@ -177,11 +175,11 @@ FLIPPED_BIT = """
 import os
 import checkpointing.client as client
 offer = client.AgentClient.offer
-def flipped(self):
-    offered = offer(self)
-    for snapshot in offered:
+def flipped(self, *arguments):
+    snapshots, reachable = offer(self, *arguments)
+    for snapshot in snapshots:
         snapshot.files["optimizer.pt"][4096] ^= 1
-    return offered
+    return snapshots, reachable
 if os.environ["RANK"] == "1":
     client.AgentClient.offer = flipped
 """
@@ -189,8 +187,7 @@ if os.environ["RANK"] == "1":
 
 def test_a_bit_that_flips_in_memory_is_seen_and_storage_is_read(tmp_path: Path, untouched_script: Run) -> None:
     run = Run(tmp_path / "run", script=snapshotting_script(tmp_path, FLIPPED_BIT)).start()
-    while not any(event["step"] == 25 for event in run.events("snapshot")):
-        time.sleep(0.005)
+    wait_until(run, lambda: any(event["step"] == 25 for event in run.events("snapshot")))
     kill_all_ranks(run)
     assert run.finish() == 0, run.output
     assert run.events("snapshot_damaged")
@@ -200,8 +197,7 @@ def test_a_bit_that_flips_in_memory_is_seen_and_storage_is_read(tmp_path: Path, 
 
 def test_too_little_memory_for_a_snapshot_writes_while_training_waits(tmp_path: Path, untouched_script: Run) -> None:
     run = Run(tmp_path / "run", "--set", "checkpoint.memory_limit=100kB", script=snapshotting_script(tmp_path)).start()
-    while not run.events("committed"):
-        time.sleep(0.01)
+    wait_until(run, lambda: run.events("committed"))
     kill_all_ranks(run)
     assert run.finish() == 0, run.output
     assert "memory for snapshots is short" in run.output
@@ -313,8 +309,7 @@ def test_a_slow_disk_skips_snapshots_and_holds_no_step_up(tmp_path: Path) -> Non
     command = [str(tmp_path / "train.py"), str(tmp_path / "go")]
     run = Run(tmp_path / "run", "--nproc-per-node", "1", script=command)
     run.start()
-    while not run.events("rank_started"):
-        time.sleep(0.02)
+    wait_until(run, lambda: run.events("rank_started"))
     with throttled(run.agent_pid(), 20_000_000):
         began = time.time()
         (tmp_path / "go").touch()

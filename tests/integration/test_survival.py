@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from integration.support import RUNNER, SAVE_STEPS, SHORT_JOB, TOTAL_STEPS, Run, loss_curve, state_hash
+from integration.support import RUNNER, SAVE_STEPS, SHORT_JOB, TOTAL_STEPS, Run, loss_curve, state_hash, wait_until
 
 
 def assert_equal_end(run: Run, untouched: Run) -> None:
@@ -97,8 +97,7 @@ def test_ctrl_c_commits_a_snapshot_and_the_same_command_goes_on(untouched: Run, 
 
 def test_stop_during_start_up_ends_at_once(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", *SHORT_JOB).start()
-    while not run.events("run_started"):
-        time.sleep(0.02)
+    wait_until(run, lambda: run.events("run_started"))
     time.sleep(0.5)
     run.signal(signal.SIGTERM)
     assert run.finish(30) == 75, run.output
@@ -133,8 +132,7 @@ def test_status_and_checkpoint_commands(untouched: Run) -> None:
 
 def test_a_second_runner_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", *SHORT_JOB).start()
-    while not run.events("run_started"):
-        time.sleep(0.02)
+    wait_until(run, lambda: run.events("run_started"))
     second = Run(tmp_path / "run", *SHORT_JOB).start()
     assert second.finish(20) == 2
     assert "another runner" in second.output and "Traceback" not in second.output
@@ -159,8 +157,7 @@ def test_a_stop_during_backoff_is_honoured(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", *options).start()
     run.wait_for_step(5)
     os.kill(run.rank_pid(1), signal.SIGKILL)
-    while not run.events("backoff"):
-        time.sleep(0.02)
+    wait_until(run, lambda: run.events("backoff"))
     run.signal(signal.SIGTERM)
     assert run.finish(20) == 75, run.output
     assert not run.leftovers()
