@@ -125,7 +125,7 @@ def test_status_and_checkpoint_commands(untouched: Run) -> None:
     assert "finished" in command("status", folder).stdout
 
     listed = command("checkpoints", "list", folder)
-    assert [line.split()[0] for line in listed.stdout.splitlines()] == ["70", "60", "40", "20"]
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == ["step", "70", "60", "40", "20"]
     verified = command("checkpoints", "verify", folder)
     assert verified.returncode == 0 and verified.stdout.count(" ok ") == 4
 
