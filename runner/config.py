@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from checkpointing.memory import parse_bytes
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST, Tiers, open_tiers
@@ -98,6 +99,18 @@ class LaunchConfig(_Section):
     threads when imported."""
 
 
+def _yaml_off(value: Any) -> Any:
+    """YAML reads an unquoted off as false."""
+    return "off" if value is False else value
+
+
+def _check_endpoint(value: str) -> str:
+    parts = urlsplit(value)
+    if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/") or parts.query or parts.port == 0:
+        raise ValueError("write http://host:port")
+    return value
+
+
 class RestartConfig(_Section):
     """When to try again."""
 
@@ -108,6 +121,12 @@ class RestartConfig(_Section):
     backoff_jitter_s: float = Field(default=1.0, ge=0)
     grace_s: float = Field(default=60.0, ge=0)
     """After a stop request, how long the ranks may take to snapshot and end."""
+    preemption_notices: Annotated[Literal["off", "aws", "gcp", "azure"], BeforeValidator(_yaml_off)] = "off"
+    """The cloud whose metadata service is asked whether this machine is about to go; such a notice is a stop request.
+    aws: spot interruption and rebalance recommendation; gcp: preemption and host maintenance that terminates; azure:
+    scheduled Preempt, Terminate, Reboot and Redeploy."""
+    metadata_endpoint: Annotated[str, AfterValidator(_check_endpoint)] | None = None
+    """Where that service is, http://host:port. None: the cloud's own address, http://169.254.169.254."""
 
 
 class TrackingConfig(_Section):

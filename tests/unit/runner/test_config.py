@@ -58,6 +58,12 @@ def test_reference_variables() -> None:
         ("launch: {nproc_per_node: many}", [], ["launch.nproc_per_node='many'"]),
         ("data: {path: missing.parquet}", [], ["data.path='missing.parquet'", "does not exist"]),
         ("checkpoint: {location: 'no://host/x'}", [], ["checkpoint.location 'no://host/x'", "use a path, file://"]),
+        ("restart: {preemption_notices: ibm}", [], ["restart.preemption_notices='ibm'", "'aws', 'gcp' or 'azure'"]),
+        ("restart: {preemption_notices: true}", [], ["restart.preemption_notices=True", "'aws', 'gcp' or 'azure'"]),
+        ("restart: {metadata_endpoint: 'localhost:80'}", [], ["metadata_endpoint='localhost:80'", "http://host:port"]),
+        ("restart: {metadata_endpoint: 'https://host'}", [], ["metadata_endpoint='https://host'", "http://host:port"]),
+        ("restart: {metadata_endpoint: 'http://host/v1'}", [], ["metadata_endpoint=", "http://host:port"]),
+        ("restart: {metadata_endpoint: 'http://host:99999'}", [], ["metadata_endpoint=", "port out of range"]),
         ("launch: [1, 2]", [], ["launch=[1, 2]", "write a mapping"]),
         ("trainer: 3", [], ["trainer=3", "write a mapping"]),
         ("- a\n- b", [], ["job.yaml", "mapping"]),
@@ -106,3 +112,14 @@ def test_the_option_names_are_exactly_those_of_sftconfig() -> None:
 
     assert set(trainer_options.fields()) >= {field.name for field in dataclasses.fields(SFTConfig) if field.init}
     assert set(trainer_options.RESERVED) - {"overwrite_output_dir", "local_rank"} <= set(trainer_options.fields())
+
+
+def test_preemption_notices_are_off_as_yaml_writes_it(tmp_path: Path) -> None:
+    config = load_config(None, {}, [parse_setting("restart.preemption_notices=off")])
+    assert config.restart.preemption_notices == "off"
+    again = load_config(write(tmp_path, config.to_yaml()), {})
+    assert again.restart.preemption_notices == "off"
+    endpoint = parse_setting("restart.metadata_endpoint=http://127.0.0.1:8080")
+    config = load_config(None, {}, [parse_setting("restart.preemption_notices=aws"), endpoint])
+    assert config.restart.preemption_notices == "aws"
+    assert config.restart.metadata_endpoint == "http://127.0.0.1:8080"

@@ -1,0 +1,242 @@
+"""What the clouds' metadata services say about the end of this machine, each in its own protocol."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, ClassVar
+from urllib.parse import quote
+
+from runner.metadata import REQUEST_TIMEOUT_S, Answer, MetadataClient, Unexpected
+
+
+@dataclass(frozen=True)
+class Notice:
+    """This machine is about to go."""
+
+    source: str
+    """aws, gcp or azure."""
+    what: str
+    seconds_left: float | None
+    """Until the machine goes, where the cloud says so."""
+
+
+Finding = tuple[str, Notice]
+"""What is told once, and how it is known again."""
+
+
+class Cloud:
+    """One cloud's protocol. A check asks one question and raises as `MetadataClient.ask` does.
+
+    Attributes:
+        pause_s: between two rounds of checks.
+        mend: what else to look at where the service cannot be reached.
+    """
+
+    title: ClassVar[str]
+    endpoint: ClassVar[str] = "http://169.254.169.254"
+    pause_s: ClassVar[float]
+    mend: ClassVar[str] = ""
+
+    def __init__(self, client: MetadataClient, lead_s: float, pace: float) -> None:
+        self.client = client
+        self.lead_s = lead_s
+        self.pace = pace
+
+    @property
+    def checks(self) -> tuple[Callable[[], Iterator[Finding]], ...]:
+        raise NotImplementedError
+
+
+class AmazonWebServices(Cloud):
+    """EC2's instance metadata service, version 2: each question carries a token of this session."""
+
+    title = "AWS"
+    # What AWS recommends for both: docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
+    pause_s = 5.0
+    mend = "in a container, the instance's metadata options must allow 2 hops"
+    TOKEN_TTL_S = 21600
+
+    _token = ""
+    _token_until = 0.0
+
+    @property
+    def checks(self) -> tuple[Callable[[], Iterator[Finding]], ...]:
+        return self._spot, self._rebalance
+
+    def _spot(self) -> Iterator[Finding]:
+        answer = self._get("/latest/meta-data/spot/instance-action")
+        if answer.status != 404:
+            document = _mapping(answer)
+            action, written = document.get("action"), document.get("time")
+            if not isinstance(action, str) or not isinstance(written, str):
+                raise answer.malformed()
+            seconds_left = _seconds_until(answer, datetime.fromisoformat, written)
+            what = f"spot instance-action {action} at {written}"
+            yield what, Notice("aws", what, seconds_left)
+
+    def _rebalance(self) -> Iterator[Finding]:
+        answer = self._get("/latest/meta-data/events/recommendations/rebalance")
+        if answer.status != 404:
+            written = _mapping(answer).get("noticeTime")
+            if not isinstance(written, str):
+                raise answer.malformed()
+            # The time is when the risk was seen, and says nothing of when the machine goes.
+            what = f"rebalance recommendation of {written}"
+            yield what, Notice("aws", what, None)
+
+    def _get(self, path: str) -> Answer:
+        """200 or 404; a token that is refused is replaced."""
+        if time.monotonic() >= self._token_until:
+            self._renew_token()
+        answer = self.client.get(path, {"X-aws-ec2-metadata-token": self._token})
+        if answer.status == 401:
+            self._renew_token()
+            answer = self.client.get(path, {"X-aws-ec2-metadata-token": self._token})
+        return answer if answer.status == 404 else answer.require_ok()
+
+    def _renew_token(self) -> None:
+        name = "X-aws-ec2-metadata-token-ttl-seconds"
+        asked = time.monotonic()
+        answer = self.client.ask("PUT", "/latest/api/token", {name: str(self.TOKEN_TTL_S)}).require_ok()
+        if not answer.text or not answer.text.isascii() or not answer.text.isprintable():
+            raise answer.malformed()
+        try:
+            ttl_s = float(answer.headers.get(name.lower(), self.TOKEN_TTL_S))
+        except ValueError:
+            raise answer.malformed() from None
+        self._token, self._token_until = answer.text, asked + ttl_s / 2
+
+
+class GoogleCloud(Cloud):
+    """Compute Engine's metadata server, which holds a question back until its answer changes."""
+
+    title = "Google Cloud"
+    pause_s = 0.5
+    LONG_POLL_S = 10
+    # From the soft to the hard switching off of a spot machine: cloud.google.com/compute/docs/instances/spot
+    PREEMPTION_S = 30.0
+
+    _etag = "0"
+    _maintenance = "NONE"
+    _num_maintenances = 0
+
+    @property
+    def checks(self) -> tuple[Callable[[], Iterator[Finding]], ...]:
+        return self._maintenance_event, self._preempted
+
+    def _preempted(self) -> Iterator[Finding]:
+        wait_s = max(1, round(self.LONG_POLL_S * self.pace))
+        query = f"wait_for_change=true&last_etag={quote(self._etag, safe='')}&timeout_sec={wait_s}"
+        answer = self._get(f"preempted?{query}", wait_s + REQUEST_TIMEOUT_S)
+        if answer.text not in ("TRUE", "FALSE"):
+            self._etag = "0"
+            raise answer.malformed()
+        # Not a moment before the answer has been understood: the next question waits for another one.
+        self._etag = answer.headers.get("etag", "0")
+        if answer.text == "TRUE":
+            yield "preempted", Notice("gcp", "instance preempted", self.PREEMPTION_S)
+
+    def _maintenance_event(self) -> Iterator[Finding]:
+        answer = self._get("maintenance-event")
+        if answer.text not in ("NONE", "MIGRATE_ON_HOST_MAINTENANCE", "TERMINATE_ON_HOST_MAINTENANCE"):
+            raise answer.malformed()
+        if answer.text != self._maintenance:
+            self._maintenance, self._num_maintenances = answer.text, self._num_maintenances + 1
+        if answer.text.startswith("TERMINATE"):
+            # A minute's warning, or an hour's with GPUs: which, it does not say.
+            what = f"maintenance-event {answer.text}"
+            yield f"{what} {self._num_maintenances}", Notice("gcp", what, None)
+
+    def _get(self, name: str, timeout_s: float = REQUEST_TIMEOUT_S) -> Answer:
+        flavor = {"Metadata-Flavor": "Google"}
+        answer = self.client.get(f"/computeMetadata/v1/instance/{name}", flavor, timeout_s).require_ok()
+        if answer.headers.get("metadata-flavor") != "Google":
+            raise Unexpected(f"no Metadata-Flavor: Google for {answer.request}")
+        return answer
+
+
+class Azure(Cloud):
+    """Azure's scheduled events. They are not acknowledged: that would let the event begin sooner, and the last
+    snapshot needs the time."""
+
+    title = "Azure"
+    # learn.microsoft.com/azure/virtual-machines/linux/scheduled-events: a preempted machine has 30 s.
+    pause_s = 1.0
+    # The first question switches the service on, which may take two minutes.
+    TIMEOUT_S = 130.0
+    # Freeze leaves memory and connections as they are.
+    ENDS = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
+
+    _name = ""
+
+    @property
+    def checks(self) -> tuple[Callable[[], Iterator[Finding]], ...]:
+        return (self._scheduled_events,)
+
+    def _scheduled_events(self) -> Iterator[Finding]:
+        if not self._name:
+            self._name = self._machine_name()
+        answer = self._get("scheduledevents?api-version=2020-07-01", self.TIMEOUT_S)
+        events = _mapping(answer).get("Events")
+        if not isinstance(events, list):
+            raise answer.malformed()
+        num_malformed = 0
+        for event in events:
+            try:
+                yield from self._event(answer, event)
+            except (Unexpected, KeyError, TypeError, AttributeError):
+                num_malformed += 1
+        if num_malformed:
+            raise answer.malformed()
+
+    def _event(self, answer: Answer, event: Any) -> Iterator[Finding]:
+        """The events of all machines of a scale set are told to each of them."""
+        kind, resources = event["EventType"], [name.casefold() for name in event["Resources"]]
+        if kind not in self.ENDS or self._name.casefold() not in resources:
+            return
+        # As late as http.client, and for the same reason.
+        from email.utils import parsedate_to_datetime
+
+        not_before = event.get("NotBefore") or ""
+        # An event that has begun has no time any more.
+        seconds_left = _seconds_until(answer, parsedate_to_datetime, not_before) if not_before else 0.0
+        # A failing host is told of days ahead: whoever leaves at once comes back to the same notice.
+        if seconds_left <= self.lead_s:
+            what = f"{kind} scheduled not before {not_before}" if not_before else f"{kind} started"
+            yield str(event["EventId"]), Notice("azure", what, seconds_left)
+
+    def _machine_name(self) -> str:
+        answer = self._get("instance/compute/name?api-version=2021-02-01&format=text").require_ok()
+        if not answer.text:
+            raise answer.malformed()
+        return answer.text
+
+    def _get(self, path: str, timeout_s: float = REQUEST_TIMEOUT_S) -> Answer:
+        return self.client.get(f"/metadata/{path}", {"Metadata": "true"}, timeout_s).require_ok()
+
+
+CLOUDS: Mapping[str, type[Cloud]] = {"aws": AmazonWebServices, "gcp": GoogleCloud, "azure": Azure}
+
+
+def _mapping(answer: Answer) -> dict[str, Any]:
+    try:
+        document = json.loads(answer.text)
+    except ValueError:
+        document = None
+    if not isinstance(document, dict):
+        raise answer.malformed()
+    return document
+
+
+def _seconds_until(answer: Answer, parse: Callable[[str], datetime], written: str) -> float:
+    try:
+        moment = parse(written)
+    except ValueError:
+        raise answer.malformed() from None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return max(0.0, moment.timestamp() - time.time())
