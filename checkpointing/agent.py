@@ -7,8 +7,8 @@ the conversation with ranks and monitors; what touches storage is in `checkpoint
 
 Clients speak `checkpointing.protocol` over the socket. A rank says `hello`, asks for an `offer` of snapshots to resume
 from, then for each snapshot says `acquire`, `staged` (or `abandon`), and where it must know the outcome `wait`. A
-monitor (the supervisor) says `hello`, `begin_attempt`, `request_stop`, `end_attempt`, `shutdown`, and is told every
-event. When the last monitor goes, or on SIGTERM, the agent commits the newest whole snapshot and ends.
+monitor (the supervisor) says `hello`, `begin_attempt`, `request_stop`, `end_attempt`, `note`, `ping`, `shutdown`, and
+is told every event. When the last monitor goes, or on SIGTERM, the agent commits the newest whole snapshot and ends.
 
 A snapshot stays in its arena after it was committed, until the room is needed: an attempt that dies goes on from it
 without reading storage. One whole snapshot is always kept while the next one is being made, wherever there is memory
@@ -210,6 +210,10 @@ class Agent:
                 self._drop_unfinished()
                 self._commit_newest()
                 self._reply(client, {"event": "attempt_over"})
+            case "note":
+                self._writer.note(message["text"])
+            case "ping":
+                self._reply(client, {"event": "pong"})
             case "shutdown":
                 self._stopping = True
             case unknown:

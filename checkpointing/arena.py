@@ -94,6 +94,8 @@ class Phase(IntEnum):
     TRAINING = 2
     SAVING = 3
     DONE = 4
+    BETWEEN = 5  # what is no step: an evaluation, a change of epoch
+    COMPILING = 6  # torch.compile works, in a first step or in any later one
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,8 @@ class Heartbeat:
         time: when that step ended.
         start_step: step that this attempt started from.
         start_time: when its first step could begin.
+        step_s: how long the last step took, in seconds; 0 where something else fell into it.
+        beats: signs of life so far; whoever watches sees them grow.
     """
 
     phase: Phase
@@ -113,6 +117,8 @@ class Heartbeat:
     time: float
     start_step: int
     start_time: float
+    step_s: float = 0.0
+    beats: int = 0
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,7 @@ class ControlPage:
     old or new, never half.
     """
 
-    _SLOT = struct.Struct("<QQdQd")
+    _SLOT = struct.Struct("<QQdQddQ")
     _SLOT_BYTES = 64
     _REPORT = struct.Struct("<qdd")
     _REPORT_OFFSET = 8
@@ -186,11 +192,13 @@ class ControlPage:
             beat.time,
             beat.start_step,
             beat.start_time,
+            beat.step_s,
+            beat.beats,
         )
 
     def read(self, slot: int) -> Heartbeat:
-        phase, step, time, start_step, start_time = self._SLOT.unpack_from(self._memory.buffer, self._offset(slot))
-        return Heartbeat(Phase(phase), step, time, start_step, start_time)
+        phase, *fields = self._SLOT.unpack_from(self._memory.buffer, self._offset(slot))
+        return Heartbeat(Phase(phase), *fields)
 
     def clear(self) -> None:
         """Forget all heartbeats (a new attempt begins); the flags stay."""

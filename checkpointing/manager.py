@@ -9,13 +9,11 @@ manager.close()
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
 import os
-import signal
-import threading
+import sys
 import time
 import uuid
 from collections.abc import Mapping
@@ -25,13 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointing import rng
+from checkpointing import rng, stop_signal
 from checkpointing.agreement import Agreement, Flag
 from checkpointing.arena import Heartbeat, Phase
 from checkpointing.cadence import DEFAULT_OVERHEAD_CAP, Auto, Cadence, CadenceClock
 from checkpointing.client import ATTEMPT_ENV, SOCKET_ENV, AgentClient, AgentProcess
 from checkpointing.errors import CheckpointError, CommitFailed, Preempted
-from checkpointing.manager_environment import FAILURES_ENV, LOCAL_TIER_ENV, LOCATION_ENV, RESUME_ENV
+from checkpointing.manager_environment import BATCH_ENV, FAILURES_ENV, LOCAL_TIER_ENV, LOCATION_ENV, RESUME_ENV
 from checkpointing.memory import parse_bytes
 from checkpointing.restore import RestorePoint, choose
 from checkpointing.retention import Retention
@@ -54,6 +52,14 @@ def resume_policy(text: str) -> str | int:
     if text.isascii() and text.isdigit():
         return int(text)
     raise ValueError(f"resume {text!r} is not allowed; use auto, never, or the number of a committed step")
+
+
+def micro_batch_divisor() -> int:
+    """Into how many parts a micro-batch is to be cut, and how many times more of them a step is to accumulate.
+
+    1 until an attempt has run out of memory; a supervisor then doubles it. For bare loops: `resilient` does it itself.
+    """
+    return int(os.environ.get(BATCH_ENV) or 1)
 
 
 @dataclass(frozen=True)
@@ -155,10 +161,13 @@ class CheckpointManager:
         # Configuration and tokenizer: part of every checkpoint.
         self.static_files: dict[str, bytes] = {}
         self._start = (0, 0.0)
-        self._stop_signalled = False
+        self._phase, self._step = Phase.STARTING, 0
+        self._num_beats = 0
+        # When the step that runs now began; None where its time will say nothing about the next one's.
+        self._step_began: float | None = None
         self._closed = False
         self.track(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, states=states)
-        self._install_signal_handlers()
+        stop_signal.begin_reading()
 
     def track(
         self,
@@ -237,6 +246,7 @@ class CheckpointManager:
         """Say that the training loop starts, at this step."""
         self._start = (start_step, time.time())
         self._beat(Phase.TRAINING, start_step)
+        self._watch_compiler()
         if self._tracked.model is not None and self._tracked.optimizer is not None:
             self._snapshotter.reserve(self._tracked.expected_bytes())
         # What was just restored need not be saved again.
@@ -244,16 +254,53 @@ class CheckpointManager:
 
     def end_of_step(self, step: int) -> Due:
         """Heartbeat, and the agreement with all ranks on what is due now."""
-        self._beat(Phase.TRAINING, step)
+        now = time.monotonic()
+        began, self._step_began = self._step_began, now
+        self._beat(Phase.TRAINING, step, now - began if began is not None else 0.0)
         self._snapshotter.end_of_step()
-        wanted = {Flag.STOP} if self._stop_signalled or self._client.control.stop_requested else set()
+        wanted = {Flag.STOP} if self.stop_wanted else set()
         if self.rank == 0:
             price = self._snapshotter.costs.snapshot_s
-            due = self._clock.due_by_time(time.monotonic(), price, self._client.control.last_commit)
+            due = self._clock.due_by_time(now, price, self._client.control.last_commit)
             wanted |= {flag for flag, wish in zip((Flag.SNAPSHOT, Flag.SAVE), due, strict=True) if wish}
         agreed = self._agreement.exchange(wanted)
         snapshot_due, save_due = self._clock.due_by_step(step)
         return Due(Flag.STOP in agreed, save_due or Flag.SAVE in agreed, snapshot_due or Flag.SNAPSHOT in agreed)
+
+    @property
+    def stop_wanted(self) -> bool:
+        """This rank has been asked to stop; what all do about it is agreed in `end_of_step`, or by `agree_to_stop`."""
+        return stop_signal.requested() or self._client.control.stop_requested
+
+    def agree_to_stop(self) -> bool:
+        """Outside steps: whether any rank had been asked to stop when this was called the last time.
+
+        Every rank must call it equally often. What is agreed here, the next `end_of_step` does not say again.
+        """
+        return Flag.STOP in self._agreement.exchange({Flag.STOP} if self.stop_wanted else set())
+
+    def announce_batch(self, micro_batch: int, accumulation: int) -> None:
+        """Tell a supervisor how a step is cut, so that it can cut finer where memory runs out.
+
+        Args:
+            micro_batch: samples per rank in one forward and backward.
+            accumulation: of those in one step.
+        """
+        if self.rank == 0:
+            self._client.announce({"event": "batch_shape", "micro_batch": micro_batch, "accumulation": accumulation})
+
+    def pause(self) -> None:
+        """Say that what runs now is no step (an evaluation, a change of epoch), and alive.
+
+        A hang watchdog then waits longer, until the next step; call it again as a sign of life.
+        """
+        self._step_began = None
+        self._beat(Phase.BETWEEN, self._step)
+
+    def begin_step(self) -> None:
+        """Say that a step begins. Only needed after `pause`; without it, the next step's end says so."""
+        if self._phase is Phase.BETWEEN:
+            self._beat(Phase.TRAINING, self._step)
 
     def step(self, step: int, samples_consumed: int | None = None, metrics: Mapping[str, float] | None = None) -> None:
         """To be called when optimizer step number `step` is done: saves when due, stops when all have agreed to.
@@ -287,6 +334,7 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         wait: bool = False,
         commit: bool = True,
+        generators: Mapping[str, Any] | None = None,
     ) -> None:
         """Snapshot the state of a step; the copy runs beside what follows, up to the next optimizer step.
 
@@ -299,13 +347,15 @@ class CheckpointManager:
             metrics: what was measured at this step, by name; says which checkpoint is the best. Only rank 0's count.
             wait: take it even if that means waiting for an arena; without, it is skipped when all are busy.
             commit: have it committed to storage too; else it is held in memory until a newer one is.
+            generators: an earlier `rng.state` to be saved instead of the present one.
         """
         if not self.wants(step):
             return
+        self._step_began = None
         self._beat(Phase.SAVING, step)
         self._clock.done(time.monotonic(), commit=commit)
-        generators = functools.partial(torch_bytes, rng.state(self.world_size))
-        own = {**(files or {}), rng.file_name(self.rank, self.world_size): generators}
+        generators_file = functools.partial(torch_bytes, dict(generators or rng.state(self.world_size)))
+        own = {**(files or {}), rng.file_name(self.rank, self.world_size): generators_file}
         request = Request(
             step,
             samples_consumed,
@@ -317,6 +367,7 @@ class CheckpointManager:
             commit=commit,
         )
         self._snapshotter.take(self._tracked, request, self.static_files)
+        self._step_began = time.monotonic()
         self._beat(Phase.TRAINING, step)
 
     def wait_for_commit(self) -> None:
@@ -348,7 +399,8 @@ class CheckpointManager:
         if self._closed:
             return
         self._closed = True
-        step = self._client.control.read(self.local_rank).step
+        step = self._step
+        self._beat(Phase.SAVING, step)
         self._agreement.drain()
         self.wait_for_commit()
         if self._group is not None:
@@ -356,6 +408,7 @@ class CheckpointManager:
             dist.barrier(group=self._group)
         self._snapshotter.close()
         self._beat(Phase.DONE, step)
+        stop_signal.end_reading()
         self._client.close()
         if self._own_agent is not None:
             self._own_agent.close()
@@ -407,21 +460,30 @@ class CheckpointManager:
             raise CheckpointError(leader)
         return leader[0], leader[1]
 
-    def _beat(self, phase: Phase, step: int) -> None:
+    def _beat(self, phase: Phase, step: int, step_s: float = 0.0) -> None:
+        self._phase, self._step = phase, step
+        self._num_beats += 1
         start_step, start_time = self._start
-        self._client.control.write(self.local_rank, Heartbeat(phase, step, time.time(), start_step, start_time))
+        beat = Heartbeat(phase, step, time.time(), start_step, start_time, step_s, self._num_beats)
+        self._client.control.write(self.local_rank, beat)
 
-    def _install_signal_handlers(self) -> None:
-        """Preemption notices set a flag and nothing else; the step boundary acts on it."""
-        if threading.current_thread() is not threading.main_thread():
+    def _watch_compiler(self) -> None:
+        """A step in which torch.compile works takes minutes: say so, in the first one and in any later one."""
+        if "torch._dynamo" not in sys.modules:
             return
+        from torch._dynamo.callback import callback_handler
 
-        def request_stop(*_: object) -> None:
-            self._stop_signalled = True
+        def compiling(_: object) -> None:
+            if self._phase is Phase.TRAINING:
+                self._step_began = None
+                self._beat(Phase.COMPILING, self._step)
 
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            with contextlib.suppress(OSError):
-                signal.signal(number, request_stop)
+        def compiled(_: object) -> None:
+            if self._phase is Phase.COMPILING:
+                self._beat(Phase.TRAINING, self._step)
+
+        callback_handler.register_start_callback(compiling)
+        callback_handler.register_end_callback(compiled)
 
 
 def _new_group(world_size: int) -> dist.ProcessGroup | None:

@@ -3,5 +3,7 @@
 LOCATION_ENV = "CHECKPOINT_LOCATION"
 LOCAL_TIER_ENV = "CHECKPOINT_LOCAL_TIER"
 RESUME_ENV = "CHECKPOINT_RESUME"
+# Into how many parts each micro-batch is to be cut, because whole ones ran out of memory; accumulation grows alike.
+BATCH_ENV = "CHECKPOINT_MICRO_BATCH_DIVISOR"
 # "FAILURES:SECONDS": what was seen of this run so far; tells `auto` how often it fails.
 FAILURES_ENV = "CHECKPOINT_FAILURE_HISTORY"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 # Without a limit of the user's, snapshots take at most this share of the memory that is free when they are first made.
 DEFAULT_SHARE = 0.5
-_CGROUP_FILES = [
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+# Version 2 and version 1: where it is mounted, limit, usage, and what counts the kernel's kills.
+_CGROUPS = [
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "memory.events"),
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control"),
 ]
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -35,12 +37,42 @@ def available_bytes() -> int:
     text = Path("/proc/meminfo").read_text()
     match = re.search(r"MemAvailable:\s+(\d+) kB", text)
     available = int(match.group(1)) * 1024 if match else 0
-    for limit_file, usage_file in _CGROUP_FILES:
+    for folder, limit, usage, _ in _cgroups():
         with contextlib.suppress(OSError, ValueError):
-            cache = _inactive_file(usage_file.with_name("memory.stat"))
-            left = int(limit_file.read_text()) - int(usage_file.read_text()) + cache
+            cache = _inactive_file(folder / "memory.stat")
+            left = int((folder / limit).read_text()) - int((folder / usage).read_text()) + cache
             available = min(available, max(left, 0))
     return available
+
+
+def oom_kills() -> int:
+    """Processes that the kernel has ended so far because this process's cgroup, or one above it, was out of memory."""
+    kills = 0
+    for folder, *_, events in _cgroups():
+        with contextlib.suppress(OSError, ValueError):
+            match = re.search(r"^oom_kill (\d+)$", (folder / events).read_text(), re.MULTILINE)
+            kills = max(kills, int(match.group(1))) if match else kills
+    return kills
+
+
+def _cgroups() -> Iterator[tuple[Path, str, str, str]]:
+    """This process's memory cgroup and those above it, with the names of their files (cgroups(7))."""
+    own = [""]
+    with contextlib.suppress(OSError):
+        lines = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
+        own += [
+            path.strip("/")
+            for _, controllers, path in lines
+            if controllers in ("", "memory") or "memory," in controllers
+        ]
+    for mount, *names in _CGROUPS:
+        for path in dict.fromkeys(own):
+            folder = mount / path
+            while True:
+                yield folder, names[0], names[1], names[2]
+                if folder == mount or mount not in folder.parents:
+                    break
+                folder = folder.parent
 
 
 def _inactive_file(stat: Path) -> int:

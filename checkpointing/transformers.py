@@ -24,10 +24,11 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
+from checkpointing import rng
 from checkpointing.cadence import DEFAULT_OVERHEAD_CAP, Auto
 from checkpointing.data import CursorBatchSampler, CursorDataLoader
 from checkpointing.errors import CheckpointError
-from checkpointing.manager import CheckpointManager, Due
+from checkpointing.manager import CheckpointManager, Due, micro_batch_divisor
 from checkpointing.restore import LOOP_STATE_PREFIX, RestorePoint
 from checkpointing.snapshotter import SmallFile
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
@@ -77,6 +78,7 @@ def resilient(
         raise ValueError(f"resilient(save_steps={save_steps!r}) is not allowed; set args.save_steps, or use 'auto'")
     if save_steps == "auto":
         trainer.args.save_strategy = SaveStrategy.NO
+    _cut_micro_batches(trainer, micro_batch_divisor())
     manager = CheckpointManager(
         location or trainer.args.output_dir,
         keep_last=trainer.args.save_total_limit,
@@ -100,6 +102,7 @@ def resilient(
     trainer._stopping = False
     trainer._saves_by_price = save_steps == "auto"
     trainer._due = Due()
+    trainer._before_evaluation = None
     trainer.add_callback(_StepCallback(trainer))
     return trainer
 
@@ -118,6 +121,8 @@ class _ResilientMixin(_Base):
     _saves_by_price: bool
     # What all ranks have agreed on for the step that has just ended.
     _due: Due
+    # The generators' states when the evaluation that runs now began; None while none does.
+    _before_evaluation: dict[str, Any] | None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """As `Trainer.train`. A path given explicitly is loaded the Trainer's own way."""
@@ -194,10 +199,15 @@ class _ResilientMixin(_Base):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         point, self._pending_restore = self._pending_restore, None
         if point is not None:
-            self._restore_loop_state(point)
+            state = self._restore_loop_state(point)
             if self._has_cursor:
                 # Before the first batch is drawn, as in the uninterrupted run; the Trainer does it after.
                 self._manager.restore_rng(point)
+            if state.get("evaluation_due"):
+                self.control.should_evaluate = True
+                self._maybe_log_save_evaluate(
+                    self._tr_loss, None, self.model_wrapped, None, self.state.epoch, None, 0.0
+                )
         return super().get_batch_samples(*args, **kwargs)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -213,7 +223,19 @@ class _ResilientMixin(_Base):
         self._snapshot(commit=True)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self.control.should_evaluate:
+            self._manager.pause()
+            # Where this step is saved already, what is cut short could not be saved as due.
+            if self._manager.wants(self.state.global_step):
+                self._before_evaluation = rng.state(self.args.world_size)
+        try:
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+        except _EvaluationCutShort:
+            self._stopping = True
+            self.control.should_evaluate = self.control.should_save = False
+            self._snapshot(commit=True)
+        finally:
+            self._before_evaluation = None
         due, self._due = self._due, Due()
         # After logging and evaluation, as a save would be: what they change belongs to this step.
         if due.snapshot:
@@ -242,7 +264,14 @@ class _ResilientMixin(_Base):
         samples = step * self.get_total_train_batch_size(self.args)
         last = step >= self.state.max_steps
         manager.save(
-            step, samples, own, shared, metrics=self._metrics_now(), wait=self._stopping or last, commit=commit
+            step,
+            samples,
+            own,
+            shared,
+            metrics=self._metrics_now(),
+            wait=self._stopping or last,
+            commit=commit,
+            generators=self._before_evaluation if self._stopping else None,
         )
         if self._stopping:
             manager.stop(step)
@@ -279,22 +308,26 @@ class _ResilientMixin(_Base):
         # Read from the device later: now it would have to wait for all work enqueued there.
         loss = self._tr_loss.detach().clone()
         state: dict[str, Any] = {"last_logged": self._globalstep_last_logged}
+        if self._stopping and self._before_evaluation is not None:
+            # It was cut short, and is done anew by whoever goes on from here.
+            state["evaluation_due"] = True
         if hasattr(self, "_metrics"):
             state["metrics"] = {name: list(values) for name, values in self._metrics["train"].items()}
             state["train_tokens"] = self._total_train_tokens
         return lambda: json.dumps({"tr_loss": loss.item(), **state}).encode()
 
-    def _restore_loop_state(self, point: RestorePoint) -> None:
+    def _restore_loop_state(self, point: RestorePoint) -> dict[str, Any]:
         name = f"{LOOP_STATE_PREFIX}{self.args.process_index}.json"
         if not point.has(name):
-            return
-        state = point.json(name)
+            return {}
+        state: dict[str, Any] = point.json(name)
         self._tr_loss += state["tr_loss"]
         self._globalstep_last_logged = state["last_logged"]
         if "metrics" in state and hasattr(self, "_metrics"):
             for metric, values in state["metrics"].items():
                 self._metrics["train"][metric] = values
             self._total_train_tokens = state["train_tokens"]
+        return state
 
     # -- restoring -----------------------------------------------------------------------------------------------
 
@@ -323,6 +356,10 @@ class _ResilientMixin(_Base):
             self._manager.restore_rng(self._restore_point)
 
 
+class _EvaluationCutShort(Exception):
+    """All ranks have agreed to stop in the middle of an evaluation."""
+
+
 class _StepCallback(TrainerCallback):
     """Heartbeats and the agreed stop."""
 
@@ -333,7 +370,28 @@ class _StepCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._trainer._track()
+        self._trainer._manager.announce_batch(self._trainer._train_batch_size, args.gradient_accumulation_steps)
         self._trainer._manager.begin(state.global_step)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._trainer._manager.begin_step()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._trainer._manager.pause()
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        trainer = self._trainer
+        if not trainer.is_in_train:
+            return
+        trainer._manager.pause()
+        if trainer._before_evaluation is not None and trainer._manager.agree_to_stop():
+            raise _EvaluationCutShort
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         trainer = self._trainer
@@ -348,6 +406,23 @@ class _StepCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._trainer._manager.close()
+
+
+def _cut_micro_batches(trainer: Trainer, divisor: int) -> None:
+    """The same samples in each step, in smaller portions.
+
+    Raises:
+        CheckpointError: they cannot be cut into that many parts.
+    """
+    args = trainer.args
+    if args.per_device_train_batch_size % divisor:
+        raise CheckpointError(
+            f"out of memory: per_device_train_batch_size={args.per_device_train_batch_size} cannot be cut into "
+            f"{divisor} equal parts; choose a power of two, or a smaller one with more gradient_accumulation_steps"
+        )
+    args.per_device_train_batch_size //= divisor
+    args.gradient_accumulation_steps *= divisor
+    trainer._train_batch_size = args.train_batch_size
 
 
 def _metric_name(metric: str | None) -> str | None:

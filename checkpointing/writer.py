@@ -90,8 +90,10 @@ class Writer:
                 ("digest", self._digest_loop),
                 ("commit", self._commit_loop),
                 ("upload", self._upload_loop),
+                ("note", self._note_loop),
             )
         ]
+        self._notes: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._num_uploads = 0
         self._look_waits = False
         self._num_uploads_lock = threading.Lock()
@@ -102,10 +104,14 @@ class Writer:
 
     def close(self) -> None:
         """End the threads, after what was handed over."""
-        for tasks in (self._to_digest, self._to_commit, self._to_upload):
+        for tasks in (self._to_digest, self._to_commit, self._to_upload, self._notes):
             tasks.put(None)
         for thread in self._threads:
             thread.join()
+
+    def note(self, text: str) -> None:
+        """Keep a supervisor's note beside the checkpoints, where the next one finds it."""
+        self._notes.put(text)
 
     @property
     def uploading(self) -> bool:
@@ -290,6 +296,14 @@ class Writer:
                     self._tell({"event": "pruned", "step": step, "tier": tier}, None)
         except Exception as error:
             self._tell({"event": "prune_failed", "tier": tier, "error": _text(error)}, None)
+
+    def _note_loop(self) -> None:
+        while (text := self._notes.get()) is not None:
+            try:
+                self._tiers.durable.write_note(text.encode())
+            except Exception as error:
+                tier = self._tiers.name(self._tiers.durable)
+                self._tell({"event": "note_failed", "tier": tier, "error": _text(error)}, None)
 
     # -- from tier to tier ---------------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ _CONFIG_OPTIONS = [
     click.option("--rdzv-endpoint", "--rdzv_endpoint", metavar="HOST:PORT", help="Where the machines meet."),
     click.option("--master-addr", "--master_addr", help="As in torchrun; with --master-port, instead of the above."),
     click.option("--master-port", "--master_port", type=int),
+    click.option("--local-addr", "--local_addr", metavar="ADDRESS", help="By which the others reach this machine."),
 ]
 
 
@@ -43,7 +44,13 @@ def _config_options(command: Any) -> Any:
     return command
 
 
-def _load(config_path: str | None, output_dir: str | None, settings: tuple[str, ...], launch: dict[str, Any]) -> Any:
+def _load(
+    config_path: str | None,
+    output_dir: str | None,
+    settings: tuple[str, ...],
+    launch: dict[str, Any],
+    restart: dict[str, Any] | None = None,
+) -> Any:
     from runner.config import load_config, parse_setting
 
     overrides = [parse_setting(text) for text in settings]
@@ -53,6 +60,9 @@ def _load(config_path: str | None, output_dir: str | None, settings: tuple[str, 
         if value is not None:
             text = int(value) if name == "nproc_per_node" and str(value).lstrip("-").isdigit() else value
             overrides.append((f"launch.{name}", text, f"--{name.replace('_', '-')} {value}"))
+    for name, value in (restart or {}).items():
+        if value is not None:
+            overrides.append((f"restart.{name}", value, f"--{name.removesuffix('_s').replace('_', '-')} {value}"))
     return load_config(config_path, os.environ, overrides)
 
 
@@ -63,7 +73,7 @@ def cli() -> None:
 
     \b
     Exit codes of `start`:  0 done · 2 usage · 75 checkpointed, start me again · 76 restarts spent ·
-    78 would fail again · 79 no progress · 81 no valid checkpoint
+    74 storage failed · 78 would fail again · 79 no progress · 80 bad node · 81 no valid checkpoint
     """
 
 
@@ -72,6 +82,7 @@ def cli() -> None:
 @click.option("--resume", default="auto", show_default=True, metavar="auto|never|STEP", help="Where to go on from.")
 @click.option("--overwrite", is_flag=True, help="With --resume never: move an existing run aside and start anew.")
 @click.option("--max-restarts", "--max_restarts", type=int, help="Restarts without a new checkpoint between them.")
+@click.option("--grace", type=float, metavar="SECONDS", help="From a stop request to the end of the ranks.")
 @click.option("--cold", is_flag=True, default=None, help="Fresh interpreters instead of forks of a preloaded one.")
 @click.argument("script", required=False)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -82,6 +93,7 @@ def start(
     resume: str,
     overwrite: bool,
     max_restarts: int | None,
+    grace: float | None,
     script: str | None,
     args: tuple[str, ...],
     **launch: Any,
@@ -91,13 +103,14 @@ def start(
     Without SCRIPT: supervised fine-tuning as configured. With SCRIPT (and its ARGS): your own training script, as
     torchrun would run it; let it save through checkpointing.transformers.resilient to make it resumable.
     """
+    from runner.follower import Follower
+    from runner.node import Job
     from runner.progress import ProgressDisplay
     from runner.summary import render
-    from runner.supervisor import Job, Supervisor, check_resume_step, check_storage
+    from runner.supervisor import Supervisor, check_resume_step, check_storage
 
-    config = _load(config_path, output_dir, settings, launch)
-    if max_restarts is not None:
-        config.restart.max_restarts = max_restarts
+    restart = {"max_restarts": max_restarts, "grace_s": grace}
+    config = _load(config_path, output_dir, settings, launch, restart)
     if script is not None and not Path(script).is_file():
         raise UsageError(f"script {script!r} does not exist; give the path of a Python file")
     directory = _directory(config)
@@ -125,7 +138,8 @@ def start(
     display.message(f"run {directory.run_id()} in {directory.root}, resume {resume}")
     for caveat in caveats:
         display.message(caveat)
-    exit_code = Supervisor(config, directory, job, display).run()
+    role = Supervisor if first_node else Follower
+    exit_code = role(config, directory, job, display).run()
     if first_node:
         click.echo(render(_summary(directory), _places(config, directory)))
     sys.exit(int(exit_code))

@@ -94,9 +94,35 @@ class LaunchConfig(_Section):
     """host:port where the machines meet. None: master_addr:master_port, or a free local port for one machine."""
     master_addr: str | None = None
     master_port: int = Field(default=29500, ge=1, le=65535)
+    peer_port: int | None = Field(default=None, ge=1, le=65535)
+    """Port on the first machine where the runners of several machines talk. None: the rendezvous port + 1."""
+    local_addr: str | None = None
+    """Address or name of this machine that the others reach it by; None: its host name."""
+    rendezvous_timeout_s: float = Field(default=600.0, gt=0)
+    """How long a machine waits for the others, at the start and after one was lost."""
     cold: bool = False
     """Start every rank in a fresh interpreter instead of forking a preloaded one: for scripts that start CUDA or
     threads when imported."""
+
+    @property
+    def endpoint(self) -> str:
+        """host:port of the rendezvous between machines."""
+        return self.rdzv_endpoint or f"{self.master_addr or 'localhost'}:{self.master_port}"
+
+    @property
+    def peer_address(self) -> tuple[str, int]:
+        """Host and port of the first machine's runner.
+
+        Raises:
+            ValueError: the rendezvous endpoint names no port to count from.
+        """
+        host, _, port = self.endpoint.rpartition(":")
+        if not host or not port.isdigit():
+            host, port = self.endpoint.rstrip(":"), str(self.master_port)
+        number = self.peer_port or int(port) + 1
+        if not 0 < number < 65536:
+            raise ValueError(f"port {number} of the runners' own connection is none; set launch.peer_port")
+        return host.strip("[]"), number
 
 
 def _yaml_off(value: Any) -> Any:
@@ -117,10 +143,18 @@ class RestartConfig(_Section):
     max_restarts: int = Field(default=5, ge=0)
     """Restarts without a newly committed checkpoint between them, before giving up."""
     backoff_initial_s: float = Field(default=1.0, ge=0)
+    """Wait before the second restart without progress; the first one comes at once, each further one waits twice as
+    long."""
     backoff_max_s: float = Field(default=60.0, ge=0)
     backoff_jitter_s: float = Field(default=1.0, ge=0)
     grace_s: float = Field(default=60.0, ge=0)
     """After a stop request, how long the ranks may take to snapshot and end."""
+    hang_timeout_s: Annotated[float, Field(gt=0)] | None = None
+    """A step without end is a hang after this. None: 3 x the 99th percentile of this run's own steps + 5 s."""
+    first_step_timeout_s: float = Field(default=1800.0, gt=0)
+    """The same for the first steps of an attempt, and while torch.compile works."""
+    quiet_timeout_s: float = Field(default=1800.0, gt=0)
+    """The same for what is no step: start-up, restore, saving; and between two batches of an evaluation."""
     preemption_notices: Annotated[Literal["off", "aws", "gcp", "azure"], BeforeValidator(_yaml_off)] = "off"
     """The cloud whose metadata service is asked whether this machine is about to go; such a notice is a stop request.
     aws: spot interruption and rebalance recommendation; gcp: preemption and host maintenance that terminates; azure:
@@ -286,6 +320,10 @@ def _resolve_nodes(config: Config, source_of: Any) -> None:
 
 
 def _check_files(config: Config, source_of: Any) -> None:
+    try:
+        _ = config.launch.peer_address
+    except ValueError as error:
+        raise UsageError(f"{source_of('launch.rdzv_endpoint')}: {error}") from None
     try:
         _ = config.tiers
     except ValueError as error:

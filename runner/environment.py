@@ -17,7 +17,16 @@ CONFIG_VARIABLES: dict[str, str] = {
     "MASTER_PORT": "launch.master_port",
     "WORLD_SIZE": "launch.world_size",
     "RANK": "launch.node_rank",
+    # torchrun's own names, which Kubeflow's Trainer sets; they go before those above.
+    "PET_MASTER_ADDR": "launch.master_addr",
+    "PET_MASTER_PORT": "launch.master_port",
+    "PET_NNODES": "launch.nnodes",
+    "PET_NPROC_PER_NODE": "launch.nproc_per_node",
+    "PET_NODE_RANK": "launch.node_rank",
+    "PET_RDZV_ENDPOINT": "launch.rdzv_endpoint",
 }
+# What torchrun sets for each rank.
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Passed on to the ranks untouched: NCCL_*, TORCH_*, CUDA_*, HF_*, OMP_NUM_THREADS, GLOO_SOCKET_IFNAME.
 
 

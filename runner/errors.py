@@ -3,7 +3,8 @@
 RunnerError
 ├── UsageError          2   the user's configuration or command line; one line, no traceback
 ├── RunBusy             2   another runner works on this run
-└── LaunchError         78  the launcher or agent cannot be started at all
+├── LaunchError         78  the launcher or agent cannot be started at all
+└── PeersMissing        76  another machine of the run does not come (back)
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class ExitCode(IntEnum):
     BUDGET_SPENT = 76  # transient failures, more than max_restarts without a new checkpoint between them
     DETERMINISTIC = 78  # it would fail the same way again
     NO_PROGRESS = 79  # the budget is spent and not one step was committed
+    BAD_NODE = 80  # this machine is at fault: start me on another one
     NO_VALID_CHECKPOINT = 81  # checkpoints exist, none can be loaded
 
 
@@ -44,3 +46,9 @@ class RunBusy(RunnerError):
 
 class LaunchError(RunnerError):
     """The launcher or the checkpoint agent cannot be started."""
+
+
+class PeersMissing(RunnerError):
+    """Another machine of the run did not come, or did not come back, in time."""
+
+    exit_code = ExitCode.BUDGET_SPENT

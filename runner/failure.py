@@ -6,7 +6,7 @@ import json
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,17 @@ class FailureKind(Enum):
     PREEMPTED = "preempted"
     ENDED = "ended at once"  # by a stop request that left no time, or nothing, to save
     CRASHED = "crashed"  # a signal, a lost peer, an error in mid-training
+    OUT_OF_MEMORY = "out of memory"  # of the GPU, of the process, or of its cgroup
+    HUNG = "hung"  # no sign of life within the deadline of its phase
     BOOT = "boot failure"  # a Python error before the first step: it would come again
     NO_VALID_CHECKPOINT = "no valid checkpoint"
     FENCED = "fenced"  # a newer attempt of this run has begun elsewhere
     STORAGE_FAILED = "storage failed"  # too many saves in a row; training ended in good order
     AGENT_LOST = "checkpoint agent lost"
     LAUNCHER_LOST = "launcher lost"
+    NODE_LOST = "node lost"  # another machine is silent or gone
+    RUNNER_LOST = "runner lost"  # an earlier `runner start` ended without a word
+    BAD_NODE = "bad node"  # this machine's hardware or driver is at fault
 
 
 # What a rank raises when another rank has gone: an effect, never the cause.
@@ -34,6 +39,22 @@ _CASCADE = re.compile(
     re.IGNORECASE,
 )
 
+# Of the device, of the host, and of a process that may not have more.
+_OUT_OF_MEMORY = re.compile(
+    r"OutOfMemoryError|out of memory|^MemoryError|can.t allocate memory|Cannot allocate memory"
+    r"|CUBLAS_STATUS_ALLOC_FAILED",
+    re.IGNORECASE,
+)
+# What another try on the same machine would only meet again.
+_BAD_NODE = re.compile(
+    r"uncorrectable (ECC|NVLink) error|ECC error|GPU (has )?fallen off the bus|device is lost|hardware error"
+    r"|CUDA driver version is insufficient|Unable to determine the device handle|system not yet initialized"
+    r"|nvmlInit.*fail|devices? .*unavailable",
+    re.IGNORECASE,
+)
+
+# A machine that was told to end, or that ended because another one was silent.
+_EFFECTS = {FailureKind.ENDED, FailureKind.NODE_LOST}
 _EXTERNAL_SIGNALS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 
 
@@ -72,6 +93,49 @@ class Failure:
     step: int = 0
     fingerprint: str = ""
 
+    @property
+    def is_effect(self) -> bool:
+        """It may be what a failure elsewhere has led to."""
+        return self.kind in _EFFECTS or (self.kind is FailureKind.CRASHED and is_effect(self.cause))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "kind": self.kind.value}
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Failure:
+        """
+        Raises:
+            ValueError, KeyError, TypeError: `to_dict` did not make it.
+        """
+        rank = fields["rank"]
+        return cls(
+            FailureKind(fields["kind"]),
+            str(fields["cause"]),
+            int(rank) if rank is not None else None,
+            int(fields["step"]),
+            str(fields["fingerprint"]),
+        )
+
+
+def _distance_from_cause(failure: Failure) -> tuple[bool, bool, bool]:
+    return failure.kind is FailureKind.ENDED, failure.is_effect, failure.kind is not FailureKind.NODE_LOST
+
+
+def combine(failures: Sequence[Failure]) -> Failure:
+    """One failure of several machines' for one attempt, the first machine's first: a cause goes before its effects.
+
+    Finished and preempted count only if all machines say so.
+    """
+    step = max(failure.step for failure in failures)
+    good = (FailureKind.FINISHED, FailureKind.PREEMPTED)
+    bad = [failure for failure in failures if failure.kind not in good]
+    if not bad:
+        # Those that had finished before the others agreed to stop have nothing left to do.
+        chosen = next((failure for failure in failures if failure.kind is FailureKind.PREEMPTED), failures[0])
+    else:
+        chosen = min(bad, key=_distance_from_cause)
+    return Failure(chosen.kind, chosen.cause, chosen.rank, step, chosen.fingerprint)
+
 
 def read_error_file(path: Path) -> tuple[str, str | None, float | None] | None:
     """Error, innermost frame and time from a torchelastic error file; None where there is none to read."""
@@ -88,7 +152,9 @@ def read_error_file(path: Path) -> tuple[str, str | None, float | None] | None:
         return None
 
 
-def classify(ends: Sequence[RankEnd], *, finished: bool, started_step: int, step: int) -> Failure:
+def classify(
+    ends: Sequence[RankEnd], *, finished: bool, started_step: int, step: int, kernel_oom_kills: int = 0
+) -> Failure:
     """Find the cause of an attempt's end.
 
     Args:
@@ -96,6 +162,7 @@ def classify(ends: Sequence[RankEnd], *, finished: bool, started_step: int, step
         finished: all ranks ended with status 0.
         started_step: step that the attempt started from.
         step: its last finished step.
+        kernel_oom_kills: processes that the kernel has ended in this cgroup meanwhile, for want of memory.
     """
     if finished:
         return Failure(FailureKind.FINISHED, "all ranks finished", step=step)
@@ -107,6 +174,11 @@ def classify(ends: Sequence[RankEnd], *, finished: bool, started_step: int, step
     if first.error is None:
         cause = _describe_exit(first)
         # A kill comes from outside and may strike at any step; a crash of the program itself repeats.
+        if kernel_oom_kills and first.exit_code in (None, -signal.SIGKILL):
+            cause = (
+                f"rank {first.rank} was killed by the kernel: the memory limit of this machine or container is reached"
+            )
+            return Failure(FailureKind.OUT_OF_MEMORY, cause, first.rank, step)
         own_fault = first.exit_code is not None and -first.exit_code not in _EXTERNAL_SIGNALS
         return Failure(FailureKind.CRASHED, cause, first.rank, step, f"{cause}|{step}" if own_fault else "")
     cause = f"rank {first.rank}: {first.error}"
@@ -116,18 +188,27 @@ def classify(ends: Sequence[RankEnd], *, finished: bool, started_step: int, step
     elif first.error.startswith("StorageUnreachable"):
         # It may be back by the next attempt, before the first step or in the middle.
         return Failure(FailureKind.CRASHED, cause, first.rank, step)
-    elif step <= started_step and not _CASCADE.search(first.error):
+    elif _OUT_OF_MEMORY.search(first.error):
+        kind = FailureKind.OUT_OF_MEMORY
+    elif _BAD_NODE.search(first.error):
+        kind = FailureKind.BAD_NODE
+    elif step <= started_step and not is_effect(first.error):
         kind = FailureKind.BOOT
     else:
         kind = FailureKind.CRASHED
     return Failure(kind, cause, first.rank, step, fingerprint)
 
 
+def is_effect(error: str) -> bool:
+    """Whether a rank's error is what it says when another rank has gone."""
+    return bool(_CASCADE.search(error))
+
+
 def _first_cause(ends: Sequence[RankEnd]) -> RankEnd:
     """The rank that failed first: one with an error of its own, or one that died by a signal, before any cascade."""
 
     def is_cascade(end: RankEnd) -> bool:
-        return end.error is not None and bool(_CASCADE.search(end.error))
+        return end.error is not None and is_effect(end.error)
 
     return min(ends, key=lambda end: (is_cascade(end), end.order, end.error_time or 0.0))
 

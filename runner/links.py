@@ -20,7 +20,7 @@ from checkpointing.client import AgentProcess
 from checkpointing.errors import AgentUnavailable
 from checkpointing.protocol import Message
 from runner.errors import LaunchError
-from runner.failure import RankEnd, read_error_file
+from runner.failure import RankEnd, is_effect, read_error_file
 
 
 class AgentLink:
@@ -174,6 +174,16 @@ class RankWatch:
     @property
     def failed(self) -> bool:
         return any(rank not in self.done for rank in self.deaths)
+
+    @property
+    def cause_known(self) -> bool:
+        """Some rank has failed of itself: what the others would say now is its effect."""
+        for rank in self.deaths:
+            if rank not in self.done:
+                found = read_error_file(Path(self.error_files.get(rank) or "/nonexistent"))
+                if found is None or not is_effect(found[0]):
+                    return True
+        return False
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Signal all that are left; safe against reused pids."""

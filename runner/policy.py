@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from runner.errors import ExitCode
 from runner.failure import Failure, FailureKind
+
+# Of scripts that do not say how they cut their batches.
+_MAX_DIVISOR = 64
 
 
 @dataclass(frozen=True)
@@ -18,11 +22,47 @@ class AttemptRecord:
 
 
 @dataclass(frozen=True)
+class BatchShape:
+    """How one rank's share of a global batch is cut.
+
+    Attributes:
+        micro_batch: samples in one forward and backward; None where the script has not said.
+        accumulation: of those in one step.
+        divisor: into how many parts the configured micro-batch is cut.
+    """
+
+    micro_batch: int | None = None
+    accumulation: int = 1
+    divisor: int = 1
+
+    def halved(self) -> BatchShape | None:
+        """The same global batch in half as large portions; None where that cannot be."""
+        if self.micro_batch is None:
+            return BatchShape(divisor=2 * self.divisor) if 2 * self.divisor <= _MAX_DIVISOR else None
+        if self.micro_batch % 2:
+            return None
+        return BatchShape(self.micro_batch // 2, 2 * self.accumulation, 2 * self.divisor)
+
+    def __str__(self) -> str:
+        if self.micro_batch is None:
+            return f"micro-batches cut into {self.divisor} parts"
+        return f"micro-batch {self.micro_batch} x accumulation {self.accumulation}"
+
+
+WHOLE_BATCHES = BatchShape()
+
+
+@dataclass(frozen=True)
 class Restart:
-    """Try again. `failures_in_a_row` counts since the last newly committed step; backoff grows with it."""
+    """Try again. `failures_in_a_row` counts since the last newly committed step; backoff grows with it.
+
+    Attributes:
+        batch: how batches are to be cut from now on.
+    """
 
     failures_in_a_row: int
     reason: str
+    batch: BatchShape = WHOLE_BATCHES
 
 
 @dataclass(frozen=True)
@@ -33,40 +73,64 @@ class Stop:
     reason: str
 
 
-def decide(history: Sequence[AttemptRecord], *, max_restarts: int, stop_requested: bool) -> Restart | Stop:
-    """The decision after the last attempt of `history` (oldest first, at least one).
+_ENDINGS = {
+    FailureKind.FENCED: ExitCode.DETERMINISTIC,
+    FailureKind.STORAGE_FAILED: ExitCode.STORAGE_FAILED,
+    FailureKind.NO_VALID_CHECKPOINT: ExitCode.NO_VALID_CHECKPOINT,
+}
+
+
+def decide(
+    history: Sequence[AttemptRecord], *, max_restarts: int, stop_requested: bool, batch: BatchShape = WHOLE_BATCHES
+) -> Restart | Stop:
+    """The decision after the last attempt of `history` (oldest first, at least one; preemptions are not in it).
 
     The budget of restarts refills whenever a new step has been committed.
     """
     failure = history[-1].failure
     if failure.kind is FailureKind.FINISHED:
         return Stop(ExitCode.DONE, failure.cause)
-    if failure.kind is FailureKind.FENCED:
-        return Stop(ExitCode.DETERMINISTIC, failure.cause)
-    if failure.kind is FailureKind.STORAGE_FAILED:
-        return Stop(ExitCode.STORAGE_FAILED, failure.cause)
+    if failure.kind in _ENDINGS:
+        return Stop(_ENDINGS[failure.kind], failure.cause)
     if failure.kind in (FailureKind.PREEMPTED, FailureKind.ENDED) or stop_requested:
         return Stop(ExitCode.PREEMPTED, "stopped on request; the same command goes on from the last checkpoint")
-    if failure.kind is FailureKind.NO_VALID_CHECKPOINT:
-        return Stop(ExitCode.NO_VALID_CHECKPOINT, failure.cause)
+    if failure.kind is FailureKind.BAD_NODE:
+        return Stop(ExitCode.BAD_NODE, f"this machine is at fault, start the run on another one: {failure.cause}")
     if failure.kind is FailureKind.BOOT:
         return Stop(ExitCode.DETERMINISTIC, f"failed before its first step, and would again: {failure.cause}")
+    in_a_row = failures_in_a_row(history)
+    if failure.kind is FailureKind.OUT_OF_MEMORY:
+        smaller = batch.halved()
+        if smaller is None:
+            return Stop(
+                ExitCode.DETERMINISTIC,
+                f"{failure.cause}; with {batch} there is nothing left to halve: choose a smaller model, shorter "
+                "sequences, or a machine with more memory",
+            )
+        # Bounded by itself, so that it needs no budget.
+        return Restart(in_a_row, f"{failure.cause}: retrying with {smaller}", smaller)
     if len(history) > 1 and failure.fingerprint and history[-2].failure.fingerprint == failure.fingerprint:
         return Stop(ExitCode.DETERMINISTIC, f"the same failure at step {failure.step} twice: {failure.cause}")
-    in_a_row = failures_in_a_row(history)
     if in_a_row > max_restarts:
         if history[-1].committed_step < 0:
             return Stop(ExitCode.NO_PROGRESS, f"{in_a_row} failures and not one checkpoint: {failure.cause}")
         return Stop(ExitCode.BUDGET_SPENT, f"{in_a_row} failures without a new checkpoint: {failure.cause}")
-    return Restart(in_a_row, failure.cause)
+    return Restart(in_a_row, failure.cause, batch)
 
 
 def failures_in_a_row(history: Sequence[AttemptRecord]) -> int:
-    """Attempts at the end of `history` that ended with the same newest committed step."""
+    """Failures at the end of `history` with the same newest committed step; running out of memory costs none."""
     last = history[-1].committed_step
     count = 0
     for record in reversed(history):
         if record.committed_step != last:
             break
-        count += 1
+        count += record.failure.kind is not FailureKind.OUT_OF_MEMORY
     return count
+
+
+def backoff_s(failures_in_a_row: int, *, initial_s: float, max_s: float, jitter_s: float) -> float:
+    """How long to wait before the next attempt: not at all after a first failure, then doubling, with jitter."""
+    if failures_in_a_row <= 1:
+        return 0.0
+    return min(initial_s * 2.0 ** min(failures_in_a_row - 2, 60) + random.uniform(0.0, jitter_s), max_s)

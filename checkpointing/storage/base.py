@@ -266,6 +266,22 @@ class Storage(ABC):
         """Remove what dead writers left half written; returns the names."""
 
     @abstractmethod
+    def read_note(self) -> bytes | None:
+        """What a supervisor has written down about the run beside its checkpoints; None where it has not.
+
+        Raises:
+            OSError: storage refused.
+        """
+
+    @abstractmethod
+    def write_note(self, data: bytes) -> None:
+        """Replace the note; a crash leaves the old one or the new one.
+
+        Raises:
+            OSError: storage refused.
+        """
+
+    @abstractmethod
     def _put_fence(self, fence: Fence) -> None:
         """Write it down durably.
 

@@ -22,9 +22,10 @@ from checkpointing.storage.base import CHECKPOINT_PREFIX, Fence, Storage
 from checkpointing.storage.writing import write_file
 
 _CHECKPOINT = re.compile(rf"^{CHECKPOINT_PREFIX}(\d+)$")
-_TEMPORARY = re.compile(rf"^\.({CHECKPOINT_PREFIX}\d+|fence\.json)\.\d+\.tmp$")
+_TEMPORARY = re.compile(rf"^\.({CHECKPOINT_PREFIX}\d+|fence\.json|runner\.json)\.\d+\.tmp$")
 _ASIDE = re.compile(rf"^{CHECKPOINT_PREFIX}\d+\.(invalid|superseded)(-\d+)?$")
 _FENCE_NAME = ".fence.json"
+_NOTE_NAME = ".runner.json"
 _REMOVING = re.compile(rf"^\.{CHECKPOINT_PREFIX}\d+\.removing$")
 
 
@@ -182,17 +183,34 @@ class LocalStorage(Storage):
             raise InvalidCheckpoint(str(path), f"{MANIFEST_NAME} cannot be read ({error.strerror})") from None
         return Manifest.from_json(data, str(path))
 
+    def read_note(self) -> bytes | None:
+        try:
+            return (self.root / _NOTE_NAME).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def write_note(self, data: bytes) -> None:
+        self._replace(_NOTE_NAME, data, os.getpid())
+
     def _put_fence(self, fence: Fence) -> None:
-        self.root.mkdir(parents=True, exist_ok=True)
-        temporary = self.root / f"{_FENCE_NAME}.{fence.attempt}.tmp"
-        with temporary.open("wb") as file:
-            file.write(fence.to_json())
-            file.flush()
-            os.fsync(file.fileno())
-        failpoint("fence.written")
-        temporary.rename(self.root / _FENCE_NAME)
-        fsync_directory(self.root)
+        self._replace(_FENCE_NAME, fence.to_json(), fence.attempt, lambda: failpoint("fence.written"))
         failpoint("fence.published")
+
+    def _replace(self, name: str, data: bytes, mark: int, written: Callable[[], None] = lambda: None) -> None:
+        """Give a small file new contents; a crash leaves the old ones or the new ones. `mark` is its writer's."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        temporary = self.root / f"{name}.{mark}.tmp"
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            written()
+            temporary.rename(self.root / name)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        fsync_directory(self.root)
 
     def _sizes(self, step: int | None = None) -> dict[str, int]:
         sizes = {}

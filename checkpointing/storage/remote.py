@@ -4,6 +4,7 @@
     <location>/checkpoint-<step>/<attempt>.<nonce>/<file>       what it names; no two writers share a folder
     <location>/checkpoint-<step>/manifest.<label>.<nonce>.json  set aside: kept, but nothing resumes from it
     <location>/fence/<attempt>.json                             an attempt has begun: see `Fence`
+    <location>/runner.json                                      a supervisor's note
 
 There is no rename, so a checkpoint is what its manifest names.
 """
@@ -26,6 +27,7 @@ from checkpointing.storage.objects import ObjectStore, StorageError, StorageTime
 _MANIFEST = re.compile(rf"^{CHECKPOINT_PREFIX}(\d+)/{re.escape(MANIFEST_NAME)}$")
 _ASIDE = re.compile(rf"^{CHECKPOINT_PREFIX}(\d+)/manifest\.(invalid|superseded)\.[0-9a-f]+\.json$")
 _DATA = re.compile(rf"^({CHECKPOINT_PREFIX}\d+/(\d+)\.[0-9a-f]+)/")
+_NOTE = "runner.json"
 _FENCE = re.compile(r"^fence/(\d+)\.json$")
 
 
@@ -209,6 +211,12 @@ class RemoteStorage(Storage):
         self.store.delete(orphans)
         self.store.abort_uploads()
         return sorted({key.rsplit("/", 1)[0] for key in orphans})
+
+    def read_note(self) -> bytes | None:
+        return self.store.get(_NOTE)
+
+    def write_note(self, data: bytes) -> None:
+        self.store.put(_NOTE, data)
 
     def _put_fence(self, fence: Fence) -> None:
         key, data = f"fence/{fence.attempt}.json", fence.to_json()

@@ -10,6 +10,7 @@ import runpy
 import sys
 from typing import Any
 
+from checkpointing import stop_signal
 from runner import processes
 from runner.training.events import EventSender
 
@@ -21,13 +22,15 @@ def run_rank(spec: dict[str, Any]) -> None:
         spec: `env` to set, `events` socket, `config` file; `script` and `args` where the user has an own script.
     """
     processes.die_with_parent()
+    sender = EventSender(spec["events"])
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    # A notice may come to one rank alone, at any moment from now on.
+    stop_signal.install(lambda: sender.send("stop_signal", rank=rank))
     os.environ.update(spec["env"])
     faulthandler.enable()
     # A child of a fork server inherits its start method; a script's own workers (a DataLoader's) are to start as they
     # would under torchrun, by the platform's default, not by importing the script again.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
-    sender = EventSender(spec["events"])
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     sender.send("rank_started", rank=rank, local_rank=local_rank, pid=os.getpid(), error_file=error_file)
     if spec["script"] is None:

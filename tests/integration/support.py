@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +66,48 @@ def script(folder: Path, num_workers: int = 0) -> list[str]:
         .replace("NUM_WORKERS", str(num_workers))
     )
     return [str(path), "--steps", "60"]
+
+
+# A plain Trainer with dropout; `at_step(step, attempt)` is called on every rank when a step has ended.
+TROUBLED_SCRIPT = """
+import os, sys, time
+import torch
+from datasets import Dataset
+from transformers import SmolLM3Config, SmolLM3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from checkpointing.transformers import resilient
+
+RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ["CHECKPOINT_ATTEMPT"])
+class Trouble(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        time.sleep(0.05)
+        at_step(state.global_step, args)
+    def on_prediction_step(self, args, state, control, **_):
+        at_evaluation(state.global_step)
+def at_step(step, args): pass
+def at_evaluation(step): pass
+TROUBLE
+torch.manual_seed(0)
+model = SmolLM3ForCausalLM(SmolLM3Config(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, attention_dropout=0.2, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+rows = Dataset.from_dict({"input_ids": torch.randint(3, 64, (96, 16)).tolist()})
+rows = rows.map(lambda row: {"labels": row["input_ids"]})
+args = TrainingArguments(
+    FOLDER, max_steps=40, per_device_train_batch_size=4, save_steps=10, use_cpu=True, report_to="none",
+    disable_tqdm=True, logging_steps=5, dataloader_pin_memory=False, OPTIONS)
+trainer = resilient(Trainer(model=model, args=args, train_dataset=rows, eval_dataset=rows))
+trainer.add_callback(Trouble())
+trainer.train()
+"""
+
+
+def troubled(folder: Path, trouble: str = "", options: str = "") -> list[str]:
+    """A script of 40 steps (a commit every 10) that gets into trouble by itself."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "troubled.py"
+    text = TROUBLED_SCRIPT.replace("TROUBLE", textwrap.dedent(trouble)).replace("FOLDER", repr(str(folder / "hf")))
+    path.write_text(text.replace("OPTIONS", options))
+    return [str(path)]
 
 
 class Run:

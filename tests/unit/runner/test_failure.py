@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.failure import FailureKind, RankEnd, classify, read_error_file
+from runner.failure import Failure, FailureKind, RankEnd, classify, combine, read_error_file
 
 K = FailureKind
 PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234"
@@ -28,6 +28,24 @@ PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by p
         ([RankEnd(0, 0, 1, "StorageUnreachable: no answer")], 0, K.CRASHED, 0, "no answer"),
         ([RankEnd(0, 0, 3)], 30, K.CRASHED, 0, "exited with status 3"),
         ([], 0, K.LAUNCHER_LOST, None, "without a word"),
+        (
+            [RankEnd(0, 0, 1, "OutOfMemoryError: CUDA out of memory. Tried")],
+            30,
+            K.OUT_OF_MEMORY,
+            0,
+            "CUDA out of memory",
+        ),
+        # Also before the first step: smaller batches may fit.
+        (
+            [RankEnd(0, 0, 1, "RuntimeError: ...Allocator: can't allocate memory")],
+            0,
+            K.OUT_OF_MEMORY,
+            0,
+            "alloc",
+        ),
+        ([RankEnd(1, 0, 1, "MemoryError: ")], 30, K.OUT_OF_MEMORY, 1, "MemoryError"),
+        ([RankEnd(0, 0, 1, "AcceleratorError: CUDA error: uncorrectable ECC error")], 30, K.BAD_NODE, 0, "ECC"),
+        ([RankEnd(0, 0, 1, "RuntimeError: CUDA error: GPU has fallen off the bus")], 0, K.BAD_NODE, 0, "bus"),
     ],
 )
 def test_cause(ends: list[RankEnd], step: int, kind: FailureKind, rank: int | None, text: str) -> None:
@@ -69,3 +87,39 @@ def test_error_files(tmp_path: Path) -> None:
 def test_only_the_programs_own_crash_has_a_fingerprint(exit_code: int | None, repeats: bool) -> None:
     failure = classify([RankEnd(0, 0, exit_code)], finished=False, started_step=0, step=7)
     assert bool(failure.fingerprint) is repeats
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "kills", "kind"), [(-9, 1, K.OUT_OF_MEMORY), (-9, 0, K.CRASHED), (-11, 1, K.CRASHED)]
+)
+def test_a_kill_by_the_kernel_for_want_of_memory(exit_code: int, kills: int, kind: FailureKind) -> None:
+    failure = classify([RankEnd(1, 0, exit_code)], finished=False, started_step=0, step=7, kernel_oom_kills=kills)
+    assert failure.kind is kind and not (failure.kind is K.OUT_OF_MEMORY and failure.fingerprint)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ([K.FINISHED, K.FINISHED], K.FINISHED),
+        ([K.PREEMPTED, K.PREEMPTED], K.PREEMPTED),
+        ([K.FINISHED, K.PREEMPTED], K.PREEMPTED),
+        ([K.FINISHED, K.NODE_LOST], K.NODE_LOST),
+        ([K.ENDED, K.CRASHED], K.CRASHED),
+        ([K.ENDED, K.NODE_LOST], K.NODE_LOST),
+        ([K.NODE_LOST, K.OUT_OF_MEMORY], K.OUT_OF_MEMORY),
+        ([K.HUNG, K.ENDED], K.HUNG),
+        ([K.ENDED, K.BAD_NODE, K.ENDED], K.BAD_NODE),
+        ([K.PREEMPTED, K.ENDED], K.ENDED),
+    ],
+)
+def test_of_several_machines_the_cause_goes_before_its_effects(kinds: list[FailureKind], expected: FailureKind) -> None:
+    failures = [Failure(kind, str(number), number, number) for number, kind in enumerate(kinds)]
+    combined = combine(failures)
+    assert combined.kind is expected and combined.step == len(kinds) - 1
+    assert combined.cause in [str(number) for number, kind in enumerate(kinds) if kind is expected]
+
+
+def test_a_lost_peer_goes_before_a_machine_that_is_gone_nowhere() -> None:
+    effect = Failure(K.CRASHED, PEER, 0, 5)
+    assert combine([effect, Failure(K.NODE_LOST, "machine 1 is gone", None, 0)]).kind is K.NODE_LOST
+    assert combine([effect, Failure(K.CRASHED, "rank 2: ValueError: x", 2, 5)]).rank == 2

@@ -4,7 +4,7 @@ import pytest
 
 from runner.errors import ExitCode
 from runner.failure import Failure, FailureKind
-from runner.policy import AttemptRecord, Restart, Stop, decide
+from runner.policy import AttemptRecord, BatchShape, Restart, Stop, backoff_s, decide
 
 K = FailureKind
 
@@ -24,6 +24,14 @@ def record(kind: FailureKind = K.CRASHED, committed: int = -1, fingerprint: str 
         ([record(K.FENCED)], False, ExitCode.DETERMINISTIC),
         ([record(K.STORAGE_FAILED)], False, ExitCode.STORAGE_FAILED),
         ([record(K.BOOT)], False, ExitCode.DETERMINISTIC),
+        ([record(K.BAD_NODE)], False, ExitCode.BAD_NODE),
+        ([record(K.HUNG)], False, 1),
+        ([record(K.NODE_LOST)], False, 1),
+        ([record(K.RUNNER_LOST)] * 3, False, ExitCode.NO_PROGRESS),
+        ([record(K.HUNG, 10), record(K.RUNNER_LOST, 10), record(K.NODE_LOST, 10)], False, ExitCode.BUDGET_SPENT),
+        # Bounded by what can be halved, not by the budget.
+        ([record(K.OUT_OF_MEMORY, fingerprint="a")] * 9, False, 0),
+        ([record(K.OUT_OF_MEMORY), record()], False, 1),
         ([record(K.NO_VALID_CHECKPOINT)], False, ExitCode.NO_VALID_CHECKPOINT),
         ([record(K.CRASHED)], False, 1),
         ([record(K.AGENT_LOST)], False, 1),
@@ -45,3 +53,41 @@ def test_decision(history: list[AttemptRecord], stop_requested: bool, expected: 
         assert isinstance(decision, Stop) and decision.exit_code is expected
     else:
         assert isinstance(decision, Restart) and decision.failures_in_a_row == expected
+
+
+def out_of_memory(shape: BatchShape) -> Restart | Stop:
+    return decide([record(K.OUT_OF_MEMORY)], max_restarts=0, stop_requested=False, batch=shape)
+
+
+def test_out_of_memory_halves_until_nothing_is_left() -> None:
+    shape, seen = BatchShape(8, 1), []
+    while isinstance(
+        decision := decide([record(K.OUT_OF_MEMORY)], max_restarts=0, stop_requested=False, batch=shape), Restart
+    ):
+        shape = decision.batch
+        seen.append((shape.micro_batch, shape.accumulation, shape.divisor))
+        assert f"micro-batch {shape.micro_batch} x accumulation {shape.accumulation}" in decision.reason
+    assert seen == [(4, 2, 2), (2, 4, 4), (1, 8, 8)]
+    assert decision.exit_code is ExitCode.DETERMINISTIC and "nothing left to halve" in decision.reason
+
+
+def test_a_script_that_does_not_say_its_batch_is_halved_a_bounded_number_of_times() -> None:
+    shape, count = BatchShape(), 0
+    while isinstance(
+        decision := decide([record(K.OUT_OF_MEMORY)], max_restarts=0, stop_requested=False, batch=shape), Restart
+    ):
+        shape, count = decision.batch, count + 1
+    assert count == 6 and decision.exit_code is ExitCode.DETERMINISTIC
+
+
+def test_other_failures_leave_the_batch_as_it_is() -> None:
+    decision = decide([record()], max_restarts=1, stop_requested=False, batch=BatchShape(2, 2, 2))
+    assert isinstance(decision, Restart) and decision.batch == BatchShape(2, 2, 2)
+
+
+def test_backoff_begins_with_the_second_failure_and_doubles() -> None:
+    waits = [backoff_s(n, initial_s=1.0, max_s=60.0, jitter_s=0.0) for n in range(9)]
+    assert waits == [0.0, 0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0]
+    jittered = {backoff_s(2, initial_s=1.0, max_s=60.0, jitter_s=1.0) for _ in range(50)}
+    assert len(jittered) > 1 and all(1.0 <= wait <= 2.0 for wait in jittered)
+    assert backoff_s(5000, initial_s=1.0, max_s=60.0, jitter_s=1.0) == 60.0

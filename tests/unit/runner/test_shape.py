@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from runner.config import load_config
 from runner.errors import UsageError
-from runner.progress import ProgressDisplay
-from runner.run_directory import RunDirectory
-from runner.supervisor import Job, Supervisor
+from runner.node import shape_of
 
 
-def shape(accelerators: int, tmp_path: Path, settings: dict[str, object], **environment: str) -> tuple[int, int]:
+def shape(accelerators: int, settings: dict[str, object], **environment: str) -> tuple[int, int]:
     config = load_config(None, environment, [(f"launch.{key}", value, key) for key, value in settings.items()])
-    supervisor = Supervisor(config, RunDirectory(str(tmp_path)), Job(), ProgressDisplay(quiet=True))
-    supervisor._accelerators = accelerators
-    return supervisor._shape()
+    return shape_of(config, accelerators)
 
 
 @pytest.mark.parametrize(
@@ -38,13 +32,12 @@ def test_shape(
     settings: dict[str, object],
     environment: dict[str, str],
     expected: tuple[int, int],
-    tmp_path: Path,
 ) -> None:
-    assert shape(accelerators, tmp_path, settings, **environment) == expected
+    assert shape(accelerators, settings, **environment) == expected
 
 
-def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_told() -> None:
     with pytest.raises(UsageError, match=r"WORLD_SIZE=3 is not a multiple of the 2 ranks"):
-        shape(2, tmp_path, {}, WORLD_SIZE="3")
+        shape(2, {}, WORLD_SIZE="3")
     with pytest.raises(UsageError, match=r"node rank 1 .* needs more than 1 machine"):
-        shape(2, tmp_path, {}, WORLD_SIZE="2", RANK="1")
+        shape(2, {}, WORLD_SIZE="2", RANK="1")

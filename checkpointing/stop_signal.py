@@ -1,0 +1,69 @@
+"""A rank's answer to preemption notices: from its first moment on they set a flag, and nothing else.
+
+The flag is read at the next step boundary, where all ranks agree to stop. As long as nobody reads it (imports, a script
+that does not use these checkpoints), a signal does what it would do without us.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+_requested = False
+_num_readers = 0
+_tell: Callable[[], None] | None = None
+_owner: int | None = None
+
+
+def install(tell: Callable[[], None] | None = None) -> None:
+    """Answer the signals from now on, in this process; a no-op outside its main thread.
+
+    Args:
+        tell: called at each signal, so that a supervisor learns of one that was sent to this rank alone.
+    """
+    global _tell, _owner
+    if threading.current_thread() is not threading.main_thread():
+        return
+    _tell = tell or _tell
+    if _owner == os.getpid():
+        return
+    _owner = os.getpid()
+    for number in SIGNALS:
+        with contextlib.suppress(OSError):
+            signal.signal(number, _on_signal)
+
+
+def begin_reading() -> None:
+    """Say that `requested` is asked at every step from now on."""
+    global _num_readers
+    install()
+    _num_readers += 1
+
+
+def end_reading() -> None:
+    """Say that nobody asks any more."""
+    global _num_readers
+    _num_readers -= 1
+
+
+def requested() -> bool:
+    """Whether a signal has come."""
+    return _requested
+
+
+def _on_signal(number: int, _: object) -> None:
+    global _requested
+    if os.getpid() == _owner:
+        _requested = True
+        if _tell is not None:
+            _tell()
+        if _num_readers > 0:
+            return
+    # Nobody would act on it, or this is a child that was forked with the handler.
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)

@@ -1,0 +1,182 @@
+"""A run's other machines: each does what the first one's runner says (`runner.supervisor`), and says how it went."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from runner.config import Config
+from runner.errors import ExitCode, LaunchError, PeersMissing, RunnerError
+from runner.failure import Failure, FailureKind
+from runner.life import Life
+from runner.node import Job, Node, Order
+from runner.peers import Member, Message
+from runner.progress import ProgressDisplay
+from runner.run_directory import RunDirectory
+
+_TURN_S = 0.5
+# From a stop request to the first machine's answer, where no attempt is running here.
+_STOP_PATIENCE_S = 15.0
+
+
+class Follower:
+    """Runs this machine's part of one job to its end; `run` may be called once."""
+
+    def __init__(self, config: Config, directory: RunDirectory, job: Job, display: ProgressDisplay) -> None:
+        self._config, self._directory, self._job, self._display = config, directory, job, display
+        self._life = Life(config, directory, display)
+        hello = {"do": "hello", "node_rank": config.launch.node_rank}
+        self._member = Member(config.launch.peer_address, hello, self._life.loop, self._on_message)
+        self._node: Node | None = None
+        self._run_id: str | None = None
+        self._order: Order | None = None
+        self._end_wanted = False
+        self._finish: Message | None = None
+        self._stop_sent = False
+        # When the first machine was heard of last, or when waiting for it began.
+        self._heard_at = time.monotonic()
+
+    def run(self) -> ExitCode:
+        """Follow until the first machine says that the run has ended, or cannot be reached any more."""
+        life = self._life
+        with life:
+            life.record("run_started", run_id=life.run_id, pid=os.getpid(), committed_step=-1)
+            try:
+                exit_code, reason = self._follow()
+            except RunnerError as error:
+                exit_code, reason = error.exit_code, str(error)
+            finally:
+                self._member.close()
+                if self._node is not None:
+                    self._node.close()
+            state = {ExitCode.DONE: "finished", ExitCode.PREEMPTED: "preempted"}.get(exit_code, "failed")
+            life.record("run_ended", state=state, exit_code=int(exit_code), reason=reason)
+        if exit_code not in (ExitCode.DONE, ExitCode.PREEMPTED):
+            self._display.message(reason)
+        self._display.close()
+        return exit_code
+
+    def _follow(self) -> tuple[ExitCode, str]:
+        while True:
+            if not self._wait(lambda: self._run_id is not None):
+                return self._ending()
+            try:
+                if self._node is not None and self._node.run_id != self._run_id:
+                    # Another run goes by this address now; what this machine held is of no use to it.
+                    self._node.close()
+                    self._node = None
+                self._node = self._node or self._new_node()
+                if not self._life.stop:
+                    self._node.ensure_processes()
+            except LaunchError:
+                if not self._life.stop:
+                    raise
+            if not self._life.stop:
+                self._member.send({"do": "ready"})
+            if not self._wait(lambda: self._order is not None or self._run_id is None):
+                return self._ending()
+            if self._order is not None:
+                self._run_attempt(self._order)
+
+    def _run_attempt(self, order: Order) -> None:
+        assert self._node is not None
+        self._order, self._end_wanted = None, False
+        self._life.attempt = order.attempt
+        outcome = self._node.run_attempt(order, self._each_turn)
+        failure = outcome.failure
+        self._life.record(
+            "attempt_ended",
+            kind=failure.kind.value,
+            cause=failure.cause,
+            rank=failure.rank,
+            step=failure.step,
+            start_step=outcome.start_step,
+            training_began=outcome.training_began,
+            last_step_at=outcome.last_step_at,
+            committed_step=self._node.committed_step,
+        )
+        self._member.send({"do": "ended", "attempt": order.attempt, "failure": failure.to_dict()})
+
+    def _each_turn(self) -> None:
+        assert self._node is not None
+        self._turn()
+        if not self._member.connected:
+            cause = "the first machine's runner is gone, or silent for too long"
+            self._node.end_attempt(Failure(FailureKind.NODE_LOST, cause))
+        elif self._end_wanted or self._finish is not None:
+            self._node.end_attempt(Failure(FailureKind.ENDED, "ended with another machine's ranks"))
+
+    def _turn(self) -> None:
+        self._member.check()
+        if self._member.connected:
+            self._heard_at = time.monotonic()
+        else:
+            # It is another connection's business from now on.
+            self._run_id = self._order = None
+            self._stop_sent = False
+        self._life.tell_stop()
+        if self._life.stop and not self._stop_sent and self._member.connected:
+            self._stop_sent = True
+            self._member.send({"do": "stop", "reason": self._life.stop.reason})
+
+    def _wait(self, done: Callable[[], bool]) -> bool:
+        """Until something holds; False where the run has ended, or a stop leaves nothing to wait for.
+
+        Raises:
+            PeersMissing: the first machine cannot be reached any more.
+        """
+        stop_at: float | None = None
+        limit = self._config.launch.rendezvous_timeout_s
+        self._heard_at = time.monotonic()
+        while not done():
+            self._life.loop.pump(_TURN_S)
+            self._turn()
+            now = time.monotonic()
+            if self._finish is not None:
+                return False
+            if self._life.stop:
+                stop_at = stop_at or now + _STOP_PATIENCE_S
+                if self._life.stop.at_once or now > stop_at or not self._member.connected:
+                    return False
+            if now - self._heard_at > limit:
+                host, port = self._config.launch.peer_address
+                raise PeersMissing(
+                    f"the first machine's runner cannot be reached at {host}:{port} for {limit:.0f} s "
+                    f"(launch.rendezvous_timeout_s): {self._member.last_error}"
+                )
+        return True
+
+    def _ending(self) -> tuple[ExitCode, str]:
+        if self._finish is None:
+            return ExitCode.PREEMPTED, "stopped on request"
+        code = ExitCode(int(self._finish["exit_code"]))
+        return code, str(self._finish.get("reason", "as the first machine's runner has ended"))
+
+    def _new_node(self) -> Node:
+        assert self._run_id is not None
+        life = self._life
+        return Node(
+            self._config,
+            self._directory,
+            self._job,
+            self._run_id,
+            display=self._display,
+            record=life.record,
+            loop=life.loop,
+            stop=life.stop,
+            runtime=life.runtime,
+        )
+
+    def _on_message(self, message: Message) -> None:
+        match message["do"]:
+            case "welcome":
+                self._run_id = str(message["run_id"])
+            case "begin":
+                self._order = Order.from_message(message)
+            case "end":
+                self._end_wanted = True
+            case "stop":
+                self._life.stop.ask_once(message["reason"])
+            case "finish":
+                self._finish = message

@@ -1,0 +1,95 @@
+"""What a runner has from its first moment to its last, whether it leads a run or follows: loop, signals, journal."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from runner import processes
+from runner.config import Config
+from runner.journal import Journal, read_journal
+from runner.loop import EventLoop, StopRequest
+from runner.notices import Notice, NoticeWatcher
+from runner.progress import ProgressDisplay
+from runner.run_directory import RunDirectory
+
+STOP_TEXT = "the ranks snapshot, commit and end; once more to end at once"
+
+
+class Life:
+    """A context: on entry nothing of an earlier life is left, at the end nothing of this one.
+
+    Attributes:
+        attempt: the newest attempt known, that events are recorded under.
+        runtime: a folder for sockets, removed at the end.
+        stop: whether the run was asked to stop, by a signal, a rank or a cloud.
+    """
+
+    def __init__(self, config: Config, directory: RunDirectory, display: ProgressDisplay) -> None:
+        self.config, self.directory, self.display = config, directory, display
+        self.run_id = directory.run_id()
+        self.loop = EventLoop()
+        self.stop = StopRequest()
+        events = read_journal(directory.journal)
+        self.attempt = max((event["attempt"] for event in events), default=0)
+        self._notices_answered = {event["what"] for event in events if event["event"] == "preemption_notice"}
+        self._stack = contextlib.ExitStack()
+        self._stop_told = False
+
+    def __enter__(self) -> Life:
+        processes.become_subreaper()
+        rank = self.config.launch.node_rank
+        strays = processes.kill_all(lambda: processes.processes_of_run(self.run_id, rank))
+        if strays:
+            self.display.message(f"ended {strays} processes that an earlier life of this run had left")
+        self._journal = Journal(self.directory.journal)
+        self._stack.callback(self._journal.close)
+        self.runtime = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="runner-")))
+        self._stack.callback(self.loop.close)
+        self.loop.watch_signals(self.stop)
+        restart = self.config.restart
+        if restart.preemption_notices != "off":
+            watcher = NoticeWatcher(
+                restart.preemption_notices,
+                restart.metadata_endpoint,
+                lambda notice: self.loop.call(lambda: self._on_notice(notice)),
+                lambda text: self.loop.call(lambda: self.display.message(text)),
+            )
+            watcher.start()
+            self._stack.callback(watcher.close)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def record(self, event: str, **details: Any) -> None:
+        """Append to the journal."""
+        self._journal.append(event, self.attempt, **details)
+
+    def tell_stop(self) -> bool:
+        """Tell user and journal of a stop request, once; returns whether that was now."""
+        if not self.stop or self._stop_told:
+            return False
+        self._stop_told = True
+        self.record("stop_requested", reason=self.stop.reason)
+        self.display.message(f"stop requested ({self.stop.reason}): {STOP_TEXT}")
+        return True
+
+    def sleep(self, seconds: float) -> None:
+        """Wait, but not once a stop is asked for."""
+        self.loop.pump_until(lambda: bool(self.stop), time.monotonic() + seconds)
+
+    def _on_notice(self, notice: Notice) -> None:
+        left = round(notice.seconds_left, 1) if notice.seconds_left is not None else None
+        if left is None and notice.what in self._notices_answered:
+            # A recommendation stays posted for hours: whoever starts the run again here wants it to go on.
+            self.display.message(f"{notice.source}: {notice.what}: this run has answered that before, and goes on")
+            return
+        self.record("preemption_notice", source=notice.source, what=notice.what, seconds_left=left)
+        self.stop.ask_once(f"{notice.source}: {notice.what}")

@@ -1,0 +1,101 @@
+"""One thread waits for everything: sockets, deaths, signals, other threads. Handlers run here, one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+class StopRequest:
+    """Whether, how often and why the run was asked to stop. Signal handlers only count here."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.reason = ""
+
+    def ask(self, reason: str) -> None:
+        """Once: end in good order. Twice: at once."""
+        self.count += 1
+        self.reason = self.reason or reason
+
+    def ask_once(self, reason: str) -> None:
+        """As a notice does, which may come several times and by several ways, and is never in a hurry."""
+        if not self.count:
+            self.ask(reason)
+
+    def __bool__(self) -> bool:
+        return self.count > 0
+
+    @property
+    def at_once(self) -> bool:
+        return self.count > 1
+
+
+class EventLoop:
+    """Calls handlers for what is ready; every wait goes through it, so that all of them can be interrupted."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._receiver, self._sender = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.register(self._receiver, self._woken)
+
+    def register(self, file: Any, handler: Callable[[Any], None]) -> None:
+        """Call `handler` with the file whenever it can be read."""
+        self._selector.register(file, selectors.EVENT_READ, handler)
+
+    def unregister(self, file: Any) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(file)
+
+    def watch_signals(self, stop: StopRequest) -> None:
+        """Have stop signals counted, and wake the loop."""
+
+        def count(number: int, _: object) -> None:
+            stop.ask(signal.Signals(number).name)
+
+        signal.set_wakeup_fd(self._sender, warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            signal.signal(number, count)
+
+    def call(self, handler: Callable[[], None]) -> None:
+        """Have it called in the loop's thread; from any thread."""
+        self._calls.append(handler)
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._sender, b"c")
+
+    def pump(self, timeout_s: float) -> None:
+        """Handle what has happened, waiting at most `timeout_s` for it."""
+        for key, _ in self._selector.select(max(timeout_s, 0.0)):
+            # An earlier handler of this turn may have closed it.
+            if key.fileobj in self._selector.get_map():
+                key.data(key.fileobj)
+
+    def pump_until(self, done: Callable[[], bool], deadline: float, turn_s: float = 0.1) -> bool:
+        """Handle what happens until something holds, or until `deadline` (monotonic); returns whether it holds."""
+        while not done():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            self.pump(min(left, turn_s))
+        return True
+
+    def close(self) -> None:
+        signal.set_wakeup_fd(-1)
+        self._selector.close()
+        os.close(self._receiver)
+        os.close(self._sender)
+
+    def _woken(self, fd: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(fd, 4096)
+        while self._calls:
+            self._calls.popleft()()

@@ -1,0 +1,660 @@
+"""This machine's part of a run: the checkpoint agent, the launcher, and the ranks of one attempt after the other.
+
+It starts them, watches them, ends them, and says how an attempt went. What follows from that is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from checkpointing import protocol
+from checkpointing.arena import Heartbeat, Phase
+from checkpointing.client import ATTEMPT_ENV, SOCKET_ENV
+from checkpointing.manager_environment import BATCH_ENV, FAILURES_ENV, LOCAL_TIER_ENV, LOCATION_ENV, RESUME_ENV
+from checkpointing.memory import oom_kills
+from checkpointing.protocol import Message
+from runner import processes
+from runner.config import Config
+from runner.environment import TORCHRUN_VARIABLES
+from runner.errors import LaunchError, UsageError
+from runner.failure import Failure, FailureKind, classify
+from runner.links import AgentLink, LauncherLink, RankEvents, RankWatch
+from runner.loop import EventLoop, StopRequest
+from runner.progress import ProgressDisplay
+from runner.run_directory import RunDirectory
+from runner.stacks import dump_stacks
+from runner.watchdog import Limits, Watchdog
+
+# While ranks train, everything that matters wakes the loop; this is for what only time tells.
+_TURN_S = 0.5
+_SOON_S = 0.05
+# A rank that says only that another one is gone: time for that one to say why.
+_CAUSE_GRACE_S = 0.5
+# From the last rank's death to torchrun's word about it; longer where it waits for a machine that is gone.
+_LAUNCHER_PATIENCE_S = 5.0
+# Imports on a cold, slow disk.
+_LAUNCHER_TIMEOUT_S = 600.0
+# A commit to slow storage; what takes longer is a storage that hangs.
+_AGENT_TIMEOUT_S = 600.0
+# The same, once the user has asked twice: a snapshot that is whole is worth a moment.
+_AGENT_HURRY_S = 5.0
+# The same where all ranks have ended well: machines wait for each other.
+_LAUNCHER_END_PATIENCE_S = 60.0
+# The agent answers at once; only when it allocates much memory it may take a while.
+_PING_INTERVAL_S = 2.0
+_PONG_TIMEOUT_S = 120.0
+# Whoever was stopped himself for longer than this must not blame others for their silence.
+_GAP_S = 3.0
+
+Record = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run: the default job, or a script of the user's."""
+
+    script: str | None = None
+    args: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Order:
+    """What an attempt is to be like, on every machine.
+
+    Attributes:
+        divisor: into how many parts micro-batches are cut.
+        failure_history: "FAILURES:SECONDS" of the run so far.
+    """
+
+    attempt: int
+    nnodes: int
+    divisor: int = 1
+    failure_history: str = "0:0"
+
+    def to_message(self) -> Message:
+        return asdict(self)
+
+    @classmethod
+    def from_message(cls, message: Message) -> Order:
+        return cls(**{name: message[name] for name in ("attempt", "nnodes", "divisor", "failure_history")})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt went on this machine.
+
+    Attributes:
+        start_step: step that it started from.
+        training_began, last_step_at: seconds since the epoch; 0 where it did not come so far.
+        log: what the rank that failed had written to its standard error.
+    """
+
+    failure: Failure
+    start_step: int = 0
+    training_began: float = 0.0
+    last_step_at: float = 0.0
+    log: Path | None = None
+
+
+@dataclass
+class _Attempt:
+    """The attempt that is alive."""
+
+    order: Order
+    watchdog: Watchdog
+    kernel_oom_kills: int
+    watch: RankWatch = field(default_factory=RankWatch)
+    result: Message | None = None
+    kill_at: float | None = None
+    # Since when a word of the launcher's is due.
+    quiet_since: float = field(default_factory=time.monotonic)
+    stop_deadline: float | None = None
+    announced: bool = False
+    # Why it was ended from outside; goes before what its ranks then say.
+    verdict: Failure | None = None
+
+
+def shape_of(config: Config, accelerators: int) -> tuple[int, int]:
+    """Machines, and ranks on this one, by options, variables and GPUs.
+
+    Raises:
+        UsageError: they do not fit together.
+    """
+    launch = config.launch
+    nproc = (accelerators or 2) if launch.nproc_per_node == "auto" else launch.nproc_per_node
+    nnodes = launch.nnodes
+    if launch.world_size is not None and nnodes == 1:
+        if launch.world_size % nproc:
+            raise UsageError(
+                f"WORLD_SIZE={launch.world_size} is not a multiple of the {nproc} ranks on this machine; set "
+                "--nproc-per-node, or unset WORLD_SIZE"
+            )
+        nnodes = launch.world_size // nproc
+    if launch.node_rank >= nnodes:
+        raise UsageError(
+            f"node rank {launch.node_rank} (--node-rank or RANK) needs more than {nnodes} machine(s) of {nproc} "
+            "ranks; check --nnodes, WORLD_SIZE and --nproc-per-node"
+        )
+    return nnodes, nproc
+
+
+class Node:
+    """Attributes:
+    committed_step: the newest that this machine's agent has committed or found; -1 before the first.
+    batch: samples per micro-batch, and micro-batches per step, as the ranks have said; None before.
+    fenced: why no attempt of ours may write any more.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        directory: RunDirectory,
+        job: Job,
+        run_id: str,
+        *,
+        display: ProgressDisplay,
+        record: Record,
+        loop: EventLoop,
+        stop: StopRequest,
+        runtime: Path,
+    ) -> None:
+        """
+        Args:
+            run_id: the run's, equal on all machines.
+            runtime: a folder for sockets; whoever made it removes it.
+        """
+        self._config, self._directory, self._job, self.run_id = config, directory, job, run_id
+        self._display, self._record, self._loop, self._stop = display, record, loop, stop
+        self._runtime = runtime
+        self._mark = processes.mark(directory.run_id(), config.launch.node_rank)
+        self.committed_step = -1
+        self.batch: tuple[int, int] | None = None
+        self.fenced: str | None = None
+        # By tier: saves that it has refused since the last one that it took, and why the newest was.
+        self._failed_saves: dict[str, tuple[int, str]] = {}
+        self._attempt: _Attempt | None = None
+        self._attempt_over = False
+        self._agent: AgentLink | None = None
+        self._launcher: LauncherLink | None = None
+        self._accelerators: int | None = None
+        self._nproc = 1
+        self._pinged_at = self._ponged_at = self._turned_at = time.monotonic()
+        self._events = RankEvents(runtime)
+        loop.register(self._events.sock, lambda _: self._on_rank_events())
+
+    # -- the processes -------------------------------------------------------------------------------------------
+
+    def ensure_processes(self) -> None:
+        """Have a living agent and a living launcher; returns early if a stop is asked for.
+
+        Raises:
+            LaunchError: one of them cannot be started.
+            UsageError: processes and machines do not fit together.
+        """
+        self._drop_dead_helpers()
+        if self._launcher is None:
+            temporary = Path(tempfile.mkdtemp(dir=self._runtime))
+            self._launcher = LauncherLink(self._rank_environment(), self._directory.logs / "launcher.log", temporary)
+            self._loop.register(self._launcher.sock, self._on_launcher)
+        if self._agent is None:
+            checkpoint = self._config.checkpoint
+            self._agent = AgentLink(
+                self._config.checkpoint_location,
+                self.run_id,
+                local_tier=checkpoint.local_tier,
+                local_keep_last=checkpoint.local_keep_last,
+                commits=self._config.launch.node_rank == 0,
+                memory_limit=checkpoint.memory_limit_bytes,
+                directory=Path(tempfile.mkdtemp(dir=self._runtime)),
+                cancelled=lambda: bool(self._stop),
+            )
+            self._loop.register(self._agent.sock, self._on_agent)
+            self._ponged_at = time.monotonic()
+        deadline = time.monotonic() + _LAUNCHER_TIMEOUT_S
+        while self._accelerators is None and not self._stop:
+            self._loop.pump(_SOON_S)
+            if not self._launcher.alive:
+                raise LaunchError(
+                    f"the launcher ended with status {self._launcher.process.returncode} while it loaded torch; its "
+                    "error is above"
+                )
+            if time.monotonic() > deadline:
+                raise LaunchError(f"the launcher has not loaded torch within {_LAUNCHER_TIMEOUT_S:.0f} s")
+
+    def _drop_dead_helpers(self) -> None:
+        if self._launcher is not None and not self._launcher.alive:
+            self._loop.unregister(self._launcher.sock)
+            self._launcher.close()
+            self._launcher = self._accelerators = None
+        if self._agent is not None and not self._agent.alive:
+            self._loop.unregister(self._agent.sock)
+            self._agent.close()
+            self._agent = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Machines, and ranks on this one; once the processes are there.
+
+        Raises:
+            UsageError: processes and machines do not fit together.
+        """
+        assert self._accelerators is not None
+        return shape_of(self._config, self._accelerators)
+
+    def note(self, text: str) -> None:
+        """Have it kept beside the checkpoints."""
+        if self._agent is not None:
+            self._agent.tell("note", text=text)
+
+    def close(self) -> None:
+        """End everything, once what was snapshotted is committed."""
+        self._loop.unregister(self._events.sock)
+        if self._launcher is not None:
+            self._loop.unregister(self._launcher.sock)
+            self._launcher.close()
+        if self._agent is not None:
+            self._agent.tell("shutdown")
+            self._let_agent_work(lambda: False)
+            self._loop.unregister(self._agent.sock)
+            self._agent.close()
+        self._launcher = self._agent = None
+        processes.kill_all(processes.descendants)
+        self._events.close()
+
+    def _rank_environment(self) -> dict[str, str]:
+        environment = dict(os.environ)
+        environment[processes.RUN_ID_ENV] = self._mark
+        # torchrun's own default: ranks share the cores. It has to be set before torch is loaded.
+        if self._config.launch.nproc_per_node != 1:
+            environment.setdefault("OMP_NUM_THREADS", "1")
+        # The ranks get these from torchrun; inherited ones would only contradict it.
+        for name in TORCHRUN_VARIABLES:
+            environment.pop(name, None)
+        environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+        return environment
+
+    # -- one attempt ---------------------------------------------------------------------------------------------
+
+    def run_attempt(self, order: Order, each_turn: Callable[[], None] = lambda: None) -> Outcome:
+        """Run an attempt to its end; returns how it went. No process of it is left.
+
+        Args:
+            each_turn: called about twice a second and after every event; may call `request_stop` and `end_attempt`.
+        """
+        assert self._agent is not None and self._launcher is not None
+        attempt = self._attempt = self._begin(order)
+        while attempt.result is None:
+            self._loop.pump(_SOON_S if attempt.kill_at is not None else _TURN_S)
+            each_turn()
+            self._watch(attempt)
+            self._show_heartbeat()
+        self._show_heartbeat()
+        attempt.watch.kill()
+        for pidfd in list(attempt.watch.pidfds):
+            self._loop.unregister(pidfd)
+        attempt.watch.close()
+        processes.kill_all(self._strays)
+        processes.reap_strays({self._agent.pid, self._launcher.pid})
+        self._attempt_over = False
+        self._agent.tell("end_attempt")
+        self._let_agent_work(lambda: self._attempt_over)
+        outcome = self._conclude(attempt)
+        self._attempt = None
+        return outcome
+
+    def request_stop(self) -> None:
+        """Have the ranks agree on a step, snapshot it, commit and end; they get the grace period for it."""
+        attempt = self._attempt
+        if attempt is None or attempt.stop_deadline is not None:
+            return
+        assert self._agent is not None
+        attempt.stop_deadline = time.monotonic() + self._config.restart.grace_s
+        self._agent.tell("request_stop")
+        # A script that does not use our checkpoints is told as torchrun would tell it.
+        if self._job.script is not None and all(beat.phase is Phase.STARTING for beat in self._beats()):
+            attempt.watch.kill(signal.SIGTERM)
+
+    def end_attempt(self, verdict: Failure) -> None:
+        """Kill the ranks: the attempt is over, for this reason."""
+        if self._attempt is not None and self._attempt.verdict is None:
+            self._attempt.verdict = verdict
+            self._attempt.kill_at = time.monotonic()
+
+    def _begin(self, order: Order) -> _Attempt:
+        assert self._agent is not None and self._launcher is not None
+        restart, now = self._config.restart, time.monotonic()
+        nnodes, self._nproc = self.shape
+        limits = Limits(restart.hang_timeout_s, restart.first_step_timeout_s, restart.quiet_timeout_s)
+        attempt = _Attempt(order, Watchdog(limits, watch_start=self._job.script is None, now=now), oom_kills())
+        self._turned_at = now
+        self._display.state.attempt = order.attempt
+        self._display.state.activity = "starting"
+        self._agent.tell("begin_attempt", attempt=order.attempt, fetch=True)
+        self._record("attempt_started", launcher_pid=self._launcher.pid, agent_pid=self._agent.pid)
+        self._launcher.send(self._launch_request(order, nnodes))
+        return attempt
+
+    def _launch_request(self, order: Order, nnodes: int) -> Message:
+        assert self._agent is not None
+        launch = self._config.launch
+        return {
+            "run_id": self.run_id,
+            "attempt": order.attempt,
+            "nnodes": nnodes,
+            "nproc_per_node": self._nproc,
+            "rdzv_endpoint": launch.endpoint if nnodes > 1 or launch.rdzv_endpoint else "localhost:0",
+            "is_host": launch.node_rank == 0,
+            "local_addr": launch.local_addr,
+            "join_timeout_s": launch.rendezvous_timeout_s,
+            "cold": launch.cold,
+            "show_output": self._job.script is not None,
+            "log_dir": str(self._log_dir(order.attempt)),
+            "spec": {
+                "env": {
+                    SOCKET_ENV: self._agent.process.socket_path,
+                    ATTEMPT_ENV: str(order.attempt),
+                    LOCATION_ENV: self._config.checkpoint_location,
+                    LOCAL_TIER_ENV: self._config.checkpoint.local_tier or "",
+                    RESUME_ENV: "auto",
+                    FAILURES_ENV: order.failure_history,
+                    BATCH_ENV: str(order.divisor),
+                },
+                "events": self._events.path,
+                "config": str(self._directory.config),
+                "cache": str(self._directory.cache),
+                "script": self._job.script,
+                "args": list(self._job.args),
+            },
+        }
+
+    def _log_dir(self, attempt: int) -> Path:
+        return self._directory.logs / f"attempt-{attempt}"
+
+    def _watch(self, attempt: _Attempt) -> None:
+        """What needs an answer while the ranks run: a death, a hang, a lost helper process, a stop request."""
+        assert self._agent is not None and self._launcher is not None
+        now = time.monotonic()
+        gap, self._turned_at = now - self._turned_at, now
+        if attempt.watch.failed and attempt.kill_at is None:
+            attempt.kill_at = now if attempt.watch.cause_known else now + _CAUSE_GRACE_S
+        self._check_agent(attempt, now, gap)
+        if not self._launcher.alive:
+            # The fork server ends with it and takes the ranks along; the sweep gets what is left.
+            attempt.result = attempt.result or {"finished": False, "failures": [], "launcher_lost": True}
+        if self._stop or self._storage_failed:
+            self.request_stop()
+            late = attempt.stop_deadline is not None and now > attempt.stop_deadline
+            if self._stop.at_once or late or not self._may_stop_in_order(attempt):
+                self.end_attempt(Failure(FailureKind.ENDED, "ended at once on request"))
+        if attempt.kill_at is None:
+            self._check_hang(attempt, now)
+        if attempt.kill_at is not None and now >= attempt.kill_at:
+            attempt.watch.kill()
+            if not attempt.watch.pidfds:
+                # Ranks that are forked but have not introduced themselves yet.
+                processes.kill_all(self._strays, timeout_s=0.2)
+        self._check_launcher(attempt, now)
+
+    def _check_agent(self, attempt: _Attempt, now: float, gap: float) -> None:
+        assert self._agent is not None
+        if gap > _GAP_S:
+            self._ponged_at += gap
+            attempt.quiet_since += gap
+        if now - self._pinged_at >= _PING_INTERVAL_S:
+            self._pinged_at = now
+            self._agent.tell("ping")
+        patience = min(_PONG_TIMEOUT_S, self._config.restart.quiet_timeout_s)
+        if now - self._ponged_at > patience and self._agent.alive:
+            self._agent.process.process.kill()
+            self._agent.process.process.wait()
+        if not self._agent.alive:
+            self.end_attempt(Failure(FailureKind.AGENT_LOST, "the checkpoint agent died, or answered no more"))
+        elif self.fenced is not None:
+            self.end_attempt(Failure(FailureKind.FENCED, self.fenced))
+
+    def _check_hang(self, attempt: _Attempt, now: float) -> None:
+        hang = attempt.watchdog.look(self._beats(), now)
+        if hang is None or attempt.result is not None:
+            return
+        rank_of = {local: rank for rank, local in attempt.watch.local_ranks.items()}
+        ranks = [rank_of[slot] for slot in hang.slots if slot in rank_of]
+        names = f"rank {', '.join(map(str, ranks))}" if ranks else "the ranks"
+        self._display.message(f"{names}: {hang.reason}; writing down where all ranks stand")
+        pids = {f"rank{rank}": pid for rank, pid in sorted(attempt.watch.pids.items())}
+        files = dump_stacks(pids, self._log_dir(attempt.order.attempt), lambda: self._loop.pump(_SOON_S))
+        self._record("hang", ranks=ranks, reason=hang.reason, stacks=[str(file) for file in files])
+        where = f"; stacks: {files[0].parent}/stacks-*.txt" if files else ""
+        rank = ranks[0] if ranks else None
+        self.end_attempt(Failure(FailureKind.HUNG, f"{names} hung: {hang.reason}{where}", rank))
+
+    def _check_launcher(self, attempt: _Attempt, now: float) -> None:
+        """torchrun speaks once all ranks are gone; one that waits for a machine that is not there is not waited for."""
+        assert self._launcher is not None
+        watch, ended = attempt.watch, attempt.kill_at is not None and now >= attempt.kill_at
+        finished = not watch.pidfds and len(watch.done) == self._nproc
+        if not watch.pids and not ended:
+            # It has yet to fork the first rank, or waits for the other machines.
+            patience = self._config.restart.quiet_timeout_s
+        else:
+            patience = _LAUNCHER_END_PATIENCE_S if finished else _LAUNCHER_PATIENCE_S
+            if watch.pidfds or not (ended or finished):
+                attempt.quiet_since = now
+        if now - attempt.quiet_since > patience and attempt.result is None:
+            self._launcher.process.kill()
+            self._launcher.process.wait()
+            attempt.result = {"finished": finished, "failures": [], "launcher_lost": not (ended or finished)}
+
+    @property
+    def _storage_failed(self) -> bool:
+        limit = self._config.checkpoint.max_failed_saves
+        return limit is not None and any(count >= limit for count, _ in self._failed_saves.values())
+
+    def _may_stop_in_order(self, attempt: _Attempt) -> bool:
+        """Whether waiting can save anything: a training loop is there, or a script that may have its own answer."""
+        if any(beat.phase not in (Phase.STARTING, Phase.RESTORING) for beat in self._beats()):
+            return True
+        return self._job.script is not None and bool(attempt.watch.pidfds)
+
+    def _conclude(self, attempt: _Attempt) -> Outcome:
+        assert attempt.result is not None
+        beats = self._beats()
+        start_step = max((beat.start_step for beat in beats), default=0)
+        step = max((beat.step for beat in beats), default=0)
+        failure = self._failure(attempt, start_step, step)
+        return Outcome(
+            Failure(failure.kind, failure.cause, failure.rank, step, failure.fingerprint),
+            start_step,
+            round(max((beat.start_time for beat in beats), default=0.0), 3),
+            round(max((beat.time for beat in beats if beat.start_time), default=0.0), 3),
+            attempt.watch.log(failure.rank),
+        )
+
+    def _failure(self, attempt: _Attempt, start_step: int, step: int) -> Failure:
+        assert attempt.result is not None
+        if self._storage_failed and not attempt.result["finished"]:
+            count, error = max(self._failed_saves.values())
+            cause = f"{count} saves in a row failed (checkpoint.max_failed_saves), the last one: {error}"
+            return Failure(FailureKind.STORAGE_FAILED, cause)
+        if attempt.verdict is not None and not attempt.result["finished"]:
+            return attempt.verdict
+        if attempt.result.get("launcher_lost"):
+            return Failure(FailureKind.LAUNCHER_LOST, "the launcher died")
+        failure = classify(
+            attempt.watch.ends(attempt.result["failures"]),
+            finished=attempt.result["finished"],
+            started_step=start_step,
+            step=step,
+            kernel_oom_kills=oom_kills() - attempt.kernel_oom_kills,
+        )
+        if failure.kind is FailureKind.LAUNCHER_LOST and attempt.result.get("error"):
+            failure = Failure(FailureKind.LAUNCHER_LOST, attempt.result["error"])
+        return failure
+
+    def _strays(self) -> list[psutil.Process]:
+        """Descendants that belong to no living helper: ranks, and what ranks have left."""
+        keep = {link.pid for link in (self._agent, self._launcher) if link is not None}
+        if self._launcher is not None and self._launcher.alive:
+            # Fork server and resource tracker.
+            with contextlib.suppress(psutil.Error):
+                keep |= {child.pid for child in psutil.Process(self._launcher.pid).children() if _is_helper(child)}
+        return [process for process in processes.descendants() if process.pid not in keep]
+
+    def _let_agent_work(self, done: Callable[[], bool]) -> None:
+        """Until it has done what was asked for, or has ended; not for ever, and not once the user has asked twice."""
+        assert self._agent is not None
+        deadline = time.monotonic() + _AGENT_TIMEOUT_S
+        while self._agent.alive and not done():
+            self._loop.pump(_SOON_S)
+            if self._stop.at_once:
+                deadline = min(deadline, time.monotonic() + _AGENT_HURRY_S)
+            if time.monotonic() > deadline:
+                self._agent.process.process.kill()
+                break
+
+    # -- events --------------------------------------------------------------------------------------------------
+
+    def _on_rank_events(self) -> None:
+        for message in self._events.receive():
+            if self._attempt is None:
+                continue
+            watch = self._attempt.watch
+            match message["event"]:
+                case "rank_started":
+                    self._record("rank_started", rank=message["rank"], pid=message["pid"])
+                    pidfd = watch.started(message)
+                    if pidfd is not None:
+                        self._loop.register(pidfd, self._on_rank_death)
+                case "rank_done":
+                    watch.done.add(int(message["rank"]))
+                case "stop_signal":
+                    self._stop.ask_once(f"a signal to rank {message['rank']}")
+                case name:
+                    self._record(name, **{key: value for key, value in message.items() if key != "event"})
+                    self._show_training(message)
+
+    def _on_rank_death(self, pidfd: int) -> None:
+        # What it said before it died comes first.
+        self._on_rank_events()
+        if self._attempt is not None and pidfd in self._attempt.watch.pidfds:
+            self._loop.unregister(pidfd)
+            self._attempt.watch.died(pidfd)
+
+    def _on_launcher(self, sock: Any) -> None:
+        try:
+            message, _ = protocol.receive(sock)
+        except OSError:
+            # It is dead; `alive` says so, and the socket must not wake the loop for ever.
+            self._loop.unregister(sock)
+            return
+        if message["event"] == "ready":
+            self._accelerators = int(message["accelerators"])
+        elif self._attempt is not None:
+            self._on_rank_events()
+            self._attempt.result = message
+
+    def _on_agent(self, sock: Any) -> None:
+        try:
+            message, _ = protocol.receive(sock)
+        except OSError:
+            self._loop.unregister(sock)
+            return
+        event = message.pop("event", None)
+        match event:
+            case "attempt_over":
+                self._attempt_over = True
+            case "pong":
+                self._ponged_at = time.monotonic()
+            case "transfer":
+                self._display.state.show_transfer(message)
+            case "batch_shape":
+                self.batch = (int(message["micro_batch"]), int(message["accumulation"]))
+            case None | "attempt_begun":
+                pass
+            case _:
+                message.pop("attempt", None)
+                self._record(event, **message)
+                self._take_in(event, message)
+
+    def _take_in(self, event: str, message: Message) -> None:
+        """What an event of the agent's means to us, and to the user."""
+        say = self._display.message
+        if event in ("committed", "commit_failed", "fetched", "fetch_failed"):
+            self._display.state.transfer = ""
+        match event:
+            case "committed":
+                self._failed_saves.pop(message["tier"], None)
+                self.committed_step = max(self.committed_step, message["step"])
+                self._display.state.committed_step = message["step"]
+            case "commit_failed":
+                count, _ = self._failed_saves.get(message["tier"], (0, ""))
+                self._failed_saves[message["tier"]] = (count + 1, message["error"])
+                say(f"checkpoint of step {message['step']} failed: {message['error']}")
+            case "tier_unreachable":
+                say(f"the {message['tier']} checkpoints cannot be reached: {message['reason']}")
+            case "fetched":
+                size, seconds = message["nbytes"] / 1e6, message["duration_s"]
+                say(f"read checkpoint-{message['step']} into memory: {size:,.1f} MB in {seconds:.1f} s")
+            case "resumed":
+                self._show_resumption(message)
+            case "fenced":
+                self.fenced = message["reason"]
+            case "memory_short":
+                say(f"memory for snapshots is short: {message['reason']}")
+            case "snapshot_damaged" | "snapshot_dropped" if message["reason"]:
+                say(f"the snapshot of step {message['step']} is not used: {message['reason']}")
+            case "checkpoint_set_aside":
+                say(f"checkpoint-{message['step']} is not used: {message['reason']}; kept as {message['kept_as']}")
+
+    # -- what the user sees --------------------------------------------------------------------------------------
+
+    def _show_resumption(self, message: Message) -> None:
+        state = self._display.state
+        lost = state.step - message["step"]
+        self._display.message(
+            f"attempt {state.attempt} goes on from step {message['step']}"
+            + f" ({'held in memory' if message['from'] == 'memory' else message['from'] + ' checkpoint'})"
+            + (f", {lost} steps to compute again" if lost > 0 else "")
+        )
+
+    def _show_training(self, message: Message) -> None:
+        state = self._display.state
+        if message["event"] == "training_started":
+            state.total_steps = message["total_steps"]
+        elif message["event"] == "log":
+            state.loss = message["loss"]
+            state.tokens_per_s = message.get("tokens_per_s") or state.tokens_per_s
+
+    def _show_heartbeat(self) -> None:
+        beats = [beat for beat in self._beats() if beat.start_time]
+        if beats:
+            self._display.state.step = max(beat.step for beat in beats)
+            self._display.state.activity = f"step {self._display.state.step}"
+            if self._job.script is not None and self._attempt is not None and not self._attempt.announced:
+                # The default job says this itself, with the number of steps to come.
+                self._attempt.announced = True
+                self._record("training_started", step=beats[0].start_step, total_steps=None)
+        self._display.refresh()
+
+    def _beats(self) -> list[Heartbeat]:
+        if self._agent is None or self._attempt is None:
+            return []
+        return self._agent.heartbeats(self._nproc)
+
+
+def _is_helper(process: psutil.Process) -> bool:
+    """The fork server or the resource tracker of `multiprocessing`, by its command line."""
+    try:
+        command = " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+    return "multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command

@@ -1,0 +1,259 @@
+"""How the runners of a run's machines talk: lines of JSON over one TCP connection from each to the first machine's.
+
+The first machine's runner leads: it says when an attempt begins, when it is over, and when and how the run ends; the
+others say how it went with them. Both sides send a sign of life every two seconds; ten seconds without one, and the
+other side counts as lost, whether it is dead, hung or cut off. No call here blocks, but for looking a name up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from runner.loop import EventLoop
+
+Message = dict[str, Any]
+
+PING_INTERVAL_S = 2.0
+SILENCE_S = 10.0
+_MAX_LINE_BYTES = 1 << 20
+# Whoever was stopped himself for longer than this must not blame others for their silence.
+_GAP_S = 3.0
+
+
+class Connection:
+    """One established connection. `lost` is true once it has been closed, by whomever."""
+
+    def __init__(self, sock: socket.socket, loop: EventLoop, receive: Callable[[Connection, Message], None]) -> None:
+        """`receive` is called in the loop for every message but signs of life."""
+        sock.setblocking(False)
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sock, self._loop, self._receive = sock, loop, receive
+        self._buffer = b""
+        self._unsent = b""
+        self._heard_at = self._pinged_at = self._checked_at = time.monotonic()
+        self.lost = False
+        loop.register(sock, lambda _: self._read())
+
+    def send(self, message: Message) -> None:
+        """Hand a message over; a connection that does not take it counts as lost by its silence."""
+        if self.lost:
+            return
+        self._unsent += json.dumps(message).encode() + b"\n"
+        self._flush()
+
+    def check(self) -> None:
+        """Give a sign of life, and see whether the other side does; to be called about twice a second."""
+        now = time.monotonic()
+        gap, self._checked_at = now - self._checked_at, now
+        if gap > _GAP_S:
+            # What has come meanwhile is read before anybody is blamed.
+            self._heard_at += gap
+        if self.lost:
+            return
+        if now - self._heard_at > SILENCE_S:
+            self.close()
+        elif now - self._pinged_at >= PING_INTERVAL_S:
+            self._pinged_at = now
+            self.send({"do": "ping"})
+        else:
+            self._flush()
+
+    def close(self) -> None:
+        if not self.lost:
+            self.lost = True
+            self._loop.unregister(self._sock)
+            self._sock.close()
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until what was sent is handed over; not longer."""
+        deadline = time.monotonic() + timeout_s
+        while self._unsent and not self.lost and time.monotonic() < deadline:
+            self._loop.pump(0.02)
+            self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[self._sock.send(self._unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.close()
+
+    def _read(self) -> None:
+        try:
+            data = self._sock.recv(65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self._buffer += data
+        if not data or len(self._buffer) > _MAX_LINE_BYTES:
+            self.close()
+            return
+        self._heard_at = time.monotonic()
+        *lines, self._buffer = self._buffer.split(b"\n")
+        for line in lines:
+            try:
+                message = json.loads(line)
+                if message["do"] != "ping":
+                    self._receive(self, message)
+            except (ValueError, KeyError, TypeError):
+                # Not one of ours: somebody else has found the port.
+                self.close()
+                return
+
+
+class Leader:
+    """The first machine's side: listens, and knows who is there."""
+
+    def __init__(self, address: tuple[str, int], loop: EventLoop, receive: Callable[[int, Message], None]) -> None:
+        """Listen on the port, on all of this machine's addresses.
+
+        Args:
+            receive: called with a machine's number and its message; `hello` is answered here.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        self._loop, self._receive = loop, receive
+        self._connections: dict[int, Connection] = {}
+        self._strangers: list[Connection] = []
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        self._listener = socket.create_server(
+            ("", address[1]), family=family, dualstack_ipv6=family == socket.AF_INET6, reuse_port=False
+        )
+        self._listener.setblocking(False)
+        loop.register(self._listener, lambda _: self._accept())
+
+    @property
+    def present(self) -> set[int]:
+        """Numbers of the machines that are connected."""
+        return {number for number, connection in self._connections.items() if not connection.lost}
+
+    def send(self, message: Message, number: int | None = None) -> None:
+        """Tell one machine, or all that are there."""
+        for other, connection in list(self._connections.items()):
+            if number in (None, other):
+                connection.send(message)
+
+    def check(self) -> None:
+        """Signs of life; to be called about twice a second."""
+        for connection in [*self._connections.values(), *self._strangers]:
+            connection.check()
+        self._strangers = [stranger for stranger in self._strangers if not stranger.lost]
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.drain(2.0)
+        for connection in [*self._connections.values(), *self._strangers]:
+            connection.close()
+        self._loop.unregister(self._listener)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            sock, _ = self._listener.accept()
+            self._strangers.append(Connection(sock, self._loop, self._on_message))
+
+    def _on_message(self, connection: Connection, message: Message) -> None:
+        number = next((n for n, known in self._connections.items() if known is connection), None)
+        if number is not None:
+            self._receive(number, message)
+        elif message["do"] == "hello":
+            number = int(message["node_rank"])
+            if connection in self._strangers:
+                self._strangers.remove(connection)
+            # A machine that comes back replaces what is left of its earlier connection.
+            if number in self._connections:
+                self._connections[number].close()
+            self._connections[number] = connection
+            self._receive(number, message)
+        else:
+            connection.close()
+
+
+class Member:
+    """Another machine's side: connects, and connects again."""
+
+    def __init__(self, address: tuple[str, int], hello: Message, loop: EventLoop, receive: Callable[[Message], None]):
+        self._address, self._hello, self._loop, self._receive = address, hello, loop, receive
+        self._connection: Connection | None = None
+        self._connecting: socket.socket | None = None
+        self._try_at = 0.0
+        self._give_up_at = 0.0
+        self.last_error = "nobody has answered"
+
+    @property
+    def connected(self) -> bool:
+        return self._connection is not None and not self._connection.lost
+
+    def send(self, message: Message) -> None:
+        if self._connection is not None:
+            self._connection.send(message)
+
+    def check(self) -> None:
+        """Signs of life; while there is no connection, tries to make one. To be called about twice a second."""
+        if self._connection is not None:
+            self._connection.check()
+            if not self._connection.lost:
+                return
+            self._connection = None
+        now = time.monotonic()
+        if self._connecting is None:
+            if now >= self._try_at:
+                self._try_at = now + 0.5
+                self._begin_connecting(now)
+            return
+        error = self._connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            self._fail(error)
+        elif self._is_through():
+            sock, self._connecting = self._connecting, None
+            self._connection = Connection(sock, self._loop, lambda _, message: self._receive(message))
+            self._connection.send(self._hello)
+        elif now > self._give_up_at:
+            self._fail(errno.ETIMEDOUT)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.drain(2.0)
+            self._connection.close()
+        if self._connecting is not None:
+            self._connecting.close()
+            self._connecting = None
+
+    def _begin_connecting(self, now: float) -> None:
+        try:
+            family, _, _, _, address = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)[0]
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            sock.setblocking(False)
+            code = sock.connect_ex(address)
+        except OSError as error:
+            self.last_error = error.strerror or str(error)
+            return
+        self._connecting, self._give_up_at = sock, now + SILENCE_S
+        if code not in (0, errno.EINPROGRESS):
+            self._fail(code)
+
+    def _is_through(self) -> bool:
+        assert self._connecting is not None
+        try:
+            self._connecting.getpeername()
+        except OSError:
+            return False
+        return True
+
+    def _fail(self, code: int) -> None:
+        assert self._connecting is not None
+        self.last_error = os.strerror(code)
+        self._connecting.close()
+        self._connecting = None

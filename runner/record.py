@@ -1,0 +1,62 @@
+"""What a run's next supervisor must know, on whatever machine: kept beside the checkpoints by the agent."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+
+from runner.failure import Failure, FailureKind
+from runner.policy import WHOLE_BATCHES, AttemptRecord, BatchShape
+
+# Of failures without a new checkpoint between them; more than any budget.
+_MAX_FAILURES = 100
+
+
+@dataclass
+class RunRecord:
+    """Failures since the last newly committed step, and how batches are cut.
+
+    Attributes:
+        running: the attempt that is alive; None between two. A supervisor that finds one here has been preceded by one
+            that ended without a word.
+    """
+
+    history: list[AttemptRecord] = field(default_factory=list)
+    batch: BatchShape = WHOLE_BATCHES
+    running: int | None = None
+
+    def add(self, record: AttemptRecord) -> None:
+        """Note down a failure; those before a newly committed step are forgotten."""
+        if self.history and self.history[-1].committed_step != record.committed_step:
+            self.history.clear()
+        self.history = [*self.history, record][-_MAX_FAILURES:]
+
+    def account_for_lost_runner(self, committed_step: int) -> bool:
+        """A runner that was killed with everything it had started has cost an attempt; whether there was one."""
+        if self.running is None:
+            return False
+        cause = f"attempt {self.running} ended together with its runner"
+        self.add(AttemptRecord(Failure(FailureKind.RUNNER_LOST, cause), committed_step))
+        self.running = None
+        return True
+
+    def to_json(self) -> str:
+        history = [{"failure": r.failure.to_dict(), "committed_step": r.committed_step} for r in self.history]
+        return json.dumps({"history": history, "batch": asdict(self.batch), "running": self.running})
+
+    @classmethod
+    def from_json(cls, data: bytes | str | None) -> RunRecord:
+        """What `to_json` made; an empty record where there is none, or where it cannot be understood.
+
+        Losing it costs a few restarts more; refusing to start would cost the run.
+        """
+        try:
+            body = json.loads(data or "{}")
+            history = [
+                AttemptRecord(Failure.from_dict(entry["failure"]), int(entry["committed_step"]))
+                for entry in body.get("history", [])
+            ]
+            running = body.get("running")
+            return cls(history, BatchShape(**body.get("batch", {})), int(running) if running is not None else None)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return cls()

@@ -1,0 +1,71 @@
+"""Where hung processes stand: Python and native stacks, into files, by py-spy; and what the kernel knows."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+# All dumps run beside each other; a hang is to cost seconds.
+_TIMEOUT_S = 8.0
+
+
+def dump_stacks(pids: Mapping[str, int], folder: Path, pump: Callable[[], None]) -> list[Path]:
+    """Write `stacks-<name>.txt` for every process into a folder; returns the files.
+
+    Never raises and never takes much longer than 8 seconds: what could not be found out is said in the file.
+
+    Args:
+        pids: processes by name, for example `rank1`.
+        pump: called while py-spy works.
+    """
+    files = []
+    dumps: list[tuple[subprocess.Popen[bytes], Path]] = []
+    for name, pid in pids.items():
+        path = folder / f"stacks-{name}.txt"
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                file.write(_kernel_view(pid))
+                file.flush()
+                with contextlib.suppress(OSError):
+                    dumps.append((subprocess.Popen(_command(pid), stdout=file, stderr=file), path))
+            files.append(path)
+    deadline = time.monotonic() + _TIMEOUT_S
+    while any(process.poll() is None for process, _ in dumps) and time.monotonic() < deadline:
+        pump()
+    for process, path in dumps:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+            with contextlib.suppress(OSError), path.open("ab") as file:
+                file.write(f"\npy-spy was ended after {_TIMEOUT_S:.0f} s\n".encode())
+    return files
+
+
+def _command(pid: int) -> list[str]:
+    """Of a stopped process, native frames cannot be unwound with waiting for it: py-spy then reads its memory only."""
+    spy = Path(sys.executable).with_name("py-spy")
+    how = "--nonblocking" if _state(pid) in ("T", "t", "D", "Z") else "--native"
+    return [str(spy) if spy.exists() else "py-spy", "dump", how, "--pid", str(pid)]
+
+
+def _state(pid: int) -> str:
+    """One letter, as in ps: R, S, D, T (stopped), t (traced), Z."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return "?"
+
+
+def _kernel_view(pid: int) -> bytes:
+    lines = [f"process {pid}, state {_state(pid)}"]
+    for name in ("wchan", "stack"):
+        with contextlib.suppress(OSError):
+            lines.append(f"{name}: {Path(f'/proc/{pid}/{name}').read_text().strip()}")
+    with contextlib.suppress(OSError):
+        for task in sorted(Path(f"/proc/{pid}/task").iterdir()):
+            lines.append(f"thread {task.name}: {(task / 'comm').read_text().strip()}, state {_state(int(task.name))}")
+    return ("\n".join(lines) + "\n\n").encode()

@@ -1,0 +1,441 @@
+"""One real failure for each row of the failure table, and what becomes of the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from integration.support import (
+    SAVE_STEPS,
+    SHORT_JOB,
+    Run,
+    loss_curve,
+    state_hash,
+    troubled,
+    wait_for_commit,
+    wait_until,
+)
+from metadata import AzureMetadata, Ec2Metadata, GoogleMetadata, serve
+
+END = 40
+EVALUATING = "eval_strategy='steps', eval_steps=15, per_device_eval_batch_size=2"
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The troubled script without its trouble; with evaluations."""
+    folder = Path(tmp_path_factory.mktemp("calm"))
+    run = Run(folder / "run", script=troubled(folder, options=EVALUATING)).start()
+    assert run.finish() == 0, run.output
+    return run
+
+
+def kinds(run: Run) -> list[str]:
+    return [event["kind"] for event in run.events("attempt_ended")]
+
+
+def last_line(run: Run) -> str:
+    return run.events("run_ended")[-1]["reason"]
+
+
+def history(checkpoint: Path) -> list[dict[str, float]]:
+    """Everything logged but for what says how long it took."""
+    entries = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
+    timed = ("runtime", "samples_per_second", "steps_per_second")
+    return [{k: v for k, v in entry.items() if not k.endswith(timed)} for entry in entries]
+
+
+def assert_as_if_nothing_had_happened(run: Run, calm: Run) -> None:
+    assert state_hash(run.checkpoint(END)) == state_hash(calm.checkpoint(END))
+    assert history(run.checkpoint(END)) == history(calm.checkpoint(END))
+    assert not run.leftovers()
+
+
+# -- out of memory -------------------------------------------------------------------------------------------------
+
+
+def test_out_of_memory_halves_the_micro_batch_on_all_ranks(tmp_path: Path) -> None:
+    trouble = """
+        def at_step(step, args):
+            with open(FOLDER + f".{RANK}", "a") as file:
+                print(step, args.per_device_train_batch_size, args.gradient_accumulation_steps, file=file)
+            if step == 12 and RANK == 1 and args.per_device_train_batch_size > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    """
+    run = Run(tmp_path / "run", script=troubled(tmp_path, trouble)).start()
+    assert run.finish() == 0, run.output
+    assert kinds(run) == ["out of memory", "out of memory", "finished"]
+    assert "CUDA out of memory" in run.output
+    assert "step 12" in run.output and "rank 1" in run.output
+    assert "retrying with micro-batch 2 x accumulation 2" in run.output
+    assert "retrying with micro-batch 1 x accumulation 4" in run.output
+    for rank in range(2):
+        lines = [tuple(map(int, line.split())) for line in (tmp_path / f"hf.{rank}").read_text().splitlines()]
+        assert {shape for _, *shape in lines for shape in [tuple(shape)]} == {(4, 1), (2, 2), (1, 4)}
+        assert lines[-1] == (END, 1, 4)
+    # The same samples in every step: losses agree to rounding with a run that never had to.
+    plain = Run(tmp_path / "plain" / "run", script=troubled(tmp_path / "plain", options="")).start()
+    assert plain.finish() == 0, plain.output
+    ours, theirs = loss_curve(run.checkpoint(END)), loss_curve(plain.checkpoint(END))
+    assert [step for step, _ in ours] == [step for step, _ in theirs]
+    assert ours[0][1] == theirs[0][1]
+
+
+def test_out_of_memory_with_nothing_left_to_halve(tmp_path: Path) -> None:
+    trouble = """
+        def at_step(step, args):
+            if step == 3:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    """
+    script = troubled(tmp_path, trouble, "gradient_accumulation_steps=2")
+    Path(script[0]).write_text(Path(script[0]).read_text().replace("train_batch_size=4", "train_batch_size=1"))
+    run = Run(tmp_path / "run", script=script).start()
+    assert run.finish() == 78, run.output
+    assert kinds(run) == ["out of memory"] and "nothing left to halve" in last_line(run)
+
+
+CGROUP = Path("/sys/fs/cgroup/memory")
+
+
+@pytest.fixture
+def small_memory(tmp_path: Path) -> Iterator[Path]:
+    """A real cgroup whose processes may have 3 GB."""
+    folder = CGROUP / f"runner-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / "memory.limit_in_bytes").write_text(str(3 * 10**9))
+    except OSError as error:
+        pytest.skip(f"no memory cgroup (v1) can be made here: {error}")
+    yield folder
+    deadline = time.monotonic() + 20
+    while (folder / "cgroup.procs").read_text().split() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    folder.rmdir()
+
+
+def test_a_rank_that_the_kernel_kills_for_want_of_memory(small_memory: Path, tmp_path: Path) -> None:
+    trouble = """
+        held = []
+        def at_step(step, args):
+            while step == 12 and RANK == 1 and args.per_device_train_batch_size > 2:
+                held.append(torch.ones(25_000_000))
+    """
+    run = Run(tmp_path / "run", script=troubled(tmp_path, trouble))
+    join = f'echo $$ > {small_memory}/cgroup.procs && exec "$@"'
+    run.command = ["sh", "-c", join, "sh", *run.command]
+    run.start()
+    assert run.finish() == 0, run.output
+    assert kinds(run) == ["out of memory", "finished"]
+    assert "killed by the kernel" in run.output and "retrying with micro-batch 2 x accumulation 2" in run.output
+    assert not run.leftovers()
+
+
+# -- hangs ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_rank_is_found_its_stacks_are_kept_and_the_run_goes_on(calm: Run, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", script=troubled(tmp_path, options=EVALUATING)).start()
+    wait_for_commit(run, 20)
+    os.kill(run.rank_pid(1), signal.SIGSTOP)
+    stopped_at = time.time()
+    assert run.finish() == 0, run.output
+    assert kinds(run) == ["hung", "finished"]
+    hang = run.events("hang")[0]
+    # Steps take well under a second here, also on a busy machine.
+    assert hang["time"] - stopped_at < 3 * 2.0 + 5 + 10
+    assert 1 in hang["ranks"]
+    stacks = {Path(path).name: Path(path).read_text() for path in hang["stacks"]}
+    assert set(stacks) == {"stacks-rank0.txt", "stacks-rank1.txt"}
+    assert "state T" in stacks["stacks-rank1.txt"] and "troubled.py" in stacks["stacks-rank1.txt"]
+    assert "troubled.py" in stacks["stacks-rank0.txt"]
+    assert_as_if_nothing_had_happened(run, calm)
+
+
+def test_a_deadlock_shows_where_it_is(tmp_path: Path) -> None:
+    trouble = """
+        import threading
+        lock = threading.Lock()
+        def never_to_return():
+            lock.acquire()
+            lock.acquire()
+        def at_step(step, args):
+            if step == 15 and RANK == 0 and ATTEMPT == 1:
+                never_to_return()
+    """
+    run = Run(tmp_path / "run", script=troubled(tmp_path, trouble)).start()
+    assert run.finish() == 0, run.output
+    assert kinds(run) == ["hung", "finished"]
+    stacks = run.folder / "logs" / "attempt-1" / "stacks-rank0.txt"
+    assert "never_to_return" in stacks.read_text() and str(stacks.parent) in run.output
+
+
+def test_slow_evaluation_saving_and_compiling_are_no_hangs(tmp_path: Path) -> None:
+    trouble = """
+        from torch._dynamo.callback import callback_handler, CallbackArgs, CallbackTrigger
+        def at_evaluation(step):
+            time.sleep(2.5 if step == 15 else 0)
+        def at_step(step, args):
+            if step == 20:
+                args_ = CallbackArgs(CallbackTrigger.DYNAMO, "0")
+                callback_handler.run_start_callbacks(args_)
+                time.sleep(9)
+                callback_handler.run_end_callbacks(args_)
+    """
+    run = Run(tmp_path / "run", script=troubled(tmp_path, trouble, EVALUATING)).start()
+    assert run.finish() == 0, run.output
+    assert kinds(run) == ["finished"], run.output
+
+
+def test_a_stopped_agent_or_launcher_costs_an_attempt(tmp_path: Path) -> None:
+    for name in ("agent", "launcher"):
+        folder = tmp_path / name
+        run = Run(folder / "run", "--set", "restart.quiet_timeout_s=20", script=troubled(folder)).start()
+        wait_for_commit(run, 20)
+        os.kill({"agent": run.agent_pid, "launcher": run.launcher_pid}[name](), signal.SIGSTOP)
+        if name == "launcher":
+            os.kill(run.rank_pid(0), signal.SIGKILL)
+        assert run.finish() == 0, run.output
+        assert kinds(run)[-1] == "finished" and len(kinds(run)) == 2
+        assert not run.leftovers()
+
+
+# -- what would happen again ---------------------------------------------------------------------------------------
+
+
+def test_the_same_error_at_the_same_step_twice(tmp_path: Path) -> None:
+    trouble = """
+        def at_step(step, args):
+            if step == 12:
+                raise ValueError("row 17 is damaged")
+    """
+    run = Run(tmp_path / "run", script=troubled(tmp_path, trouble)).start()
+    assert run.finish() == 78, run.output
+    assert kinds(run) == ["crashed", "crashed"]
+    assert "step 12 twice" in last_line(run) and "row 17 is damaged" in last_line(run)
+
+
+def test_an_error_before_the_first_step(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", script=troubled(tmp_path, "import no_such_module")).start()
+    assert run.finish() == 78, run.output
+    assert kinds(run) == ["boot failure"] and "no_such_module" in run.output
+
+
+def test_a_machine_at_fault(tmp_path: Path) -> None:
+    trouble = """
+        def at_step(step, args):
+            if step == 12:
+                raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+    """
+    run = Run(tmp_path / "run", script=troubled(tmp_path, trouble)).start()
+    assert run.finish() == 80, run.output
+    assert kinds(run) == ["bad node"] and "another" in last_line(run)
+
+
+@pytest.mark.parametrize(("step", "exit_code"), [(5, 79), (12, 76)])
+def test_a_budget_spent_without_or_with_a_checkpoint(step: int, exit_code: int, tmp_path: Path) -> None:
+    trouble = f"""
+        def at_step(step, args):
+            if step == {step} and RANK == 1:
+                os.kill(os.getpid(), 9)
+    """
+    # Nothing newer is left in memory than what was there before.
+    options = ["--max-restarts", "1", "--set", "restart.backoff_initial_s=0", "--set", "restart.backoff_jitter_s=0"]
+    script = troubled(tmp_path, trouble)
+    text = Path(script[0]).read_text().replace("eval_dataset=rows))", "eval_dataset=rows), snapshot_steps=None)")
+    Path(script[0]).write_text(text)
+    run = Run(tmp_path / "run", *options, script=script).start()
+    assert run.finish() == exit_code, run.output
+    assert len(kinds(run)) == (2 if exit_code == 79 else 3)
+    assert "without a new checkpoint" in last_line(run) or "not one checkpoint" in last_line(run)
+
+
+def test_runners_that_are_killed_again_and_again_spend_the_budget(tmp_path: Path) -> None:
+    options = ["--max-restarts", "1"]
+    run = Run(tmp_path / "run", *options, script=troubled(tmp_path, options="save_strategy='no'"))
+    for _ in range(2):
+        run.start()
+        wait_until(run, lambda: len(run.events("attempt_started")) > len(run.events("run_ended")))
+        attempts = len(run.events("attempt_started"))
+        wait_until(
+            run, lambda n=attempts: run.events("rank_started") and run.events("rank_started")[-1]["attempt"] >= n
+        )
+        run.signal(signal.SIGKILL)
+        run.finish()
+    assert run.start().finish() in (76, 79), run.output
+    assert "ended together with its runner" in last_line(run)
+
+
+# -- preemption ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_notice_to_one_rank_alone_stops_all(number: signal.Signals, calm: Run, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", script=troubled(tmp_path, options=EVALUATING)).start()
+    wait_for_commit(run, 10)
+    os.kill(run.rank_pid(1), number)
+    assert run.finish() == 75, run.output
+    assert kinds(run) == ["preempted"]
+    stopped = run.events("attempt_ended")[-1]["step"]
+    assert run.events("committed")[-1]["step"] == stopped < END
+    assert run.start().finish() == 0, run.output
+    assert "lost work    0 steps" in run.output
+    assert_as_if_nothing_had_happened(run, calm)
+
+
+def test_a_notice_to_every_process_at_once(calm: Run, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", script=troubled(tmp_path, options=EVALUATING)).start()
+    wait_for_commit(run, 10)
+    assert run.process is not None
+    for process in [*psutil.Process(run.process.pid).children(recursive=True), psutil.Process(run.process.pid)]:
+        process.send_signal(signal.SIGTERM)
+    assert run.finish() == 75, run.output
+    assert run.start().finish() == 0, run.output
+    assert_as_if_nothing_had_happened(run, calm)
+
+
+def test_a_stop_in_an_evaluation_cuts_it_short_and_it_is_done_anew(calm: Run, tmp_path: Path) -> None:
+    trouble = """
+        def at_evaluation(step):
+            if step == 15 and ATTEMPT == 1:
+                open(FOLDER + ".evaluating", "w")
+                time.sleep(0.5)
+    """
+    run = Run(tmp_path / "run", script=troubled(tmp_path, trouble, EVALUATING)).start()
+    wait_until(run, (tmp_path / "hf.evaluating").exists)
+    run.signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert run.finish() == 75, run.output
+    # 24 batches of half a second would have been left.
+    assert time.monotonic() - began < 9
+    assert run.events("committed")[-1]["step"] == 15
+    assert run.start().finish() == 0, run.output
+    assert run.events("training_started")[-1]["step"] == 15
+    assert_as_if_nothing_had_happened(run, calm)
+
+
+def test_a_stop_in_a_restore_is_honoured(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", *SHORT_JOB).start()
+    wait_for_commit(run, SAVE_STEPS)
+    os.kill(run.rank_pid(0), signal.SIGKILL)
+    wait_until(run, lambda: len(run.events("rank_started")) > 2)
+    run.signal(signal.SIGTERM)
+    assert run.finish(30) == 75, run.output
+    assert not run.leftovers()
+    assert run.start().finish() == 0, run.output
+
+
+def test_a_stop_in_a_save_is_honoured(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", *SHORT_JOB).start()
+    wait_until(run, lambda: [event for event in run.events("snapshot") if event["to_be_committed"]])
+    run.signal(signal.SIGTERM)
+    assert run.finish(60) == 75, run.output
+    assert run.events("committed")[-1]["step"] == run.events("attempt_ended")[-1]["step"]
+    assert not run.leftovers()
+
+
+def test_what_outlasts_the_grace_is_ended(tmp_path: Path) -> None:
+    trouble = """
+        def at_step(step, args):
+            if step == 15:
+                time.sleep(600)
+    """
+    run = Run(tmp_path / "run", "--grace", "2", script=troubled(tmp_path, trouble)).start()
+    wait_for_commit(run, 10)
+    time.sleep(1)
+    run.signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert run.finish() == 75, run.output
+    assert 1.5 < time.monotonic() - began < 20
+    assert kinds(run) == ["ended at once"] and not run.leftovers()
+
+
+@pytest.mark.parametrize("cloud", ["aws", "gcp", "azure"])
+def test_a_clouds_notice_is_a_stop_request(cloud: str, tmp_path: Path) -> None:
+    kind = {"aws": Ec2Metadata, "gcp": GoogleMetadata, "azure": AzureMetadata}[cloud]()
+    with serve(kind) as service:
+        options = ["--set", f"restart.preemption_notices={cloud}"]
+        options += ["--set", f"restart.metadata_endpoint={service.endpoint}"]
+        run = Run(tmp_path / "run", *options, script=troubled(tmp_path)).start()
+        wait_for_commit(run, 10)
+        match service:
+            case Ec2Metadata():
+                service.interrupt("terminate", 120)
+            case GoogleMetadata():
+                service.preempt()
+            case AzureMetadata():
+                service.schedule("Preempt", 30)
+        assert run.finish() == 75, run.output
+    assert run.events("preemption_notice")[0]["source"] == cloud
+    assert kinds(run) == ["preempted"] and f"stop requested ({cloud}" in run.output
+    assert run.events("committed")[-1]["step"] == run.events("attempt_ended")[-1]["step"]
+
+
+# -- nobody is left ------------------------------------------------------------------------------------------------
+
+
+def test_what_ranks_have_started_goes_with_them(tmp_path: Path) -> None:
+    trouble = """
+        import subprocess
+        def at_step(step, args):
+            if step == 3:
+                # In a session of its own, and forgotten by its parent.
+                subprocess.Popen(["sh", "-c", "sleep 1000 & sleep 1000"], start_new_session=True)
+            if step == 12 and ATTEMPT == 1 and RANK == 0:
+                os.kill(os.getpid(), 9)
+    """
+    options = "dataloader_num_workers=2"
+    run = Run(tmp_path / "run", script=troubled(tmp_path, trouble, options)).start()
+    wait_until(run, lambda: len(run.events("attempt_started")) == 2)
+    started = run.events("attempt_started")[1]["time"]
+    old = [process for process in run.processes() if process.create_time() < started - 1]
+    names = {event["pid"] for event in run.events("rank_started")}
+    assert not [process for process in old if process.pid in names and process.create_time() < started - 1]
+    assert not [process for process in old if "sleep" in process.name()]
+    assert run.finish() == 0, run.output
+    assert not run.leftovers()
+
+
+def test_as_process_1_it_restarts_stops_and_leaves_nobody(tmp_path: Path) -> None:
+    """As in a container: nobody above it reaps or forwards."""
+    probe = subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"], capture_output=True, check=False)
+    if probe.returncode:
+        pytest.skip(f"no process namespace can be made here: {probe.stderr.decode().strip()}")
+    run = Run(tmp_path / "run", *SHORT_JOB)
+    run.command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *run.command]
+    run.start()
+    assert run.process is not None
+    wait_for_commit(run, SAVE_STEPS)
+    runner = next(p for p in psutil.Process(run.process.pid).children() if "runner" in " ".join(p.cmdline()))
+
+    def ranks() -> list[psutil.Process]:
+        """By the numbers that they have out here."""
+        spec = [p for p in runner.children(recursive=True) if "forkserver" in " ".join(p.cmdline())]
+        return [
+            p for p in spec if p.children() == [] and any("forkserver" in " ".join(q.cmdline()) for q in p.parents())
+        ]
+
+    victim = max(ranks(), key=lambda process: process.memory_info().rss)
+    victim.send_signal(signal.SIGKILL)
+    wait_until(run, lambda: len(run.events("training_started")) == 2)
+    runner.send_signal(signal.SIGTERM)
+    assert run.finish() == 75, run.output
+    assert run.events("committed")[-1]["step"] == run.events("attempt_ended")[-1]["step"]
+    assert not runner.is_running() and not run.processes()
+
+
+def test_a_runner_that_was_stopped_blames_nobody(tmp_path: Path) -> None:
+    """SIGSTOP and SIGCONT of the supervisor: Ctrl-Z and fg."""
+    run = Run(tmp_path / "run", script=troubled(tmp_path)).start()
+    wait_for_commit(run, 10)
+    run.signal(signal.SIGSTOP)
+    time.sleep(8)
+    run.signal(signal.SIGCONT)
+    assert run.finish() == 0, run.output
+    assert kinds(run) == ["finished"]

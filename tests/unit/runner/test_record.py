@@ -1,0 +1,52 @@
+"""What a new pod learns of the run's failures."""
+
+from __future__ import annotations
+
+import pytest
+
+from runner.failure import Failure, FailureKind
+from runner.policy import AttemptRecord, BatchShape
+from runner.record import RunRecord
+
+
+def failure(step: int = 3) -> Failure:
+    return Failure(FailureKind.CRASHED, "cause", 1, step, "print")
+
+
+def test_it_survives_being_written_down() -> None:
+    record = RunRecord([AttemptRecord(failure(), 2)], BatchShape(2, 4, 2), running=7)
+    assert RunRecord.from_json(record.to_json().encode()) == record
+    assert RunRecord.from_json(RunRecord().to_json()) == RunRecord()
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        None,
+        b"",
+        b"[]",
+        b"3",
+        b"{",
+        b'{"history": [{}]}',
+        b'{"batch": {"x": 1}}',
+        b'{"running": "x"}',
+        b"\xff",
+        b'{"history": [{"failure": {"kind": "?"}, "committed_step": 1}]}',
+    ],
+)
+def test_what_cannot_be_read_is_an_empty_record(damaged: bytes | None) -> None:
+    assert RunRecord.from_json(damaged) == RunRecord()
+
+
+def test_a_newly_committed_step_forgets_what_was_before() -> None:
+    record = RunRecord()
+    for committed in (10, 10, 20, 20, 20):
+        record.add(AttemptRecord(failure(), committed))
+    assert [entry.committed_step for entry in record.history] == [20, 20, 20]
+
+
+def test_a_runner_that_ended_without_a_word_counts_once() -> None:
+    record = RunRecord(running=4)
+    assert record.account_for_lost_runner(10)
+    assert [entry.failure.kind for entry in record.history] == [FailureKind.RUNNER_LOST]
+    assert not record.account_for_lost_runner(10) and len(record.history) == 1

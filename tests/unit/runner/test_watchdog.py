@@ -1,0 +1,139 @@
+"""Hangs by heartbeats alone, on a clock of the test's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from checkpointing.arena import Heartbeat, Phase
+from runner.watchdog import Hang, Limits, Watchdog
+
+LIMITS = Limits(hang_s=None, first_step_s=100.0, quiet_s=50.0)
+
+
+class Ranks:
+    """Two ranks that are looked at twice a second."""
+
+    def __init__(self, limits: Limits = LIMITS, *, watch_start: bool = True) -> None:
+        self.now = 1000.0
+        self.watchdog = Watchdog(limits, watch_start=watch_start, now=self.now)
+        self.beats = [Heartbeat(Phase.STARTING, 0, 0.0, 0, 0.0) for _ in range(2)]
+
+    def beat(self, phase: Phase, step: int, step_s: float = 0.0, slots: tuple[int, ...] = (0, 1)) -> None:
+        for slot in slots:
+            self.beats[slot] = Heartbeat(phase, step, 0.0, 0, 1.0, step_s, self.beats[slot].beats + 1)
+
+    def wait(self, seconds: float) -> Hang | None:
+        """Look until that much time has passed; the first hang that was seen."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(self.now + 0.5, end)
+            hang = self.watchdog.look(self.beats, self.now)
+            if hang is not None:
+                return hang
+        return None
+
+    def train(self, steps: int, step_s: float) -> None:
+        self.beat(Phase.TRAINING, 0)
+        assert self.wait(0.5) is None
+        for step in range(1, steps + 1):
+            self.beat(Phase.TRAINING, step, step_s)
+            assert self.wait(step_s) is None
+
+
+@pytest.mark.parametrize("step_s", [0.01, 2.0, 40.0])
+def test_a_step_may_take_three_times_the_slowest_of_this_run_and_five_seconds(step_s: float) -> None:
+    ranks = Ranks()
+    ranks.train(10, step_s)
+    began = ranks.now - step_s
+    hang = ranks.wait(1000.0)
+    assert hang is not None and 3 * step_s + 5 < ranks.now - began <= 3 * step_s + 5 + 1.0
+    assert "99th percentile" in hang.reason and "after step 10 (training)" in hang.reason
+
+
+def test_the_99th_percentile_forgives_one_slow_step_in_many_but_not_a_slow_run() -> None:
+    ranks = Ranks()
+    ranks.train(300, 0.5)
+    assert ranks.watchdog.p99_s == 0.5
+    ranks.beat(Phase.TRAINING, 301, 4.0)
+    ranks.wait(0.5)
+    assert ranks.watchdog.p99_s == 0.5
+    for step in range(302, 320):
+        ranks.beat(Phase.TRAINING, step, 4.0)
+        ranks.wait(4.0)
+    assert ranks.watchdog.p99_s == 4.0
+
+
+def test_the_rank_that_is_behind_is_named_first() -> None:
+    ranks = Ranks()
+    ranks.train(10, 0.5)
+    ranks.beat(Phase.TRAINING, 11, 0.5, slots=(0,))
+    hang = ranks.wait(100.0)
+    assert (hang is not None and hang.slots[0] == 1) or (hang is not None and hang.slots == (1,))
+    assert "after step 10" in hang.reason
+
+
+@pytest.mark.parametrize(
+    ("phase", "limit"), [(Phase.BETWEEN, 50.0), (Phase.SAVING, 50.0), (Phase.RESTORING, 50.0), (Phase.COMPILING, 100.0)]
+)
+def test_what_is_no_step_has_its_own_limit(phase: Phase, limit: float) -> None:
+    ranks = Ranks()
+    ranks.train(10, 0.5)
+    ranks.beat(phase, 10)
+    ranks.wait(0.5)
+    assert ranks.wait(limit - 1.0) is None
+    assert ranks.wait(2.0) is not None
+
+
+def test_signs_of_life_between_batches_of_an_evaluation() -> None:
+    ranks = Ranks()
+    ranks.train(10, 0.5)
+    for _ in range(20):
+        ranks.beat(Phase.BETWEEN, 10)
+        assert ranks.wait(40.0) is None
+
+
+def test_the_first_steps_may_take_long() -> None:
+    ranks = Ranks()
+    ranks.beat(Phase.TRAINING, 0)
+    ranks.wait(0.5)
+    assert ranks.wait(98.0) is None
+    ranks.beat(Phase.TRAINING, 1, 98.0)
+    ranks.wait(0.5)
+    # Too few to know how long a step takes.
+    assert ranks.wait(98.0) is None
+    assert ranks.wait(3.0) is not None
+
+
+def test_a_fixed_limit_goes_before_the_measured_one() -> None:
+    ranks = Ranks(Limits(hang_s=30.0, first_step_s=100.0, quiet_s=50.0))
+    ranks.train(10, 0.5)
+    assert ranks.wait(28.0) is None
+    hang = ranks.wait(3.0)
+    assert hang is not None and "restart.hang_timeout_s" in hang.reason
+
+
+def test_start_up_is_watched_where_a_sign_of_life_is_due() -> None:
+    assert Ranks().wait(49.0) is None
+    assert Ranks().wait(51.0) is not None
+    # A script that does not use our checkpoints never gives one.
+    assert Ranks(watch_start=False).wait(10000.0) is None
+    ranks = Ranks(watch_start=False)
+    ranks.beat(Phase.TRAINING, 0, slots=(0,))
+    hang = ranks.wait(51.0)
+    assert hang is not None and hang.slots == (1,)
+
+
+def test_ranks_that_are_done_are_left_alone() -> None:
+    ranks = Ranks()
+    ranks.train(5, 0.5)
+    ranks.beat(Phase.DONE, 5)
+    assert ranks.wait(10000.0) is None
+
+
+def test_whoever_was_stopped_himself_blames_nobody() -> None:
+    ranks = Ranks()
+    ranks.train(10, 0.5)
+    ranks.now += 3600.0
+    assert ranks.watchdog.look(ranks.beats, ranks.now) is None
+    assert ranks.wait(4.0) is None
+    assert ranks.wait(4.0) is not None
