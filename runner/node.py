@@ -120,6 +120,8 @@ class _Attempt:
     quiet_since: float = field(default_factory=time.monotonic)
     stop_deadline: float | None = None
     announced: bool = False
+    # Ranks that say that they were asked to stop.
+    signalled: set[int] = field(default_factory=set)
     # Why it was ended from outside; goes before what its ranks then say.
     verdict: Failure | None = None
 
@@ -387,6 +389,10 @@ class Node:
         gap, self._turned_at = now - self._turned_at, now
         if attempt.watch.failed and attempt.kill_at is None:
             attempt.kill_at = now if attempt.watch.cause_known else now + _CAUSE_GRACE_S
+        # torchrun, too, ends the others with SIGTERM when one has died; that death is known by now.
+        asked = attempt.signalled if not attempt.watch.failed else attempt.signalled & {attempt.watch.deaths[0]}
+        if asked and attempt.verdict is None:
+            self._stop.ask_once(f"a signal to rank {min(asked)}")
         self._check_agent(attempt, now, gap)
         if not self._launcher.alive:
             # The fork server ends with it and takes the ranks along; the sweep gets what is left.
@@ -537,7 +543,7 @@ class Node:
                 case "rank_done":
                     watch.done.add(int(message["rank"]))
                 case "stop_signal":
-                    self._stop.ask_once(f"a signal to rank {message['rank']}")
+                    self._attempt.signalled.add(int(message["rank"]))
                 case name:
                     self._record(name, **{key: value for key, value in message.items() if key != "event"})
                     self._show_training(message)

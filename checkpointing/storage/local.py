@@ -164,7 +164,10 @@ class LocalStorage(Storage):
         return [name for name in self._names() if _ASIDE.match(name)]
 
     def sweep(self) -> list[str]:
-        swept = [name for name in self._names() if _TEMPORARY.match(name) or _REMOVING.match(name)]
+        # Our own note may be on its way.
+        ours = f"{_NOTE_NAME}.{os.getpid()}.tmp"
+        names = [name for name in self._names() if name != ours]
+        swept = [name for name in names if _TEMPORARY.match(name) or _REMOVING.match(name)]
         for name in swept:
             path = self.root / name
             if path.is_dir():

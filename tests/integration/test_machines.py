@@ -1,0 +1,231 @@
+"""A run on two machines: two network namespaces, a wire between them, a volume that both see; nothing else shared."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from integration.support import Run, state_hash, troubled, wait_until
+
+pytestmark = pytest.mark.xdist_group("machines")
+
+INFRA = Path(__file__).resolve().parents[3] / "shared" / "infra"
+PORT = 29611
+END = 40
+
+
+@pytest.fixture(scope="module")
+def wire() -> Iterator[None]:
+    """Namespaces na (10.99.0.1) and nb (10.99.0.2)."""
+    if os.geteuid() != 0 or not (INFRA / "netns_up.sh").exists():
+        pytest.skip("network namespaces need root, and ../shared/infra/netns_up.sh")
+    up = subprocess.run(["bash", str(INFRA / "netns_up.sh")], capture_output=True, text=True, check=False, timeout=60)
+    try:
+        if up.returncode:
+            pytest.skip(f"no network namespaces can be made here: {up.stderr.strip()}")
+        yield
+    finally:
+        subprocess.run(["bash", str(INFRA / "netns_down.sh")], capture_output=True, check=False, timeout=60)
+
+
+@pytest.fixture
+def cut(wire: None) -> Iterator[_Cut]:
+    cut = _Cut()
+    yield cut
+    cut.mend()
+
+
+class _Cut:
+    """The wire of the second machine."""
+
+    def now(self) -> None:
+        subprocess.run(["ip", "-n", "nsw", "link", "set", "v-nb", "down"], check=True, timeout=20)
+
+    def mend(self) -> None:
+        subprocess.run(["ip", "-n", "nsw", "link", "set", "v-nb", "up"], check=True, timeout=20)
+
+
+class Machine(Run):
+    """One of two machines, one rank each."""
+
+    def __init__(self, folder: Path, number: int, *options: str, script: list[str]) -> None:
+        shared = folder / "volume"
+        super().__init__(
+            folder / f"machine-{number}",
+            *("--set", f"checkpoint.location={shared}", "--nnodes", "2", "--node-rank", str(number)),
+            *("--nproc-per-node", "1", "--rdzv-endpoint", f"10.99.0.1:{PORT}"),
+            *("--local-addr", f"10.99.0.{number + 1}"),
+            *options,
+            script=script,
+        )
+        self.shared = shared
+        self.number = number
+        own = "" if number == 0 else f"node-{number}"
+        self.records = self.folder / own
+        self.command = ["ip", "netns", "exec", ("na", "nb")[number], *self.command]
+
+    def start(self, **environment: str) -> Run:
+        return super().start(GLOO_SOCKET_IFNAME="eth0", OMP_NUM_THREADS="1", **environment)
+
+    def events(self, name: str | None = None) -> list[dict[str, object]]:
+        folder, self.folder = self.folder, self.records
+        try:
+            return super().events(name)
+        finally:
+            self.folder = folder
+
+    def checkpoint(self, step: int) -> Path:
+        return self.shared / f"checkpoint-{step}"
+
+    def runner_pid(self) -> int:
+        """`ip netns exec` has become the runner."""
+        assert self.process is not None
+        return self.process.pid
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two ranks on one machine, undisturbed."""
+    folder = Path(tmp_path_factory.mktemp("calm"))
+    run = Run(folder / "run", script=troubled(folder)).start(OMP_NUM_THREADS="1")
+    assert run.finish() == 0, run.output
+    return run
+
+
+def pair(folder: Path, *options: str, trouble: str = "") -> list[Machine]:
+    script = troubled(folder, trouble)
+    return [Machine(folder, number, *options, script=script) for number in (0, 1)]
+
+
+def start(machines: list[Machine]) -> None:
+    for machine in machines:
+        machine.start()
+
+
+def finish(machines: list[Machine], timeout_s: float = 240) -> list[int]:
+    return [machine.finish(timeout_s) for machine in machines]
+
+
+def outputs(machines: list[Machine]) -> str:
+    return "\n----\n".join(machine.output for machine in machines)
+
+
+def wait_for_commit(machines: list[Machine], step: int) -> None:
+    wait_until(machines[0], lambda: any(event["step"] >= step for event in machines[0].events("committed")))
+
+
+def kinds(machine: Machine) -> list[object]:
+    return [event["kind"] for event in machine.events("attempt_ended")]
+
+
+def assert_nobody_is_left(machines: list[Machine]) -> None:
+    assert not [stray for machine in machines for stray in machine.leftovers()]
+
+
+def test_a_rank_that_dies_on_one_machine_restarts_all(wire: None, calm: Run, tmp_path: Path) -> None:
+    machines = pair(tmp_path)
+    start(machines)
+    wait_for_commit(machines, 10)
+    killed_at = time.time()
+    os.kill(machines[1].rank_pid(1), signal.SIGKILL)
+    assert finish(machines) == [0, 0], outputs(machines)
+    assert kinds(machines[0]) == ["crashed", "finished"]
+    cause = machines[0].events("attempt_ended")[0]
+    assert cause["rank"] == 1 and "killed" in str(cause["cause"])
+    # Not after the collective's time-out, nor after seconds of silence.
+    assert float(str(cause["time"])) - killed_at < 8
+    # Both had the snapshot in memory.
+    assert [event["from"] for event in machines[0].events("resumed")] == ["memory"]
+    assert state_hash(machines[0].checkpoint(END)) == state_hash(calm.checkpoint(END))
+    assert_nobody_is_left(machines)
+
+
+def test_a_wire_that_is_cut_and_mended_after_a_minute(cut: _Cut, calm: Run, tmp_path: Path) -> None:
+    machines = pair(tmp_path)
+    start(machines)
+    wait_for_commit(machines, 10)
+    cut.now()
+    cut_at = time.monotonic()
+    for machine in machines:
+        wait_until(machine, lambda m=machine: m.events("attempt_ended"))
+    assert time.monotonic() - cut_at < 40
+    wait_until(machines[0], lambda: time.monotonic() - cut_at > 60)
+    cut.mend()
+    assert finish(machines) == [0, 0], outputs(machines)
+    assert kinds(machines[0]) == ["node lost", "finished"]
+    assert state_hash(machines[0].checkpoint(END)) == state_hash(calm.checkpoint(END))
+    assert_nobody_is_left(machines)
+
+
+def test_the_first_machine_is_lost_and_comes_back(wire: None, calm: Run, tmp_path: Path) -> None:
+    machines = pair(tmp_path)
+    start(machines)
+    wait_for_commit(machines, 10)
+    os.kill(machines[0].runner_pid(), signal.SIGKILL)
+    machines[0].finish()
+    wait_until(machines[1], lambda: machines[1].events("attempt_ended"))
+    assert kinds(machines[1]) == ["node lost"]
+    machines[0].start()
+    assert finish(machines) == [0, 0], outputs(machines)
+    assert state_hash(machines[0].checkpoint(END)) == state_hash(calm.checkpoint(END))
+    assert_nobody_is_left(machines)
+
+
+def test_a_machine_that_does_not_come_back(wire: None, tmp_path: Path) -> None:
+    """Every wait is bounded, on both sides."""
+    machines = pair(tmp_path, "--set", "launch.rendezvous_timeout_s=12")
+    start(machines)
+    wait_for_commit(machines, 10)
+    os.kill(machines[1].runner_pid(), signal.SIGKILL)
+    machines[1].finish()
+    assert machines[0].finish(120) == 76, machines[0].output
+    assert "machine 1 of 2 has not come within 12 s" in machines[0].output
+    assert machines[1].start().finish(120) == 76
+    assert "cannot be reached at 10.99.0.1" in machines[1].output
+    assert_nobody_is_left(machines)
+
+
+def test_a_stop_on_any_machine_stops_all_at_one_step(wire: None, calm: Run, tmp_path: Path) -> None:
+    machines = pair(tmp_path)
+    start(machines)
+    wait_for_commit(machines, 10)
+    machines[1].signal(signal.SIGTERM)
+    assert finish(machines) == [75, 75], outputs(machines)
+    stopped = {event["step"] for machine in machines for event in machine.events("attempt_ended")}
+    assert stopped == {machines[0].events("committed")[-1]["step"]}
+    start(machines)
+    assert finish(machines) == [0, 0], outputs(machines)
+    assert state_hash(machines[0].checkpoint(END)) == state_hash(calm.checkpoint(END))
+    assert_nobody_is_left(machines)
+
+
+def test_an_error_that_would_come_again_ends_all_with_one_code(wire: None, tmp_path: Path) -> None:
+    trouble = """
+        if RANK == 1:
+            import no_such_module
+    """
+    machines = pair(tmp_path, trouble=trouble)
+    start(machines)
+    assert finish(machines) == [78, 78], outputs(machines)
+    assert "no_such_module" in machines[0].output
+    assert_nobody_is_left(machines)
+
+
+def test_memory_runs_out_on_one_machine_and_all_cut_their_batches(wire: None, tmp_path: Path) -> None:
+    trouble = """
+        def at_step(step, args):
+            with open(FOLDER + f".{RANK}", "a") as file:
+                print(args.per_device_train_batch_size, args.gradient_accumulation_steps, file=file)
+            if step == 12 and RANK == 1 and args.per_device_train_batch_size == 4:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+    """
+    machines = pair(tmp_path, trouble=trouble)
+    start(machines)
+    assert finish(machines) == [0, 0], outputs(machines)
+    assert kinds(machines[0]) == ["out of memory", "finished"]
+    assert [(tmp_path / f"hf.{rank}").read_text().split()[-2:] for rank in (0, 1)] == [["2", "2"]] * 2
