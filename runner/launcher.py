@@ -39,6 +39,7 @@ def rank_main(spec: dict[str, Any]) -> None:
 
 def main() -> int:
     processes.die_with_parent()
+    _leave_signals_to_the_supervisor()
     control = socket.socket(fileno=int(sys.argv[1]))
     # multiprocessing's own folders (sockets of the fork server, of workers' queues): processes that are killed cannot
     # remove theirs, so they lie where the supervisor removes them. Ranks inherit this.
@@ -57,6 +58,17 @@ def main() -> int:
         except OSError:
             return 0
         protocol.send(control, {"event": "attempt_ended", **_launch(request)})
+
+
+def _leave_signals_to_the_supervisor() -> None:
+    """Some clusters tell every process of a job to stop (Slurm signals all that a step has started).
+
+    The supervisor answers, and ends this process when the ranks have saved. The fork server inherits it.
+    """
+    for number in processes.STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    # torchrun's library would take them back. It wants to be told at least one.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
 
 
 def _log_to_file(path: Path) -> None:

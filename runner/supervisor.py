@@ -48,7 +48,6 @@ _AGENT_TIMEOUT_S = 600.0
 # The same, once the user has asked twice: a snapshot that is whole is worth a moment.
 _AGENT_HURRY_S = 5.0
 _NO_FAILURE = {"running", FailureKind.FINISHED.value, FailureKind.PREEMPTED.value, FailureKind.ENDED.value}
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -599,7 +598,7 @@ class Supervisor:
         receiver, sender = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
         self._selector.register(receiver, selectors.EVENT_READ, lambda fd: os.read(fd, 4096))
-        for number in _SIGNALS:
+        for number in processes.STOP_SIGNALS:
             signal.signal(number, count)
 
 

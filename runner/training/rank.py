@@ -7,6 +7,7 @@ import faulthandler
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 from typing import Any
 
@@ -21,6 +22,7 @@ def run_rank(spec: dict[str, Any]) -> None:
         spec: `env` to set, `events` socket, `config` file; `script` and `args` where the user has an own script.
     """
     processes.die_with_parent()
+    _take_back_signals()
     os.environ.update(spec["env"])
     faulthandler.enable()
     # A child of a fork server inherits its start method; a script's own workers (a DataLoader's) are to start as they
@@ -37,6 +39,13 @@ def run_rank(spec: dict[str, Any]) -> None:
     else:
         _run_script(spec["script"], spec["args"])
     sender.send("rank_done", rank=rank)
+
+
+def _take_back_signals() -> None:
+    """The launcher ignores them, and a script is to start as it would under torchrun."""
+    for number in processes.STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _run_script(script: str, args: list[str]) -> None:
