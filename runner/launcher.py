@@ -67,8 +67,6 @@ def _leave_signals_to_the_supervisor() -> None:
     """
     for number in processes.STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    # torchrun's library would take them back. It wants to be told at least one.
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
 
 
 def _log_to_file(path: Path) -> None:
@@ -108,6 +106,8 @@ def _launch(request: Message) -> Message:
         logs_specs=DefaultLogsSpecs(log_dir=str(log_dir), redirects=Std.ALL, tee=tee),
         log_line_prefix_template="[rank${rank}]:",
         shutdown_timeout=_SHUTDOWN_TIMEOUT_S,
+        # By default it would take back those that the supervisor answers.
+        signals_to_handle="SIGQUIT",
     )
     failures: list[Message] = []
     try:
