@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 from integration.support import RUNNER, SAVE_STEPS, SHORT_JOB, TOTAL_STEPS, Run, loss_curve, state_hash
-from servers import INFRA
+from servers import INFRA, free_port
 
 from checkpointing.catalog import Catalog
 from checkpointing.storage import open_storage
@@ -66,10 +66,10 @@ class Slurm:
             command, check=True, capture_output=True, text=True, timeout=60, env=environment, cwd=self.folder
         ).stdout.strip()
 
-    def submit(self, output_dir: Path, *arguments: str, path: str = "") -> str:
-        """Queue a job of `train.sbatch` for n1, or n2 where n1 is not there; returns its number."""
+    def submit(self, output_dir: Path, *arguments: str, nodes: int = 1, path: str = "") -> str:
+        """Queue a job of `train.sbatch`, for n1 if that is there and enough; returns its number."""
         programs = f"{path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-        options = ["--parsable", f"--output={self.log}", "--export=ALL"]
+        options = ["--parsable", f"--output={self.log}", "--export=ALL", f"--nodes={nodes}"]
         return self.command(
             "sbatch", *options, str(SBATCH_SCRIPT), *arguments, OUTPUT_DIR=str(output_dir), PATH=programs
         )
@@ -96,7 +96,7 @@ class Slurm:
                     found.append(psutil.Process(pid))
         return found
 
-    def wait_for(self, condition: Callable[[], object], what: str, timeout_s: float = 90) -> None:
+    def wait_for(self, condition: Callable[[], object], what: str, timeout_s: float = 180) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
@@ -216,6 +216,26 @@ def test_any_other_exit_code_is_the_end_of_the_job(slurm: Slurm, tmp_path: Path)
     assert "learning_rat" in slurm.log.read_text()
 
 
+def test_two_nodes_stop_together_and_go_on_together(slurm: Slurm, untouched: Run, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    # The rendezvous may give rank 0, which logs, to either.
+    nodes = [run, Run(run.folder / "node-1")]
+    # The virtual nodes' names resolve nowhere; the last of two equal options counts.
+    endpoint = f"127.0.0.1:{free_port()}"
+    job = slurm.submit(run.folder, *SHORT_JOB, "--nproc-per-node=1", "--rdzv-endpoint", endpoint, nodes=2)
+    slurm.wait_for(lambda: max(steps(node) for node in nodes) > SAVE_STEPS, "first steps")
+    near_the_limit(slurm, job)
+    assert slurm.wait_for_end(job) == "COMPLETED", slurm.log.read_text()
+    assert (slurm.show(job, "Restarts"), slurm.show(job, "NodeList")) == ("1", "n[1-2]")
+    for node in nodes:
+        assert [event["exit_code"] for event in node.events("run_ended")] == [75, 0], slurm.log.read_text()
+    stopped_at = {node.events("attempt_ended")[0]["step"] for node in nodes}
+    assert stopped_at == {event["step"] for node in nodes for event in node.events("resumed")}
+    assert SAVE_STEPS < stopped_at.pop() < TOTAL_STEPS
+    assert state_hash(run.checkpoint(TOTAL_STEPS)) == state_hash(untouched.checkpoint(TOTAL_STEPS))
+    assert loss_curve(run.checkpoint(TOTAL_STEPS)) == loss_curve(untouched.checkpoint(TOTAL_STEPS))
+
+
 def test_a_node_that_was_given_up_but_lives_publishes_nothing_more(
     slurm: Slurm, untouched: Run, tmp_path: Path
 ) -> None:
@@ -229,13 +249,15 @@ def test_a_node_that_was_given_up_but_lives_publishes_nothing_more(
     slurm.wait_for(lambda: run.events("committed") and steps(run) > SAVE_STEPS, "first checkpoint")
     assert slurm.show(job, "NodeList") == "n1"
 
-    # It stands still until the job has begun elsewhere, so that it has something left to do; then both go on.
     runner = psutil.Process(run.events("run_started")[0]["pid"])
-    old = [runner, *runner.children(recursive=True)]
-    for process in old:
-        process.suspend()
+    old, parent = [runner, *runner.children(recursive=True)], runner.ppid()
     for daemon in [p for p in slurm.processes() if p.name() == "slurmstepd"] + [psutil.Process(slurm.pid("slurmd-n1"))]:
         daemon.kill()
+    # It stands still until the job has begun elsewhere, so that it has something left to do; then both go on. Not
+    # before its parent is gone: the kernel sends SIGHUP to stopped processes that are orphaned.
+    slurm.wait_for(lambda: runner.ppid() != parent, "the end of slurmstepd")
+    for process in old:
+        process.suspend()
     slurm.wait_for(lambda: len(run.events("resumed")) == 1, "the job on n2")
     assert slurm.show(job, "NodeList") == "n2" and runner.is_running()
     went_on = time.time()
