@@ -8,7 +8,8 @@ the conversation with ranks and monitors; what touches storage is in `checkpoint
 Clients speak `checkpointing.protocol` over the socket. A rank says `hello`, asks for an `offer` of snapshots to resume
 from, then for each snapshot says `acquire`, `staged` (or `abandon`), and where it must know the outcome `wait`. A
 monitor (the supervisor) says `hello`, `begin_attempt`, `request_stop`, `end_attempt`, `note`, `ping`, `shutdown`, and
-is told every event. When the last monitor goes, or on SIGTERM, the agent commits the newest whole snapshot and ends.
+is told every event. When the last monitor goes, or on SIGTERM where there is none, the agent commits the newest whole
+snapshot and ends.
 
 A snapshot stays in its arena after it was committed, until the room is needed: an attempt that dies goes on from it
 without reading storage. One whole snapshot is always kept while the next one is being made, wherever there is memory
@@ -26,6 +27,7 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -104,7 +106,13 @@ class Agent:
         self._wake_sender.setblocking(False)
 
     def stop(self) -> None:
-        """Finish the snapshots that are whole, then return from `run`. Safe in a signal handler."""
+        """Finish the snapshots that are whole, then return from `run`. Safe in a signal handler.
+
+        A monitor that lives says itself when it is time: some clusters tell every process of a job to stop (Slurm
+        signals all that a step has started), and the snapshot that the ranks then make must find the agent there.
+        """
+        if any(client.is_monitor for client in self._clients.values()):
+            return
         self._stopping = True
         with contextlib.suppress(BlockingIOError):
             self._wake_sender.send(b"x")
@@ -493,8 +501,11 @@ class Agent:
 def acquire_lock(root: Path, timeout_s: float) -> int:
     """Become the only agent of a location; the lock lives as long as the returned descriptor.
 
+    An agent of this machine that keeps it is a mistake of somebody's. One of another machine may belong to a node that
+    the cluster has given up and started again elsewhere: that is what fences are for, and they work without the lock.
+
     Raises:
-        TimeoutError: another agent kept it.
+        TimeoutError: another agent of this machine kept it.
         OSError: the directory cannot be written.
     """
     root.mkdir(parents=True, exist_ok=True)
@@ -506,6 +517,9 @@ def acquire_lock(root: Path, timeout_s: float) -> int:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 holder = os.pread(fd, 100, 0).decode(errors="replace").strip() or "unknown"
+                if " on " in holder and not holder.endswith(f" on {socket.gethostname()}"):
+                    threading.Thread(target=_hold_lock, args=(fd,), name="checkpoint-lock", daemon=True).start()
+                    return fd
                 os.close(fd)
                 raise TimeoutError(
                     f"another checkpoint agent ({holder}) has held {root} for {timeout_s:.0f} s; "
@@ -513,9 +527,20 @@ def acquire_lock(root: Path, timeout_s: float) -> int:
                 ) from None
             time.sleep(0.05)
             continue
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        _sign_lock(fd)
         return fd
+
+
+def _hold_lock(fd: int) -> None:
+    """Take it as soon as the other has ended, so that the next agent of this machine waits for this one."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        _sign_lock(fd)
+
+
+def _sign_lock(fd: int) -> None:
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -532,7 +557,8 @@ def main(argv: list[str] | None = None) -> int:
 
     # A parent that dies without a word must not take uncommitted snapshots with it: drain, then end.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)
     with contextlib.suppress(psutil.Error, OSError):
         psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, _IO_PRIORITY)

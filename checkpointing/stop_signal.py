@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# Under a supervisor, Ctrl-C is the supervisor's to answer, and so is one that reaches a rank alone.
+_SUPERVISED_SIGNALS = (*SIGNALS, signal.SIGINT)
 
 _requested = False
 _num_readers = 0
@@ -33,7 +35,7 @@ def install(tell: Callable[[], None] | None = None) -> None:
     if _owner == os.getpid():
         return
     _owner = os.getpid()
-    for number in SIGNALS:
+    for number in _SUPERVISED_SIGNALS if tell is not None else SIGNALS:
         with contextlib.suppress(OSError):
             signal.signal(number, _on_signal)
 

@@ -44,6 +44,7 @@ def rank_main(spec: dict[str, Any]) -> None:
 
 def main() -> int:
     processes.die_with_parent()
+    _leave_signals_to_the_supervisor()
     control = socket.socket(fileno=int(sys.argv[1]))
     # multiprocessing's own folders (sockets of the fork server, of workers' queues): processes that are killed cannot
     # remove theirs, so they lie where the supervisor removes them. Ranks inherit this.
@@ -81,6 +82,15 @@ def _wait_for_deaths() -> None:
     # Its loop calls `time.sleep` by this name and offers no hook.
     clock = types.SimpleNamespace(sleep=wait, time=time.time, monotonic=time.monotonic, perf_counter=time.perf_counter)
     setattr(api, "time", clock)  # noqa: B010 - not exported, as the type checker knows
+
+
+def _leave_signals_to_the_supervisor() -> None:
+    """Some clusters tell every process of a job to stop (Slurm signals all that a step has started).
+
+    The supervisor answers, and ends this process when the ranks have saved. The fork server inherits it.
+    """
+    for number in processes.STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _log_to_file(path: Path) -> None:
@@ -122,6 +132,8 @@ def _launch(request: Message) -> Message:
         logs_specs=DefaultLogsSpecs(log_dir=str(log_dir), redirects=Std.ALL, tee=tee),
         log_line_prefix_template="[rank${rank}]:",
         shutdown_timeout=_SHUTDOWN_TIMEOUT_S,
+        # By default it would take back those that the supervisor answers.
+        signals_to_handle="SIGQUIT",
     )
     failures: list[Message] = []
     try:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+from runner.processes import STOP_SIGNALS
 
 
 class StopRequest:
@@ -63,7 +63,7 @@ class EventLoop:
             stop.ask(signal.Signals(number).name)
 
         signal.set_wakeup_fd(self._sender, warn_on_full_buffer=False)
-        for number in _SIGNALS:
+        for number in STOP_SIGNALS:
             signal.signal(number, count)
 
     def call(self, handler: Callable[[], None]) -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 import psutil
 
 RUN_ID_ENV = "RUNNER_RUN_ID"
+# What a user, a scheduler or a kubelet sends to have the run stop.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -7,6 +7,7 @@ import faulthandler
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 from typing import Any
 
@@ -22,6 +23,7 @@ def run_rank(spec: dict[str, Any]) -> None:
         spec: `env` to set, `events` socket, `config` file; `script` and `args` where the user has an own script.
     """
     processes.die_with_parent()
+    _take_back_signals()
     sender = EventSender(spec["events"])
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     # A notice may come to one rank alone, at any moment from now on.
@@ -40,6 +42,13 @@ def run_rank(spec: dict[str, Any]) -> None:
     else:
         _run_script(spec["script"], spec["args"])
     sender.send("rank_done", rank=rank)
+
+
+def _take_back_signals() -> None:
+    """The launcher ignores them, and a script is to start as it would under torchrun."""
+    for number in processes.STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _run_script(script: str, args: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from checkpointing import protocol
+from checkpointing.agent import acquire_lock
 from checkpointing.catalog import Catalog
 from checkpointing.client import AgentClient, AgentProcess, Refusal
 from checkpointing.digest import digest_buffer
@@ -245,3 +247,45 @@ def test_the_memory_limit_is_kept_and_its_effect_is_told(limit: int, arenas: int
     assert status.count("memfd:checkpoint-arena") == arenas
     monitor.close()
     agent.close(10)
+
+
+def test_a_signal_to_every_process_of_the_job_leaves_the_ending_to_the_monitor(
+    agent: AgentProcess, tmp_path: Path
+) -> None:
+    """Slurm tells all that a job step has started to stop; the snapshot that the ranks then make is yet to come."""
+    monitor = protocol.connect(agent.socket_path)
+    protocol.send(monitor, {"do": "hello", "role": "monitor"})
+    protocol.receive(monitor)
+    client = rank(agent)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        agent.process.send_signal(number)
+        # It answers, so it has come by the signal.
+        assert stage(client, 10 + number, wait=True) and client.wait(10 + number) is None
+    client.close()
+    monitor.close()
+    assert agent.process.wait(10) == 0
+    assert committed(tmp_path)[-1] == 10 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(("machine", "taken"), [("another-machine", True), (socket.gethostname(), False)])
+def test_a_lock_that_another_machine_keeps_is_left_to_the_fence(tmp_path: Path, machine: str, taken: bool) -> None:
+    """A node that was given up goes on; its lock must not keep the run from going on elsewhere."""
+    first = acquire_lock(tmp_path, 0.0)
+    os.truncate(first, 0)
+    os.pwrite(first, f"pid 7 on {machine}\n".encode(), 0)
+    if not taken:
+        with pytest.raises(TimeoutError, match="stop that run"):
+            acquire_lock(tmp_path, 0.1)
+        os.close(first)
+        return
+    second = acquire_lock(tmp_path, 0.1)
+    assert os.pread(second, 100, 0) == f"pid 7 on {machine}\n".encode()
+    os.close(first)
+    # It becomes ours as soon as that one is gone.
+    deadline = time.monotonic() + 10
+    while str(os.getpid()).encode() not in os.pread(second, 100, 0):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with pytest.raises(TimeoutError):
+        acquire_lock(tmp_path, 0.0)
+    os.close(second)

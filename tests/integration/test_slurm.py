@@ -1,0 +1,289 @@
+"""`deploy/slurm/train.sbatch` on a real Slurm: preemption, the time limit, and a node that is given up but lives."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from integration.support import RUNNER, SAVE_STEPS, SHORT_JOB, TOTAL_STEPS, Run, loss_curve, state_hash
+from servers import INFRA, free_port
+
+from checkpointing.catalog import Catalog
+from checkpointing.storage import open_storage
+
+# Slurm's daemons listen on fixed ports.
+pytestmark = pytest.mark.xdist_group("slurm")
+
+SBATCH_SCRIPT = Path(__file__).parents[2] / "deploy" / "slurm" / "train.sbatch"
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
+# So that a job that was queued again, and the loss of a node, do not take minutes. The former waits for the credentials
+# of its earlier life to expire.
+QUICKER = {
+    "AuthType=auth/munge": "AuthType=auth/munge\nAuthInfo=cred_expire=5",
+    "sched_interval=5,bf_interval=5": "sched_interval=1,bf_interval=1",
+    "SlurmdTimeout=15": "SlurmdTimeout=4",
+    "KillWait=10": "KillWait=5",
+}
+# The second machine: its own name and processes; locks do not reach it, as on many a network file system.
+ELSEWHERE = """#!/bin/bash
+if [ "$SLURMD_NODENAME" = n1 ]; then exec RUNNER "$@"; fi
+exec unshare --mount --uts --pid --fork --mount-proc --kill-child bash -c '
+    hostname n2
+    touch "$OUTPUT_DIR/own.1" "$OUTPUT_DIR/own.2"
+    mount --bind "$OUTPUT_DIR/own.1" "$OUTPUT_DIR/.runner.lock"
+    mount --bind "$OUTPUT_DIR/own.2" "$OUTPUT_DIR/checkpoints/.agent.lock"
+    exec RUNNER "$@"' runner "$@"
+"""
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """Nodes n1 and n2 on this machine; partitions main and high, whose jobs preempt those of main."""
+
+    folder: Path
+
+    @property
+    def configuration(self) -> str:
+        return str(self.folder / "cfg" / "slurm.conf")
+
+    def command(self, *command: str, **environment: str) -> str:
+        """What it prints."""
+        environment = {**os.environ, "SLURM_CONF": self.configuration, **environment}
+        return subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=60, env=environment, cwd=self.folder
+        ).stdout.strip()
+
+    def submit(self, output_dir: Path, *arguments: str, nodes: int = 1, path: str = "") -> str:
+        """Queue a job of `train.sbatch`, for n1 if that is there and enough; returns its number."""
+        programs = f"{path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        options = ["--parsable", f"--output={self.log}", "--export=ALL", f"--nodes={nodes}"]
+        return self.command(
+            "sbatch", *options, str(SBATCH_SCRIPT), *arguments, OUTPUT_DIR=str(output_dir), PATH=programs
+        )
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "job.log"
+
+    def show(self, job: str, field: str) -> str:
+        found = re.search(rf"\b{field}=(\S+)", self.command("scontrol", "show", "job", job))
+        assert found is not None
+        return found[1]
+
+    def pid(self, daemon: str) -> int:
+        return int((self.folder / "run" / f"{daemon}.pid").read_text())
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything that belongs to it: daemons, jobs, and what jobs have started."""
+        marker = f"SLURM_CONF={self.configuration}".encode()
+        found = []
+        for pid in psutil.pids():
+            with contextlib.suppress(OSError, psutil.Error):
+                if marker in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    found.append(psutil.Process(pid))
+        return found
+
+    def wait_for(self, condition: Callable[[], object], what: str, timeout_s: float = 180) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                log = self.log.read_text() if self.log.exists() else "(no log)"
+                raise AssertionError(f"{what}: not within {timeout_s:.0f} s\n{self.command('squeue')}\n{log}")
+            time.sleep(0.05)
+
+    def wait_for_end(self, job: str) -> str:
+        """Its last state."""
+        self.wait_for(lambda: self.show(job, "JobState") in ("COMPLETED", "FAILED", "CANCELLED"), f"end of job {job}")
+        return self.show(job, "JobState")
+
+
+@pytest.fixture
+def slurm() -> Iterator[Slurm]:
+    for program in PROGRAMS:
+        if shutil.which(program) is None:
+            pytest.skip(f"no {program} here (apt-get install slurm-wlm munge)")
+    if not (INFRA / "start_slurm.sh").exists():
+        pytest.skip("no start_slurm.sh here (shared/infra)")
+    if os.getuid() != 0:
+        pytest.skip("starting Slurm's daemons needs root")
+    # munged is another user, who must be let in.
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    folder.chmod(0o755)
+    slurm = Slurm(folder)
+    try:
+        start_daemons(slurm)
+        yield slurm
+    finally:
+        stop_daemons(slurm)
+        shutil.rmtree(folder)
+
+
+def start_daemons(slurm: Slurm) -> None:
+    text = (INFRA / "start_slurm.sh").read_text()
+    for setting, quicker in QUICKER.items():
+        assert setting in text
+        text = text.replace(setting, quicker)
+    starter = slurm.folder / "start.sh"
+    starter.write_text(text)
+    with (slurm.folder / "start.log").open("w") as log:
+        subprocess.run(
+            ["bash", str(starter), str(slurm.folder), "2"],
+            check=True,
+            timeout=60,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+    assert slurm.command("sinfo", "-h", "-t", "idle", "-o", "%D") == "2", (slurm.folder / "start.log").read_text()
+
+
+def stop_daemons(slurm: Slurm) -> None:
+    """Each by its pid. munged is another user's, whose environment does not name us, and ends last."""
+    files = sorted((slurm.folder / "run").glob("*.pid"), key=lambda file: file.name == "munged.pid")
+    daemons = []
+    for file in files:
+        with contextlib.suppress(psutil.Error, ValueError):
+            process = psutil.Process(int(file.read_text()))
+            if process.name() in ("munged", "slurmctld", "slurmd"):
+                process.terminate()
+                daemons.append(process)
+    deadline = time.monotonic() + 20
+    while (left := slurm.processes()) and time.monotonic() < deadline:
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(left, timeout=0.5)
+    _, alive = psutil.wait_procs(daemons, timeout=10)
+    for process in alive:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    assert not slurm.processes()
+
+
+def steps(run: Run) -> int:
+    return max((event["step"] for event in run.events("log")), default=0)
+
+
+def preempt(slurm: Slurm, job: str) -> None:
+    """A job of the higher partition wants the machine: TERM to all processes, 20 s, then the end."""
+    slurm.command("sbatch", "--partition=high", "--nodelist=n1", "--exclusive", "--output=/dev/null", "--wrap=true")
+
+
+def near_the_limit(slurm: Slurm, job: str) -> None:
+    """What Slurm does so long before the time limit as `--signal` says; a limit has at least a minute."""
+    slurm.command("scancel", "--batch", "--signal=USR1", job)
+
+
+@pytest.mark.parametrize("stop", [preempt, near_the_limit])
+def test_a_stopped_job_is_queued_again_and_ends_as_if_nothing_had_happened(
+    stop: Callable[[Slurm, str], None], slurm: Slurm, untouched: Run, tmp_path: Path
+) -> None:
+    run = Run(tmp_path / "run")
+    job = slurm.submit(run.folder, *SHORT_JOB)
+    slurm.wait_for(lambda: steps(run) > SAVE_STEPS, "first steps")
+    stop(slurm, job)
+    assert slurm.wait_for_end(job) == "COMPLETED", slurm.log.read_text()
+
+    assert (slurm.show(job, "Restarts"), slurm.show(job, "ExitCode")) == ("1", "0:0")
+    assert [event["exit_code"] for event in run.events("run_ended")] == [75, 0], slurm.log.read_text()
+    first = run.events("attempt_ended")[0]
+    assert first["kind"] == "preempted" and SAVE_STEPS < first["step"] < TOTAL_STEPS
+    # In order: nothing was lost, and one life's processes saved for the next.
+    assert first["committed_step"] == first["step"] == run.events("training_started")[1]["step"]
+    assert state_hash(run.checkpoint(TOTAL_STEPS)) == state_hash(untouched.checkpoint(TOTAL_STEPS))
+    assert loss_curve(run.checkpoint(TOTAL_STEPS)) == loss_curve(untouched.checkpoint(TOTAL_STEPS))
+    assert not run.leftovers()
+    assert "queued again" in slurm.log.read_text() and "finished" in slurm.log.read_text(), "one log for both lives"
+
+
+def test_any_other_exit_code_is_the_end_of_the_job(slurm: Slurm, tmp_path: Path) -> None:
+    job = slurm.submit(tmp_path / "run", "--set", "trainer.learning_rat=1")
+    assert slurm.wait_for_end(job) == "FAILED"
+    assert (slurm.show(job, "Restarts"), slurm.show(job, "ExitCode")) == ("0", "2:0")
+    assert "learning_rat" in slurm.log.read_text()
+
+
+def test_two_nodes_stop_together_and_go_on_together(
+    slurm: Slurm, untouched: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path / "run")
+    # The rendezvous may give rank 0, which logs, to either.
+    nodes = [run, Run(run.folder / "node-1")]
+    # Two ranks of one machine share its cores; the sums of more threads would differ in the last bit.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    # The virtual nodes' names resolve nowhere; the last of two equal options counts.
+    endpoint = f"127.0.0.1:{free_port()}"
+    job = slurm.submit(run.folder, *SHORT_JOB, "--nproc-per-node=1", "--rdzv-endpoint", endpoint, nodes=2)
+    slurm.wait_for(lambda: max(steps(node) for node in nodes) > SAVE_STEPS, "first steps")
+    near_the_limit(slurm, job)
+    assert slurm.wait_for_end(job) == "COMPLETED", slurm.log.read_text()
+    assert (slurm.show(job, "Restarts"), slurm.show(job, "NodeList")) == ("1", "n[1-2]")
+    for node in nodes:
+        assert [event["exit_code"] for event in node.events("run_ended")] == [75, 0], slurm.log.read_text()
+    stopped_at = {node.events("attempt_ended")[0]["step"] for node in nodes}
+    assert stopped_at == {event["step"] for node in nodes for event in node.events("resumed")}
+    assert SAVE_STEPS < stopped_at.pop() < TOTAL_STEPS
+    assert state_hash(run.checkpoint(TOTAL_STEPS)) == state_hash(untouched.checkpoint(TOTAL_STEPS))
+    assert loss_curve(run.checkpoint(TOTAL_STEPS)) == loss_curve(untouched.checkpoint(TOTAL_STEPS))
+
+
+def test_a_node_that_was_given_up_but_lives_publishes_nothing_more(
+    slurm: Slurm, untouched: Run, tmp_path: Path
+) -> None:
+    """Split brain: n1 seems lost, the job begins anew on n2 in the same folder, and n1 goes on with it."""
+    wrapper = tmp_path / "bin" / "runner"
+    wrapper.parent.mkdir()
+    wrapper.write_text(ELSEWHERE.replace("RUNNER", *RUNNER))
+    wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
+    run = Run(tmp_path / "run")
+    job = slurm.submit(run.folder, *SHORT_JOB, path=str(wrapper.parent))
+    slurm.wait_for(lambda: run.events("committed") and steps(run) > SAVE_STEPS, "first checkpoint")
+    assert slurm.show(job, "NodeList") == "n1"
+
+    runner = psutil.Process(run.events("run_started")[0]["pid"])
+    old, parent = [runner, *runner.children(recursive=True)], runner.ppid()
+    for daemon in [p for p in slurm.processes() if p.name() == "slurmstepd"] + [psutil.Process(slurm.pid("slurmd-n1"))]:
+        daemon.kill()
+    # It stands still until the job has begun elsewhere, so that it has something left to do; then both go on. Not
+    # before its parent is gone: the kernel sends SIGHUP to stopped processes that are orphaned.
+    slurm.wait_for(lambda: runner.ppid() != parent, "the end of slurmstepd")
+    for process in old:
+        process.suspend()
+    slurm.wait_for(lambda: len(run.events("resumed")) == 1, "the job on n2")
+    assert slurm.show(job, "NodeList") == "n2" and runner.is_running()
+    went_on = time.time()
+    for process in old:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGCONT)
+    assert slurm.wait_for_end(job) == "COMPLETED", slurm.log.read_text()
+    slurm.wait_for(lambda: len(run.events("run_ended")) == 2, "the end of the old one")
+
+    ends = {event["attempt"]: event for event in run.events("run_ended")}
+    assert (ends[1]["exit_code"], ends[2]["exit_code"]) == (78, 0)
+    assert "attempt 2 of this run has begun" in ends[1]["reason"]
+    assert ends[1]["time"] > went_on
+    # The job is Slurm's on n2 alone: what is left of it on n1 did not queue it again.
+    assert (slurm.show(job, "Restarts"), slurm.show(job, "ExitCode")) == ("1", "0:0")
+
+    assert all(event["time"] < went_on for event in run.events("committed") if event["attempt"] == 1)
+    resumed_at = run.events("resumed")[0]["step"]
+    catalog = Catalog(open_storage(str(run.folder / "checkpoints")))
+    for step in catalog.committed_steps():
+        assert catalog.verify(step).attempt == (1 if step <= resumed_at else 2)
+    assert catalog.committed_steps()[-1] == TOTAL_STEPS
+    assert state_hash(run.checkpoint(TOTAL_STEPS)) == state_hash(untouched.checkpoint(TOTAL_STEPS))
+    assert loss_curve(run.checkpoint(TOTAL_STEPS)) == loss_curve(untouched.checkpoint(TOTAL_STEPS))
+    slurm.wait_for(lambda: not any(process.is_running() for process in old), "no process of the old one", 10)
