@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import fcntl
 import os
 import selectors
 import signal
@@ -36,7 +35,7 @@ from pathlib import Path
 
 import psutil
 
-from checkpointing import protocol
+from checkpointing import locking, protocol
 from checkpointing.arena import CommitReport, ControlPage, round_up
 from checkpointing.arena_pool import Arena, ArenaPool, ArenaState
 from checkpointing.manifest import SnapshotInfo
@@ -509,38 +508,27 @@ def acquire_lock(root: Path, timeout_s: float) -> int:
         OSError: the directory cannot be written.
     """
     root.mkdir(parents=True, exist_ok=True)
-    fd = os.open(root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = locking.open_lock(root / LOCK_NAME)
     deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                holder = os.pread(fd, 100, 0).decode(errors="replace").strip() or "unknown"
-                if " on " in holder and not holder.endswith(f" on {socket.gethostname()}"):
-                    threading.Thread(target=_hold_lock, args=(fd,), name="checkpoint-lock", daemon=True).start()
-                    return fd
-                os.close(fd)
-                raise TimeoutError(
-                    f"another checkpoint agent ({holder}) has held {root} for {timeout_s:.0f} s; "
-                    "stop that run, or choose another output_dir"
-                ) from None
-            time.sleep(0.05)
-            continue
-        _sign_lock(fd)
-        return fd
+    while not locking.try_lock(fd):
+        if time.monotonic() > deadline:
+            holder = locking.holder(fd)
+            if locking.is_elsewhere(holder):
+                # As soon as it is free it is ours, so that the next agent of this machine waits for this one.
+                threading.Thread(target=_hold_lock, args=(fd,), name="checkpoint-lock", daemon=True).start()
+                return fd
+            os.close(fd)
+            raise TimeoutError(
+                f"another checkpoint agent ({holder}) has held {root} for {timeout_s:.0f} s; "
+                "stop that run, or choose another output_dir"
+            )
+        time.sleep(0.05)
+    return fd
 
 
 def _hold_lock(fd: int) -> None:
-    """Take it as soon as the other has ended, so that the next agent of this machine waits for this one."""
     with contextlib.suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        _sign_lock(fd)
-
-
-def _sign_lock(fd: int) -> None:
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        locking.wait_for_lock(fd)
 
 
 def main(argv: list[str] | None = None) -> int:

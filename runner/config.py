@@ -80,10 +80,15 @@ class CheckpointConfig(_Section):
         return parse_bytes(str(self.memory_limit)) if self.memory_limit is not None else None
 
 
+def _torchruns_auto(value: Any) -> Any:
+    """torchrun knows `gpu` and `cpu` besides `auto`; Kubeflow sets them."""
+    return "auto" if value in ("gpu", "cpu") else value
+
+
 class LaunchConfig(_Section):
     """Processes; torchrun's own names."""
 
-    nproc_per_node: Literal["auto"] | int = "auto"
+    nproc_per_node: Annotated[Literal["auto"] | int, BeforeValidator(_torchruns_auto)] = "auto"
     """Ranks on this machine. auto: one per GPU, or 2 without GPUs."""
     nnodes: int = Field(default=1, ge=1)
     node_rank: int = Field(default=0, ge=0)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
-import socket
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from checkpointing import locking
 from runner.errors import RunBusy, UsageError
 from runner.journal import JOURNAL_NAME
 
@@ -50,19 +49,15 @@ class RunDirectory:
             UsageError: output_dir cannot be written.
         """
         try:
-            fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = locking.open_lock(self._lock_path)
         except OSError as error:
             raise UsageError(f"output_dir={str(self.root)!r} cannot be written: {error.strerror}") from None
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(fd, 100, 0).decode(errors="replace").strip()
+        if not locking.try_lock(fd):
+            holder = locking.holder(fd)
             os.close(fd)
             raise RunBusy(
                 f"another runner ({holder}) works on {self.root}; stop it first, or choose another --output-dir"
-            ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            )
         self._lock_fd = fd
 
     def run_id(self) -> str:
