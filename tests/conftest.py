@@ -7,6 +7,17 @@ import pytest
 from servers import Server, has_radosgw, radosgw_server, rclone, rclone_server
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs radosgw is for one worker of `pytest -n`: a second cluster would cost more than it brings."""
+    for item in items:
+        # A fixture that goes by its parameter asks for the server later.
+        parameters = getattr(item, "callspec", None)
+        named = {value for value in (parameters.params.values() if parameters else ()) if isinstance(value, str)}
+        if {"radosgw", "radosgw_s3"} & {*getattr(item, "fixturenames", ()), *named}:
+            item.add_marker(pytest.mark.xdist_group("radosgw"))
+
+
 @pytest.fixture(scope="session")
 def rclone_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if rclone() is None:
