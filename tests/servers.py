@@ -75,7 +75,7 @@ class Fault:
     Attributes:
         carried_out: the server gets it all the same.
         status: what is answered, with `code` in the body; 0: no answer.
-        body: what is answered instead of an S3 error with that code.
+        body: the page that is answered instead of an S3 error with that code.
         body_bytes: how much of the request is taken before the connection breaks.
         half: the server's own answer, but the connection breaks in the middle of it.
     """
@@ -252,7 +252,10 @@ def meddling_proxy(server: Server) -> Iterator[MeddlingProxy]:
                     self.answer(*answer, half=fault is not None)
                 elif fault.status:
                     error = f"<Error><Code>{fault.code}</Code><Message>{fault.code}</Message></Error>"
-                    self.answer(fault.status, {"Content-Type": "application/xml"}, (fault.body or error).encode())
+                    # As of a web server's file.
+                    page = {"Content-Type": "text/html", "ETag": '"65a1b2c3-264"'}
+                    headers = page if fault.body else {"Content-Type": "application/xml"}
+                    self.answer(fault.status, headers, (fault.body or error).encode())
                 else:
                     self.hang_up()
             except ConnectionError:

@@ -53,6 +53,16 @@ _RETRIED_CODES = {
     "ThrottlingException",
     "Throttling",
 }
+# What every S3 server says where it has done what it was asked; a page of whatever stands before it does not.
+_PROOFS = {
+    "put_object": ("ETag",),
+    "upload_part": ("ETag",),
+    "create_multipart_upload": ("UploadId",),
+    "complete_multipart_upload": ("ETag",),
+    "get_object": ("ETag",),
+    "list_objects_v2": ("Name", "IsTruncated"),
+    "list_multipart_uploads": ("Bucket",),
+}
 _MENDS = {
     "InvalidAccessKeyId": "the access key is unknown there; check AWS_ACCESS_KEY_ID",
     "SignatureDoesNotMatch": "the secret key is wrong; check AWS_SECRET_ACCESS_KEY",
@@ -158,6 +168,8 @@ class S3Store:
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         def consume(answer: Any) -> None:
+            if not str(answer.get("ContentRange", "")).startswith(f"bytes {start}-"):
+                raise StorageTimeout(f"{self.location}/{key}: other bytes were answered than those from {start} on")
             view, deadline = target, time.monotonic() + _RETRY_FOR_S + len(target) / _MIN_BYTES_PER_S
             while len(view):
                 count = answer["Body"].readinto(view[:_READ_BYTES])
@@ -261,6 +273,7 @@ class S3Store:
         def once() -> Any:
             try:
                 answer = getattr(self._client, name)(Bucket=self._bucket, **arguments)
+                _check_is_s3(name, answer, what)
                 return answer if consume is None else consume(answer)
             except ClientError as error:
                 raise _translated(error, what) from None
@@ -293,10 +306,40 @@ class _Throttled(StorageTimeout):
     """The server asks for patience, or is ill; or what stands before it, which may have passed the call on."""
 
 
+def _check_is_s3(name: str, answer: dict[str, Any], what: str) -> None:
+    """Whether S3 itself has answered; asked again, it may.
+
+    Raises:
+        StorageTimeout: it was something else, so what has become of the call is not known.
+    """
+    metadata = answer["ResponseMetadata"]
+    proofs, headers = _PROOFS.get(name), metadata["HTTPHeaders"]
+    if proofs is None:
+        proven = metadata["HTTPStatusCode"] == 204 or bool(metadata.get("RequestId"))
+    else:
+        # A web server's page may have an ETag too.
+        is_page = headers.get("content-type", "").startswith("text/html") and headers.get("content-length") != "0"
+        proven = not is_page and all(answer.get(field) not in (None, "") for field in proofs)
+    if not proven:
+        raise _not_s3(answer, what)
+
+
+def _not_s3(answer: dict[str, Any], what: str) -> StorageTimeout:
+    metadata = answer["ResponseMetadata"]
+    kind = metadata["HTTPHeaders"].get("content-type", "without a type")
+    return StorageTimeout(
+        f"{what}: what answered is not S3 ({metadata['HTTPStatusCode']}, {kind}); check AWS_ENDPOINT_URL, and proxies"
+    )
+
+
 def _translated(error: ClientError, what: str) -> StorageError:
     code = str(error.response.get("Error", {}).get("Code", ""))
-    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    message = error.response.get("Error", {}).get("Message") or code or "no reason given"
+    metadata = error.response.get("ResponseMetadata", {})
+    status = int(metadata.get("HTTPStatusCode", 0))
+    if (not code or code.isdecimal()) and not metadata.get("RequestId"):
+        # No error of S3's: neither its code nor its number for the call.
+        return _Throttled(str(_not_s3(error.response, what)))
+    message = error.response.get("Error", {}).get("Message") or code
     text = f"{what}: {_MENDS.get(code, message)} ({status} {code})"
     if status == 412 or code == "PreconditionFailed":
         return _PreconditionFailed(text)

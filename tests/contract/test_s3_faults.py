@@ -39,6 +39,9 @@ CONNECTION_LOST = Fault()
 BUSY = Fault(status=503, code="SlowDown")
 ILL = Fault(status=500, code="InternalError")
 REVOKED = Fault(status=403, code="AccessDenied")
+# What stands before the server has pages of its own; one that is well-formed passes for an answer without content.
+PAGE = Fault(status=200, body="<html><body>Maintenance</body></html>")
+PAGE_404 = Fault(status=404, body="<html><body>Not Found</body></html>")
 
 
 @dataclass
@@ -94,9 +97,12 @@ def impatient() -> Iterator[None]:
         (COMPLETE_UPLOAD, Fault(status=200, code="InternalError")),
         ("GET .*list-type=2", ANSWER_HALVED),
         ("GET .*/model", ANSWER_HALVED),
-        # What stands before the server has pages of its own.
         (".*", Fault(status=502, body="<html><body>Bad Gateway<br></html>")),
         ("GET .*list-type=2", Fault(status=200, body="<html><body>Maintenance<br></html>")),
+        *[(call, PAGE) for call in ("PUT .*partNumber=", CREATE_UPLOAD, COMPLETE_UPLOAD, PUT_MANIFEST)],
+        *[(call, PAGE) for call in ("GET .*list-type=2", "GET .*/manifest.json", "GET .*/model")],
+        (COMPLETE_UPLOAD, Fault(carried_out=True, status=200, body=PAGE.body)),
+        ("GET .*/manifest.json", PAGE_404),
     ],
 )
 @pytest.mark.parametrize("place", ["rclone"], indirect=True)
@@ -200,6 +206,30 @@ STORAGE_CALLS: dict[str, Callable[[RemoteStorage], object]] = {
     "fence": lambda storage: storage.fence(),
     "survey": lambda storage: list(storage.survey()),
 }
+
+
+@pytest.mark.parametrize("fault", [PAGE, PAGE_404])
+@pytest.mark.parametrize("call", STORAGE_CALLS)
+@pytest.mark.parametrize("place", ["rclone"], indirect=True)
+def test_a_page_of_a_proxy_is_no_answer(call: str, fault: Fault, place: Place) -> None:
+    """Nothing is stored, gone or missing because something that is not S3 says 200, or 404."""
+    commit(place.open(), 1, nbytes=100)
+    storage = place.open()
+    place.proxy.add(".*", fault)
+    with impatient(), pytest.raises(StorageTimeout, match="what answered is not S3"):
+        STORAGE_CALLS[call](storage)
+
+
+@pytest.mark.parametrize("place", ["rclone"], indirect=True)
+def test_a_save_is_not_acknowledged_by_a_page(place: Place) -> None:
+    storage = place.open()
+    commit(storage, 1, nbytes=100)
+    place.proxy.add(PUT_MANIFEST, PAGE)
+    with impatient(), pytest.raises(CommitFailed, match="what answered is not S3"):
+        commit(storage, 2, nbytes=100)
+    place.proxy.rules.clear()
+    assert storage.steps() == [1]
+    assert_good_order(place.location, [1])
 
 
 @pytest.fixture
