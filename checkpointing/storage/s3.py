@@ -35,6 +35,7 @@ _PART_BYTES = 32 * 1024 * 1024
 _IN_FLIGHT = 6
 _READ_BYTES = 1024 * 1024
 _SEND_BYTES = 256 * 1024
+_UPLOADS_PER_PAGE = 1_000
 # S3 allows 10,000 parts; larger objects get larger ones.
 _MAX_PARTS = 9_000
 _CONNECT_TIMEOUT_S = 5
@@ -213,10 +214,7 @@ class S3Store:
             self.delete([key])
 
     def abort_uploads(self) -> int:
-        try:
-            uploads = self._call("list_multipart_uploads", None, Prefix=self._prefix).get("Uploads", [])
-        except _Missing:  # rclone's way to say that there are none
-            return 0
+        uploads = self._unfinished_uploads()
         for upload in uploads:
             self._abort(upload["Key"].removeprefix(self._prefix), upload["UploadId"])
         return len(uploads)
@@ -248,6 +246,20 @@ class S3Store:
             # The answer may have been lost, not the call: the upload is then gone and the object there.
             if self.sizes(key).get(key) != nbytes:
                 raise
+
+    def _unfinished_uploads(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        arguments: dict[str, Any] = {"Prefix": self._prefix, "MaxUploads": _UPLOADS_PER_PAGE}
+        while True:
+            try:
+                page = self._call("list_multipart_uploads", None, **arguments)
+            except _Missing:  # rclone's way to say that there are none
+                return found
+            found += page.get("Uploads", [])
+            if not page.get("IsTruncated") or not page.get("NextKeyMarker"):
+                return found
+            arguments["KeyMarker"] = page["NextKeyMarker"]
+            arguments["UploadIdMarker"] = page.get("NextUploadIdMarker", "")
 
     def _abort(self, key: str, upload_id: str) -> None:
         try:

@@ -122,6 +122,18 @@ def test_an_upload_that_is_complete_counts_whatever_was_answered(place: Place) -
     assert_good_order(place.location, [1])
 
 
+@pytest.mark.parametrize("server", ["rclone_s3", "radosgw_s3"])
+def test_more_unfinished_uploads_than_one_answer_lists(
+    server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket, client = bucket_on(request.getfixturevalue(server), monkeypatch), boto3.client("s3")
+    for key in ("run/a", "run/a", "run/a", "run/b", "run/c", "other/a"):
+        client.create_multipart_upload(Bucket=bucket, Key=key)
+    monkeypatch.setattr(s3, "_UPLOADS_PER_PAGE", 2)
+    assert s3.S3Store(f"s3://{bucket}/run").abort_uploads() == 5
+    assert [upload["Key"] for upload in client.list_multipart_uploads(Bucket=bucket)["Uploads"]] == ["other/a"]
+
+
 @pytest.mark.parametrize("faults", [{"http503": 3}, {"http503": 3, "match": "PUT"}, {"latency_ms": 20}])
 def test_a_bad_line_is_put_up_with(
     faults: dict[str, object], line: FaultProxy, monkeypatch: pytest.MonkeyPatch
