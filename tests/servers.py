@@ -78,6 +78,7 @@ class Fault:
         body: the page that is answered instead of an S3 error with that code.
         body_bytes: how much of the request is taken before the connection breaks.
         half: the server's own answer, but the connection breaks in the middle of it.
+        trickles: the server's own answer, but for its head a byte every tenth of a second.
     """
 
     carried_out: bool = False
@@ -86,10 +87,12 @@ class Fault:
     body: str = ""
     body_bytes: float = math.inf
     half: bool = False
+    trickles: bool = False
 
 
 ANSWER_LOST = Fault(carried_out=True)
 ANSWER_HALVED = Fault(carried_out=True, half=True)
+ANSWER_TRICKLES = Fault(carried_out=True, trickles=True)
 
 
 @dataclass
@@ -247,15 +250,15 @@ def meddling_proxy(server: Server) -> Iterator[MeddlingProxy]:
             try:
                 body = self.rfile.read(length if fault is None else int(min(length, fault.body_bytes)))
                 answer = self.ask(body) if fault is None or fault.carried_out else None
-                if fault is None or fault.half:
+                if fault is None or fault.half or fault.trickles:
                     assert answer is not None
-                    self.answer(*answer, half=fault is not None)
+                    self.answer(*answer, fault or Fault())
                 elif fault.status:
                     error = f"<Error><Code>{fault.code}</Code><Message>{fault.code}</Message></Error>"
                     # As of a web server's file.
                     page = {"Content-Type": "text/html", "ETag": '"65a1b2c3-264"'}
                     headers = page if fault.body else {"Content-Type": "application/xml"}
-                    self.answer(fault.status, headers, (fault.body or error).encode())
+                    self.answer(fault.status, headers, (fault.body or error).encode(), Fault())
                 else:
                     self.hang_up()
             except ConnectionError:
@@ -274,7 +277,7 @@ def meddling_proxy(server: Server) -> Iterator[MeddlingProxy]:
                 response = connection.getresponse()
                 return response.status, dict(response.getheaders()), response.read()
 
-        def answer(self, status: int, headers: dict[str, str], body: bytes, *, half: bool = False) -> None:
+        def answer(self, status: int, headers: dict[str, str], body: bytes, fault: Fault) -> None:
             # A HEAD's answer has the length of what it leaves out.
             length = headers.get("Content-Length") if self.command == "HEAD" else len(body)
             self.send_response_only(status)
@@ -284,9 +287,14 @@ def meddling_proxy(server: Server) -> Iterator[MeddlingProxy]:
             if status != 204:
                 self.send_header("Content-Length", str(length or 0))
             self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body[: len(body) // 2] if half else body)
-            if half:
+            if self.command == "HEAD":
+                return
+            for start in range(len(body) if fault.trickles else 0):
+                self.wfile.write(body[start : start + 1])
+                time.sleep(0.1)
+            if not fault.trickles:
+                self.wfile.write(body[: len(body) // 2] if fault.half else body)
+            if fault.half:
                 self.hang_up(reset=False)
 
         def hang_up(self, reset: bool = True) -> None:

@@ -42,6 +42,8 @@ _CONNECT_TIMEOUT_S = 5
 # Longest silence on a connection. A slow link is not silent.
 _SILENCE_TIMEOUT_S = 15
 _RETRY_FOR_S = 60.0
+# Longest wait for the whole of a small answer, besides what the bytes need that were sent.
+_ANSWER_WITHIN_S = 60.0
 # Below this rate a call is given up, whatever trickles in.
 _MIN_BYTES_PER_S = 100_000
 _RETRIED_CODES = {
@@ -137,7 +139,8 @@ class S3Store:
         parts = _cut(one_at_a_time(), _PART_BYTES)
         first = next(parts, memoryview(b""))
         if len(first) < _PART_BYTES:
-            self._call("put_object", key, Body=_body(first), ChecksumCRC32=_crc32(first), nbytes=len(first))
+            checksum = _crc32(first)
+            self._call("put_object", key, Body=_body(first), ChecksumCRC32=checksum, nbytes=len(first), borrows=True)
             self.transferred(len(first))
             return len(first)
         upload_id = self._call("create_multipart_upload", key)["UploadId"]
@@ -182,7 +185,7 @@ class S3Store:
 
         try:
             span = f"bytes={start}-{start + len(target) - 1}"
-            self._call("get_object", key, Range=span, consume=consume, nbytes=len(target))
+            self._call("get_object", key, Range=span, consume=consume, nbytes=len(target), borrows=True)
             self.transferred(len(target))
         except _Missing:
             raise ObjectMissing(f"{self.location}/{key} is missing") from None
@@ -231,6 +234,7 @@ class S3Store:
             Body=_body(part),
             ChecksumCRC32=checksum,
             nbytes=len(part),
+            borrows=True,
         )
         self.transferred(len(part))
         failpoint("remote.part")
@@ -241,7 +245,9 @@ class S3Store:
 
     def _complete(self, key: str, upload_id: str, parts: list[dict[str, Any]], nbytes: int) -> None:
         try:
-            self._call("complete_multipart_upload", key, UploadId=upload_id, MultipartUpload={"Parts": parts})
+            # Servers may put the parts together before they answer.
+            whole = {"Parts": parts}
+            self._call("complete_multipart_upload", key, nbytes=nbytes, UploadId=upload_id, MultipartUpload=whole)
         except (StorageTimeout, _Missing):
             # The answer may have been lost, not the call: the upload is then gone and the object there.
             if self.sizes(key).get(key) != nbytes:
@@ -275,9 +281,14 @@ class S3Store:
         *,
         nbytes: int = 0,
         consume: Callable[[Any], Any] | None = None,
+        borrows: bool = False,
         **arguments: Any,
     ) -> Any:
-        """One operation, tried again while that may help; ends within its deadline."""
+        """One operation, tried again while that may help; ends within its deadline.
+
+        Args:
+            borrows: it works on the caller's memory, so it must be over when this returns, and keeps the time itself.
+        """
         if key is not None:
             arguments["Key"] = self._prefix + key
         what = f"{name.replace('_', ' ')} {self.location}" + (f"/{key}" if key else "")
@@ -303,7 +314,9 @@ class S3Store:
             stop=tenacity.stop_after_delay(_RETRY_FOR_S + nbytes / _MIN_BYTES_PER_S),
             reraise=True,
         )
-        return retried(once)
+        if borrows:
+            return retried(once)
+        return retried(_within, _ANSWER_WITHIN_S + nbytes / _MIN_BYTES_PER_S, once, what)
 
 
 class _Missing(StorageError):
@@ -316,6 +329,26 @@ class _PreconditionFailed(StorageError):
 
 class _Throttled(StorageTimeout):
     """The server asks for patience, or is ill; or what stands before it, which may have passed the call on."""
+
+
+def _within(limit_s: float, call: Callable[[], T], what: str) -> T:
+    """Wait for a call no longer than that. A socket's timeout begins anew with each byte that trickles in.
+
+    Raises:
+        StorageTimeout: it is not over; a thread of its own waits on, for as long as something trickles.
+    """
+    outcome: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, name="s3-call", daemon=True).start()
+    if not wait([outcome], limit_s).done:
+        raise StorageTimeout(f"{what}: timed out: no whole answer within {limit_s:.0f} s")
+    return outcome.result()
 
 
 def _check_is_s3(name: str, answer: dict[str, Any], what: str) -> None:

@@ -16,6 +16,7 @@ from contract.support import LARGE_BYTES, assert_good_order, assert_is_what_was_
 from servers import (
     ANSWER_HALVED,
     ANSWER_LOST,
+    ANSWER_TRICKLES,
     Fault,
     FaultProxy,
     MeddlingProxy,
@@ -75,6 +76,7 @@ def impatient() -> Iterator[None]:
     """What fails is tried again for a moment only, and a line is thought dead after a second without a sound."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(s3, "_RETRY_FOR_S", 0.3)
+        patch.setattr(s3, "_ANSWER_WITHIN_S", 3)
         patch.setattr(s3, "_MIN_BYTES_PER_S", 1 << 30)
         patch.setattr(s3, "_CONNECT_TIMEOUT_S", 1)
         patch.setattr(s3, "_SILENCE_TIMEOUT_S", 1)
@@ -203,6 +205,21 @@ def test_a_line_that_only_trickles_is_given_up(
     with impatient(), pytest.raises(StorageTimeout):
         call(store)
     # At that rate it would have taken 50.
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("call", ["get", "sizes", "fence", "survey"])
+@pytest.mark.parametrize("place", ["rclone"], indirect=True)
+def test_a_small_answer_that_only_trickles_is_given_up(call: str, place: Place) -> None:
+    """A manifest, a fence, a listing: some hundred bytes, which is a minute."""
+    storage = place.open()
+    storage.begin_attempt(1)
+    commit(storage, 1, nbytes=100)
+    storage.store.put("x", bytes(600))
+    place.proxy.add("GET .*", ANSWER_TRICKLES)
+    began = time.monotonic()
+    with impatient(), pytest.raises(StorageTimeout, match="no whole answer within 3 s"):
+        STORAGE_CALLS[call](storage)
     assert time.monotonic() - began < 10
 
 
