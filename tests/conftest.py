@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from servers import Server, has_radosgw, radosgw_server, rclone, rclone_server
+
+# Threads of one process that spin while they wait for each other take the cores from the other tests' processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(tryfirst=True)

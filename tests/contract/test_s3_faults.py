@@ -208,7 +208,7 @@ def test_a_line_that_only_trickles_is_given_up(
     assert time.monotonic() - began < 10
 
 
-@pytest.mark.parametrize("call", ["get", "sizes", "fence", "survey"])
+@pytest.mark.parametrize("call", ["get", "sizes"])
 @pytest.mark.parametrize("place", ["rclone"], indirect=True)
 def test_a_small_answer_that_only_trickles_is_given_up(call: str, place: Place) -> None:
     """A manifest, a fence, a listing: some hundred bytes, which is a minute."""
