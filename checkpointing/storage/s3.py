@@ -384,7 +384,7 @@ def _translated(error: ClientError, what: str) -> StorageError:
     if (not code or code.isdecimal()) and not metadata.get("RequestId"):
         # No error of S3's: neither its code nor its number for the call.
         return _Throttled(str(_not_s3(error.response, what)))
-    message = error.response.get("Error", {}).get("Message") or code
+    message = error.response.get("Error", {}).get("Message") or code or "no reason given"
     text = f"{what}: {_MENDS.get(code, message)} ({status} {code})"
     if status == 412 or code == "PreconditionFailed":
         return _PreconditionFailed(text)
