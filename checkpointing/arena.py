@@ -11,12 +11,14 @@ import ctypes
 import mmap
 import os
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
 PAGE_BYTES = mmap.PAGESIZE
 # madvise(2), Linux 5.14.
 _MADV_POPULATE_WRITE = 23
+_POPULATED_AT_ONCE = 64 * 1024 * 1024
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -25,10 +27,20 @@ def round_up(nbytes: int, multiple: int = PAGE_BYTES) -> int:
     return -(-nbytes // multiple) * multiple
 
 
-def populate_pages(address: int, nbytes: int) -> bool:
-    """Have every page there, writable, before it is used; False where the kernel cannot."""
-    # Through ctypes, which lets other threads run meanwhile.
-    return bool(_libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE) == 0)
+def populate_pages(address: int, nbytes: int, enough: Callable[[], bool] = lambda: False) -> bool:
+    """Have every page there, writable, before it is used; False where the kernel cannot.
+
+    Args:
+        enough: asked now and then; if so, the rest of the pages come when they are used.
+    """
+    for start in range(0, nbytes, _POPULATED_AT_ONCE):
+        if enough():
+            break
+        place, size = ctypes.c_void_p(address + start), ctypes.c_size_t(min(_POPULATED_AT_ONCE, nbytes - start))
+        # Through ctypes, which lets other threads run meanwhile.
+        if _libc.madvise(place, size, _MADV_POPULATE_WRITE) != 0:
+            return False
+    return True
 
 
 class SharedMemory:

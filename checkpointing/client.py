@@ -22,6 +22,9 @@ from checkpointing.protocol import Message
 from checkpointing.retention import Retention
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
 
+# Told of the size in bytes of each file that is being fetched, and given what to ask whether all of it has arrived.
+OnFetch = Callable[[dict[str, int], Callable[[], bool]], None]
+
 # Set by whoever starts the ranks; a rank without it starts an agent of its own.
 SOCKET_ENV = "CHECKPOINT_AGENT_SOCKET"
 ATTEMPT_ENV = "CHECKPOINT_ATTEMPT"
@@ -219,27 +222,23 @@ class AgentClient:
         """Say that what was copied is no snapshot."""
         self._send({"do": "abandon", "step": step, "arena": arena, "reason": reason})
 
-    def offer(
-        self, on_fetch: Callable[[dict[str, int]], None] = lambda sizes: None
-    ) -> tuple[list[OfferedSnapshot], bool]:
+    def offer(self, on_fetch: OnFetch = lambda sizes, arrived: None) -> tuple[list[OfferedSnapshot], bool]:
         """Whole snapshots that the agent still holds; and whether the durable tier can be reached.
 
         Args:
-            on_fetch: called while the agent reads a checkpoint into memory, with the size in bytes of each file.
+            on_fetch: called while the agent reads a checkpoint into memory.
 
         Raises:
             StorageUnreachable: nothing can be reached.
         """
         reply, fds = self._call({"do": "offer"})
         while "fetching" in reply:
-            self._attach(reply["arenas"], fds, None)
-            for number in reply["arenas"]:
-                self._arenas[number].populate()
-            on_fetch({name: nbytes for name, _, nbytes in reply["fetching"]})
+            self._map(reply["arenas"], fds)
+            on_fetch({name: nbytes for name, _, nbytes in reply["fetching"]}, self._has_answer)
             reply, fds = self._receive()
         if "storage_error" in reply:
             raise StorageUnreachable(reply["storage_error"])
-        self._attach(reply["arenas"], fds, None)
+        self._map(reply["arenas"], fds)
         offered = []
         for snapshot in reply["snapshots"]:
             files, buffer = snapshot.pop("files"), self._arenas[snapshot.pop("arena")].buffer
@@ -287,6 +286,15 @@ class AgentClient:
         for stale in self._arenas.keys() - live if live is not None else set():
             self._on_detach(self._arenas[stale])
             self._arenas.pop(stale).close()
+
+    def _map(self, numbers: Sequence[int], fds: Sequence[int]) -> None:
+        """Attach arenas that are about to be read: a page fault for each page would cost more than reading it."""
+        self._attach(numbers, fds, None)
+        for number in numbers:
+            self._arenas[number].populate()
+
+    def _has_answer(self) -> bool:
+        return bool(select.select([self._sock], [], [], 0)[0])
 
     def _call(self, message: Message) -> tuple[Message, list[int]]:
         with self._lock:

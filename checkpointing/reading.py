@@ -84,15 +84,15 @@ def digest_of(source: Path | RemoteFile) -> str:
     return digest.result()
 
 
-def private_memory(nbytes: int, *, populate: bool = False) -> memoryview:
-    """Memory of the caller's own; with `populate` its pages are there already."""
+def private_memory(nbytes: int, *, populate: bool = False, enough: Callable[[], bool] = lambda: False) -> memoryview:
+    """Memory of the caller's own; with `populate` its pages are there already, until `enough` says so."""
     if nbytes == 0:
         return memoryview(b"")
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # Fewer page faults, where the machine has huge pages.
     memory.madvise(mmap.MADV_HUGEPAGE)
     if populate:
-        populate_pages(ctypes.addressof(ctypes.c_char.from_buffer(memory)), nbytes)
+        populate_pages(ctypes.addressof(ctypes.c_char.from_buffer(memory)), nbytes, enough)
     return memoryview(memory)
 
 

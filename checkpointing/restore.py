@@ -131,6 +131,26 @@ class RestorePoint:
             self._temporary.cleanup()
 
 
+class Room:
+    """Memory for the reader's own copies of large files, made while there is nothing else to do."""
+
+    def __init__(self, except_for: str) -> None:
+        """`except_for`: the file that is not copied."""
+        self._except_for = except_for
+        self._made: dict[str, memoryview] = {}
+
+    def make(self, sizes: Mapping[str, int], enough: Callable[[], bool]) -> None:
+        """For files of these sizes in bytes; ends as soon as it is enough, for from then on it is a delay."""
+        for name, nbytes in sizes.items():
+            if nbytes > _SMALL_BYTES and name != self._except_for and not enough():
+                self._made[name] = private_memory(nbytes, populate=True, enough=enough)
+
+    def take(self, name: str, nbytes: int) -> memoryview | None:
+        """What was made for a file, unless that was of another checkpoint."""
+        memory = self._made.pop(name, None)
+        return memory if memory is not None and memory.nbytes == nbytes else None
+
+
 @dataclass(frozen=True)
 class _Proposal:
     """Rank 0's: where to go on from; `step` None starts afresh; or why neither is possible.
@@ -177,13 +197,8 @@ def choose(
     """
     # Asked for in any case: the answer comes when writers of older attempts are shut out.
     # While the agent reads a checkpoint into memory there is time to make room for the copies.
-    room: dict[str, memoryview] = {}
-
-    def make_room(sizes: dict[str, int]) -> None:
-        room.update({name: private_memory(n, populate=True) for name, n in sizes.items() if n > _SMALL_BYTES})
-        room.pop(MODEL_NAME, None)
-
-    snapshots, reachable = client.offer(make_room if private and resume == "auto" else lambda sizes: None)
+    room = Room(except_for=MODEL_NAME)
+    snapshots, reachable = client.offer(room.make) if private and resume == "auto" else client.offer()
     # The durable tier may be away for a while; its fence keeps us from publishing there what is not the newest.
     catalog = tiers.catalog if reachable else Catalog(tiers.first)
     offered = {snapshot.info.step: snapshot for snapshot in snapshots}
@@ -305,7 +320,7 @@ def _read(
     world_size: int,
     *,
     private: bool,
-    room: dict[str, memoryview],
+    room: Room,
 ) -> tuple[RestorePoint | None, CheckpointError | None]:
     own = {rng.file_name(rank, world_size), f"{LOOP_STATE_PREFIX}{rank}.json"}
     path: Path | None = None
@@ -326,9 +341,7 @@ def _read(
             bytes_of, digest = found[name]
             # A model is copied into its parameters anyway, and what lies in memory need not be read ahead.
             in_place = not private or (name == MODEL_NAME and isinstance(bytes_of, memoryview))
-            memory = room.pop(name, None)
-            if memory is not None and not (isinstance(bytes_of, memoryview) and memory.nbytes == bytes_of.nbytes):
-                memory = None  # it was made for another checkpoint
+            memory = room.take(name, bytes_of.nbytes) if isinstance(bytes_of, memoryview) else None
             try:
                 data, actual = read_shared(bytes_of) if in_place else read_private(bytes_of, memory)
             except OSError as error:

@@ -1,10 +1,25 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from servers import Server, has_radosgw, radosgw_server, rclone, rclone_server
+
+# Threads of one process that spin while they wait for each other take the cores from the other tests' processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs radosgw is for one worker of `pytest -n`: a second cluster would cost more than it brings."""
+    for item in items:
+        # A fixture that goes by its parameter asks for the server later.
+        parameters = getattr(item, "callspec", None)
+        named = {value for value in (parameters.params.values() if parameters else ()) if isinstance(value, str)}
+        if {"radosgw", "radosgw_s3"} & {*getattr(item, "fixturenames", ()), *named}:
+            item.add_marker(pytest.mark.xdist_group("radosgw"))
 
 
 @pytest.fixture(scope="session")

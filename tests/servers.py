@@ -75,9 +75,10 @@ class Fault:
     Attributes:
         carried_out: the server gets it all the same.
         status: what is answered, with `code` in the body; 0: no answer.
-        body: what is answered instead of an S3 error with that code.
+        body: the page that is answered instead of an S3 error with that code.
         body_bytes: how much of the request is taken before the connection breaks.
         half: the server's own answer, but the connection breaks in the middle of it.
+        trickles: the server's own answer, but for its head a byte every tenth of a second.
     """
 
     carried_out: bool = False
@@ -86,10 +87,12 @@ class Fault:
     body: str = ""
     body_bytes: float = math.inf
     half: bool = False
+    trickles: bool = False
 
 
 ANSWER_LOST = Fault(carried_out=True)
 ANSWER_HALVED = Fault(carried_out=True, half=True)
+ANSWER_TRICKLES = Fault(carried_out=True, trickles=True)
 
 
 @dataclass
@@ -168,10 +171,17 @@ def rclone_server(folder: Path, port: int | None = None) -> Iterator[Server]:
 def radosgw_server(folder: Path) -> Iterator[Server]:
     """Ceph's gateway with one monitor and one OSD in memory. It honours `If-None-Match`."""
     port = free_port()
-    log = folder.with_suffix(".log")
+    log, starter = folder.with_suffix(".log"), folder.with_suffix(".sh")
+    text = (INFRA / "start_radosgw.sh").read_text()
+    # Without it a GET waits 40 ms for the client's delayed acknowledgement.
+    text = text.replace("endpoint=127.0.0.1:$PORT", "endpoint=127.0.0.1:$PORT tcp_nodelay=1")
+    # The monitor's; others may have a cluster here too.
+    for fixed in ("13300", "16789"):
+        text = text.replace(fixed, str(free_port()))
+    starter.write_text(text)
     with log.open("w") as output:
         subprocess.run(
-            ["bash", str(INFRA / "start_radosgw.sh"), str(folder), str(port)],
+            ["bash", str(starter), str(folder), str(port)],
             check=True,
             timeout=120,
             stdin=subprocess.DEVNULL,
@@ -240,12 +250,15 @@ def meddling_proxy(server: Server) -> Iterator[MeddlingProxy]:
             try:
                 body = self.rfile.read(length if fault is None else int(min(length, fault.body_bytes)))
                 answer = self.ask(body) if fault is None or fault.carried_out else None
-                if fault is None or fault.half:
+                if fault is None or fault.half or fault.trickles:
                     assert answer is not None
-                    self.answer(*answer, half=fault is not None)
+                    self.answer(*answer, fault or Fault())
                 elif fault.status:
                     error = f"<Error><Code>{fault.code}</Code><Message>{fault.code}</Message></Error>"
-                    self.answer(fault.status, {"Content-Type": "application/xml"}, (fault.body or error).encode())
+                    # As of a web server's file.
+                    page = {"Content-Type": "text/html", "ETag": '"65a1b2c3-264"'}
+                    headers = page if fault.body else {"Content-Type": "application/xml"}
+                    self.answer(fault.status, headers, (fault.body or error).encode(), Fault())
                 else:
                     self.hang_up()
             except ConnectionError:
@@ -264,7 +277,7 @@ def meddling_proxy(server: Server) -> Iterator[MeddlingProxy]:
                 response = connection.getresponse()
                 return response.status, dict(response.getheaders()), response.read()
 
-        def answer(self, status: int, headers: dict[str, str], body: bytes, *, half: bool = False) -> None:
+        def answer(self, status: int, headers: dict[str, str], body: bytes, fault: Fault) -> None:
             # A HEAD's answer has the length of what it leaves out.
             length = headers.get("Content-Length") if self.command == "HEAD" else len(body)
             self.send_response_only(status)
@@ -274,9 +287,14 @@ def meddling_proxy(server: Server) -> Iterator[MeddlingProxy]:
             if status != 204:
                 self.send_header("Content-Length", str(length or 0))
             self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body[: len(body) // 2] if half else body)
-            if half:
+            if self.command == "HEAD":
+                return
+            for start in range(len(body) if fault.trickles else 0):
+                self.wfile.write(body[start : start + 1])
+                time.sleep(0.1)
+            if not fault.trickles:
+                self.wfile.write(body[: len(body) // 2] if fault.half else body)
+            if fault.half:
                 self.hang_up(reset=False)
 
         def hang_up(self, reset: bool = True) -> None:

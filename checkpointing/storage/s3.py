@@ -35,12 +35,15 @@ _PART_BYTES = 32 * 1024 * 1024
 _IN_FLIGHT = 6
 _READ_BYTES = 1024 * 1024
 _SEND_BYTES = 256 * 1024
+_UPLOADS_PER_PAGE = 1_000
 # S3 allows 10,000 parts; larger objects get larger ones.
 _MAX_PARTS = 9_000
 _CONNECT_TIMEOUT_S = 5
 # Longest silence on a connection. A slow link is not silent.
 _SILENCE_TIMEOUT_S = 15
 _RETRY_FOR_S = 60.0
+# Longest wait for the whole of a small answer, besides what the bytes need that were sent.
+_ANSWER_WITHIN_S = 60.0
 # Below this rate a call is given up, whatever trickles in.
 _MIN_BYTES_PER_S = 100_000
 _RETRIED_CODES = {
@@ -52,6 +55,16 @@ _RETRIED_CODES = {
     "SlowDown",
     "ThrottlingException",
     "Throttling",
+}
+# What every S3 server says where it has done what it was asked; a page of whatever stands before it does not.
+_PROOFS = {
+    "put_object": ("ETag",),
+    "upload_part": ("ETag",),
+    "create_multipart_upload": ("UploadId",),
+    "complete_multipart_upload": ("ETag",),
+    "get_object": ("ETag",),
+    "list_objects_v2": ("Name", "IsTruncated"),
+    "list_multipart_uploads": ("Bucket",),
 }
 _MENDS = {
     "InvalidAccessKeyId": "the access key is unknown there; check AWS_ACCESS_KEY_ID",
@@ -126,7 +139,8 @@ class S3Store:
         parts = _cut(one_at_a_time(), _PART_BYTES)
         first = next(parts, memoryview(b""))
         if len(first) < _PART_BYTES:
-            self._call("put_object", key, Body=_body(first), ChecksumCRC32=_crc32(first), nbytes=len(first))
+            checksum = _crc32(first)
+            self._call("put_object", key, Body=_body(first), ChecksumCRC32=checksum, nbytes=len(first), borrows=True)
             self.transferred(len(first))
             return len(first)
         upload_id = self._call("create_multipart_upload", key)["UploadId"]
@@ -158,6 +172,8 @@ class S3Store:
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         def consume(answer: Any) -> None:
+            if not str(answer.get("ContentRange", "")).startswith(f"bytes {start}-"):
+                raise StorageTimeout(f"{self.location}/{key}: other bytes were answered than those from {start} on")
             view, deadline = target, time.monotonic() + _RETRY_FOR_S + len(target) / _MIN_BYTES_PER_S
             while len(view):
                 count = answer["Body"].readinto(view[:_READ_BYTES])
@@ -169,7 +185,7 @@ class S3Store:
 
         try:
             span = f"bytes={start}-{start + len(target) - 1}"
-            self._call("get_object", key, Range=span, consume=consume, nbytes=len(target))
+            self._call("get_object", key, Range=span, consume=consume, nbytes=len(target), borrows=True)
             self.transferred(len(target))
         except _Missing:
             raise ObjectMissing(f"{self.location}/{key} is missing") from None
@@ -201,10 +217,7 @@ class S3Store:
             self.delete([key])
 
     def abort_uploads(self) -> int:
-        try:
-            uploads = self._call("list_multipart_uploads", None, Prefix=self._prefix).get("Uploads", [])
-        except _Missing:  # rclone's way to say that there are none
-            return 0
+        uploads = self._unfinished_uploads()
         for upload in uploads:
             self._abort(upload["Key"].removeprefix(self._prefix), upload["UploadId"])
         return len(uploads)
@@ -221,6 +234,7 @@ class S3Store:
             Body=_body(part),
             ChecksumCRC32=checksum,
             nbytes=len(part),
+            borrows=True,
         )
         self.transferred(len(part))
         failpoint("remote.part")
@@ -231,11 +245,27 @@ class S3Store:
 
     def _complete(self, key: str, upload_id: str, parts: list[dict[str, Any]], nbytes: int) -> None:
         try:
-            self._call("complete_multipart_upload", key, UploadId=upload_id, MultipartUpload={"Parts": parts})
+            # Servers may put the parts together before they answer.
+            whole = {"Parts": parts}
+            self._call("complete_multipart_upload", key, nbytes=nbytes, UploadId=upload_id, MultipartUpload=whole)
         except (StorageTimeout, _Missing):
             # The answer may have been lost, not the call: the upload is then gone and the object there.
             if self.sizes(key).get(key) != nbytes:
                 raise
+
+    def _unfinished_uploads(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        arguments: dict[str, Any] = {"Prefix": self._prefix, "MaxUploads": _UPLOADS_PER_PAGE}
+        while True:
+            try:
+                page = self._call("list_multipart_uploads", None, **arguments)
+            except _Missing:  # rclone's way to say that there are none
+                return found
+            found += page.get("Uploads", [])
+            if not page.get("IsTruncated") or not page.get("NextKeyMarker"):
+                return found
+            arguments["KeyMarker"] = page["NextKeyMarker"]
+            arguments["UploadIdMarker"] = page.get("NextUploadIdMarker", "")
 
     def _abort(self, key: str, upload_id: str) -> None:
         try:
@@ -251,9 +281,14 @@ class S3Store:
         *,
         nbytes: int = 0,
         consume: Callable[[Any], Any] | None = None,
+        borrows: bool = False,
         **arguments: Any,
     ) -> Any:
-        """One operation, tried again while that may help; ends within its deadline."""
+        """One operation, tried again while that may help; ends within its deadline.
+
+        Args:
+            borrows: it works on the caller's memory, so it must be over when this returns, and keeps the time itself.
+        """
         if key is not None:
             arguments["Key"] = self._prefix + key
         what = f"{name.replace('_', ' ')} {self.location}" + (f"/{key}" if key else "")
@@ -261,6 +296,7 @@ class S3Store:
         def once() -> Any:
             try:
                 answer = getattr(self._client, name)(Bucket=self._bucket, **arguments)
+                _check_is_s3(name, answer, what)
                 return answer if consume is None else consume(answer)
             except ClientError as error:
                 raise _translated(error, what) from None
@@ -278,7 +314,9 @@ class S3Store:
             stop=tenacity.stop_after_delay(_RETRY_FOR_S + nbytes / _MIN_BYTES_PER_S),
             reraise=True,
         )
-        return retried(once)
+        if borrows:
+            return retried(once)
+        return retried(_within, _ANSWER_WITHIN_S + nbytes / _MIN_BYTES_PER_S, once, what)
 
 
 class _Missing(StorageError):
@@ -293,9 +331,59 @@ class _Throttled(StorageTimeout):
     """The server asks for patience, or is ill; or what stands before it, which may have passed the call on."""
 
 
+def _within(limit_s: float, call: Callable[[], T], what: str) -> T:
+    """Wait for a call no longer than that. A socket's timeout begins anew with each byte that trickles in.
+
+    Raises:
+        StorageTimeout: it is not over; a thread of its own waits on, for as long as something trickles.
+    """
+    outcome: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=work, name="s3-call", daemon=True).start()
+    if not wait([outcome], limit_s).done:
+        raise StorageTimeout(f"{what}: timed out: no whole answer within {limit_s:.0f} s")
+    return outcome.result()
+
+
+def _check_is_s3(name: str, answer: dict[str, Any], what: str) -> None:
+    """Whether S3 itself has answered; asked again, it may.
+
+    Raises:
+        StorageTimeout: it was something else, so what has become of the call is not known.
+    """
+    metadata = answer["ResponseMetadata"]
+    proofs, headers = _PROOFS.get(name), metadata["HTTPHeaders"]
+    if proofs is None:
+        proven = metadata["HTTPStatusCode"] == 204 or bool(metadata.get("RequestId"))
+    else:
+        # A web server's page may have an ETag too.
+        is_page = headers.get("content-type", "").startswith("text/html") and headers.get("content-length") != "0"
+        proven = not is_page and all(answer.get(field) not in (None, "") for field in proofs)
+    if not proven:
+        raise _not_s3(answer, what)
+
+
+def _not_s3(answer: dict[str, Any], what: str) -> StorageTimeout:
+    metadata = answer["ResponseMetadata"]
+    kind = metadata["HTTPHeaders"].get("content-type", "without a type")
+    return StorageTimeout(
+        f"{what}: what answered is not S3 ({metadata['HTTPStatusCode']}, {kind}); check AWS_ENDPOINT_URL, and proxies"
+    )
+
+
 def _translated(error: ClientError, what: str) -> StorageError:
     code = str(error.response.get("Error", {}).get("Code", ""))
-    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    metadata = error.response.get("ResponseMetadata", {})
+    status = int(metadata.get("HTTPStatusCode", 0))
+    if (not code or code.isdecimal()) and not metadata.get("RequestId"):
+        # No error of S3's: neither its code nor its number for the call.
+        return _Throttled(str(_not_s3(error.response, what)))
     message = error.response.get("Error", {}).get("Message") or code or "no reason given"
     text = f"{what}: {_MENDS.get(code, message)} ({status} {code})"
     if status == 412 or code == "PreconditionFailed":

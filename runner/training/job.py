@@ -51,6 +51,7 @@ def run_job(config_path: str, cache: str, sender: EventSender) -> None:
     trainer.remove_callback(transformers.PrinterCallback)
     trainer = resilient(
         trainer,
+        location=config.checkpoint_location,
         snapshot_steps=config.checkpoint.snapshot_steps,
         save_steps=config.checkpoint.save_steps,
         save_minutes=config.checkpoint.save_minutes,
@@ -83,7 +84,9 @@ def training_arguments(config: Config) -> SFTConfig:
         options.setdefault("ddp_find_unused_parameters", False)
     options.setdefault("report_to", "none")
     options.setdefault("disable_tqdm", True)
-    return SFTConfig(output_dir=config.checkpoint_location, **options)
+    # Not where the checkpoints are: the Trainer makes a folder of whatever name it is given, a URL's too, and after
+    # training it may remove what it takes for old checkpoints of its own there.
+    return SFTConfig(output_dir=str(Path(config.output_dir) / "trainer"), **options)
 
 
 def publish(trainer: Any, tokenizer: Any, target: Path) -> None:

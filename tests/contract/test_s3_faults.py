@@ -16,6 +16,7 @@ from contract.support import LARGE_BYTES, assert_good_order, assert_is_what_was_
 from servers import (
     ANSWER_HALVED,
     ANSWER_LOST,
+    ANSWER_TRICKLES,
     Fault,
     FaultProxy,
     MeddlingProxy,
@@ -39,6 +40,9 @@ CONNECTION_LOST = Fault()
 BUSY = Fault(status=503, code="SlowDown")
 ILL = Fault(status=500, code="InternalError")
 REVOKED = Fault(status=403, code="AccessDenied")
+# What stands before the server has pages of its own; one that is well-formed passes for an answer without content.
+PAGE = Fault(status=200, body="<html><body>Maintenance</body></html>")
+PAGE_404 = Fault(status=404, body="<html><body>Not Found</body></html>")
 
 
 @dataclass
@@ -72,6 +76,7 @@ def impatient() -> Iterator[None]:
     """What fails is tried again for a moment only, and a line is thought dead after a second without a sound."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(s3, "_RETRY_FOR_S", 0.3)
+        patch.setattr(s3, "_ANSWER_WITHIN_S", 3)
         patch.setattr(s3, "_MIN_BYTES_PER_S", 1 << 30)
         patch.setattr(s3, "_CONNECT_TIMEOUT_S", 1)
         patch.setattr(s3, "_SILENCE_TIMEOUT_S", 1)
@@ -94,9 +99,12 @@ def impatient() -> Iterator[None]:
         (COMPLETE_UPLOAD, Fault(status=200, code="InternalError")),
         ("GET .*list-type=2", ANSWER_HALVED),
         ("GET .*/model", ANSWER_HALVED),
-        # What stands before the server has pages of its own.
         (".*", Fault(status=502, body="<html><body>Bad Gateway<br></html>")),
         ("GET .*list-type=2", Fault(status=200, body="<html><body>Maintenance<br></html>")),
+        *[(call, PAGE) for call in ("PUT .*partNumber=", CREATE_UPLOAD, COMPLETE_UPLOAD, PUT_MANIFEST)],
+        *[(call, PAGE) for call in ("GET .*list-type=2", "GET .*/manifest.json", "GET .*/model")],
+        (COMPLETE_UPLOAD, Fault(carried_out=True, status=200, body=PAGE.body)),
+        ("GET .*/manifest.json", PAGE_404),
     ],
 )
 @pytest.mark.parametrize("place", ["rclone"], indirect=True)
@@ -114,6 +122,18 @@ def test_an_upload_that_is_complete_counts_whatever_was_answered(place: Place) -
     assert_is_what_was_written(storage, commit(storage, 1, nbytes=LARGE_BYTES))
     assert rule.hits == 3
     assert_good_order(place.location, [1])
+
+
+@pytest.mark.parametrize("server", ["rclone_s3", "radosgw_s3"])
+def test_more_unfinished_uploads_than_one_answer_lists(
+    server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket, client = bucket_on(request.getfixturevalue(server), monkeypatch), boto3.client("s3")
+    for key in ("run/a", "run/a", "run/a", "run/b", "run/c", "other/a"):
+        client.create_multipart_upload(Bucket=bucket, Key=key)
+    monkeypatch.setattr(s3, "_UPLOADS_PER_PAGE", 2)
+    assert s3.S3Store(f"s3://{bucket}/run").abort_uploads() == 5
+    assert [upload["Key"] for upload in client.list_multipart_uploads(Bucket=bucket)["Uploads"]] == ["other/a"]
 
 
 @pytest.mark.parametrize("faults", [{"http503": 3}, {"http503": 3, "match": "PUT"}, {"latency_ms": 20}])
@@ -188,6 +208,21 @@ def test_a_line_that_only_trickles_is_given_up(
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.parametrize("call", ["get", "sizes"])
+@pytest.mark.parametrize("place", ["rclone"], indirect=True)
+def test_a_small_answer_that_only_trickles_is_given_up(call: str, place: Place) -> None:
+    """A manifest, a fence, a listing: some hundred bytes, which is a minute."""
+    storage = place.open()
+    storage.begin_attempt(1)
+    commit(storage, 1, nbytes=100)
+    storage.store.put("x", bytes(600))
+    place.proxy.add("GET .*", ANSWER_TRICKLES)
+    began = time.monotonic()
+    with impatient(), pytest.raises(StorageTimeout, match="no whole answer within 3 s"):
+        STORAGE_CALLS[call](storage)
+    assert time.monotonic() - began < 10
+
+
 STORAGE_CALLS: dict[str, Callable[[RemoteStorage], object]] = {
     "put": lambda storage: storage.store.put("x", b"x"),
     "upload": lambda storage: storage.store.upload("x", [memoryview(b"x")]),
@@ -200,6 +235,30 @@ STORAGE_CALLS: dict[str, Callable[[RemoteStorage], object]] = {
     "fence": lambda storage: storage.fence(),
     "survey": lambda storage: list(storage.survey()),
 }
+
+
+@pytest.mark.parametrize("fault", [PAGE, PAGE_404])
+@pytest.mark.parametrize("call", STORAGE_CALLS)
+@pytest.mark.parametrize("place", ["rclone"], indirect=True)
+def test_a_page_of_a_proxy_is_no_answer(call: str, fault: Fault, place: Place) -> None:
+    """Nothing is stored, gone or missing because something that is not S3 says 200, or 404."""
+    commit(place.open(), 1, nbytes=100)
+    storage = place.open()
+    place.proxy.add(".*", fault)
+    with impatient(), pytest.raises(StorageTimeout, match="what answered is not S3"):
+        STORAGE_CALLS[call](storage)
+
+
+@pytest.mark.parametrize("place", ["rclone"], indirect=True)
+def test_a_save_is_not_acknowledged_by_a_page(place: Place) -> None:
+    storage = place.open()
+    commit(storage, 1, nbytes=100)
+    place.proxy.add(PUT_MANIFEST, PAGE)
+    with impatient(), pytest.raises(CommitFailed, match="what answered is not S3"):
+        commit(storage, 2, nbytes=100)
+    place.proxy.rules.clear()
+    assert storage.steps() == [1]
+    assert_good_order(place.location, [1])
 
 
 @pytest.fixture

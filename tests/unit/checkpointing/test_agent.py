@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import time
@@ -17,6 +18,7 @@ from checkpointing.catalog import Catalog
 from checkpointing.client import AgentClient, AgentProcess, Refusal
 from checkpointing.digest import digest_buffer
 from checkpointing.errors import AgentUnavailable
+from checkpointing.reading import read_shared
 from checkpointing.retention import Retention
 from checkpointing.storage import LocalStorage
 
@@ -289,3 +291,14 @@ def test_a_lock_that_another_machine_keeps_is_left_to_the_fence(tmp_path: Path, 
     with pytest.raises(TimeoutError):
         acquire_lock(tmp_path, 0.0)
     os.close(second)
+
+
+def test_what_is_offered_is_mapped_at_once(agent: AgentProcess) -> None:
+    """Not page by page, while it is read."""
+    nbytes = 64 << 20
+    assert stage(rank(agent), 1, bytes(nbytes), commit=False)
+    snapshots, _ = rank(agent, attempt=2).offer()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    read_shared(snapshots[0].files["file"])
+    num_faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert num_faults < nbytes // resource.getpagesize() // 100

@@ -4,10 +4,11 @@ import io
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 
 from checkpointing.digest import digest_buffer
-from checkpointing.reading import MemoryFile, read_private, read_shared
+from checkpointing.reading import MemoryFile, private_memory, read_private, read_shared
 
 SIZES = [0, 1, 100, 8 * 2**20, 8 * 2**20 + 1, 50_000_001]
 
@@ -35,3 +36,17 @@ def test_a_memory_file_reads_and_seeks_like_a_file() -> None:
     for offset, whence, count in ((10, 0, 5), (-20, 2, 100), (-7, 1, 3), (5000, 0, 1), (0, 0, -1)):
         assert ours.seek(offset, whence) == theirs.seek(offset, whence)
         assert ours.read(count) == theirs.read(count)
+
+
+@pytest.mark.parametrize("num_pieces", [0, 1, 3])
+def test_memory_is_made_until_it_is_enough(num_pieces: int) -> None:
+    """The rest is there when it is first used."""
+    nbytes, answers, before = 160 << 20, iter([False] * num_pieces + [True] * 3), resident()
+    memory = private_memory(nbytes, populate=True, enough=lambda: next(answers))
+    assert abs(resident() - before - min(num_pieces * (64 << 20), nbytes)) < 16 << 20
+    memory[-1] = memory[0] = 1
+    assert len(memory) == nbytes
+
+
+def resident() -> int:
+    return psutil.Process().memory_info().rss

@@ -1,0 +1,50 @@
+"""A checkpoint in object storage that an attempt resumes from: the agent reads it while the ranks get ready."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from contract.support import commit
+from servers import Server, bucket_on, fault_proxy
+
+from checkpointing.client import AgentClient, AgentProcess
+from checkpointing.digest import digest_buffer
+from checkpointing.restore import Room
+from checkpointing.storage import open_storage
+
+NBYTES = 80 << 20
+
+
+def test_room_is_made_until_the_last_byte_has_arrived(
+    rclone_s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fault_proxy(rclone_s3) as line:
+        location = f"s3://{bucket_on(line, monkeypatch)}/run"
+        manifest = commit(open_storage(location), 5, nbytes=NBYTES)
+        line.set(rate_bps=NBYTES / 10)
+        agent = AgentProcess.start(location, "run")
+        client = AgentClient(agent.socket_path, 2, 0, 0, 1)
+        room = Room(except_for="model")
+        try:
+
+            def fetching(sizes: dict[str, int], arrived: Callable[[], bool]) -> None:
+                assert sizes == {"model": NBYTES, "state": 6}
+                assert not arrived()
+                line.set()
+                deadline = time.monotonic() + 30
+                while not arrived():
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+                room.make({"model": NBYTES, "state": 6, "optimizer": NBYTES}, arrived)
+
+            snapshots, reachable = client.offer(fetching)
+            assert reachable and [snapshot.info.step for snapshot in snapshots] == [5]
+            for file in manifest.files:
+                assert digest_buffer(snapshots[0].files[file.name]) == file.digest
+            assert room.take("optimizer", NBYTES) is None, "there was no time left"
+        finally:
+            client.close()
+            agent.close(10)

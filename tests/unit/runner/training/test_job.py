@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Trainer
+
+from runner.config import CheckpointConfig, Config
+from runner.training.job import training_arguments
+
+
+@pytest.mark.parametrize("location", ["s3://bucket/run", "file:///somewhere/run", None])
+def test_the_trainer_makes_folders_in_the_runs_own_alone(
+    location: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes whatever it is given for a path: a URL became a folder `s3:` in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    config = Config(
+        output_dir=str(tmp_path / "run"),
+        trainer={"activation_checkpointing": False},
+        checkpoint=CheckpointConfig(location=location),
+    )
+    Trainer(model=torch.nn.Linear(1, 1), args=training_arguments(config))
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["trainer"]
