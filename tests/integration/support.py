@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -204,6 +206,25 @@ class Run:
     def _dead(self) -> str:
         assert self.process is not None and self.process.stdout is not None
         return f"the run ended early:\n{self.process.stdout.read()}"
+
+
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same for all workers of `pytest -n`."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+def finished_once(folder: Path, *options: str, script: list[str] | None = None) -> Run:
+    """A run by whichever worker needs it first; the others wait for it."""
+    run, output = Run(folder, *options, script=script), folder.with_name(f"{folder.name}.output")
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if output.exists():
+            run.output = output.read_text()
+        else:
+            assert run.start().finish() == 0, run.output
+            output.write_text(run.output)
+    return run
 
 
 def wait_for_commit(run: Run, step: int) -> None:

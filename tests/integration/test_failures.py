@@ -16,7 +16,9 @@ from integration.support import (
     SAVE_STEPS,
     SHORT_JOB,
     Run,
+    finished_once,
     loss_curve,
+    shared_folder,
     state_hash,
     troubled,
     wait_for_commit,
@@ -31,10 +33,8 @@ EVALUATING = "eval_strategy='steps', eval_steps=15, per_device_eval_batch_size=2
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The troubled script without its trouble; with evaluations."""
-    folder = Path(tmp_path_factory.mktemp("calm"))
-    run = Run(folder / "run", script=troubled(folder, options=EVALUATING)).start()
-    assert run.finish() == 0, run.output
-    return run
+    folder = shared_folder(tmp_path_factory) / "calm-evaluating"
+    return finished_once(folder / "run", script=troubled(folder, options=EVALUATING))
 
 
 def kinds(run: Run) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from integration.support import Run, state_hash, troubled, wait_until
+from integration.support import Run, finished_once, shared_folder, state_hash, troubled, wait_until
 
 pytestmark = pytest.mark.xdist_group("machines")
 
@@ -91,10 +91,8 @@ class Machine(Run):
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two ranks on one machine, undisturbed."""
-    folder = Path(tmp_path_factory.mktemp("calm"))
-    run = Run(folder / "run", script=troubled(folder)).start(OMP_NUM_THREADS="1")
-    assert run.finish() == 0, run.output
-    return run
+    folder = shared_folder(tmp_path_factory) / "calm"
+    return finished_once(folder / "run", script=troubled(folder))
 
 
 def pair(folder: Path, *options: str, trouble: str = "") -> list[Machine]:
