@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -409,17 +410,12 @@ class _StepCallback(TrainerCallback):
 
 
 def _cut_micro_batches(trainer: Trainer, divisor: int) -> None:
-    """The same samples in each step, in smaller portions.
+    """The same samples in each step, in smaller portions: so many, or as many as make equal ones.
 
-    Raises:
-        CheckpointError: they cannot be cut into that many parts.
+    The divisor is kept with the run; whoever has chosen smaller micro-batches since need not have them cut again.
     """
     args = trainer.args
-    if args.per_device_train_batch_size % divisor:
-        raise CheckpointError(
-            f"out of memory: per_device_train_batch_size={args.per_device_train_batch_size} cannot be cut into "
-            f"{divisor} equal parts; choose a power of two, or a smaller one with more gradient_accumulation_steps"
-        )
+    divisor = math.gcd(args.per_device_train_batch_size, divisor)
     args.per_device_train_batch_size //= divisor
     args.gradient_accumulation_steps *= divisor
     trainer._train_batch_size = args.train_batch_size

@@ -332,6 +332,9 @@ def _start_anew(config: Any, directory: Any, overwrite: bool) -> None:
 
     tiers = config.tiers
     steps = {step for storage in tiers.nearest_first for step in storage.steps()}
+    if not steps and not isinstance(tiers.durable, LocalStorage) and tiers.durable.read_note() is not None:
+        # What another run has failed of here does not concern this one.
+        tiers.durable.write_note(b"{}")
     if not steps and not directory.journal.exists():
         return
     if not overwrite:
