@@ -115,7 +115,7 @@ def start(
         raise UsageError(f"script {script!r} does not exist; give the path of a Python file")
     directory = _directory(config)
     directory.create()
-    directory.lock()
+    directory.lock(lambda text: click.echo(f"runner: {text}"))
     step = _resume(resume)
     if overwrite and step != "never":
         raise UsageError("--overwrite goes with --resume never")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 from runner.config import Config
 from runner.errors import ExitCode, LaunchError, PeersMissing, RunnerError
@@ -16,6 +17,8 @@ from runner.progress import ProgressDisplay
 from runner.run_directory import RunDirectory
 
 _TURN_S = 0.5
+# What only the machine that has rank 0 learns, and everybody looks for at the first one.
+_FORWARDED = {"training_started", "log", "resumed", "batch_shape"}
 # From a stop request to the first machine's answer, where no attempt is running here.
 _STOP_PATIENCE_S = 15.0
 
@@ -162,11 +165,17 @@ class Follower:
             self._job,
             self._run_id,
             display=self._display,
-            record=life.record,
+            record=self._record,
             loop=life.loop,
             stop=life.stop,
             runtime=life.runtime,
         )
+
+    def _record(self, event: str, **details: Any) -> None:
+        self._life.record(event, **details)
+        # With a script of the user's, every machine sees by itself when training begins.
+        if event in _FORWARDED and details.get("total_steps", 0) is not None:
+            self._member.send({"do": "event", "event": event, "details": details, "attempt": self._life.attempt})
 
     def _on_message(self, message: Message) -> None:
         match message["do"]:

@@ -548,6 +548,17 @@ class Node:
                     self._record(name, **{key: value for key, value in message.items() if key != "event"})
                     self._show_training(message)
 
+    def take_in(self, event: str, details: Message) -> None:
+        """Show what rank 0 or an agent of another machine has said, as if it had been said here."""
+        if event == "batch_shape":
+            self.batch = (int(details["micro_batch"]), int(details["accumulation"]))
+            return
+        self._record(event, **details)
+        if event == "resumed":
+            self._show_resumption(details)
+        else:
+            self._show_training({"event": event, **details})
+
     def _on_rank_death(self, pidfd: int) -> None:
         # What it said before it died comes first.
         self._on_rank_events()
@@ -584,14 +595,15 @@ class Node:
                 self._display.state.show_transfer(message)
             case "batch_shape":
                 self.batch = (int(message["micro_batch"]), int(message["accumulation"]))
+                self._record(event, **message)
             case None | "attempt_begun":
                 pass
             case _:
                 message.pop("attempt", None)
                 self._record(event, **message)
-                self._take_in(event, message)
+                self._act_on(event, message)
 
-    def _take_in(self, event: str, message: Message) -> None:
+    def _act_on(self, event: str, message: Message) -> None:
         """What an event of the agent's means to us, and to the user."""
         say = self._display.message
         if event in ("committed", "commit_failed", "fetched", "fetch_failed"):

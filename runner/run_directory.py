@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from checkpointing import locking
 from runner.errors import RunBusy, UsageError
 from runner.journal import JOURNAL_NAME
+
+# For a runner of another machine to end.
+_PATIENCE_S = 120.0
 
 
 class RunDirectory:
@@ -41,8 +45,12 @@ class RunDirectory:
         except OSError as error:
             raise UsageError(f"output_dir={str(self.root)!r} cannot be used: {error.strerror}") from None
 
-    def lock(self) -> None:
+    def lock(self, tell: Callable[[str], None] = lambda text: None) -> None:
         """Become the only runner of this run, until this process ends.
+
+        One of this machine that works on it is a mistake of somebody's. One of another machine may belong to a node
+        that the cluster has given up, or to a pod that is about to end: it is waited for, and then left to the fence,
+        which works without the lock. `tell` is told of it.
 
         Raises:
             RunBusy: another one is alive.
@@ -52,8 +60,18 @@ class RunDirectory:
             fd = locking.open_lock(self._lock_path)
         except OSError as error:
             raise UsageError(f"output_dir={str(self.root)!r} cannot be written: {error.strerror}") from None
-        if not locking.try_lock(fd):
+        deadline, told = time.monotonic() + _PATIENCE_S, False
+        while not locking.try_lock(fd):
             holder = locking.holder(fd)
+            if locking.is_elsewhere(holder):
+                if not told:
+                    told = True
+                    tell(f"a runner on another machine ({holder}) works on {self.root}; waiting for it to end")
+                if time.monotonic() < deadline:
+                    time.sleep(0.2)
+                    continue
+                tell("it has not ended; going on, and shutting it out")
+                break
             os.close(fd)
             raise RunBusy(
                 f"another runner ({holder}) works on {self.root}; stop it first, or choose another --output-dir"

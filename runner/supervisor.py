@@ -291,6 +291,8 @@ class Supervisor:
                 self._ready.add(number)
             case "stop":
                 self._life.stop.ask_once(f"machine {number}: {message['reason']}")
+            case "event" if message["attempt"] == self._life.attempt:
+                self._node.take_in(message["event"], message["details"])
             case "ended" if message["attempt"] == self._life.attempt:
                 self._ended[number] = Failure.from_dict(message["failure"])
                 self._ready.discard(number)

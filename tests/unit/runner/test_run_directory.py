@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
+from runner import run_directory
 from runner.errors import RunBusy, UsageError
 from runner.run_directory import RunDirectory
 
@@ -44,3 +46,18 @@ def test_an_earlier_run_is_moved_aside_whole(tmp_path: Path) -> None:
     kept = tmp_path / "previous-1"
     assert (kept / "journal.jsonl").exists() and (kept / "checkpoints" / "checkpoint-5").is_dir()
     assert directory.run_id() != old and not directory.journal.exists() and directory.logs.is_dir()
+
+
+def test_a_lock_of_another_machine_is_waited_for_and_left_to_the_fence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_directory, "_PATIENCE_S", 0.5)
+    first, second = RunDirectory(str(tmp_path)), RunDirectory(str(tmp_path))
+    first.create()
+    first.lock()
+    (tmp_path / ".runner.lock").write_text("pid 7 on another-machine\n")
+    told: list[str] = []
+    began = time.monotonic()
+    second.lock(told.append)
+    assert time.monotonic() - began >= 0.5
+    assert "another-machine" in told[0] and "going on" in told[1]
