@@ -171,17 +171,23 @@ class Bench:
 
             event = training.wait(next_step, RECOVERY_LIMIT_S)
             if event is not None and method == "ours":
-                self.preempt(training, event["step"] + self._random.randrange(5, 20))
+                self.preempt(training, before["attempt"], event["step"] + self._random.randrange(5, 20))
             if event is None and method not in FOR_INFORMATION:
                 self.say(f"{METHODS[method]} did not come back; it said:\n{training.tail(1000)}")
         return event["time"] - killed_at if event is not None else None
 
-    def preempt(self, training: Training, step: int) -> None:
-        """SIGTERM to the supervisor in mid-training; checks its exit code, and that the last step is committed."""
-        training.wait_for_step(step)
+    def preempt(self, training: Training, crashed: int, step: int) -> None:
+        """SIGTERM to the supervisor in mid-training; checks its exit code, and that the last step is committed.
+
+        Args:
+            crashed: the attempt before: its last step may have been higher.
+            step: to wait for.
+        """
+        training.wait_for_step(step, after=crashed)
         time.sleep(self._random.uniform(0, 0.1))
         code, seconds = training.stop(STOP_LIMIT_S)
-        last = max(event["step"] for event in [*training.all("log"), *training.all("attempt_ended")[-1:]])
+        steps = training.all("log", after=crashed) + training.all("attempt_ended", after=crashed)
+        last = max(event["step"] for event in steps)
         committed: int | None = None
         with contextlib.suppress(CheckpointError, IndexError, OSError):
             catalog = open_tiers(str(training.folder / "checkpoints"), None).catalog

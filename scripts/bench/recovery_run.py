@@ -100,10 +100,10 @@ class Training:
                 return found
             time.sleep(POLL_S)
 
-    def wait_for_step(self, step: int) -> Event:
+    def wait_for_step(self, step: int, *, after: int | None = None) -> Event:
         """The first finished step from this one on; a training that does not get there ends the benchmark."""
         event = self.wait(
-            lambda: next((e for e in self.all("log") if e["step"] >= step), None), timeout_s=START_TIMEOUT_S
+            lambda: next((e for e in self.all("log", after=after) if e["step"] >= step), None), START_TIMEOUT_S
         )
         if event is None:
             raise SystemExit(f"{' '.join(self.command)} has not reached step {step}:\n{self.tail(3000)}")
