@@ -251,7 +251,7 @@ class Bench:
                     # The first may fall into the imports; later ones do where the launcher was killed.
                     moment = plan.choice(("import", *MOMENTS) if number == 0 else MOMENTS)
                     if not victims.wait_for(moment):
-                        self.hang(f"{name}: no {moment} after {last}", training)
+                        self.hang(f"{name}: did not come to the next moment ({moment}) after {last}", training)
                         return
                     victim = victims.kill()
                     if victim is None:
@@ -274,11 +274,13 @@ class Bench:
                 self.check_leftovers(training)
 
     def hang(self, text: str, training: Training) -> None:
+        """No progress: it waits for ever, or it has given up, which is as bad."""
         code = training.process.poll()
         text += f"; the supervisor {'lives' if code is None else f'has ended with {code}'}"
         self.measured.hangs.append(text)
-        # Of the lives that count as lost, the kills were tried all the same.
         self.say(f"HANG: {text}\n{training.tail(1000)}\n" + "\n".join(map(json.dumps, training.events[-8:])))
+        if code is not None:
+            self.check_leftovers(training)
 
     # -- what supervision costs ----------------------------------------------------------------------------------
 
