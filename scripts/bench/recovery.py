@@ -49,7 +49,7 @@ METHODS = {
     "as_is": "`torchrun --max-restarts=3`, as it is",
     "ft": "`ft_launcher --max-restarts=3`",
 }
-# Not part of a figure: only every second round.
+# Not part of a figure: only every third round.
 FOR_INFORMATION = ("as_is", "ft")
 # Long enough that no kill falls behind its end; every step is reported, by ours and theirs.
 JOB = ("trainer.logging_steps=1", "trainer.num_train_epochs=60")
@@ -57,7 +57,7 @@ SAVE_STEPS = 20
 # Whoever has not finished a step this long after a kill hangs.
 RECOVERY_LIMIT_S = 60.0
 STOP_LIMIT_S = 60.0
-KILLS_PER_RUN = 10
+KILLS_PER_RUN = 20
 MOMENTS = ("start-up", "restore", "step", "save")
 VICTIMS = ("rank 0", "rank 1", "launcher", "agent")
 BLOCK_LIMIT_S = 60.0
@@ -212,10 +212,10 @@ class Bench:
             self.say(f"LEFT: {left}")
 
     def recoveries(self, rounds: int, *, tries: int) -> None:
-        """All methods, in turns; those for information every second time."""
+        """All methods, in turns; those for information every third time."""
         for number in range(rounds):
             kill = self.draw()
-            methods = [name for name in self.methods if name not in FOR_INFORMATION or number % 2 == 0]
+            methods = [name for name in self.methods if name not in FOR_INFORMATION or number % 3 == 0]
             for method in self._random.sample(methods, len(methods)):
                 run = functools.partial(self.recovery, method, kill)
                 again = 1 if method in FOR_INFORMATION else tries
@@ -464,7 +464,7 @@ peers' script notes them at the same place in the Trainer's loop. The peers trai
 the same options, by a plain `SFTTrainer` script that resumes from `get_last_checkpoint`; it keeps its tokenised data,
 as ours does. The loop is `until torchrun …; do :; done`, without a pause; ours makes its default pause. Whoever has not
 come back after {RECOVERY_LIMIT_S:.0f} s hangs, and counts with that time. `torchrun --max-restarts` as it is and
-`ft_launcher` ({FT_PACKAGES[0]}) take part in every second round, for information. Where more than a tenth of the
+`ft_launcher` ({FT_PACKAGES[0]}) take part in every third round, for information. Where more than a tenth of the
 processor time went to other virtual machines, a recovery is repeated, once at most.
 
 **Kills**: runs of ours with their default settings, but for `restart.max_restarts`. SIGKILL to rank 0, rank 1, the
