@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy
 import psutil
 from common import ROOT, machine, spread, undisturbed
-from recovery_run import SETTLE_S, START_TIMEOUT_S, Event, Training, runner_command
+from recovery_run import SETTLE_S, START_TIMEOUT_S, Event, NeverStarted, Training, runner_command
 
 from checkpointing.errors import CheckpointError
 from checkpointing.tiers import open_tiers
@@ -219,7 +219,13 @@ class Bench:
             for method in self._random.sample(methods, len(methods)):
                 run = functools.partial(self.recovery, method, kill)
                 again = 1 if method in FOR_INFORMATION else tries
-                seconds = undisturbed(run, METHODS[method], tries=again, say=self.say)
+                try:
+                    seconds = undisturbed(run, METHODS[method], tries=again, say=self.say)
+                except NeverStarted as error:
+                    if method not in FOR_INFORMATION:
+                        raise
+                    self.say(f"left out: {error}")
+                    continue
                 self.measured.recovery_s[method].append(seconds)
                 text = "hangs" if seconds is None else f"{seconds:.2f} s"
                 if method == "ours" and self.measured.preempt_s:

@@ -34,6 +34,10 @@ Event = dict[str, Any]
 T = TypeVar("T")
 
 
+class NeverStarted(SystemExit):
+    """A training has not come to the step that was waited for; ends the benchmark, if nobody minds."""
+
+
 class Training:
     """The processes and the journal of one training. Leaving its context ends whatever is left of it."""
 
@@ -101,12 +105,16 @@ class Training:
             time.sleep(POLL_S)
 
     def wait_for_step(self, step: int, *, after: int | None = None) -> Event:
-        """The first finished step from this one on; a training that does not get there ends the benchmark."""
+        """The first finished step from this one on.
+
+        Raises:
+            NeverStarted: it has not got there in time, or has ended.
+        """
         event = self.wait(
             lambda: next((e for e in self.all("log", after=after) if e["step"] >= step), None), START_TIMEOUT_S
         )
         if event is None:
-            raise SystemExit(f"{' '.join(self.command)} has not reached step {step}:\n{self.tail(3000)}")
+            raise NeverStarted(f"{' '.join(self.command)} has not reached step {step}:\n{self.tail(3000)}")
         return event
 
     def tail(self, length: int = 300) -> str:
