@@ -453,7 +453,7 @@ def table_of(measured: Measured, figures: Mapping[str, float], seed: int) -> str
     for name, value in figures.items():
         verdict = "PASS" if value <= bars[name] else "MISS"
         lines.append(f"| `{name}` | {value:.4g} | ≤ {bars[name]:.4g} | {verdict} | {behind[name]} |")
-    lines += ["", "| restarted by | SIGKILL of a rank → next finished step, s | hung |", "|---|---|---|"]
+    lines += ["", "| restarted by | SIGKILL of a rank → next finished step, s | not back |", "|---|---|---|"]
     for method, title in METHODS.items():
         trials = measured.recovery_s[method]
         back = [seconds for seconds in trials if seconds is not None]
