@@ -16,7 +16,7 @@ from pathlib import Path
 
 from checkpointing import protocol
 from checkpointing.arena import ControlPage, SharedMemory
-from checkpointing.errors import AgentUnavailable, StorageUnreachable
+from checkpointing.errors import AgentKilled, AgentUnavailable, StorageUnreachable
 from checkpointing.manifest import SnapshotInfo
 from checkpointing.protocol import Message
 from checkpointing.retention import Retention
@@ -84,7 +84,8 @@ class AgentProcess:
             process.wait()
             shutil.rmtree(directory, ignore_errors=True)
             reason = answer.removeprefix("error ") or f"it ended with status {process.returncode}"
-            raise AgentUnavailable(f"the checkpoint agent did not start: {reason}")
+            kind = AgentKilled if process.returncode < 0 else AgentUnavailable
+            raise kind(f"the checkpoint agent did not start: {reason}")
         return cls(process, socket_path, directory)
 
     def close(self, timeout_s: float | None = None) -> None:

@@ -9,6 +9,7 @@ CheckpointError
 ├── CommitFailed          storage refused the write; training may go on, the next save tries again
 ├── ReplicasDrifted       ranks that must hold equal state do not
 └── AgentUnavailable      the checkpoint agent is gone or refused the request
+    └── AgentKilled           it was killed while it started
 """
 
 from __future__ import annotations
@@ -62,6 +63,10 @@ class ReplicasDrifted(CheckpointError):
 
 class AgentUnavailable(CheckpointError):
     """The checkpoint agent cannot be reached or refused a request."""
+
+
+class AgentKilled(AgentUnavailable):
+    """The checkpoint agent was killed while it started."""
 
 
 class Preempted(SystemExit):

@@ -4,6 +4,7 @@ RunnerError
 ├── UsageError          2   the user's configuration or command line; one line, no traceback
 ├── RunBusy             2   another runner works on this run
 ├── LaunchError         78  the launcher or agent cannot be started at all
+│   └── HelperKilled        it was killed while it started: tried again
 └── PeersMissing        76  another machine of the run does not come (back)
 """
 
@@ -46,6 +47,10 @@ class RunBusy(RunnerError):
 
 class LaunchError(RunnerError):
     """The launcher or the checkpoint agent cannot be started."""
+
+
+class HelperKilled(LaunchError):
+    """The launcher or the checkpoint agent was killed while it started, by somebody or for want of memory."""
 
 
 class PeersMissing(RunnerError):

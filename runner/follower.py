@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from runner.config import Config
-from runner.errors import ExitCode, LaunchError, PeersMissing, RunnerError
+from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError
 from runner.failure import Failure, FailureKind
 from runner.life import Life
 from runner.node import Job, Node, Order
@@ -61,6 +61,7 @@ class Follower:
         return exit_code
 
     def _follow(self) -> tuple[ExitCode, str]:
+        num_killed = 0
         while True:
             if not self._wait(lambda: self._run_id is not None):
                 return self._ending()
@@ -72,6 +73,13 @@ class Follower:
                 self._node = self._node or self._new_node()
                 if not self._life.stop:
                     self._node.ensure_processes()
+            except HelperKilled as error:
+                if not self._life.stop:
+                    num_killed += 1
+                    if num_killed > self._config.restart.max_restarts:
+                        raise
+                    self._display.message(f"{error}; starting it again")
+                    continue
             except LaunchError:
                 if not self._life.stop:
                     raise
@@ -79,6 +87,7 @@ class Follower:
                 self._member.send({"do": "ready"})
             if not self._wait(lambda: self._order is not None or self._run_id is None):
                 return self._ending()
+            num_killed = 0
             if self._order is not None:
                 self._run_attempt(self._order)
 

@@ -17,9 +17,9 @@ from typing import Any
 from checkpointing import protocol
 from checkpointing.arena import ControlPage, Heartbeat
 from checkpointing.client import AgentProcess
-from checkpointing.errors import AgentUnavailable
+from checkpointing.errors import AgentKilled, AgentUnavailable
 from checkpointing.protocol import Message
-from runner.errors import LaunchError
+from runner.errors import HelperKilled, LaunchError
 from runner.failure import RankEnd, is_effect, read_error_file
 
 
@@ -41,7 +41,7 @@ class AgentLink:
         """Start it.
 
         Raises:
-            LaunchError: it cannot start; the text says why.
+            LaunchError: it cannot start; the text says why. HelperKilled: somebody has killed it.
         """
         try:
             self.process = AgentProcess.start(
@@ -58,7 +58,9 @@ class AgentLink:
             protocol.send(self.sock, {"do": "hello", "role": "monitor"})
             _, fds = protocol.receive(self.sock)
         except (AgentUnavailable, OSError) as error:
-            raise LaunchError(str(error)) from None
+            # Before it has started, it can only lose its connection by its death.
+            killed = isinstance(error, AgentKilled | ConnectionError)
+            raise (HelperKilled if killed else LaunchError)(str(error)) from None
         self.control = ControlPage.attach(fds[0])
 
     @property

@@ -26,7 +26,7 @@ from checkpointing.protocol import Message
 from runner import processes
 from runner.config import Config
 from runner.environment import TORCHRUN_VARIABLES
-from runner.errors import LaunchError, UsageError
+from runner.errors import HelperKilled, LaunchError, UsageError
 from runner.failure import Failure, FailureKind, classify
 from runner.links import AgentLink, LauncherLink, RankEvents, RankWatch
 from runner.loop import EventLoop, StopRequest
@@ -200,8 +200,7 @@ class Node:
         """Have a living agent and a living launcher; returns early if a stop is asked for.
 
         Raises:
-            LaunchError: one of them cannot be started.
-            UsageError: processes and machines do not fit together.
+            LaunchError: one of them cannot be started; HelperKilled: it was killed meanwhile.
         """
         self._drop_dead_helpers()
         if self._launcher is None:
@@ -226,10 +225,10 @@ class Node:
         while self._accelerators is None and not self._stop:
             self._loop.pump(_SOON_S)
             if not self._launcher.alive:
-                raise LaunchError(
-                    f"the launcher ended with status {self._launcher.process.returncode} while it loaded torch; its "
-                    "error is above"
-                )
+                status = self._launcher.process.returncode
+                if status < 0:
+                    raise HelperKilled(f"the launcher was killed by signal {-status} while it loaded torch")
+                raise LaunchError(f"the launcher ended with status {status} while it loaded torch; its error is above")
             if time.monotonic() > deadline:
                 raise LaunchError(f"the launcher has not loaded torch within {_LAUNCHER_TIMEOUT_S:.0f} s")
 

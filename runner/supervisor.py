@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import tenacity
 
 from checkpointing.errors import InvalidCheckpoint
 from runner.config import Config
-from runner.errors import ExitCode, LaunchError, PeersMissing, RunnerError, UsageError
+from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError, UsageError
 from runner.failure import Failure, FailureKind, combine
 from runner.journal import read_journal
 from runner.life import Life
@@ -144,6 +145,9 @@ class Supervisor:
                 self._node.ensure_processes()
             if not self._life.stop:
                 self._gather()
+        except HelperKilled as error:
+            if not self._life.stop:
+                return self._note_down(Failure(FailureKind.LAUNCHER_LOST, str(error)), None)
         except (LaunchError, PeersMissing):
             if not self._life.stop:
                 raise
@@ -151,6 +155,10 @@ class Supervisor:
             self._tell_stop()
             return Stop(ExitCode.PREEMPTED, "stopped on request before an attempt began")
         failure, log = self._run_attempt()
+        return self._note_down(failure, log)
+
+    def _note_down(self, failure: Failure, log: Path | None) -> Restart | Stop:
+        """Have it on record, and decide."""
         self._memory.running = None
         if failure.kind is FailureKind.FINISHED:
             self._memory.history.clear()
@@ -184,7 +192,7 @@ class Supervisor:
         if self._node.fenced is None:
             self._node.note(self._memory.to_json())
 
-    def _run_attempt(self) -> tuple[Failure, Any]:
+    def _run_attempt(self) -> tuple[Failure, Path | None]:
         life = self._life
         life.attempt += 1
         self._memory.running = life.attempt

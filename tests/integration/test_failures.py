@@ -206,6 +206,21 @@ def test_a_stopped_agent_or_launcher_costs_an_attempt(tmp_path: Path) -> None:
         assert not run.leftovers()
 
 
+def test_a_launcher_or_agent_that_is_killed_while_it_starts_is_tried_again(tmp_path: Path) -> None:
+    for name in ("runner.launcher", "checkpointing.agent"):
+        run = Run(tmp_path / name, *SHORT_JOB, "--set", "trainer.max_steps=6").start()
+        assert run.process is not None
+        parent = psutil.Process(run.process.pid)
+        victims: list[psutil.Process] = []
+        while not victims:
+            assert run.process.poll() is None
+            victims = [child for child in parent.children() if name in " ".join(child.cmdline())]
+        victims[0].kill()
+        assert run.finish() == 0, run.output
+        assert "starting again" in run.output and kinds(run)[-1] == "finished"
+        assert not run.leftovers()
+
+
 # -- what would happen again ---------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,75 @@
+"""What others restart in `recovery.py`: the default job as a plain `SFTTrainer` script that resumes as is usual.
+
+    torchrun --standalone --nproc-per-node 2 recovery_peer.py FOLDER KEY=VALUE...
+
+Model, tokenizer, data and options are the default job's. Nothing of ours saves or resumes. Each rank notes in
+`FOLDER/journal.jsonl` that it has started, rank 0 every finished step, in the form of our journal.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import transformers
+from transformers.trainer_utils import get_last_checkpoint
+from trl import SFTConfig, SFTTrainer
+
+from runner.config import load_config, parse_setting
+from runner.journal import Journal
+from runner.run_directory import RunDirectory
+from runner.training.data import load_training_data
+from runner.training.model import build
+
+
+class NoteSteps(transformers.TrainerCallback):
+    """Notes what our default job reports to its supervisor, at the same place in the Trainer's loop."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and logs and "loss" in logs:
+            self._journal.append("log", os.getpid(), step=state.global_step, loss=logs["loss"])
+
+
+def main() -> None:
+    directory = RunDirectory(sys.argv[1])
+    directory.create()
+    journal = Journal(directory.journal)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # A rank's own pid tells one process group from the next.
+    journal.append("rank_started", os.getpid(), rank=rank, pid=os.getpid())
+
+    settings = [parse_setting(text) for text in sys.argv[2:]]
+    config = load_config(None, {}, [*settings, ("output_dir", str(directory.root), "FOLDER")])
+    options = dict(config.trainer)
+    options["learning_rate"] *= world_size
+    checkpoints = config.checkpoint_location
+    args = SFTConfig(
+        checkpoints,
+        use_cpu=True,
+        bf16=False,
+        dataloader_pin_memory=False,
+        ddp_backend="gloo",
+        ddp_find_unused_parameters=False,
+        report_to="none",
+        disable_tqdm=True,
+        **options,
+    )
+    datasets.utils.logging.disable_progress_bar()
+    with args.main_process_first():
+        dataset = load_training_data(config.data.path, config.data.split, directory.cache)
+    model, tokenizer = build(config.model, dataset, directory.cache, bf16=False, seed=args.seed)
+    trainer = SFTTrainer(
+        model=model, args=args, train_dataset=dataset, processing_class=tokenizer, callbacks=[NoteSteps(journal)]
+    )
+    last = get_last_checkpoint(checkpoints) if Path(checkpoints).is_dir() else None
+    trainer.train(resume_from_checkpoint=last)
+
+
+if __name__ == "__main__":
+    main()
