@@ -337,7 +337,7 @@ class Node:
         nnodes, self._nproc = self.shape
         limits = Limits(restart.hang_timeout_s, restart.first_step_timeout_s, restart.quiet_timeout_s)
         attempt = _Attempt(order, Watchdog(limits, watch_start=self._job.script is None, now=now), oom_kills())
-        self._turned_at = now
+        self._turned_at = self._ponged_at = now
         self._display.state.attempt = order.attempt
         self._display.state.activity = "starting"
         self._agent.tell("begin_attempt", attempt=order.attempt, fetch=True)
@@ -385,14 +385,15 @@ class Node:
         """What needs an answer while the ranks run: a death, a hang, a lost helper process, a stop request."""
         assert self._agent is not None and self._launcher is not None
         now = time.monotonic()
-        gap, self._turned_at = now - self._turned_at, now
+        gap = self._turn(now)
+        attempt.quiet_since += gap
         if attempt.watch.failed and attempt.kill_at is None:
             attempt.kill_at = now if attempt.watch.cause_known else now + _CAUSE_GRACE_S
         # torchrun, too, ends the others with SIGTERM when one has died; that death is known by now.
         asked = attempt.signalled if not attempt.watch.failed else attempt.signalled & {attempt.watch.deaths[0]}
         if asked and attempt.verdict is None:
             self._stop.ask_once(f"a signal to rank {min(asked)}")
-        self._check_agent(attempt, now, gap)
+        self._check_agent(attempt, now)
         if not self._launcher.alive:
             # The fork server ends with it and takes the ranks along; the sweep gets what is left.
             attempt.result = attempt.result or {"finished": False, "failures": [], "launcher_lost": True}
@@ -410,11 +411,16 @@ class Node:
                 processes.kill_all(self._strays, timeout_s=0.2)
         self._check_launcher(attempt, now)
 
-    def _check_agent(self, attempt: _Attempt, now: float, gap: float) -> None:
+    def _turn(self, now: float) -> float:
+        """Seconds for which this process was stopped since the last turn: for those nobody else is to blame."""
+        gap, self._turned_at = now - self._turned_at, now
+        gap = gap if gap > _GAP_S else 0.0
+        self._ponged_at += gap
+        return gap
+
+    def _ping_agent(self, now: float) -> None:
+        """See that it answers; one that does not is killed."""
         assert self._agent is not None
-        if gap > _GAP_S:
-            self._ponged_at += gap
-            attempt.quiet_since += gap
         if now - self._pinged_at >= _PING_INTERVAL_S:
             self._pinged_at = now
             self._agent.tell("ping")
@@ -422,6 +428,10 @@ class Node:
         if now - self._ponged_at > patience and self._agent.alive:
             self._agent.process.process.kill()
             self._agent.process.process.wait()
+
+    def _check_agent(self, attempt: _Attempt, now: float) -> None:
+        assert self._agent is not None
+        self._ping_agent(now)
         if not self._agent.alive:
             self.end_attempt(Failure(FailureKind.AGENT_LOST, "the checkpoint agent died, or answered no more"))
         elif self.fenced is not None:
@@ -517,12 +527,17 @@ class Node:
     def _let_agent_work(self, done: Callable[[], bool]) -> None:
         """Until it has done what was asked for, or has ended; not for ever, and not once the user has asked twice."""
         assert self._agent is not None
-        deadline = time.monotonic() + _AGENT_TIMEOUT_S
+        # It may not have been asked for a while.
+        self._ponged_at = self._turned_at = time.monotonic()
+        deadline = self._ponged_at + _AGENT_TIMEOUT_S
         while self._agent.alive and not done():
             self._loop.pump(_SOON_S)
+            now = time.monotonic()
+            self._turn(now)
+            self._ping_agent(now)
             if self._stop.at_once:
-                deadline = min(deadline, time.monotonic() + _AGENT_HURRY_S)
-            if time.monotonic() > deadline:
+                deadline = min(deadline, now + _AGENT_HURRY_S)
+            if now > deadline:
                 self._agent.process.process.kill()
                 break
 

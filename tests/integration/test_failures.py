@@ -127,7 +127,8 @@ def test_a_rank_that_the_kernel_kills_for_want_of_memory(small_memory: Path, tmp
             while step == 12 and RANK == 1 and args.per_device_train_batch_size > 2:
                 held.append(torch.ones(25_000_000))
     """
-    run = Run(tmp_path / "run", script=troubled(tmp_path, trouble))
+    # So much memory takes its time.
+    run = Run(tmp_path / "run", "--set", "restart.hang_timeout_s=120", script=troubled(tmp_path, trouble))
     join = f'echo $$ > {small_memory}/cgroup.procs && exec "$@"'
     run.command = ["sh", "-c", join, "sh", *run.command]
     run.start()
