@@ -21,10 +21,14 @@ RUN_ID_ENV = "RUNNER_RUN_ID"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PTRACER = 0x59616D61
+_PR_SET_PTRACER_ANY = (1 << 64) - 1
 
 
 def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+    # Its arguments are unsigned longs; ctypes would pass ints.
+    arguments = [ctypes.c_ulong(number) for number in (value, 0, 0, 0)]
+    if ctypes.CDLL(None, use_errno=True).prctl(option, *arguments) != 0:
         raise OSError(ctypes.get_errno(), "prctl failed")
 
 
@@ -42,6 +46,12 @@ def die_with_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def be_traceable() -> None:
+    """Let other processes of this user look at the stacks, where Yama lets only ancestors do so (prctl(2))."""
+    with contextlib.suppress(OSError):
+        _prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY)
 
 
 def descendants() -> list[psutil.Process]:

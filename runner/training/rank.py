@@ -23,6 +23,7 @@ def run_rank(spec: dict[str, Any]) -> None:
         spec: `env` to set, `events` socket, `config` file; `script` and `args` where the user has an own script.
     """
     processes.die_with_parent()
+    processes.be_traceable()
     _take_back_signals()
     sender = EventSender(spec["events"])
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
