@@ -47,4 +47,4 @@ class Agreement:
         self._pending = None
         if work is not None:
             work.wait()
-        return {flag for flag in Flag if vector[flag]}
+        return {flag for flag, asked in zip(Flag, vector.tolist(), strict=True) if asked}

@@ -54,6 +54,7 @@ class Watchdog:
         """`watch_start`: whether a rank that has never given a sign of life ought to (a user's script need not)."""
         self._limits = limits
         self._watch_start = watch_start
+        self._least_s = min(limits.hang_s or _STEP_MARGIN_S, limits.first_step_s, limits.quiet_s)
         self._began = self._looked = now
         self._seen: dict[int, _Seen] = {}
         self._step_times: deque[float] = deque(maxlen=_NUM_SAMPLES)
@@ -90,7 +91,9 @@ class Watchdog:
             return False
         if beat.phase is Phase.STARTING and not self._watch_start and all(b.phase is Phase.STARTING for b in beats):
             return False
-        return now - self._seen[slot].since > self._limit(beat)[0]
+        silent = now - self._seen[slot].since
+        # Nearly always; working the limit out takes time from training.
+        return silent > self._least_s and silent > self._limit(beat)[0]
 
     def _limit(self, beat: Heartbeat) -> tuple[float, str]:
         """Seconds allowed, and where that comes from."""
