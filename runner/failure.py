@@ -117,8 +117,11 @@ class Failure:
         )
 
 
-def _distance_from_cause(failure: Failure) -> tuple[bool, bool, bool]:
-    return failure.kind is FailureKind.ENDED, failure.is_effect, failure.kind is not FailureKind.NODE_LOST
+def _distance_from_cause(failure: Failure) -> int:
+    """A lost machine makes the others' ranks hang; both make ranks lose their connections."""
+    later = [FailureKind.NODE_LOST, FailureKind.HUNG, FailureKind.CRASHED, FailureKind.ENDED]
+    is_cause = not failure.is_effect and failure.kind is not FailureKind.HUNG
+    return 0 if is_cause else 1 + later.index(failure.kind)
 
 
 def combine(failures: Sequence[Failure]) -> Failure:

@@ -108,6 +108,8 @@ def test_a_kill_by_the_kernel_for_want_of_memory(exit_code: int, kills: int, kin
         ([K.ENDED, K.NODE_LOST], K.NODE_LOST),
         ([K.NODE_LOST, K.OUT_OF_MEMORY], K.OUT_OF_MEMORY),
         ([K.HUNG, K.ENDED], K.HUNG),
+        ([K.HUNG, K.NODE_LOST], K.NODE_LOST),
+        ([K.HUNG, K.CRASHED], K.CRASHED),
         ([K.ENDED, K.BAD_NODE, K.ENDED], K.BAD_NODE),
         ([K.PREEMPTED, K.ENDED], K.ENDED),
     ],
