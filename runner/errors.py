@@ -21,6 +21,7 @@ class ExitCode(IntEnum):
     BUDGET_SPENT = 76  # transient failures, more than max_restarts without a new checkpoint between them
     DETERMINISTIC = 78  # it would fail the same way again
     NO_PROGRESS = 79  # the budget is spent and not one step was committed
+    BAD_NODE = 80  # this machine is at fault: start me on another one
     NO_VALID_CHECKPOINT = 81  # checkpoints exist, none can be loaded
 
 
