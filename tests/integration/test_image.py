@@ -1,0 +1,245 @@
+"""The image, really built and run: on a Debian made here, by buildah and podman, without a registry.
+
+Everything lies in a storage of its own under the test's folder, and is gone afterwards.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+TOOLS = {"mmdebstrap": "mmdebstrap", "buildah": "buildah", "podman": "podman", "runc": "runc", "conmon": "podman"}
+DEBIAN_SOURCES = Path("/etc/apt/sources.list.d/debian.sources")
+BASE, IMAGE = "localhost/base:test", "localhost/runner:test"
+# Two minutes on two quiet cores.
+BUILD_TIMEOUT_S = 1500
+# As in the manifests; and limits that may always be set, where podman's own may not be.
+RUN_OPTIONS = [
+    "--network=none",
+    "--cap-drop=all",
+    "--security-opt=no-new-privileges",
+    "--ulimit=nofile=1024:1024",
+    "--ulimit=nproc=4096:4096",
+]
+# Half a minute on two quiet cores; stopped after five steps, then finished.
+JOB = ["--output-dir=/data/run", "--set=trainer.max_steps=30", "--set=restart.grace_s=60"]
+
+
+def missing() -> str | None:
+    """What keeps an image from being built here."""
+    if os.geteuid() != 0:
+        return "needs root"
+    absent = sorted({package for tool, package in TOOLS.items() if shutil.which(tool) is None})
+    if absent:
+        return f"no {', '.join(absent)} here (apt-get install {' '.join(absent)})"
+    if not Path("/usr/share/keyrings/debian-archive-keyring.gpg").is_file():
+        return "no keys of Debian here (apt-get install debian-archive-keyring)"
+    if torch.version.cuda is not None:
+        return "pip here installs the CUDA build of torch, many gigabytes; with a CPU build the image is built"
+    return None
+
+
+REASON = missing()
+# One worker of pytest-xdist, where it is used, builds the image once.
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.timeout(2 * BUILD_TIMEOUT_S),
+    pytest.mark.xdist_group("image"),
+]
+
+
+class Containers:
+    """buildah and podman on a storage of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._environment = {**os.environ, "TMPDIR": str(folder / "tmp"), "BUILDAH_ISOLATION": "chroot"}
+        (folder / "tmp").mkdir()
+        storage = [f"--root={folder / 'root'}", f"--runroot={folder / 'runroot'}"]
+        # overlay is quick; where the folder lies on a file system that cannot carry it, every layer is a copy.
+        overlay = subprocess.run(["buildah", *storage, "--storage-driver=overlay", "info"], capture_output=True)
+        self._storage = [*storage, f"--storage-driver={'overlay' if overlay.returncode == 0 else 'vfs'}"]
+
+    def buildah(self, *arguments: str) -> str:
+        return self._check(["buildah", *self._storage, *arguments])
+
+    def podman(self, *arguments: str) -> str:
+        return self._check(self._podman(arguments))
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        command = self._podman(("run", *RUN_OPTIONS, *arguments))
+        return subprocess.Popen(
+            command,
+            env=self._environment,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def run(self, *arguments: str) -> tuple[int, str]:
+        process = self.start("--rm", *arguments)
+        output, _ = process.communicate(timeout=300)
+        return process.returncode, output
+
+    def close(self) -> None:
+        # The processes and their mounts; the images go with the folder.
+        self._check(self._podman(("rm", "--all", "--force", "--time=0")))
+        for point in sorted(mounts_below(self.folder), reverse=True):
+            subprocess.run(["umount", "--lazy", point], check=True)
+        shutil.rmtree(self.folder)
+
+    def _podman(self, arguments: tuple[str, ...]) -> list[str]:
+        # No systemd and no journal are asked for: a plain cgroup, a plain log.
+        plain = ["--runtime=runc", "--cgroup-manager=cgroupfs", "--events-backend=none"]
+        return ["podman", *self._storage, *plain, f"--tmpdir={self.folder / 'tmp'}", *arguments]
+
+    def _check(self, command: list[str]) -> str:
+        result = subprocess.run(
+            command,
+            env=self._environment,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=BUILD_TIMEOUT_S,
+        )
+        assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout[-4000:]}\n{result.stderr[-4000:]}"
+        return result.stdout
+
+
+def mounts_below(folder: Path) -> list[str]:
+    lines = Path("/proc/self/mounts").read_text().splitlines()
+    return [line.split()[1] for line in lines if Path(line.split()[1]).is_relative_to(folder)]
+
+
+def pip_as_here(folder: Path) -> list[str]:
+    """Mounts that give a build the package index, the wheels and the certificates of this machine's pip.
+
+    The Dockerfile stays as users have it; what pip takes from files here is not downloaded.
+    """
+    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
+    settings, paths = {}, set()
+    for line in sorted(listed.stdout.splitlines(), reverse=True):  # :env: goes before the files
+        key, _, quoted = line.partition("=")
+        settings.setdefault(key.rpartition(".")[2], ast.literal_eval(quoted))
+    for word in " ".join(settings.values()).split():
+        # An index in files refers to its neighbours.
+        path = Path(word.removeprefix("file://")).parent if word.startswith("file://") else Path(word)
+        if path.is_absolute() and path.exists():
+            paths.add(path)
+    config = folder / "pip.conf"
+    config.write_text("[global]\n" + "".join(f"{key} = {value}\n" for key, value in settings.items()))
+    return [f"--volume={config}:/etc/pip.conf:ro", *(f"--volume={path}:{path}:ro" for path in sorted(paths))]
+
+
+def make_base(containers: Containers) -> None:
+    """Debian with Python: what python:3.11-slim is, as far as the Dockerfile is concerned."""
+    name = containers.buildah("from", "scratch").strip()
+    root = containers.buildah("mount", name).strip()
+    command = [
+        "mmdebstrap",
+        "--variant=minbase",
+        "--include=python3-venv",
+        "--dpkgopt=force-unsafe-io",
+        "--dpkgopt=path-exclude=/usr/share/doc/*",
+        "--dpkgopt=path-exclude=/usr/share/man/*",
+        "--dpkgopt=path-exclude=/usr/share/locale/*",
+        "bookworm",
+        root,
+        *([str(DEBIAN_SOURCES)] if DEBIAN_SOURCES.is_file() else []),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=BUILD_TIMEOUT_S)
+    assert result.returncode == 0, result.stderr[-4000:]
+    containers.buildah("umount", name)
+    containers.buildah("commit", "--quiet", "--rm", name, BASE)
+
+
+@pytest.fixture(scope="module")
+def containers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containers]:
+    folder = Path(tmp_path_factory.mktemp("image"))
+    containers = Containers(folder)
+    try:
+        make_base(containers)
+        containers.buildah(
+            "build",
+            "--isolation=chroot",
+            "--layers=false",
+            f"--build-arg=BASE={BASE}",
+            *pip_as_here(folder),
+            f"--tag={IMAGE}",
+            str(ROOT),
+        )
+        yield containers
+    finally:
+        containers.close()
+        assert not folder.exists() and not mounts_below(folder)
+
+
+def test_the_image_answers_as_a_user_without_rights(containers: Containers) -> None:
+    code, output = containers.run(IMAGE, "--help")
+    assert code == 0 and "Keep a fine-tuning run going" in output
+    assert containers.run("--entrypoint=id", IMAGE, "-u") == (0, "1000\n")
+    config = json.loads(containers.buildah("inspect", "--type=image", IMAGE))["OCIv1"]["config"]
+    assert config["Entrypoint"] == ["runner"] and config["User"] == "1000:1000"
+    # Nothing of the repository but what the Dockerfile names.
+    code, output = containers.run("--entrypoint=ls", IMAGE, "/opt/runner")
+    assert output.split() == [
+        "LICENSE",
+        "README.md",
+        "checkpointing",
+        "configs",
+        "constraints.txt",
+        "pyproject.toml",
+        "requirements.py",
+        "requirements.txt",
+        "runner",
+    ]
+    # Errors keep their exit code on the way out, by either entry point; a PyTorchJob's is there.
+    assert containers.run(IMAGE, "start", "--config=/none.yaml")[0] == 2
+    assert containers.run("--entrypoint=kubeflow-start", IMAGE, "--config=/none.yaml")[0] == 2
+
+
+def test_a_stopped_container_has_committed_and_the_next_one_goes_on(containers: Containers, tmp_path: Path) -> None:
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    os.chown(volume, 1000, 1000)  # what fsGroup does
+    options = [f"--volume={volume}:/data", IMAGE, "start", *JOB]
+    process = containers.start("--name=run", *options)
+    wait_for_event(volume / "run", process, "log")
+    # As a kubelet does it: SIGTERM to process 1, and SIGKILL when the time is over.
+    containers.podman("stop", "--time=120", "run")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert events(volume / "run", "run_started")[-1]["pid"] == 1
+    (stopped_at,) = (event["step"] for event in events(volume / "run", "committed"))
+    assert 0 < stopped_at < 30
+    assert (volume / "run" / "checkpoints" / f"checkpoint-{stopped_at}" / "manifest.json").is_file()
+    # 75: start me again.
+    code, output = containers.run(*options)
+    assert code == 0, output
+    assert events(volume / "run", "attempt_ended")[-1]["start_step"] == stopped_at
+    assert (volume / "run" / "best_model" / "model.safetensors").is_file()
+
+
+def events(run: Path, name: str) -> list[dict[str, int]]:
+    lines = (run / "journal.jsonl").read_text().splitlines() if (run / "journal.jsonl").exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("}")]
+    return [event for event in found if event["event"] == name]
+
+
+def wait_for_event(run: Path, process: subprocess.Popen[str], name: str) -> None:
+    while not events(run, name):
+        if process.poll() is not None:
+            raise AssertionError(f"the container ended early:\n{process.communicate()[0]}")
+        time.sleep(0.05)
