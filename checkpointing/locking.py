@@ -44,9 +44,18 @@ def holder(fd: int) -> str:
 
 def is_elsewhere(name: str) -> bool:
     """Whether a `holder` is on another machine."""
-    return " on " in name and not name.endswith(f" on {socket.gethostname()}")
+    return " on " in name and not name.endswith(f" on {this_machine()}")
+
+
+def this_machine() -> str:
+    """Its name and what tells it apart from another one of that name: a pod that was moved keeps its host name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+    except OSError:
+        boot = "unknown"
+    return f"{socket.gethostname()} (boot {boot})"
 
 
 def _sign(fd: int) -> None:
     os.ftruncate(fd, 0)
-    os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    os.pwrite(fd, f"pid {os.getpid()} on {this_machine()}\n".encode(), 0)

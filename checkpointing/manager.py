@@ -165,7 +165,7 @@ class CheckpointManager:
         self._num_beats = 0
         # When the step that runs now began; None where its time will say nothing about the next one's.
         self._step_began: float | None = None
-        self._closed = False
+        self._closed = self._stopped = False
         self.track(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, states=states)
         stop_signal.begin_reading()
 
@@ -391,6 +391,7 @@ class CheckpointManager:
             Preempted: always, after success.
             CommitFailed: storage refused the snapshot.
         """
+        self._stopped = True
         self.close()
         raise Preempted(step)
 
@@ -408,7 +409,7 @@ class CheckpointManager:
             dist.barrier(group=self._group)
         self._snapshotter.close()
         self._beat(Phase.DONE, step)
-        stop_signal.end_reading()
+        stop_signal.end_reading(stopped=self._stopped)
         self._client.close()
         if self._own_agent is not None:
             self._own_agent.close()

@@ -47,10 +47,11 @@ def begin_reading() -> None:
     _num_readers += 1
 
 
-def end_reading() -> None:
-    """Say that nobody asks any more."""
+def end_reading(*, stopped: bool = False) -> None:
+    """Say that nobody asks any more; `stopped`: because this process ends in answer to a signal, which it does once."""
     global _num_readers
-    _num_readers -= 1
+    if not stopped:
+        _num_readers -= 1
 
 
 def requested() -> bool:
@@ -66,6 +67,9 @@ def _on_signal(number: int, _: object) -> None:
             _tell()
         if _num_readers > 0:
             return
-    # Nobody would act on it, or this is a child that was forked with the handler.
+    elif number != signal.SIGTERM:
+        # A child that was forked with the handler, a worker of a DataLoader's: a notice is its parent's to answer.
+        return
+    # Nobody would act on it.
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

@@ -226,8 +226,9 @@ class _ResilientMixin(_Base):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_evaluate:
             self._manager.pause()
-            # Where this step is saved already, what is cut short could not be saved as due.
-            if self._manager.wants(self.state.global_step):
+            # Where this step is saved already, what is cut short could not be saved as due; and without a cursor, the
+            # Trainer sets the generators only after it would have been done anew.
+            if self._has_cursor and self._manager.wants(self.state.global_step):
                 self._before_evaluation = rng.state(self.args.world_size)
         try:
             super()._maybe_log_save_evaluate(*args, **kwargs)

@@ -300,7 +300,7 @@ class Writer:
     def _note_loop(self) -> None:
         while (text := self._notes.get()) is not None:
             try:
-                self._tiers.durable.write_note(text.encode())
+                self._tiers.durable.replace_note(text.encode())
             except Exception as error:
                 tier = self._tiers.name(self._tiers.durable)
                 self._tell({"event": "note_failed", "tier": tier, "error": _text(error)}, None)

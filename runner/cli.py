@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from checkpointing.errors import CheckpointError
+from checkpointing.errors import CheckpointError, StorageUnreachable
 from runner import __version__
 from runner.errors import ExitCode, RunnerError, UsageError
 
@@ -103,6 +103,12 @@ def start(
     Without SCRIPT: supervised fine-tuning as configured. With SCRIPT (and its ARGS): your own training script, as
     torchrun would run it; let it save through checkpointing.transformers.resilient to make it resumable.
     """
+    from runner.loop import StopRequest
+
+    # From here on; what comes before the first attempt is not lost.
+    stop = StopRequest()
+    stop.count_signals()
+
     from runner.follower import Follower
     from runner.node import Job
     from runner.progress import ProgressDisplay
@@ -115,7 +121,7 @@ def start(
         raise UsageError(f"script {script!r} does not exist; give the path of a Python file")
     directory = _directory(config)
     directory.create()
-    directory.lock(lambda text: click.echo(f"runner: {text}"))
+    directory.lock(lambda text: click.echo(f"runner: {text}"), lambda: bool(stop))
     step = _resume(resume)
     if overwrite and step != "never":
         raise UsageError("--overwrite goes with --resume never")
@@ -124,22 +130,23 @@ def start(
         click.echo(render(_summary(directory), _places(config, directory)))
         return
     caveats = check_storage(config)
-    if step == "never":
+    first_node = config.launch.node_rank == 0
+    # The places are the run's: the first machine's runner sees to them.
+    if step == "never" and first_node:
         _start_anew(config, directory, overwrite)
-    elif isinstance(step, int):
+    elif isinstance(step, int) and first_node:
         for kept in check_resume_step(config, step):
             click.echo(f"runner: newer than step {step}, kept as {kept}")
     # A restart, or a script that changes its directory, must find the same places.
     config.make_absolute()
     directory.config.write_text(config.to_yaml())
-    first_node = config.launch.node_rank == 0
     display = ProgressDisplay(quiet=not first_node)
     job = Job(str(Path(script).absolute()) if script is not None else None, args)
     display.message(f"run {directory.run_id()} in {directory.root}, resume {resume}")
     for caveat in caveats:
         display.message(caveat)
     role = Supervisor if first_node else Follower
-    exit_code = role(config, directory, job, display).run()
+    exit_code = role(config, directory, job, display, stop).run()
     if first_node:
         click.echo(render(_summary(directory), _places(config, directory)))
     sys.exit(int(exit_code))
@@ -405,7 +412,7 @@ def main() -> None:
         sys.exit(int(error.exit_code))
     except CheckpointError as error:
         click.echo(f"runner: error: {error}", err=True)
-        sys.exit(ExitCode.USAGE)
+        sys.exit(ExitCode.BUDGET_SPENT if isinstance(error, StorageUnreachable) else ExitCode.USAGE)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         click.echo(f"runner: error: {place}{error.strerror or error}", err=True)

@@ -11,6 +11,7 @@ from runner.config import Config
 from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError
 from runner.failure import Failure, FailureKind
 from runner.life import Life
+from runner.loop import StopRequest
 from runner.node import Job, Node, Order
 from runner.peers import Member, Message
 from runner.progress import ProgressDisplay
@@ -26,15 +27,21 @@ _STOP_PATIENCE_S = 15.0
 class Follower:
     """Runs this machine's part of one job to its end; `run` may be called once."""
 
-    def __init__(self, config: Config, directory: RunDirectory, job: Job, display: ProgressDisplay) -> None:
+    def __init__(
+        self, config: Config, directory: RunDirectory, job: Job, display: ProgressDisplay, stop: StopRequest
+    ) -> None:
+        """`stop` counts signals already."""
         self._config, self._directory, self._job, self._display = config, directory, job, display
-        self._life = Life(config, directory, display)
+        self._life = Life(config, directory, display, stop)
         hello = {"do": "hello", "node_rank": config.launch.node_rank}
         self._member = Member(config.launch.peer_address, hello, self._life.loop, self._on_message)
         self._node: Node | None = None
         self._run_id: str | None = None
         self._order: Order | None = None
-        self._end_wanted = False
+        # The attempt that the first machine has ended, and whether for a hang.
+        self._end_wanted: tuple[int, bool] | None = None
+        self._busy_told = False
+        self._stop_patience_s = _STOP_PATIENCE_S
         self._finish: Message | None = None
         self._stop_sent = False
         # When the first machine was heard of last, or when waiting for it began.
@@ -45,10 +52,15 @@ class Follower:
         life = self._life
         with life:
             life.record("run_started", run_id=life.run_id, pid=os.getpid(), committed_step=-1)
+            life.loop.every(_TURN_S, self._turn)
             try:
                 exit_code, reason = self._follow()
             except RunnerError as error:
                 exit_code, reason = error.exit_code, str(error)
+            except OSError as error:
+                place = f"{error.filename}: " if error.filename else ""
+                exit_code = ExitCode.BUDGET_SPENT
+                reason = f"this machine refuses: {place}{error.strerror or error}"
             finally:
                 self._member.close()
                 if self._node is not None:
@@ -93,10 +105,13 @@ class Follower:
 
     def _run_attempt(self, order: Order) -> None:
         assert self._node is not None
-        self._order, self._end_wanted = None, False
+        self._order = None
         self._life.attempt = order.attempt
         outcome = self._node.run_attempt(order, self._each_turn)
         failure = outcome.failure
+        if failure.kind in (FailureKind.FINISHED, FailureKind.PREEMPTED):
+            # The others may still publish, or save.
+            self._stop_patience_s = _STOP_PATIENCE_S + self._config.restart.grace_s
         self._life.record(
             "attempt_ended",
             kind=failure.kind.value,
@@ -113,11 +128,15 @@ class Follower:
     def _each_turn(self) -> None:
         assert self._node is not None
         self._turn()
+        if self._node.busy != self._busy_told:
+            self._busy_told = self._node.busy
+            self._member.send({"do": "busy", "busy": self._busy_told})
         if not self._member.connected:
             cause = "the first machine's runner is gone, or silent for too long"
             self._node.end_attempt(Failure(FailureKind.NODE_LOST, cause))
-        elif self._end_wanted or self._finish is not None:
-            self._node.end_attempt(Failure(FailureKind.ENDED, "ended with another machine's ranks"))
+        elif self._finish is not None or (self._end_wanted or (-1, False))[0] == self._life.attempt:
+            stacks = self._end_wanted is not None and self._end_wanted[1]
+            self._node.end_attempt(Failure(FailureKind.ENDED, "ended with another machine's ranks"), stacks=stacks)
 
     def _turn(self) -> None:
         self._member.check()
@@ -126,7 +145,7 @@ class Follower:
         else:
             # It is another connection's business from now on.
             self._run_id = self._order = None
-            self._stop_sent = False
+            self._stop_sent = self._busy_told = False
         self._life.tell_stop()
         if self._life.stop and not self._stop_sent and self._member.connected:
             self._stop_sent = True
@@ -148,7 +167,7 @@ class Follower:
             if self._finish is not None:
                 return False
             if self._life.stop:
-                stop_at = stop_at or now + _STOP_PATIENCE_S
+                stop_at = stop_at or now + self._stop_patience_s
                 if self._life.stop.at_once or now > stop_at or not self._member.connected:
                     return False
             if now - self._heard_at > limit:
@@ -192,8 +211,13 @@ class Follower:
                 self._run_id = str(message["run_id"])
             case "begin":
                 self._order = Order.from_message(message)
+                if self._node is not None:
+                    self._node.others_busy = False
             case "end":
-                self._end_wanted = True
+                self._end_wanted = (int(message["attempt"]), bool(message["stacks"]))
+            case "busy":
+                if self._node is not None:
+                    self._node.others_busy = bool(message["busy"])
             case "stop":
                 self._life.stop.ask_once(message["reason"])
             case "finish":

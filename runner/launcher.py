@@ -29,8 +29,9 @@ from runner import processes
 
 # Loaded once in the fork server; a rank forks from it in milliseconds. None of them may initialise CUDA.
 PRELOAD = ["runner.training.preload"]
-# After a first rank's death the others are killed; the supervisor has already given them time to leave their errors.
-_SHUTDOWN_TIMEOUT_S = 5
+# How long torchrun leaves the others after one has ended. The supervisor kills those of an attempt that has failed;
+# ranks that end in answer to a stop close their trackers meanwhile.
+_SHUTDOWN_TIMEOUT_S = 30
 # torchrun looks after its ranks so often; a death it learns of at once.
 _MONITOR_INTERVAL_S = 1.0
 
@@ -111,7 +112,10 @@ def _launch(request: Message) -> Message:
 
     log_dir = Path(request["log_dir"])
     shutil.rmtree(log_dir, ignore_errors=True)
-    log_dir.mkdir(parents=True)
+    try:
+        log_dir.mkdir(parents=True)
+    except OSError as error:
+        return {"finished": False, "failures": [], "error": f"{log_dir} cannot be made: {error.strerror}"}
     tee = Std.ALL if request["show_output"] else Std.NONE
     config = LaunchConfig(
         min_nodes=request["nnodes"],

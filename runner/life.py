@@ -29,11 +29,12 @@ class Life:
         stop: whether the run was asked to stop, by a signal, a rank or a cloud.
     """
 
-    def __init__(self, config: Config, directory: RunDirectory, display: ProgressDisplay) -> None:
+    def __init__(self, config: Config, directory: RunDirectory, display: ProgressDisplay, stop: StopRequest) -> None:
+        """`stop` counts signals already."""
         self.config, self.directory, self.display = config, directory, display
         self.run_id = directory.run_id()
         self.loop = EventLoop()
-        self.stop = StopRequest()
+        self.stop = stop
         events = read_journal(directory.journal)
         self.attempt = max((event["attempt"] for event in events), default=0)
         self._notices_answered = {event["what"] for event in events if event["event"] == "preemption_notice"}
@@ -50,7 +51,7 @@ class Life:
         self._stack.callback(self._journal.close)
         self.runtime = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="runner-")))
         self._stack.callback(self.loop.close)
-        self.loop.watch_signals(self.stop)
+        self.loop.wake_by_signals()
         restart = self.config.restart
         if restart.preemption_notices != "off":
             watcher = NoticeWatcher(

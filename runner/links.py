@@ -22,6 +22,9 @@ from checkpointing.protocol import Message
 from runner.errors import HelperKilled, LaunchError
 from runner.failure import RankEnd, is_effect, read_error_file
 
+# The agent has said that it listens.
+_HELLO_TIMEOUT_S = 60.0
+
 
 class AgentLink:
     """A checkpoint agent that this supervisor started and monitors."""
@@ -54,9 +57,10 @@ class AgentLink:
                 directory=directory,
                 cancelled=cancelled,
             )
-            self.sock = protocol.connect(self.process.socket_path)
+            self.sock = protocol.connect(self.process.socket_path, _HELLO_TIMEOUT_S)
             protocol.send(self.sock, {"do": "hello", "role": "monitor"})
             _, fds = protocol.receive(self.sock)
+            self.sock.settimeout(None)
         except (AgentUnavailable, OSError) as error:
             # Before it has started, it can only lose its connection by its death.
             killed = isinstance(error, AgentKilled | ConnectionError)
@@ -82,6 +86,7 @@ class AgentLink:
     def close(self) -> None:
         """Reap it; killed if it still lives."""
         self.sock.close()
+        self.control.close()
         self.process.close(timeout_s=1.0 if self.alive else None)
 
 
@@ -152,6 +157,8 @@ class RankWatch:
     pids: dict[int, int] = field(default_factory=dict)  # rank → pid
     local_ranks: dict[int, int] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
+    # Those that end in answer to a stop.
+    preempted: set[int] = field(default_factory=set)
     deaths: list[int] = field(default_factory=list)
     error_files: dict[int, str] = field(default_factory=dict)
 
@@ -174,17 +181,17 @@ class RankWatch:
         os.close(pidfd)
 
     @property
-    def failed(self) -> bool:
-        return any(rank not in self.done for rank in self.deaths)
+    def failures(self) -> list[int]:
+        """Ranks that have died and had not said that they end, the first one first."""
+        return [rank for rank in self.deaths if rank not in self.done and rank not in self.preempted]
 
     @property
     def cause_known(self) -> bool:
         """Some rank has failed of itself: what the others would say now is its effect."""
-        for rank in self.deaths:
-            if rank not in self.done:
-                found = read_error_file(Path(self.error_files.get(rank) or "/nonexistent"))
-                if found is None or not is_effect(found[0]):
-                    return True
+        for rank in self.failures:
+            found = read_error_file(Path(self.error_files.get(rank) or "/nonexistent"))
+            if found is None or not is_effect(found[0]):
+                return True
         return False
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:

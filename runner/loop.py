@@ -9,6 +9,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from runner.processes import STOP_SIGNALS
@@ -20,11 +21,14 @@ class StopRequest:
     def __init__(self) -> None:
         self.count = 0
         self.reason = ""
+        # Monotonic seconds; from here on the grace counts.
+        self.asked_at = 0.0
 
     def ask(self, reason: str) -> None:
         """Once: end in good order. Twice: at once."""
+        if not self.count:
+            self.reason, self.asked_at = reason, time.monotonic()
         self.count += 1
-        self.reason = self.reason or reason
 
     def ask_once(self, reason: str) -> None:
         """As a notice does, which may come several times and by several ways, and is never in a hurry."""
@@ -38,6 +42,22 @@ class StopRequest:
     def at_once(self) -> bool:
         return self.count > 1
 
+    def count_signals(self) -> None:
+        """Have stop signals counted from now on, and do nothing else."""
+
+        def count(number: int, _: object) -> None:
+            self.ask(signal.Signals(number).name)
+
+        for number in STOP_SIGNALS:
+            signal.signal(number, count)
+
+
+@dataclass
+class _Timer:
+    interval_s: float
+    handler: Callable[[], None]
+    due: float = 0.0
+
 
 class EventLoop:
     """Calls handlers for what is ready; every wait goes through it, so that all of them can be interrupted."""
@@ -45,6 +65,7 @@ class EventLoop:
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._calls: deque[Callable[[], None]] = deque()
+        self._timers: list[_Timer] = []
         self._receiver, self._sender = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.register(self._receiver, self._woken)
 
@@ -56,15 +77,13 @@ class EventLoop:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(file)
 
-    def watch_signals(self, stop: StopRequest) -> None:
-        """Have stop signals counted, and wake the loop."""
-
-        def count(number: int, _: object) -> None:
-            stop.ask(signal.Signals(number).name)
-
+    def wake_by_signals(self) -> None:
+        """Have every signal that is handled end the wait."""
         signal.set_wakeup_fd(self._sender, warn_on_full_buffer=False)
-        for number in STOP_SIGNALS:
-            signal.signal(number, count)
+
+    def every(self, interval_s: float, handler: Callable[[], None]) -> None:
+        """Call it about so often, whatever the loop is waiting for."""
+        self._timers.append(_Timer(interval_s, handler))
 
     def call(self, handler: Callable[[], None]) -> None:
         """Have it called in the loop's thread; from any thread."""
@@ -78,6 +97,11 @@ class EventLoop:
             # An earlier handler of this turn may have closed it.
             if key.fileobj in self._selector.get_map():
                 key.data(key.fileobj)
+        now = time.monotonic()
+        for timer in self._timers:
+            if now >= timer.due:
+                timer.due = now + timer.interval_s
+                timer.handler()
 
     def pump_until(self, done: Callable[[], bool], deadline: float, turn_s: float = 0.1) -> bool:
         """Handle what happens until something holds, or until `deadline` (monotonic); returns whether it holds."""

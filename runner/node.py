@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -55,6 +56,8 @@ _PING_INTERVAL_S = 2.0
 _PONG_TIMEOUT_S = 120.0
 # Whoever was stopped himself for longer than this must not blame others for their silence.
 _GAP_S = 3.0
+# SIGKILL ends a process at once, unless the kernel holds it: a hung driver, a dead file server.
+_KILL_TIMEOUT_S = 30.0
 
 Record = Callable[..., None]
 
@@ -124,6 +127,10 @@ class _Attempt:
     signalled: set[int] = field(default_factory=set)
     # Why it was ended from outside; goes before what its ranks then say.
     verdict: Failure | None = None
+    # Where the ranks stand is to be written down before they are killed.
+    stacks_wanted: bool = False
+    # A script was told to stop as torchrun would tell it.
+    script_told: bool = False
 
 
 def shape_of(config: Config, accelerators: int) -> tuple[int, int]:
@@ -155,6 +162,7 @@ class Node:
     committed_step: the newest that this machine's agent has committed or found; -1 before the first.
     batch: samples per micro-batch, and micro-batches per step, as the ranks have said; None before.
     fenced: why no attempt of ours may write any more.
+    others_busy: on another machine a rank rightly does what is no step.
     """
 
     def __init__(
@@ -182,6 +190,8 @@ class Node:
         self.committed_step = -1
         self.batch: tuple[int, int] | None = None
         self.fenced: str | None = None
+        self.others_busy = False
+        self._heard_at = time.monotonic()
         # By tier: saves that it has refused since the last one that it took, and why the newest was.
         self._failed_saves: dict[str, tuple[int, str]] = {}
         self._attempt: _Attempt | None = None
@@ -217,7 +227,7 @@ class Node:
                 commits=self._config.launch.node_rank == 0,
                 memory_limit=checkpoint.memory_limit_bytes,
                 directory=Path(tempfile.mkdtemp(dir=self._runtime)),
-                cancelled=lambda: bool(self._stop),
+                cancelled=self._cancelled,
             )
             self._loop.register(self._agent.sock, self._on_agent)
             self._ponged_at = time.monotonic()
@@ -231,6 +241,11 @@ class Node:
                 raise LaunchError(f"the launcher ended with status {status} while it loaded torch; its error is above")
             if time.monotonic() > deadline:
                 raise LaunchError(f"the launcher has not loaded torch within {_LAUNCHER_TIMEOUT_S:.0f} s")
+
+    def _cancelled(self) -> bool:
+        """While the agent starts, the loop goes on: others want signs of life."""
+        self._loop.pump(0.0)
+        return bool(self._stop)
 
     def _drop_dead_helpers(self) -> None:
         if self._launcher is not None and not self._launcher.alive:
@@ -252,25 +267,34 @@ class Node:
         assert self._accelerators is not None
         return shape_of(self._config, self._accelerators)
 
-    def note(self, text: str) -> None:
-        """Have it kept beside the checkpoints."""
-        if self._agent is not None:
+    def note(self, text: str) -> bool:
+        """Have it kept beside the checkpoints; False where there is no agent to do it."""
+        if self._agent is not None and self._agent.alive:
             self._agent.tell("note", text=text)
+            return True
+        return False
 
-    def close(self) -> None:
-        """End everything, once what was snapshotted is committed."""
+    @property
+    def busy(self) -> bool:
+        """A rank of this machine rightly does what is no step."""
+        return self._attempt is not None and self._attempt.watchdog.busy
+
+    def close(self) -> bool:
+        """End everything, once what was snapshotted is committed; returns whether all of it is."""
+        drained = True
         self._loop.unregister(self._events.sock)
         if self._launcher is not None:
             self._loop.unregister(self._launcher.sock)
             self._launcher.close()
         if self._agent is not None:
             self._agent.tell("shutdown")
-            self._let_agent_work(lambda: False)
+            drained = self._let_agent_work(lambda: False)
             self._loop.unregister(self._agent.sock)
             self._agent.close()
         self._launcher = self._agent = None
         processes.kill_all(processes.descendants)
         self._events.close()
+        return drained
 
     def _rank_environment(self) -> dict[str, str]:
         environment = dict(os.environ)
@@ -323,12 +347,18 @@ class Node:
         self._agent.tell("request_stop")
         # A script that does not use our checkpoints is told as torchrun would tell it.
         if self._job.script is not None and all(beat.phase is Phase.STARTING for beat in self._beats()):
+            attempt.script_told = True
             attempt.watch.kill(signal.SIGTERM)
 
-    def end_attempt(self, verdict: Failure) -> None:
-        """Kill the ranks: the attempt is over, for this reason."""
+    def end_attempt(self, verdict: Failure, *, stacks: bool = False) -> None:
+        """Kill the ranks: the attempt is over, for this reason.
+
+        Args:
+            stacks: write down where they stand before.
+        """
         if self._attempt is not None and self._attempt.verdict is None:
             self._attempt.verdict = verdict
+            self._attempt.stacks_wanted = stacks
             self._attempt.kill_at = time.monotonic()
 
     def _begin(self, order: Order) -> _Attempt:
@@ -338,6 +368,8 @@ class Node:
         limits = Limits(restart.hang_timeout_s, restart.first_step_timeout_s, restart.quiet_timeout_s)
         attempt = _Attempt(order, Watchdog(limits, watch_start=self._job.script is None, now=now), oom_kills())
         self._turned_at = self._ponged_at = now
+        # It may not come so far as to say.
+        self.batch = None
         self._display.state.attempt = order.attempt
         self._display.state.activity = "starting"
         self._agent.tell("begin_attempt", attempt=order.attempt, fetch=True)
@@ -387,12 +419,15 @@ class Node:
         now = time.monotonic()
         gap = self._turn(now)
         attempt.quiet_since += gap
-        if attempt.watch.failed and attempt.kill_at is None:
+        if attempt.signalled and not self._stop:
+            # torchrun, too, ends the others with SIGTERM when one has died: have that death known.
+            self._loop.pump(0.0)
+            first = attempt.watch.failures[:1]
+            asked = attempt.signalled & set(first) if first else attempt.signalled
+            if asked and attempt.verdict is None:
+                self._stop.ask_once(f"a signal to rank {min(asked)}")
+        if attempt.watch.failures and attempt.kill_at is None:
             attempt.kill_at = now if attempt.watch.cause_known else now + _CAUSE_GRACE_S
-        # torchrun, too, ends the others with SIGTERM when one has died; that death is known by now.
-        asked = attempt.signalled if not attempt.watch.failed else attempt.signalled & {attempt.watch.deaths[0]}
-        if asked and attempt.verdict is None:
-            self._stop.ask_once(f"a signal to rank {min(asked)}")
         self._check_agent(attempt, now)
         if not self._launcher.alive:
             # The fork server ends with it and takes the ranks along; the sweep gets what is left.
@@ -405,7 +440,15 @@ class Node:
         if attempt.kill_at is None:
             self._check_hang(attempt, now)
         if attempt.kill_at is not None and now >= attempt.kill_at:
+            if attempt.stacks_wanted:
+                attempt.stacks_wanted = False
+                self._write_stacks(attempt)
             attempt.watch.kill()
+            if attempt.watch.pidfds and now > attempt.kill_at + _KILL_TIMEOUT_S and attempt.result is None:
+                stuck = ", ".join(str(rank) for rank in sorted(attempt.watch.pidfds.values()))
+                cause = f"rank {stuck} does not end by SIGKILL: the kernel holds it (a driver, a file server)"
+                attempt.verdict = Failure(FailureKind.BAD_NODE, cause)
+                attempt.result = {"finished": False, "failures": []}
             if not attempt.watch.pidfds:
                 # Ranks that are forked but have not introduced themselves yet.
                 processes.kill_all(self._strays, timeout_s=0.2)
@@ -427,7 +470,8 @@ class Node:
         patience = min(_PONG_TIMEOUT_S, self._config.restart.quiet_timeout_s)
         if now - self._ponged_at > patience and self._agent.alive:
             self._agent.process.process.kill()
-            self._agent.process.process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._agent.process.process.wait(_KILL_TIMEOUT_S)
 
     def _check_agent(self, attempt: _Attempt, now: float) -> None:
         assert self._agent is not None
@@ -438,36 +482,41 @@ class Node:
             self.end_attempt(Failure(FailureKind.FENCED, self.fenced))
 
     def _check_hang(self, attempt: _Attempt, now: float) -> None:
-        hang = attempt.watchdog.look(self._beats(), now)
+        hang = attempt.watchdog.look(self._beats(), now, others_busy=self.others_busy)
         if hang is None or attempt.result is not None:
             return
         rank_of = {local: rank for rank, local in attempt.watch.local_ranks.items()}
         ranks = [rank_of[slot] for slot in hang.slots if slot in rank_of]
         names = f"rank {', '.join(map(str, ranks))}" if ranks else "the ranks"
         self._display.message(f"{names}: {hang.reason}; writing down where all ranks stand")
-        pids = {f"rank{rank}": pid for rank, pid in sorted(attempt.watch.pids.items())}
-        files = dump_stacks(pids, self._log_dir(attempt.order.attempt), lambda: self._loop.pump(_SOON_S))
+        files = self._write_stacks(attempt)
         self._record("hang", ranks=ranks, reason=hang.reason, stacks=[str(file) for file in files])
         where = f"; stacks: {files[0].parent}/stacks-*.txt" if files else ""
         rank = ranks[0] if ranks else None
         self.end_attempt(Failure(FailureKind.HUNG, f"{names} hung: {hang.reason}{where}", rank))
+
+    def _write_stacks(self, attempt: _Attempt) -> list[Path]:
+        pids = {f"rank{rank}": pid for rank, pid in sorted(attempt.watch.pids.items())}
+        return dump_stacks(pids, self._log_dir(attempt.order.attempt), lambda: self._loop.pump(_SOON_S))
 
     def _check_launcher(self, attempt: _Attempt, now: float) -> None:
         """torchrun speaks once all ranks are gone; one that waits for a machine that is not there is not waited for."""
         assert self._launcher is not None
         watch, ended = attempt.watch, attempt.kill_at is not None and now >= attempt.kill_at
         finished = not watch.pidfds and len(watch.done) == self._nproc
+        over = ended or (not watch.pidfds and len(watch.deaths) >= self._nproc)
         if not watch.pids and not ended:
             # It has yet to fork the first rank, or waits for the other machines.
             patience = self._config.restart.quiet_timeout_s
         else:
-            patience = _LAUNCHER_END_PATIENCE_S if finished else _LAUNCHER_PATIENCE_S
-            if watch.pidfds or not (ended or finished):
+            patience = _LAUNCHER_PATIENCE_S if ended else _LAUNCHER_END_PATIENCE_S
+            if watch.pidfds or not over:
                 attempt.quiet_since = now
         if now - attempt.quiet_since > patience and attempt.result is None:
             self._launcher.process.kill()
-            self._launcher.process.wait()
-            attempt.result = {"finished": finished, "failures": [], "launcher_lost": not (ended or finished)}
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._launcher.process.wait(_KILL_TIMEOUT_S)
+            attempt.result = {"finished": finished, "failures": [], "launcher_lost": not over}
 
     @property
     def _storage_failed(self) -> bool:
@@ -502,6 +551,9 @@ class Node:
             return Failure(FailureKind.STORAGE_FAILED, cause)
         if attempt.verdict is not None and not attempt.result["finished"]:
             return attempt.verdict
+        if attempt.script_told and attempt.result["finished"]:
+            # It has answered the signal in its own way, which is no end of training.
+            return Failure(FailureKind.PREEMPTED, "the script has ended in answer to SIGTERM")
         if attempt.result.get("launcher_lost"):
             return Failure(FailureKind.LAUNCHER_LOST, "the launcher died")
         failure = classify(
@@ -524,28 +576,38 @@ class Node:
                 keep |= {child.pid for child in psutil.Process(self._launcher.pid).children() if _is_helper(child)}
         return [process for process in processes.descendants() if process.pid not in keep]
 
-    def _let_agent_work(self, done: Callable[[], bool]) -> None:
-        """Until it has done what was asked for, or has ended; not for ever, and not once the user has asked twice."""
+    def _let_agent_work(self, done: Callable[[], bool]) -> bool:
+        """Until it has done what was asked for, or has ended by itself; returns whether.
+
+        Not for ever without progress, not beyond the grace of a stop, and not once the user has asked twice.
+        """
         assert self._agent is not None
         # It may not have been asked for a while.
-        self._ponged_at = self._turned_at = time.monotonic()
-        deadline = self._ponged_at + _AGENT_TIMEOUT_S
+        self._ponged_at = self._turned_at = self._heard_at = began = time.monotonic()
         while self._agent.alive and not done():
             self._loop.pump(_SOON_S)
             now = time.monotonic()
             self._turn(now)
             self._ping_agent(now)
-            if self._stop.at_once:
-                deadline = min(deadline, now + _AGENT_HURRY_S)
+            deadline = self._heard_at + _AGENT_TIMEOUT_S
+            if self._stop:
+                grace = 0.0 if self._stop.at_once else self._config.restart.grace_s
+                deadline = min(deadline, max(self._stop.asked_at + grace, began + _AGENT_HURRY_S))
             if now > deadline:
                 self._agent.process.process.kill()
-                break
+                self._record("agent_ended_early", waited_s=round(now - began, 1))
+                self._display.message(
+                    f"the checkpoint agent was ended after {now - began:.0f} s: what it was writing is not committed"
+                )
+                return False
+        return done() or self._agent.process.process.returncode == 0
 
     # -- events --------------------------------------------------------------------------------------------------
 
     def _on_rank_events(self) -> None:
         for message in self._events.receive():
-            if self._attempt is None:
+            # What an earlier attempt's ranks have left unread is over.
+            if self._attempt is None or message.pop("in_attempt", None) != self._attempt.order.attempt:
                 continue
             watch = self._attempt.watch
             match message["event"]:
@@ -556,6 +618,8 @@ class Node:
                         self._loop.register(pidfd, self._on_rank_death)
                 case "rank_done":
                     watch.done.add(int(message["rank"]))
+                case "rank_preempted":
+                    watch.preempted.add(int(message["rank"]))
                 case "stop_signal":
                     self._attempt.signalled.add(int(message["rank"]))
                 case name:
@@ -600,6 +664,8 @@ class Node:
             self._loop.unregister(sock)
             return
         event = message.pop("event", None)
+        if event != "pong":
+            self._heard_at = time.monotonic()
         match event:
             case "attempt_over":
                 self._attempt_over = True

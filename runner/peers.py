@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -190,6 +191,10 @@ class Member:
         self._connecting: socket.socket | None = None
         self._try_at = 0.0
         self._give_up_at = 0.0
+        self._closed = False
+        self._resolver: threading.Thread | None = None
+        # Family and address that the name had the last time that somebody knew it.
+        self._resolved: tuple[int, Any] | None = None
         self.last_error = "nobody has answered"
 
     @property
@@ -206,7 +211,9 @@ class Member:
             self._connection.check()
             if not self._connection.lost:
                 return
-            self._connection = None
+        if self._closed:
+            return
+        self._connection = None
         now = time.monotonic()
         if self._connecting is None:
             if now >= self._try_at:
@@ -224,6 +231,8 @@ class Member:
             self._fail(errno.ETIMEDOUT)
 
     def close(self) -> None:
+        """Hand over what was sent, and end; `check` does nothing from then on."""
+        self._closed = True
         if self._connection is not None:
             self._connection.drain(2.0)
             self._connection.close()
@@ -231,9 +240,23 @@ class Member:
             self._connecting.close()
             self._connecting = None
 
-    def _begin_connecting(self, now: float) -> None:
+    def _resolve(self) -> None:
+        """In a thread of its own: a name server that is cut off keeps one waiting."""
         try:
             family, _, _, _, address = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)[0]
+            self._resolved = (family, address)
+        except (OSError, UnicodeError) as error:
+            self.last_error = f"{self._address[0]}: {getattr(error, 'strerror', None) or error}"
+
+    def _begin_connecting(self, now: float) -> None:
+        if self._resolver is None or not self._resolver.is_alive():
+            self._resolver = threading.Thread(target=self._resolve, name="resolver", daemon=True)
+            self._resolver.start()
+            self._resolver.join(0.1)
+        if self._resolved is None:
+            return
+        family, address = self._resolved
+        try:
             sock = socket.socket(family, socket.SOCK_STREAM)
             sock.setblocking(False)
             code = sock.connect_ex(address)

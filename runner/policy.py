@@ -11,6 +11,8 @@ from runner.failure import Failure, FailureKind
 
 # Of scripts that do not say how they cut their batches.
 _MAX_DIVISOR = 64
+# Of any: more parts than a micro-batch has samples.
+_MAX_CUTS = 65536
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class BatchShape:
         """The same global batch in half as large portions; None where that cannot be."""
         if self.micro_batch is None:
             return BatchShape(divisor=2 * self.divisor) if 2 * self.divisor <= _MAX_DIVISOR else None
-        if self.micro_batch % 2:
+        if self.micro_batch % 2 or self.divisor > _MAX_CUTS:
             return None
         return BatchShape(self.micro_batch // 2, 2 * self.accumulation, 2 * self.divisor)
 

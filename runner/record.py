@@ -40,9 +40,11 @@ class RunRecord:
         self.running = None
         return True
 
-    def to_json(self) -> str:
+    def to_json(self, attempt: int) -> str:
+        """`attempt`: the newest; an older runner's record does not replace a newer one's."""
         history = [{"failure": r.failure.to_dict(), "committed_step": r.committed_step} for r in self.history]
-        return json.dumps({"history": history, "batch": asdict(self.batch), "running": self.running})
+        body = {"attempt": attempt, "history": history, "batch": asdict(self.batch), "running": self.running}
+        return json.dumps(body)
 
     @classmethod
     def from_json(cls, data: bytes | str | None) -> RunRecord:

@@ -45,12 +45,14 @@ class RunDirectory:
         except OSError as error:
             raise UsageError(f"output_dir={str(self.root)!r} cannot be used: {error.strerror}") from None
 
-    def lock(self, tell: Callable[[str], None] = lambda text: None) -> None:
+    def lock(
+        self, tell: Callable[[str], None] = lambda text: None, cancelled: Callable[[], bool] = lambda: False
+    ) -> None:
         """Become the only runner of this run, until this process ends.
 
         One of this machine that works on it is a mistake of somebody's. One of another machine may belong to a node
         that the cluster has given up, or to a pod that is about to end: it is waited for, and then left to the fence,
-        which works without the lock. `tell` is told of it.
+        which works without the lock. `tell` is told of it; `cancelled` ends the wait.
 
         Raises:
             RunBusy: another one is alive.
@@ -67,7 +69,7 @@ class RunDirectory:
                 if not told:
                     told = True
                     tell(f"a runner on another machine ({holder}) works on {self.root}; waiting for it to end")
-                if time.monotonic() < deadline:
+                if time.monotonic() < deadline and not cancelled():
                     time.sleep(0.2)
                     continue
                 tell("it has not ended; going on, and shutting it out")

@@ -7,6 +7,7 @@ is left when `run` returns.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, Run
 from runner.failure import Failure, FailureKind, combine
 from runner.journal import read_journal
 from runner.life import Life
+from runner.loop import StopRequest
 from runner.node import Job, Node, Order, Outcome
 from runner.peers import Leader, Message
 from runner.policy import AttemptRecord, BatchShape, Restart, Stop, backoff_s, decide
@@ -39,15 +41,21 @@ _NO_FAILURE = {"running", FailureKind.FINISHED.value, FailureKind.PREEMPTED.valu
 class Supervisor:
     """Runs one job to its end; `run` may be called once."""
 
-    def __init__(self, config: Config, directory: RunDirectory, job: Job, display: ProgressDisplay) -> None:
+    def __init__(
+        self, config: Config, directory: RunDirectory, job: Job, display: ProgressDisplay, stop: StopRequest
+    ) -> None:
+        """`stop` counts signals already."""
         self._config, self._directory, self._job, self._display = config, directory, job, display
         self._states = StateMachine()
-        self._life = Life(config, directory, display)
+        self._life = Life(config, directory, display, stop)
         self._leader: Leader | None = None
         self._num_nodes = 1
         # Of the other machines: those whose processes are up, and how the attempt that runs has ended there.
         self._ready: set[int] = set()
         self._ended: dict[int, Failure] = {}
+        self._running = False
+        self._busy: dict[int, bool] = {}
+        self._busy_told = False
 
     def run(self) -> ExitCode:
         """Supervise until the run has ended; returns what the process is to exit with."""
@@ -77,13 +85,20 @@ class Supervisor:
                 decision = self._spent_by_lost_runners() or self._supervise()
             except RunnerError as error:
                 decision = Stop(error.exit_code, str(error))
+            except OSError as error:
+                # A full disk, no more descriptors: of this moment, or of this machine.
+                place = f"{error.filename}: " if error.filename else ""
+                decision = Stop(ExitCode.BUDGET_SPENT, f"this machine refuses: {place}{error.strerror or error}")
             finally:
                 self._keep_record()
-                self._node.close()
                 if self._leader is not None:
+                    # Before the last commit: the others are needed for that no more.
                     if decision is not None:
                         self._leader.send({"do": "finish", "exit_code": int(decision.exit_code)})
                     self._leader.close()
+                drained = self._node.close()
+            if not drained and decision.exit_code is ExitCode.DONE:
+                decision = Stop(ExitCode.STORAGE_FAILED, "trained to the end, but the last checkpoint was not written")
             state = {ExitCode.DONE: RunState.FINISHED, ExitCode.PREEMPTED: RunState.PREEMPTED}.get(
                 decision.exit_code, RunState.FAILED
             )
@@ -178,8 +193,8 @@ class Supervisor:
         history = list(self._memory.history)
         if failure is not None and (not history or history[-1].failure is not failure):
             history.append(AttemptRecord(failure, self._node.committed_step))
-        if self._node.batch is not None:
-            self._memory.batch = BatchShape(*self._node.batch, self._memory.batch.divisor)
+        micro_batch, accumulation = self._node.batch or (None, 1)
+        self._memory.batch = BatchShape(micro_batch, accumulation, self._memory.batch.divisor)
         return decide(
             history,
             max_restarts=self._config.restart.max_restarts,
@@ -189,8 +204,10 @@ class Supervisor:
 
     def _keep_record(self) -> None:
         # Once another runner has the run, the record is that one's.
-        if self._node.fenced is None:
-            self._node.note(self._memory.to_json())
+        text = self._memory.to_json(self._life.attempt)
+        if self._node.fenced is None and not self._node.note(text):
+            with contextlib.suppress(OSError):
+                self._config.tiers.durable.replace_note(text.encode())
 
     def _run_attempt(self) -> tuple[Failure, Path | None]:
         life = self._life
@@ -202,8 +219,11 @@ class Supervisor:
         self._states.move(RunState.RUNNING)
         if self._leader is not None:
             self._leader.send({"do": "begin", **order.to_message()})
+        self._running, self._node.others_busy = True, False
+        self._busy.clear()
         outcome = self._node.run_attempt(order, self._each_turn)
         failure = self._join(outcome)
+        self._running = False
         life.record(
             "attempt_ended",
             kind=failure.kind.value,
@@ -227,7 +247,14 @@ class Supervisor:
             self._node.end_attempt(Failure(FailureKind.NODE_LOST, f"machine {names} is gone, or silent for too long"))
         failed = next((failure for failure in self._ended.values() if failure.kind not in _GOOD), None)
         if failed is not None:
-            self._node.end_attempt(Failure(FailureKind.ENDED, f"ended with another machine's ranks: {failed.cause}"))
+            cause = f"ended with another machine's ranks: {failed.cause}"
+            self._node.end_attempt(Failure(FailureKind.ENDED, cause), stacks=failed.kind is FailureKind.HUNG)
+        if self._leader is not None:
+            self._node.others_busy = any(self._busy.values())
+            busy = self._node.others_busy or self._node.busy
+            if busy != self._busy_told:
+                self._busy_told = busy
+                self._leader.send({"do": "busy", "busy": busy})
 
     def _tell_stop(self) -> None:
         if self._life.tell_stop():
@@ -261,6 +288,7 @@ class Supervisor:
         if self._leader is None:
             try:
                 self._leader = Leader(launch.peer_address, self._life.loop, self._on_peer)
+                self._life.loop.every(_TURN_S, self._check_peers)
             except OSError as error:
                 raise UsageError(
                     f"launch.peer_port: port {launch.peer_address[1]} cannot be used ({error.strerror}); it is the "
@@ -290,6 +318,10 @@ class Supervisor:
         match message["do"]:
             case "hello":
                 self._ready.discard(number)
+                if self._running:
+                    # Its runner is a new one, or was cut off: what it had of this attempt is over.
+                    lost = Failure(FailureKind.NODE_LOST, f"machine {number} was lost and has come back")
+                    self._ended.setdefault(number, lost)
                 if number in self._others:
                     self._leader.send({"do": "welcome", "run_id": self._life.run_id}, number)
                 else:
@@ -297,6 +329,8 @@ class Supervisor:
                     self._leader.send({"do": "finish", "exit_code": int(ExitCode.USAGE), "reason": reason}, number)
             case "ready":
                 self._ready.add(number)
+            case "busy":
+                self._busy[number] = bool(message["busy"])
             case "stop":
                 self._life.stop.ask_once(f"machine {number}: {message['reason']}")
             case "event" if message["attempt"] == self._life.attempt:
@@ -310,16 +344,22 @@ class Supervisor:
         own = outcome.failure
         if self._leader is None:
             return own
-        if own.kind not in _GOOD:
-            self._leader.send({"do": "end"})
-        patience = _PEER_END_S + (self._config.restart.grace_s if own.kind in _GOOD else 0.0)
-        deadline = time.monotonic() + patience
+        told = False
+        deadline = time.monotonic() + _PEER_END_S + (self._config.restart.grace_s if own.kind in _GOOD else 0.0)
         while True:
-            self._check_peers()
+            failures = [own, *self._ended.values()]
+            if not told and any(failure.kind not in _GOOD for failure in failures):
+                told = True
+                hung = any(failure.kind is FailureKind.HUNG for failure in failures)
+                self._leader.send({"do": "end", "attempt": self._life.attempt, "stacks": hung})
+                deadline = min(deadline, time.monotonic() + _PEER_END_S)
             left = self._others & self._leader.present - self._ended.keys()
             if not left or time.monotonic() > deadline:
                 break
             self._life.loop.pump(0.05)
+            self._check_peers()
+        if left and not told:
+            self._leader.send({"do": "end", "attempt": self._life.attempt, "stacks": False})
         silent = self._others - self._ended.keys()
         lost = [Failure(FailureKind.NODE_LOST, f"machine {n} is gone, or silent for too long") for n in sorted(silent)]
         return combine([own, *(self._ended[number] for number in sorted(self._ended)), *lost])

@@ -17,6 +17,9 @@ _NUM_SAMPLES = 1000
 _LOOK_GAP_S = 3.0
 
 
+_BUSY = {Phase.RESTORING, Phase.SAVING, Phase.BETWEEN, Phase.COMPILING}
+
+
 @dataclass(frozen=True)
 class Limits:
     """Seconds without a sign of life.
@@ -58,9 +61,15 @@ class Watchdog:
         self._began = self._looked = now
         self._seen: dict[int, _Seen] = {}
         self._step_times: deque[float] = deque(maxlen=_NUM_SAMPLES)
+        # At the last look, a rank did what is no step, within its time.
+        self.busy = False
 
-    def look(self, beats: Sequence[Heartbeat], now: float) -> Hang | None:
-        """The ranks that hang at this moment (monotonic seconds), if any do."""
+    def look(self, beats: Sequence[Heartbeat], now: float, *, others_busy: bool = False) -> Hang | None:
+        """The ranks that hang at this moment (monotonic seconds), if any do.
+
+        Args:
+            others_busy: on another machine a rank rightly does what is no step; ours may be waiting for it.
+        """
         if now - self._looked > _LOOK_GAP_S:
             gap = now - self._looked
             self._began += gap
@@ -74,6 +83,10 @@ class Watchdog:
                     self._step_times.append(beat.step_s)
                 self._seen[slot] = _Seen(beat.beats, beat.step, now if beat.beats else self._began)
         late = [slot for slot, beat in enumerate(beats) if self._is_late(slot, beat, beats, now)]
+        self.busy = any(beat.phase in _BUSY and slot not in late for slot, beat in enumerate(beats))
+        if self.busy or others_busy:
+            # A rank in mid-step waits for the one that compiles, saves or evaluates.
+            late = [slot for slot in late if beats[slot].phase is not Phase.TRAINING]
         if not late:
             return None
         # Those that wait for the one that hangs are late too: it is the one that has come least far.
@@ -87,8 +100,8 @@ class Watchdog:
         )
 
     def _is_late(self, slot: int, beat: Heartbeat, beats: Sequence[Heartbeat], now: float) -> bool:
-        if beat.phase is Phase.DONE:
-            return False
+        if beat.phase is Phase.DONE and not self._watch_start:
+            return False  # a script may do what it likes after training
         if beat.phase is Phase.STARTING and not self._watch_start and all(b.phase is Phase.STARTING for b in beats):
             return False
         silent = now - self._seen[slot].since

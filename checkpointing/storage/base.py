@@ -273,6 +273,15 @@ class Storage(ABC):
             OSError: storage refused.
         """
 
+    def replace_note(self, data: bytes) -> None:
+        """Write a note, unless a newer attempt's is there: both are JSON objects with a number `attempt`.
+
+        Raises:
+            OSError: storage refused.
+        """
+        if _attempt_of(self.read_note()) <= _attempt_of(data):
+            self.write_note(data)
+
     @abstractmethod
     def write_note(self, data: bytes) -> None:
         """Replace the note; a crash leaves the old one or the new one.
@@ -305,3 +314,10 @@ class Storage(ABC):
     @abstractmethod
     def _steps(self, sizes: Mapping[str, int]) -> set[int]:
         """Steps of everything that is named like a checkpoint."""
+
+
+def _attempt_of(note: bytes | None) -> int:
+    try:
+        return int(json.loads(note or b"{}").get("attempt", -1))
+    except (ValueError, TypeError, AttributeError):
+        return -1

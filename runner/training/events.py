@@ -5,17 +5,38 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import time
 from typing import Any
+
+# For what the supervisor must learn; its queue is short.
+_PATIENCE_S = 2.0
 
 
 class EventSender:
-    """Never blocks and never fails: training must not depend on anybody listening."""
+    """Never blocks for long and never fails: training must not depend on anybody listening."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, attempt: int = 0) -> None:
+        self._path, self._attempt = path, attempt
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._sock.setblocking(False)
 
     def send(self, event: str, **details: Any) -> None:
+        """Say it, or drop it where nobody keeps up."""
         with contextlib.suppress(OSError):
-            self._sock.sendto(json.dumps({"event": event, **details}).encode(), self._path)
+            self._send(event, details)
+
+    def send_surely(self, event: str, **details: Any) -> None:
+        """Say it, and wait a moment for a place in the queue."""
+        deadline = time.monotonic() + _PATIENCE_S
+        with contextlib.suppress(OSError):
+            while True:
+                try:
+                    return self._send(event, details)
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        return None
+                    time.sleep(0.001)
+
+    def _send(self, event: str, details: dict[str, Any]) -> None:
+        message = {"event": event, "in_attempt": self._attempt, **details}
+        self._sock.sendto(json.dumps(message).encode(), self._path)

@@ -12,6 +12,8 @@ import sys
 from typing import Any
 
 from checkpointing import stop_signal
+from checkpointing.client import ATTEMPT_ENV
+from checkpointing.errors import EXIT_PREEMPTED
 from runner import processes
 from runner.training.events import EventSender
 
@@ -25,24 +27,30 @@ def run_rank(spec: dict[str, Any]) -> None:
     processes.die_with_parent()
     processes.be_traceable()
     _take_back_signals()
-    sender = EventSender(spec["events"])
+    sender = EventSender(spec["events"], int(spec["env"][ATTEMPT_ENV]))
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     # A notice may come to one rank alone, at any moment from now on.
-    stop_signal.install(lambda: sender.send("stop_signal", rank=rank))
+    stop_signal.install(lambda: sender.send_surely("stop_signal", rank=rank))
     os.environ.update(spec["env"])
     faulthandler.enable()
     # A child of a fork server inherits its start method; a script's own workers (a DataLoader's) are to start as they
     # would under torchrun, by the platform's default, not by importing the script again.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    sender.send("rank_started", rank=rank, local_rank=local_rank, pid=os.getpid(), error_file=error_file)
-    if spec["script"] is None:
-        from runner.training.job import run_job
+    sender.send_surely("rank_started", rank=rank, local_rank=local_rank, pid=os.getpid(), error_file=error_file)
+    try:
+        if spec["script"] is None:
+            from runner.training.job import run_job
 
-        run_job(spec["config"], spec["cache"], sender)
-    else:
-        _run_script(spec["script"], spec["args"])
-    sender.send("rank_done", rank=rank)
+            run_job(spec["config"], spec["cache"], sender)
+        else:
+            _run_script(spec["script"], spec["args"])
+    except SystemExit as error:
+        if error.code == EXIT_PREEMPTED:
+            # In good order: the others are to be left the time to do the same.
+            sender.send_surely("rank_preempted", rank=rank)
+        raise
+    sender.send_surely("rank_done", rank=rank)
 
 
 def _take_back_signals() -> None:

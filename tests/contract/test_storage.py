@@ -249,3 +249,17 @@ def test_damage_is_told_as_such_after_a_new_attempt_has_begun_and_can_be_repaire
     if isinstance(storage, LocalStorage):
         (storage.directory(10) / "a").write_bytes(b"abc")
         assert read(storage, 10) == b"abc"
+
+
+def test_a_supervisors_note_is_replaced_whole_and_not_by_an_older_one(storage: Storage, location: str) -> None:
+    assert storage.read_note() is None
+    storage.replace_note(b'{"attempt": 2, "x": 1}')
+    storage.replace_note(b'{"attempt": 2, "x": 2}')
+    storage.replace_note(b'{"attempt": 1, "x": 3}')
+    assert open_storage(location).read_note() == b'{"attempt": 2, "x": 2}'
+    # It is no checkpoint, and no sweep's business.
+    commit(storage, 5)
+    assert storage.sweep() == [] and storage.steps() == [5]
+    storage.write_note(b"damaged")
+    storage.replace_note(b'{"attempt": 1}')
+    assert storage.read_note() == b'{"attempt": 1}'

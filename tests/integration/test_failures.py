@@ -138,6 +138,20 @@ def test_a_rank_that_the_kernel_kills_for_want_of_memory(small_memory: Path, tmp
     assert not run.leftovers()
 
 
+def test_out_of_memory_before_the_first_step_is_bounded(tmp_path: Path) -> None:
+    """As where somebody else holds the memory: nothing is known of batches yet."""
+    trouble = """
+        if ATTEMPT == 1:
+            def at_step(step, args):
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+        else:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+    """
+    run = Run(tmp_path / "run", script=troubled(tmp_path, trouble)).start()
+    assert run.finish() == 78, run.output
+    assert 2 < len(kinds(run)) < 9 and set(kinds(run)) == {"out of memory"}
+
+
 # -- hangs ---------------------------------------------------------------------------------------------------------
 
 
@@ -286,6 +300,8 @@ def test_runners_that_are_killed_again_and_again_spend_the_budget(tmp_path: Path
         run.finish()
     assert run.start().finish() in (76, 79), run.output
     assert "ended together with its runner" in last_line(run)
+    # That is told once: whoever starts it again after that wants it to be tried.
+    assert run.start().finish() == 0, run.output
 
 
 # -- preemption ----------------------------------------------------------------------------------------------------
@@ -356,6 +372,55 @@ def test_a_stop_in_a_save_is_honoured(tmp_path: Path) -> None:
     assert not run.leftovers()
 
 
+def test_a_stop_in_the_first_moment_is_not_lost(tmp_path: Path) -> None:
+    """Before anything is loaded, and before the journal is there."""
+    for delay in (0.25, 0.5, 1.0):
+        run = Run(tmp_path / f"run-{delay}", *SHORT_JOB).start()
+        assert run.process is not None
+        # Its own handlers are there as soon as Python has started: its code is mapped by then.
+        status = Path(f"/proc/{run.process.pid}/status")
+        while not int(status.read_text().partition("SigCgt:")[2].split()[0], 16) & (1 << (signal.SIGTERM - 1)):
+            assert run.process.poll() is None
+        time.sleep(delay)
+        run.signal(signal.SIGTERM)
+        assert run.finish(60) == 75, run.output
+        assert not run.leftovers()
+
+
+def test_a_rank_that_has_stopped_leaves_the_others_time_to_end_in_order(tmp_path: Path) -> None:
+    script = troubled(tmp_path)
+    text = (
+        Path(script[0])
+        .read_text()
+        .replace(
+            "trainer.train()",
+            "try:\n    trainer.train()\nfinally:\n    time.sleep(3 * (1 - RANK))\n"
+            "    open(trainer.args.output_dir + f'.closed.{RANK}', 'w')",
+        )
+    )
+    Path(script[0]).write_text(text)
+    run = Run(tmp_path / "run", script=script).start()
+    wait_for_commit(run, 10)
+    run.signal(signal.SIGTERM)
+    assert run.finish() == 75, run.output
+    assert kinds(run) == ["preempted"]
+    assert [(tmp_path / f"hf.closed.{rank}").exists() for rank in (0, 1)] == [True, True]
+
+
+def test_a_script_that_ends_well_when_told_to_stop_is_not_finished(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+        f"open({str(tmp_path / 'up')!r} + os.environ['RANK'], 'w')\n"
+        "time.sleep(600)\n"
+    )
+    run = Run(tmp_path / "run", script=[str(path)]).start()
+    wait_until(run, lambda: all((tmp_path / f"up{rank}").exists() for rank in (0, 1)))
+    run.signal(signal.SIGTERM)
+    assert run.finish(60) == 75, run.output
+
+
 def test_what_outlasts_the_grace_is_ended(tmp_path: Path) -> None:
     trouble = """
         def at_step(step, args):
@@ -378,7 +443,12 @@ def test_a_clouds_notice_is_a_stop_request(cloud: str, tmp_path: Path) -> None:
     with serve(kind) as service:
         options = ["--set", f"restart.preemption_notices={cloud}"]
         options += ["--set", f"restart.metadata_endpoint={service.endpoint}"]
-        run = Run(tmp_path / "run", *options, script=troubled(tmp_path)).start()
+        # AWS is asked every five seconds.
+        slow = """
+            def at_step(step, args):
+                time.sleep(0.5 if step > 10 else 0)
+        """
+        run = Run(tmp_path / "run", *options, script=troubled(tmp_path, slow)).start()
         wait_for_commit(run, 10)
         match service:
             case Ec2Metadata():

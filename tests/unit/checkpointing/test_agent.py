@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from checkpointing.catalog import Catalog
 from checkpointing.client import AgentClient, AgentProcess, Refusal
 from checkpointing.digest import digest_buffer
 from checkpointing.errors import AgentUnavailable
+from checkpointing.locking import this_machine
 from checkpointing.reading import read_shared
 from checkpointing.retention import Retention
 from checkpointing.storage import LocalStorage
@@ -269,7 +269,7 @@ def test_a_signal_to_every_process_of_the_job_leaves_the_ending_to_the_monitor(
     assert committed(tmp_path)[-1] == 10 + signal.SIGTERM
 
 
-@pytest.mark.parametrize(("machine", "taken"), [("another-machine", True), (socket.gethostname(), False)])
+@pytest.mark.parametrize(("machine", "taken"), [("another-machine", True), (this_machine(), False)])
 def test_a_lock_that_another_machine_keeps_is_left_to_the_fence(tmp_path: Path, machine: str, taken: bool) -> None:
     """A node that was given up goes on; its lock must not keep the run from going on elsewhere."""
     first = acquire_lock(tmp_path, 0.0)

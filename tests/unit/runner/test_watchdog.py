@@ -123,11 +123,34 @@ def test_start_up_is_watched_where_a_sign_of_life_is_due() -> None:
     assert hang is not None and hang.slots == (1,)
 
 
-def test_ranks_that_are_done_are_left_alone() -> None:
+def test_a_script_may_do_what_it_likes_after_training_the_default_job_may_not() -> None:
+    for watch_start, hangs in ((False, False), (True, True)):
+        ranks = Ranks(watch_start=watch_start)
+        ranks.train(5, 0.5)
+        ranks.beat(Phase.DONE, 5)
+        ranks.wait(0.5)
+        assert ranks.wait(49.0) is None
+        assert (ranks.wait(10000.0) is not None) is hangs
+
+
+@pytest.mark.parametrize("phase", [Phase.COMPILING, Phase.SAVING, Phase.BETWEEN])
+def test_who_waits_for_a_busy_rank_does_not_hang(phase: Phase) -> None:
     ranks = Ranks()
-    ranks.train(5, 0.5)
-    ranks.beat(Phase.DONE, 5)
-    assert ranks.wait(10000.0) is None
+    ranks.train(10, 0.5)
+    ranks.beat(phase, 10, slots=(1,))
+    ranks.wait(0.5)
+    assert ranks.wait(48.0) is None and ranks.watchdog.busy
+    hang = ranks.wait(60.0)
+    assert hang is not None and 1 in hang.slots
+
+
+def test_who_waits_for_a_busy_rank_of_another_machine_does_not_hang() -> None:
+    ranks = Ranks()
+    ranks.train(10, 0.5)
+    for _ in range(100):
+        ranks.now += 0.5
+        assert ranks.watchdog.look(ranks.beats, ranks.now, others_busy=True) is None
+    assert ranks.watchdog.look(ranks.beats, ranks.now + 0.5) is not None
 
 
 def test_whoever_was_stopped_himself_blames_nobody() -> None:
