@@ -1,6 +1,13 @@
-"""Imported once by the fork server: everything slow that a rank needs, and nothing that starts CUDA or a thread."""
+"""Imported once by the fork server, and by nobody else: everything slow that a rank needs, and nothing that starts CUDA
+or a thread.
+"""
 
-import datasets  # noqa: F401
-import trl.trainer.sft_trainer  # noqa: F401
+from runner import processes
 
-import runner.training.job  # noqa: F401
+# By itself it would live as long as any rank does, and the ranks as long as it.
+processes.die_with_parent()
+
+import datasets  # noqa: E402, F401
+import trl.trainer.sft_trainer  # noqa: E402, F401
+
+import runner.training.job  # noqa: E402, F401
