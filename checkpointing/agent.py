@@ -541,10 +541,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-commit", action="store_true", help="hold snapshots only; another node commits")
     parser.add_argument("--memory-limit", type=int, help="bytes that snapshots may take; default: half of what is free")
     parser.add_argument("--ready-fd", type=int, required=True)
+    parser.add_argument("--parent-pid", type=int, required=True, help="ends with this process")
     arguments = parser.parse_args(argv)
 
     # A parent that dies without a word must not take uncommitted snapshots with it: drain, then end.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != arguments.parent_pid:
+        return 0  # it has died before this one could ask to be told
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)

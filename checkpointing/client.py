@@ -61,7 +61,7 @@ class AgentProcess:
         socket_path = str(directory / "agent.sock")
         read_fd, write_fd = os.pipe()
         arguments = ["--socket", socket_path, "--location", location, "--run-id", run_id]
-        arguments += ["--ready-fd", str(write_fd)]
+        arguments += ["--ready-fd", str(write_fd), "--parent-pid", str(os.getpid())]
         if local_tier is not None:
             arguments += ["--local-tier", local_tier, "--local-keep-last", str(local_keep_last)]
         if not commits:

@@ -1,6 +1,6 @@
 """The warm process around torchrun's own library entry. The one module of the control plane that imports torch.
 
-    python -m runner.launcher CONTROL_FD LOG_FILE TEMPORARY_FOLDER
+    python -m runner.launcher CONTROL_FD LOG_FILE TEMPORARY_FOLDER PARENT_PID
 
 It starts a fork server that has torch, transformers and trl loaded, then for each `launch` request runs
 `elastic_launch` with `max_restarts=0` and a fresh rendezvous, and reports how it ended. Only the supervisor retries:
@@ -44,7 +44,7 @@ def rank_main(spec: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    processes.die_with_parent()
+    processes.die_with_parent(lambda: os.getppid() != int(sys.argv[4]))
     _leave_signals_to_the_supervisor()
     control = socket.socket(fileno=int(sys.argv[1]))
     # multiprocessing's own folders (sockets of the fork server, of workers' queues): processes that are killed cannot

@@ -96,7 +96,7 @@ class LauncherLink:
     def __init__(self, environment: dict[str, str], log: Path, temporary: Path) -> None:
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "runner.launcher", str(theirs.fileno()), str(log), str(temporary)],
+            [sys.executable, "-m", "runner.launcher", str(theirs.fileno()), str(log), str(temporary), str(os.getpid())],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             env=environment,

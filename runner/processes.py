@@ -37,14 +37,14 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def die_with_parent() -> None:
-    """Be killed when the parent dies, however it dies.
+def die_with_parent(is_orphan: Callable[[], bool]) -> None:
+    """Be killed when the parent dies, however it dies (prctl(2)).
 
-    A parent that died before this call is noticed by the new parent's pid being another one than at the fork.
+    Args:
+        is_orphan: whether it has died before this call, which the kernel does not tell.
     """
-    parent = os.getppid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if is_orphan():
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -4,8 +4,9 @@ or a thread.
 
 from runner import processes
 
-# By itself it would live as long as any rank does, and the ranks as long as it.
-processes.die_with_parent()
+# By itself it would live as long as any rank does, and the ranks as long as it. Before there are ranks, it sees itself
+# when the launcher has died.
+processes.die_with_parent(lambda: False)
 
 import datasets  # noqa: E402, F401
 import trl.trainer.sft_trainer  # noqa: E402, F401

@@ -24,7 +24,9 @@ def run_rank(spec: dict[str, Any]) -> None:
     Args:
         spec: `env` to set, `events` socket, `config` file; `script` and `args` where the user has an own script.
     """
-    processes.die_with_parent()
+    launcher = multiprocessing.parent_process()
+    # The fork server dies with the launcher, and this process with the fork server.
+    processes.die_with_parent(lambda: launcher is not None and not launcher.is_alive())
     processes.be_traceable()
     _take_back_signals()
     sender = EventSender(spec["events"], int(spec["env"][ATTEMPT_ENV]))
