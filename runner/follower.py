@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -68,7 +69,8 @@ class Follower:
             state = {ExitCode.DONE: "finished", ExitCode.PREEMPTED: "preempted"}.get(exit_code, "failed")
             life.record("run_ended", state=state, exit_code=int(exit_code), reason=reason)
         if exit_code not in (ExitCode.DONE, ExitCode.PREEMPTED):
-            self._display.message(reason)
+            # Its display is silent: what there is to see is at the first machine.
+            print(f"runner: error: {reason}", file=sys.stderr)
         self._display.close()
         return exit_code
 

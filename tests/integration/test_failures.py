@@ -194,13 +194,14 @@ def test_a_deadlock_shows_where_it_is(tmp_path: Path) -> None:
 def test_slow_evaluation_saving_and_compiling_are_no_hangs(tmp_path: Path) -> None:
     trouble = """
         from torch._dynamo.callback import callback_handler, CallbackArgs, CallbackTrigger
+        slow = [7.0]
         def at_evaluation(step):
-            time.sleep(2.5 if step == 15 else 0)
+            time.sleep(slow.pop() if step == 15 and slow else 0)
         def at_step(step, args):
             if step == 20:
                 args_ = CallbackArgs(CallbackTrigger.DYNAMO, "0")
                 callback_handler.run_start_callbacks(args_)
-                time.sleep(9)
+                time.sleep(7)
                 callback_handler.run_end_callbacks(args_)
     """
     run = Run(tmp_path / "run", script=troubled(tmp_path, trouble, EVALUATING)).start()
