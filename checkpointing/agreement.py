@@ -1,8 +1,9 @@
-"""One tiny all-reduce per step by which all ranks act at the same step number.
+"""A tiny all-reduce by which all ranks act at the same step number.
 
-Nothing that changes the course of training is decided by one rank. Each step starts an asynchronous maximum of every
-rank's flags on a gloo group of its own (never the gradients' group) and reads the result of the step before: by then
-it has arrived, so nobody waits for it.
+Nothing that changes the course of training is decided by one rank. An asynchronous maximum of every rank's flags is
+started at a step's end, on a gloo group of its own (never the gradients' group), and read at the end of the next one:
+by then it has arrived, so nobody waits for it. Where steps are short it is not started at each: rank 0 proposes how
+many to leave out, and what it proposes is agreed with the flags, so that all ranks leave out the same.
 """
 
 from __future__ import annotations
@@ -27,24 +28,43 @@ class Agreement:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self._pending: tuple[Any, torch.Tensor] | None = None
+        self._options = dist.AllreduceOptions()
+        self._options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        self._vector = torch.zeros(len(Flag) + 1, dtype=torch.int32)
+        self._values = self._vector.numpy()
+        self._work: Any = None
+        self._in_flight = False
+        # Calls that are to be left out, as all ranks have agreed.
+        self._num_left_out = 0
 
-    def exchange(self, flags: set[Flag]) -> set[Flag]:
-        """Tell this rank's flags; returns those that any rank told at the previous call."""
+    def exchange(self, flags: set[Flag], *, interval: int = 1, now: bool = False) -> set[Flag]:
+        """Tell this rank's flags, if that is due; returns those that were agreed on since the last call.
+
+        A flag must be told again until it is agreed on.
+
+        Args:
+            interval: calls from one exchange to the next that this rank proposes; the largest proposal counts.
+            now: exchange at this call, whatever was agreed; all ranks must say the same.
+        """
         agreed = self.drain()
-        vector = torch.tensor([int(flag in flags) for flag in Flag], dtype=torch.int32)
-        work = None
+        if self._num_left_out > 0 and not now:
+            self._num_left_out -= 1
+            return agreed
+        self._values[:] = [*(int(flag in flags) for flag in Flag), interval]
         if self._group is not None:
-            work = dist.all_reduce(vector, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._pending = (work, vector)
+            # Not by `dist.all_reduce`: what that checks takes longer than the exchange.
+            self._work = self._group.allreduce([self._vector], self._options)
+        self._in_flight = True
         return agreed
 
     def drain(self) -> set[Flag]:
         """Wait for the last exchange and return what was agreed in it; nothing is in flight afterwards."""
-        if self._pending is None:
+        if not self._in_flight:
             return set()
-        work, vector = self._pending
-        self._pending = None
-        if work is not None:
-            work.wait()
-        return {flag for flag, asked in zip(Flag, vector.tolist(), strict=True) if asked}
+        self._in_flight = False
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        *asked, interval = self._values.tolist()
+        self._num_left_out = interval - 1
+        return {flag for flag, count in zip(Flag, asked, strict=True) if count}

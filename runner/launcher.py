@@ -33,7 +33,7 @@ PRELOAD = ["runner.training.preload"]
 # ranks that end in answer to a stop close their trackers meanwhile.
 _SHUTDOWN_TIMEOUT_S = 30
 # torchrun looks after its ranks so often; a death it learns of at once.
-_MONITOR_INTERVAL_S = 1.0
+_MONITOR_INTERVAL_S = 5.0
 
 
 def rank_main(spec: dict[str, Any]) -> None:

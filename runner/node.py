@@ -306,6 +306,8 @@ class Node:
         for name in TORCHRUN_VARIABLES:
             environment.pop(name, None)
         environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+        # Counting downloads is not for every restart.
+        environment.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
         return environment
 
     # -- one attempt ---------------------------------------------------------------------------------------------
