@@ -87,6 +87,8 @@ def validate(options: dict[str, Any], source: str) -> dict[str, Any]:
             close = difflib.get_close_matches(name, known, n=3)
             hint = f"did you mean {' or '.join(close)}?" if close else "see `runner config --trainer-options`"
             raise UsageError(f"{source}: trainer.{name}={value!r} is not an SFTConfig option; {hint}")
+        if name.endswith("_strategy") and value is False:
+            value = "no"  # as Hugging Face calls it, and YAML reads it as false
         try:
             result = TypeAdapter(known[name]).validate_python(value)
             # `save_steps: 20` stays 20, though the field is a float for the sake of shares below 1.

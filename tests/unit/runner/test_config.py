@@ -123,3 +123,11 @@ def test_preemption_notices_are_off_as_yaml_writes_it(tmp_path: Path) -> None:
     config = load_config(None, {}, [parse_setting("restart.preemption_notices=aws"), endpoint])
     assert config.restart.preemption_notices == "aws"
     assert config.restart.metadata_endpoint == "http://127.0.0.1:8080"
+
+
+def test_a_strategy_of_no_is_no_boolean() -> None:
+    """YAML reads an unquoted no as false."""
+    config = load_config(
+        None, {}, [parse_setting("trainer.save_strategy=no"), parse_setting("trainer.eval_strategy=no")]
+    )
+    assert (config.trainer["save_strategy"], config.trainer["eval_strategy"]) == ("no", "no")

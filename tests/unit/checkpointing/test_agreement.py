@@ -1,0 +1,70 @@
+"""What ranks agree on, over a real group: the same at the same call, whoever asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointing.agreement import Agreement, Flag
+
+SCRIPT = """
+import json, os, sys
+import torch.distributed as dist
+from checkpointing.agreement import Agreement, Flag
+dist.init_process_group("gloo")
+rank, plan = dist.get_rank(), json.loads(sys.argv[1])
+agreement, seen = Agreement(dist.new_group(backend="gloo")), []
+for call, asked in enumerate(plan["calls"]):
+    flags = {Flag[name] for name in asked.get(str(rank), [])}
+    agreed = agreement.exchange(flags, interval=plan["intervals"][rank], now=call in plan["now"])
+    seen.append(sorted(flag.name for flag in agreed))
+seen.append(sorted(flag.name for flag in agreement.drain()))
+open(sys.argv[2] + str(rank), "w").write(json.dumps(seen))
+dist.destroy_process_group()
+"""
+
+
+def agree(folder: Path, calls: list[dict[str, list[str]]], intervals: list[int], now: list[int]) -> list[list[str]]:
+    """What both ranks have seen at each call, and at the end."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    plan = json.dumps({"calls": calls, "intervals": intervals, "now": now})
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    command = [sys.executable, "-c", SCRIPT, plan, str(folder / "seen.")]
+    ranks = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}) for rank in (0, 1)]
+    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    seen: list[Any] = [json.loads((folder / f"seen.{rank}").read_text()) for rank in (0, 1)]
+    assert seen[0] == seen[1]
+    return seen[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("who", ["0", "1"])
+def test_what_one_asks_all_hear_at_the_next_call(who: str, tmp_path: Path) -> None:
+    calls = [{}, {who: ["STOP"]}, {}, {"0": ["SAVE"], "1": ["SNAPSHOT"]}, {}]
+    assert agree(tmp_path, calls, [1, 1], []) == [[], [], ["STOP"], [], ["SAVE", "SNAPSHOT"], []]
+
+
+def test_short_steps_are_left_out_alike_and_what_is_asked_again_is_heard(tmp_path: Path) -> None:
+    # Exchanged at calls 0, 3 and 6; only rank 0 proposes, as in training.
+    calls = [{}, {"1": ["STOP"]}, {"1": ["STOP"]}, {"1": ["STOP"]}, {}, {}, {}, {}]
+    assert agree(tmp_path, calls, [3, 1], []) == [[], [], [], [], ["STOP"], [], [], [], []]
+
+
+def test_now_is_now(tmp_path: Path) -> None:
+    calls = [{}, {"0": ["STOP"]}, {}, {}]
+    assert agree(tmp_path, calls, [10, 1], [1]) == [[], [], ["STOP"], [], []]
+
+
+def test_alone() -> None:
+    agreement = Agreement(None)
+    assert agreement.exchange({Flag.SAVE}, interval=2) == set()
+    assert agreement.exchange({Flag.STOP}) == {Flag.SAVE}
+    assert agreement.exchange({Flag.STOP}) == set()
+    assert agreement.drain() == {Flag.STOP} and agreement.drain() == set()
