@@ -367,6 +367,11 @@ class Node:
         assert self._agent is not None and self._launcher is not None
         restart, now = self._config.restart, time.monotonic()
         nnodes, self._nproc = self.shape
+        if nnodes != order.nnodes:
+            raise UsageError(
+                f"this machine was started for {nnodes} machine(s), the first one for {order.nnodes}: give the same "
+                "--nnodes everywhere"
+            )
         limits = Limits(restart.hang_timeout_s, restart.first_step_timeout_s, restart.quiet_timeout_s)
         attempt = _Attempt(order, Watchdog(limits, watch_start=self._job.script is None, now=now), oom_kills())
         self._turned_at = self._ponged_at = now

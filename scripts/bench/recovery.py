@@ -54,6 +54,7 @@ FOR_INFORMATION = ("as_is", "ft")
 # Long enough that no kill falls behind its end; every step is reported, by ours and theirs.
 JOB = ("trainer.logging_steps=1", "trainer.num_train_epochs=60")
 SAVE_STEPS = 20
+NUM_RANKS = 2
 # Whoever has not finished a step this long after a kill hangs.
 RECOVERY_LIMIT_S = 60.0
 STOP_LIMIT_S = 60.0
@@ -87,6 +88,8 @@ class Measured:
     # What else was not as it must be.
     problems: list[str] = field(default_factory=list)
     pairs: list[tuple[float, float]] = field(default_factory=list)
+    # Processor time of supervisor, agent and launcher, as a share of the ranks' cores.
+    others_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -313,8 +316,10 @@ class Bench:
                 if training.process.poll() != 0:
                     self.problem(f"the pairs of blocks ended with {training.process.poll()}", training)
                 self.check_leftovers(training)
-                pairs = [json.loads(line) for line in lines()]
+                *pairs, account = [json.loads(line) for line in lines()]
         self.measured.pairs = [(pair["supervised"], pair["plain"]) for pair in pairs]
+        cores = min(os.cpu_count() or 1, NUM_RANKS)
+        self.measured.others_share = account["others_cpu_s"] / account["wall_s"] / cores
 
 
 class Victims:
@@ -425,7 +430,7 @@ def figures_of(measured: Measured) -> dict[str, float]:
         "recovery_vs_torchrun": _ratio(measured, "torchrun"),
         "hangs": len(measured.hangs) + len(hung),
         "orphans": len(measured.orphans),
-        "step_overhead": statistics.median(supervised / plain for supervised, plain in measured.pairs),
+        "step_overhead": statistics.median(a / b for a, b in measured.pairs) * (1 + measured.others_share),
         "preempt_s": statistics.median(measured.preempt_s or [STOP_LIMIT_S]),
     }
 
@@ -444,8 +449,8 @@ def table_of(measured: Measured, figures: Mapping[str, float], seed: int) -> str
         "recovery_vs_torchrun": "median of the rounds' ratios",
         "hangs": f"{measured.num_kills} kills: {kills}",
         "orphans": "after every run of ours",
-        "step_overhead": f"95 % interval {low:.4f}…{high:.4f}; {len(ratios)} pairs, a step takes "
-        f"{spread([plain for _, plain in measured.pairs], 3)} s",
+        "step_overhead": f"in the ranks: 95 % interval {low:.4f}…{high:.4f}, {len(ratios)} pairs, a step takes "
+        f"{spread([plain for _, plain in measured.pairs], 3)} s; elsewhere: {measured.others_share:.4f} of their cores",
         "preempt_s": f"{spread(measured.preempt_s)}; the commit {spread(measured.commit_s, 3)}",
     }
     bars = {**BARS, "preempt_s": BARS["preempt_s"] + commit_s}
@@ -480,10 +485,11 @@ save. After each, the next attempt must come to the moment of the next kill, in 
 {SETTLE_S:.0f} s after a run's end is left over; it is found by a mark in its environment, by the run's id, and by
 descent (the benchmark is a subreaper).
 
-**Overhead**: the bundled job's training in one run, in alternating blocks of 5 steps on the same batches, the first of
-each not counted. In one block of each pair, in random order, heartbeats, agreement and reports are left out, and
-everything of the run that is no rank is stopped (SIGSTOP). The figure is the median of the pairs' ratios. Snapshots and
-commits are off: `docs/checkpoint-benchmark.md` has their price.
+**Overhead**: the bundled job's training in one run, in alternating blocks of 3 steps on the same batches, the first of
+each not counted. In one block of each pair, in random order, heartbeats, agreement and reports are left out. The figure is
+the median of the pairs' ratios, times one plus the share of the ranks' cores that the rest of the run (supervisor, agent,
+launcher) takes from them: each second of a core that it computes is counted as lost to a rank. Snapshots and commits are
+off: `docs/checkpoint-benchmark.md` has their price.
 
 **Preemption**: in the same runs as the recovery, some steps after it. From SIGTERM to `runner start` until it has
 ended, with exit code 75 and the last finished step committed, all digests compared.

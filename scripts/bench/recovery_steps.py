@@ -3,18 +3,18 @@
     runner start … recovery_steps.py OUTPUT_FILE NUM_PAIRS SEED
 
 The real job under the real supervisor. In a block without supervision, the ranks leave out the heartbeat, the
-agreement and the reports, and everything of the run that is no rank is stopped (SIGSTOP): supervisor, agent, launcher,
-fork server. All blocks train on the same batches. The first step of a block is not counted: what the stopped processes
-catch up on falls into it. Rank 0 writes one JSON line per pair of blocks: the seconds of a step in each.
+agreement and the reports. All blocks train on the same batches, log at the same place, and are so short that both of a
+pair meet the same weather. The first step of a block is not counted: an agreement that the block before has begun may
+fall into it. Rank 0 writes one JSON line per pair of blocks, the seconds of a step in each; and at the end one with the
+processor time of everything of the run that is no rank (supervisor, agent, launcher, fork server) meanwhile. (Stopping
+those in every other block would show more: what they catch up on when they go on.)
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -37,10 +37,10 @@ from runner.training.events import EventSender
 from runner.training.job import training_arguments
 from runner.training.model import build
 
-# As the default job logs: each block holds one log entry, in the middle of what is counted.
-LOGGING_STEPS = 5
-BLOCK_STEPS = 5
-WARM_UP_STEPS = 27
+# Each block holds one log entry, in what is counted; the default job logs every five steps.
+LOGGING_STEPS = 3
+BLOCK_STEPS = 3
+WARM_UP_STEPS = 28
 
 
 def blocks(num_pairs: int, seed: int) -> list[bool]:
@@ -61,37 +61,40 @@ class SupervisedReports(ProgressCallback):
 
 
 class Switch:
-    """Turns supervision of this run off and on; only rank 0 stops processes."""
+    """Leaves a rank's part of supervision out, and takes it up again."""
 
     def __init__(self, trainer: Any, reports: SupervisedReports) -> None:
         self._manager, self._reports = trainer._manager, reports
         self._end_of_step = trainer._manager.end_of_step
-        pids: list[int] = [0] * dist.get_world_size()
-        dist.all_gather_object(pids, os.getpid())
-        self._others: list[psutil.Process] = []
-        if dist.get_rank() == 0:
-            self._others = others(set(pids))
 
     def set(self, supervised: bool) -> None:
-        """For the steps to come; all ranks are at the same step when it returns."""
-        dist.barrier()
+        """For the steps to come. All ranks have the same plan, so that they need not talk about it."""
         self._reports.supervised = supervised
-        self._manager.end_of_step = self._end_of_step if supervised else lambda step: Due()
-        for process in self._others:
-            process.send_signal(signal.SIGCONT if supervised else signal.SIGSTOP)
-        dist.barrier()
+        self._manager.end_of_step = self._end_of_step if supervised else self._leave_out
 
-    def restore(self) -> None:
-        """Leave nobody stopped, however this ends."""
-        for process in self._others:
-            with contextlib.suppress(psutil.Error):
-                process.send_signal(signal.SIGCONT)
+    def _leave_out(self, step: int) -> Due:
+        # Steps are counted all the same: how often the ranks agree goes by how long a step takes.
+        self._manager._agreement_interval(time.monotonic())
+        return Due()
 
 
-def others(ranks: set[int]) -> list[psutil.Process]:
-    """Everything of this run that is no rank."""
-    supervisor = next(process for process in psutil.Process().parents() if "start" in process.cmdline())
-    return [process for process in (supervisor, *supervisor.children(recursive=True)) if process.pid not in ranks]
+class Others:
+    """Everything of this run that is no rank, and the processor time that it has taken."""
+
+    def __init__(self) -> None:
+        pids: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(pids, os.getpid())
+        supervisor = next(process for process in psutil.Process().parents() if "start" in process.cmdline())
+        everyone = (supervisor, *supervisor.children(recursive=True))
+        self._processes = [process for process in everyone if process.pid not in pids]
+        self._began, self._cpu_s = time.perf_counter(), self._taken()
+
+    def _taken(self) -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in self._processes)
+
+    def account(self) -> dict[str, float]:
+        """Seconds of processor time since the beginning, and of the clock."""
+        return {"others_cpu_s": self._taken() - self._cpu_s, "wall_s": time.perf_counter() - self._began}
 
 
 class Blocks(transformers.TrainerCallback):
@@ -103,14 +106,14 @@ class Blocks(transformers.TrainerCallback):
         self._file = output.open("w") if dist.get_rank() == 0 else None
         self._seconds: list[float] = []
         self._began = 0.0
-        self.switch: Switch | None = None
+        self._switch: Switch | None = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         index, position = divmod(state.global_step - WARM_UP_STEPS, BLOCK_STEPS)
         if index < 0:
             return
-        if self.switch is None:
-            self.switch = Switch(self._trainer, self._reports)
+        if self._switch is None:
+            self._switch, self._others = Switch(self._trainer, self._reports), Others()
         if position == 1:
             self._began = time.perf_counter()
         if position != 0:
@@ -118,18 +121,21 @@ class Blocks(transformers.TrainerCallback):
         if index > 0:
             self._seconds.append((time.perf_counter() - self._began) / (BLOCK_STEPS - 1))
             self._note()
-        if index < len(self._plan):
-            self.switch.set(self._plan[index])
-        else:
-            self.switch.set(True)
+        self._switch.set(self._plan[index] if index < len(self._plan) else True)
+        if index == len(self._plan):
+            self._write(self._others.account())
             control.should_training_stop = True
 
     def _note(self) -> None:
-        if self._file is None or len(self._seconds) % 2:
+        if len(self._seconds) % 2:
             return
         names = ["supervised" if flag else "plain" for flag in self._plan[len(self._seconds) - 2 :][:2]]
-        self._file.write(json.dumps(dict(zip(names, self._seconds[-2:], strict=True))) + "\n")
-        self._file.flush()
+        self._write(dict(zip(names, self._seconds[-2:], strict=True)))
+
+    def _write(self, entry: dict[str, float]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(entry) + "\n")
+            self._file.flush()
 
 
 class SameBatches:
@@ -174,11 +180,7 @@ def main() -> None:
     trainer.get_train_dataloader = lambda: batches
     callback = Blocks(trainer, reports, output, num_pairs, seed)
     trainer.add_callback(callback)
-    try:
-        trainer.train()
-    finally:
-        if callback.switch is not None:
-            callback.switch.restore()
+    trainer.train()
 
 
 if __name__ == "__main__":
