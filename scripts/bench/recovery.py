@@ -486,10 +486,10 @@ save. After each, the next attempt must come to the moment of the next kill, in 
 descent (the benchmark is a subreaper).
 
 **Overhead**: the bundled job's training in one run, in alternating blocks of 3 steps on the same batches, the first of
-each not counted. In one block of each pair, in random order, heartbeats, agreement and reports are left out. The figure is
-the median of the pairs' ratios, times one plus the share of the ranks' cores that the rest of the run (supervisor, agent,
-launcher) takes from them: each second of a core that it computes is counted as lost to a rank. Snapshots and commits are
-off: `docs/checkpoint-benchmark.md` has their price.
+each not counted. In one block of each pair, in random order, heartbeats, agreement and reports are left out. The
+figure is the median of the pairs' ratios, times one plus the share of the ranks' cores that the rest of the run
+(supervisor, agent, launcher) takes from them: each second of a core that it computes is counted as lost to a rank.
+Snapshots and commits are off: `docs/checkpoint-benchmark.md` has their price.
 
 **Preemption**: in the same runs as the recovery, some steps after it. From SIGTERM to `runner start` until it has
 ended, with exit code 75 and the last finished step committed, all digests compared.
