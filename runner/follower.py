@@ -114,17 +114,7 @@ class Follower:
         if failure.kind in (FailureKind.FINISHED, FailureKind.PREEMPTED):
             # The others may still publish, or save.
             self._stop_patience_s = _STOP_PATIENCE_S + self._config.restart.grace_s
-        self._life.record(
-            "attempt_ended",
-            kind=failure.kind.value,
-            cause=failure.cause,
-            rank=failure.rank,
-            step=failure.step,
-            start_step=outcome.start_step,
-            training_began=outcome.training_began,
-            last_step_at=outcome.last_step_at,
-            committed_step=self._node.committed_step,
-        )
+        self._life.record("attempt_ended", **outcome.event(failure, self._node.committed_step))
         self._member.send({"do": "ended", "attempt": order.attempt, "failure": failure.to_dict()})
 
     def _each_turn(self) -> None:

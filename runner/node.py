@@ -108,6 +108,19 @@ class Outcome:
     last_step_at: float = 0.0
     log: Path | None = None
 
+    def event(self, failure: Failure, committed_step: int) -> dict[str, Any]:
+        """What the journal keeps of it; `failure` is that of all machines."""
+        return {
+            "kind": failure.kind.value,
+            "cause": failure.cause,
+            "rank": failure.rank,
+            "step": failure.step,
+            "start_step": self.start_step,
+            "training_began": self.training_began,
+            "last_step_at": self.last_step_at,
+            "committed_step": committed_step,
+        }
+
 
 @dataclass
 class _Attempt:

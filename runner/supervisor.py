@@ -224,17 +224,7 @@ class Supervisor:
         outcome = self._node.run_attempt(order, self._each_turn)
         failure = self._join(outcome)
         self._running = False
-        life.record(
-            "attempt_ended",
-            kind=failure.kind.value,
-            cause=failure.cause,
-            rank=failure.rank,
-            step=failure.step,
-            start_step=outcome.start_step,
-            training_began=outcome.training_began,
-            last_step_at=outcome.last_step_at,
-            committed_step=self._node.committed_step,
-        )
+        life.record("attempt_ended", **outcome.event(failure, self._node.committed_step))
         return failure, outcome.log if failure.rank == outcome.failure.rank else None
 
     def _each_turn(self) -> None:
