@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -196,8 +197,15 @@ class Run:
 
     def leftovers(self) -> list[str]:
         """What still lives of this run: nothing, once `runner start` has ended."""
-        pids = {event[key] for event in self.events("attempt_started") for key in ("launcher_pid", "agent_pid")}
-        living = [f"helper {pid}" for pid in pids if psutil.pid_exists(pid)]
+        events = self.events("attempt_started")
+        pids = {event[key] for event in events for key in ("launcher_pid", "agent_pid")}
+        # Numbers are used again: a helper is as old as its attempt.
+        born_before = max((event["time"] for event in events), default=0.0)
+        living = []
+        for pid in pids:
+            with contextlib.suppress(psutil.Error):
+                if psutil.Process(pid).create_time() <= born_before:
+                    living.append(f"helper {pid}")
         return living + [str(process) for process in self.processes()]
 
     def checkpoint(self, step: int) -> Path:

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,8 +167,9 @@ def make_base(containers: Containers) -> None:
 
 
 @pytest.fixture(scope="module")
-def containers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containers]:
-    folder = Path(tmp_path_factory.mktemp("image"))
+def containers() -> Iterator[Containers]:
+    # podman wants a short path: that of pytest's own folders is longer in a worker.
+    folder = Path(tempfile.mkdtemp(prefix="image-", dir="/tmp"))
     containers = Containers(folder)
     try:
         make_base(containers)
