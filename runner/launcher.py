@@ -17,6 +17,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 import types
 from multiprocessing import connection
@@ -50,6 +51,8 @@ def main() -> int:
     # multiprocessing's own folders (sockets of the fork server, of workers' queues): processes that are killed cannot
     # remove theirs, so they lie where the supervisor removes them. Ranks inherit this.
     multiprocessing.current_process()._config["tempdir"] = sys.argv[3]  # type: ignore[attr-defined]
+    # torch's own: each rank that dies of an exception leaves a file.
+    tempfile.tempdir = sys.argv[3]
     # Before torch is imported here: the fork server loads its own copy meanwhile.
     multiprocessing.forkserver.set_forkserver_preload(PRELOAD)
     multiprocessing.forkserver.ensure_running()
