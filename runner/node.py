@@ -371,10 +371,14 @@ class Node:
         Args:
             stacks: write down where they stand before.
         """
-        if self._attempt is not None and self._attempt.verdict is None:
-            self._attempt.verdict = verdict
-            self._attempt.stacks_wanted = stacks
-            self._attempt.kill_at = time.monotonic()
+        attempt, now = self._attempt, time.monotonic()
+        if attempt is None or attempt.verdict is not None:
+            return
+        if attempt.kill_at is None or attempt.kill_at > now:
+            attempt.kill_at, attempt.stacks_wanted = now, stacks
+        # A rank of ours that has failed before is a better answer than that others were told to end.
+        if verdict.kind is not FailureKind.ENDED or not attempt.watch.failures:
+            attempt.verdict = verdict
 
     def _begin(self, order: Order) -> _Attempt:
         assert self._agent is not None and self._launcher is not None

@@ -142,17 +142,11 @@ class Supervisor:
             stop=tenacity.stop_never,  # `policy.decide` is the limit: it answers Stop
             wait=wait,
             before_sleep=announce_backoff,
-            sleep=self._sleep,
+            sleep=self._life.sleep,
         )
         decision = retrying(self._attempt_and_decide)
         assert isinstance(decision, Stop)
         return decision
-
-    def _sleep(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while not self._life.stop and time.monotonic() < deadline:
-            self._life.loop.pump(min(deadline - time.monotonic(), _TURN_S))
-            self._check_peers()
 
     def _attempt_and_decide(self) -> Restart | Stop:
         try:
