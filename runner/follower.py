@@ -211,6 +211,6 @@ class Follower:
                 if self._node is not None:
                     self._node.others_busy = bool(message["busy"])
             case "stop":
-                self._life.stop.ask_once(message["reason"])
+                self._life.stop.ask(message["reason"])
             case "finish":
                 self._finish = message

@@ -93,4 +93,4 @@ class Life:
             self.display.message(f"{notice.source}: {notice.what}: this run has answered that before, and goes on")
             return
         self.record("preemption_notice", source=notice.source, what=notice.what, seconds_left=left)
-        self.stop.ask_once(f"{notice.source}: {notice.what}")
+        self.stop.ask(f"{notice.source}: {notice.what}")

@@ -16,36 +16,37 @@ from runner.processes import STOP_SIGNALS
 
 
 class StopRequest:
-    """Whether, how often and why the run was asked to stop. Signal handlers only count here."""
+    """Whether, why and how urgently the run was asked to stop. Signal handlers only count here.
+
+    One notice may arrive by several ways: a scheduler signals the ranks as well, and the other machines' runners. Only
+    signals to this process count as the user's or the scheduler's second word.
+    """
 
     def __init__(self) -> None:
-        self.count = 0
         self.reason = ""
         # Monotonic seconds; from here on the grace counts.
         self.asked_at = 0.0
+        self._signals = 0
 
     def ask(self, reason: str) -> None:
-        """Once: end in good order. Twice: at once."""
-        if not self.count:
-            self.reason, self.asked_at = reason, time.monotonic()
-        self.count += 1
-
-    def ask_once(self, reason: str) -> None:
-        """As a notice does, which may come several times and by several ways, and is never in a hurry."""
-        if not self.count:
-            self.ask(reason)
+        """End in good order; what comes after the first request changes nothing."""
+        if not self.reason:
+            self.asked_at = time.monotonic()
+            self.reason = reason
 
     def __bool__(self) -> bool:
-        return self.count > 0
+        return bool(self.reason)
 
     @property
     def at_once(self) -> bool:
-        return self.count > 1
+        """Signalled twice."""
+        return self._signals > 1
 
     def count_signals(self) -> None:
         """Have stop signals counted from now on, and do nothing else."""
 
         def count(number: int, _: object) -> None:
+            self._signals += 1
             self.ask(signal.Signals(number).name)
 
         for number in STOP_SIGNALS:

@@ -449,7 +449,7 @@ class Node:
             first = attempt.watch.failures[:1]
             asked = attempt.signalled & set(first) if first else attempt.signalled
             if asked and attempt.verdict is None:
-                self._stop.ask_once(f"a signal to rank {min(asked)}")
+                self._stop.ask(f"a signal to rank {min(asked)}")
         if attempt.watch.failures and attempt.kill_at is None:
             attempt.kill_at = now if attempt.watch.cause_known else now + _CAUSE_GRACE_S
         self._check_agent(attempt, now)

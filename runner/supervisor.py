@@ -316,7 +316,7 @@ class Supervisor:
             case "busy":
                 self._busy[number] = bool(message["busy"])
             case "stop":
-                self._life.stop.ask_once(f"machine {number}: {message['reason']}")
+                self._life.stop.ask(f"machine {number}: {message['reason']}")
             case "event" if message["attempt"] == self._life.attempt:
                 self._node.take_in(message["event"], message["details"])
             case "ended" if message["attempt"] == self._life.attempt:

@@ -318,14 +318,19 @@ def test_a_notice_to_one_rank_alone_stops_all(number: signal.Signals, calm: Run,
     assert_as_if_nothing_had_happened(run, calm)
 
 
-def test_a_notice_to_every_process_at_once(calm: Run, tmp_path: Path) -> None:
+def test_a_notice_to_every_process_is_one_notice(calm: Run, tmp_path: Path) -> None:
+    """As a scheduler sends it: to all processes of the job, and to the runner not first."""
     run = Run(tmp_path / "run", script=troubled(tmp_path, options=EVALUATING)).start()
     wait_for_commit(run, 10)
     assert run.process is not None
-    for process in [*psutil.Process(run.process.pid).children(recursive=True), psutil.Process(run.process.pid)]:
+    for process in psutil.Process(run.process.pid).children(recursive=True):
         process.send_signal(signal.SIGTERM)
+    wait_until(run, lambda: run.events("stop_requested"))
+    run.signal(signal.SIGTERM)
     assert run.finish() == 75, run.output
+    assert kinds(run) == ["preempted"]
     assert run.start().finish() == 0, run.output
+    assert "lost work    0 steps" in run.output
     assert_as_if_nothing_had_happened(run, calm)
 
 
