@@ -85,8 +85,11 @@ class Watchdog:
         late = [slot for slot, beat in enumerate(beats) if self._is_late(slot, beat, beats, now)]
         self.busy = any(beat.phase in _BUSY and slot not in late for slot, beat in enumerate(beats))
         if self.busy or others_busy:
-            # A rank in mid-step waits for the one that compiles, saves or evaluates.
-            late = [slot for slot in late if beats[slot].phase is not Phase.TRAINING]
+            # A rank in mid-step waits for the one that compiles, saves or evaluates; its own time begins thereafter.
+            waiting = [slot for slot, beat in enumerate(beats) if beat.phase is Phase.TRAINING]
+            late = [slot for slot in late if slot not in waiting]
+            for slot in waiting:
+                self._seen[slot].since = now
         if not late:
             return None
         # Those that wait for the one that hangs are late too: it is the one that has come least far.

@@ -263,7 +263,8 @@ def test_a_node_that_was_given_up_but_lives_publishes_nothing_more(
     for process in old:
         process.suspend()
     slurm.wait_for(lambda: len(run.events("resumed")) == 1, "the job on n2")
-    assert slurm.show(job, "NodeList") == "n2" and runner.is_running()
+    assert slurm.show(job, "NodeList") == "n2"
+    assert {process.status() for process in old} == {psutil.STATUS_STOPPED}
     went_on = time.time()
     for process in old:
         with contextlib.suppress(psutil.NoSuchProcess):

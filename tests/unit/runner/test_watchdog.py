@@ -144,13 +144,25 @@ def test_who_waits_for_a_busy_rank_does_not_hang(phase: Phase) -> None:
     assert hang is not None and 1 in hang.slots
 
 
+@pytest.mark.parametrize("phase", [Phase.COMPILING, Phase.SAVING, Phase.BETWEEN])
+def test_who_has_waited_for_a_busy_rank_may_finish_its_step(phase: Phase) -> None:
+    ranks = Ranks()
+    ranks.train(10, 0.5)
+    ranks.beat(phase, 10, slots=(1,))
+    assert ranks.wait(40.0) is None
+    ranks.beat(Phase.TRAINING, 10, slots=(1,))
+    assert ranks.wait(6.0) is None, "rank 0's silence was rank 1's"
+    assert ranks.wait(2.0) is not None, "and this one is its own"
+
+
 def test_who_waits_for_a_busy_rank_of_another_machine_does_not_hang() -> None:
     ranks = Ranks()
     ranks.train(10, 0.5)
     for _ in range(100):
         ranks.now += 0.5
         assert ranks.watchdog.look(ranks.beats, ranks.now, others_busy=True) is None
-    assert ranks.watchdog.look(ranks.beats, ranks.now + 0.5) is not None
+    assert ranks.wait(6.0) is None
+    assert ranks.wait(2.0) is not None
 
 
 def test_whoever_was_stopped_himself_blames_nobody() -> None:
