@@ -8,6 +8,7 @@ many to leave out, and what it proposes is agreed with the flags, so that all ra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
@@ -37,19 +38,21 @@ class Agreement:
         # Calls that are to be left out, as all ranks have agreed.
         self._num_left_out = 0
 
-    def exchange(self, flags: set[Flag], *, interval: int = 1, now: bool = False) -> set[Flag]:
-        """Tell this rank's flags, if that is due; returns those that were agreed on since the last call.
+    def exchange(self, ask: Callable[[], tuple[set[Flag], int]], *, now: bool = False) -> set[Flag]:
+        """Tell what this rank asks for, if that is due; returns the flags that were agreed on since the last call.
 
-        A flag must be told again until it is agreed on.
+        A flag must be asked for again until it is agreed on.
 
         Args:
-            interval: calls from one exchange to the next that this rank proposes; the largest proposal counts.
+            ask: called only where it is due: this rank's flags, and how many calls from this exchange to the next it
+                proposes; the largest proposal counts.
             now: exchange at this call, whatever was agreed; all ranks must say the same.
         """
         agreed = self.drain()
         if self._num_left_out > 0 and not now:
             self._num_left_out -= 1
             return agreed
+        flags, interval = ask()
         self._values[:] = [*(int(flag in flags) for flag in Flag), interval]
         if self._group is not None:
             # Not by `dist.all_reduce`: what that checks takes longer than the exchange.

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 PAGE_BYTES = mmap.PAGESIZE
 # madvise(2), Linux 5.14.
@@ -110,8 +111,7 @@ class Phase(IntEnum):
     COMPILING = 6  # torch.compile works, in a first step or in any later one
 
 
-@dataclass(frozen=True)
-class Heartbeat:
+class Heartbeat(NamedTuple):
     """A rank's last sign of life. Times are seconds since the epoch; 0 where it has not come so far.
 
     Attributes:
@@ -196,17 +196,7 @@ class ControlPage:
         self._REPORT.pack_into(self._memory.buffer, self._REPORT_OFFSET, value.step, value.duration_s, value.cpu_s)
 
     def write(self, slot: int, beat: Heartbeat) -> None:
-        self._SLOT.pack_into(
-            self._memory.buffer,
-            self._offset(slot),
-            beat.phase,
-            beat.step,
-            beat.time,
-            beat.start_step,
-            beat.start_time,
-            beat.step_s,
-            beat.beats,
-        )
+        self._SLOT.pack_into(self._memory.buffer, self._offset(slot), *beat)
 
     def read(self, slot: int) -> Heartbeat:
         phase, *fields = self._SLOT.unpack_from(self._memory.buffer, self._offset(slot))

@@ -40,7 +40,7 @@ from checkpointing.tracked import Tracked
 
 logger = logging.getLogger("checkpointing")
 # All ranks agree on what to do about so often, and where steps are longer, at each.
-_AGREE_EVERY_S = 0.5
+_AGREE_EVERY_S = 1.0
 _MAX_INTERVAL = 100
 
 
@@ -166,8 +166,8 @@ class CheckpointManager:
         self._start = (0, 0.0)
         self._phase, self._step = Phase.STARTING, 0
         self._num_beats = 0
-        # Of the agreement: see `_agreement_interval`.
-        self._interval, self._steps_seen, self._steps_since = 1, 0, time.monotonic()
+        # Since the ranks asked each other the last time.
+        self._steps_seen, self._asked_at = 0, time.monotonic()
         # When the step that runs now began; None where its time will say nothing about the next one's.
         self._step_began: float | None = None
         self._closed = self._stopped = False
@@ -263,25 +263,23 @@ class CheckpointManager:
         began, self._step_began = self._step_began, now
         self._beat(Phase.TRAINING, step, now - began if began is not None else 0.0)
         self._snapshotter.end_of_step()
-        wanted = {Flag.STOP} if self.stop_wanted else set()
-        if self.rank == 0:
-            price = self._snapshotter.costs.snapshot_s
-            due = self._clock.due_by_time(now, price, self._client.control.last_commit)
-            wanted |= {flag for flag, wish in zip((Flag.SNAPSHOT, Flag.SAVE), due, strict=True) if wish}
-        agreed = self._agreement.exchange(wanted, interval=self._agreement_interval(now))
+        self._steps_seen += 1
+        agreed = self._agreement.exchange(self._ask)
         snapshot_due, save_due = self._clock.due_by_step(step)
         return Due(Flag.STOP in agreed, save_due or Flag.SAVE in agreed, snapshot_due or Flag.SNAPSHOT in agreed)
 
-    def _agreement_interval(self, now: float) -> int:
-        """Steps from one agreement to the next: rank 0's proposal, by the time that the steps since the last took."""
+    def _ask(self) -> tuple[set[Flag], int]:
+        """What this rank asks all for, and how many steps rank 0 proposes until they ask each other again."""
+        wanted = {Flag.STOP} if self.stop_wanted else set()
         if self.rank != 0:
-            return 1
-        self._steps_seen += 1
-        step_s = (now - self._steps_since) / self._steps_seen
-        if now - self._steps_since > _AGREE_EVERY_S:
-            self._interval = max(1, min(int(_AGREE_EVERY_S / step_s), _MAX_INTERVAL))
-            self._steps_seen, self._steps_since = 0, now
-        return self._interval
+            return wanted, 1
+        now = time.monotonic()
+        price = self._snapshotter.costs.snapshot_s
+        due = self._clock.due_by_time(now, price, self._client.control.last_commit)
+        wanted |= {flag for flag, wish in zip((Flag.SNAPSHOT, Flag.SAVE), due, strict=True) if wish}
+        step_s = (now - self._asked_at) / max(self._steps_seen, 1)
+        self._steps_seen, self._asked_at = 0, now
+        return wanted, max(1, min(int(_AGREE_EVERY_S / step_s), _MAX_INTERVAL))
 
     @property
     def stop_wanted(self) -> bool:
@@ -293,7 +291,7 @@ class CheckpointManager:
 
         Every rank must call it equally often. What is agreed here, the next `end_of_step` does not say again.
         """
-        return Flag.STOP in self._agreement.exchange({Flag.STOP} if self.stop_wanted else set(), now=True)
+        return Flag.STOP in self._agreement.exchange(lambda: ({Flag.STOP} if self.stop_wanted else set(), 1), now=True)
 
     def announce_batch(self, micro_batch: int, accumulation: int) -> None:
         """Tell a supervisor how a step is cut, so that it can cut finer where memory runs out.

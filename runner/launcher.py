@@ -9,6 +9,7 @@ torchrun's own in-place restart shares one store between lives, and stale keys i
 
 from __future__ import annotations
 
+import functools
 import logging
 import multiprocessing
 import multiprocessing.forkserver
@@ -35,6 +36,10 @@ PRELOAD = ["runner.training.preload"]
 _SHUTDOWN_TIMEOUT_S = 30
 # torchrun looks after its ranks so often; a death it learns of at once.
 _MONITOR_INTERVAL_S = 5.0
+# A rendezvous with nobody need not be told all the time that we live.
+_KEEP_ALIVE_ALONE_S = 60
+# torchrun looks for what a script has printed so often; its own 0.1 s take more processor time than all the rest here.
+_OUTPUT_INTERVAL_S = 0.5
 
 
 def rank_main(spec: dict[str, Any]) -> None:
@@ -60,7 +65,7 @@ def main() -> int:
     import torch
 
     _log_to_file(Path(sys.argv[2]))
-    _wait_for_deaths()
+    _take_less_time()
     protocol.send(control, {"event": "ready", "accelerators": torch.cuda.device_count()})
     while True:
         try:
@@ -70,10 +75,12 @@ def main() -> int:
         protocol.send(control, {"event": "attempt_ended", **_launch(request)})
 
 
-def _wait_for_deaths() -> None:
+def _take_less_time() -> None:
     """Have torchrun wait for the death of a rank, where it would sleep and look again: it sees one at once, and takes
-    no time from the ranks meanwhile."""
+    no time from the ranks meanwhile. And have it look less often for what they have printed."""
     from torch.distributed.elastic.agent.server import api
+    from torch.distributed.elastic.multiprocessing import api as output
+    from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
     def wait(seconds: float) -> None:
         # Looking at them collects those that have ended.
@@ -83,9 +90,10 @@ def _wait_for_deaths() -> None:
         else:
             time.sleep(min(seconds, 0.05))
 
-    # Its loop calls `time.sleep` by this name and offers no hook.
+    # Both are called by these names; there is no hook.
     clock = types.SimpleNamespace(sleep=wait, time=time.time, monotonic=time.monotonic, perf_counter=time.perf_counter)
     setattr(api, "time", clock)  # noqa: B010 - not exported, as the type checker knows
+    setattr(output, "TailLog", functools.partial(TailLog, interval_sec=_OUTPUT_INTERVAL_S))  # noqa: B010
 
 
 def _leave_signals_to_the_supervisor() -> None:
@@ -130,7 +138,7 @@ def _launch(request: Message) -> Message:
         rdzv_endpoint=request["rdzv_endpoint"],
         rdzv_configs={"is_host": request["is_host"], "timeout": int(request["join_timeout_s"])}
         if request["nnodes"] > 1
-        else {},
+        else {"keep_alive_interval": _KEEP_ALIVE_ALONE_S},
         # One machine needs no name: a pod's may not resolve.
         local_addr=request["local_addr"] or ("127.0.0.1" if request["nnodes"] == 1 else None),
         max_restarts=0,

@@ -43,6 +43,7 @@ class Life:
 
     def __enter__(self) -> Life:
         processes.become_subreaper()
+        processes.yield_to_others()
         rank = self.config.launch.node_rank
         strays = processes.kill_all(lambda: processes.processes_of_run(self.run_id, rank))
         if strays:

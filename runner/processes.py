@@ -37,6 +37,15 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def yield_to_others() -> None:
+    """Wait for a processor that is free, or for the next tick, rather than interrupt a rank in mid-step.
+
+    SCHED_BATCH (sched(7)); what this process starts is scheduled as usual.
+    """
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH | os.SCHED_RESET_ON_FORK, os.sched_param(0))
+
+
 def die_with_parent(is_orphan: Callable[[], bool]) -> None:
     """Be killed when the parent dies, however it dies (prctl(2)).
 

@@ -5,9 +5,10 @@
 The real job under the real supervisor. In a block without supervision, the ranks leave out the heartbeat, the
 agreement and the reports. All blocks train on the same batches, log at the same place, and are so short that both of a
 pair meet the same weather. The first step of a block is not counted: an agreement that the block before has begun may
-fall into it. Rank 0 writes one JSON line per pair of blocks, the seconds of a step in each; and at the end one with the
-processor time of everything of the run that is no rank (supervisor, agent, launcher, fork server) meanwhile. (Stopping
-those in every other block would show more: what they catch up on when they go on.)
+fall into it. Rank 0 writes one JSON line per pair of blocks, the seconds of a step in each; and at the end an account
+of all that supervision does, which is far more exact than the pairs, whose steps differ by a tenth for other reasons:
+the time that our callbacks take of a step in the slowest rank, the processor time of the agreement's own threads, and
+that of everything of the run that is no rank (supervisor, agent, launcher, fork server).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch.distributed as dist
 import transformers
 from trl import SFTTrainer
 
+import checkpointing.transformers
 from checkpointing.client import SOCKET_ENV
 from checkpointing.manager import Due
 from checkpointing.transformers import resilient
@@ -38,9 +40,9 @@ from runner.training.job import training_arguments
 from runner.training.model import build
 
 # Each block holds one log entry, in what is counted; the default job logs every five steps.
-LOGGING_STEPS = 3
-BLOCK_STEPS = 3
-WARM_UP_STEPS = 28
+LOGGING_STEPS = 5
+BLOCK_STEPS = 5
+WARM_UP_STEPS = 30
 
 
 def blocks(num_pairs: int, seed: int) -> list[bool]:
@@ -61,20 +63,66 @@ class SupervisedReports(ProgressCallback):
 
 
 class Switch:
-    """Leaves a rank's part of supervision out, and takes it up again."""
+    """Leaves a rank's part of supervision out, and takes it up again; keeps account of the time that it takes."""
 
     def __init__(self, trainer: Any, reports: SupervisedReports) -> None:
         self._manager, self._reports = trainer._manager, reports
         self._end_of_step = trainer._manager.end_of_step
+        self._supervised = False
+        self._taken_s, self._num_steps, self._num_exchanges = 0.0, 0, 0
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, (checkpointing.transformers._StepCallback, SupervisedReports)):
+                for name in ("on_step_begin", "on_step_end", "on_log"):
+                    setattr(callback, name, self._timed(getattr(callback, name)))
+        self._ask = trainer._manager._ask
+        trainer._manager._ask = self._counted_ask
 
     def set(self, supervised: bool) -> None:
         """For the steps to come. All ranks have the same plan, so that they need not talk about it."""
-        self._reports.supervised = supervised
-        self._manager.end_of_step = self._end_of_step if supervised else self._leave_out
+        self._supervised = self._reports.supervised = supervised
+        self._manager.end_of_step = self._counted_end_of_step if supervised else self._leave_out
+
+    def account(self) -> dict[str, float]:
+        """Of one step with supervision: seconds in our callbacks in the slowest rank, and in the agreement's threads.
+
+        All ranks must call it.
+        """
+        # Processor time of an exchange, all threads; what the calling thread does is in the callbacks' time already.
+        began, num_exchanges = time.process_time(), 200
+        for _ in range(num_exchanges):
+            self._manager._agreement.exchange(lambda: (set(), 1), now=True)
+        self._manager._agreement.drain()
+        exchange_s = (time.process_time() - began) / num_exchanges
+        own = {
+            "callbacks_s": self._taken_s / self._num_steps,
+            "threads_s": exchange_s * self._num_exchanges / self._num_steps,
+        }
+        ranks: list[dict[str, float]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(ranks, own)
+        return {name: max(rank[name] for rank in ranks) for name in own}
+
+    def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return hook(*args, **kwargs)
+            finally:
+                if self._supervised:
+                    self._taken_s += time.perf_counter() - began
+
+        return timed
+
+    def _counted_end_of_step(self, step: int) -> Due:
+        self._num_steps += 1
+        return self._end_of_step(step)
+
+    def _counted_ask(self) -> Any:
+        self._num_exchanges += 1
+        return self._ask()
 
     def _leave_out(self, step: int) -> Due:
         # Steps are counted all the same: how often the ranks agree goes by how long a step takes.
-        self._manager._agreement_interval(time.monotonic())
+        self._manager._steps_seen += 1
         return Due()
 
 
@@ -123,7 +171,8 @@ class Blocks(transformers.TrainerCallback):
             self._note()
         self._switch.set(self._plan[index] if index < len(self._plan) else True)
         if index == len(self._plan):
-            self._write(self._others.account())
+            account = self._others.account()
+            self._write({**account, **self._switch.account()})
             control.should_training_stop = True
 
     def _note(self) -> None:

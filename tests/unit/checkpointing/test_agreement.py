@@ -23,7 +23,7 @@ rank, plan = dist.get_rank(), json.loads(sys.argv[1])
 agreement, seen = Agreement(dist.new_group(backend="gloo")), []
 for call, asked in enumerate(plan["calls"]):
     flags = {Flag[name] for name in asked.get(str(rank), [])}
-    agreed = agreement.exchange(flags, interval=plan["intervals"][rank], now=call in plan["now"])
+    agreed = agreement.exchange(lambda: (flags, plan["intervals"][rank]), now=call in plan["now"])
     seen.append(sorted(flag.name for flag in agreed))
 seen.append(sorted(flag.name for flag in agreement.drain()))
 open(sys.argv[2] + str(rank), "w").write(json.dumps(seen))
@@ -64,7 +64,7 @@ def test_now_is_now(tmp_path: Path) -> None:
 
 def test_alone() -> None:
     agreement = Agreement(None)
-    assert agreement.exchange({Flag.SAVE}, interval=2) == set()
-    assert agreement.exchange({Flag.STOP}) == {Flag.SAVE}
-    assert agreement.exchange({Flag.STOP}) == set()
+    assert agreement.exchange(lambda: ({Flag.SAVE}, 2)) == set()
+    assert agreement.exchange(lambda: ({Flag.STOP}, 1)) == {Flag.SAVE}
+    assert agreement.exchange(lambda: ({Flag.STOP}, 1)) == set()
     assert agreement.drain() == {Flag.STOP} and agreement.drain() == set()
