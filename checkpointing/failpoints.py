@@ -1,14 +1,20 @@
-"""Named places in the code where a test, or `runner chaos`, lets a fault happen. Without the variable they do nothing.
+"""Named places in the code where a test, or `runner chaos`, lets a fault happen. Without the variables they do nothing.
 
     CHECKPOINT_FAILPOINTS="local.renamed=kill; remote.part=error@3" CHECKPOINT_FAILPOINTS_ONCE=/tmp/fired
 
 `kill` ends the process by SIGKILL, `error` raises EIO, `full` raises ENOSPC, `pause` sleeps for three seconds and
 `hang` for an hour; `@N` means the N-th time that this process comes there (1 by default). With the second variable, a
 folder, each fires once for all processes that share it: one that is started again gets past.
+
+    CHECKPOINT_FAILPOINTS_FILE=/tmp/failpoints
+
+The same, in a file that is read again whenever it was replaced (write another one, and rename it): for processes that
+run already.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -20,6 +26,7 @@ from pathlib import Path
 
 FAILPOINTS_ENV = "CHECKPOINT_FAILPOINTS"
 ONCE_ENV = "CHECKPOINT_FAILPOINTS_ONCE"
+FILE_ENV = "CHECKPOINT_FAILPOINTS_FILE"
 _ACTIONS = ("kill", "error", "full", "pause", "hang")
 _SLEEP_S = {"pause": 3.0, "hang": 3600.0}
 
@@ -71,6 +78,9 @@ def _parse(text: str) -> dict[str, _Armed]:
 
 
 _armed = _parse(os.environ.get(FAILPOINTS_ENV, ""))
+_file = os.environ.get(FILE_ENV)
+# Which file was read the last time: inode and time of change.
+_version: tuple[int, int] | None = None
 _lock = threading.Lock()
 
 
@@ -80,10 +90,12 @@ def failpoint(name: str) -> None:
     Raises:
         OSError: a fault of that kind is armed there.
     """
-    if not _armed:
+    if not _armed and _file is None:
         return
-    point = _armed.get(name)
     with _lock:
+        if _file is not None:
+            _read_again(Path(_file))
+        point = _armed.get(name)
         if point is None or next(point.count) != point.number or not _first(name):
             return
     match point.action:
@@ -94,6 +106,15 @@ def failpoint(name: str) -> None:
         case action:
             code = errno.EIO if action == "error" else errno.ENOSPC
             raise OSError(code, f"{os.strerror(code)} (failpoint {name})")
+
+
+def _read_again(file: Path) -> None:
+    global _armed, _version
+    with contextlib.suppress(OSError):
+        status = file.stat()
+        if (status.st_ino, status.st_mtime_ns) != _version:
+            _version = (status.st_ino, status.st_mtime_ns)
+            _armed = _parse(file.read_text())
 
 
 def _first(name: str) -> bool:

@@ -84,16 +84,20 @@ def digest_of(source: Path | RemoteFile) -> str:
     return digest.result()
 
 
-def private_memory(nbytes: int, *, populate: bool = False, enough: Callable[[], bool] = lambda: False) -> memoryview:
-    """Memory of the caller's own; with `populate` its pages are there already, until `enough` says so."""
+def private_memory(nbytes: int, enough: Callable[[], bool] = lambda: False) -> memoryview:
+    """Memory of the caller's own. Its pages are there already, until `enough` says that the rest may come later."""
     if nbytes == 0:
         return memoryview(b"")
+    # Not in huge pages: where memory is fragmented, the kernel first tidies up (2.3 s for 670 MB, else 0.2 s).
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Fewer page faults, where the machine has huge pages.
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    if populate:
-        populate_pages(ctypes.addressof(ctypes.c_char.from_buffer(memory)), nbytes, enough)
+    _populate(memoryview(memory), enough)
     return memoryview(memory)
+
+
+def _populate(memory: memoryview, enough: Callable[[], bool] = lambda: False) -> None:
+    """A page fault for each page, taken while it is copied to, costs ten times what making all of them at once does."""
+    if memory.nbytes:
+        populate_pages(ctypes.addressof(ctypes.c_char.from_buffer(memory)), memory.nbytes, enough)
 
 
 def read_private(source: Path | RemoteFile | memoryview, memory: memoryview | None = None) -> tuple[memoryview, str]:
@@ -109,6 +113,8 @@ def read_private(source: Path | RemoteFile | memoryview, memory: memoryview | No
     """
     if memory is None:
         memory = private_memory(source.stat().st_size if isinstance(source, Path) else source.nbytes)
+    else:
+        _populate(memory)
     return memory, read_into(source, memory)
 
 

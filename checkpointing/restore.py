@@ -143,7 +143,7 @@ class Room:
         """For files of these sizes in bytes; ends as soon as it is enough, for from then on it is a delay."""
         for name, nbytes in sizes.items():
             if nbytes > _SMALL_BYTES and name != self._except_for and not enough():
-                self._made[name] = private_memory(nbytes, populate=True, enough=enough)
+                self._made[name] = private_memory(nbytes, enough)
 
     def take(self, name: str, nbytes: int) -> memoryview | None:
         """What was made for a file, unless that was of another checkpoint."""

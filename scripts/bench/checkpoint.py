@@ -152,6 +152,8 @@ class Bench:
         try:
             yield agent
         finally:
+            # A signal does not end an agent that has a supervisor.
+            protocol.send(monitor, {"do": "shutdown"})
             agent.close()
             monitor.close()
 

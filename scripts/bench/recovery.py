@@ -30,11 +30,11 @@ from pathlib import Path
 import numpy
 import psutil
 from common import ROOT, machine, spread, undisturbed
-from recovery_run import SETTLE_S, START_TIMEOUT_S, Event, NeverStarted, Training, runner_command
 
 from checkpointing.errors import CheckpointError
 from checkpointing.tiers import open_tiers
 from runner import processes
+from runner.chaos.subject import SETTLE_S, START_TIMEOUT_S, Event, NeverStarted, Subject, runner_command
 
 HERE = Path(__file__).parent
 FT_FOLDER = ROOT / ".bench" / "ft"
@@ -49,6 +49,8 @@ METHODS = {
     "as_is": "`torchrun --max-restarts=3`, as it is",
     "ft": "`ft_launcher --max-restarts=3`",
 }
+# The trainings' own environment: no GPU, one thread for each rank.
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 # Not part of a figure: only every third round.
 FOR_INFORMATION = ("as_is", "ft")
 # Long enough that no kill falls behind its end; every step is reported, by ours and theirs.
@@ -127,26 +129,26 @@ class Bench:
             shutil.rmtree(folder, ignore_errors=True)
 
     @contextlib.contextmanager
-    def training(self, method: str) -> Iterator[Training]:
+    def training(self, method: str) -> Iterator[Subject]:
         """A training of the default job under a method."""
         with self.folder() as folder:
             script = [str(HERE / "recovery_peer.py"), str(folder), *JOB]
             launch = ["--standalone", "--nproc-per-node", "2"]
             torchrun = [sys.executable, "-m", "torch.distributed.run", *launch]
-            environment: dict[str, str] = {}
+            environment = ENVIRONMENT
             match method:
                 case "ours":
-                    command = runner_command(folder, *JOB)
+                    command = ours(folder, *JOB)
                 case "loop":
                     command = ["bash", "-c", 'until "$@"; do :; done', "loop", *torchrun, *script]
                 case "torchrun" | "as_is":
                     command = [*torchrun, "--max-restarts", "3", *script]
-                    environment = SHARED_STORE_OFF if method == "torchrun" else {}
+                    environment = ENVIRONMENT | (SHARED_STORE_OFF if method == "torchrun" else {})
                 case _:
                     command = [sys.executable, "-m", FT_MODULE, *launch, "--max-restarts", "3"]
                     command += ["--ignore-missing-fault-tol-cfg", *script]
-                    environment = {"PYTHONPATH": f"{ROOT}:{self._ft_site}"}
-            with Training(command, folder, environment) as training:
+                    environment = ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{self._ft_site}"}
+            with Subject(command, folder, environment) as training:
                 yield training
 
     # -- a killed rank, a preemption -----------------------------------------------------------------------------
@@ -179,7 +181,7 @@ class Bench:
                 self.say(f"{METHODS[method]} did not come back; it said:\n{training.tail(1000)}")
         return event["time"] - killed_at if event is not None else None
 
-    def preempt(self, training: Training, crashed: int, step: int) -> None:
+    def preempt(self, training: Subject, crashed: int, step: int) -> None:
         """SIGTERM to the supervisor in mid-training; checks its exit code, and that the last step is committed.
 
         Args:
@@ -205,11 +207,11 @@ class Bench:
         self.measured.commit_s += commits[-1:]
         self.check_leftovers(training)
 
-    def problem(self, text: str, training: Training) -> None:
+    def problem(self, text: str, training: Subject) -> None:
         self.measured.problems.append(text)
         self.say(f"WRONG: {text}; it said:\n{training.tail(1000)}")
 
-    def check_leftovers(self, training: Training) -> None:
+    def check_leftovers(self, training: Subject) -> None:
         for left in training.leftovers():
             self.measured.orphans.append(left)
             self.say(f"LEFT: {left}")
@@ -252,8 +254,8 @@ class Bench:
     def kill_run(self, plan: random.Random, num_kills: int, name: str) -> None:
         """One run; a hang ends it."""
         with self.folder() as folder:
-            command = runner_command(folder, *JOB, "restart.max_restarts=100000")
-            with Training(command, folder) as training:
+            command = ours(folder, *JOB, "restart.max_restarts=100000")
+            with Subject(command, folder, ENVIRONMENT) as training:
                 victims = Victims(training, plan)
                 last = "the start"
                 for number in range(num_kills):
@@ -282,7 +284,7 @@ class Bench:
                     self.problem(f"{name}: stopped in order, but its exit code is {code}", training)
                 self.check_leftovers(training)
 
-    def hang(self, text: str, training: Training) -> None:
+    def hang(self, text: str, training: Subject) -> None:
         """No progress: it waits for ever, or it has given up, which is as bad."""
         code = training.process.poll()
         text += f"; the supervisor {'lives' if code is None else f'has ended with {code}'}"
@@ -298,7 +300,7 @@ class Bench:
         with self.folder() as folder:
             output = folder.parent / "pairs.jsonl"
             script = [str(HERE / "recovery_steps.py"), str(output), str(num_pairs), str(self._seed)]
-            with Training(runner_command(folder, script=script), folder) as training:
+            with Subject(ours(folder, script=script), folder, ENVIRONMENT) as training:
 
                 def lines() -> list[str]:
                     return output.read_text().splitlines() if output.exists() else []
@@ -327,10 +329,16 @@ class Bench:
         }
 
 
+def ours(folder: Path, *settings: str, script: Sequence[str] = ()) -> list[str]:
+    """`runner start` with two ranks."""
+    options = [part for setting in settings for part in ("--set", setting)]
+    return runner_command(folder, "--nproc-per-node", str(NUM_RANKS), *options, script=script)
+
+
 class Victims:
     """Waits for moments of a run of ours, and kills somebody in them."""
 
-    def __init__(self, training: Training, plan: random.Random) -> None:
+    def __init__(self, training: Subject, plan: random.Random) -> None:
         self._training, self._plan = training, plan
         self.killed_in = 0
         self._killed_at = time.time()

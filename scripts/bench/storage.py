@@ -222,9 +222,9 @@ class Bench:
         """Ranks of torchrun with an agent that is started here, as a supervisor would: what both have said."""
         self.attempt += 1
         agent = AgentProcess.start(location, "bench")
+        monitor = protocol.connect(agent.socket_path)
         events: dict[str, dict[str, Any]] = {}
         try:
-            monitor = protocol.connect(agent.socket_path)
             protocol.send(monitor, {"do": "hello", "role": "monitor"})
             listener = threading.Thread(target=_listen, args=(monitor, events))
             listener.start()
@@ -232,6 +232,8 @@ class Bench:
             environment = {SOCKET_ENV: agent.socket_path, ATTEMPT_ENV: str(self.attempt)}
             results = self.run([*torchrun, HERE / "storage_training.py", method, location], environment)
         finally:
+            # A signal does not end an agent that has a supervisor.
+            protocol.send(monitor, {"do": "shutdown"})
             agent.close()
         listener.join()
         return results, events

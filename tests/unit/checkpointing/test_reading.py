@@ -42,7 +42,7 @@ def test_a_memory_file_reads_and_seeks_like_a_file() -> None:
 def test_memory_is_made_until_it_is_enough(num_pieces: int) -> None:
     """The rest is there when it is first used."""
     nbytes, answers, before = 160 << 20, iter([False] * num_pieces + [True] * 3), resident()
-    memory = private_memory(nbytes, populate=True, enough=lambda: next(answers))
+    memory = private_memory(nbytes, enough=lambda: next(answers))
     assert abs(resident() - before - min(num_pieces * (64 << 20), nbytes)) < 16 << 20
     memory[-1] = memory[0] = 1
     assert len(memory) == nbytes

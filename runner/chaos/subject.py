@@ -1,4 +1,4 @@
-"""One training in `recovery.py`, ours or another's: started in a session of its own, watched from outside, ended."""
+"""A training as it is seen from outside: started in a session of its own, watched by its journal, ended."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import psutil
-from common import ROOT
 
 from runner import processes
 from runner.environment import CONFIG_VARIABLES
 from runner.journal import JOURNAL_NAME
 
-MARK_ENV = "RECOVERY_BENCH"
+# In the environment of all processes of a training.
+MARK_ENV = "RUNNER_SUBJECT"
 POLL_S = 0.02
 # From a start to the steps that are waited for: imports, on a machine that others use too.
 START_TIMEOUT_S = 240.0
@@ -35,47 +35,51 @@ T = TypeVar("T")
 
 
 class NeverStarted(SystemExit):
-    """A training has not come to the step that was waited for; ends the benchmark, if nobody minds."""
+    """A training has not come to the step that was waited for; ends the program, if nobody minds."""
 
 
-class Training:
-    """The processes and the journal of one training. Leaving its context ends whatever is left of it."""
+class Subject:
+    """The processes and the journal of one training, which may be started again in the same folder.
+
+    A context: it starts the training; leaving it ends whatever is left.
+    """
 
     def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None) -> None:
+        """`environment` goes before what is inherited. The training's temporary files lie in `folder`/tmp."""
         self.folder, self.command = folder, command
         self.events: list[Event] = []
         self._offset, self._torn = 0, b""
         self._mark = uuid.uuid4().hex
-        temporary = folder / "tmp"
-        temporary.mkdir(parents=True)
-        self._log = (folder / "output.log").open("wb")
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            env={
-                # A user's own settings (OUTPUT_DIR, BATCH_SIZE, …) would change the job.
-                **{name: value for name, value in os.environ.items() if name not in CONFIG_VARIABLES},
-                "CUDA_VISIBLE_DEVICES": "",
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(ROOT),
-                "TMPDIR": str(temporary),
-                "TOKENIZERS_PARALLELISM": "false",
-                **(environment or {}),
-                MARK_ENV: self._mark,
-            },
-            start_new_session=True,
-        )
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir(parents=True, exist_ok=True)
+        # A user's own settings (OUTPUT_DIR, BATCH_SIZE, …) would change the job.
+        inherited = {name: value for name, value in os.environ.items() if name not in CONFIG_VARIABLES}
+        own = {"TMPDIR": str(self.temporary), "TOKENIZERS_PARALLELISM": "false", MARK_ENV: self._mark}
+        self._environment = {**inherited, **own, **(environment or {})}
+        self._log = (folder / "output.log").open("ab")
 
-    def __enter__(self) -> Training:
+    def __enter__(self) -> Subject:
+        self.start()
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         processes.kill_all(self.alive)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=10)
         self._log.close()
+
+    def start(self) -> None:
+        """Type the command (again)."""
+        self.process = subprocess.Popen(
+            self.command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env=self._environment,
+            start_new_session=True,
+        )
 
     # -- what it says --------------------------------------------------------------------------------------------
 
@@ -177,11 +181,10 @@ class Training:
         return [_describe(process) for process in living]
 
 
-def runner_command(folder: Path, *settings: str, script: Sequence[str] = ()) -> list[str]:
-    """`runner start`, with two ranks."""
-    options = [part for setting in settings for part in ("--set", setting)]
+def runner_command(folder: Path, *options: str, script: Sequence[str] = ()) -> list[str]:
+    """`runner start` of this environment."""
     runner = str(Path(sys.executable).with_name("runner"))
-    return [runner, "start", "--output-dir", str(folder), "--nproc-per-node", "2", *options, *script]
+    return [runner, "start", "--output-dir", str(folder), *options, *script]
 
 
 def _process(pid: int) -> psutil.Process | None:

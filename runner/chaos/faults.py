@@ -1,0 +1,388 @@
+"""The catalog of faults: what can be done to a training, from outside or at a named place in its code.
+
+Each says what is expected to come of it, so that a campaign knows what to wait for and what to count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+import psutil
+
+from checkpointing.failpoints import FILE_ENV, ONCE_ENV
+from checkpointing.manifest import MANIFEST_NAME
+from checkpointing.storage import LocalStorage
+from checkpointing.tiers import Tiers
+from runner.chaos.bad_line import BadLine, endpoint_of_environment
+from runner.chaos.subject import Subject
+
+# A failpoint that has not been come by after this is not on this training's way (no S3, nothing to prune).
+_REACH_S = 20.0
+_SHORT_GRACE_S = 0.3
+
+
+class Effect(Enum):
+    """What a fault is expected to end."""
+
+    ATTEMPT = "attempt"  # the supervisor starts the next one
+    RUN = "run"  # the supervisor itself: whoever runs it starts it again
+    NOTHING = "nothing"  # training goes on
+
+
+class Moment(Enum):
+    """When it strikes."""
+
+    START_UP = "start-up"
+    RESTORE = "restore"
+    STEP = "step"
+    SAVE = "save"
+
+
+ANY_MOMENT = tuple(Moment)
+TRAINING = (Moment.STEP, Moment.SAVE)
+
+
+class NotNow(Exception):
+    """Nothing to do it to at this moment; the text says why."""
+
+
+class FailpointFile:
+    """Arms failpoints in processes that run; see `checkpointing.failpoints`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._fired = path, path.with_suffix(".fired")
+        self.arm("")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What makes a training listen."""
+        return {FILE_ENV: str(self._path), ONCE_ENV: str(self._fired)}
+
+    def arm(self, text: str) -> None:
+        """These, and no others."""
+        shutil.rmtree(self._fired, ignore_errors=True)
+        self._fired.mkdir(parents=True)
+        new = self._path.with_suffix(".new")
+        new.write_text(text)
+        new.rename(self._path)
+
+    def has_fired(self, name: str) -> bool:
+        return (self._fired / name).exists()
+
+
+@dataclass
+class Scene:
+    """What a fault may touch.
+
+    Attributes:
+        line: between the training and its S3 server; None: there is no such server, or none that can be spoiled.
+        damaged: steps of checkpoints that this campaign has damaged.
+    """
+
+    subject: Subject
+    tiers: Tiers
+    random: random.Random
+    failpoints: FailpointFile
+    line: BadLine | None = None
+    damaged: set[int] = field(default_factory=set)
+
+    def ranks(self) -> list[psutil.Process]:
+        """Living ranks of the newest attempt."""
+        started = self.subject.all("rank_started")
+        newest = max((event["attempt"] for event in started), default=0)
+        numbers = sorted({event["rank"] for event in started if event["attempt"] == newest})
+        return [process for number in numbers if (process := self.subject.rank(number)) is not None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One kind of fault.
+
+    Attributes:
+        strike: does it; returns what it has done, in words. Raises NotNow.
+        restarts: attempts that it ends, at a moment of training.
+    """
+
+    name: str
+    effect: Effect
+    strike: Callable[[Scene], str]
+    moments: tuple[Moment, ...] = ANY_MOMENT
+    restarts: int = 1
+
+    def fits(self, tiers: Tiers) -> bool:
+        """Whether checkpoints lie where it could strike."""
+        if "local." in self.name or self.name.startswith(("disk", "I/O")):
+            return any(isinstance(storage, LocalStorage) for storage in tiers.nearest_first)
+        if "remote." in self.name or self.name.startswith("upload"):
+            return not isinstance(tiers.durable, LocalStorage)
+        if self.name in LINES:
+            return not isinstance(tiers.durable, LocalStorage) and endpoint_of_environment() is not None
+        if self.name in DAMAGES:
+            return isinstance(tiers.durable, LocalStorage) and tiers.local is None
+        return True
+
+
+# -- processes -----------------------------------------------------------------------------------------------------
+
+
+def _send(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        raise NotNow("it has just ended") from None
+
+
+def _kill_rank(scene: Scene) -> str:
+    ranks = scene.ranks()
+    if not ranks:
+        raise NotNow("no rank lives")
+    victim = scene.random.choice(ranks)
+    _send(victim, signal.SIGKILL)
+    return f"SIGKILL to rank process {victim.pid}"
+
+
+def _kill_all_ranks(scene: Scene) -> str:
+    ranks = scene.ranks()
+    if not ranks:
+        raise NotNow("no rank lives")
+    for victim in ranks:
+        with contextlib.suppress(NotNow):
+            _send(victim, signal.SIGKILL)
+    return f"SIGKILL to {len(ranks)} ranks"
+
+
+def _kill_helper(module: str) -> Callable[[Scene], str]:
+    def strike(scene: Scene) -> str:
+        victim = scene.subject.helper(module)
+        if victim is None:
+            raise NotNow(f"no {module} lives")
+        _send(victim, signal.SIGKILL)
+        return f"SIGKILL to {victim.pid}"
+
+    return strike
+
+
+def _kill_supervisor(scene: Scene) -> str:
+    scene.subject.process.send_signal(signal.SIGKILL)
+    return f"SIGKILL to {scene.subject.process.pid}"
+
+
+def _stop_rank(scene: Scene) -> str:
+    ranks = scene.ranks()
+    if not ranks:
+        raise NotNow("no rank lives")
+    victim = scene.random.choice(ranks)
+    _send(victim, signal.SIGSTOP)
+    return f"SIGSTOP to rank process {victim.pid}"
+
+
+def _preempt(scene: Scene) -> str:
+    scene.subject.process.send_signal(signal.SIGTERM)
+    return "SIGTERM, all the grace that it needs"
+
+
+def _preempt_short(scene: Scene) -> str:
+    """As a spot machine that is gone before it has said so."""
+    scene.subject.process.send_signal(signal.SIGTERM)
+    time.sleep(scene.random.uniform(0.0, _SHORT_GRACE_S))
+    if scene.subject.process.poll() is None:
+        for process in scene.subject.alive():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+    return f"SIGTERM, and within {_SHORT_GRACE_S} s SIGKILL to all processes"
+
+
+def _preempt_twice(scene: Scene) -> str:
+    scene.subject.process.send_signal(signal.SIGTERM)
+    time.sleep(scene.random.uniform(0.02, 0.3))
+    if scene.subject.process.poll() is None:
+        scene.subject.process.send_signal(signal.SIGTERM)
+    return "SIGTERM twice"
+
+
+# -- failpoints ----------------------------------------------------------------------------------------------------
+
+
+def _at_failpoint(name: str, action: str, most: int = 1) -> Callable[[Scene], str]:
+    """Arm one, and wait until somebody has come by.
+
+    Args:
+        most: it strikes at the first to this-th time, at random.
+    """
+
+    def strike(scene: Scene) -> str:
+        number = scene.random.randint(1, most)
+        scene.failpoints.arm(f"{name}={action}@{number}")
+        try:
+            came = scene.subject.wait(lambda: scene.failpoints.has_fired(name) or None, _REACH_S)
+        finally:
+            # Fired ones stay quiet by themselves; the folder must outlive this.
+            if not scene.failpoints.has_fired(name):
+                scene.failpoints.arm("")
+        if not came:
+            raise NotNow(f"nobody came by {name} within {_REACH_S:.0f} s")
+        return f"{action} at the {number}. {name}"
+
+    return strike
+
+
+def _kill_in_restore(scene: Scene) -> str:
+    """A rank is killed, and one of the next attempt's when it has read what it goes on from."""
+    if not scene.tiers.catalog.committed_steps():
+        raise NotNow("there is no checkpoint yet")
+    attempt = scene.subject.all("attempt_started")[-1]["attempt"]
+    scene.failpoints.arm("restore.read=kill")
+    _kill_rank(scene)
+    scene.subject.wait(
+        lambda: (
+            scene.failpoints.has_fired("restore.read")
+            or scene.subject.all("training_started", after=attempt + 1)
+            or None
+        ),
+        60.0,
+    )
+    return "SIGKILL to a rank, and to one of the next attempt at restore.read"
+
+
+# -- what lies in storage ------------------------------------------------------------------------------------------
+
+
+def _damage(scene: Scene, how: Callable[[Path, random.Random], str]) -> str:
+    """All processes are killed, then the newest checkpoint is damaged: only an older one is left to go on from."""
+    storage = scene.tiers.durable
+    if not isinstance(storage, LocalStorage) or scene.tiers.local is not None:
+        raise NotNow("checkpoints do not lie in one folder")
+    if len(scene.tiers.catalog.committed_steps()) < 2:
+        raise NotNow("there are no two checkpoints")
+    scene.subject.process.send_signal(signal.SIGKILL)
+    scene.subject.process.wait(30)
+    scene.subject.leftovers()
+    steps = scene.tiers.catalog.committed_steps()
+    if len(steps) < 2:
+        return "the supervisor was killed; there were no two checkpoints to damage one"
+    folder = storage.directory(steps[-1])
+    assert folder is not None
+    scene.damaged.add(steps[-1])
+    return f"all killed; {folder.name}: {how(folder, scene.random)}"
+
+
+def _some_file(folder: Path, random: random.Random) -> Path:
+    files = sorted(file for file in folder.iterdir() if file.is_file() and file.name != MANIFEST_NAME)
+    return random.choice([file for file in files if file.stat().st_size])
+
+
+def _truncate(folder: Path, random: random.Random) -> str:
+    file = _some_file(folder, random)
+    size = random.randrange(file.stat().st_size)
+    os.truncate(file, size)
+    return f"{file.name} cut to {size} bytes"
+
+
+def _flip(folder: Path, random: random.Random) -> str:
+    file = _some_file(folder, random)
+    position, bit = random.randrange(file.stat().st_size), random.randrange(8)
+    with file.open("r+b") as stream:
+        stream.seek(position)
+        byte = stream.read(1)[0]
+        stream.seek(position)
+        stream.write(bytes([byte ^ (1 << bit)]))
+    return f"bit {bit} of byte {position} of {file.name} flipped"
+
+
+def _remove_file(folder: Path, random: random.Random) -> str:
+    file = _some_file(folder, random)
+    file.unlink()
+    return f"{file.name} removed"
+
+
+def _remove_manifest(folder: Path, random: random.Random) -> str:
+    (folder / MANIFEST_NAME).unlink()
+    return "its manifest removed"
+
+
+def _damaging(how: Callable[[Path, random.Random], str]) -> Callable[[Scene], str]:
+    return lambda scene: _damage(scene, how)
+
+
+# -- the line to S3 ------------------------------------------------------------------------------------------------
+
+
+def _spoil(how: str, seconds: float) -> Callable[[Scene], str]:
+    def strike(scene: Scene) -> str:
+        if scene.line is None:
+            raise NotNow("S3 is not asked over plain HTTP")
+        before = scene.line.num_spoiled
+        scene.line.spoil(how, seconds)
+        scene.subject.wait(lambda: None, seconds)
+        return f"{scene.line.num_spoiled - before} times within {seconds:.0f} s"
+
+    return strike
+
+
+LINES = {
+    "S3 answers 503": _spoil("busy", 3.0),
+    "S3 is silent": _spoil("silent", 5.0),
+    "S3 breaks connections": _spoil("broken", 3.0),
+}
+
+DAMAGES = {
+    "file truncated": _truncate,
+    "bit flipped": _flip,
+    "file missing": _remove_file,
+    "manifest missing": _remove_manifest,
+}
+
+# -- the catalog ---------------------------------------------------------------------------------------------------
+
+FAULTS = [
+    Fault("rank killed", Effect.ATTEMPT, _kill_rank),
+    Fault("all ranks killed", Effect.ATTEMPT, _kill_all_ranks),
+    Fault("launcher killed", Effect.ATTEMPT, _kill_helper("runner.launcher")),
+    Fault("agent killed", Effect.ATTEMPT, _kill_helper("checkpointing.agent")),
+    Fault("supervisor killed", Effect.RUN, _kill_supervisor),
+    Fault("rank stopped", Effect.ATTEMPT, _stop_rank, TRAINING),
+    Fault("preempted", Effect.RUN, _preempt),
+    Fault("preempted, short grace", Effect.RUN, _preempt_short),
+    Fault("preempted twice", Effect.RUN, _preempt_twice),
+    # Before, within and after the copy, file, manifest, rename, sync; prune; restore.
+    *(
+        Fault(f"killed at {name}", Effect.ATTEMPT, _at_failpoint(name, "kill", most), moments)
+        for name, most, moments in (
+            ("snapshot.copying", 3, TRAINING),
+            ("snapshot.copied", 3, TRAINING),
+            ("local.begun", 1, TRAINING),
+            ("local.write", 4, TRAINING),
+            ("local.written", 4, TRAINING),
+            ("local.manifest", 1, TRAINING),
+            ("local.synced", 1, TRAINING),
+            ("local.renamed", 1, TRAINING),
+            ("local.committed", 1, TRAINING),
+            ("local.removing", 1, TRAINING),
+            ("local.unlisted", 1, TRAINING),
+            ("remote.part", 2, TRAINING),
+            ("remote.uploaded", 2, TRAINING),
+            ("remote.publishing", 1, TRAINING),
+            ("remote.published", 1, TRAINING),
+            ("remote.committed", 1, TRAINING),
+            ("remote.unlisted", 1, TRAINING),
+        )
+    ),
+    Fault("killed at restore.read", Effect.ATTEMPT, _kill_in_restore, TRAINING, restarts=2),
+    Fault("disk full", Effect.NOTHING, _at_failpoint("local.write", "full", 4), TRAINING),
+    Fault("disk full at the manifest", Effect.NOTHING, _at_failpoint("local.written", "full", 2), TRAINING),
+    Fault("I/O error", Effect.NOTHING, _at_failpoint("local.write", "error", 4), TRAINING),
+    Fault("I/O error at the commit", Effect.NOTHING, _at_failpoint("local.synced", "error"), TRAINING),
+    Fault("disk hangs for 3 s", Effect.NOTHING, _at_failpoint("local.write", "pause", 4), TRAINING),
+    Fault("upload fails", Effect.NOTHING, _at_failpoint("remote.part", "error", 2), TRAINING),
+    *(Fault(name, Effect.NOTHING, strike, (Moment.SAVE,)) for name, strike in LINES.items()),
+    *(Fault(name, Effect.RUN, _damaging(how), TRAINING) for name, how in DAMAGES.items()),
+]

@@ -1,0 +1,52 @@
+"""Where the runs of a campaign keep their checkpoints: on the job's own storage, and never among its own ones."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from checkpointing.tiers import Tiers, open_tiers
+
+if TYPE_CHECKING:
+    from runner.config import Config
+
+
+class Places:
+    """Names the places of a run by the name of its folder."""
+
+    def __init__(self, config: Config, campaign: str) -> None:
+        self._location, self._tier = config.checkpoint.location, config.checkpoint.local_tier
+        self._campaign = f"chaos-{campaign}"
+
+    def location(self, folder: Path) -> str:
+        if self._location is None:
+            return str(folder / "checkpoints")
+        return f"{self._location.rstrip('/')}/{self._campaign}/{folder.name}"
+
+    def local_tier(self, folder: Path) -> str | None:
+        return f"{self._tier}/{self._campaign}/{folder.name}" if self._tier is not None else None
+
+    def tiers(self, folder: Path) -> Tiers:
+        """Open them."""
+        return open_tiers(self.location(folder), self.local_tier(folder))
+
+    def settings(self, folder: Path) -> list[str]:
+        """`runner start`'s options."""
+        tier = self.local_tier(folder)
+        settings = [f"checkpoint.location={self.location(folder)}"]
+        settings += [f"checkpoint.local_tier={tier}"] if tier is not None else []
+        return [part for setting in settings for part in ("--set", setting)]
+
+    def remove(self, folder: Path) -> None:
+        """A run's folder and its checkpoints."""
+        import fsspec
+
+        shutil.rmtree(folder, ignore_errors=True)
+        for place in filter(None, (self.location(folder), self.local_tier(folder))):
+            if "://" not in place:
+                shutil.rmtree(place, ignore_errors=True)
+                continue
+            filesystem, path = fsspec.url_to_fs(place)
+            if filesystem.exists(path):
+                filesystem.rm(path, recursive=True)

@@ -1,0 +1,64 @@
+"""A campaign's result as a table and as JSON."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from runner.chaos.campaign import Result
+
+
+def rows(result: Result) -> list[dict[str, Any]]:
+    """One per kind of fault that was struck, or could not be."""
+    found = []
+    for fault in dict.fromkeys([*(strike.fault for strike in result.strikes), *result.skipped]):
+        strikes = [strike for strike in result.strikes if strike.fault == fault]
+        times = [strike.recovered_s for strike in strikes if strike.recovered_s is not None]
+        number, why = result.skipped.get(fault, (0, ""))
+        found.append(
+            {
+                "fault": fault,
+                "struck": len(strikes),
+                "recovered_s": round(statistics.median(times), 2) if times else None,
+                "violations": sum(len(strike.violations) for strike in strikes),
+                "skipped": number,
+                "why_skipped": why,
+            }
+        )
+    return sorted(found, key=lambda row: (-row["struck"], row["fault"]))
+
+
+def to_json(result: Result, seed: int) -> dict[str, Any]:
+    """What `--json` writes."""
+    return {
+        "faults": len(result.strikes),
+        "violations": len(result.all_violations),
+        "identical": result.identical == result.runs,
+        "lost_steps": result.lost_steps,
+        "runs": result.runs,
+        "runs_identical": result.identical,
+        "steps": result.steps,
+        "seconds": round(result.total_s, 1),
+        "seed": seed,
+        "violation_texts": result.all_violations,
+        "differences": result.differences,
+        "rows": rows(result),
+        "strikes": [vars(strike) for strike in result.strikes],
+    }
+
+
+def render(result: Result, seed: int) -> str:
+    """The table, and the verdict as its last line."""
+    lines = [f"{'fault':<30} {'struck':>6} {'back after':>11} {'violations':>11}"]
+    for row in rows(result):
+        back = f"{row['recovered_s']:.2f} s" if row["recovered_s"] is not None else "-"
+        note = f"   {row['skipped']} times it could not strike: {row['why_skipped']}" if row["skipped"] else ""
+        lines.append(f"{row['fault']:<30} {row['struck']:>6} {back:>11} {row['violations']:>11}{note}")
+    lines += [f"VIOLATION: {text}" for text in result.all_violations]
+    lines += [f"DIFFERENT: {text}" for text in result.differences]
+    lines.append(
+        f"{len(result.strikes)} faults in {result.runs} runs of {result.steps} steps (seed {seed}, "
+        f"{result.total_s:.0f} s): {len(result.all_violations)} violations, {result.identical} of {result.runs} runs "
+        f"ended in the same bits as the run in peace, {result.lost_steps} steps were computed again"
+    )
+    return "\n".join(lines)

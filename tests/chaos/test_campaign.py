@@ -1,0 +1,120 @@
+"""`runner chaos` as a user types it: a sound product passes, a broken one is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from integration.support import RUNNER, SHORT_JOB
+from servers import Server, bucket_on
+
+
+def chaos(folder: Path, *options: str, **environment: str) -> tuple[int, dict[str, Any], str]:
+    """Exit code, verdict, and what was printed."""
+    verdict = folder / "verdict.json"
+    command = [*RUNNER, "chaos", *SHORT_JOB, "--output-dir", str(folder / "chaos"), "--json", str(verdict), *options]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=540, env={**os.environ, **environment}, cwd=folder
+    )
+    return done.returncode, json.loads(verdict.read_text()) if verdict.exists() else {}, done.stdout + done.stderr
+
+
+def test_nothing_is_lost(tmp_path: Path) -> None:
+    code, verdict, output = chaos(tmp_path, "--kills", "12", "--seed", "7")
+    assert code == 0, output
+    assert verdict["faults"] >= 12 and verdict["violations"] == 0 and verdict["identical"], output
+    assert len({strike["fault"] for strike in verdict["strikes"]}) >= 12, "each kind once before any comes again"
+    assert "ended in the same bits" in output.splitlines()[-1]
+    assert not list((tmp_path / "chaos").glob("run-*")), "folders of runs that ended well are removed"
+
+
+def test_a_checkpoint_manager_that_forgets_the_generators_is_found(tmp_path: Path) -> None:
+    """Dropout then falls otherwise after each restart: the bits differ, and nothing else does."""
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent(
+            """
+            import importlib.abc, importlib.machinery, sys
+            class Forgetful(importlib.abc.MetaPathFinder):
+                def find_spec(self, name, path, target=None):
+                    if name != "checkpointing.rng":
+                        return None
+                    spec = importlib.machinery.PathFinder.find_spec(name, path)
+                    execute = spec.loader.exec_module
+                    def broken(module):
+                        execute(module)
+                        module.set_state = lambda *args, **kwargs: None
+                    spec.loader.exec_module = broken
+                    return spec
+            sys.meta_path.insert(0, Forgetful())
+            """
+        )
+    )
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+    code, verdict, output = chaos(
+        tmp_path, "--kills", "2", "--seed", "1", "--fault", "supervisor killed", PYTHONPATH=path
+    )
+    assert code == 1, output
+    assert verdict["faults"] >= 2 and verdict["violations"] == 0 and not verdict["identical"]
+    assert "DIFFERENT" in output and "model.safetensors" in output and "Traceback" not in output
+    assert list((tmp_path / "chaos").glob("run-*/journal.jsonl")), "the folders are kept"
+
+
+def test_an_agent_that_lies_about_its_commits_is_found(tmp_path: Path) -> None:
+    """It says committed, and removes what it has written."""
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent(
+            """
+            import importlib.abc, importlib.machinery, sys
+            class Liar(importlib.abc.MetaPathFinder):
+                def find_spec(self, name, path, target=None):
+                    if name != "checkpointing.commit":
+                        return None
+                    spec = importlib.machinery.PathFinder.find_spec(name, path)
+                    execute = spec.loader.exec_module
+                    def broken(module):
+                        execute(module)
+                        commit = module.commit_snapshot
+                        def lie(storage, info, *args, **kwargs):
+                            result = commit(storage, info, *args, **kwargs)
+                            if info.step < 60:
+                                storage.remove(info.step)
+                            return result
+                        module.commit_snapshot = lie
+                    spec.loader.exec_module = broken
+                    return spec
+            sys.meta_path.insert(0, Liar())
+            """
+        )
+    )
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+    code, verdict, output = chaos(
+        tmp_path, "--kills", "2", "--seed", "3", "--fault", "supervisor killed", PYTHONPATH=path
+    )
+    assert code == 1, output
+    assert verdict["violations"] > 0 and "had been committed" in output
+
+
+def test_on_s3(radosgw_s3: Server, tmp_path: Path) -> None:
+    import pytest
+
+    with pytest.MonkeyPatch.context() as patch:
+        bucket = bucket_on(radosgw_s3, patch)
+        names = ["S3 answers 503", "S3 breaks connections", "supervisor killed", "killed at remote.publishing"]
+        options = [part for name in names for part in ("--fault", name)]
+        location = f"checkpoint.location=s3://{bucket}/run"
+        code, verdict, output = chaos(tmp_path, "--kills", "4", "--seed", "5", "--set", location, *options)
+    assert code == 0, output
+    assert {strike["fault"] for strike in verdict["strikes"]} == set(names), output
+
+
+def test_mistakes_are_told_in_one_line(tmp_path: Path) -> None:
+    code, _, output = chaos(tmp_path, "--fault", "meteorite")
+    assert code == 2 and "'meteorite'" in output and "--list" in output and "Traceback" not in output
+    (tmp_path / "chaos").mkdir(exist_ok=True)
+    (tmp_path / "chaos" / "mine").touch()
+    code, _, output = chaos(tmp_path)
+    assert code == 2 and "is not empty" in output

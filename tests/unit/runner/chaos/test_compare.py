@@ -1,0 +1,56 @@
+"""Two checkpoints are the same, or it is said where they differ."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from runner.chaos.compare import differences
+
+
+def checkpoint(folder: Path, **changes: Any) -> Path:
+    folder.mkdir()
+    weight = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4) / 7
+    save_file({"layer.weight": weight * changes.get("scale", 1.0)}, folder / "model.safetensors")
+    step = changes.get("step", 5.0)
+    torch.save({"state": {0: {"step": torch.tensor(step)}}, "param_groups": [{"lr": 0.1}]}, folder / "optimizer.pt")
+    entry = {"step": 5, "loss": changes.get("loss", 1.5), "train_runtime": changes.get("runtime", 1.0)}
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": [entry], "global_step": 5}))
+    (folder / "config.json").write_text(changes.get("config", "{}"))
+    return folder
+
+
+def test_the_same_bits_at_other_times(tmp_path: Path) -> None:
+    a, b = checkpoint(tmp_path / "a"), checkpoint(tmp_path / "b", runtime=2.0)
+    assert differences(a, b) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"scale": 1.01}, "model.safetensors: layer.weight differs by 0.0"),
+        ({"step": 6.0}, "optimizer.pt: state.0.step differs by"),
+        ({"loss": 1.5000001}, "trainer_state.json: log_history.0.loss: 1.5 and 1.5000001"),
+        ({"config": "[]"}, "config.json: other bytes"),
+    ],
+)
+def test_what_differs_is_named(change: dict[str, Any], told: str, tmp_path: Path) -> None:
+    (found,) = differences(checkpoint(tmp_path / "a"), checkpoint(tmp_path / "b", **change))
+    assert found.startswith(told)
+
+
+def test_a_file_of_one_only(tmp_path: Path) -> None:
+    a, b = checkpoint(tmp_path / "a"), checkpoint(tmp_path / "b")
+    (b / "extra.bin").touch()
+    assert differences(a, b) == ["extra.bin is in one of the two only"]
+
+
+def test_a_tolerance_is_a_share_of_the_norm(tmp_path: Path) -> None:
+    a, b = checkpoint(tmp_path / "a"), checkpoint(tmp_path / "b", scale=1.01, loss=1.50001)
+    assert differences(a, b, 0.05) == []
+    assert len(differences(a, b, 1e-6)) == 2

@@ -1,0 +1,85 @@
+"""What must hold whatever was done to a run: each check sees what is wrong, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpointing.tiers import open_tiers
+from runner.chaos import invariants
+
+
+def journal(*entries: tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Events a second apart."""
+    return [
+        {"time": 100.0 + number, "event": name, "attempt": 1, **rest} for number, (name, rest) in enumerate(entries)
+    ]
+
+
+BEGUN = ("training_started", {"step": 0, "total_steps": 50})
+COMMITTED = ("committed", {"step": 20})
+
+
+def again(step: int, told: int | None) -> list[tuple[str, dict[str, Any]]]:
+    """The second attempt begins."""
+    resumed = [("resumed", {"step": told, "attempt": 2})] if told is not None else []
+    return [*resumed, ("training_started", {"step": step, "attempt": 2})]
+
+
+@pytest.mark.parametrize("step", [20, 27])
+def test_going_on_from_what_was_acknowledged_or_later_is_well(step: int) -> None:
+    events = journal(BEGUN, COMMITTED, *again(step, step))
+    assert invariants.nothing_acknowledged_is_lost(events, []) == []
+
+
+@pytest.mark.parametrize(("step", "told"), [(0, None), (10, 10)])
+def test_going_on_from_before_what_was_acknowledged_is_a_loss(step: int, told: int | None) -> None:
+    events = journal(BEGUN, COMMITTED, *again(step, told))
+    assert invariants.nothing_acknowledged_is_lost(events, []) == [
+        f"attempt 2 began at step {step}; step 20 had been committed"
+    ]
+    assert invariants.nothing_acknowledged_is_lost(events, [(2, 20)]) == [], "the campaign itself had damaged it"
+    assert invariants.nothing_acknowledged_is_lost(events, [(len(events), 20)]), "but not yet"
+
+
+def test_what_the_journal_says_of_the_resume_is_so() -> None:
+    events = journal(BEGUN, COMMITTED, *again(25, 20))
+    assert invariants.nothing_acknowledged_is_lost(events, []) == [
+        "attempt 2 began at step 25; the journal says resumed at 20"
+    ]
+
+
+def test_restarts_and_lives_are_counted() -> None:
+    events = journal(("run_started", {}), ("backoff", {}), ("run_started", {}), ("backoff", {}))
+    assert invariants.restarts_are_those_injected(events, 1, 2, 2) == []
+    assert invariants.restarts_are_those_injected(events, 3, 3, 2) == [
+        "the journal tells of 2 restarts, the faults were for 3"
+    ]
+    assert invariants.restarts_are_those_injected(events, 0, 1, 2)
+    assert invariants.restarts_are_those_injected(events, 2, 2, 1) == [
+        "the journal tells of 2 lives of the runner, there were 1"
+    ]
+
+
+def test_leftovers_are_named(tmp_path: Path) -> None:
+    temporary, location = tmp_path / "tmp", tmp_path / "checkpoints"
+    temporary.mkdir()
+    location.mkdir()
+    tiers, shared_memory = open_tiers(str(location)), invariants.names_in_shared_memory()
+    assert invariants.nothing_is_left(tiers, temporary, shared_memory) == []
+    (temporary / "runner-abc").mkdir()
+    (location / ".checkpoint-20.1.tmp").mkdir()
+    assert invariants.nothing_is_left(tiers, temporary, shared_memory) == [
+        f"{location}: .checkpoint-20.1.tmp is left over",
+        f"{temporary / 'runner-abc'} is left over",
+    ]
+
+
+def test_a_checkpoint_that_is_not_whole_is_seen(tmp_path: Path) -> None:
+    tiers = open_tiers(str(tmp_path))
+    assert invariants.newest_is_whole(tiers, set()) == []
+    transaction = tiers.durable.begin(3, 1)
+    transaction.abort()
+    assert invariants.newest_is_whole(tiers, set()) == []
