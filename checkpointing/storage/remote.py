@@ -82,7 +82,8 @@ class RemoteTransaction:
         try:
             self._storage.check_fence(self._step, self._attempt)
         except Fenced:
-            self._may_be_published = False
+            # A newer attempt that has not seen yet what counts may still see this one.
+            self._may_be_published = self._storage.fence().admits_step(self._step, self._attempt)
             raise
         failpoint("remote.committed")
 
@@ -220,11 +221,12 @@ class RemoteStorage(Storage):
 
     def _put_fence(self, fence: Fence) -> None:
         key, data = f"fence/{fence.attempt}.json", fence.to_json()
-        self.store.put(key, data, if_absent=True)
+        self.store.put(key, data, if_absent=fence.oldest < fence.attempt)
         # Somebody else may have put it first, or, where the server does not decide, last.
         if self.store.get(key) != data:
             raise Fenced(fence.attempt, self.location, fence.attempt)
-        failpoint("fence.published")
+        if fence.oldest < fence.attempt:
+            return
         self.store.delete([f"fence/{older}.json" for older in self._fences() if older < fence.attempt])
         # Found out now, not in the middle of the first save.
         _ = self.store.honours_if_absent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -220,6 +221,69 @@ def test_what_was_published_in_spite_of_the_fence_does_not_count(storage: Storag
     assert Catalog(storage).committed_steps() == [10]
     commit(storage, 20, attempt=2, data=b"newer")
     assert read(storage, 20) == b"newer" and Catalog(storage).committed_steps() == [10, 20]
+
+
+def test_what_is_acknowledged_while_a_newer_attempt_begins_counts(storage: Storage, location: str) -> None:
+    """The newer one has seen what there is; the older one publishes, finds no newer fence, and tells of its success."""
+    storage.begin_attempt(1)
+    newer = open_storage(location)
+    acknowledged: list[int] = []
+    counting = newer.counting
+
+    def counted_too_early() -> object:
+        found = counting()
+        with contextlib.suppress(Fenced):
+            commit(storage, 10, attempt=1)
+            acknowledged.append(10)
+        return found
+
+    newer.counting = counted_too_early  # type: ignore[method-assign,assignment]
+    newer.begin_attempt(2)
+    assert Catalog(storage).committed_steps() == acknowledged
+
+
+def test_what_a_newer_attempt_counts_as_it_begins_is_whole_whatever_its_writer_is_told(
+    storage: Storage, location: str
+) -> None:
+    storage.begin_attempt(1)
+    late, newer = open_storage(location), open_storage(location)
+    look, counting = late.fence, newer.counting
+    looks: list[object] = []
+
+    def begun_before_the_second_look() -> object:
+        looks.append("late")
+        if len(looks) != 2:
+            return look()
+        newer.begin_attempt(2)
+        return looks[-1]
+
+    def counted() -> object:
+        looks.append(look())
+        return counting()
+
+    late.fence = begun_before_the_second_look  # type: ignore[method-assign,assignment]
+    newer.counting = counted  # type: ignore[method-assign,assignment]
+    with pytest.raises(Fenced):
+        commit(late, 10, attempt=1)
+    assert Catalog(storage).verify(10).attempt == 1 and storage.sweep() == []
+
+
+def test_an_attempt_that_died_as_it_began_hides_nothing(storage: Storage, location: str) -> None:
+    storage.begin_attempt(1)
+    commit(storage, 10, attempt=1)
+    dead = open_storage(location)
+
+    def dies() -> object:
+        raise KeyboardInterrupt
+
+    dead.counting = dies  # type: ignore[method-assign,assignment]
+    with pytest.raises(KeyboardInterrupt):
+        dead.begin_attempt(2)
+    assert Catalog(storage).committed_steps() == [10]
+    with pytest.raises(Fenced):
+        commit(storage, 20, attempt=1)
+    open_storage(location).begin_attempt(3)
+    assert Catalog(storage).committed_steps() == [10]
 
 
 def test_what_the_newer_attempt_took_over_may_be_published(storage: Storage) -> None:
