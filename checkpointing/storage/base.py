@@ -172,6 +172,10 @@ class Storage(ABC):
         if superseded or not fence.lets_publish(step, attempt):
             raise Fenced(fence.attempt, self.location, attempt)
 
+    def _outlives(self, attempt: int) -> bool:
+        """Whether what a writer of this attempt has left half written is for our sweep: not if he may outlive us."""
+        return self._claim[0] < 0 or attempt <= self._claim[0]
+
     def make_way(self, step: int) -> None:
         """Set aside what holds a checkpoint's place but does not count: an older attempt published it too late."""
         try:
@@ -287,7 +291,7 @@ class Storage(ABC):
 
     @abstractmethod
     def sweep(self) -> list[str]:
-        """Remove what dead writers left half written; returns the names."""
+        """Remove what dead writers left half written, none of a newer attempt than ours; returns the names."""
 
     @abstractmethod
     def read_note(self) -> bytes | None:

@@ -22,7 +22,8 @@ from checkpointing.storage.base import CHECKPOINT_PREFIX, Fence, Storage
 from checkpointing.storage.writing import write_file
 
 _CHECKPOINT = re.compile(rf"^{CHECKPOINT_PREFIX}(\d+)$")
-_TEMPORARY = re.compile(rf"^\.({CHECKPOINT_PREFIX}\d+|fence\.json|runner\.json)\.\d+\.tmp$")
+_TEMPORARY = re.compile(rf"^\.(?:{CHECKPOINT_PREFIX}\d+|fence\.json)\.(\d+)\.tmp$")
+_TEMPORARY_NOTE = re.compile(r"^\.runner\.json\.\d+\.tmp$")
 _ASIDE = re.compile(rf"^{CHECKPOINT_PREFIX}\d+\.(invalid|superseded)(-\d+)?$")
 _FENCE_NAME = ".fence.json"
 _NOTE_NAME = ".runner.json"
@@ -166,8 +167,13 @@ class LocalStorage(Storage):
     def sweep(self) -> list[str]:
         # Our own note may be on its way.
         ours = f"{_NOTE_NAME}.{os.getpid()}.tmp"
-        names = [name for name in self._names() if name != ours]
-        swept = [name for name in names if _TEMPORARY.match(name) or _REMOVING.match(name)]
+        swept = [
+            name
+            for name in self._names()
+            if ((match := _TEMPORARY.match(name)) and self._outlives(int(match.group(1))))
+            or (_TEMPORARY_NOTE.match(name) and name != ours)
+            or _REMOVING.match(name)
+        ]
         for name in swept:
             path = self.root / name
             if path.is_dir():

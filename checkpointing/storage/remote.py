@@ -208,10 +208,18 @@ class RemoteStorage(Storage):
                     # What it named is not known: keep everything beside it.
                     beside = (_DATA.match(other) for other in keys if other.startswith(key.split("/")[0] + "/"))
                     named |= {match.group(1) for match in beside if match}
-        orphans = [key for key in keys if (match := _DATA.match(key)) and match.group(1) not in named]
+        orphans = [
+            key
+            for key in keys
+            if self._is_for_our_sweep(key) and (match := _DATA.match(key)) and match.group(1) not in named
+        ]
         self.store.delete(orphans)
-        self.store.abort_uploads()
+        self.store.abort_uploads(self._is_for_our_sweep)
         return sorted({key.rsplit("/", 1)[0] for key in orphans})
+
+    def _is_for_our_sweep(self, key: str) -> bool:
+        match = _DATA.match(key)
+        return match is None or self._outlives(int(match.group(2)))
 
     def read_note(self) -> bytes | None:
         return self.store.get(_NOTE)

@@ -13,7 +13,7 @@ from checkpointing.catalog import Catalog, verify
 from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import digest_buffer
 from checkpointing.errors import CheckpointError, CommitConflict, Fenced, InvalidCheckpoint
-from checkpointing.manifest import Manifest, SnapshotInfo
+from checkpointing.manifest import FileEntry, Manifest, SnapshotInfo
 from checkpointing.reading import read_private
 from checkpointing.storage import Storage, open_storage
 from checkpointing.storage.local import LocalStorage
@@ -117,6 +117,19 @@ def test_what_a_dead_writer_left_is_swept(storage: Storage) -> None:
     assert len(storage.sweep()) == 2
     assert storage.steps() == [5] and storage.sweep() == []
     assert read(storage, 5) == b"abc"
+
+
+def test_a_sweep_spares_what_a_newer_attempt_writes(storage: Storage, location: str) -> None:
+    """Its own attempt was given up as it began, but lives: it wakes up in the sweep."""
+    late = open_storage(location)
+    late.begin_attempt(1)
+    late.begin(6, 1).write("a", [memoryview(b"x")])
+    storage.begin_attempt(2)
+    newer = storage.begin(7, 2)
+    newer.write("a", [memoryview(b"x")])
+    assert len(late.sweep()) == 1
+    newer.commit(Manifest("run", 2, 7, 1, 7, 0.0, (FileEntry("a", 1, digest_buffer(b"x")),)))
+    assert Catalog(storage).verify(7).attempt == 2
 
 
 def test_a_committed_step_is_not_overwritten(storage: Storage) -> None:
