@@ -144,6 +144,8 @@ class LocalStorage(Storage):
         doomed = self.root / f".{CHECKPOINT_PREFIX}{step}.removing"
         shutil.rmtree(doomed, ignore_errors=True)
         path.rename(doomed)
+        # A power cut must not give it back its name without its files.
+        fsync_directory(self.root)
         failpoint("local.removing")
         with contextlib.suppress(FileNotFoundError):
             (doomed / MANIFEST_NAME).unlink()
@@ -174,6 +176,9 @@ class LocalStorage(Storage):
             or (_TEMPORARY_NOTE.match(name) and name != ours)
             or _REMOVING.match(name)
         ]
+        if swept:
+            # As in `remove`, whose writer may have died before that.
+            fsync_directory(self.root)
         for name in swept:
             path = self.root / name
             if path.is_dir():
