@@ -176,11 +176,18 @@ class Storage(ABC):
         """Whether what a writer of this attempt has left half written is for our sweep: not if he may outlive us."""
         return self._claim[0] < 0 or attempt <= self._claim[0]
 
-    def make_way(self, step: int) -> None:
-        """Set aside what holds a checkpoint's place but does not count: an older attempt published it too late."""
+    def make_way(self, step: int, attempt: int) -> None:
+        """Set aside what holds a checkpoint's place but does not count: an older attempt published it too late.
+
+        Raises:
+            Fenced: a newer attempt has begun.
+            OSError: storage refused.
+        """
         try:
             self.read_manifest(step)
         except InvalidCheckpoint:
+            # It may have made way itself, and have published since.
+            self.check_fence(step, attempt)
             self.set_aside(step)
 
     def read_manifest(self, step: int) -> Manifest:

@@ -75,7 +75,7 @@ class LocalTransaction:
         failpoint("local.synced")
         self._storage.check_fence(self._step, self._attempt)
         if self._target.exists():
-            self._storage.make_way(self._step)
+            self._storage.make_way(self._step, self._attempt)
         # rename(2) replaces an empty directory silently; only we create these names, so a check is enough.
         if self._target.exists():
             raise CommitConflict(f"{self._target} exists already; it is kept and this copy is dropped")

@@ -72,7 +72,7 @@ class RemoteTransaction:
         self._storage.check_fence(self._step, self._attempt)
         failpoint("remote.publishing")
         if not self._publish(data):
-            self._storage.make_way(self._step)
+            self._storage.make_way(self._step, self._attempt)
             if not self._publish(data):
                 raise CommitConflict(
                     f"{self._storage.describe(self._step)} exists already; it is kept and this copy is dropped"

@@ -236,6 +236,28 @@ def test_what_was_published_in_spite_of_the_fence_does_not_count(storage: Storag
     assert read(storage, 20) == b"newer" and Catalog(storage).committed_steps() == [10, 20]
 
 
+def test_who_was_shut_out_sets_nothing_aside(storage: Storage, location: str) -> None:
+    """Both find the step damaged; the newer one has set it aside and has committed the step before the older one acts."""
+    storage.begin_attempt(1)
+    commit(storage, 5, attempt=1)
+    tamper(storage, 5, "a", None)
+    late = open_storage(location)
+    late.begin_attempt(2)
+    read_manifest = late.read_manifest
+
+    def seen_too_early(step: int) -> Manifest:
+        try:
+            return read_manifest(step)
+        finally:
+            storage.begin_attempt(3)
+            commit(storage, 5, attempt=3, data=b"newer")
+
+    late.read_manifest = seen_too_early  # type: ignore[method-assign]
+    with pytest.raises(Fenced):
+        commit(late, 5, attempt=2, data=b"late")
+    assert read(storage, 5) == b"newer" and len(storage.set_aside_names()) == 1
+
+
 def test_what_is_acknowledged_while_a_newer_attempt_begins_counts(storage: Storage, location: str) -> None:
     """The newer one has seen what there is; the older one publishes, finds no newer fence, and tells of its success."""
     storage.begin_attempt(1)
