@@ -142,7 +142,9 @@ class LocalStorage(Storage):
         path = self.directory(step)
         # Out of the way by one atomic rename: a crash in mid-delete then leaves no directory with a checkpoint's name.
         doomed = self.root / f".{CHECKPOINT_PREFIX}{step}.removing"
-        shutil.rmtree(doomed, ignore_errors=True)
+        if doomed.exists():
+            fsync_directory(self.root)
+            shutil.rmtree(doomed, ignore_errors=True)
         path.rename(doomed)
         # A power cut must not give it back its name without its files.
         fsync_directory(self.root)
