@@ -229,7 +229,9 @@ class LocalStorage(Storage):
 
     def _sizes(self, step: int | None = None) -> dict[str, int]:
         sizes = {}
-        for number in [step] if step is not None else self._steps({}):
+        for number in [step] if step is not None else self._listed():
+            # One without files is named like a checkpoint, too.
+            sizes[f"{CHECKPOINT_PREFIX}{number}/"] = 0
             with contextlib.suppress(OSError), os.scandir(self.directory(number)) as entries:
                 for entry in entries:
                     with contextlib.suppress(OSError):
@@ -237,7 +239,11 @@ class LocalStorage(Storage):
         return sizes
 
     def _steps(self, sizes: Mapping[str, int]) -> set[int]:
-        return {int(match.group(1)) for name in self._names() if (match := _CHECKPOINT.match(name))}
+        # Not listed anew: what has been committed since would seem to lack its files.
+        return {int(name.partition("/")[0].removeprefix(CHECKPOINT_PREFIX)) for name in sizes}
+
+    def _listed(self) -> list[int]:
+        return [int(match.group(1)) for name in self._names() if (match := _CHECKPOINT.match(name))]
 
     def _names(self) -> list[str]:
         try:

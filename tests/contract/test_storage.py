@@ -177,6 +177,21 @@ def test_every_kind_of_damage_is_found(storage: Storage) -> None:
     assert Catalog(storage).committed_steps() == [1]  # only a full read sees a changed byte
 
 
+def test_what_is_committed_during_a_survey_is_not_taken_for_damaged(storage: Storage, location: str) -> None:
+    commit(storage, 1)
+    sizes = storage._sizes
+
+    def and_then_another_commits(step: int | None = None) -> dict[str, int]:
+        found = sizes(step)
+        storage._sizes = sizes  # type: ignore[method-assign]
+        commit(open_storage(location), 2)
+        return found
+
+    storage._sizes = and_then_another_commits  # type: ignore[method-assign]
+    assert [entry.problem for entry in Catalog(storage).entries()] == [None]
+    assert Catalog(storage).committed_steps() == [1, 2]
+
+
 def test_set_aside_keeps_and_counts(storage: Storage) -> None:
     for data in (b"one", b"two"):
         commit(storage, 5, data=data)
@@ -237,7 +252,7 @@ def test_what_was_published_in_spite_of_the_fence_does_not_count(storage: Storag
 
 
 def test_who_was_shut_out_sets_nothing_aside(storage: Storage, location: str) -> None:
-    """Both find the step damaged; the newer one has set it aside and has committed the step before the older one acts."""
+    """Both find the step damaged; the newer one sets it aside and commits the step before the older one acts."""
     storage.begin_attempt(1)
     commit(storage, 5, attempt=1)
     tamper(storage, 5, "a", None)
