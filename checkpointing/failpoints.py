@@ -33,7 +33,8 @@ _SLEEP_S = {"pause": 3.0, "hang": 3600.0}
 # Everything that can be armed, in the order in which one save, one removal and one restore come by.
 NAMES = (
     "fence.written",  # local: the new fence is there under its temporary name
-    "fence.published",
+    "fence.opened",  # older attempts are shut out, what they have published is not looked at yet
+    "fence.published",  # it is, and counts
     "local.begun",  # the temporary directory is there
     "local.write",  # a piece of a file is written
     "local.written",  # a file is written and durable

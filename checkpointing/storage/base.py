@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from checkpointing.errors import Fenced, InvalidCheckpoint
+from checkpointing.failpoints import failpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
 
 CHECKPOINT_PREFIX = "checkpoint-"
@@ -69,14 +70,20 @@ class Fence:
     A checkpoint counts if its attempt is the newest, or if it was there when the newest began. So what a writer from an
     older attempt publishes later is never loaded, however late it wakes up.
 
+    An attempt begins in two steps. First its number shuts out older writers: from then on none is told that it has
+    committed. Then it looks what is there, and writes that down; until it has, all that counted before still does. If
+    it looked first, what an older one publishes in between would be acknowledged, and lost.
+
     Attributes:
         accepted: step and attempt of what was published by then, damaged or not.
         writer: tells apart two that claim the same attempt.
+        oldest: everything of this attempt or a newer one counts; an older number than `attempt` in the first step.
     """
 
     attempt: int = 0
     accepted: frozenset[tuple[int, int]] = frozenset()
     writer: str = ""
+    oldest: int = 0
 
     def admits(self, manifest: Manifest) -> bool:
         """Whether a checkpoint counts."""
@@ -84,10 +91,21 @@ class Fence:
 
     def admits_step(self, step: int, attempt: int) -> bool:
         """Whether a checkpoint of this step and attempt would count."""
+        return attempt >= self.oldest or (step, attempt) in self.accepted
+
+    def lets_publish(self, step: int, attempt: int) -> bool:
+        """Whether a checkpoint of this step and attempt will count, whatever the newest attempt is about to see."""
         return attempt >= self.attempt or (step, attempt) in self.accepted
 
     def to_json(self) -> bytes:
-        return json.dumps({"attempt": self.attempt, "accepted": sorted(self.accepted), "writer": self.writer}).encode()
+        return json.dumps(
+            {
+                "attempt": self.attempt,
+                "accepted": sorted(self.accepted),
+                "writer": self.writer,
+                "oldest": self.oldest,
+            }
+        ).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Fence:
@@ -99,7 +117,8 @@ class Fence:
         try:
             body = json.loads(data)
             accepted = frozenset((int(step), int(attempt)) for step, attempt in body["accepted"])
-            return cls(int(body["attempt"]), accepted, str(body["writer"]))
+            # Fences of before there were two steps were complete.
+            return cls(int(body["attempt"]), accepted, str(body["writer"]), int(body.get("oldest", body["attempt"])))
         except (KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"not a fence: {error}") from None
 
@@ -126,33 +145,49 @@ class Storage(ABC):
         fence = self.fence()
         if self._claim[0] != attempt:
             self._claim = (attempt, uuid.uuid4().hex)
-        if fence.attempt == attempt and fence.writer == self._claim[1]:
+        if not (fence.attempt == attempt and fence.writer == self._claim[1]):
+            if fence.attempt >= attempt:
+                raise Fenced(fence.attempt, self.location, attempt)
+            fence = Fence(attempt, fence.accepted | set(held), self._claim[1], fence.oldest)
+            self._put_fence(fence)
+            failpoint("fence.opened")
+        if fence.oldest == attempt:
             return  # an earlier try of ours, whose answer was lost
-        if fence.attempt >= attempt:
-            raise Fenced(fence.attempt, self.location, attempt)
         # What has counted once goes on to count, so that what was set aside can be repaired and put back.
         accepted = sorted(self.counting() | set(held))[-_MAX_ACCEPTED:]
-        self._put_fence(Fence(attempt, frozenset(accepted), self._claim[1]))
+        self._put_fence(Fence(attempt, frozenset(accepted), self._claim[1], attempt))
+        failpoint("fence.published")
 
     def check_fence(self, step: int, attempt: int) -> None:
-        """See whether a checkpoint of this step and attempt would count.
+        """See whether a checkpoint of this step and attempt will count.
 
         Where the place does not decide between two that begin the same attempt, the fence's last writer holds it.
 
         Raises:
-            Fenced: it would not.
+            Fenced: it will not, or that is not known.
             OSError: storage refused.
         """
         fence = self.fence()
         superseded = fence.attempt == attempt == self._claim[0] and fence.writer != self._claim[1]
-        if superseded or not fence.admits_step(step, attempt):
+        if superseded or not fence.lets_publish(step, attempt):
             raise Fenced(fence.attempt, self.location, attempt)
 
-    def make_way(self, step: int) -> None:
-        """Set aside what holds a checkpoint's place but does not count: an older attempt published it too late."""
+    def _outlives(self, attempt: int) -> bool:
+        """Whether what a writer of this attempt has left half written is for our sweep: not if he may outlive us."""
+        return self._claim[0] < 0 or attempt <= self._claim[0]
+
+    def make_way(self, step: int, attempt: int) -> None:
+        """Set aside what holds a checkpoint's place but does not count: an older attempt published it too late.
+
+        Raises:
+            Fenced: a newer attempt has begun.
+            OSError: storage refused.
+        """
         try:
             self.read_manifest(step)
         except InvalidCheckpoint:
+            # It may have made way itself, and have published since.
+            self.check_fence(step, attempt)
             self.set_aside(step)
 
     def read_manifest(self, step: int) -> Manifest:
@@ -263,7 +298,7 @@ class Storage(ABC):
 
     @abstractmethod
     def sweep(self) -> list[str]:
-        """Remove what dead writers left half written; returns the names."""
+        """Remove what dead writers left half written, none of a newer attempt than ours; returns the names."""
 
     @abstractmethod
     def read_note(self) -> bytes | None:
@@ -292,7 +327,7 @@ class Storage(ABC):
 
     @abstractmethod
     def _put_fence(self, fence: Fence) -> None:
-        """Write it down durably.
+        """Write it down durably, in place of an older one or one of our own.
 
         Raises:
             Fenced: somebody else has begun the same attempt.

@@ -22,7 +22,8 @@ from checkpointing.storage.base import CHECKPOINT_PREFIX, Fence, Storage
 from checkpointing.storage.writing import write_file
 
 _CHECKPOINT = re.compile(rf"^{CHECKPOINT_PREFIX}(\d+)$")
-_TEMPORARY = re.compile(rf"^\.({CHECKPOINT_PREFIX}\d+|fence\.json|runner\.json)\.\d+\.tmp$")
+_TEMPORARY = re.compile(rf"^\.(?:{CHECKPOINT_PREFIX}\d+|fence\.json)\.(\d+)\.tmp$")
+_TEMPORARY_NOTE = re.compile(r"^\.runner\.json\.\d+\.tmp$")
 _ASIDE = re.compile(rf"^{CHECKPOINT_PREFIX}\d+\.(invalid|superseded)(-\d+)?$")
 _FENCE_NAME = ".fence.json"
 _NOTE_NAME = ".runner.json"
@@ -74,7 +75,7 @@ class LocalTransaction:
         failpoint("local.synced")
         self._storage.check_fence(self._step, self._attempt)
         if self._target.exists():
-            self._storage.make_way(self._step)
+            self._storage.make_way(self._step, self._attempt)
         # rename(2) replaces an empty directory silently; only we create these names, so a check is enough.
         if self._target.exists():
             raise CommitConflict(f"{self._target} exists already; it is kept and this copy is dropped")
@@ -141,8 +142,12 @@ class LocalStorage(Storage):
         path = self.directory(step)
         # Out of the way by one atomic rename: a crash in mid-delete then leaves no directory with a checkpoint's name.
         doomed = self.root / f".{CHECKPOINT_PREFIX}{step}.removing"
-        shutil.rmtree(doomed, ignore_errors=True)
+        if doomed.exists():
+            fsync_directory(self.root)
+            shutil.rmtree(doomed, ignore_errors=True)
         path.rename(doomed)
+        # A power cut must not give it back its name without its files.
+        fsync_directory(self.root)
         failpoint("local.removing")
         with contextlib.suppress(FileNotFoundError):
             (doomed / MANIFEST_NAME).unlink()
@@ -166,8 +171,16 @@ class LocalStorage(Storage):
     def sweep(self) -> list[str]:
         # Our own note may be on its way.
         ours = f"{_NOTE_NAME}.{os.getpid()}.tmp"
-        names = [name for name in self._names() if name != ours]
-        swept = [name for name in names if _TEMPORARY.match(name) or _REMOVING.match(name)]
+        swept = [
+            name
+            for name in self._names()
+            if ((match := _TEMPORARY.match(name)) and self._outlives(int(match.group(1))))
+            or (_TEMPORARY_NOTE.match(name) and name != ours)
+            or _REMOVING.match(name)
+        ]
+        if swept:
+            # As in `remove`, whose writer may have died before that.
+            fsync_directory(self.root)
         for name in swept:
             path = self.root / name
             if path.is_dir():
@@ -197,7 +210,6 @@ class LocalStorage(Storage):
 
     def _put_fence(self, fence: Fence) -> None:
         self._replace(_FENCE_NAME, fence.to_json(), fence.attempt, lambda: failpoint("fence.written"))
-        failpoint("fence.published")
 
     def _replace(self, name: str, data: bytes, mark: int, written: Callable[[], None] = lambda: None) -> None:
         """Give a small file new contents; a crash leaves the old ones or the new ones. `mark` is its writer's."""
@@ -217,7 +229,9 @@ class LocalStorage(Storage):
 
     def _sizes(self, step: int | None = None) -> dict[str, int]:
         sizes = {}
-        for number in [step] if step is not None else self._steps({}):
+        for number in [step] if step is not None else self._listed():
+            # One without files is named like a checkpoint, too.
+            sizes[f"{CHECKPOINT_PREFIX}{number}/"] = 0
             with contextlib.suppress(OSError), os.scandir(self.directory(number)) as entries:
                 for entry in entries:
                     with contextlib.suppress(OSError):
@@ -225,7 +239,11 @@ class LocalStorage(Storage):
         return sizes
 
     def _steps(self, sizes: Mapping[str, int]) -> set[int]:
-        return {int(match.group(1)) for name in self._names() if (match := _CHECKPOINT.match(name))}
+        # Not listed anew: what has been committed since would seem to lack its files.
+        return {int(name.partition("/")[0].removeprefix(CHECKPOINT_PREFIX)) for name in sizes}
+
+    def _listed(self) -> list[int]:
+        return [int(match.group(1)) for name in self._names() if (match := _CHECKPOINT.match(name))]
 
     def _names(self) -> list[str]:
         try:

@@ -92,8 +92,8 @@ class ObjectStore(Protocol):
             StorageError: refused, or no answer.
         """
 
-    def abort_uploads(self) -> int:
-        """End what dead writers have left half uploaded; returns how many there were.
+    def abort_uploads(self, among: Callable[[str], bool] = lambda key: True) -> int:
+        """End what dead writers have left half uploaded, of those keys; returns how many there were.
 
         Raises:
             StorageError: refused, or no answer.

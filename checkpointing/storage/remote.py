@@ -72,7 +72,7 @@ class RemoteTransaction:
         self._storage.check_fence(self._step, self._attempt)
         failpoint("remote.publishing")
         if not self._publish(data):
-            self._storage.make_way(self._step)
+            self._storage.make_way(self._step, self._attempt)
             if not self._publish(data):
                 raise CommitConflict(
                     f"{self._storage.describe(self._step)} exists already; it is kept and this copy is dropped"
@@ -82,7 +82,8 @@ class RemoteTransaction:
         try:
             self._storage.check_fence(self._step, self._attempt)
         except Fenced:
-            self._may_be_published = False
+            # A newer attempt that has not seen yet what counts may still see this one.
+            self._may_be_published = self._storage.fence().admits_step(self._step, self._attempt)
             raise
         failpoint("remote.committed")
 
@@ -207,10 +208,18 @@ class RemoteStorage(Storage):
                     # What it named is not known: keep everything beside it.
                     beside = (_DATA.match(other) for other in keys if other.startswith(key.split("/")[0] + "/"))
                     named |= {match.group(1) for match in beside if match}
-        orphans = [key for key in keys if (match := _DATA.match(key)) and match.group(1) not in named]
+        orphans = [
+            key
+            for key in keys
+            if self._is_for_our_sweep(key) and (match := _DATA.match(key)) and match.group(1) not in named
+        ]
         self.store.delete(orphans)
-        self.store.abort_uploads()
+        self.store.abort_uploads(self._is_for_our_sweep)
         return sorted({key.rsplit("/", 1)[0] for key in orphans})
+
+    def _is_for_our_sweep(self, key: str) -> bool:
+        match = _DATA.match(key)
+        return match is None or self._outlives(int(match.group(2)))
 
     def read_note(self) -> bytes | None:
         return self.store.get(_NOTE)
@@ -220,11 +229,12 @@ class RemoteStorage(Storage):
 
     def _put_fence(self, fence: Fence) -> None:
         key, data = f"fence/{fence.attempt}.json", fence.to_json()
-        self.store.put(key, data, if_absent=True)
+        self.store.put(key, data, if_absent=fence.oldest < fence.attempt)
         # Somebody else may have put it first, or, where the server does not decide, last.
         if self.store.get(key) != data:
             raise Fenced(fence.attempt, self.location, fence.attempt)
-        failpoint("fence.published")
+        if fence.oldest < fence.attempt:
+            return
         self.store.delete([f"fence/{older}.json" for older in self._fences() if older < fence.attempt])
         # Found out now, not in the middle of the first save.
         _ = self.store.honours_if_absent

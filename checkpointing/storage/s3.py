@@ -216,10 +216,13 @@ class S3Store:
         finally:
             self.delete([key])
 
-    def abort_uploads(self) -> int:
-        uploads = self._unfinished_uploads()
-        for upload in uploads:
-            self._abort(upload["Key"].removeprefix(self._prefix), upload["UploadId"])
+    def abort_uploads(self, among: Callable[[str], bool] = lambda key: True) -> int:
+        found = (
+            (upload["Key"].removeprefix(self._prefix), upload["UploadId"]) for upload in self._unfinished_uploads()
+        )
+        uploads = [(key, upload_id) for key, upload_id in found if among(key)]
+        for key, upload_id in uploads:
+            self._abort(key, upload_id)
         return len(uploads)
 
     # -- inside --------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from checkpointing.storage import open_storage
 OPERATIONS = ["begin:1", "commit:1", "commit-large:2", "commit:3", "remove:1", "aside:3", "begin:2", "commit:4"]
 # What is interrupted there, by its number among those that come by: never the first save.
 LOCAL = {
-    "fence.written": ("begin:2", 2),
+    "fence.written": ("begin:2", 4),
+    "fence.opened": ("begin:2", 2),
     "fence.published": ("begin:2", 2),
     "local.begun": ("commit-large:2", 2),
     "local.write": ("commit-large:2", 4),
@@ -32,6 +33,7 @@ LOCAL = {
     "local.unlisted": ("remove:1", 1),
 }
 REMOTE = {
+    "fence.opened": ("begin:2", 2),
     "fence.published": ("begin:2", 2),
     "remote.part": ("commit-large:2", 2),
     "remote.uploaded": ("commit-large:2", 4),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -98,6 +99,28 @@ def test_an_attempt_that_could_not_begin_is_in_nobodys_way(call: str, number: in
     said, called = inject(location, "begin:2", call, f"error=EIO:when={number}")
     assert "Input/output error" in said and at in called
     assert_good_order(str(location), [1], attempt=4)
+
+
+@pytest.mark.parametrize("way", ["prune", "prune what is half pruned", "sweep"])
+def test_files_of_a_pruned_checkpoint_go_when_its_name_is_gone_for_good(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut may undo a rename; the checkpoint would then have its name again, and only some of its files."""
+    storage = open_storage(str(prepared(tmp_path)))
+    commit(storage, 2)
+    if way != "prune":
+        (tmp_path / "store" / "checkpoint-1").rename(tmp_path / "store" / ".checkpoint-1.removing")
+    if way == "prune what is half pruned":
+        commit(storage, 1)
+    done: list[str] = []
+    fsync, unlink = os.fsync, os.unlink
+    monkeypatch.setattr(os, "fsync", lambda fd: (done.append(str(Path(f"/proc/self/fd/{fd}").readlink())), fsync(fd)))
+    monkeypatch.setattr(os, "unlink", lambda path, **where: (done.append("unlink"), unlink(path, **where)))
+    if way == "sweep":
+        storage.sweep()
+    else:
+        storage.remove(1)
+    assert done == [str(tmp_path / "store"), *["unlink"] * 3] * (2 if way == "prune what is half pruned" else 1)
 
 
 @pytest.fixture

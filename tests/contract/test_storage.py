@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from checkpointing.catalog import Catalog, verify
 from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import digest_buffer
 from checkpointing.errors import CheckpointError, CommitConflict, Fenced, InvalidCheckpoint
-from checkpointing.manifest import Manifest, SnapshotInfo
+from checkpointing.manifest import FileEntry, Manifest, SnapshotInfo
 from checkpointing.reading import read_private
 from checkpointing.storage import Storage, open_storage
 from checkpointing.storage.local import LocalStorage
@@ -118,6 +119,19 @@ def test_what_a_dead_writer_left_is_swept(storage: Storage) -> None:
     assert read(storage, 5) == b"abc"
 
 
+def test_a_sweep_spares_what_a_newer_attempt_writes(storage: Storage, location: str) -> None:
+    """Its own attempt was given up as it began, but lives: it wakes up in the sweep."""
+    late = open_storage(location)
+    late.begin_attempt(1)
+    late.begin(6, 1).write("a", [memoryview(b"x")])
+    storage.begin_attempt(2)
+    newer = storage.begin(7, 2)
+    newer.write("a", [memoryview(b"x")])
+    assert len(late.sweep()) == 1
+    newer.commit(Manifest("run", 2, 7, 1, 7, 0.0, (FileEntry("a", 1, digest_buffer(b"x")),)))
+    assert Catalog(storage).verify(7).attempt == 2
+
+
 def test_a_committed_step_is_not_overwritten(storage: Storage) -> None:
     commit(storage, 5, data=b"first")
     with pytest.raises(CommitConflict):
@@ -161,6 +175,21 @@ def test_every_kind_of_damage_is_found(storage: Storage) -> None:
         with pytest.raises(InvalidCheckpoint, match=reason):
             verify(storage, step)
     assert Catalog(storage).committed_steps() == [1]  # only a full read sees a changed byte
+
+
+def test_what_is_committed_during_a_survey_is_not_taken_for_damaged(storage: Storage, location: str) -> None:
+    commit(storage, 1)
+    sizes = storage._sizes
+
+    def and_then_another_commits(step: int | None = None) -> dict[str, int]:
+        found = sizes(step)
+        storage._sizes = sizes  # type: ignore[method-assign]
+        commit(open_storage(location), 2)
+        return found
+
+    storage._sizes = and_then_another_commits  # type: ignore[method-assign]
+    assert [entry.problem for entry in Catalog(storage).entries()] == [None]
+    assert Catalog(storage).committed_steps() == [1, 2]
 
 
 def test_set_aside_keeps_and_counts(storage: Storage) -> None:
@@ -220,6 +249,91 @@ def test_what_was_published_in_spite_of_the_fence_does_not_count(storage: Storag
     assert Catalog(storage).committed_steps() == [10]
     commit(storage, 20, attempt=2, data=b"newer")
     assert read(storage, 20) == b"newer" and Catalog(storage).committed_steps() == [10, 20]
+
+
+def test_who_was_shut_out_sets_nothing_aside(storage: Storage, location: str) -> None:
+    """Both find the step damaged; the newer one sets it aside and commits the step before the older one acts."""
+    storage.begin_attempt(1)
+    commit(storage, 5, attempt=1)
+    tamper(storage, 5, "a", None)
+    late = open_storage(location)
+    late.begin_attempt(2)
+    read_manifest = late.read_manifest
+
+    def seen_too_early(step: int) -> Manifest:
+        try:
+            return read_manifest(step)
+        finally:
+            storage.begin_attempt(3)
+            commit(storage, 5, attempt=3, data=b"newer")
+
+    late.read_manifest = seen_too_early  # type: ignore[method-assign]
+    with pytest.raises(Fenced):
+        commit(late, 5, attempt=2, data=b"late")
+    assert read(storage, 5) == b"newer" and len(storage.set_aside_names()) == 1
+
+
+def test_what_is_acknowledged_while_a_newer_attempt_begins_counts(storage: Storage, location: str) -> None:
+    """The newer one has seen what there is; the older one publishes, finds no newer fence, and tells of its success."""
+    storage.begin_attempt(1)
+    newer = open_storage(location)
+    acknowledged: list[int] = []
+    counting = newer.counting
+
+    def counted_too_early() -> object:
+        found = counting()
+        with contextlib.suppress(Fenced):
+            commit(storage, 10, attempt=1)
+            acknowledged.append(10)
+        return found
+
+    newer.counting = counted_too_early  # type: ignore[method-assign,assignment]
+    newer.begin_attempt(2)
+    assert Catalog(storage).committed_steps() == acknowledged
+
+
+def test_what_a_newer_attempt_counts_as_it_begins_is_whole_whatever_its_writer_is_told(
+    storage: Storage, location: str
+) -> None:
+    storage.begin_attempt(1)
+    late, newer = open_storage(location), open_storage(location)
+    look, counting = late.fence, newer.counting
+    looks: list[object] = []
+
+    def begun_before_the_second_look() -> object:
+        looks.append("late")
+        if len(looks) != 2:
+            return look()
+        newer.begin_attempt(2)
+        return looks[-1]
+
+    def counted() -> object:
+        looks.append(look())
+        return counting()
+
+    late.fence = begun_before_the_second_look  # type: ignore[method-assign,assignment]
+    newer.counting = counted  # type: ignore[method-assign,assignment]
+    with pytest.raises(Fenced):
+        commit(late, 10, attempt=1)
+    assert Catalog(storage).verify(10).attempt == 1 and storage.sweep() == []
+
+
+def test_an_attempt_that_died_as_it_began_hides_nothing(storage: Storage, location: str) -> None:
+    storage.begin_attempt(1)
+    commit(storage, 10, attempt=1)
+    dead = open_storage(location)
+
+    def dies() -> object:
+        raise KeyboardInterrupt
+
+    dead.counting = dies  # type: ignore[method-assign,assignment]
+    with pytest.raises(KeyboardInterrupt):
+        dead.begin_attempt(2)
+    assert Catalog(storage).committed_steps() == [10]
+    with pytest.raises(Fenced):
+        commit(storage, 20, attempt=1)
+    open_storage(location).begin_attempt(3)
+    assert Catalog(storage).committed_steps() == [10]
 
 
 def test_what_the_newer_attempt_took_over_may_be_published(storage: Storage) -> None:
