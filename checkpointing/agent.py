@@ -99,6 +99,8 @@ class Agent:
         self._had_monitor = False
         self._stopping = False
         self._drained = False
+        # The newest snapshot could not be committed.
+        self._gave_up = False
         self._results: deque[tuple[Message, Arena | None]] = deque()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
@@ -116,7 +118,8 @@ class Agent:
         with contextlib.suppress(BlockingIOError):
             self._wake_sender.send(b"x")
 
-    def run(self) -> None:
+    def run(self) -> bool:
+        """Serve until told to stop; returns whether the newest snapshot is committed then."""
         self._writer.start()
         with selectors.DefaultSelector() as selector:
             self._selector = selector
@@ -140,6 +143,7 @@ class Agent:
                         self._drained = True
                         self._writer.upload()
         self._writer.close()
+        return not self._gave_up
 
     # -- connections ---------------------------------------------------------------------------------------------
 
@@ -444,6 +448,10 @@ class Agent:
             arena.num_tasks -= 1
             if name in ("committed", "commit_failed"):
                 self._outcomes[arena.step] = {"committed": name == "committed", "error": event.get("error")}
+            if name == "commit_failed":
+                # Tried again when its ranks are gone, and, if it is still the newest, a last time at the end.
+                arena.commit_wanted = self._stopping
+                self._gave_up = self._stopping
             if name == "committed":
                 self._control.last_commit = CommitReport(arena.step, event["duration_s"], event["cpu_s"])
             elif name == "fetched":
@@ -578,10 +586,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     signal.signal(signal.SIGTERM, lambda *_: agent.stop())
     report("ready")
-    agent.run()
+    written = agent.run()
     with contextlib.suppress(OSError):
         Path(arguments.socket).unlink()
-    return 0
+    return 0 if written else 1
 
 
 if __name__ == "__main__":

@@ -127,6 +127,7 @@ class AgentClient:
 
     Attributes:
         control: heartbeats, the stop flag and the last commit, shared with the agent and the supervisor.
+        directory: the agent's own, removed with it; for what this process may not live to remove.
         run_id, attempt: whose snapshots these are.
     """
 
@@ -161,6 +162,7 @@ class AgentClient:
         self._is_leader = local_rank == 0
         self._on_attach, self._on_detach = on_attach, on_detach
         self.attempt = attempt
+        self.directory = Path(socket_path).parent
         reply, fds = self._call(
             {
                 "do": "hello",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
-from checkpointing.errors import CommitFailed
+from checkpointing.errors import CommitConflict, CommitFailed
 from checkpointing.manifest import FileEntry, Manifest, SnapshotInfo
 from checkpointing.storage import Storage
 
@@ -62,7 +62,11 @@ def commit_snapshot(
         manifest = Manifest(**asdict(info), created_at=time.time(), files=tuple(entries))
         if not may_publish():
             raise CommitFailed(f"checkpoint-{info.step} was found damaged in memory and is not published")
-        transaction.commit(manifest)
+        try:
+            transaction.commit(manifest)
+        except CommitConflict:
+            if not storage.keeps(manifest):
+                raise
         return manifest
     except OSError as error:
         reason = error.strerror or str(error)

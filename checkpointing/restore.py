@@ -68,6 +68,7 @@ class RestorePoint:
         files: Mapping[str, memoryview],
         path: Path | None,
         private: bool,
+        scratch: Path,
     ) -> None:
         self.place = place
         self.step = step
@@ -76,6 +77,7 @@ class RestorePoint:
         self.private = private
         self._files = dict(files)
         self._path = path
+        self._scratch = scratch
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def has(self, name: str) -> bool:
@@ -87,7 +89,7 @@ class RestorePoint:
         if self._path is not None:
             return self._path
         if self._temporary is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="checkpoint-snapshot-")
+            self._temporary = tempfile.TemporaryDirectory(prefix="checkpoint-snapshot-", dir=self._scratch)
             folder = Path(self._temporary.name) / f"checkpoint-{self.step}"
             folder.mkdir()
             for name, data in self._files.items():
@@ -229,7 +231,8 @@ def choose(
             return None
         storage = _place(tiers, tier, step) if tier is not None else None
         source = offered[step] if storage is None else step
-        point, problem = _read(storage, source, rank, world_size, private=private, room=room)
+        scratch = client.directory
+        point, problem = _read(storage, source, rank, world_size, private=private, room=room, scratch=scratch)
         mine = (str(problem), isinstance(problem, StorageUnreachable)) if problem is not None else None
         problems = [mine]
         if group is not None:
@@ -321,6 +324,7 @@ def _read(
     *,
     private: bool,
     room: Room,
+    scratch: Path,
 ) -> tuple[RestorePoint | None, CheckpointError | None]:
     own = {rng.file_name(rank, world_size), f"{LOOP_STATE_PREFIX}{rank}.json"}
     path: Path | None = None
@@ -364,6 +368,7 @@ def _read(
         files=files,
         path=path,
         private=private,
+        scratch=scratch,
     )
     return point, None
 

@@ -313,6 +313,8 @@ class _ResilientMixin(_Base):
         if self._stopping and self._before_evaluation is not None:
             # It was cut short, and is done anew by whoever goes on from here.
             state["evaluation_due"] = True
+        # Counted since the Trainer added them up the last time, which it does at saves only.
+        state["flos"] = self.current_flos
         if hasattr(self, "_metrics"):
             state["metrics"] = {name: list(values) for name, values in self._metrics["train"].items()}
             state["train_tokens"] = self._total_train_tokens
@@ -325,6 +327,7 @@ class _ResilientMixin(_Base):
         state: dict[str, Any] = point.json(name)
         self._tr_loss += state["tr_loss"]
         self._globalstep_last_logged = state["last_logged"]
+        self.current_flos = state.get("flos", 0)
         if "metrics" in state and hasattr(self, "_metrics"):
             for metric, values in state["metrics"].items():
                 self._metrics["train"][metric] = values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -18,6 +19,17 @@ from runner.progress import ProgressDisplay
 from runner.run_directory import RunDirectory
 
 STOP_TEXT = "the ranks snapshot, commit and end; once more to end at once"
+
+# A socket's path has 107 bytes at most (unix(7)); the longest of ours, multiprocessing's, take 60 below the folder.
+_LONGEST_FOLDER_BYTES = 46
+
+
+def _temporary_folder() -> str:
+    """The user's (TMPDIR), or, where that leaves no room for the name of a socket, one that does."""
+    folder = tempfile.gettempdir()
+    others = (os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", "/var/tmp", "/dev/shm")
+    usable = (name for name in (folder, *others) if name and len(os.fsencode(name)) <= _LONGEST_FOLDER_BYTES)
+    return next((name for name in usable if os.access(name, os.W_OK | os.X_OK)), folder)
 
 
 class Life:
@@ -50,7 +62,8 @@ class Life:
             self.display.message(f"ended {strays} processes that an earlier life of this run had left")
         self._journal = Journal(self.directory.journal)
         self._stack.callback(self._journal.close)
-        self.runtime = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="runner-")))
+        runtime = tempfile.TemporaryDirectory(prefix="runner-", dir=_temporary_folder())
+        self.runtime = Path(self._stack.enter_context(runtime))
         self._stack.callback(self.loop.close)
         self.loop.wake_by_signals()
         restart = self.config.restart

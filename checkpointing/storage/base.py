@@ -199,6 +199,20 @@ class Storage(ABC):
         """
         return self._checked(step, self.fence(), self._sizes(step))
 
+    def keeps(self, manifest: Manifest) -> bool:
+        """Whether this very checkpoint is here: an earlier try has published it, and could not see that it had.
+
+        If so, it is durable when this returns.
+
+        Raises:
+            OSError: storage refused.
+        """
+        try:
+            kept = self.read_manifest(manifest.step)
+        except InvalidCheckpoint:
+            return False
+        return (kept.info, kept.files) == (manifest.info, manifest.files)
+
     def survey(self) -> Iterator[tuple[int, Manifest | InvalidCheckpoint]]:
         """Everything that is named like a checkpoint, newest first: its manifest, or why it does not count.
 

@@ -138,6 +138,13 @@ class LocalStorage(Storage):
     def file(self, manifest: Manifest, name: str) -> Path:
         return self.directory(manifest.step) / name
 
+    def keeps(self, manifest: Manifest) -> bool:
+        if not super().keeps(manifest):
+            return False
+        # It may have been this that had failed.
+        fsync_directory(self.root)
+        return True
+
     def remove(self, step: int) -> None:
         path = self.directory(step)
         # Out of the way by one atomic rename: a crash in mid-delete then leaves no directory with a checkpoint's name.

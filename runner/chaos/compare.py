@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from checkpointing.export import export_checkpoint
+from checkpointing.manifest import MANIFEST_NAME
 from checkpointing.tiers import open_tiers
 
 TRAINER_STATE_NAME = "trainer_state.json"
@@ -41,7 +42,8 @@ def main() -> None:
 
 def differences(a: Path, b: Path, tolerance: float | None = None) -> list[str]:
     """What differs between two checkpoints' files; each file at most once."""
-    names = [{path.name for path in folder.iterdir()} for folder in (a, b)]
+    # A manifest says whose it is, and when it was made.
+    names = [{path.name for path in folder.iterdir()} - {MANIFEST_NAME} for folder in (a, b)]
     found = [f"{name} is in one of the two only" for name in sorted(names[0] ^ names[1])]
     for name in sorted(names[0] & names[1]):
         if (a / name).read_bytes() == (b / name).read_bytes():
@@ -61,7 +63,7 @@ def differences(a: Path, b: Path, tolerance: float | None = None) -> list[str]:
 
 def _history_difference(a: Path, b: Path, tolerance: float | None) -> str:
     states = [_without_clock(json.loads(path.read_text())) for path in (a, b)]
-    return _difference(*states, tolerance)
+    return _difference(states[0], states[1], tolerance)
 
 
 def _without_clock(value: Any) -> Any:

@@ -236,6 +236,8 @@ class DiskScripts:
             if (yield Op("exists", target)) and not (yield from self.make_way(step, attempt)):
                 return (yield from self.abort(folder, "fenced"))
             if (yield Op("exists", target)):
+                # Whether an earlier try of its own has published it: here nobody tries twice.
+                yield from self.check(step, (yield from self.read_fence()), (yield Op("list", target)) or ())
                 return (yield from self.abort(folder, "conflict"))
             if not (yield Op("rename", folder, target, ("local.renamed",) if rules.fsyncs_parent else ())):
                 return (yield from self.abort(folder, "failed"))

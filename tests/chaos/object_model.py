@@ -213,6 +213,10 @@ class ObjectScripts:
                 return (yield from self.abort(folder, made))
             outcome = yield from self.publish(step, folder, attempt)
         if outcome == REFUSED:
+            # Whether an earlier try of its own has published it: here nobody tries twice.
+            fence = yield from self.read_fence()
+            _, _, data = yield Op("list", f"checkpoint-{step}/")
+            yield from self.check(step, fence, data)
             return (yield from self.abort(folder, "conflict"))
         if outcome == NO_ANSWER:
             return "failed" if rules.keeps_what_may_be_named else (yield from self.abort(folder, "failed"))

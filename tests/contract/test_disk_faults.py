@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,11 +72,16 @@ def test_an_error_fails_the_save_and_leaves_nothing(call: str, what: str, at: st
 
 
 def test_an_error_after_the_rename_fails_the_save_but_keeps_it(tmp_path: Path) -> None:
-    """Whether it would survive a power cut is not known; while it is there, it is whole."""
+    """Whether it would survive a power cut is not known; while it is there, it is whole. Another try makes sure."""
     location = prepared(tmp_path)
     said, called = inject(location, "commit:2", "fsync", f"error=EIO:when={len(FSYNCS)}")
     assert "Input/output error" in said and FSYNCS[-1] in called
     assert_good_order(str(location), [1, 2])
+    storage = open_storage(str(location))
+    manifest = storage.read_manifest(2)
+    assert storage.keeps(manifest)
+    assert not storage.keeps(replace(manifest, attempt=9)), "another attempt's is another checkpoint"
+    assert not storage.keeps(replace(manifest, step=3))
 
 
 @pytest.mark.parametrize(

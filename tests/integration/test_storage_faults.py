@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from integration.support import Run, script, state_hash, wait_for_commit
+from integration.support import SHORT_JOB, TOTAL_STEPS, Run, script, state_hash, wait_for_commit
 from servers import small_disk
 
 from checkpointing.storage import open_storage
+from runner.chaos.compare import differences
 
 
 @pytest.fixture
@@ -59,3 +62,23 @@ def test_a_second_runner_on_the_same_checkpoints_ends_the_first(tmp_path: Path, 
     assert new.events("attempt_started")[0]["attempt"] == 3
     assert before <= {path.name for path in (tmp_path / "shared").glob("checkpoint-*")}
     assert state_hash(tmp_path / "shared" / "checkpoint-60") == state_hash(untouched_script.checkpoint(60))
+
+
+def test_a_last_save_that_fails_is_made_good(tmp_path: Path, untouched: Run) -> None:
+    """The next attempt goes on from memory with nothing left to do: what is only there must not be all."""
+    temporary, fired = tmp_path / "tmp", tmp_path / "fired"
+    temporary.mkdir()
+    fired.mkdir()
+    run = Run(tmp_path / "run", *SHORT_JOB)
+    faults = {"CHECKPOINT_FAILPOINTS": "local.synced=error@4", "CHECKPOINT_FAILPOINTS_ONCE": str(fired)}
+    run.start(TMPDIR=str(temporary), **faults)
+    run.wait_for_step(30)
+    os.kill(run.rank_pid(1), signal.SIGKILL)
+    assert run.finish() == 0, run.output
+    assert run.events("commit_failed")[0]["step"] == TOTAL_STEPS, "the fourth commit is the last one's"
+    assert run.events("resumed")[-1]["step"] == TOTAL_STEPS
+    assert run.events("committed")[-1]["step"] == TOTAL_STEPS
+    # Every file, also what the Trainer counts between two saves.
+    assert differences(untouched.checkpoint(TOTAL_STEPS), run.checkpoint(TOTAL_STEPS)) == []
+    caches = {path for path in temporary.iterdir() if path.name.startswith("torchinductor")}
+    assert set(temporary.iterdir()) == caches, "what killed ranks leave goes with the runner"

@@ -302,3 +302,60 @@ def test_what_is_offered_is_mapped_at_once(agent: AgentProcess) -> None:
     read_shared(snapshots[0].files["file"])
     num_faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
     assert num_faults < nbytes // resource.getpagesize() // 100
+
+
+def agent_that_fails(tmp_path: Path, failpoints: str, monkeypatch: pytest.MonkeyPatch) -> AgentProcess:
+    monkeypatch.setenv("CHECKPOINT_FAILPOINTS", failpoints)
+    process = AgentProcess.start(str(tmp_path / "checkpoints"), "run")
+    monkeypatch.delenv("CHECKPOINT_FAILPOINTS")
+    return process
+
+
+def test_a_commit_that_failed_is_tried_again_when_its_ranks_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next attempt may go on from that snapshot, and have nothing left to do: nobody else would commit it."""
+    agent = agent_that_fails(tmp_path, "local.synced=error", monkeypatch)
+    monitor = protocol.connect(agent.socket_path)
+    protocol.send(monitor, {"do": "hello", "role": "monitor"})
+    client = rank(agent)
+    assert stage(client, 7)
+    assert "Input/output error" in str(client.wait(7))
+    client.close()
+    protocol.send(monitor, {"do": "end_attempt"})
+    while protocol.receive(monitor)[0].get("event") != "attempt_over":
+        pass
+    protocol.send(monitor, {"do": "shutdown"})
+    assert agent.process.wait(10) == 0
+    assert committed(tmp_path) == [7]
+    monitor.close()
+    agent.close()
+
+
+def test_an_agent_that_could_not_write_the_last_snapshot_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = "; ".join(f"{name}=full" for name in ("local.synced", "local.write", "local.written"))
+    agent = agent_that_fails(tmp_path, points, monkeypatch)
+    client = rank(agent)
+    assert stage(client, 7)
+    assert "No space left" in str(client.wait(7))
+    client.close()
+    agent.process.terminate()
+    assert agent.process.wait(10) == 1
+    assert committed(tmp_path) == []
+    agent.close()
+
+
+def test_a_commit_that_seemed_to_fail_is_found_done_by_the_next_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = agent_that_fails(tmp_path, "local.renamed=error", monkeypatch)
+    client = rank(agent)
+    assert stage(client, 7)
+    assert "Input/output error" in str(client.wait(7))
+    client.close()
+    agent.process.terminate()
+    assert agent.process.wait(10) == 0
+    assert committed(tmp_path) == [7]
+    agent.close()
