@@ -597,7 +597,11 @@ class Node:
         if self._launcher is not None and self._launcher.alive:
             # Fork server and resource tracker.
             with contextlib.suppress(psutil.Error):
-                keep |= {child.pid for child in psutil.Process(self._launcher.pid).children() if _is_helper(child)}
+                keep |= {
+                    child.pid
+                    for child in psutil.Process(self._launcher.pid).children()
+                    if processes.is_fork_server(child) or processes.is_tracker(child)
+                }
         return [process for process in processes.descendants() if process.pid not in keep]
 
     def _let_agent_work(self, done: Callable[[], bool]) -> bool:
@@ -771,12 +775,3 @@ class Node:
         if self._agent is None or self._attempt is None:
             return []
         return self._agent.heartbeats(self._nproc)
-
-
-def _is_helper(process: psutil.Process) -> bool:
-    """The fork server or the resource tracker of `multiprocessing`, by its command line."""
-    try:
-        command = " ".join(process.cmdline())
-    except psutil.Error:
-        return False
-    return "multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command

@@ -19,6 +19,7 @@ import psutil
 RUN_ID_ENV = "RUNNER_RUN_ID"
 # What a user, a scheduler or a kubelet sends to have the run stop.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_TRACKER_PATIENCE_S = 1.0
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PTRACER = 0x59616D61
@@ -88,19 +89,42 @@ def processes_of_run(run_id: str, node_rank: int) -> list[psutil.Process]:
 
 
 def kill_all(find: Callable[[], list[psutil.Process]], timeout_s: float = 10.0) -> int:
-    """SIGKILL everything that `find` returns until it returns nothing; returns how many were killed."""
+    """SIGKILL everything that `find` returns until it returns nothing; returns how many were killed.
+
+    multiprocessing's resource tracker is given a moment: it ends once nobody it works for is left, and then removes
+    the semaphores that killed processes have left in /dev/shm.
+    """
     killed: set[int] = set()
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
+    began = time.monotonic()
+    while time.monotonic() < began + timeout_s:
         processes = [process for process in find() if _alive(process)]
         if not processes:
             break
-        for process in processes:
+        patient = time.monotonic() < began + min(_TRACKER_PATIENCE_S, timeout_s / 2)
+        victims = [process for process in processes if not (patient and is_tracker(process))]
+        for process in victims:
             with contextlib.suppress(psutil.Error):
                 process.kill()
                 killed.add(process.pid)
-        psutil.wait_procs(processes, timeout=0.5)
+        psutil.wait_procs(processes, timeout=0.5 if victims else 0.02)
     return len(killed)
+
+
+def is_tracker(process: psutil.Process) -> bool:
+    """Whether it is a resource tracker of `multiprocessing`, by its command line."""
+    return "multiprocessing.resource_tracker" in _command(process)
+
+
+def is_fork_server(process: psutil.Process) -> bool:
+    """Whether it is a fork server of `multiprocessing`, by its command line; so are those that it has forked."""
+    return "multiprocessing.forkserver" in _command(process)
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def reap_strays(managed: set[int]) -> None:

@@ -14,6 +14,8 @@ from runner.summary import summarise
 
 # Shares of the wall time, and seconds.
 _LEDGER_TOLERANCE = 0.001
+# torch's own, for whatever runs next.
+_CACHES = ("torchinductor_",)
 
 
 def newest_is_whole(tiers: Tiers, damaged: set[int]) -> list[str]:
@@ -107,7 +109,7 @@ def nothing_is_left(tiers: Tiers, temporary: Path, shared_memory: Sequence[str])
             # What is set aside, and the files that say who may write, are there on purpose.
             left = [path.name for path in storage.root.iterdir() if ".tmp" in path.name]
             wrong += [f"{storage.root}: {name} is left over" for name in left]
-    wrong += [f"{path} is left over" for path in sorted(temporary.iterdir())]
+    wrong += [f"{path} is left over" for path in sorted(temporary.iterdir()) if not path.name.startswith(_CACHES)]
     wrong += [f"/dev/shm/{name} is left over" for name in sorted(set(names_in_shared_memory()) - set(shared_memory))]
     return wrong
 
