@@ -33,7 +33,9 @@ TRAINING_CORE = 0
 def _move_to(core: int) -> None:
     """This process, all its threads; what it has started stays where it is."""
     for thread in Path("/proc/self/task").iterdir():
-        os.sched_setaffinity(int(thread.name), {core})
+        # One may have ended since it was listed.
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread.name), {core})
 
 
 class SmallRun:

@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import pytest
 from integration.support import RUNNER, SHORT_JOB
 from servers import Server, bucket_on
 
@@ -24,10 +25,10 @@ def chaos(folder: Path, *options: str, **environment: str) -> tuple[int, dict[st
 
 
 def test_nothing_is_lost(tmp_path: Path) -> None:
-    code, verdict, output = chaos(tmp_path, "--kills", "12", "--seed", "7")
+    code, verdict, output = chaos(tmp_path, "--kills", "6", "--seed", "7")
     assert code == 0, output
-    assert verdict["faults"] >= 12 and verdict["violations"] == 0 and verdict["identical"], output
-    assert len({strike["fault"] for strike in verdict["strikes"]}) >= 12, "each kind once before any comes again"
+    assert verdict["faults"] >= 6 and verdict["violations"] == 0 and verdict["identical"], output
+    assert len({strike["fault"] for strike in verdict["strikes"]}) >= 6, "each kind once before any comes again"
     assert "ended in the same bits" in output.splitlines()[-1]
     assert not list((tmp_path / "chaos").glob("run-*")), "folders of runs that ended well are removed"
 
@@ -55,10 +56,10 @@ def test_a_checkpoint_manager_that_forgets_the_generators_is_found(tmp_path: Pat
     )
     path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
     code, verdict, output = chaos(
-        tmp_path, "--kills", "2", "--seed", "1", "--fault", "supervisor killed", PYTHONPATH=path
+        tmp_path, "--kills", "1", "--seed", "1", "--fault", "supervisor killed", PYTHONPATH=path
     )
     assert code == 1, output
-    assert verdict["faults"] >= 2 and verdict["violations"] == 0 and not verdict["identical"]
+    assert verdict["faults"] >= 1 and verdict["violations"] == 0 and not verdict["identical"]
     assert "DIFFERENT" in output and "model.safetensors" in output and "Traceback" not in output
     assert list((tmp_path / "chaos").glob("run-*/journal.jsonl")), "the folders are kept"
 
@@ -92,21 +93,18 @@ def test_an_agent_that_lies_about_its_commits_is_found(tmp_path: Path) -> None:
     )
     path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
     code, verdict, output = chaos(
-        tmp_path, "--kills", "2", "--seed", "3", "--fault", "supervisor killed", PYTHONPATH=path
+        tmp_path, "--kills", "1", "--seed", "3", "--fault", "supervisor killed", PYTHONPATH=path
     )
     assert code == 1, output
     assert verdict["violations"] > 0 and "had been committed" in output
 
 
-def test_on_s3(radosgw_s3: Server, tmp_path: Path) -> None:
-    import pytest
-
-    with pytest.MonkeyPatch.context() as patch:
-        bucket = bucket_on(radosgw_s3, patch)
-        names = ["S3 answers 503", "S3 breaks connections", "supervisor killed", "killed at remote.publishing"]
-        options = [part for name in names for part in ("--fault", name)]
-        location = f"checkpoint.location=s3://{bucket}/run"
-        code, verdict, output = chaos(tmp_path, "--kills", "4", "--seed", "5", "--set", location, *options)
+def test_on_s3(radosgw_s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = bucket_on(radosgw_s3, monkeypatch)
+    names = ["S3 answers 503", "S3 breaks connections", "supervisor killed", "killed at remote.publishing"]
+    options = [part for name in names for part in ("--fault", name)]
+    location = f"checkpoint.location=s3://{bucket}/run"
+    code, verdict, output = chaos(tmp_path, "--kills", "4", "--seed", "5", "--set", location, *options)
     assert code == 0, output
     assert {strike["fault"] for strike in verdict["strikes"]} == set(names), output
 
