@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import reprlib
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -98,8 +99,8 @@ class Fence:
         """
         try:
             body = json.loads(data)
-            accepted = frozenset((int(step), int(attempt)) for step, attempt in body["accepted"])
-            return cls(int(body["attempt"]), accepted, str(body["writer"]))
+            accepted = frozenset((_number(step), _number(attempt)) for step, attempt in body["accepted"])
+            return cls(_number(body["attempt"]), accepted, str(body["writer"]))
         except (KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"not a fence: {error}") from None
 
@@ -314,6 +315,12 @@ class Storage(ABC):
     @abstractmethod
     def _steps(self, sizes: Mapping[str, int]) -> set[int]:
         """Steps of everything that is named like a checkpoint."""
+
+
+def _number(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{reprlib.repr(value)} is not a step or an attempt")
+    return value
 
 
 def _attempt_of(note: bytes | None) -> int:
