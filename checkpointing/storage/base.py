@@ -324,7 +324,8 @@ def _number(value: object) -> int:
 
 
 def _attempt_of(note: bytes | None) -> int:
+    """-1 where it says none that could be: the next note must be able to take a damaged one's place."""
     try:
-        return int(json.loads(note or b"{}").get("attempt", -1))
-    except (ValueError, TypeError, AttributeError):
+        return _number(json.loads(note or b"{}")["attempt"])
+    except (ValueError, KeyError, TypeError, RecursionError):
         return -1

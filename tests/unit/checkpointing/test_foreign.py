@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,14 @@ def test_a_damaged_fence_is_told_with_its_name_and_the_mend(damaged: bytes, tmp_
     (tmp_path / ".fence.json").write_bytes(damaged)
     with pytest.raises(OSError, match=r"\.fence\.json: .*; remove it if no run writes here"):
         LocalStorage(tmp_path).fence()
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [b"", b"[]", b"\xff", b"[" * 100_000, b'{"attempt": 1e999}', b'{"attempt": "x"}', b'{"attempt": 1e30}', b"{}"],
+)
+def test_a_damaged_note_is_replaced_by_the_next(damaged: bytes, tmp_path: Path) -> None:
+    storage, note = LocalStorage(tmp_path), json.dumps({"attempt": 3}).encode()
+    storage.write_note(damaged)
+    storage.replace_note(note)
+    assert storage.read_note() == note
