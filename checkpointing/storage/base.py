@@ -16,6 +16,8 @@ from checkpointing.errors import Fenced, InvalidCheckpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
 
 CHECKPOINT_PREFIX = "checkpoint-"
+# A step or an attempt in a name, as we write it: not 007, nor another script's digits, which int() would take.
+NUMBER = r"(?:0|[1-9][0-9]{0,17})"
 # More than anybody keeps; a fence is read often.
 _MAX_ACCEPTED = 1000
 
