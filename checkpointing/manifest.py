@@ -22,6 +22,8 @@ MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
 # Nothing read from a manifest may point out of the checkpoint's own folder.
 _FOLDER = re.compile(r"(checkpoint-[0-9]+/[0-9]+\.[0-9a-f]+)?")
+# Of any file system's names, in bytes.
+_LONGEST_NAME = 255
 # Numbers go through pages and messages of 64 bits.
 _TOO_MANY = 2**63
 
@@ -110,7 +112,8 @@ class Manifest:
         version = document.get("format_version")
         if version != FORMAT_VERSION:
             raise InvalidCheckpoint(
-                where, f"{MANIFEST_NAME} has format version {reprlib.repr(version)}; this release reads {FORMAT_VERSION}"
+                where,
+                f"{MANIFEST_NAME} has format version {reprlib.repr(version)}; this release reads {FORMAT_VERSION}",
             )
         if claimed != actual:
             raise InvalidCheckpoint(where, f"{MANIFEST_NAME} was altered: its own digest differs")
@@ -189,6 +192,8 @@ def _file_entry(entry: Any) -> FileEntry:
     if not isinstance(entry, dict):
         raise TypeError(f"file entry {reprlib.repr(entry)} is not an object")
     name = _text(entry, "name")
+    if len(name.encode()) > _LONGEST_NAME:
+        raise ValueError(f"file name {reprlib.repr(name)} is too long")
     # A name is a plain file inside the checkpoint: nothing read from it may point elsewhere.
     if not name or "/" in name or "\\" in name or "\0" in name or name in {".", "..", MANIFEST_NAME}:
         raise ValueError(f"file name {reprlib.repr(name)} is not allowed")

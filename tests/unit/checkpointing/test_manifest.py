@@ -71,6 +71,7 @@ def forged(**fields: object) -> bytes:
         ("run_id", "\ud800"),  # cannot be printed
         ("files", [{"name": "\ud800", "size": 1, "digest": "d"}]),
         ("files", [{"name": "model", "size": 1, "digest": "d"}, {"name": "model", "size": 2, "digest": "e"}]),
+        ("files", [{"name": "x" * 5000, "size": 1, "digest": "d"}]),  # the text that says it is missing quotes it
         ("folder", "checkpoint-٣/1.ab"),
     ],
 )
