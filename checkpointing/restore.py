@@ -9,9 +9,12 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,34 +98,72 @@ class RestorePoint:
                     (folder / name).write_bytes(data)
         return Path(self._temporary.name) / f"checkpoint-{self.step}"
 
+    @contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        """Around what is made of a file's contents: whatever they do to a parser, the file is named.
+
+        Raises:
+            InvalidCheckpoint: in place of any other error.
+        """
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            first_line = (str(error).splitlines() or [""])[0]
+            text = f"{type(error).__name__}: {first_line}".encode(errors="replace").decode()
+            raise InvalidCheckpoint(
+                self.place,
+                f"{name} is as it was written, but makes no sense ({textwrap.shorten(text, 300)}); resume from another "
+                "step",
+            ) from error
+
     def model_state(self) -> dict[str, torch.Tensor]:
-        """The model's state dict on the CPU, aliases of tied weights included. May be asked for once."""
-        buffer = self._files.pop(MODEL_NAME)
-        size = int.from_bytes(buffer[:8], "little")
-        header = json.loads(bytes(buffer[8 : 8 + size]))
-        aliases = header.pop("__metadata__", {})
-        dtypes = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
-        state: dict[str, torch.Tensor] = {}
-        for key, entry in header.items():
-            begin, end = entry["data_offsets"]
-            state[key] = _tensor(buffer, 8 + size + begin, end - begin, dtypes[entry["dtype"]]).view(entry["shape"])
-        state |= {alias: state[owner] for alias, owner in aliases.items() if owner in state and alias not in state}
-        return state
+        """The model's state dict on the CPU, aliases of tied weights included. May be asked for once.
+
+        Raises:
+            InvalidCheckpoint: there is none, or it makes no sense.
+        """
+        buffer = self._data(MODEL_NAME)
+        del self._files[MODEL_NAME]
+        with self.reading(MODEL_NAME):
+            return _model_state(buffer)
 
     def torch_object(self, name: str) -> Any:
-        """What `torch.save` put into a file. Its tensors share the bytes that were read, so ask for a file once."""
-        buffer = self._files.pop(name) if name == OPTIMIZER_NAME else self._files[name]
-        with torch.serialization.safe_globals(rng.SAFE_GLOBALS):
+        """What `torch.save` put into a file. Its tensors share the bytes that were read, so ask for a file once.
+
+        Raises:
+            InvalidCheckpoint: there is no such file, or it makes no sense.
+        """
+        buffer = self._data(name)
+        if name == OPTIMIZER_NAME:
+            del self._files[name]
+        with self.reading(name), torch.serialization.safe_globals(rng.SAFE_GLOBALS):
             if len(buffer) <= _SMALL_BYTES and name != OPTIMIZER_NAME:
                 return torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
             # Everything but the tensors' bytes; no memory is touched for those.
             with skip_data():
                 skeleton = torch.load(io.BufferedReader(MemoryFile(buffer)), map_location="cpu", weights_only=True)
-        records = storage_records(io.BufferedReader(MemoryFile(buffer)))
-        return _filled(skeleton, buffer, iter(records), {})
+            records = storage_records(io.BufferedReader(MemoryFile(buffer)))
+            return _filled(skeleton, buffer, iter(records), {})
 
-    def json(self, name: str) -> Any:
-        return json.loads(bytes(self._files[name]))
+    def json(self, name: str) -> dict[str, Any]:
+        """The object in a JSON file.
+
+        Raises:
+            InvalidCheckpoint: there is no such file, or it makes no sense.
+        """
+        data = bytes(self._data(name))
+        with self.reading(name):
+            found = json.loads(data)
+            if not isinstance(found, dict):
+                raise ValueError("it is not a JSON object")
+            return found
+
+    def _data(self, name: str) -> memoryview:
+        if name not in self._files:
+            raise InvalidCheckpoint(self.place, f"{name} is not in it; resume from another step")
+        return self._files[name]
 
     def close(self) -> None:
         """Forget the bytes that nobody has asked for."""
@@ -372,6 +413,43 @@ def _set_aside(storage: Storage, step: int, problem: str, announce: Announce) ->
     kept = storage.set_aside(step)
     logger.warning("checkpoint-%d is not used: %s. It is kept as %s", step, problem, kept)
     announce({"event": "checkpoint_set_aside", "step": step, "reason": problem, "kept_as": kept})
+
+
+def _model_state(buffer: memoryview) -> dict[str, torch.Tensor]:
+    """A safetensors file's tensors, over its bytes (https://github.com/huggingface/safetensors#format).
+
+    Raises:
+        Exception: of any kind, where the file is not as the format wants it.
+    """
+    start = 8 + int.from_bytes(buffer[:8], "little")
+    if start > len(buffer):
+        raise ValueError(f"a header of {start - 8} bytes in a file of {len(buffer)}")
+    header = json.loads(bytes(buffer[8:start]), object_pairs_hook=_object)
+    aliases = header.pop("__metadata__", {})
+    if not all(isinstance(text, str) for text in aliases.values()):
+        raise ValueError("its metadata is not all text")
+    dtypes = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+    state: dict[str, torch.Tensor] = {}
+    covered = []
+    for key, entry in header.items():
+        (begin, end), shape, dtype = entry["data_offsets"], entry["shape"], dtypes[entry["dtype"]]
+        if not all(type(number) is int and number >= 0 for number in [begin, end, *shape]):
+            raise ValueError(f"{key}: offsets or shape are no counts")
+        if end - begin != math.prod(shape) * dtype.itemsize or start + end > len(buffer):
+            raise ValueError(f"{key}: its shape does not fit its place")
+        covered.append((begin, end))
+        state[key] = _tensor(buffer, start + begin, end - begin, dtype).view(shape)
+    ends = [0, *(end for _, end in sorted(covered))]
+    if [begin for begin, _ in sorted(covered)] != ends[:-1] or start + ends[-1] != len(buffer):
+        raise ValueError("its tensors overlap, or leave gaps")
+    return state | {alias: state[owner] for alias, owner in aliases.items() if owner in state and alias not in state}
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is there twice")
+    return found
 
 
 def _tensor(buffer: memoryview, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:

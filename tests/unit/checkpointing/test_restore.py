@@ -1,0 +1,116 @@
+"""What is made of a file's bytes once their digest was found right."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import zipfile
+from typing import Any
+
+import pytest
+import torch
+
+from checkpointing.errors import CheckpointError, InvalidCheckpoint
+from checkpointing.restore import RestorePoint
+from checkpointing.snapshot import torch_bytes
+from checkpointing.tracked import Tracked
+
+
+def point(name: str, data: bytes) -> RestorePoint:
+    files = {name: memoryview(bytearray(data))}
+    return RestorePoint(
+        "/runs/checkpoint-20", step=20, world_size=1, samples_consumed=80, files=files, path=None, private=True
+    )
+
+
+def safetensors(header: object, body: bytes = bytes(16)) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + body
+
+
+def entry(*offsets: object, dtype: str = "F32", shape: object = (2,)) -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff" * 100,
+        safetensors(b"[" * 100_000),
+        safetensors([]),
+        safetensors({"a": entry(0, 8)}),  # a gap at the end
+        safetensors({"a": entry(8, 16)}),
+        safetensors({"a": entry(0, 16, shape=[4]), "b": entry(8, 16)}),  # an overlap
+        safetensors({"a": entry(-8, 0), "b": entry(0, 16, shape=[4])}),
+        safetensors({"a": entry(0, 2**60, shape=[2**58])}),
+        safetensors({"a": entry(0, 16, shape=[2**60])}),
+        safetensors({"a": entry(0, 16, shape=[-4])}),
+        safetensors({"a": entry(0, 16, shape="4")}),
+        safetensors({"a": entry(0, 16.0, shape=[4])}),
+        safetensors({"a": entry(0, 16, dtype="F31", shape=[4])}),
+        safetensors({"a": entry(0, 16, shape=[4]), "__metadata__": {"b": ["a"]}}),
+        safetensors(b'{"a": {}, "a": {}}'),
+    ],
+)
+def test_a_model_file_that_makes_no_sense_is_named(data: bytes) -> None:
+    with pytest.raises(InvalidCheckpoint, match=r"checkpoint-20: model\.safetensors .* makes no sense"):
+        point("model.safetensors", data).model_state()
+
+
+def test_what_is_not_in_a_checkpoint_is_named() -> None:
+    for read in (RestorePoint.torch_object, RestorePoint.json):
+        with pytest.raises(InvalidCheckpoint, match=r"scheduler\.pt is not in it"):
+            read(point("x", b""), "scheduler.pt")
+    with pytest.raises(InvalidCheckpoint, match=r"model\.safetensors is not in it"):
+        point("x", b"").model_state()
+
+
+def rewritten(data: bytes, compression: int = zipfile.ZIP_STORED, **changes: bytes) -> bytes:
+    target = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(target, "w", compression) as new:
+        for name in old.namelist():
+            new.writestr(name, changes.get(name.rpartition("/")[2], old.read(name)))
+    return target.getvalue()
+
+
+class Runs:
+    """Unpickled by a careless reader, it runs a command."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+STATE = {"a": torch.arange(4.0), "b": [torch.arange(3)]}
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"x" * 100,
+        torch_bytes(STATE)[:-30],
+        torch_bytes(Runs()),
+        rewritten(torch_bytes(STATE), **{"data.pkl": b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b"."}),
+        rewritten(torch_bytes(STATE), **{"data.pkl": b"\x80\x02q"}),
+    ],
+)
+def test_a_torch_file_that_makes_no_sense_is_named(name: str, data: bytes) -> None:
+    with pytest.raises(InvalidCheckpoint, match=f"checkpoint-20: {name} .* makes no sense"):
+        point(name, data).torch_object(name)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b"[" * 100_000, b'{"a": 1' * 3])
+def test_a_json_file_that_makes_no_sense_is_named(data: bytes) -> None:
+    with pytest.raises(InvalidCheckpoint, match=r"loop_state_0\.json .* makes no sense"):
+        point("loop_state_0.json", data).json("loop_state_0.json")
+
+
+@pytest.mark.parametrize("state", [None, [], {"param_groups": []}, {"state": {}, "param_groups": 3}])
+def test_a_state_of_another_optimizer_is_named(state: object) -> None:
+    model = torch.nn.Linear(2, 2)
+    tracked = Tracked(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt does not fit this AdamW"):
+        tracked.restore_optimizer(point("optimizer.pt", torch_bytes(state)))
