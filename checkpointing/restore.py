@@ -10,9 +10,11 @@ import io
 import json
 import logging
 import math
+import struct
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -139,13 +141,13 @@ class RestorePoint:
         if name == OPTIMIZER_NAME:
             del self._files[name]
         with self.reading(name), torch.serialization.safe_globals(rng.SAFE_GLOBALS):
+            _check_archive(buffer)
             if len(buffer) <= _SMALL_BYTES and name != OPTIMIZER_NAME:
                 return torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
             # Everything but the tensors' bytes; no memory is touched for those.
             with skip_data():
                 skeleton = torch.load(io.BufferedReader(MemoryFile(buffer)), map_location="cpu", weights_only=True)
-            records = storage_records(io.BufferedReader(MemoryFile(buffer)))
-            return _filled(skeleton, buffer, iter(records), {})
+            return _filled(skeleton, buffer, storage_records(io.BufferedReader(MemoryFile(buffer))))
 
     def json(self, name: str) -> dict[str, Any]:
         """The object in a JSON file.
@@ -461,25 +463,71 @@ def _tensor(buffer: memoryview, offset: int, nbytes: int, dtype: torch.dtype) ->
     return torch.frombuffer(buffer, dtype=dtype, offset=offset, count=nbytes // dtype.itemsize)
 
 
-def _filled(
-    obj: Any, buffer: memoryview, records: Iterator[tuple[int, int]], storages: dict[int, torch.UntypedStorage]
-) -> Any:
+def _replaced(obj: Any, change: Callable[[Any], Any], done: dict[int, Any]) -> Any:
+    """The same dicts, lists and tuples, with what `change` makes of everything in them. `done`: those made already."""
+    if id(obj) in done:
+        return done[id(obj)]
+    if isinstance(obj, dict):
+        made: Any = {key: _replaced(value, change, done) for key, value in obj.items()}
+        made = made if type(obj) is dict else type(obj)(made)
+    elif type(obj) in (list, tuple):
+        made = type(obj)(_replaced(value, change, done) for value in obj)
+    else:
+        return change(obj)
+    done[id(obj)] = made
+    return made
+
+
+def _filled(skeleton: Any, buffer: memoryview, records: Sequence[tuple[int, int]]) -> Any:
     """The object with its tensors over the file's bytes; shared storages stay shared.
 
     Args:
-        records: of the storages that are not in `storages` yet, in order.
-        storages: the file's, by the identity of the one to be replaced.
+        records: where the storages' bytes are, in the order in which pickling met them.
+
+    Raises:
+        ValueError: these are the records of other storages.
     """
-    if isinstance(obj, torch.Tensor):
-        key = obj.untyped_storage()._cdata
-        if key not in storages:
-            offset, nbytes = next(records)
-            storages[key] = _tensor(buffer, offset, nbytes, torch.uint8).untyped_storage()
-        tensor = torch.empty(0, dtype=obj.dtype).set_(storages[key], obj.storage_offset(), obj.size(), obj.stride())
+    # Empty storages have nothing to be filled with, and torch does not remember which of them are shared.
+    remaining = iter([record for record in records if record[1]])
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def fill(obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor):
+            return obj
+        storage = obj.untyped_storage()
+        if not storage.nbytes():
+            return obj
+        if storage._cdata not in storages:
+            offset, nbytes = next(remaining, (0, 0))
+            if nbytes != storage.nbytes():
+                raise ValueError(f"a storage of {storage.nbytes()} bytes, where {nbytes} are recorded")
+            storages[storage._cdata] = _tensor(buffer, offset, nbytes, torch.uint8).untyped_storage()
+        tensor = torch.empty(0, dtype=obj.dtype)
+        tensor.set_(storages[storage._cdata], obj.storage_offset(), obj.size(), obj.stride())
         return tensor.requires_grad_(obj.requires_grad)
-    if isinstance(obj, dict):
-        filled = {key: _filled(value, buffer, records, storages) for key, value in obj.items()}
-        return filled if type(obj) is dict else type(obj)(filled)
-    if isinstance(obj, (list, tuple)):
-        return type(obj)(_filled(value, buffer, records, storages) for value in obj)
-    return obj
+
+    filled = _replaced(skeleton, fill, {})
+    if next(remaining, None) is not None:
+        raise ValueError("there are more storages than tensors to fill")
+    return filled
+
+
+def _check_archive(buffer: memoryview) -> None:
+    """That records lie in the file one behind the other and as they are, as `torch.save` writes them.
+
+    torch itself believes each record's own header where its bytes begin, and unpacks what says that it is compressed.
+
+    Raises:
+        ValueError: they do not.
+        BadZipFile: it is no archive.
+    """
+    with zipfile.ZipFile(io.BufferedReader(MemoryFile(buffer))) as archive:
+        records = sorted(archive.infolist(), key=lambda record: record.header_offset)
+        ends = [*(record.header_offset for record in records[1:]), archive.start_dir]
+    for record, end in zip(records, ends, strict=True):
+        begin = record.header_offset
+        # A record's own header, its name, a filling, its bytes, and perhaps a descriptor.
+        mark, how, name_bytes, extra_bytes = struct.unpack("<4s4xH16xHH", buffer[begin : begin + 30])
+        rest = end - (begin + 30 + name_bytes + extra_bytes + record.file_size)
+        if mark != b"PK\3\4" or {how, record.compress_type} != {zipfile.ZIP_STORED} or rest not in (0, 16, 24):
+            raise ValueError(f"record {record.filename!r} is compressed, or not where it should be")

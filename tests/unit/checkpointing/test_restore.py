@@ -67,6 +67,15 @@ def test_what_is_not_in_a_checkpoint_is_named() -> None:
         point("x", b"").model_state()
 
 
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
+def test_empty_tensors_that_share_their_storage(name: str) -> None:
+    """They were counted twice: every tensor behind them got the bytes of the one before, or there were too few."""
+    empty = torch.empty(0)
+    state = {"a": empty, "b": empty.view(0, 1), "c": torch.arange(4.0), "d": torch.arange(4.0) + 10}
+    read = point(name, torch_bytes(state)).torch_object(name)
+    assert all(torch.equal(read[key], value) for key, value in state.items())
+
+
 def rewritten(data: bytes, compression: int = zipfile.ZIP_STORED, **changes: bytes) -> bytes:
     target = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(target, "w", compression) as new:
@@ -93,6 +102,7 @@ STATE = {"a": torch.arange(4.0), "b": [torch.arange(3)]}
         b"x" * 100,
         torch_bytes(STATE)[:-30],
         torch_bytes(Runs()),
+        rewritten(torch_bytes(STATE), zipfile.ZIP_DEFLATED),
         rewritten(torch_bytes(STATE), **{"data.pkl": b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b"."}),
         rewritten(torch_bytes(STATE), **{"data.pkl": b"\x80\x02q"}),
     ],
@@ -100,6 +110,22 @@ STATE = {"a": torch.arange(4.0), "b": [torch.arange(3)]}
 def test_a_torch_file_that_makes_no_sense_is_named(name: str, data: bytes) -> None:
     with pytest.raises(InvalidCheckpoint, match=f"checkpoint-20: {name} .* makes no sense"):
         point(name, data).torch_object(name)
+
+
+@pytest.mark.parametrize("change", [{"0": bytes(8)}, {"1": bytes(32)}, {"byteorder": b"big"}])
+def test_records_that_are_not_the_ones_asked_for_fill_no_tensor(change: dict[str, bytes]) -> None:
+    with pytest.raises(InvalidCheckpoint, match=r"optimizer\.pt .* makes no sense"):
+        point("optimizer.pt", rewritten(torch_bytes(STATE), **change)).torch_object("optimizer.pt")
+
+
+def test_a_shifted_record_fills_no_tensor() -> None:
+    """torch believes the record's own header where its bytes begin, and we read there."""
+    data = torch_bytes(STATE)
+    place = data.index(b"data/0FB") - len(data[: data.index(b"data/0FB")].rpartition(b"PK\x03\x04")[2]) - 4
+    damaged = bytearray(data)
+    damaged[place + 28] -= 4
+    with pytest.raises(InvalidCheckpoint, match=r"data/0' is compressed, or not where it should be"):
+        point("optimizer.pt", bytes(damaged)).torch_object("optimizer.pt")
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b"[" * 100_000, b'{"a": 1' * 3])
