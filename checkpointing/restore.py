@@ -143,7 +143,8 @@ class RestorePoint:
         with self.reading(name), torch.serialization.safe_globals(rng.SAFE_GLOBALS):
             _check_archive(buffer)
             if len(buffer) <= _SMALL_BYTES and name != OPTIMIZER_NAME:
-                return torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
+                found = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
+                return _replaced(found, _plain, {})
             # Everything but the tensors' bytes; no memory is touched for those.
             with skip_data():
                 skeleton = torch.load(io.BufferedReader(MemoryFile(buffer)), map_location="cpu", weights_only=True)
@@ -478,6 +479,11 @@ def _replaced(obj: Any, change: Callable[[Any], Any], done: dict[int, Any]) -> A
     return made
 
 
+def _plain(obj: Any) -> Any:
+    """What stood for something while the file was read gives place to it."""
+    return obj.array if isinstance(obj, rng.Words) else obj
+
+
 def _filled(skeleton: Any, buffer: memoryview, records: Sequence[tuple[int, int]]) -> Any:
     """The object with its tensors over the file's bytes; shared storages stay shared.
 
@@ -493,7 +499,7 @@ def _filled(skeleton: Any, buffer: memoryview, records: Sequence[tuple[int, int]
 
     def fill(obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor):
-            return obj
+            return _plain(obj)
         storage = obj.untyped_storage()
         if not storage.nbytes():
             return obj

@@ -5,12 +5,17 @@ from __future__ import annotations
 import io
 import json
 import os
+import random
+import warnings
 import zipfile
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from checkpointing import rng
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.restore import RestorePoint
 from checkpointing.snapshot import torch_bytes
@@ -140,3 +145,95 @@ def test_a_state_of_another_optimizer_is_named(state: object) -> None:
     tracked = Tracked(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(CheckpointError, match=r"optimizer\.pt does not fit this AdamW"):
         tracked.restore_optimizer(point("optimizer.pt", torch_bytes(state)))
+
+
+# -- generators ------------------------------------------------------------------------------------------------------
+
+
+def read_generators(states: object) -> None:
+    name = "rng_state.pth"
+    here = point(name, states if isinstance(states, bytes) else torch_bytes(states))
+    with here.reading(name):
+        rng.set_state(here.torch_object(name))
+
+
+def draws() -> list[Any]:
+    return [random.random(), random.gauss(), np.random.rand(800).tolist(), torch.rand(3).tolist()]
+
+
+def test_generators_go_on_where_they_were() -> None:
+    random.gauss(), np.random.randn()  # each keeps a second one
+    states = torch_bytes(rng.state(1))
+    expected = draws()
+    read_generators(states)
+    assert draws() == expected
+
+
+def test_arrays_of_words_are_read_as_they_were() -> None:
+    state = {
+        "words": np.arange(6, dtype=np.uint32),
+        "table": np.asfortranarray(np.arange(6, dtype=np.uint32).reshape(2, 3)),
+    }
+    for name in ("optimizer.pt", "average.pt"):
+        read = point(name, torch_bytes(state)).torch_object(name)
+        assert all(type(read[key]) is np.ndarray and np.array_equal(read[key], state[key]) for key in state)
+
+
+def numpy_with(index: int, value: object) -> Callable[[dict[str, Any]], object]:
+    def change(states: dict[str, Any]) -> object:
+        words = list(states["numpy"])
+        words[index] = value
+        return {**states, "numpy": tuple(words)}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        # numpy then drew from memory that was not its own: a segmentation fault.
+        numpy_with(2, 10**6),
+        numpy_with(2, -5),
+        numpy_with(2, 0.5),
+        numpy_with(1, np.zeros(3, np.uint32)),
+        numpy_with(3, 2),
+        numpy_with(4, "x"),
+        lambda states: {**states, "python": (3, states["python"][1], "x")},
+        lambda states: {**states, "python": (3, (2**70,) * 625, None)},
+        lambda states: {**states, "cpu": torch.zeros(10, dtype=torch.uint8)},
+        lambda states: {**states, "cpu": torch.full((5056,), 255, dtype=torch.uint8)},
+        lambda states: {name: value for name, value in states.items() if name != "cpu"},
+        lambda states: [states],
+    ],
+)
+def test_states_that_no_generator_can_have_are_refused_and_none_is_touched(
+    change: Callable[[dict[str, Any]], object],
+) -> None:
+    states = rng.state(1)
+    with pytest.raises(InvalidCheckpoint, match=r"rng_state\.pth .* makes no sense"):
+        read_generators(change(states))
+    after = rng.state(1)
+    assert after["python"] == states["python"] and torch.equal(after["cpu"], states["cpu"])
+    assert str(after["numpy"]) == str(states["numpy"])
+
+
+class Forged:
+    """An array whose one field is an object, somewhere else."""
+
+    def __reduce__(self) -> Any:
+        return np._core.multiarray._reconstruct, (np.ndarray, (0,), b"b"), (1, (1,), ForgedType(), False, b"A" * 8)  # type: ignore[attr-defined]
+
+
+class ForgedType:
+    def __reduce__(self) -> Any:
+        field = {"a": (np.dtype("O"), 1 << 20)}
+        return np.dtype, ("V8", False, True), (3, "|", None, ("a",), field, 8, 1, 0)
+
+
+def test_no_array_can_be_made_that_points_to_other_memory() -> None:
+    """numpy.dtype's __setstate__ believes the file; printing such an array was a segmentation fault."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in ("scheduler.pt", "optimizer.pt", "rng_state.pth"):
+            with pytest.raises(InvalidCheckpoint, match="'V8'"):
+                point(name, torch_bytes({"a": Forged()})).torch_object(name)
