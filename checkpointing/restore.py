@@ -45,6 +45,8 @@ SCALER_NAME = "scaler.pt"
 # Every rank's share of the loop's state that Hugging Face does not save.
 LOOP_STATE_PREFIX = "loop_state_"
 _PER_RANK_PREFIXES = ("rng_state", LOOP_STATE_PREFIX)
+# Of a record in a zip archive, as MS-DOS had it.
+_IS_FOLDER = 0x10
 # Larger files are kept out of a directory that is made of a snapshot for others to read.
 _SMALL_BYTES = 64 * 1024 * 1024
 # Model and optimizer are verified side by side.
@@ -429,8 +431,8 @@ def _model_state(buffer: memoryview) -> dict[str, torch.Tensor]:
         raise ValueError(f"a header of {start - 8} bytes in a file of {len(buffer)}")
     header = json.loads(bytes(buffer[8:start]), object_pairs_hook=_object)
     aliases = header.pop("__metadata__", {})
-    if not all(isinstance(text, str) for text in aliases.values()):
-        raise ValueError("its metadata is not all text")
+    # Of text only, and without half surrogate pairs.
+    "".join([*header, *aliases, *aliases.values()]).encode()
     dtypes = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
     state: dict[str, torch.Tensor] = {}
     covered = []
@@ -521,7 +523,8 @@ def _filled(skeleton: Any, buffer: memoryview, records: Sequence[tuple[int, int]
 def _check_archive(buffer: memoryview) -> None:
     """That records lie in the file one behind the other and as they are, as `torch.save` writes them.
 
-    torch itself believes each record's own header where its bytes begin, and unpacks what says that it is compressed.
+    torch itself believes each record's own header where its bytes begin, and unpacks what says that it is compressed. Of
+    what says that it is a folder it reads nothing: the tensor holds whatever was in memory.
 
     Raises:
         ValueError: they do not.
@@ -535,5 +538,6 @@ def _check_archive(buffer: memoryview) -> None:
         # A record's own header, its name, a filling, its bytes, and perhaps a descriptor.
         mark, how, name_bytes, extra_bytes = struct.unpack("<4s4xH16xHH", buffer[begin : begin + 30])
         rest = end - (begin + 30 + name_bytes + extra_bytes + record.file_size)
-        if mark != b"PK\3\4" or {how, record.compress_type} != {zipfile.ZIP_STORED} or rest not in (0, 16, 24):
+        stored = {how, record.compress_type} == {zipfile.ZIP_STORED} and record.compress_size == record.file_size
+        if mark != b"PK\3\4" or rest not in (0, 16, 24) or not stored or record.external_attr & _IS_FOLDER:
             raise ValueError(f"record {record.filename!r} is compressed, or not where it should be")

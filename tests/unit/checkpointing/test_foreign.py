@@ -18,7 +18,7 @@ from checkpointing.storage.base import Fence
         b"",
         b"3",
         b"\xff",
-        b"[" * 100_000,
+        b"[" * 3000,
         b'{"attempt": 1}',
         b'{"attempt": 1e999, "accepted": [], "writer": ""}',  # OverflowError, once
         b'{"attempt": 1, "accepted": [[1e999, 1]], "writer": ""}',
@@ -37,7 +37,7 @@ def test_a_damaged_fence_is_told_with_its_name_and_the_mend(damaged: bytes, tmp_
 
 @pytest.mark.parametrize(
     "damaged",
-    [b"", b"[]", b"\xff", b"[" * 100_000, b'{"attempt": 1e999}', b'{"attempt": "x"}', b'{"attempt": 1e30}', b"{}"],
+    [b"", b"[]", b"\xff", b"[" * 3000, b'{"attempt": 1e999}', b'{"attempt": "x"}', b'{"attempt": 1e30}', b"{}"],
 )
 def test_a_damaged_note_is_replaced_by_the_next(damaged: bytes, tmp_path: Path) -> None:
     storage, note = LocalStorage(tmp_path), json.dumps({"attempt": 3}).encode()

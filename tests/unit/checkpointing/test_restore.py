@@ -43,7 +43,7 @@ def entry(*offsets: object, dtype: str = "F32", shape: object = (2,)) -> dict[st
     [
         b"",
         b"\xff" * 100,
-        safetensors(b"[" * 100_000),
+        safetensors(b"[" * 3000),
         safetensors([]),
         safetensors({"a": entry(0, 8)}),  # a gap at the end
         safetensors({"a": entry(8, 16)}),
@@ -133,7 +133,18 @@ def test_a_shifted_record_fills_no_tensor() -> None:
         point("optimizer.pt", bytes(damaged)).torch_object("optimizer.pt")
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b"[" * 100_000, b'{"a": 1' * 3])
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
+def test_a_record_that_says_it_is_a_folder_fills_no_tensor(name: str) -> None:
+    """torch read nothing, and the tensor held what happened to be in memory."""
+    data = torch_bytes(STATE)
+    entry = data.rindex(b"data/0") - len(data[: data.rindex(b"data/0")].rpartition(b"PK\x01\x02")[2]) - 4
+    damaged = bytearray(data)
+    damaged[entry + 38] |= 0x10
+    with pytest.raises(InvalidCheckpoint, match=r"data/0' is compressed, or not where it should be"):
+        point(name, bytes(damaged)).torch_object(name)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b"[" * 3000, b'{"a": 1' * 3])
 def test_a_json_file_that_makes_no_sense_is_named(data: bytes) -> None:
     with pytest.raises(InvalidCheckpoint, match=r"loop_state_0\.json .* makes no sense"):
         point("loop_state_0.json", data).json("loop_state_0.json")

@@ -58,7 +58,7 @@ def test_a_full_disk_delays_events_but_loses_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        b"[" * 100_000,
+        b"[" * 3000,
         b'{"time": "12", "event": "log", "attempt": 1}',
         b'{"time": NaN, "event": "log", "attempt": 1}',
         b'{"time": 1e300, "event": "log", "attempt": 1}',
