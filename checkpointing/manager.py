@@ -233,10 +233,15 @@ class CheckpointManager:
         self._tracked.restore_optimizer(point)
 
     def restore_rng(self, point: RestorePoint) -> None:
-        """Set this rank's generators; call it before the first batch is drawn."""
+        """Set this rank's generators; call it before the first batch is drawn.
+
+        Raises:
+            InvalidCheckpoint: the file makes no sense.
+        """
         name = rng.file_name(self.rank, self.world_size)
         if point.has(name):
-            rng.set_state(point.torch_object(name))
+            with point.reading(name):
+                rng.set_state(point.torch_object(name))
         else:
             logger.warning(
                 "%s was written by %d ranks: rank %d has no generator state in it and goes on with a fresh one",

@@ -7,8 +7,10 @@ not, whatever its name. It carries a digest of itself, so that a flipped bit in 
 from __future__ import annotations
 
 import json
-import math
 import re
+import reprlib
+import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -19,7 +21,11 @@ from checkpointing.errors import InvalidCheckpoint
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
 # Nothing read from a manifest may point out of the checkpoint's own folder.
-_FOLDER = re.compile(r"(checkpoint-\d+/\d+\.[0-9a-f]+)?")
+_FOLDER = re.compile(r"(checkpoint-[0-9]+/[0-9]+\.[0-9a-f]+)?")
+# Of any file system's names, in bytes.
+_LONGEST_NAME = 255
+# Numbers go through pages and messages of 64 bits.
+_TOO_MANY = 2**63
 
 
 @dataclass(frozen=True)
@@ -96,27 +102,30 @@ class Manifest:
         """
         try:
             document = json.loads(data)
+            if not isinstance(document, dict):
+                raise ValueError("it is not an object")
+            claimed = document.pop("manifest_digest", None)
+            # What can be parsed may yet be nested too deeply to be written.
+            actual = _self_digest(document)
         except (ValueError, RecursionError) as error:
             raise InvalidCheckpoint(where, f"{MANIFEST_NAME} is not valid JSON ({error})") from None
-        if not isinstance(document, dict):
-            raise InvalidCheckpoint(where, f"{MANIFEST_NAME} is not a JSON object")
         version = document.get("format_version")
         if version != FORMAT_VERSION:
             raise InvalidCheckpoint(
-                where, f"{MANIFEST_NAME} has format version {version!r}; this release reads {FORMAT_VERSION}"
+                where,
+                f"{MANIFEST_NAME} has format version {reprlib.repr(version)}; this release reads {FORMAT_VERSION}",
             )
-        claimed = document.pop("manifest_digest", None)
-        if claimed != _self_digest(document):
+        if claimed != actual:
             raise InvalidCheckpoint(where, f"{MANIFEST_NAME} was altered: its own digest differs")
         try:
             return cls(
-                run_id=_typed(document, "run_id", str),
+                run_id=_text(document, "run_id"),
                 attempt=_count(document, "attempt"),
                 step=_count(document, "step"),
                 world_size=_count(document, "world_size"),
                 samples_consumed=_count(document, "samples_consumed"),
-                created_at=float(document["created_at"]),
-                files=tuple(_file_entry(entry) for entry in _typed(document, "files", list)),
+                created_at=_finite("created_at", document["created_at"]),
+                files=_file_entries(_typed(document, "files", list)),
                 metrics=_metrics(document.get("metrics", {})),
                 folder=_folder(document.get("folder", "")),
             )
@@ -131,37 +140,61 @@ def _self_digest(body: Mapping[str, Any]) -> str:
 def _typed(document: Mapping[str, Any], key: str, kind: type) -> Any:
     value = document[key]
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise TypeError(f"{key}={value!r} is not {kind.__name__}")
+        raise TypeError(f"{key}={reprlib.repr(value)} is not {kind.__name__}")
+    return value
+
+
+def _text(document: Mapping[str, Any], key: str) -> str:
+    value: str = _typed(document, key, str)
+    # Half of a surrogate pair is valid in JSON, and can be neither a file's name nor printed.
+    value.encode()
     return value
 
 
 def _count(document: Mapping[str, Any], key: str) -> int:
     value: int = _typed(document, key, int)
-    if value < 0:
-        raise ValueError(f"{key}={value} is negative")
+    if not 0 <= value < _TOO_MANY:
+        raise ValueError(f"{key}={reprlib.repr(value)} is negative or too large")
     return value
+
+
+def _finite(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}={reprlib.repr(value)} is not a number")
+    # No larger than a float can be, nor NaN, which is neither smaller nor larger.
+    if not abs(value) <= sys.float_info.max:
+        raise ValueError(f"{name}={reprlib.repr(value)} is not finite")
+    return float(value)
 
 
 def _metrics(value: Any) -> dict[str, float]:
     if not isinstance(value, dict):
-        raise TypeError(f"metrics={value!r} is not an object")
-    metrics = {str(name): float(number) for name, number in value.items()}
-    if not all(math.isfinite(number) for number in metrics.values()):
-        raise ValueError(f"metrics={value!r} are not finite")
-    return metrics
+        raise TypeError(f"metrics={reprlib.repr(value)} is not an object")
+    "".join(value).encode()
+    return {name: _finite(reprlib.repr(name), number) for name, number in value.items()}
 
 
 def _folder(value: Any) -> str:
     if not isinstance(value, str) or not _FOLDER.fullmatch(value):
-        raise ValueError(f"folder {value!r} is not allowed")
+        raise ValueError(f"folder {reprlib.repr(value)} is not allowed")
     return value
+
+
+def _file_entries(entries: list[Any]) -> tuple[FileEntry, ...]:
+    files = tuple(_file_entry(entry) for entry in entries)
+    twice = [name for name, count in Counter(file.name for file in files).items() if count > 1]
+    if twice:
+        raise ValueError(f"file name {reprlib.repr(twice[0])} is there more than once")
+    return files
 
 
 def _file_entry(entry: Any) -> FileEntry:
     if not isinstance(entry, dict):
-        raise TypeError(f"file entry {entry!r} is not an object")
-    name: str = _typed(entry, "name", str)
+        raise TypeError(f"file entry {reprlib.repr(entry)} is not an object")
+    name = _text(entry, "name")
+    if len(name.encode()) > _LONGEST_NAME:
+        raise ValueError(f"file name {reprlib.repr(name)} is too long")
     # A name is a plain file inside the checkpoint: nothing read from it may point elsewhere.
     if not name or "/" in name or "\\" in name or "\0" in name or name in {".", "..", MANIFEST_NAME}:
-        raise ValueError(f"file name {name!r} is not allowed")
-    return FileEntry(name, _count(entry, "size"), _typed(entry, "digest", str))
+        raise ValueError(f"file name {reprlib.repr(name)} is not allowed")
+    return FileEntry(name, _count(entry, "size"), _text(entry, "digest"))

@@ -65,8 +65,10 @@ def pieces_of(source: Path | RemoteFile) -> Iterator[memoryview]:
     Raises:
         OSError: it cannot be read.
     """
-    windows = [memoryview(bytearray(_PIECE_BYTES)) for _ in range(_READERS)]
     with _reader(source) as (nbytes, read):
+        # No more than the file needs: most files of a checkpoint are small.
+        num_windows = min(_READERS, -(-nbytes // _PIECE_BYTES))
+        windows = [memoryview(bytearray(min(_PIECE_BYTES, nbytes))) for _ in range(num_windows)]
         yield from _read_ahead(nbytes, read, lambda start: windows[start // _PIECE_BYTES % _READERS])
 
 

@@ -9,9 +9,14 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
+import struct
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+import textwrap
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +45,8 @@ SCALER_NAME = "scaler.pt"
 # Every rank's share of the loop's state that Hugging Face does not save.
 LOOP_STATE_PREFIX = "loop_state_"
 _PER_RANK_PREFIXES = ("rng_state", LOOP_STATE_PREFIX)
+# Of a record in a zip archive, as MS-DOS had it.
+_IS_FOLDER = 0x10
 # Larger files are kept out of a directory that is made of a snapshot for others to read.
 _SMALL_BYTES = 64 * 1024 * 1024
 # Model and optimizer are verified side by side.
@@ -97,34 +104,73 @@ class RestorePoint:
                     (folder / name).write_bytes(data)
         return Path(self._temporary.name) / f"checkpoint-{self.step}"
 
+    @contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        """Around what is made of a file's contents: whatever they do to a parser, the file is named.
+
+        Raises:
+            InvalidCheckpoint: in place of any other error.
+        """
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            first_line = (str(error).splitlines() or [""])[0]
+            text = f"{type(error).__name__}: {first_line}".encode(errors="replace").decode()
+            raise InvalidCheckpoint(
+                self.place,
+                f"{name} is as it was written, but makes no sense ({textwrap.shorten(text, 300)}); resume from another "
+                "step",
+            ) from error
+
     def model_state(self) -> dict[str, torch.Tensor]:
-        """The model's state dict on the CPU, aliases of tied weights included. May be asked for once."""
-        buffer = self._files.pop(MODEL_NAME)
-        size = int.from_bytes(buffer[:8], "little")
-        header = json.loads(bytes(buffer[8 : 8 + size]))
-        aliases = header.pop("__metadata__", {})
-        dtypes = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
-        state: dict[str, torch.Tensor] = {}
-        for key, entry in header.items():
-            begin, end = entry["data_offsets"]
-            state[key] = _tensor(buffer, 8 + size + begin, end - begin, dtypes[entry["dtype"]]).view(entry["shape"])
-        state |= {alias: state[owner] for alias, owner in aliases.items() if owner in state and alias not in state}
-        return state
+        """The model's state dict on the CPU, aliases of tied weights included. May be asked for once.
+
+        Raises:
+            InvalidCheckpoint: there is none, or it makes no sense.
+        """
+        buffer = self._data(MODEL_NAME)
+        del self._files[MODEL_NAME]
+        with self.reading(MODEL_NAME):
+            return _model_state(buffer)
 
     def torch_object(self, name: str) -> Any:
-        """What `torch.save` put into a file. Its tensors share the bytes that were read, so ask for a file once."""
-        buffer = self._files.pop(name) if name == OPTIMIZER_NAME else self._files[name]
-        with torch.serialization.safe_globals(rng.SAFE_GLOBALS):
+        """What `torch.save` put into a file. Its tensors share the bytes that were read, so ask for a file once.
+
+        Raises:
+            InvalidCheckpoint: there is no such file, or it makes no sense.
+        """
+        buffer = self._data(name)
+        if name == OPTIMIZER_NAME:
+            del self._files[name]
+        with self.reading(name), torch.serialization.safe_globals(rng.SAFE_GLOBALS):
+            _check_archive(buffer)
             if len(buffer) <= _SMALL_BYTES and name != OPTIMIZER_NAME:
-                return torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
+                found = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
+                return _replaced(found, _plain, {})
             # Everything but the tensors' bytes; no memory is touched for those.
             with skip_data():
                 skeleton = torch.load(io.BufferedReader(MemoryFile(buffer)), map_location="cpu", weights_only=True)
-        records = storage_records(io.BufferedReader(MemoryFile(buffer)))
-        return _filled(skeleton, buffer, iter(records), {})
+            return _filled(skeleton, buffer, storage_records(io.BufferedReader(MemoryFile(buffer))))
 
-    def json(self, name: str) -> Any:
-        return json.loads(bytes(self._files[name]))
+    def json(self, name: str) -> dict[str, Any]:
+        """The object in a JSON file.
+
+        Raises:
+            InvalidCheckpoint: there is no such file, or it makes no sense.
+        """
+        data = bytes(self._data(name))
+        with self.reading(name):
+            found = json.loads(data)
+            if not isinstance(found, dict):
+                raise ValueError("it is not a JSON object")
+            return found
+
+    def _data(self, name: str) -> memoryview:
+        if name not in self._files:
+            raise InvalidCheckpoint(self.place, f"{name} is not in it; resume from another step")
+        return self._files[name]
 
     def close(self) -> None:
         """Forget the bytes that nobody has asked for."""
@@ -379,6 +425,43 @@ def _set_aside(storage: Storage, step: int, problem: str, announce: Announce) ->
     announce({"event": "checkpoint_set_aside", "step": step, "reason": problem, "kept_as": kept})
 
 
+def _model_state(buffer: memoryview) -> dict[str, torch.Tensor]:
+    """A safetensors file's tensors, over its bytes (https://github.com/huggingface/safetensors#format).
+
+    Raises:
+        Exception: of any kind, where the file is not as the format wants it.
+    """
+    start = 8 + int.from_bytes(buffer[:8], "little")
+    if start > len(buffer):
+        raise ValueError(f"a header of {start - 8} bytes in a file of {len(buffer)}")
+    header = json.loads(bytes(buffer[8:start]), object_pairs_hook=_object)
+    aliases = header.pop("__metadata__", {})
+    # Of text only, and without half surrogate pairs.
+    "".join([*header, *aliases, *aliases.values()]).encode()
+    dtypes = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
+    state: dict[str, torch.Tensor] = {}
+    covered = []
+    for key, entry in header.items():
+        (begin, end), shape, dtype = entry["data_offsets"], entry["shape"], dtypes[entry["dtype"]]
+        if not all(type(number) is int and number >= 0 for number in [begin, end, *shape]):
+            raise ValueError(f"{key}: offsets or shape are no counts")
+        if end - begin != math.prod(shape) * dtype.itemsize or start + end > len(buffer):
+            raise ValueError(f"{key}: its shape does not fit its place")
+        covered.append((begin, end))
+        state[key] = _tensor(buffer, start + begin, end - begin, dtype).view(shape)
+    ends = [0, *(end for _, end in sorted(covered))]
+    if [begin for begin, _ in sorted(covered)] != ends[:-1] or start + ends[-1] != len(buffer):
+        raise ValueError("its tensors overlap, or leave gaps")
+    return state | {alias: state[owner] for alias, owner in aliases.items() if owner in state and alias not in state}
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
 def _tensor(buffer: memoryview, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
     """A tensor over part of a buffer, with a storage of its own; copied only where the place is not aligned."""
     if nbytes == 0:
@@ -388,25 +471,78 @@ def _tensor(buffer: memoryview, offset: int, nbytes: int, dtype: torch.dtype) ->
     return torch.frombuffer(buffer, dtype=dtype, offset=offset, count=nbytes // dtype.itemsize)
 
 
-def _filled(
-    obj: Any, buffer: memoryview, records: Iterator[tuple[int, int]], storages: dict[int, torch.UntypedStorage]
-) -> Any:
+def _replaced(obj: Any, change: Callable[[Any], Any], done: dict[int, Any]) -> Any:
+    """The same dicts, lists and tuples, with what `change` makes of everything in them. `done`: those made already."""
+    if id(obj) in done:
+        return done[id(obj)]
+    if isinstance(obj, dict):
+        made: Any = {key: _replaced(value, change, done) for key, value in obj.items()}
+        made = made if type(obj) is dict else type(obj)(made)
+    elif type(obj) in (list, tuple):
+        made = type(obj)(_replaced(value, change, done) for value in obj)
+    else:
+        return change(obj)
+    done[id(obj)] = made
+    return made
+
+
+def _plain(obj: Any) -> Any:
+    """What stood for something while the file was read gives place to it."""
+    return obj.array if isinstance(obj, rng.Words) else obj
+
+
+def _filled(skeleton: Any, buffer: memoryview, records: Sequence[tuple[int, int]]) -> Any:
     """The object with its tensors over the file's bytes; shared storages stay shared.
 
     Args:
-        records: of the storages that are not in `storages` yet, in order.
-        storages: the file's, by the identity of the one to be replaced.
+        records: where the storages' bytes are, in the order in which pickling met them.
+
+    Raises:
+        ValueError: these are the records of other storages.
     """
-    if isinstance(obj, torch.Tensor):
-        key = obj.untyped_storage()._cdata
-        if key not in storages:
-            offset, nbytes = next(records)
-            storages[key] = _tensor(buffer, offset, nbytes, torch.uint8).untyped_storage()
-        tensor = torch.empty(0, dtype=obj.dtype).set_(storages[key], obj.storage_offset(), obj.size(), obj.stride())
+    # Empty storages have nothing to be filled with, and torch does not remember which of them are shared.
+    remaining = iter([record for record in records if record[1]])
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def fill(obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor):
+            return _plain(obj)
+        storage = obj.untyped_storage()
+        if not storage.nbytes():
+            return obj
+        if storage._cdata not in storages:
+            offset, nbytes = next(remaining, (0, 0))
+            if nbytes != storage.nbytes():
+                raise ValueError(f"a storage of {storage.nbytes()} bytes, where {nbytes} are recorded")
+            storages[storage._cdata] = _tensor(buffer, offset, nbytes, torch.uint8).untyped_storage()
+        tensor = torch.empty(0, dtype=obj.dtype)
+        tensor.set_(storages[storage._cdata], obj.storage_offset(), obj.size(), obj.stride())
         return tensor.requires_grad_(obj.requires_grad)
-    if isinstance(obj, dict):
-        filled = {key: _filled(value, buffer, records, storages) for key, value in obj.items()}
-        return filled if type(obj) is dict else type(obj)(filled)
-    if isinstance(obj, (list, tuple)):
-        return type(obj)(_filled(value, buffer, records, storages) for value in obj)
-    return obj
+
+    filled = _replaced(skeleton, fill, {})
+    if next(remaining, None) is not None:
+        raise ValueError("there are more storages than tensors to fill")
+    return filled
+
+
+def _check_archive(buffer: memoryview) -> None:
+    """That records lie in the file one behind the other and as they are, as `torch.save` writes them.
+
+    torch itself believes each record's own header where its bytes begin, and unpacks what says that it is compressed.
+    Of what says that it is a folder it reads nothing: the tensor holds whatever was in memory.
+
+    Raises:
+        ValueError: they do not.
+        BadZipFile: it is no archive.
+    """
+    with zipfile.ZipFile(io.BufferedReader(MemoryFile(buffer))) as archive:
+        records = sorted(archive.infolist(), key=lambda record: record.header_offset)
+        ends = [*(record.header_offset for record in records[1:]), archive.start_dir]
+    for record, end in zip(records, ends, strict=True):
+        begin = record.header_offset
+        # A record's own header, its name, a filling, its bytes, and perhaps a descriptor.
+        mark, how, name_bytes, extra_bytes = struct.unpack("<4s4xH16xHH", buffer[begin : begin + 30])
+        rest = end - (begin + 30 + name_bytes + extra_bytes + record.file_size)
+        stored = {how, record.compress_type} == {zipfile.ZIP_STORED} and record.compress_size == record.file_size
+        if mark != b"PK\3\4" or rest not in (0, 16, 24) or not stored or record.external_attr & _IS_FOLDER:
+            raise ValueError(f"record {record.filename!r} is compressed, or not where it should be")

@@ -3,17 +3,48 @@
 from __future__ import annotations
 
 import random
+from types import NoneType
 from typing import Any
 
 import numpy as np
 import torch
 
-# What a numpy generator state is made of; nothing else may be built while reading it (`weights_only`).
+
+class _WordType:
+    """Stands for `numpy.dtype` while a file is read. The real one believes what a file says about objects and offsets:
+    arrays of a forged one read memory that is not theirs.
+    """
+
+    def __init__(self, name: str, align: bool = False, copy: bool = True) -> None:
+        if name != "u4":
+            raise ValueError(f"arrays of {name!r} are not read, only of 'u4'")
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        if state != (3, "<", None, None, None, -1, -1, 0):
+            raise ValueError("it is no type of plain words")
+
+
+class Words:
+    """Stands for a numpy array of 32-bit words while a file is read; `array` is the real one."""
+
+    array: np.ndarray[Any, Any]
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, shape, dtype, by_columns, data = state
+        if not isinstance(dtype, _WordType) or not isinstance(data, bytes):
+            raise ValueError("it is no array of words")
+        self.array = np.frombuffer(bytearray(data), "<u4").reshape(shape, order="F" if by_columns else "C")
+
+
+def _reconstruct(kind: object, shape: object, typecode: object) -> Words:
+    return Words()
+
+
+# What a numpy generator's state is made of; nothing else may be built while reading it (`weights_only`).
 SAFE_GLOBALS: list[Any] = [
-    np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
-    np.ndarray,
-    np.dtype,
-    type(np.dtype(np.uint32)),
+    (_reconstruct, "numpy._core.multiarray._reconstruct"),
+    (Words, "numpy.ndarray"),
+    (_WordType, "numpy.dtype"),
 ]
 
 
@@ -35,10 +66,25 @@ def state(world_size: int) -> dict[str, Any]:
 
 
 def set_state(states: dict[str, Any]) -> None:
-    """Put every generator where `state` found it."""
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.random.set_rng_state(states["cpu"])
+    """Put every generator where `state` found it.
+
+    Raises:
+        Exception: of any kind, where these are no states; then none of the CPU's has been touched.
+    """
+    python, words, cpu = states["python"], states["numpy"], states["cpu"]
+    # Tried out on generators that nobody uses.
+    random.Random().setstate(python)
+    torch.Generator().set_state(cpu)
+    np.random.RandomState().set_state(words)
+    # What those do not look at: numpy draws from wherever the position points to, and the rest fails at the first draw.
+    _, _, position, has_gauss, gauss = words
+    if type(position) is not int or not 0 <= position <= 624 or has_gauss not in (0, 1) or type(gauss) is not float:
+        raise ValueError(f"numpy's state has position {position!r}, second normal {has_gauss!r}, {gauss!r}")
+    if not isinstance(python[2], (float, NoneType)):
+        raise ValueError(f"Python's state has second normal {python[2]!r}")
+    random.setstate(python)
+    np.random.set_state(words)
+    torch.random.set_rng_state(cpu)
     if torch.cuda.is_available() and "cuda" in states:
         cuda = states["cuda"]
         if isinstance(cuda, torch.Tensor):

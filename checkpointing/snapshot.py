@@ -10,6 +10,7 @@ import ctypes
 import io
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -183,8 +184,13 @@ def storage_records(file: Any) -> list[tuple[int, int]]:
 
     Args:
         file: a path, or a binary file object.
+
+    Raises:
+        ValueError: their bytes are in another order than this machine's.
     """
     reader: Any = torch._C.PyTorchFileReader(file)
+    if reader.has_record("byteorder") and reader.get_record("byteorder") != sys.byteorder.encode():
+        raise ValueError(f"it was written on a machine of another byte order than {sys.byteorder} endian")
     records: list[tuple[int, int]] = []
     while reader.has_record(name := f"data/{len(records)}"):
         records.append((reader.get_record_offset(name), reader.get_record_size(name)))

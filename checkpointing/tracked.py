@@ -127,8 +127,12 @@ class Tracked:
             ) from None
 
     def restore_optimizer(self, point: RestorePoint) -> None:
-        """Load the state of optimizer, scheduler, scaler, and of the further `states`."""
-        self.optimizer.load_state_dict(point.torch_object(OPTIMIZER_NAME))
+        """Load the state of optimizer, scheduler, scaler, and of the further `states`.
+
+        Raises:
+            CheckpointError: a file makes no sense, or is of another optimizer.
+        """
+        _load(self.optimizer, point, OPTIMIZER_NAME)
         if not point.private:
             # What stayed on the CPU is still a view of the checkpoint, which is not ours to change.
             for state in self.torch_optimizer.state.values():
@@ -137,11 +141,22 @@ class Tracked:
                         state[name] = value.clone()
         for name, stateful in self.states.items():
             if point.has(f"{name}.pt"):
-                stateful.load_state_dict(point.torch_object(f"{name}.pt"))
+                _load(stateful, point, f"{name}.pt")
         if self.scheduler is not None and point.has(SCHEDULER_NAME):
-            self.scheduler.load_state_dict(point.torch_object(SCHEDULER_NAME))
+            _load(self.scheduler, point, SCHEDULER_NAME)
         if self.scaler is not None and point.has(SCALER_NAME):
-            self.scaler.load_state_dict(point.torch_object(SCALER_NAME))
+            _load(self.scaler, point, SCALER_NAME)
+
+
+def _load(stateful: Any, point: RestorePoint, name: str) -> None:
+    state = point.torch_object(name)
+    try:
+        stateful.load_state_dict(state)
+    except Exception as error:
+        raise CheckpointError(
+            f"{point.place}: {name} does not fit this {type(stateful).__name__}: {type(error).__name__}: {error}. Use "
+            "the one that wrote it, or another output_dir."
+        ) from error
 
 
 def _clone_small_cpu_tensors(obj: Any) -> Any:

@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import json
 import math
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -131,7 +132,7 @@ class _ResilientMixin(_Base):
         if resume_from_checkpoint in (None, True):
             self._track()
             self._restore_point = self._manager.choose()
-            resume_from_checkpoint = str(self._restore_point.directory) if self._restore_point is not None else None
+            resume_from_checkpoint = _checked_directory(self._restore_point) if self._restore_point else None
         self._pending_restore = self._restore_point
         try:
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
@@ -324,14 +325,21 @@ class _ResilientMixin(_Base):
         name = f"{LOOP_STATE_PREFIX}{self.args.process_index}.json"
         if not point.has(name):
             return {}
-        state: dict[str, Any] = point.json(name)
-        self._tr_loss += state["tr_loss"]
-        self._globalstep_last_logged = state["last_logged"]
-        self.current_flos = state.get("flos", 0)
+        state = point.json(name)
+        with point.reading(name):
+            loss, last_logged, metrics = float(state["tr_loss"]), state["last_logged"], state.get("metrics", {})
+            tokens = state["train_tokens"] if "metrics" in state else 0
+            lists = all(isinstance(values, list) for values in metrics.values())
+            flos = state.get("flos", 0)
+            numbers = [last_logged, tokens, flos, *(value for values in metrics.values() for value in values)]
+            if not lists or not all(_is_number(number) for number in numbers):
+                raise ValueError("something in it is no number")
+        self._tr_loss += loss
+        self._globalstep_last_logged = last_logged
+        self.current_flos = flos
         if "metrics" in state and hasattr(self, "_metrics"):
-            for metric, values in state["metrics"].items():
-                self._metrics["train"][metric] = values
-            self._total_train_tokens = state["train_tokens"]
+            self._metrics["train"].update(metrics)
+            self._total_train_tokens = tokens
         return state
 
     # -- restoring -----------------------------------------------------------------------------------------------
@@ -434,6 +442,36 @@ def _greater_is_better(args: TrainingArguments) -> bool:
     if args.greater_is_better is not None:
         return bool(args.greater_is_better)
     return args.metric_for_best_model is not None and not args.metric_for_best_model.endswith("loss")
+
+
+def _checked_directory(point: RestorePoint) -> str:
+    """The directory that the Trainer may read from: what it will not look at itself has been.
+
+    Raises:
+        InvalidCheckpoint: there is no `trainer_state.json`, or it makes no sense.
+    """
+    state = point.json(TRAINER_STATE_NAME)
+    with point.reading(TRAINER_STATE_NAME):
+        read = TrainerState(**state)
+        if not _is_number(read.global_step) or read.global_step != point.step:
+            raise ValueError(f"it is of step {read.global_step}")
+        numbers = [read.epoch, read.best_metric, read.total_flos, read.num_input_tokens_seen]
+        if not all(number is None or _is_number(number) for number in numbers):
+            raise ValueError("epoch, best_metric, total_flos or num_input_tokens_seen is no number")
+        if not isinstance(read.best_model_checkpoint, str | None):
+            raise ValueError("best_model_checkpoint is no path")
+        if not isinstance(read.log_history, list) or not all(isinstance(entry, dict) for entry in read.log_history):
+            raise ValueError("log_history is no list of objects")
+        if not isinstance(read.stateful_callbacks, dict):
+            raise ValueError("stateful_callbacks is no object")
+    return str(point.directory)
+
+
+def _is_number(value: object) -> bool:
+    """One that a float can be made of."""
+    if isinstance(value, float):
+        return True
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _state_bytes(state: TrainerState) -> bytes:

@@ -105,12 +105,13 @@ class Failure:
     def from_dict(cls, fields: dict[str, Any]) -> Failure:
         """
         Raises:
-            ValueError, KeyError, TypeError: `to_dict` did not make it.
+            ValueError, KeyError, TypeError, OverflowError: `to_dict` did not make it.
         """
-        rank = fields["rank"]
+        rank, cause = fields["rank"], str(fields["cause"])
+        cause.encode()  # it will be printed
         return cls(
             FailureKind(fields["kind"]),
-            str(fields["cause"]),
+            cause,
             int(rank) if rank is not None else None,
             int(fields["step"]),
             str(fields["fingerprint"]),

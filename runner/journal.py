@@ -56,7 +56,11 @@ def _events(path: Path) -> Iterator[Event]:
     for line in lines:
         try:
             event = json.loads(line)
-        except ValueError:
-            continue  # torn by a power cut
-        if isinstance(event, dict) and "event" in event and "time" in event:
+        except (ValueError, RecursionError):
+            continue  # torn by a power cut, or damaged since
+        if isinstance(event, dict) and isinstance(event.get("event"), str) and _is_time(event.get("time")):
             yield event
+
+
+def _is_time(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value < 1e12  # type: ignore[operator]

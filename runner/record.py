@@ -59,6 +59,13 @@ class RunRecord:
                 for entry in body.get("history", [])
             ]
             running = body.get("running")
-            return cls(history, BatchShape(**body.get("batch", {})), int(running) if running is not None else None)
-        except (ValueError, KeyError, TypeError, AttributeError):
+            return cls(history, _batch(**body.get("batch", {})), int(running) if running is not None else None)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             return cls()
+
+
+def _batch(micro_batch: int | None = None, accumulation: int = 1, divisor: int = 1) -> BatchShape:
+    numbers = [accumulation, divisor, *([micro_batch] if micro_batch is not None else [])]
+    if not all(type(number) is int and 0 < number < 2**31 for number in numbers):
+        raise ValueError(f"no shape of batches: {numbers}")
+    return BatchShape(micro_batch, accumulation, divisor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 import uuid
@@ -83,10 +84,14 @@ class RunDirectory:
     def run_id(self) -> str:
         """The run's identity, made on first use."""
         try:
-            return str(json.loads(self._identity.read_text())["run_id"])
+            run_id = json.loads(self._identity.read_text())["run_id"]
+            # It goes into every manifest, message and tracker.
+            if not isinstance(run_id, str) or not re.fullmatch(r"[\w.-]{1,100}", run_id, re.ASCII):
+                raise ValueError
+            return run_id
         except FileNotFoundError:
             pass
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise UsageError(f"{self._identity} is damaged; delete it to give the run a new identity") from None
         run_id = uuid.uuid4().hex[:12]
         temporary = self._identity.with_suffix(f".{run_id}")

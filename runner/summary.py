@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,50 +74,58 @@ def summarise(events: Sequence[Event], now: float | None = None) -> RunSummary:
     run = RunSummary(time_by_cause=dict.fromkeys(CAUSES, 0.0))
     current: Attempt | None = None
     for event in events:
-        match event["event"]:
-            case "run_started":
-                run.run_id, run.state, run.reason, run.exit_code = event["run_id"], "starting", "", None
-            case "attempt_started":
-                current = Attempt(event["attempt"], event["time"])
-                run.attempts.append(current)
-                run.state = "running"
-            case "training_started" if current is not None:
-                current.start_step = current.last_step = run.step = event["step"]
-                current.training_began = event["time"]
-                run.total_steps = event["total_steps"]
-            case "log":
-                run.step = max(run.step, event["step"])
-                run.first_loss = event["loss"] if run.first_loss is None else run.first_loss
-                run.last_loss, run.tokens_per_s = event["loss"], event.get("tokens_per_s") or run.tokens_per_s
-                if current is not None:
-                    current.last_step, current.last_step_at = event["step"], event["time"]
-            case "committed":
-                if event["step"] not in run.committed:
-                    run.committed.append(event["step"])
-                tier = event.get("tier", "local")
-                run.newest_by_tier[tier] = max(event["step"], run.newest_by_tier.get(tier, -1))
-            case "commit_failed":
-                run.failed_commits += 1
-                run.last_failed_commit = event["error"]
-            case "snapshot_skipped":
-                run.skipped_snapshots += 1
-            case "checkpoint_set_aside":
-                run.set_aside.append(event["kept_as"])
-            case "attempt_ended" if current is not None:
-                current.ended, current.kind, current.cause = event["time"], event["kind"], event["cause"]
-                current.last_step, current.start_step = event["step"], event["start_step"]
-                # The heartbeat's times are the ranks' own, finer than those of the messages.
-                current.training_began = event["training_began"] or current.training_began
-                current.last_step_at = event["last_step_at"] or current.last_step_at
-                run.step = event["step"]
-            case "stop_requested":
-                run.state = "stopping"
-            case "run_ended":
-                run.state, run.reason, run.exit_code = event["state"], event["reason"], event["exit_code"]
-            case _:
-                pass
+        # What a disk has damaged is passed over.
+        with contextlib.suppress(KeyError, TypeError):
+            current = _fold(run, current, event)
     _account(run, events, now)
     return run
+
+
+def _fold(run: RunSummary, current: Attempt | None, event: Event) -> Attempt | None:
+    """Take in one event; returns the attempt that runs then."""
+    match event["event"]:
+        case "run_started":
+            run.run_id, run.state, run.reason, run.exit_code = event["run_id"], "starting", "", None
+        case "attempt_started":
+            current = Attempt(event["attempt"], event["time"])
+            run.attempts.append(current)
+            run.state = "running"
+        case "training_started" if current is not None:
+            current.start_step = current.last_step = run.step = event["step"]
+            current.training_began = event["time"]
+            run.total_steps = event["total_steps"]
+        case "log":
+            run.step = max(run.step, event["step"])
+            run.first_loss = event["loss"] if run.first_loss is None else run.first_loss
+            run.last_loss, run.tokens_per_s = event["loss"], event.get("tokens_per_s") or run.tokens_per_s
+            if current is not None:
+                current.last_step, current.last_step_at = event["step"], event["time"]
+        case "committed":
+            if event["step"] not in run.committed:
+                run.committed.append(event["step"])
+            tier = event.get("tier", "local")
+            run.newest_by_tier[tier] = max(event["step"], run.newest_by_tier.get(tier, -1))
+        case "commit_failed":
+            run.failed_commits += 1
+            run.last_failed_commit = event["error"]
+        case "snapshot_skipped":
+            run.skipped_snapshots += 1
+        case "checkpoint_set_aside":
+            run.set_aside.append(event["kept_as"])
+        case "attempt_ended" if current is not None:
+            current.ended, current.kind, current.cause = event["time"], event["kind"], event["cause"]
+            current.last_step, current.start_step = event["step"], event["start_step"]
+            # The heartbeat's times are the ranks' own, finer than those of the messages.
+            current.training_began = event["training_began"] or current.training_began
+            current.last_step_at = event["last_step_at"] or current.last_step_at
+            run.step = event["step"]
+        case "stop_requested":
+            run.state = "stopping"
+        case "run_ended":
+            run.state, run.reason, run.exit_code = event["state"], event["reason"], event["exit_code"]
+        case _:
+            pass
+    return current
 
 
 def _account(run: RunSummary, events: Sequence[Event], now: float | None) -> None:

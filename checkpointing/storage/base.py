@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import reprlib
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,6 +17,8 @@ from checkpointing.failpoints import failpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
 
 CHECKPOINT_PREFIX = "checkpoint-"
+# A step or an attempt in a name, as we write it: not 007, nor another script's digits, which int() would take.
+NUMBER = r"(?:0|[1-9][0-9]{0,17})"
 # More than anybody keeps; a fence is read often.
 _MAX_ACCEPTED = 1000
 
@@ -116,9 +119,10 @@ class Fence:
         """
         try:
             body = json.loads(data)
-            accepted = frozenset((int(step), int(attempt)) for step, attempt in body["accepted"])
+            attempt = _number(body["attempt"])
+            accepted = frozenset((_number(step), _number(number)) for step, number in body["accepted"])
             # Fences of before there were two steps were complete.
-            return cls(int(body["attempt"]), accepted, str(body["writer"]), int(body.get("oldest", body["attempt"])))
+            return cls(attempt, accepted, str(body["writer"]), _number(body.get("oldest", attempt)))
         except (KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"not a fence: {error}") from None
 
@@ -365,8 +369,15 @@ class Storage(ABC):
         """Steps of everything that is named like a checkpoint."""
 
 
+def _number(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{reprlib.repr(value)} is not a step or an attempt")
+    return value
+
+
 def _attempt_of(note: bytes | None) -> int:
+    """-1 where it says none that could be: the next note must be able to take a damaged one's place."""
     try:
-        return int(json.loads(note or b"{}").get("attempt", -1))
-    except (ValueError, TypeError, AttributeError):
+        return _number(json.loads(note or b"{}")["attempt"])
+    except (ValueError, KeyError, TypeError, RecursionError):
         return -1

@@ -18,16 +18,16 @@ from pathlib import Path
 from checkpointing.errors import CommitConflict, InvalidCheckpoint
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
-from checkpointing.storage.base import CHECKPOINT_PREFIX, Fence, Storage
+from checkpointing.storage.base import CHECKPOINT_PREFIX, NUMBER, Fence, Storage
 from checkpointing.storage.writing import write_file
 
-_CHECKPOINT = re.compile(rf"^{CHECKPOINT_PREFIX}(\d+)$")
-_TEMPORARY = re.compile(rf"^\.(?:{CHECKPOINT_PREFIX}\d+|fence\.json)\.(\d+)\.tmp$")
-_TEMPORARY_NOTE = re.compile(r"^\.runner\.json\.\d+\.tmp$")
-_ASIDE = re.compile(rf"^{CHECKPOINT_PREFIX}\d+\.(invalid|superseded)(-\d+)?$")
+_CHECKPOINT = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})\Z")
+_TEMPORARY = re.compile(rf"\.(?:{CHECKPOINT_PREFIX}{NUMBER}|fence\.json)\.({NUMBER})\.tmp\Z")
+_TEMPORARY_NOTE = re.compile(rf"\.runner\.json\.{NUMBER}\.tmp\Z")
+_ASIDE = re.compile(rf"{CHECKPOINT_PREFIX}{NUMBER}\.(invalid|superseded)(-{NUMBER})?\Z")
 _FENCE_NAME = ".fence.json"
 _NOTE_NAME = ".runner.json"
-_REMOVING = re.compile(rf"^\.{CHECKPOINT_PREFIX}\d+\.removing$")
+_REMOVING = re.compile(rf"\.{CHECKPOINT_PREFIX}{NUMBER}\.removing\Z")
 
 
 def fsync_directory(path: Path) -> None:

@@ -21,14 +21,16 @@ from pathlib import Path
 from checkpointing.errors import CommitConflict, Fenced, InvalidCheckpoint
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
-from checkpointing.storage.base import CHECKPOINT_PREFIX, Fence, Storage
+from checkpointing.storage.base import CHECKPOINT_PREFIX, NUMBER, Fence, Storage
 from checkpointing.storage.objects import ObjectStore, StorageError, StorageTimeout, probe
 
-_MANIFEST = re.compile(rf"^{CHECKPOINT_PREFIX}(\d+)/{re.escape(MANIFEST_NAME)}$")
-_ASIDE = re.compile(rf"^{CHECKPOINT_PREFIX}(\d+)/manifest\.(invalid|superseded)\.[0-9a-f]+\.json$")
-_DATA = re.compile(rf"^({CHECKPOINT_PREFIX}\d+/(\d+)\.[0-9a-f]+)/")
+_MANIFEST = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})/{re.escape(MANIFEST_NAME)}\Z")
+_ASIDE = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})/manifest\.(invalid|superseded)\.[0-9a-f]+\.json\Z")
+_DATA = re.compile(rf"({CHECKPOINT_PREFIX}{NUMBER}/({NUMBER})\.[0-9a-f]+)/")
 _NOTE = "runner.json"
-_FENCE = re.compile(r"^fence/(\d+)\.json$")
+_FENCE = re.compile(rf"fence/({NUMBER})\.json\Z")
+# Newer ones may take the place of what was listed; not for ever.
+_FENCE_LOOKS = 10
 
 
 @dataclass(frozen=True)
@@ -148,13 +150,15 @@ class RemoteStorage(Storage):
         self.store.transferred = transferred
 
     def fence(self) -> Fence:
-        newest = max(self._fences(), default=0)
-        if newest == 0:
-            return Fence()
-        data = self.store.get(f"fence/{newest}.json")
-        if data is None:
-            # A newer one has taken its place since.
-            return self.fence()
+        for _ in range(_FENCE_LOOKS):
+            newest = max(self._fences(), default=0)
+            if newest == 0:
+                return Fence()
+            data = self.store.get(f"fence/{newest}.json")
+            if data is not None:
+                break
+        else:
+            raise StorageError(f"{self.location}/fence/{newest}.json is listed, but cannot be read")
         try:
             return Fence.from_json(data)
         except ValueError as error:

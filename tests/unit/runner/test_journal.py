@@ -53,3 +53,20 @@ def test_a_full_disk_delays_events_but_loses_none(tmp_path: Path) -> None:
         journal.close()
     finally:
         os.system(f"umount {mount}")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 3000,
+        b'{"time": "12", "event": "log", "attempt": 1}',
+        b'{"time": NaN, "event": "log", "attempt": 1}',
+        b'{"time": 1e300, "event": "log", "attempt": 1}',
+        b'{"time": 12, "event": ["log"], "attempt": 1}',
+    ],
+)
+def test_a_damaged_line_is_passed_over(line: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    good = b'{"time": 13.0, "event": "committed", "attempt": 1, "step": 20}'
+    path.write_bytes(b"\n".join([line, good]))
+    assert read_journal(path) == [{"time": 13.0, "event": "committed", "attempt": 1, "step": 20}]

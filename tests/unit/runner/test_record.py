@@ -32,6 +32,19 @@ def test_it_survives_being_written_down() -> None:
         b'{"running": "x"}',
         b"\xff",
         b'{"history": [{"failure": {"kind": "?"}, "committed_step": 1}]}',
+        b"[" * 3000,
+        b'{"history": 1e999}',
+        b'{"running": 1e999}',
+        # Would have ended the supervisor at the next failure for want of memory.
+        b'{"batch": {"micro_batch": "4"}}',
+        b'{"batch": {"micro_batch": 0}}',
+        b'{"batch": {"micro_batch": 4, "accumulation": 0}}',
+        b'{"batch": {"divisor": 0}}',
+        b'{"batch": {"divisor": true}}',
+        b'{"batch": {"divisor": 1e30}}',
+        b'{"batch": []}',
+        b'{"history": [{"failure": {"kind": "crashed", "cause": "\\ud800", "rank": 0, "step": 1, "fingerprint": ""},'
+        b' "committed_step": 1}]}',
     ],
 )
 def test_what_cannot_be_read_is_an_empty_record(damaged: bytes | None) -> None:

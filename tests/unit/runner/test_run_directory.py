@@ -17,8 +17,11 @@ def test_the_identity_is_made_once_and_shared_by_all_nodes(tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["run.json"]
 
 
-def test_a_damaged_identity_is_told(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text("{")
+@pytest.mark.parametrize(
+    "damaged", ["{", "[" * 3000, '{"run_id": null}', '{"run_id": ""}', '{"run_id": "../x"}', '{"run_id": "\\ud800"}']
+)
+def test_a_damaged_identity_is_told(damaged: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(damaged)
     with pytest.raises(UsageError, match=r"run\.json is damaged; delete it"):
         RunDirectory(str(tmp_path)).run_id()
 

@@ -76,3 +76,11 @@ def test_what_the_summary_says() -> None:
 
 def test_an_empty_journal() -> None:
     assert summarise([]).state == "unknown"
+
+
+@pytest.mark.parametrize("index", range(len(EVENTS)))
+def test_an_event_that_a_disk_has_damaged_is_passed_over(index: int) -> None:
+    """Each in turn has lost all that it said, or says it of something that does not exist."""
+    for damaged in ({"time": EVENTS[index]["time"], "event": EVENTS[index]["event"]}, event(100, "unheard-of")):
+        run = summarise([*EVENTS[:index], damaged, *EVENTS[index + 1 :]], now=200)
+        assert render(run, {})

@@ -1,0 +1,583 @@
+"""What holds for every sequence of events, not only for those that somebody has thought of.
+
+Each property was seen to fail with the product broken on purpose.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from chaos.stores import MemoryObjects
+from contract.support import commit
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from checkpointing.catalog import Catalog
+from checkpointing.data import CursorBatchSampler
+from checkpointing.errors import CommitConflict, Fenced, InvalidCheckpoint
+from checkpointing.manifest import FileEntry, Manifest
+from checkpointing.restore import _propose
+from checkpointing.retention import Retention, steps_to_remove, steps_to_upload
+from checkpointing.storage import LocalStorage, Storage
+from checkpointing.storage.base import Fence
+from checkpointing.storage.remote import RemoteStorage
+from checkpointing.tiers import Tiers
+from runner.errors import ExitCode
+from runner.failure import Failure, FailureKind
+from runner.policy import AttemptRecord, BatchShape, Restart, Stop, decide
+from runner.record import RunRecord
+
+settings.register_profile("chaos", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("chaos")
+
+STEPS = st.integers(0, 12)
+STORAGES = {"local": lambda folder: LocalStorage(folder), "remote": lambda folder: RemoteStorage(MemoryObjects())}
+
+
+# -- catalog ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Copy:
+    """What the model knows of a checkpoint."""
+
+    attempt: int
+    sizes_right: bool = True
+    content_right: bool = True
+
+
+class CatalogMachine(RuleBasedStateMachine):
+    """Whatever is committed, damaged, removed and set aside, by attempts that fence each other: the catalog says what a
+    dict of steps says.
+    """
+
+    kind = "local"
+
+    @initialize()
+    def begin(self) -> None:
+        self.stack = ExitStack()
+        folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
+        self.storage: Storage = STORAGES[self.kind](folder / "store")
+        self.model: dict[int, Copy] = {}
+        self.attempt = 0
+        self.aside = 0
+        # Of each attempt that has begun, a writer; old ones wake up late.
+        self.accepted: set[tuple[int, int]] = set()
+        self.next_attempt()
+
+    def teardown(self) -> None:
+        self.stack.close()
+
+    @rule()
+    def next_attempt(self) -> None:
+        self.accepted |= {(step, copy.attempt) for step, copy in self.model.items() if self.counts(step, copy)}
+        self.attempt += 1
+        self.storage.begin_attempt(self.attempt)
+
+    @rule()
+    def a_number_is_not_used_twice(self) -> None:
+        with pytest.raises(Fenced):
+            type(self.storage).begin_attempt(self.another(), self.attempt)
+
+    @rule(step=STEPS, behind=st.sampled_from([0, 0, 0, 1, 2]))
+    def commit(self, step: int, behind: int) -> None:
+        attempt = max(self.attempt - behind, 1)
+        present, fenced = self.model.get(step), not self.admits(step, attempt)
+        try:
+            commit(self.another(), step, attempt, nbytes=4096)
+        except Fenced:
+            assert fenced
+        except CommitConflict:
+            assert present is not None and not fenced
+            # What only holds the place is set aside; what counts and is whole never is.
+            assert self.counts(step, present) and present.sizes_right
+        else:
+            assert not fenced
+            self.aside += present is not None
+            assert present is None or not (self.counts(step, present) and present.sizes_right)
+            self.model[step] = Copy(attempt)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), how=st.sampled_from(["cut", "flip", "lose", "manifest"]))
+    def damage(self, data: st.DataObject, how: str) -> None:
+        step = data.draw(st.sampled_from(sorted(self.model)))
+        self.alter(step, how)
+        copy = self.model[step]
+        if how == "flip":
+            copy.content_right = not copy.content_right  # the same bit every time
+        else:
+            copy.sizes_right = False
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        step = data.draw(st.sampled_from(sorted(self.model)))
+        self.storage.remove(step)
+        del self.model[step]
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def set_aside(self, data: st.DataObject) -> None:
+        step = data.draw(st.sampled_from(sorted(self.model)))
+        self.storage.set_aside(step)
+        del self.model[step]
+        self.aside += 1
+
+    @rule()
+    def sweep(self) -> None:
+        self.storage.sweep()
+
+    @invariant()
+    def newest_valid_is_what_the_model_says(self) -> None:
+        whole = sorted(step for step, copy in self.model.items() if copy.sizes_right and self.counts(step, copy))
+        catalog = Catalog(self.storage)
+        assert catalog.committed_steps() == whole
+        assert [entry.step for entry in catalog.entries()] == sorted(self.model, reverse=True)
+        assert catalog.newest_attempt() == self.attempt
+        assert len(self.storage.set_aside_names()) == self.aside
+        for step, copy in self.model.items():
+            if step in whole and copy.content_right:
+                assert catalog.verify(step).step == step
+            else:
+                with pytest.raises(InvalidCheckpoint, match=f"checkpoint-{step}"):
+                    catalog.verify(step)
+
+    @rule()
+    def resume(self) -> None:
+        """From the newest whole one; what is newer and is not, is set aside; never silently from the beginning."""
+        whole = [step for step, copy in self.model.items() if copy.sizes_right and self.counts(step, copy)]
+        tiers = Tiers(self.storage)
+        proposal = _propose(tiers, tiers.catalog, "auto", set(), set(), lambda message: None)
+        passed_over = [step for step in self.model if step > max(whole, default=-1)]
+        self.aside += len(passed_over)
+        for step in passed_over:
+            del self.model[step]
+        if whole:
+            assert proposal.step == max(whole)
+        else:
+            assert proposal.step is None and (proposal.error is not None) == (self.aside > 0)
+
+    # -- inside
+
+    def admits(self, step: int, attempt: int) -> bool:
+        return attempt >= self.attempt or (step, attempt) in self.accepted
+
+    def counts(self, step: int, copy: Copy) -> bool:
+        return self.admits(step, copy.attempt)
+
+    def another(self) -> Storage:
+        """The same place, as another process sees it."""
+        if isinstance(self.storage, LocalStorage):
+            return LocalStorage(self.storage.root)
+        assert isinstance(self.storage, RemoteStorage)
+        return RemoteStorage(self.storage.store)
+
+    def alter(self, step: int, how: str) -> None:
+        if isinstance(self.storage, LocalStorage):
+            folder = self.storage.directory(step)
+            path = folder / ("manifest.json" if how == "manifest" else "model")
+            data = path.read_bytes() if path.exists() else b""
+            if how == "lose":
+                path.unlink(missing_ok=True)
+            elif data:
+                path.write_bytes(altered(data, how))
+        else:
+            assert isinstance(self.storage, RemoteStorage)
+            objects = self.storage.store.objects  # type: ignore[attr-defined]
+            manifest = objects[f"checkpoint-{step}/manifest.json"]
+            if how == "manifest":
+                objects[f"checkpoint-{step}/manifest.json"] = altered(manifest, how)
+                return
+            for key in [key for key in objects if key.startswith(f"checkpoint-{step}/") and key.endswith("/model")]:
+                objects[key] = altered(objects[key], how)
+                if how == "lose":
+                    del objects[key]
+
+
+def altered(data: bytes, how: str) -> bytes:
+    if how == "flip":
+        return bytes([data[0] ^ 1]) + data[1:] if data else data
+    return data[: len(data) // 2]
+
+
+class RemoteCatalogMachine(CatalogMachine):
+    kind = "remote"
+
+
+TestCatalog = CatalogMachine.TestCase
+TestCatalog.settings = settings(max_examples=20, stateful_step_count=20)
+TestRemoteCatalog = RemoteCatalogMachine.TestCase
+TestRemoteCatalog.settings = settings(max_examples=20, stateful_step_count=20)
+
+
+# -- manifest and fence ----------------------------------------------------------------------------------------------
+
+NUMBERS = st.integers(0, 2**63 - 1)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+NAMES = TEXT.filter(lambda name: name not in ("", ".", "..", "manifest.json") and not {*name} & {*"/\\\0"})
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def manifests(draw: st.DrawFn) -> Manifest:
+    names = draw(st.lists(NAMES, max_size=5, unique=True))
+    files = tuple(FileEntry(name, draw(NUMBERS), draw(TEXT)) for name in names)
+    metrics = draw(st.dictionaries(TEXT, FLOATS, max_size=3))
+    step, attempt = draw(NUMBERS), draw(NUMBERS)
+    folder = draw(st.sampled_from(["", f"checkpoint-{step}/{attempt}.0123456789ab"]))
+    return Manifest(draw(TEXT), attempt, step, draw(NUMBERS), draw(NUMBERS), draw(FLOATS), files, metrics, folder)
+
+
+@given(manifests())
+def test_a_manifest_is_read_as_it_was_written(manifest: Manifest) -> None:
+    assert Manifest.from_json(manifest.to_json(), "here") == manifest
+
+
+@given(manifests(), st.data())
+def test_a_manifest_is_never_read_as_another_one(manifest: Manifest, data: st.DataObject) -> None:
+    """Any byte changed, lost or added."""
+    written = manifest.to_json()
+    position = data.draw(st.integers(0, len(written) - 1))
+    middle = data.draw(st.binary(max_size=3))
+    lost = data.draw(st.integers(0, 3))
+    try:
+        read = Manifest.from_json(written[:position] + middle + written[position + lost :], "here")
+    except InvalidCheckpoint as error:
+        assert str(error).startswith("here: manifest.json")
+    else:
+        assert read == manifest
+
+
+@given(manifests(), TEXT.filter(lambda name: {*name} & {*"/\\\0"} or name in ("", ".", "..", "manifest.json")))
+def test_no_manifest_names_a_file_outside(manifest: Manifest, name: str) -> None:
+    evil = replace(manifest, files=(*manifest.files, FileEntry(name, 1, "d")))
+    with pytest.raises(InvalidCheckpoint, match="not allowed"):
+        Manifest.from_json(evil.to_json(), "here")
+
+
+@given(NUMBERS, st.frozensets(st.tuples(NUMBERS, NUMBERS), max_size=5), TEXT)
+def test_a_fence_is_read_as_it_was_written(attempt: int, accepted: frozenset[tuple[int, int]], writer: str) -> None:
+    fence = Fence(attempt, accepted, writer)
+    assert Fence.from_json(fence.to_json()) == fence
+
+
+# -- retention -------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def committed(draw: st.DrawFn) -> list[Manifest]:
+    steps = draw(st.lists(st.integers(0, 100), unique=True, max_size=15))
+    ratings = st.one_of(st.none(), st.sampled_from([0.5, 1.0, 2.0]), FLOATS)
+    rated = [(step, draw(ratings)) for step in steps]
+    return [
+        Manifest("run", 1, step, 1, 0, 0.0, (), {} if loss is None else {"eval_loss": loss}) for step, loss in rated
+    ]
+
+
+RETENTIONS = st.builds(
+    Retention,
+    keep_last=st.one_of(st.none(), st.integers(0, 5)),
+    keep_every=st.one_of(st.none(), st.integers(1, 20)),
+    best_metric=st.sampled_from([None, "eval_loss", "never_measured"]),
+    greater_is_better=st.booleans(),
+)
+
+
+@given(committed(), RETENTIONS)
+def test_what_retention_promises_to_keep_stays(saved: list[Manifest], retention: Retention) -> None:
+    removed = steps_to_remove(saved, retention)
+    steps = sorted(manifest.step for manifest in saved)
+    assert removed == sorted({*removed}) and {*removed} <= {*steps}
+    kept = [manifest for manifest in saved if manifest.step not in removed]
+    if steps:
+        assert steps[-1] not in removed
+    if retention.keep_last is None:
+        assert removed == []
+        return
+    newest = steps[-max(retention.keep_last, 1) :]
+    assert not {*removed} & {*newest}
+    assert retention.keep_every is None or all(step % retention.keep_every for step in removed)
+    ratings = {manifest.step: manifest.metrics["eval_loss"] for manifest in saved if manifest.metrics}
+    milestones = {step for step in steps if retention.keep_every and step % retention.keep_every == 0}
+    if ratings and retention.best_metric == "eval_loss":
+        best = (max if retention.greater_is_better else min)(ratings.values())
+        # Of equals the newest.
+        step = max(step for step, rating in ratings.items() if rating == best)
+        assert step not in removed
+        milestones.add(step)
+    # And nothing else, so that a disk does not fill up.
+    assert {manifest.step for manifest in kept} == {*newest} | milestones
+    # Once is enough.
+    assert steps_to_remove(kept, retention) == []
+
+
+@given(st.lists(committed(), min_size=1, max_size=6), RETENTIONS)
+def test_whatever_is_added_between_two_prunings_the_newest_and_the_best_are_there(
+    batches: list[list[Manifest]], retention: Retention
+) -> None:
+    """Metrics never change: what was the best once is kept until a better one comes."""
+    there: dict[int, Manifest] = {}
+    seen: dict[int, Manifest] = {}
+    for batch in batches:
+        new = {manifest.step: manifest for manifest in batch if manifest.step > max(seen, default=-1)}
+        there |= new
+        seen |= new
+        for step in steps_to_remove(there.values(), retention):
+            del there[step]
+        if seen:
+            assert max(seen) in there
+        rated = [manifest for manifest in seen.values() if manifest.metrics]
+        if rated and retention.best_metric == "eval_loss":
+            sign = 1 if retention.greater_is_better else -1
+            assert max(rated, key=lambda m: (sign * m.metrics["eval_loss"], m.step)).step in there
+
+
+@given(committed(), committed(), RETENTIONS)
+def test_what_is_uploaded_is_there_the_newest_first_and_stays_where_it_comes(
+    local: list[Manifest], durable: list[Manifest], retention: Retention
+) -> None:
+    due = steps_to_upload(local, durable, retention)
+    here, there = {m.step: m for m in local}, {m.step: m for m in durable}
+    assert due == sorted({*due}, reverse=True) and {*due} <= here.keys() - there.keys()
+    if here and max(here) > max(there, default=-1):
+        assert due[0] == max(here)
+    after = there | {step: here[step] for step in due}
+    # Neither anything left to do, nor anything that the next pruning would take away at once, the newest apart.
+    assert steps_to_upload(local, after.values(), retention) == []
+
+
+# -- policy ----------------------------------------------------------------------------------------------------------
+
+RESTARTED = [
+    FailureKind.CRASHED,
+    FailureKind.HUNG,
+    FailureKind.AGENT_LOST,
+    FailureKind.LAUNCHER_LOST,
+    FailureKind.NODE_LOST,
+    FailureKind.RUNNER_LOST,
+]
+FAILURES = st.builds(
+    Failure,
+    kind=st.sampled_from([*RESTARTED, FailureKind.OUT_OF_MEMORY]),
+    cause=st.just("cause"),
+    step=st.integers(0, 3),
+    fingerprint=st.sampled_from(["", "a", "b"]),
+)
+
+
+@dataclass
+class Life:
+    """A run as the supervisor leads it: one record, one decision after each failure."""
+
+    max_restarts: int
+    record: RunRecord = field(default_factory=RunRecord)
+    committed: int = -1
+
+    def fail(self, failure: Failure, progress: int) -> Restart | Stop:
+        self.committed += progress
+        self.record.add(AttemptRecord(failure, self.committed))
+        # As a new pod finds it.
+        self.record = RunRecord.from_json(self.record.to_json(1))
+        decision = decide(
+            self.record.history, max_restarts=self.max_restarts, stop_requested=False, batch=self.record.batch
+        )
+        if isinstance(decision, Restart):
+            self.record.batch = decision.batch
+        return decision
+
+
+@given(st.integers(0, 5), st.lists(st.tuples(FAILURES, st.integers(0, 1)), min_size=40, max_size=60))
+def test_without_progress_restarts_are_bounded(max_restarts: int, events: list[tuple[Failure, int]]) -> None:
+    """By the budget, and by what can be halved; with progress the budget is whole again."""
+    life, restarts, in_a_row = Life(max_restarts), 0, 0
+    for failure, progress in events:
+        was_progress = bool(progress and life.record.history)
+        decision = life.fail(failure, progress)
+        if was_progress:
+            restarts = in_a_row = 0
+        in_a_row += failure.kind is not FailureKind.OUT_OF_MEMORY
+        if isinstance(decision, Stop):
+            assert decision.exit_code in (ExitCode.DETERMINISTIC, ExitCode.BUDGET_SPENT, ExitCode.NO_PROGRESS)
+            assert (decision.exit_code is ExitCode.NO_PROGRESS) <= (life.committed < 0)
+            return
+        restarts += 1
+        assert decision.failures_in_a_row == in_a_row <= max_restarts + (failure.kind is FailureKind.OUT_OF_MEMORY)
+        # Six halvings of what does not say its batch.
+        assert restarts <= max_restarts + 6
+
+
+@given(st.integers(1, 5), st.lists(st.sampled_from(RESTARTED), min_size=1, max_size=30))
+def test_with_progress_between_failures_there_is_no_end(max_restarts: int, kinds: list[FailureKind]) -> None:
+    life = Life(max_restarts)
+    for number, kind in enumerate(kinds):
+        decision = life.fail(Failure(kind, "cause", step=number, fingerprint=f"a|{number}"), 1)
+        assert isinstance(decision, Restart) and decision.failures_in_a_row == 1
+
+
+@given(st.integers(1, 5), FAILURES, st.integers(0, 1))
+def test_the_same_failure_at_the_same_step_twice_is_the_last(
+    max_restarts: int, failure: Failure, progress: int
+) -> None:
+    life = Life(max_restarts)
+    first, second = life.fail(failure, 1), life.fail(failure, 0)
+    assert isinstance(first, Restart)
+    if failure.kind is not FailureKind.OUT_OF_MEMORY and failure.fingerprint:
+        assert isinstance(second, Stop) and second.exit_code is ExitCode.DETERMINISTIC
+    elif failure.kind is FailureKind.OUT_OF_MEMORY or max_restarts > 1:
+        assert isinstance(second, Restart)
+
+
+HISTORIES = st.lists(st.builds(AttemptRecord, FAILURES, st.integers(-1, 3)), max_size=10)
+
+
+@given(HISTORIES, FAILURES, st.integers(0, 3), st.sampled_from([FailureKind.PREEMPTED, FailureKind.ENDED]))
+def test_being_stopped_costs_nothing_whatever_was_before(
+    history: list[AttemptRecord], failure: Failure, max_restarts: int, kind: FailureKind
+) -> None:
+    last = AttemptRecord(replace(failure, kind=kind), 3)
+    for records, requested in (([*history, last], False), ([*history, AttemptRecord(failure, 3)], True)):
+        decision = decide(records, max_restarts=max_restarts, stop_requested=requested)
+        assert isinstance(decision, Stop) and decision.exit_code is ExitCode.PREEMPTED
+
+
+@given(HISTORIES, st.sampled_from(FailureKind), st.booleans(), st.integers(0, 3))
+def test_there_is_always_a_decision_with_a_reason(
+    history: list[AttemptRecord], kind: FailureKind, requested: bool, max_restarts: int
+) -> None:
+    records = [*history, AttemptRecord(Failure(kind, "cause"), 0)]
+    decision = decide(records, max_restarts=max_restarts, stop_requested=requested)
+    assert decision.reason and decision == decide(records, max_restarts=max_restarts, stop_requested=requested)
+    if isinstance(decision, Stop):
+        assert (decision.exit_code is ExitCode.DONE) == (kind is FailureKind.FINISHED)
+
+
+@given(st.one_of(st.none(), st.integers(1, 2**16)), st.integers(1, 64))
+def test_halving_keeps_the_global_batch_and_ends(micro_batch: int | None, accumulation: int) -> None:
+    shape = BatchShape(micro_batch, accumulation if micro_batch is not None else 1)
+    out_of_memory = AttemptRecord(Failure(FailureKind.OUT_OF_MEMORY, "cause"), 0)
+    for _ in range(20):
+        decision = decide([out_of_memory], max_restarts=0, stop_requested=False, batch=shape)
+        if isinstance(decision, Stop):
+            assert decision.exit_code is ExitCode.DETERMINISTIC
+            return
+        smaller = decision.batch
+        assert smaller.divisor == 2 * shape.divisor
+        if shape.micro_batch is not None:
+            assert smaller.micro_batch is not None
+            assert smaller.micro_batch * smaller.accumulation == shape.micro_batch * shape.accumulation
+        shape = smaller
+    raise AssertionError(f"still halving: {shape}")
+
+
+@given(st.lists(FAILURES, max_size=30), st.integers(1, 64))
+def test_batches_are_never_made_larger_again(failures: list[Failure], micro_batch: int) -> None:
+    life = Life(100, RunRecord(batch=BatchShape(micro_batch)))
+    for number, failure in enumerate(failures):
+        before = life.record.batch
+        life.fail(replace(failure, step=number, fingerprint=""), number % 2)
+        grown = failure.kind is FailureKind.OUT_OF_MEMORY and micro_batch % (2 * before.divisor) == 0
+        assert life.record.batch.divisor == before.divisor * (2 if grown else 1)
+
+
+# -- cursor ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a global batch is cut."""
+
+    batch: int
+    world: int
+    accumulation: int
+
+    @property
+    def total(self) -> int:
+        return self.batch * self.world * self.accumulation
+
+
+SHAPES = st.builds(Shape, st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
+
+
+def global_steps(
+    shape: Shape, n: int, seed: int, epoch: int, shuffle: bool, drop_last: bool, first: int = 0
+) -> list[list[int]]:
+    """The samples of each step, as all ranks together draw them: by rank in each micro-batch, one after another."""
+    ranks = []
+    for rank in range(shape.world):
+        sampler = CursorBatchSampler(
+            n, shape.batch, rank, shape.world, shape.accumulation, seed=seed, shuffle=shuffle, drop_last=drop_last
+        )
+        sampler.set_epoch(epoch)
+        sampler.start_at(first * shape.accumulation)
+        ranks.append(list(sampler))
+        assert (
+            len(sampler) == sampler.steps_per_epoch * shape.accumulation == len(ranks[0]) + first * shape.accumulation
+        )
+        assert all(len(batch) == shape.batch for batch in ranks[-1])
+    micro = [list(chain(*batches)) for batches in zip(*ranks, strict=True)]
+    return [list(chain(*micro[i : i + shape.accumulation])) for i in range(0, len(micro), shape.accumulation)]
+
+
+@st.composite
+def epochs(draw: st.DrawFn) -> tuple[Shape, int, int, int, bool, bool]:
+    shape, drop_last = draw(SHAPES), draw(st.booleans())
+    n = draw(st.integers(shape.total if drop_last else 1, 4 * shape.total + 5))
+    return shape, n, draw(st.integers(0, 5)), draw(st.integers(0, 3)), draw(st.booleans()), drop_last
+
+
+@given(epochs())
+def test_each_sample_is_drawn_as_often_as_promised(epoch: tuple[Shape, int, int, int, bool, bool]) -> None:
+    """Filled up: all once, and the first ones again to fill the last step. Dropping: at most once, less than a step."""
+    shape, n, _, _, shuffle, drop_last = epoch
+    steps = global_steps(*epoch)
+    drawn = list(chain(*steps))
+    assert all(len(step) == shape.total for step in steps)
+    if drop_last:
+        assert len({*drawn}) == len(drawn) and n - shape.total < len(drawn) <= n
+    else:
+        assert sorted(drawn[:n]) == list(range(n)) and n <= len(drawn) < n + shape.total
+        assert drawn[n:] == (drawn * shape.total)[: len(drawn) - n]
+    if not shuffle:
+        assert drawn[:n] == list(range(min(n, len(drawn))))
+
+
+@given(epochs(), st.integers(0, 100))
+def test_what_is_drawn_from_any_step_on_is_the_tail(
+    epoch: tuple[Shape, int, int, int, bool, bool], resume: int
+) -> None:
+    whole = global_steps(*epoch)
+    first = resume % (len(whole) + 1)
+    assert global_steps(*epoch, first=first) == whole[first:]
+
+
+@given(epochs(), SHAPES, st.integers(0, 100))
+def test_another_world_that_divides_the_global_batch_draws_the_same(
+    epoch: tuple[Shape, int, int, int, bool, bool], other: Shape, resume: int
+) -> None:
+    """Also from the middle on: the sequence of samples is the same, whoever draws them."""
+    shape, *rest = epoch
+    for world in range(1, shape.total + 1):
+        if shape.total % (world * other.accumulation) == 0:
+            same = Shape(shape.total // (world * other.accumulation), world, other.accumulation)
+            whole = global_steps(shape, *rest)
+            first = resume % (len(whole) + 1)
+            assert global_steps(same, *rest, first=first) == whole[first:]
+
+
+@given(epochs())
+def test_epochs_differ_and_are_the_same_every_time(epoch: tuple[Shape, int, int, int, bool, bool]) -> None:
+    shape, n, seed, number, shuffle, drop_last = epoch
+    assert global_steps(*epoch) == global_steps(*epoch)
+    orders = []
+    for some in range(number, number + 8):
+        sampler = CursorBatchSampler(n, shape.batch, 0, shape.world, shape.accumulation, seed, shuffle, drop_last)
+        sampler.set_epoch(some)
+        orders.append(tuple(sampler.epoch_order().tolist()))
+    if n > 5:
+        assert (len({*orders}) > 1) == shuffle

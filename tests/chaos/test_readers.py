@@ -1,0 +1,692 @@
+"""Whatever lies in a checkpoint's place: a reader returns the right thing, or refuses it with a clear error.
+
+Never another exception, never a hang, never a huge allocation, never code that comes from a file. Files are damaged
+blindly, as disks do it, and knowingly, with all digests right, so that the parser behind them meets it.
+
+FUZZ_CASES=20000 for more than the few of each reader that CI tries; FUZZ_SEED=N repeats a run, FUZZ_CASE=N one case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import math
+import os
+import pickletools
+import random
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from chaos import mutations
+from chaos.fuzzing import Reader, assert_clear, fuzz, refused
+from chaos.stores import MemoryObjects
+from contract.support import commit
+
+from checkpointing import CheckpointManager, locking, rng
+from checkpointing.errors import CheckpointError, InvalidCheckpoint
+from checkpointing.manifest import Manifest, _self_digest
+from checkpointing.restore import RestorePoint, Room, _propose, _read
+from checkpointing.storage import LocalStorage, Storage
+from checkpointing.storage.base import Fence
+from checkpointing.storage.remote import RemoteStorage
+from checkpointing.tiers import Tiers
+from runner.cli import _age
+from runner.errors import UsageError
+from runner.failure import Failure, FailureKind
+from runner.journal import Journal, read_journal
+from runner.policy import AttemptRecord, BatchShape, Restart, Stop, decide
+from runner.record import RunRecord
+from runner.run_directory import RunDirectory
+from runner.summary import render, summarise
+
+NUM_CASES = int(os.environ.get("FUZZ_CASES", "200"))
+SEED = int(os.environ.get("FUZZ_SEED", random.SystemRandom().randrange(10**9)))
+ONLY = int(os.environ["FUZZ_CASE"]) if "FUZZ_CASE" in os.environ else None
+STEP = 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """A real checkpoint of a tiny model in `root`, and room to work in."""
+
+    root: Path
+    scratch: Path
+
+    @property
+    def storage(self) -> LocalStorage:
+        return LocalStorage(self.root)
+
+    @property
+    def folder(self) -> Path:
+        return self.root / f"checkpoint-{STEP}"
+
+    def data(self, name: str) -> bytes:
+        return (self.folder / name).read_bytes()
+
+    def small_copy(self) -> LocalStorage:
+        """A storage of its own with the small checkpoints of steps 10 and 20."""
+        storage = LocalStorage(Path(tempfile.mkdtemp(dir=self.scratch)))
+        for step in (10, STEP):
+            commit(storage, step, nbytes=4096)
+        return storage
+
+
+def point(name: str, data: bytes) -> RestorePoint:
+    """What a rank holds when it has read a file, and found its digest right."""
+    files = {name: memoryview(bytearray(data))}
+    return RestorePoint(
+        f"/runs/checkpoint-{STEP}", step=STEP, world_size=1, samples_consumed=80, files=files, path=None, private=True
+    )
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """Everything is written by the manager, as in a user's own loop; what the Trainer adds, by our Trainer's code."""
+    from transformers import TrainerState
+
+    from checkpointing.transformers import _ResilientMixin, _state_bytes
+
+    root = tmp_path_factory.mktemp("checkpoints")
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4, bias=False))
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+    manager = CheckpointManager(
+        str(root), model=model, optimizer=optimizer, scheduler=scheduler, states={"average": model}, snapshot_steps=None
+    )
+    manager.resume()
+    for _ in range(2):
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+    history = [{"loss": 2.5, "step": 10, "epoch": 0.5}, {"eval_loss": 2.0, "step": STEP, "epoch": 1.0}]
+    state = TrainerState(epoch=1.0, global_step=STEP, max_steps=40, log_history=history, train_batch_size=4)
+    loop = SimpleNamespace(
+        _tr_loss=torch.tensor(0.25),
+        _globalstep_last_logged=10,
+        _stopping=False,
+        _before_evaluation=None,
+        _metrics={"train": {"entropy": [0.5, 0.25]}},
+        _total_train_tokens=1000,
+    )
+    own = {"loop_state_0.json": _ResilientMixin._capture_loop_state(loop)}  # type: ignore[arg-type]
+    shared = {"trainer_state.json": _state_bytes(state)}
+    manager.save(STEP, 80, own, shared, metrics={"eval_loss": 2.0}, wait=True)
+    manager.close()
+    return Place(root, tmp_path_factory.mktemp("scratch"))
+
+
+# -- what says that a checkpoint is one ------------------------------------------------------------------------------
+
+
+def manifest_altered(place: Place) -> Reader:
+    original = Manifest.from_json(place.data("manifest.json"), "here")
+
+    def read(data: bytes) -> bool:
+        with refused("manifest.json", InvalidCheckpoint) as was:
+            assert Manifest.from_json(data, "here") == original
+        return not was()
+
+    return Reader(place.data("manifest.json"), [mutations.blindly, mutations.json_knowingly], read)
+
+
+def sealed(data: bytes, r: random.Random) -> bytes:
+    """A manifest with odd things in it and a digest of itself that is right."""
+    data = mutations.json_knowingly(data, r)
+    try:
+        document = json.loads(data)
+        document.pop("manifest_digest", None)
+        digest = _self_digest(document)
+        tree = [(key, value) for key, value in mutations.parse(data) if key != "manifest_digest"]
+        return mutations.to_text(mutations.Pairs([*tree, ("manifest_digest", digest)])).encode()
+    except (ValueError, RecursionError, AttributeError, TypeError):
+        return data
+
+
+def assert_usable(manifest: Manifest) -> None:
+    """Nothing that is done with a manifest can go wrong for what is in it."""
+    assert Manifest.from_json(manifest.to_json(), "here") == manifest
+    numbers = [manifest.attempt, manifest.step, manifest.world_size, manifest.samples_consumed]
+    assert all(type(number) is int and 0 <= number < 2**63 for number in [*numbers, *(f.size for f in manifest.files)])
+    assert all(math.isfinite(number) for number in [manifest.created_at, *manifest.metrics.values()])
+    names = [file.name for file in manifest.files]
+    assert len({*names}) == len(names)
+    assert all(Path("/a", name).parent == Path("/a") and name not in ("", "..") for name in names)
+    assert Path("/a", manifest.folder).resolve().is_relative_to("/a")
+    "".join([*names, manifest.run_id, manifest.folder, *manifest.metrics]).encode()
+    assert _age(manifest.created_at) and f"{manifest.total_bytes / 1e6:.1f} MB"
+
+
+def manifest_forged(place: Place) -> Reader:
+    def read(data: bytes) -> bool:
+        with refused("manifest.json", InvalidCheckpoint) as was:
+            assert_usable(Manifest.from_json(data, "here"))
+        return not was()
+
+    return Reader(place.data("manifest.json"), [sealed], read)
+
+
+def assert_goes_on(storage: Storage, aside: Callable[[str], None]) -> bool:
+    """Whatever has become of step 20, the run goes on from it or from step 10; True where from 20."""
+    tiers, announced = Tiers(storage), list[dict[str, Any]]()
+    for entry in tiers.catalog.entries():
+        assert (entry.manifest is None) == bool(entry.problem)
+        assert_clear(f"{entry.problem}", "")
+    proposal = _propose(tiers, tiers.catalog, "auto", set(), set(), announced.append)
+    for event in announced:
+        json.dumps(event)
+        aside(event["kept_as"])
+    assert proposal.error is None and proposal.step in (10, STEP), proposal
+    assert tiers.catalog.newest_attempt() >= 1
+    with refused(f"checkpoint-{STEP}", InvalidCheckpoint) as was:
+        tiers.catalog.find(STEP)
+    return not was()
+
+
+def catalog(place: Place) -> Reader:
+    """The manifest where it lies, with two steps to choose from."""
+    storage = place.small_copy()
+    path = storage.directory(STEP) / "manifest.json"
+    good = path.read_bytes()
+
+    def read(data: bytes) -> bool:
+        path.write_bytes(data)
+        try:
+            return assert_goes_on(storage, lambda kept: None)
+        finally:
+            kept = storage.root / f"checkpoint-{STEP}.invalid"
+            if kept.exists():
+                kept.rename(path.parent)
+
+    return Reader(good, [mutations.blindly, sealed], read)
+
+
+def remote_catalog(place: Place) -> Reader:
+    """As above, in object storage, where the manifest also says where its files lie."""
+    store = MemoryObjects()
+    storage = RemoteStorage(store)
+    for step in (10, STEP):
+        commit(storage, step, nbytes=4096)
+    objects = dict(store.objects)
+
+    def read(data: bytes) -> bool:
+        store.objects = {**objects, f"checkpoint-{STEP}/manifest.json": data}
+        whole = assert_goes_on(storage, lambda kept: None)
+        storage.sweep()
+        assert {key for key in objects if key.startswith("checkpoint-10/")} <= store.objects.keys()
+        storage.remove(STEP)
+        assert {key for key in objects if key.startswith("checkpoint-10/")} <= store.objects.keys()
+        return whole
+
+    return Reader(objects[f"checkpoint-{STEP}/manifest.json"], [mutations.blindly, sealed], read)
+
+
+def odd_name(data: bytes, r: random.Random) -> bytes:
+    """What may lie beside checkpoints and looks like one."""
+    number = r.choice(["0", "5", "007", "020", "0020", "٣", "²", "-1", "+5", "1e3", " 5", "5 ", "5\n", "20\n"])
+    number = r.choice([number, number, "9" * r.choice([19, 20, 100, 230]), str(r.randrange(100)), ""])
+    shape = r.choice(["checkpoint-{}", "checkpoint-{}", "checkpoint-{}/", "checkpoint-{}.invalid", "checkpoint-{}.tmp",
+                      ".checkpoint-{}.1.tmp", ".checkpoint-{}.removing/", ".fence.json.{}.tmp", "fence/{}.json",
+                      "checkpoint-{}/manifest.json", "checkpoint-{}/manifest.json/", "checkpoint-{}/1.ab/model",
+                      "checkpoint-{}/manifest.invalid.ab.json"])  # fmt: skip
+    return shape.format(number).encode()
+
+
+def names(place: Place) -> Reader:
+    """A foreign file or folder beside the checkpoints."""
+    storage = place.small_copy()
+    ours = {path.name for path in storage.root.iterdir()}
+
+    def read(data: bytes) -> bool:
+        name = data.decode()
+        path = storage.root / name
+        if path.exists():
+            return True
+        if name.endswith("/"):
+            path.mkdir(parents=True)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"foreign")
+        try:
+            assert assert_goes_on(storage, lambda kept: None)
+            storage.sweep()
+            assert storage.fence() == Fence()
+        finally:
+            for other in storage.root.iterdir():
+                if other.name not in ours:
+                    shutil.rmtree(other) if other.is_dir() else other.unlink()
+        return True
+
+    return Reader(b"", [odd_name], read)
+
+
+def remote_names(place: Place) -> Reader:
+    """A foreign object among the checkpoints'."""
+    store = MemoryObjects()
+    storage = RemoteStorage(store)
+    for step in (10, STEP):
+        commit(storage, step, nbytes=4096)
+    objects = dict(store.objects)
+
+    def read(data: bytes) -> bool:
+        if (name := data.decode()) in objects:
+            return True
+        store.objects = {**objects, name: b"foreign"}
+        with refused(name, OSError) as was:
+            assert assert_goes_on(storage, lambda kept: None)
+            storage.sweep()
+        assert objects.keys() <= store.objects.keys()
+        # A fence that cannot be read is for somebody to look at; nothing else may stop a run.
+        assert not was() or name.startswith("fence/")
+        return not was()
+
+    return Reader(b"", [odd_name], read)
+
+
+def fence(place: Place) -> Reader:
+    storage = place.small_copy()
+    storage.begin_attempt(3, [(30, 2)])
+    path = storage.root / ".fence.json"
+
+    def read(data: bytes) -> bool:
+        path.write_bytes(data)
+        with refused(".fence.json", OSError) as was:
+            found = storage.fence()
+            assert Fence.from_json(found.to_json()) == found
+            assert type(found.attempt) is int and 0 <= found.attempt < 2**63
+            found.admits_step(10, 1)
+            storage.counting()
+        return not was()
+
+    return Reader(path.read_bytes(), [mutations.blindly, mutations.json_knowingly], read)
+
+
+def any_file(place: Place) -> Reader:
+    """Each file in turn, its digest no longer right: what is read is what was written, or nothing."""
+    storage = place.storage
+    manifest = storage.read_manifest(STEP)
+    originals = {file.name: place.data(file.name) for file in manifest.files}
+    remaining = iter(range(10**9))
+
+    def read(data: bytes) -> bool:
+        number = next(remaining)
+        name, original = sorted(originals.items())[number % len(originals)]
+        # As long as the original, so that its size does not give it away.
+        damaged = data if number % 3 == 0 else (data + original)[: len(original)]
+        path = storage.directory(STEP) / name
+        path.write_bytes(damaged)
+        try:
+            found, problem = _read(storage, STEP, 0, 1, private=number % 2 == 0, room=Room(""))
+        finally:
+            path.write_bytes(original)
+        if found is None:
+            assert isinstance(problem, InvalidCheckpoint)
+            assert_clear(str(problem), name)
+            return False
+        assert {key: bytes(value) for key, value in found._files.items()} == originals
+        return True
+
+    return Reader(place.data("model.safetensors"), [mutations.blindly, lambda data, r: data], read)
+
+
+# -- what is in it, its digest being right ---------------------------------------------------------------------------
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal, with tensors and arrays inside, and NaN."""
+    one, other = (value.array if isinstance(value, rng.Words) else value for value in (one, other))
+    if isinstance(one, np.ndarray):
+        return isinstance(other, np.ndarray) and one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, torch.Tensor):
+        equal = isinstance(other, torch.Tensor) and one.dtype == other.dtype and one.shape == other.shape
+        if not equal or one.layout != torch.strided or one.is_meta:
+            return equal
+        return one.contiguous().reshape(-1).view(torch.uint8).equal(other.contiguous().reshape(-1).view(torch.uint8))
+    if isinstance(one, dict):
+        return isinstance(other, dict) and list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and (one == other or one != one) is not False
+
+
+def model(place: Place) -> Reader:
+    """The `safetensors` package is the judge of what is a right file."""
+    name = "model.safetensors"
+    tied = {"2.weight": "0.weight"}
+
+    def read(data: bytes) -> bool:
+        with refused(name, CheckpointError) as was:
+            state = point(name, data).model_state()
+            expected = safetensors.torch.load(data)
+            assert state.keys() >= expected.keys()
+            assert all(same(state[key], value) for key, value in expected.items())
+            assert all(state[key] is state[tied.get(key, key)] or key not in expected for key in state)
+        return not was()
+
+    return Reader(place.data(name), [mutations.blindly, mutations.safetensors_knowingly], read)
+
+
+def odd_object(r: random.Random) -> Any:
+    return r.choice(
+        [
+            None,
+            True,
+            -1,
+            0,
+            2**70,
+            0.5,
+            math.nan,
+            "x",
+            "../x",
+            b"x",
+            [],
+            {},
+            (),
+            [1, 2],
+            torch.zeros(3),
+            torch.zeros(0),
+            torch.zeros(2500, dtype=torch.uint8),
+            torch.zeros(5056, dtype=torch.uint8),
+            torch.full((5056,), 255, dtype=torch.uint8),
+            torch.zeros(2, 3).t(),
+            torch.zeros(1).expand(5),
+            torch.zeros(3, dtype=torch.complex64),
+            torch.eye(3).to_sparse(),
+            torch.nn.Parameter(torch.zeros(2)),
+            torch.Size([1]),
+            torch.float32,
+            np.zeros(624, dtype=np.uint32),
+            np.zeros(3),
+            np.zeros(624, dtype=np.int64),
+            624,
+            625,
+            10**6,
+            -(2**31),
+            "MT19937",
+            tuple(range(625)),
+            (2**32,) * 625,
+        ]
+    )
+
+
+def with_arrays(obj: Any) -> Any:
+    if isinstance(obj, dict):
+        return {key: with_arrays(value) for key, value in obj.items()}
+    if type(obj) in (list, tuple):
+        return type(obj)(map(with_arrays, obj))
+    return obj.array if isinstance(obj, rng.Words) else obj
+
+
+def resaved(data: bytes, r: random.Random) -> bytes:
+    """What `torch.save` makes of the same object with something odd in it."""
+    with torch.serialization.safe_globals(rng.SAFE_GLOBALS):
+        obj = with_arrays(torch.load(io.BytesIO(data), weights_only=True))
+    target = io.BytesIO()
+    torch.save(mutations.mutate_object(obj, r, odd_object), target)
+    return target.getvalue()
+
+
+TORCH_MUTATIONS = [mutations.blindly, mutations.torch_file_knowingly, mutations.torch_file_knowingly, resaved]
+
+
+def in_order(data: bytes) -> bool:
+    """Whether the pickle asks for the storages in the order of their numbers, as `torch.save` lets it.
+
+    The reader of large files relies on that: it fills them in without knowing which number was asked for.
+    """
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        info = next(info for info in archive.infolist() if info.filename.endswith("data.pkl"))
+        pickled = mutations.record(archive, info)
+    try:
+        texts = [argument for _, argument, _ in pickletools.genops(pickled) if isinstance(argument, str)]
+    except Exception:
+        return False
+    numbers = list(dict.fromkeys(text for text in texts if text.isdigit()))
+    return numbers == [str(number) for number in range(len(numbers))]
+
+
+def torch_file(name: str, place: Place) -> Reader:
+    """torch's own loader is the judge of what it is."""
+
+    def judged(data: bytes) -> Any:
+        with torch.serialization.safe_globals(rng.SAFE_GLOBALS):
+            return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+
+    def read(data: bytes) -> bool:
+        with refused(name, CheckpointError) as was:
+            found = point(name, data).torch_object(name)
+        if was():
+            return False
+        try:
+            expected = judged(data)
+        except Exception:
+            # It also looks at what we have no use for. Where that is damaged, the rest is right.
+            expected = original
+        assert same(found, expected) or not in_order(data)
+        return True
+
+    original = judged(place.data(name))
+    return Reader(place.data(name), TORCH_MUTATIONS, read)
+
+
+def generators(place: Place) -> Reader:
+    """Every generator works afterwards, and where the file was refused, as if nothing had been read."""
+    rank = SimpleNamespace(rank=0, world_size=1)
+
+    def draw() -> list[Any]:
+        numbers = [random.random() for _ in range(700)] + [random.gauss(), random.gauss()]
+        return [numbers, np.random.rand(700).tolist(), np.random.randn(3).tolist(), torch.randn(700).tolist()]
+
+    def read(data: bytes) -> bool:
+        before = rng.state(1)
+        with refused("rng_state.pth", CheckpointError) as was:
+            CheckpointManager.restore_rng(rank, point("rng_state.pth", data))  # type: ignore[arg-type]
+        drawn = draw()
+        if was():
+            rng.set_state(before)
+            assert draw() == drawn
+        return not was()
+
+    return Reader(place.data("rng_state.pth"), TORCH_MUTATIONS, read)
+
+
+def trainer_state(place: Place) -> Reader:
+    from transformers import TrainerState
+
+    from checkpointing.transformers import _checked_directory
+
+    def read(data: bytes) -> bool:
+        found = point("trainer_state.json", data)
+        try:
+            with refused("trainer_state.json", CheckpointError) as was:
+                directory = _checked_directory(found)
+            if was():
+                return False
+            state = TrainerState.load_from_json(str(Path(directory, "trainer_state.json")))
+            assert state.global_step == STEP
+            assert all(isinstance(entry, dict) for entry in state.log_history)
+            assert isinstance(state.stateful_callbacks, dict)
+            return True
+        finally:
+            found.close()
+
+    return Reader(place.data("trainer_state.json"), [mutations.blindly, mutations.json_knowingly], read)
+
+
+def loop_state(place: Place) -> Reader:
+    from checkpointing.transformers import _ResilientMixin
+
+    def read(data: bytes) -> bool:
+        trainer = SimpleNamespace(
+            args=SimpleNamespace(process_index=0), _tr_loss=torch.tensor(0.0), _metrics={"train": {}}
+        )
+        with refused("loop_state_0.json", CheckpointError) as was:
+            state = _ResilientMixin._restore_loop_state(trainer, point("loop_state_0.json", data))  # type: ignore[arg-type]
+            state.get("evaluation_due")
+            assert isinstance(trainer._tr_loss.item(), float)
+            assert isinstance(trainer._globalstep_last_logged + 1, (int, float))
+            assert all(isinstance(sum(values, 0.0), float) for values in trainer._metrics["train"].values())
+            assert isinstance(getattr(trainer, "_total_train_tokens", 0) + 1, (int, float))
+        return not was()
+
+    return Reader(place.data("loop_state_0.json"), [mutations.blindly, mutations.json_knowingly], read)
+
+
+# -- what lies beside it ---------------------------------------------------------------------------------------------
+
+
+def note(place: Place) -> Reader:
+    """What cannot be understood is an empty record; the next note takes its place."""
+    storage = LocalStorage(place.scratch / "note")
+    crash = Failure(FailureKind.CRASHED, "cause", 0, 12, "print")
+    record = RunRecord([AttemptRecord(crash, 10), AttemptRecord(crash, 10)], BatchShape(4, 2, 2), running=5)
+    next_note = record.to_json(2**62).encode()
+
+    def read(data: bytes) -> bool:
+        storage.write_note(data)
+        found = RunRecord.from_json(storage.read_note())
+        accepted = found != RunRecord()
+        assert RunRecord.from_json(found.to_json(7)) == found
+        found.account_for_lost_runner(10)
+        for kind in (FailureKind.CRASHED, FailureKind.OUT_OF_MEMORY):
+            history = [*found.history, AttemptRecord(replace(crash, kind=kind), 10)]
+            decision = decide(history, max_restarts=3, stop_requested=False, batch=found.batch)
+            assert isinstance(decision, (Restart, Stop)) and decision.reason
+            if isinstance(decision, Restart):
+                assert 1 <= found.batch.divisor <= decision.batch.divisor <= 2**18
+        storage.replace_note(next_note)
+        assert storage.read_note() in (data, next_note)
+        return accepted
+
+    data = record.to_json(6).encode()
+    return Reader(data, [mutations.blindly, mutations.json_knowingly, mutations.json_knowingly], read)
+
+
+def lock(place: Place) -> Reader:
+    path = place.scratch / ".runner.lock"
+    fd = locking.open_lock(path)
+    assert locking.try_lock(fd)
+
+    def read(data: bytes) -> bool:
+        path.write_bytes(data)
+        holder = locking.holder(fd)
+        holder.encode()
+        assert holder
+        return locking.is_elsewhere(holder)
+
+    return Reader(path.read_bytes(), [mutations.blindly], read)
+
+
+def journal(place: Place) -> Reader:
+    """What of it cannot be understood is left out."""
+    path = place.scratch / "journal.jsonl"
+    now = iter(range(1000, 2000))
+    book = Journal(path, lambda: float(next(now)))
+    book.append("run_started", 0, run_id="abc", pid=1, committed_step=-1)
+    for attempt in (1, 2):
+        book.append("attempt_started", attempt)
+        book.append("training_started", attempt, step=10 * attempt, total_steps=40)
+        book.append("log", attempt, step=10 * attempt + 5, loss=2.5, tokens_per_s=100.0)
+        book.append("committed", attempt, step=10 * attempt + 10, tier="local", nbytes=100, duration_s=0.5)
+        book.append("commit_failed", attempt, step=10, error="no space")
+        book.append("checkpoint_set_aside", attempt, step=5, reason="altered", kept_as="/x")
+        book.append("attempt_ended", attempt, kind="crashed", cause="a cause", step=20, start_step=0,
+                    training_began=1003.0, last_step_at=1010.0)  # fmt: skip
+    book.append("run_ended", 2, state="failed", reason="a reason", exit_code=78)
+    book.close()
+
+    def knowingly(data: bytes, r: random.Random) -> bytes:
+        """Lines and fields are lost, lines change their places, and some say something else altogether."""
+        lines = data.splitlines()
+        for _ in range(r.choice([1, 1, 3])):
+            index = r.randrange(len(lines))
+            match r.randrange(4):
+                case 0:
+                    lines[index] = lines[r.randrange(len(lines))]
+                case 1:
+                    lines[index] = mutations.to_text(mutations.odd_value(r)).encode()
+                case 2:
+                    event = r.choice(["run_started", "attempt_started", "committed", "log", "attempt_ended", "x"])
+                    lines[index] = mutations.to_text(
+                        mutations.Pairs([("event", event), ("time", mutations.odd_value(r)), ("attempt", 1)])
+                    ).encode()
+                case _:
+                    with contextlib.suppress(ValueError, RecursionError, TypeError):
+                        pairs = mutations.parse(lines[index])
+                        del pairs[r.randrange(len(pairs))]
+                        lines[index] = mutations.to_text(pairs).encode()
+        return b"\n".join(lines)
+
+    def read(data: bytes) -> bool:
+        path.write_bytes(data)
+        summary = summarise(read_journal(path), now=3000.0)
+        assert render(summary, {}) and json.dumps(summary.to_dict())
+        return bool(summary.attempts)
+
+    return Reader(path.read_bytes(), [mutations.blindly, knowingly, knowingly], read)
+
+
+def run_id(place: Place) -> Reader:
+    directory = RunDirectory(str(place.scratch / "run"))
+    directory.create()
+    directory.run_id()
+    path = directory.root / "run.json"
+
+    def read(data: bytes) -> bool:
+        path.write_bytes(data)
+        with refused("run.json", UsageError) as was:
+            found = directory.run_id()
+            found.encode()
+            assert 0 < len(found) < 1000
+        return not was()
+
+    return Reader(path.read_bytes(), [mutations.blindly, mutations.json_knowingly], read)
+
+
+READERS: dict[str, Callable[[Place], Reader]] = {
+    "manifest altered": manifest_altered,
+    "manifest forged": manifest_forged,
+    "catalog": catalog,
+    "catalog in object storage": remote_catalog,
+    "foreign names": names,
+    "foreign names in object storage": remote_names,
+    "fence": fence,
+    "every file by its digest": any_file,
+    "model.safetensors": model,
+    "optimizer.pt": functools.partial(torch_file, "optimizer.pt"),
+    "scheduler.pt": functools.partial(torch_file, "scheduler.pt"),
+    "average.pt": functools.partial(torch_file, "average.pt"),
+    "rng_state.pth": generators,
+    "trainer_state.json": trainer_state,
+    "loop_state_0.json": loop_state,
+    "note": note,
+    "lock": lock,
+    "journal": journal,
+    "run.json": run_id,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_reader_answers_rightly_or_refuses_clearly(name: str, place: Place, record_property: Any) -> None:
+    reader = READERS[name](place)
+    figures = fuzz(name, reader, NUM_CASES, SEED, ONLY)
+    print(f"\n{name}: {NUM_CASES} cases, {figures['accepted']} accepted, {figures['refused']} refused, seed {SEED}")
+
+
+def test_every_file_of_a_checkpoint_has_its_reader(place: Place) -> None:
+    """Whoever adds a file to a checkpoint adds it here."""
+    files = {path.name for path in place.folder.iterdir()}
+    assert files - {"manifest.json"} <= READERS.keys(), files

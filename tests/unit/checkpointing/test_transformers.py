@@ -1,0 +1,100 @@
+"""What the Trainer's loop left in a checkpoint, its digest right and its contents not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerState
+
+from checkpointing.errors import InvalidCheckpoint
+from checkpointing.restore import RestorePoint
+from checkpointing.transformers import _checked_directory, _ResilientMixin, _state_bytes
+
+LOOP = {"tr_loss": 0.25, "last_logged": 10, "metrics": {"entropy": [0.5, 1]}, "train_tokens": 1000}
+
+
+def point(name: str, data: bytes) -> RestorePoint:
+    files = {name: memoryview(data)}
+    return RestorePoint(
+        "/runs/checkpoint-20", step=20, world_size=1, samples_consumed=80, files=files, path=None, private=True
+    )
+
+
+def trainer_state(**changes: Any) -> bytes:
+    return json.dumps({**dataclasses.asdict(TrainerState(global_step=20, epoch=1.0)), **changes}).encode()
+
+
+def test_a_sound_trainer_state_is_read_by_the_trainer() -> None:
+    here = point("trainer_state.json", _state_bytes(TrainerState(global_step=20, epoch=1.0)))
+    state = TrainerState.load_from_json(str(Path(_checked_directory(here), "trainer_state.json")))
+    assert state.global_step == 20
+    here.close()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b"[" * 3000,
+        trainer_state(unheard_of=1),  # TypeError
+        # The Trainer would have gone on at another step than the optimizer.
+        trainer_state(global_step=19),
+        trainer_state(global_step="20"),
+        trainer_state(log_history={"loss": 1}),
+        trainer_state(log_history=[1]),
+        trainer_state(stateful_callbacks=[1]),
+        trainer_state(best_metric="high"),
+        trainer_state(total_flos=10**400),
+        trainer_state(best_model_checkpoint=3),
+    ],
+)
+def test_a_trainer_state_that_makes_no_sense_is_named(data: bytes) -> None:
+    with pytest.raises(InvalidCheckpoint, match=r"checkpoint-20: trainer_state\.json .* makes no sense"):
+        _checked_directory(point("trainer_state.json", data))
+
+
+def test_a_checkpoint_of_a_bare_loop_is_told_to_a_trainer() -> None:
+    with pytest.raises(InvalidCheckpoint, match=r"trainer_state\.json is not in it"):
+        _checked_directory(point("optimizer.pt", b""))
+
+
+def restore_loop(data: bytes) -> SimpleNamespace:
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(process_index=0), _tr_loss=torch.tensor(0.5), _metrics={"train": {"entropy": [], "x": [1]}}
+    )
+    _ResilientMixin._restore_loop_state(trainer, point("loop_state_0.json", data))  # type: ignore[arg-type]
+    return trainer
+
+
+def test_the_loops_own_state_goes_on() -> None:
+    trainer = restore_loop(json.dumps(LOOP).encode())
+    assert (trainer._tr_loss.item(), trainer._globalstep_last_logged, trainer._total_train_tokens) == (0.75, 10, 1000)
+    assert trainer._metrics["train"] == {"entropy": [0.5, 1], "x": [1]}
+    assert torch.isnan(restore_loop(json.dumps({**LOOP, "tr_loss": float("nan")}).encode())._tr_loss)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tr_loss": "0.25x"},
+        {"tr_loss": [1]},
+        {"tr_loss": 10**400},
+        {"last_logged": "10"},
+        {"last_logged": None},
+        {"metrics": []},
+        {"metrics": {"entropy": "abc"}},
+        {"metrics": {"entropy": ["a"]}},
+        {"metrics": {"entropy": [10**400]}},
+        {"train_tokens": "many"},
+    ],
+)
+def test_a_loop_state_that_makes_no_sense_is_named(changes: dict[str, Any]) -> None:
+    with pytest.raises(InvalidCheckpoint, match=r"checkpoint-20: loop_state_0\.json .* makes no sense"):
+        restore_loop(json.dumps({**LOOP, **changes}).encode())
