@@ -209,6 +209,7 @@ class _Round:
         folder.mkdir(parents=True)
         self._failpoints = FailpointFile(folder / "failpoints")
         self._lives, self._least, self._most = 1, 0, 0
+        self._shared_memory: set[Path] = set()
         # As `nothing_acknowledged_is_lost` wants them.
         self._damaged: list[tuple[int, int]] = []
         self._violations: list[str] = []
@@ -231,7 +232,6 @@ class _Round:
     def _run(self) -> bool:
         result, campaign = self._campaign.result, self._campaign
         result.runs += 1
-        shared_memory = invariants.names_in_shared_memory()
         before = len(result.all_violations)
         with self._subject:
             try:
@@ -245,7 +245,7 @@ class _Round:
             self._subject.events, self._least, self._most, self._lives
         )
         self._violations += invariants.ledger_adds_up(self._subject.events)
-        self._violations += invariants.nothing_is_left(self._scene.tiers, self._subject.temporary, shared_memory)
+        self._violations += invariants.nothing_is_left(self._scene.tiers, self._subject.temporary, self._shared_memory)
         result.lost_steps += summarise(self._subject.events).lost_steps
         result.violations += [f"run {self._number}: {text}" for text in self._violations]
         differences = campaign.compare(self._folder) if finished else ["the run did not finish"]
@@ -269,6 +269,7 @@ class _Round:
         step, attempt, events = self._step(), self._attempt(), len(subject.events)
         restarts = self._restarts()
         known = set(scene.damaged)
+        self._shared_memory |= subject.shared_memory()
         try:
             what = fault.strike(scene)
         except NotNow as reason:

@@ -3,7 +3,7 @@ journal; each check returns what it finds wrong, in words."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
@@ -97,11 +97,11 @@ def ledger_adds_up(events: Sequence[Event]) -> list[str]:
     return []
 
 
-def nothing_is_left(tiers: Tiers, temporary: Path, shared_memory: Sequence[str]) -> list[str]:
+def nothing_is_left(tiers: Tiers, temporary: Path, shared_memory: Collection[Path]) -> list[str]:
     """No temporary data where checkpoints lie, none in the temporary folder, no named shared memory.
 
     Args:
-        shared_memory: what was in /dev/shm before the training began.
+        shared_memory: files in /dev/shm that the training's processes have had mapped.
     """
     wrong = []
     for storage in tiers.nearest_first:
@@ -110,10 +110,4 @@ def nothing_is_left(tiers: Tiers, temporary: Path, shared_memory: Sequence[str])
             left = [path.name for path in storage.root.iterdir() if ".tmp" in path.name]
             wrong += [f"{storage.root}: {name} is left over" for name in left]
     wrong += [f"{path} is left over" for path in sorted(temporary.iterdir()) if not path.name.startswith(_CACHES)]
-    wrong += [f"/dev/shm/{name} is left over" for name in sorted(set(names_in_shared_memory()) - set(shared_memory))]
-    return wrong
-
-
-def names_in_shared_memory() -> list[str]:
-    folder = Path("/dev/shm")
-    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    return wrong + [f"{path} is left over" for path in sorted(shared_memory) if path.exists()]

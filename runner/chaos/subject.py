@@ -157,6 +157,15 @@ class Subject:
             found[process.pid] = process
         return [process for process in found.values() if _lives(process)]
 
+    def shared_memory(self) -> set[Path]:
+        """Files in /dev/shm that its processes have mapped: their semaphores, for example."""
+        found = set()
+        for process in self.alive():
+            with contextlib.suppress(OSError):
+                maps = Path(f"/proc/{process.pid}/maps").read_text()
+                found |= {Path(line.split(None, 5)[5]) for line in maps.splitlines() if " /dev/shm/" in line}
+        return {path for path in found if not path.name.endswith(" (deleted)")}
+
     def stop(self, timeout_s: float) -> tuple[int | None, float]:
         """SIGTERM; its exit code (None: it did not end) and the seconds that it took."""
         pidfd = os.pidfd_open(self.process.pid)

@@ -67,13 +67,15 @@ def test_leftovers_are_named(tmp_path: Path) -> None:
     temporary, location = tmp_path / "tmp", tmp_path / "checkpoints"
     temporary.mkdir()
     location.mkdir()
-    tiers, shared_memory = open_tiers(str(location)), invariants.names_in_shared_memory()
-    assert invariants.nothing_is_left(tiers, temporary, shared_memory) == []
+    tiers, semaphore = open_tiers(str(location)), tmp_path / "sem.mp-1"
+    assert invariants.nothing_is_left(tiers, temporary, {semaphore}) == []
     (temporary / "runner-abc").mkdir()
     (location / ".checkpoint-20.1.tmp").mkdir()
-    assert invariants.nothing_is_left(tiers, temporary, shared_memory) == [
+    semaphore.touch()
+    assert invariants.nothing_is_left(tiers, temporary, {semaphore}) == [
         f"{location}: .checkpoint-20.1.tmp is left over",
         f"{temporary / 'runner-abc'} is left over",
+        f"{semaphore} is left over",
     ]
 
 
