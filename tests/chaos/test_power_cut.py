@@ -1,0 +1,118 @@
+"""The power fails while a checkpoint is written: what was acknowledged is there after the restart, the rest is no harm.
+
+A real ext4 on a loop device is shut down under the writer, so that what it has not made durable is gone, and mounted
+again. The writer stands still at a failpoint meanwhile, or is cut wherever it happens to be.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from contract.support import assert_good_order
+from contract.test_crash_points import LOCAL, OPERATIONS, kept_by
+
+from checkpointing.failpoints import FAILPOINTS_ENV
+
+WRITER = Path(__file__).parents[1] / "contract" / "writer.py"
+# EXT4_IOC_SHUTDOWN (fs/ext4/ext4.h), and its flag to drop what is not in the journal's committed part.
+SHUTDOWN, DROP_ALL = 0x8004587D, 2
+
+
+class Disk:
+    """A file system of its own, whose power can fail."""
+
+    def __init__(self, folder: Path) -> None:
+        self._image, self.mount = folder / "image", folder / "mount"
+        self.mount.mkdir()
+        with self._image.open("wb") as file:
+            file.truncate(96 << 20)
+        subprocess.run(["mkfs.ext4", "-q", "-F", str(self._image)], check=True, capture_output=True)
+
+    def attach(self) -> bool:
+        return (
+            subprocess.run(["mount", "-o", "loop", str(self._image), str(self.mount)], capture_output=True).returncode
+            == 0
+        )
+
+    def cut_power(self) -> None:
+        fd = os.open(self.mount, os.O_RDONLY)
+        try:
+            fcntl.ioctl(fd, SHUTDOWN, struct.pack("I", DROP_ALL))
+        finally:
+            os.close(fd)
+
+    def detach(self) -> None:
+        subprocess.run(["umount", str(self.mount)], check=True, capture_output=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    if os.getuid() != 0:
+        pytest.skip("mounting needs root")
+    disk = Disk(tmp_path)
+    if not disk.attach():
+        pytest.skip("no loop devices here")
+    yield disk
+    disk.detach()
+
+
+def write_until(disk: Disk, failpoints: str, cut_after_s: float | None) -> list[str]:
+    """Run the writer until it stands still, or for so long; cut the power; returns what it had said by then."""
+    log = disk.mount.parent / "said"
+    with log.open("w") as output:
+        writer = subprocess.Popen(
+            [sys.executable, str(WRITER), str(disk.mount / "store"), *OPERATIONS],
+            env={**os.environ, FAILPOINTS_ENV: failpoints},
+            stdout=output,
+            stderr=subprocess.DEVNULL,
+        )
+    try:
+        deadline = time.monotonic() + 60
+        if cut_after_s is not None:
+            while not log.read_text() and writer.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.005)
+            time.sleep(cut_after_s)
+        else:
+            while not stands_still(writer) and time.monotonic() < deadline:
+                time.sleep(0.02)
+        # What is said is read first: it was said before the cut.
+        lines = log.read_text().splitlines()
+        disk.cut_power()
+    finally:
+        writer.kill()
+        writer.wait()
+    disk.detach()
+    assert disk.attach()
+    return lines
+
+
+def stands_still(writer: subprocess.Popen[bytes]) -> bool:
+    """At a failpoint that hangs: in a sleep of an hour."""
+    assert writer.poll() is None, "the writer has ended before it came there"
+    wchan = Path(f"/proc/{writer.pid}/wchan").read_text()
+    said = (Path(f"/proc/{writer.pid}/syscall").read_text().split() or [""])[0]
+    # clock_nanosleep, on x86-64 and elsewhere by name.
+    return "nanosleep" in wchan or said == "230"
+
+
+@pytest.mark.parametrize("point", LOCAL)
+def test_at_every_step_of_the_way(point: str, disk: Disk) -> None:
+    operation, number = LOCAL[point]
+    lines = write_until(disk, f"{point}=hang@{number}", None)
+    assert lines[-1] == f"doing {operation}", lines
+    assert_good_order(str(disk.mount / "store"), kept_by(lines))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_at_any_moment(seed: int, disk: Disk) -> None:
+    lines = write_until(disk, "", random.Random(seed).uniform(0, 0.25))
+    assert_good_order(str(disk.mount / "store"), kept_by(lines))
