@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from checkpointing.storage import LocalStorage
+from checkpointing.storage.remote import RemoteStorage
 from checkpointing.tiers import Tiers, open_tiers
 
 if TYPE_CHECKING:
@@ -40,13 +42,9 @@ class Places:
 
     def remove(self, folder: Path) -> None:
         """A run's folder and its checkpoints."""
-        import fsspec
-
+        for storage in self.tiers(folder).nearest_first:
+            if isinstance(storage, LocalStorage):
+                shutil.rmtree(storage.root, ignore_errors=True)
+            elif isinstance(storage, RemoteStorage):
+                storage.store.delete(list(storage.store.sizes()))
         shutil.rmtree(folder, ignore_errors=True)
-        for place in filter(None, (self.location(folder), self.local_tier(folder))):
-            if "://" not in place:
-                shutil.rmtree(place, ignore_errors=True)
-                continue
-            filesystem, path = fsspec.url_to_fs(place)
-            if filesystem.exists(path):
-                filesystem.rm(path, recursive=True)

@@ -181,9 +181,9 @@ class Subject:
         self.refresh()
         return code, seconds
 
-    def leftovers(self) -> list[str]:
-        """What lives of it after its end."""
-        deadline = time.monotonic() + SETTLE_S
+    def leftovers(self, settle_s: float = SETTLE_S) -> list[str]:
+        """What lives of it so long after its end."""
+        deadline = time.monotonic() + settle_s
         while (living := self.alive()) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         processes.reap_strays({self.process.pid})
