@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
-from checkpointing.errors import CommitConflict, CommitFailed
+from checkpointing.catalog import verify
+from checkpointing.errors import CheckpointError, CommitConflict, CommitFailed
 from checkpointing.manifest import FileEntry, Manifest, SnapshotInfo
 from checkpointing.storage import Storage
 
@@ -65,7 +66,7 @@ def commit_snapshot(
         try:
             transaction.commit(manifest)
         except CommitConflict:
-            if not storage.keeps(manifest):
+            if not _is_kept(storage, manifest):
                 raise
         return manifest
     except OSError as error:
@@ -74,3 +75,14 @@ def commit_snapshot(
     finally:
         if transaction is not None:
             transaction.abort()
+
+
+def _is_kept(storage: Storage, manifest: Manifest) -> bool:
+    """Whether an earlier try has committed the same, and could not see that it had."""
+    if not storage.keeps(manifest):
+        return False
+    try:
+        verify(storage, manifest.step)
+    except CheckpointError:
+        return False
+    return True

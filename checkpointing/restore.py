@@ -75,7 +75,7 @@ class RestorePoint:
         files: Mapping[str, memoryview],
         path: Path | None,
         private: bool,
-        scratch: Path,
+        scratch: Path | None = None,
     ) -> None:
         self.place = place
         self.step = step

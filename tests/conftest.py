@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from servers import Server, has_radosgw, radosgw_server, rclone, rclone_server
 
+# Before anybody imports it.
+pytest.register_assert_rewrite("contract.support")
 # Threads of one process that spin while they wait for each other take the cores from the other tests' processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -56,10 +56,10 @@ def test_a_checkpoint_manager_that_forgets_the_generators_is_found(tmp_path: Pat
     )
     path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
     code, verdict, output = chaos(
-        tmp_path, "--kills", "1", "--seed", "1", "--fault", "supervisor killed", PYTHONPATH=path
+        tmp_path, "--kills", "2", "--seed", "1", "--fault", "killed at local.begun", PYTHONPATH=path
     )
     assert code == 1, output
-    assert verdict["faults"] >= 1 and verdict["violations"] == 0 and not verdict["identical"]
+    assert verdict["faults"] >= 2 and verdict["violations"] == 0 and not verdict["identical"]
     assert "DIFFERENT" in output and "model.safetensors" in output and "Traceback" not in output
     assert list((tmp_path / "chaos").glob("run-*/journal.jsonl")), "the folders are kept"
 
@@ -93,7 +93,7 @@ def test_an_agent_that_lies_about_its_commits_is_found(tmp_path: Path) -> None:
     )
     path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
     code, verdict, output = chaos(
-        tmp_path, "--kills", "1", "--seed", "3", "--fault", "supervisor killed", PYTHONPATH=path
+        tmp_path, "--kills", "3", "--seed", "3", "--fault", "killed at local.begun", PYTHONPATH=path
     )
     assert code == 1, output
     assert verdict["violations"] > 0 and "had been committed" in output

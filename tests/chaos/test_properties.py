@@ -97,8 +97,11 @@ class CatalogMachine(RuleBasedStateMachine):
             assert present is not None and not fenced
             # What only holds the place is set aside; what counts and is whole never is.
             assert self.counts(step, present) and present.sizes_right
+            assert present.attempt != attempt or not present.content_right
         else:
             assert not fenced
+            if present == Copy(attempt) and self.counts(step, present):
+                return  # the same is there already
             self.aside += present is not None
             assert present is None or not (self.counts(step, present) and present.sizes_right)
             self.model[step] = Copy(attempt)

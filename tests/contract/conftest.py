@@ -5,12 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from contract.support import PART_BYTES
 from servers import Server, bucket_on, small_disk
 
 from checkpointing.storage import Storage, open_storage, s3
-
-pytest.register_assert_rewrite("contract.support")
-from contract.support import PART_BYTES  # noqa: E402
 
 BACK_ENDS = ["path", "file-url", "tmpfs", "memory", "rclone", "radosgw"]
 

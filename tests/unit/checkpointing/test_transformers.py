@@ -67,7 +67,10 @@ def test_a_checkpoint_of_a_bare_loop_is_told_to_a_trainer() -> None:
 
 def restore_loop(data: bytes) -> SimpleNamespace:
     trainer = SimpleNamespace(
-        args=SimpleNamespace(process_index=0), _tr_loss=torch.tensor(0.5), _metrics={"train": {"entropy": [], "x": [1]}}
+        args=SimpleNamespace(process_index=0),
+        current_flos=0,
+        _tr_loss=torch.tensor(0.5),
+        _metrics={"train": {"entropy": [], "x": [1]}},
     )
     _ResilientMixin._restore_loop_state(trainer, point("loop_state_0.json", data))  # type: ignore[arg-type]
     return trainer
