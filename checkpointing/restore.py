@@ -370,7 +370,7 @@ def _read(
     *,
     private: bool,
     room: Room,
-    scratch: Path,
+    scratch: Path | None = None,
 ) -> tuple[RestorePoint | None, CheckpointError | None]:
     own = {rng.file_name(rank, world_size), f"{LOOP_STATE_PREFIX}{rank}.json"}
     path: Path | None = None

@@ -121,6 +121,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
         _before_evaluation=None,
         _metrics={"train": {"entropy": [0.5, 0.25]}},
         _total_train_tokens=1000,
+        current_flos=7.5e9,
     )
     own = {"loop_state_0.json": _ResilientMixin._capture_loop_state(loop)}  # type: ignore[arg-type]
     shared = {"trainer_state.json": _state_bytes(state)}
@@ -531,7 +532,7 @@ def loop_state(place: Place) -> Reader:
 
     def read(data: bytes) -> bool:
         trainer = SimpleNamespace(
-            args=SimpleNamespace(process_index=0), _tr_loss=torch.tensor(0.0), _metrics={"train": {}}
+            args=SimpleNamespace(process_index=0), current_flos=0, _tr_loss=torch.tensor(0.0), _metrics={"train": {}}
         )
         with refused("loop_state_0.json", CheckpointError) as was:
             state = _ResilientMixin._restore_loop_state(trainer, point("loop_state_0.json", data))  # type: ignore[arg-type]
