@@ -50,6 +50,9 @@ def differences(a: Path, b: Path, tolerance: float | None = None) -> list[str]:
             continue
         if name == TRAINER_STATE_NAME:
             text = _history_difference(a / name, b / name, tolerance)
+        elif name.startswith("rng_state"):
+            # No tolerance, and nothing to be read from where.
+            text = "the generators' states differ"
         elif name.endswith((".safetensors", ".pt", ".pth")):
             text = _difference(_load(a / name), _load(b / name), tolerance)
         elif name.endswith(".json") and tolerance is not None:
@@ -78,7 +81,6 @@ def _load(path: Path) -> Any:
         from safetensors.torch import load_file
 
         return load_file(path)
-    # Generators' states hold numpy's and Python's: plain numbers, which this loader takes.
     return torch.load(path, weights_only=True, map_location="cpu")
 
 

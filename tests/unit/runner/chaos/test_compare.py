@@ -22,6 +22,7 @@ def checkpoint(folder: Path, **changes: Any) -> Path:
     entry = {"step": 5, "loss": changes.get("loss", 1.5), "train_runtime": changes.get("runtime", 1.0)}
     (folder / "trainer_state.json").write_text(json.dumps({"log_history": [entry], "global_step": 5}))
     (folder / "config.json").write_text(changes.get("config", "{}"))
+    (folder / "rng_state.pth").write_bytes(changes.get("generators", b"state"))
     return folder
 
 
@@ -37,6 +38,7 @@ def test_the_same_bits_at_other_times(tmp_path: Path) -> None:
         ({"step": 6.0}, "optimizer.pt: state.0.step differs by"),
         ({"loss": 1.5000001}, "trainer_state.json: log_history.0.loss: 1.5 and 1.5000001"),
         ({"config": "[]"}, "config.json: other bytes"),
+        ({"generators": b"other"}, "rng_state.pth: the generators' states differ"),
     ],
 )
 def test_what_differs_is_named(change: dict[str, Any], told: str, tmp_path: Path) -> None:
