@@ -22,17 +22,7 @@ from checkpointing.errors import CheckpointError
 from runner import processes
 from runner.chaos import invariants
 from runner.chaos.bad_line import BadLine, endpoint_of_environment
-from runner.chaos.faults import (
-    FAULTS,
-    Clock,
-    Effect,
-    FailpointFile,
-    Fault,
-    Moment,
-    NotNow,
-    Scene,
-    find_libfaketime,
-)
+from runner.chaos.faults import FAULTS, Effect, FailpointFile, Fault, Moment, NotNow, Scene
 from runner.chaos.places import Places
 from runner.chaos.subject import SETTLE_S, Subject, runner_command
 from runner.errors import ExitCode, RunnerError
@@ -199,10 +189,6 @@ class Campaign:
         fault = self.random.choice([fault for fault in fitting if tries[fault.name] == least])
         return fault, self.random.choice(fault.moments)
 
-    def may_strike(self, name: str) -> bool:
-        """Whether a kind of fault was chosen."""
-        return any(fault.name == name for fault in self._faults)
-
     def _num_skipped(self, name: str) -> int:
         return self.result.skipped.get(name, (0, ""))[0]
 
@@ -238,14 +224,9 @@ class _Round:
                 environment |= {"AWS_ENDPOINT_URL": line.endpoint, "AWS_ENDPOINT_URL_S3": line.endpoint}
             else:
                 line = None
-            library, clock = find_libfaketime(), None
-            # Not in every run: what it is preloaded into is not quite what users run.
-            if library is not None and self._number % 2 == 0 and self._campaign.may_strike("clock jumps"):
-                clock = Clock(library, self._folder / "clock")
-                environment |= clock.environment
             tiers = self._campaign.places.tiers(self._folder)
             self._subject = self._campaign.subject(self._folder, environment)
-            self._scene = Scene(self._subject, tiers, self._campaign.random, self._failpoints, line, clock)
+            self._scene = Scene(self._subject, tiers, self._campaign.random, self._failpoints, line)
             return self._run()
 
     def _run(self) -> bool:
@@ -263,8 +244,7 @@ class _Round:
         self._violations += invariants.restarts_are_those_injected(
             self._subject.events, self._least, self._most, self._lives
         )
-        if self._scene.clock is None:
-            self._violations += invariants.ledger_adds_up(self._subject.events)
+        self._violations += invariants.ledger_adds_up(self._subject.events)
         self._violations += invariants.nothing_is_left(self._scene.tiers, self._subject.temporary, self._shared_memory)
         result.lost_steps += summarise(self._subject.events).lost_steps
         result.violations += [f"run {self._number}: {text}" for text in self._violations]

@@ -79,45 +79,12 @@ class FailpointFile:
         return (self._fired / name).exists()
 
 
-class Clock:
-    """The wall clock of a training's processes, by libfaketime; the monotonic one is left alone, as in a real jump."""
-
-    def __init__(self, library: Path, file: Path) -> None:
-        self._library, self._file = library, file
-        self.offset_s = 0
-        self.jump(0)
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """What gives a training this clock."""
-        return {
-            "LD_PRELOAD": str(self._library),
-            "FAKETIME_TIMESTAMP_FILE": str(self._file),
-            "FAKETIME_CACHE_DURATION": "1",
-            "DONT_FAKE_MONOTONIC": "1",
-        }
-
-    def jump(self, seconds: int) -> None:
-        """From here on it is so much later than it would have been."""
-        self.offset_s += seconds
-        new = self._file.with_suffix(".new")
-        new.write_text(f"{self.offset_s:+d}\n")
-        new.rename(self._file)
-
-
-def find_libfaketime() -> Path | None:
-    """The variant for programs with threads, where Debian and Fedora put it."""
-    folders = [*Path("/usr/lib").glob("*/faketime"), Path("/usr/lib64/faketime"), Path("/usr/lib/faketime")]
-    return next((file for folder in folders if (file := folder / "libfaketimeMT.so.1").exists()), None)
-
-
 @dataclass
 class Scene:
     """What a fault may touch.
 
     Attributes:
         line: between the training and its S3 server; None: there is no such server, or none that can be spoiled.
-        clock: of the training's own; None: it has the machine's.
         damaged: steps of checkpoints that this campaign has damaged.
     """
 
@@ -126,7 +93,6 @@ class Scene:
     random: random.Random
     failpoints: FailpointFile
     line: BadLine | None = None
-    clock: Clock | None = None
     damaged: set[int] = field(default_factory=set)
 
     def ranks(self) -> list[psutil.Process]:
@@ -241,15 +207,6 @@ def _preempt_twice(scene: Scene) -> str:
     if scene.subject.process.poll() is None:
         scene.subject.process.send_signal(signal.SIGTERM)
     return "SIGTERM twice"
-
-
-def _jump_clock(scene: Scene) -> str:
-    """A virtual machine that was suspended, a clock that was wrong and is set right."""
-    if scene.clock is None:
-        raise NotNow("this run has the machine's own clock, or there is no libfaketime (apt-get install faketime)")
-    seconds = scene.random.choice((-86400, -3600, 3600, 86400))
-    scene.clock.jump(seconds)
-    return f"by {seconds:+d} s"
 
 
 # -- failpoints ----------------------------------------------------------------------------------------------------
@@ -427,7 +384,6 @@ FAULTS = [
     Fault("I/O error at the commit", Effect.NOTHING, _at_failpoint("local.synced", "error"), TRAINING),
     Fault("disk hangs for 3 s", Effect.NOTHING, _at_failpoint("local.write", "pause", 4), TRAINING),
     Fault("upload fails", Effect.NOTHING, _at_failpoint("remote.part", "error", 2), TRAINING),
-    Fault("clock jumps", Effect.NOTHING, _jump_clock, TRAINING),
     *(Fault(name, Effect.NOTHING, strike, (Moment.SAVE,)) for name, strike in LINES.items()),
     *(Fault(name, Effect.RUN, _damaging(how), TRAINING) for name, how in DAMAGES.items()),
 ]

@@ -93,7 +93,15 @@ def test_an_agent_that_lies_about_its_commits_is_found(tmp_path: Path) -> None:
     )
     path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
     code, verdict, output = chaos(
-        tmp_path, "--kills", "3", "--seed", "3", "--fault", "killed at local.begun", PYTHONPATH=path
+        # This seed strikes in mid-training.
+        tmp_path,
+        "--kills",
+        "1",
+        "--seed",
+        "4",
+        "--fault",
+        "preempted",
+        PYTHONPATH=path,
     )
     assert code == 1, output
     assert verdict["violations"] > 0 and "had been committed" in output
@@ -106,7 +114,8 @@ def test_on_s3(radosgw_s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     location = f"checkpoint.location=s3://{bucket}/run"
     code, verdict, output = chaos(tmp_path, "--kills", "4", "--seed", "5", "--set", location, *options)
     assert code == 0, output
-    assert {strike["fault"] for strike in verdict["strikes"]} == set(names), output
+    assert verdict["faults"] >= 4 and verdict["violations"] == 0 and verdict["identical"], output
+    assert len({strike["fault"] for strike in verdict["strikes"]} & set(names)) >= 3, output
 
 
 def test_mistakes_are_told_in_one_line(tmp_path: Path) -> None:
