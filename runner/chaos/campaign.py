@@ -294,6 +294,9 @@ class _Round:
                         strike.violations.append(f"nobody noticed within {RECOVERY_LIMIT_S:.0f} s")
             case Effect.RUN:
                 self._restart(strike)
+            case Effect.NOTHING:
+                # But for the last save, which is waited for: an attempt whose last save fails is tried again.
+                self._most += 1
         if self._recovered(strike, attempt if fault.effect is Effect.NOTHING else None, events):
             strike.recovered_s = round(time.time() - at, 2) if fault.effect is not Effect.NOTHING else None
         strike.violations += invariants.newest_is_whole(scene.tiers, scene.damaged)
