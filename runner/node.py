@@ -444,9 +444,9 @@ class Node:
         gap = self._turn(now)
         attempt.quiet_since += gap
         if attempt.signalled and not self._stop:
-            # torchrun, too, ends the others with SIGTERM when one has died: have that death known.
+            # torchrun, too, ends the others with SIGTERM when one has died, be it after it was done: have that known.
             self._loop.pump(0.0)
-            first = attempt.watch.failures[:1]
+            first = attempt.watch.deaths[:1]
             asked = attempt.signalled & set(first) if first else attempt.signalled
             if asked and attempt.verdict is None:
                 self._stop.ask(f"a signal to rank {min(asked)}")
