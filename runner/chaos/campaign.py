@@ -313,6 +313,7 @@ class _Round:
             case Moment.RESTORE:
                 delay_s = 1.5
             case Moment.STEP:
+                subject.wait(lambda: self._step() > 0 or None, RECOVERY_LIMIT_S)
                 left = max(campaign.result.steps - self._step(), 1) * campaign.step_s
                 delay_s = min(2.0, left / 4)
             case Moment.SAVE:
