@@ -334,6 +334,23 @@ def test_a_notice_to_every_process_is_one_notice(calm: Run, tmp_path: Path) -> N
     assert_as_if_nothing_had_happened(run, calm)
 
 
+def test_a_rank_killed_when_it_was_done_is_no_notice_to_the_others(calm: Run, tmp_path: Path) -> None:
+    """torchrun then ends them with SIGTERM, the signal of a notice."""
+    trouble = """
+        from multiprocessing.util import Finalize
+        def in_the_last_moment():
+            if RANK == 1:
+                os.kill(os.getpid(), 9)
+            time.sleep(2)
+        if ATTEMPT == 1:
+            Finalize(None, in_the_last_moment, exitpriority=0)
+    """
+    run = Run(tmp_path / "run", script=troubled(tmp_path, trouble, EVALUATING)).start()
+    assert run.finish() == 0, run.output
+    assert not run.events("stop_requested") and kinds(run)[-1] == "finished" and len(kinds(run)) == 2
+    assert_as_if_nothing_had_happened(run, calm)
+
+
 def test_a_stop_in_an_evaluation_cuts_it_short_and_it_is_done_anew(calm: Run, tmp_path: Path) -> None:
     trouble = """
         def at_evaluation(step):
