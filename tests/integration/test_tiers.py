@@ -51,7 +51,8 @@ def test_the_nearest_valid_copy_is_resumed_from_and_s3_alone_is_enough(
     damaged = local / f"checkpoint-{newest}" / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-8] + b"damaged!")
     again = Run(run.folder, *chosen, script=script(tmp_path)).start()
-    wait_until(again, lambda: again.events("resumed"))  # its upload is slow: a later signal may come after the last step
+    # No later: its upload is slow, and a signal may then come after the last step.
+    wait_until(again, lambda: again.events("resumed"))
     again.signal(signal.SIGTERM)
     assert again.finish() == 75, again.output
     assert [(e["from"], e["step"]) for e in again.events("resumed")] == [("remote", newest)]
