@@ -2,9 +2,9 @@
 
     CHECKPOINT_FAILPOINTS="local.renamed=kill; remote.part=error@3" CHECKPOINT_FAILPOINTS_ONCE=/tmp/fired
 
-`kill` ends the process by SIGKILL, `error` raises EIO, `full` raises ENOSPC, `pause` sleeps for three seconds and
-`hang` for an hour; `@N` means the N-th time that this process comes there (1 by default). With the second variable, a
-folder, each fires once for all processes that share it: one that is started again gets past.
+`kill` ends the process by SIGKILL, `error` raises EIO, `full` raises ENOSPC, `oom` raises MemoryError, `pause` sleeps
+for three seconds and `hang` for an hour; `@N` means the N-th time that this process comes there (1 by default). With
+the second variable, a folder, each fires once for all processes that share it: one that is started again gets past.
 
     CHECKPOINT_FAILPOINTS_FILE=/tmp/failpoints
 
@@ -27,7 +27,7 @@ from pathlib import Path
 FAILPOINTS_ENV = "CHECKPOINT_FAILPOINTS"
 ONCE_ENV = "CHECKPOINT_FAILPOINTS_ONCE"
 FILE_ENV = "CHECKPOINT_FAILPOINTS_FILE"
-_ACTIONS = ("kill", "error", "full", "pause", "hang")
+_ACTIONS = ("kill", "error", "full", "oom", "pause", "hang")
 _SLEEP_S = {"pause": 3.0, "hang": 3600.0}
 
 # Everything that can be armed, in the order in which one save, one removal and one restore come by.
@@ -53,6 +53,7 @@ NAMES = (
     "aside.copied",  # set aside in object storage: the manifest is there under both names
     "snapshot.copying",  # a rank is about to copy into the arena
     "snapshot.copied",  # it has, the agent does not know yet
+    "training.step",  # a rank has ended a step
     "restore.read",  # a rank has read and verified what it resumes from
 )
 
@@ -89,7 +90,7 @@ def failpoint(name: str) -> None:
     """Come by a named place.
 
     Raises:
-        OSError: a fault of that kind is armed there.
+        OSError, MemoryError: a fault of that kind is armed there.
     """
     if not _armed and _file is None:
         return
@@ -104,6 +105,8 @@ def failpoint(name: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "pause" | "hang":
             time.sleep(_SLEEP_S[point.action])
+        case "oom":
+            raise MemoryError(f"out of memory (failpoint {name})")
         case action:
             code = errno.EIO if action == "error" else errno.ENOSPC
             raise OSError(code, f"{os.strerror(code)} (failpoint {name})")

@@ -29,6 +29,7 @@ from checkpointing.arena import Heartbeat, Phase
 from checkpointing.cadence import DEFAULT_OVERHEAD_CAP, Auto, Cadence, CadenceClock
 from checkpointing.client import ATTEMPT_ENV, SOCKET_ENV, AgentClient, AgentProcess
 from checkpointing.errors import CheckpointError, CommitFailed, Preempted
+from checkpointing.failpoints import failpoint
 from checkpointing.manager_environment import BATCH_ENV, FAILURES_ENV, LOCAL_TIER_ENV, LOCATION_ENV, RESUME_ENV
 from checkpointing.memory import parse_bytes
 from checkpointing.restore import RestorePoint, choose
@@ -264,6 +265,7 @@ class CheckpointManager:
 
     def end_of_step(self, step: int) -> Due:
         """Heartbeat, and the agreement with all ranks on what is due now."""
+        failpoint("training.step")
         now = time.monotonic()
         began, self._step_began = self._step_began, now
         self._beat(Phase.TRAINING, step, now - began if began is not None else 0.0)

@@ -110,6 +110,7 @@ def start(
     stop = StopRequest()
     stop.count_signals()
 
+    from runner.cache import discard_unsealed
     from runner.follower import Follower
     from runner.node import Job
     from runner.progress import ProgressDisplay
@@ -138,6 +139,8 @@ def start(
     elif isinstance(step, int) and first_node:
         for kept in check_resume_step(config, step):
             click.echo(f"runner: newer than step {step}, kept as {kept}")
+    if first_node:
+        discard_unsealed(directory.cache)
     # A restart, or a script that changes its directory, must find the same places.
     config.make_absolute()
     directory.config.write_text(config.to_yaml())

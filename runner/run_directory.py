@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from checkpointing import locking
+from checkpointing.storage.local import fsync_directory
 from runner.errors import RunBusy, UsageError
 from runner.journal import JOURNAL_NAME
 
@@ -95,7 +96,10 @@ class RunDirectory:
             raise UsageError(f"{self._identity} is damaged; delete it to give the run a new identity") from None
         run_id = uuid.uuid4().hex[:12]
         temporary = self._identity.with_suffix(f".{run_id}")
-        temporary.write_text(json.dumps({"run_id": run_id}) + "\n")
+        with temporary.open("w") as file:
+            file.write(json.dumps({"run_id": run_id}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         # Several nodes may get here at once: the first link wins, the others read it.
         try:
             self._identity.hardlink_to(temporary)
@@ -104,6 +108,8 @@ class RunDirectory:
         except OSError:
             temporary.rename(self._identity)  # a volume without hard links; one node is all it can serve safely
         temporary.unlink(missing_ok=True)
+        # Checkpoints will bear it: it must not be lost to a power cut that they survive.
+        fsync_directory(self.root)
         return self.run_id()
 
     def move_aside(self, checkpoints: Sequence[Path]) -> str:

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 from servers import Server, has_radosgw, radosgw_server, rclone, rclone_server
+from wire import cut, wire
+
+__all__ = ["cut", "wire"]
 
 # Before anybody imports it.
 pytest.register_assert_rewrite("contract.support")

@@ -39,6 +39,18 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def fsync_tree(folder: Path) -> None:
+    """Make all files below a folder, and their names, durable."""
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            descriptor = os.open(Path(parent) / name, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        fsync_directory(Path(parent))
+
+
 def _watched(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
     for piece in pieces:
         yield piece

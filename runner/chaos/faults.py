@@ -23,11 +23,16 @@ from checkpointing.manifest import MANIFEST_NAME
 from checkpointing.storage import LocalStorage
 from checkpointing.tiers import Tiers
 from runner.chaos.bad_line import BadLine, endpoint_of_environment
+from runner.chaos.clock import Clock
+from runner.chaos.memory_group import MemoryGroup
 from runner.chaos.subject import Subject
 
 # A failpoint that has not been come by after this is not on this training's way (no S3, nothing to prune).
 _REACH_S = 20.0
 _SHORT_GRACE_S = 0.3
+_CLOCK_JUMP_S = 3600
+_PRESSURE_S = 3.0
+_SPARE_BYTES = 64 << 20
 
 
 class Effect(Enum):
@@ -85,6 +90,7 @@ class Scene:
 
     Attributes:
         line: between the training and its S3 server; None: there is no such server, or none that can be spoiled.
+        clock, memory: the training's own; or why it has none.
         damaged: steps of checkpoints that this campaign has damaged.
     """
 
@@ -93,6 +99,8 @@ class Scene:
     random: random.Random
     failpoints: FailpointFile
     line: BadLine | None = None
+    clock: Clock | str = "no clock of its own"
+    memory: MemoryGroup | str = "no memory cgroup of its own"
     damaged: set[int] = field(default_factory=set)
 
     def ranks(self) -> list[psutil.Process]:
@@ -110,6 +118,7 @@ class Fault:
     Attributes:
         strike: does it; returns what it has done, in words. Raises NotNow.
         restarts: attempts that it ends, at a moment of training.
+        halves: the micro-batch, so that the same sums are made in another order from then on.
     """
 
     name: str
@@ -117,6 +126,7 @@ class Fault:
     strike: Callable[[Scene], str]
     moments: tuple[Moment, ...] = ANY_MOMENT
     restarts: int = 1
+    halves: bool = False
 
     def fits(self, tiers: Tiers) -> bool:
         """Whether checkpoints lie where it could strike."""
@@ -235,22 +245,70 @@ def _at_failpoint(name: str, action: str, most: int = 1) -> Callable[[Scene], st
     return strike
 
 
-def _kill_in_restore(scene: Scene) -> str:
-    """A rank is killed, and one of the next attempt's when it has read what it goes on from."""
-    if not scene.tiers.catalog.committed_steps():
-        raise NotNow("there is no checkpoint yet")
-    attempt = scene.subject.all("attempt_started")[-1]["attempt"]
-    scene.failpoints.arm("restore.read=kill")
-    _kill_rank(scene)
-    scene.subject.wait(
-        lambda: (
-            scene.failpoints.has_fired("restore.read")
-            or scene.subject.all("training_started", after=attempt + 1)
-            or None
-        ),
-        60.0,
-    )
-    return "SIGKILL to a rank, and to one of the next attempt at restore.read"
+def _kill_in_next_attempt(name: str) -> Callable[[Scene], str]:
+    """A rank is killed, and then who comes by that place in the next attempt."""
+
+    def strike(scene: Scene) -> str:
+        if not scene.tiers.catalog.committed_steps():
+            raise NotNow("there is no checkpoint yet")
+        attempt = scene.subject.all("attempt_started")[-1]["attempt"]
+        scene.failpoints.arm(f"{name}=kill")
+        _kill_rank(scene)
+        scene.subject.wait(
+            lambda: (
+                scene.failpoints.has_fired(name) or scene.subject.all("training_started", after=attempt + 1) or None
+            ),
+            60.0,
+        )
+        return f"SIGKILL to a rank, and to who came by {name} in the next attempt"
+
+    return strike
+
+
+# -- the machine ---------------------------------------------------------------------------------------------------
+
+
+def _jump(scene: Scene) -> str:
+    if isinstance(scene.clock, str):
+        raise NotNow(scene.clock)
+    seconds = scene.random.choice((-_CLOCK_JUMP_S, _CLOCK_JUMP_S))
+    scene.clock.set(seconds)
+    scene.subject.wait(lambda: None, 3.0)
+    scene.clock.set(0)
+    return f"by {seconds:+} s, and back after 3 s"
+
+
+def _needs_a_half(strike: Callable[[Scene], str]) -> Callable[[Scene], str]:
+    """The mend is half a micro-batch: where there is none, the run would rightly end."""
+
+    def struck(scene: Scene) -> str:
+        shapes = scene.subject.all("batch_shape")
+        if shapes and shapes[-1]["micro_batch"] % 2:
+            raise NotNow(f"a micro-batch of {shapes[-1]['micro_batch']} cannot be halved")
+        return strike(scene)
+
+    return struck
+
+
+def _squeeze(scene: Scene) -> str:
+    if isinstance(scene.memory, str):
+        raise NotNow(scene.memory)
+    with scene.memory.limited(_SPARE_BYTES):
+        scene.subject.wait(lambda: None, _PRESSURE_S)
+    return f"no page cache, and {_SPARE_BYTES >> 20} MiB more than in use, for {_PRESSURE_S:.0f} s"
+
+
+def _run_out(scene: Scene) -> str:
+    """Those that need more while the limit stands are ended by the kernel; what a killed rank leaves is free again."""
+    if isinstance(scene.memory, str):
+        raise NotNow(scene.memory)
+    memory, before = scene.memory, scene.memory.num_kills
+    with memory.limited(0):
+        scene.subject.wait(lambda: memory.num_kills > before or None, 10.0)
+    killed = memory.num_kills - before
+    if not killed:
+        raise NotNow("nobody needed more memory within 10 s")
+    return f"the kernel has ended {killed} processes"
 
 
 # -- what lies in storage ------------------------------------------------------------------------------------------
@@ -377,13 +435,26 @@ FAULTS = [
             ("remote.unlisted", 1, TRAINING),
         )
     ),
-    Fault("killed at restore.read", Effect.ATTEMPT, _kill_in_restore, TRAINING, restarts=2),
+    *(
+        Fault(f"killed at {name}", Effect.ATTEMPT, _kill_in_next_attempt(name), TRAINING, restarts=2)
+        for name in ("fence.opened", "fence.published", "restore.read")
+    ),
     Fault("disk full", Effect.NOTHING, _at_failpoint("local.write", "full", 4), TRAINING),
     Fault("disk full at the manifest", Effect.NOTHING, _at_failpoint("local.written", "full", 2), TRAINING),
     Fault("I/O error", Effect.NOTHING, _at_failpoint("local.write", "error", 4), TRAINING),
     Fault("I/O error at the commit", Effect.NOTHING, _at_failpoint("local.synced", "error"), TRAINING),
     Fault("disk hangs for 3 s", Effect.NOTHING, _at_failpoint("local.write", "pause", 4), TRAINING),
     Fault("upload fails", Effect.NOTHING, _at_failpoint("remote.part", "error", 2), TRAINING),
+    Fault("clock jumps by an hour", Effect.NOTHING, _jump),
+    Fault("memory pressure", Effect.NOTHING, _squeeze, TRAINING),
+    Fault("no memory left", Effect.ATTEMPT, _needs_a_half(_run_out), TRAINING, halves=True),
+    Fault(
+        "out of memory",
+        Effect.ATTEMPT,
+        _needs_a_half(_at_failpoint("training.step", "oom", 8)),
+        TRAINING,
+        halves=True,
+    ),
     *(Fault(name, Effect.NOTHING, strike, (Moment.SAVE,)) for name, strike in LINES.items()),
     *(Fault(name, Effect.RUN, _damaging(how), TRAINING) for name, how in DAMAGES.items()),
 ]

@@ -44,9 +44,20 @@ class Subject:
     A context: it starts the training; leaving it ends whatever is left.
     """
 
-    def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None) -> None:
-        """`environment` goes before what is inherited. The training's temporary files lie in `folder`/tmp."""
-        self.folder, self.command = folder, command
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+        on_start: Callable[[int], None] = lambda pid: None,
+    ) -> None:
+        """The training's temporary files lie in `folder`/tmp.
+
+        Args:
+            environment: goes before what is inherited.
+            on_start: told of the supervisor's pid, before that has children.
+        """
+        self.folder, self.command, self._on_start = folder, command, on_start
         self.events: list[Event] = []
         self._offset, self._torn = 0, b""
         self._mark = uuid.uuid4().hex
@@ -80,6 +91,7 @@ class Subject:
             env=self._environment,
             start_new_session=True,
         )
+        self._on_start(self.process.pid)
 
     # -- what it says --------------------------------------------------------------------------------------------
 

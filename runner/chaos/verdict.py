@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from runner.chaos.campaign import Result
+from runner.chaos.campaign import HALVED_TOLERANCE, Result
 
 
 def rows(result: Result) -> list[dict[str, Any]]:
@@ -33,10 +33,12 @@ def to_json(result: Result, seed: int) -> dict[str, Any]:
     return {
         "faults": len(result.strikes),
         "violations": len(result.all_violations),
-        "identical": result.identical == result.runs,
+        # Of all that could be: a halved micro-batch adds up in another order.
+        "identical": result.identical + result.close == result.runs,
         "lost_steps": result.lost_steps,
         "runs": result.runs,
         "runs_identical": result.identical,
+        "runs_halved_within_tolerance": result.close,
         "steps": result.steps,
         "seconds": round(result.total_s, 1),
         "seed": seed,
@@ -56,9 +58,10 @@ def render(result: Result, seed: int) -> str:
         lines.append(f"{row['fault']:<30} {row['struck']:>6} {back:>11} {row['violations']:>11}{note}")
     lines += [f"VIOLATION: {text}" for text in result.all_violations]
     lines += [f"DIFFERENT: {text}" for text in result.differences]
+    close = f"{result.close} with a halved micro-batch within {HALVED_TOLERANCE:g}, " if result.close else ""
     lines.append(
         f"{len(result.strikes)} faults in {result.runs} runs of {result.steps} steps (seed {seed}, "
         f"{result.total_s:.0f} s): {len(result.all_violations)} violations, {result.identical} of {result.runs} runs "
-        f"ended in the same bits as the run in peace, {result.lost_steps} steps were computed again"
+        f"ended in the same bits as the run in peace, {close}{result.lost_steps} steps were computed again"
     )
     return "\n".join(lines)

@@ -13,7 +13,9 @@ import torch
 import transformers
 from trl import SFTConfig, SFTTrainer
 
+from checkpointing.storage.local import fsync_directory, fsync_tree
 from checkpointing.transformers import resilient
+from runner.cache import seal
 from runner.config import Config, load_config
 from runner.training.callbacks import ProgressCallback
 from runner.training.data import load_training_data
@@ -48,6 +50,8 @@ def run_job(config_path: str, cache: str, sender: EventSender) -> None:
         processing_class=tokenizer,
         callbacks=[ProgressCallback(sender), *trackers],
     )
+    if rank == 0:
+        seal(Path(cache))
     trainer.remove_callback(transformers.PrinterCallback)
     trainer = resilient(
         trainer,
@@ -95,8 +99,10 @@ def publish(trainer: Any, tokenizer: Any, target: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     trainer.model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
+    fsync_tree(temporary)
     shutil.rmtree(target, ignore_errors=True)
     temporary.rename(target)
+    fsync_directory(target.parent)
 
 
 def _trackers(config: Config, rank: int) -> list[Any]:

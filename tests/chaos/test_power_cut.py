@@ -6,6 +6,7 @@ again. The writer stands still at a failpoint meanwhile, or is cut wherever it h
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import random
@@ -16,11 +17,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from contract.support import assert_good_order
 from contract.test_crash_points import LOCAL, OPERATIONS, kept_by
+from integration.support import SHORT_JOB, Run, finished_once, shared_folder, state_hash, wait_for_commit, wait_until
 
+from checkpointing.catalog import Catalog
 from checkpointing.failpoints import FAILPOINTS_ENV
+from checkpointing.storage import open_storage
 
 WRITER = Path(__file__).parents[1] / "contract" / "writer.py"
 # EXT4_IOC_SHUTDOWN (fs/ext4/ext4.h), and its flag to drop what is not in the journal's committed part.
@@ -116,3 +121,35 @@ def test_at_every_step_of_the_way(point: str, disk: Disk) -> None:
 def test_at_any_moment(seed: int, disk: Disk) -> None:
     lines = write_until(disk, "", random.Random(seed).uniform(0, 0.25))
     assert_good_order(str(disk.mount / "store"), kept_by(lines))
+
+
+def test_under_a_job(disk: Disk, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Checkpoints and journal are on it; the machine comes back, and the same command goes on."""
+    calm = finished_once(shared_folder(tmp_path_factory) / "untouched", *SHORT_JOB)
+    run = Run(disk.mount / "run", *SHORT_JOB)
+    run.start()
+    # What is cached by then is not durable; the run's name is.
+    wait_until(run, lambda: run.events("rank_started"))
+    fail(disk, run)
+    for number in (1, 2):
+        run.start()
+        wait_for_commit(run, 10 * number)
+        time.sleep(random.Random(number).uniform(0, 0.3))
+        acknowledged = max(event["step"] for event in run.events("committed"))
+        fail(disk, run)
+        assert max(Catalog(open_storage(str(run.folder / "checkpoints"))).committed_steps()) >= acknowledged
+    assert run.start().finish() == 0, run.output
+    assert state_hash(run.checkpoint(60)) == state_hash(calm.checkpoint(60))
+
+
+def fail(disk: Disk, run: Run) -> None:
+    """The power; all of the machine stops, and comes back."""
+    assert run.process is not None
+    processes = [psutil.Process(run.process.pid), *run.processes()]
+    disk.cut_power()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    run.finish()
+    disk.detach()
+    assert disk.attach()

@@ -4,88 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from integration.support import Run, finished_once, shared_folder, state_hash, troubled, wait_until
+from machines import (
+    END,
+    assert_nobody_is_left,
+    finish,
+    kinds,
+    outputs,
+    pair,
+    start,
+    wait_for_commit,
+)
+from wire import Cut
 
 pytestmark = pytest.mark.xdist_group("machines")
-
-INFRA = Path(__file__).resolve().parents[3] / "shared" / "infra"
-PORT = 29611
-END = 40
-
-
-@pytest.fixture(scope="module")
-def wire() -> Iterator[None]:
-    """Namespaces na (10.99.0.1) and nb (10.99.0.2)."""
-    if os.geteuid() != 0 or not (INFRA / "netns_up.sh").exists():
-        pytest.skip("network namespaces need root, and ../shared/infra/netns_up.sh")
-    up = subprocess.run(["bash", str(INFRA / "netns_up.sh")], capture_output=True, text=True, check=False, timeout=60)
-    try:
-        if up.returncode:
-            pytest.skip(f"no network namespaces can be made here: {up.stderr.strip()}")
-        yield
-    finally:
-        subprocess.run(["bash", str(INFRA / "netns_down.sh")], capture_output=True, check=False, timeout=60)
-
-
-@pytest.fixture
-def cut(wire: None) -> Iterator[_Cut]:
-    cut = _Cut()
-    yield cut
-    cut.mend()
-
-
-class _Cut:
-    """The wire of the second machine."""
-
-    def now(self) -> None:
-        subprocess.run(["ip", "-n", "nsw", "link", "set", "v-nb", "down"], check=True, timeout=20)
-
-    def mend(self) -> None:
-        subprocess.run(["ip", "-n", "nsw", "link", "set", "v-nb", "up"], check=True, timeout=20)
-
-
-class Machine(Run):
-    """One of two machines, one rank each."""
-
-    def __init__(self, folder: Path, number: int, *options: str, script: list[str]) -> None:
-        shared = folder / "volume"
-        super().__init__(
-            folder / f"machine-{number}",
-            *("--set", f"checkpoint.location={shared}", "--nnodes", "2", "--node-rank", str(number)),
-            *("--nproc-per-node", "1", "--rdzv-endpoint", f"10.99.0.1:{PORT}"),
-            *("--local-addr", f"10.99.0.{number + 1}"),
-            *options,
-            script=script,
-        )
-        self.shared = shared
-        self.number = number
-        own = "" if number == 0 else f"node-{number}"
-        self.records = self.folder / own
-        self.command = ["ip", "netns", "exec", ("na", "nb")[number], *self.command]
-
-    def start(self, **environment: str) -> Run:
-        return super().start(GLOO_SOCKET_IFNAME="eth0", OMP_NUM_THREADS="1", **environment)
-
-    def events(self, name: str | None = None) -> list[dict[str, object]]:
-        folder, self.folder = self.folder, self.records
-        try:
-            return super().events(name)
-        finally:
-            self.folder = folder
-
-    def checkpoint(self, step: int) -> Path:
-        return self.shared / f"checkpoint-{step}"
-
-    def runner_pid(self) -> int:
-        """`ip netns exec` has become the runner."""
-        assert self.process is not None
-        return self.process.pid
 
 
 @pytest.fixture(scope="module")
@@ -93,36 +29,6 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two ranks on one machine, undisturbed."""
     folder = shared_folder(tmp_path_factory) / "calm"
     return finished_once(folder / "run", script=troubled(folder))
-
-
-def pair(folder: Path, *options: str, trouble: str = "") -> list[Machine]:
-    script = troubled(folder, trouble)
-    return [Machine(folder, number, *options, script=script) for number in (0, 1)]
-
-
-def start(machines: list[Machine]) -> None:
-    for machine in machines:
-        machine.start()
-
-
-def finish(machines: list[Machine], timeout_s: float = 240) -> list[int]:
-    return [machine.finish(timeout_s) for machine in machines]
-
-
-def outputs(machines: list[Machine]) -> str:
-    return "\n----\n".join(machine.output for machine in machines)
-
-
-def wait_for_commit(machines: list[Machine], step: int) -> None:
-    wait_until(machines[0], lambda: any(event["step"] >= step for event in machines[0].events("committed")))
-
-
-def kinds(machine: Machine) -> list[object]:
-    return [event["kind"] for event in machine.events("attempt_ended")]
-
-
-def assert_nobody_is_left(machines: list[Machine]) -> None:
-    assert not [stray for machine in machines for stray in machine.leftovers()]
 
 
 def test_a_rank_that_dies_on_one_machine_restarts_all(wire: None, calm: Run, tmp_path: Path) -> None:
@@ -143,7 +49,7 @@ def test_a_rank_that_dies_on_one_machine_restarts_all(wire: None, calm: Run, tmp
     assert_nobody_is_left(machines)
 
 
-def test_a_wire_that_is_cut_and_mended_after_a_minute(cut: _Cut, calm: Run, tmp_path: Path) -> None:
+def test_a_wire_that_is_cut_and_mended_after_a_minute(cut: Cut, calm: Run, tmp_path: Path) -> None:
     machines = pair(tmp_path)
     start(machines)
     wait_for_commit(machines, 10)

@@ -1,0 +1,79 @@
+"""Two machines: two network namespaces, a wire between them, a volume that both see; nothing else shared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from integration.support import Run, troubled, wait_until
+
+PORT = 29611
+# Steps of `troubled`.
+END = 40
+
+
+class Machine(Run):
+    """One of two machines, one rank each."""
+
+    def __init__(self, folder: Path, number: int, *options: str, script: list[str]) -> None:
+        shared = folder / "volume"
+        super().__init__(
+            folder / f"machine-{number}",
+            *("--set", f"checkpoint.location={shared}", "--nnodes", "2", "--node-rank", str(number)),
+            *("--nproc-per-node", "1", "--rdzv-endpoint", f"10.99.0.1:{PORT}"),
+            *("--local-addr", f"10.99.0.{number + 1}"),
+            *options,
+            script=script,
+        )
+        self.shared = shared
+        self.number = number
+        own = "" if number == 0 else f"node-{number}"
+        self.records = self.folder / own
+        self.command = ["ip", "netns", "exec", ("na", "nb")[number], *self.command]
+
+    def start(self, **environment: str) -> Run:
+        return super().start(GLOO_SOCKET_IFNAME="eth0", OMP_NUM_THREADS="1", **environment)
+
+    def events(self, name: str | None = None) -> list[dict[str, object]]:
+        folder, self.folder = self.folder, self.records
+        try:
+            return super().events(name)
+        finally:
+            self.folder = folder
+
+    def checkpoint(self, step: int) -> Path:
+        return self.shared / f"checkpoint-{step}"
+
+    def runner_pid(self) -> int:
+        """`ip netns exec` has become the runner."""
+        assert self.process is not None
+        return self.process.pid
+
+
+def pair(folder: Path, *options: str, trouble: str = "") -> list[Machine]:
+    script = troubled(folder, trouble)
+    return [Machine(folder, number, *options, script=script) for number in (0, 1)]
+
+
+def start(machines: list[Machine]) -> None:
+    for machine in machines:
+        machine.start()
+
+
+def finish(machines: list[Machine], timeout_s: float = 240) -> list[int]:
+    return [machine.finish(timeout_s) for machine in machines]
+
+
+def outputs(machines: list[Machine]) -> str:
+    return "\n----\n".join(machine.output for machine in machines)
+
+
+def wait_for_commit(machines: list[Machine], step: int) -> None:
+    wait_until(machines[0], lambda: any(event["step"] >= step for event in machines[0].events("committed")))
+
+
+def kinds(machine: Machine) -> list[object]:
+    return [event["kind"] for event in machine.events("attempt_ended")]
+
+
+def assert_nobody_is_left(machines: list[Machine]) -> None:
+    assert not [stray for machine in machines for stray in machine.leftovers()]

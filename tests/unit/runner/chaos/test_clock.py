@@ -1,0 +1,47 @@
+"""A wall clock that jumps for one process, whose sleeps and time-outs do not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from runner.chaos.clock import Clock
+
+PROCESS = """
+import datetime, multiprocessing, sys, threading, time
+for line in sys.stdin:
+    began = time.monotonic()
+    time.sleep(0.05)
+    threading.Event().wait(0.05)
+    multiprocessing.Semaphore(0).acquire(timeout=0.05)
+    print(time.time(), datetime.datetime.now().timestamp(), time.monotonic() - began, flush=True)
+"""
+
+
+def test_it_jumps_and_nothing_else_does(tmp_path: Path) -> None:
+    try:
+        clock = Clock(tmp_path)
+    except OSError as error:
+        pytest.skip(str(error))
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROCESS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **clock.environment},
+    )
+    assert process.stdin is not None and process.stdout is not None
+    for seconds in (0, 3600, -3600, 0):
+        clock.set(seconds)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        now, today, waited = map(float, process.stdout.readline().split())
+        assert abs(now - time.time() - seconds) < 5 and abs(today - now) < 1
+        assert 0.15 <= waited < 10
+    process.stdin.close()
+    assert process.wait(10) == 0
