@@ -9,7 +9,7 @@ the second variable, a folder, each fires once for all processes that share it: 
     CHECKPOINT_FAILPOINTS_FILE=/tmp/failpoints
 
 The same, in a file that is read again whenever it was replaced (write another one, and rename it): for processes that
-run already.
+run already. What has fired is then named NAME.M in that folder, where M is the file's time of change in nanoseconds.
 """
 
 from __future__ import annotations
@@ -125,8 +125,10 @@ def _first(name: str) -> bool:
     folder = os.environ.get(ONCE_ENV)
     if folder is None:
         return True
+    # Of a file, each version has its own marks: a process that has read the last one does not spend the next one's.
+    mark = name if _version is None else f"{name}.{_version[1]}"
     try:
-        (Path(folder) / name).touch(exist_ok=False)
+        (Path(folder) / mark).touch(exist_ok=False)
     except FileExistsError:
         return False
     return True

@@ -76,23 +76,35 @@ def main() -> int:
 
 
 def _take_less_time() -> None:
-    """Have torchrun wait for the death of a rank, where it would sleep and look again: it sees one at once, and takes
-    no time from the ranks meanwhile. And have it look less often for what they have printed."""
+    """Have torchrun wait for a rank to die or to be done, where it would sleep and look again: it sees either at once,
+    and takes no time from the ranks meanwhile. And have it look less often for what they have printed."""
+    from torch.distributed.elastic import multiprocessing as elastic
     from torch.distributed.elastic.agent.server import api
     from torch.distributed.elastic.multiprocessing import api as output
     from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
+    # The ranks of the newest attempt.
+    newest: list[Any] = []
+
+    class Ranks(output.MultiprocessContext):
+        def _start(self) -> None:
+            newest[:] = [self]
+            super()._start()  # type: ignore[no-untyped-call]
+
     def wait(seconds: float) -> None:
         # Looking at them collects those that have ended.
-        sentinels = [child.sentinel for child in multiprocessing.active_children()]
+        sentinels: list[Any] = [child.sentinel for child in multiprocessing.active_children()]
         if sentinels:
-            connection.wait(sentinels, seconds)
+            # A rank that is done says so here, and does not end before it was heard.
+            done = [queue._reader for ranks in newest for queue in ranks._ret_vals.values()]
+            connection.wait(sentinels + done, seconds)
         else:
             time.sleep(min(seconds, 0.05))
 
-    # Both are called by these names; there is no hook.
+    # All are called by these names; there is no hook.
     clock = types.SimpleNamespace(sleep=wait, time=time.time, monotonic=time.monotonic, perf_counter=time.perf_counter)
     setattr(api, "time", clock)  # noqa: B010 - not exported, as the type checker knows
+    setattr(elastic, "MultiprocessContext", Ranks)  # noqa: B010
     setattr(output, "TailLog", functools.partial(TailLog, interval_sec=_OUTPUT_INTERVAL_S))  # noqa: B010
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -65,6 +64,7 @@ class FailpointFile:
 
     def __init__(self, path: Path) -> None:
         self._path, self._fired = path, path.with_suffix(".fired")
+        self._fired.mkdir(parents=True)
         self.arm("")
 
     @property
@@ -74,14 +74,13 @@ class FailpointFile:
 
     def arm(self, text: str) -> None:
         """These, and no others."""
-        shutil.rmtree(self._fired, ignore_errors=True)
-        self._fired.mkdir(parents=True)
         new = self._path.with_suffix(".new")
         new.write_text(text)
+        self._version = new.stat().st_mtime_ns
         new.rename(self._path)
 
     def has_fired(self, name: str) -> bool:
-        return (self._fired / name).exists()
+        return (self._fired / f"{name}.{self._version}").exists()
 
 
 @dataclass

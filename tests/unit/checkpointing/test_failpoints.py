@@ -80,3 +80,17 @@ def test_a_file_arms_processes_that_run(tmp_path: Path) -> None:
     assert process.come_by("local.write") == "past"
     arm(file, "local.written=kill")
     assert process.come_by("local.written") == "" and process.end() == -signal.SIGKILL
+
+
+def test_each_version_of_a_file_fires_once_for_all(tmp_path: Path) -> None:
+    file, fired = tmp_path / "failpoints", tmp_path / "fired"
+    fired.mkdir()
+    variables = {FILE_ENV: str(file), ONCE_ENV: str(fired)}
+    first, second = Process(**variables), Process(**variables)
+    for number in (1, 2):
+        arm(file, "local.write=error")
+        assert "failpoint" in first.come_by("local.write")
+        assert second.come_by("local.write") == "past"
+        assert sorted(fired.iterdir())[-1].name == f"local.write.{file.stat().st_mtime_ns}"
+        assert len(list(fired.iterdir())) == number
+    assert (first.end(), second.end()) == (0, 0)
