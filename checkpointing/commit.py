@@ -19,7 +19,7 @@ class StagedFile:
 
     Attributes:
         name: file name inside the checkpoint.
-        pieces: its bytes, in order.
+        pieces: its bytes, in order. A sequence, where all lie ready; of an iterator, each is there until the next.
         digest: of all of them; asked for when they have been written. May raise a CheckpointError: then nothing is
             published.
     """

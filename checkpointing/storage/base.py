@@ -29,7 +29,7 @@ class Transaction(Protocol):
     def write(self, name: str, pieces: Iterable[memoryview]) -> int:
         """Store one file durably, its bytes given in order; returns its size.
 
-        A piece may be overwritten when the next is asked for, unless it is read-only.
+        A piece may be overwritten when the next is asked for, unless they are a sequence.
 
         Raises:
             OSError: the storage refused it (full, read-only, failing).

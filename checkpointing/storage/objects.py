@@ -57,7 +57,7 @@ class ObjectStore(Protocol):
     def upload(self, key: str, pieces: Iterable[memoryview]) -> int:
         """Store an object of any size, its bytes given in order; returns its size. Nothing is left of a failed one.
 
-        A piece may be overwritten when the next is asked for, unless it is read-only.
+        A piece may be overwritten when the next is asked for, unless they are a sequence.
 
         Raises:
             StorageError: refused, or no answer.

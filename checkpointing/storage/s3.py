@@ -128,17 +128,22 @@ class S3Store:
 
     def upload(self, key: str, pieces: Iterable[memoryview]) -> int:
         sent: list[Future[dict[str, Any]]] = []
+        stays = isinstance(pieces, Sequence)
 
         def one_at_a_time() -> Iterator[memoryview]:
             for piece in pieces:
                 yield piece
-                if not piece.readonly:
-                    # The next one may lie in the same memory.
-                    wait(sent)
+                # The next one may lie in the same memory.
+                wait(sent)
 
-        parts = _cut(one_at_a_time(), _PART_BYTES)
+        part_bytes = _PART_BYTES
+        if isinstance(pieces, Sequence):
+            # Equal ones: a small one at the end would leave the connection idle.
+            whole = sum(map(len, pieces))
+            part_bytes = max(-(-whole // max(whole // _PART_BYTES, 1)), part_bytes)
+        parts = _cut(pieces if stays else one_at_a_time(), part_bytes, stays=stays)
         first = next(parts, memoryview(b""))
-        if len(first) < _PART_BYTES:
+        if len(first) < part_bytes:
             checksum = _crc32(first)
             self._call("put_object", key, Body=_body(first), ChecksumCRC32=checksum, nbytes=len(first), borrows=True)
             self.transferred(len(first))
@@ -424,23 +429,29 @@ def _body(view: memoryview) -> _Body | bytes:
     return _Body(view) if len(view) else b""
 
 
-def _cut(pieces: Iterable[memoryview], part_bytes: int) -> Iterator[memoryview]:
-    """Parts of `part_bytes`, but for the last; without a copy where a piece is as long as that."""
-    pending = bytearray()
+def _cut(pieces: Iterable[memoryview], part_bytes: int, *, stays: bool) -> Iterator[memoryview]:
+    """Parts of `part_bytes`, but for the last; without a copy where they lie within one piece.
+
+    Args:
+        stays: a piece is still there when the next one is asked for.
+    """
+    pending: bytearray | memoryview = memoryview(b"")
     for piece in pieces:
         rest = piece
         if pending:
             taken = rest[: part_bytes - len(pending)]
-            pending += taken
             rest = rest[len(taken) :]
-            if len(pending) == part_bytes:
-                yield memoryview(bytes(pending))
-                pending = bytearray()
+            if isinstance(pending, memoryview):
+                pending = bytearray(pending)
+            pending += taken
+            if len(pending) < part_bytes:
+                continue
+            yield memoryview(pending)
         # The number of parts is limited; a piece of many is cut into larger ones.
         size = max(part_bytes, -(-len(rest) // _MAX_PARTS))
         while len(rest) >= size:
             yield rest[:size]
             rest = rest[size:]
-        pending += rest
+        pending = rest if stays else bytearray(rest)
     if pending:
-        yield memoryview(bytes(pending))
+        yield memoryview(pending)

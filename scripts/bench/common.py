@@ -27,9 +27,15 @@ def cpu_times() -> tuple[int, int]:
     return stolen, user + nice + system + irq + softirq + stolen
 
 
-def undisturbed(run: Callable[[], T], what: str, *, tries: int, say: Callable[[str], None]) -> T:
-    """A run during which other virtual machines have not taken the processors away; else the last of `tries`."""
+def undisturbed(run: Callable[[], T], what: str, *, tries: int, say: Callable[[str], None], touch_bytes: int = 0) -> T:
+    """A run during which other virtual machines have not taken the processors away; else the last of `tries`.
+
+    Args:
+        touch_bytes: see `touch_memory`; before each.
+    """
     for _ in range(tries):
+        if touch_bytes:
+            touch_memory(touch_bytes)
         before = cpu_times()
         result = run()
         stolen, wanted = (after - start for after, start in zip(cpu_times(), before, strict=True))
@@ -73,3 +79,13 @@ def spread(values: list[float], digits: int = 2) -> str:
         return f"{statistics.median(values):.{digits}f}"
     low, _, high = statistics.quantiles(values, n=4)
     return f"{statistics.median(values):.{digits}f} ({low:.{digits}f}…{high:.{digits}f})"
+
+
+def touch_memory(nbytes: int) -> None:
+    """Have this machine's free memory be there.
+
+    The first touch of a page of a virtual machine takes its host's time: who needs a gigabyte first would pay for all.
+    """
+    flags = "mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE"
+    program = f"import mmap, sys; mmap.mmap(-1, int(sys.argv[1]), flags={flags})"
+    subprocess.run([sys.executable, "-c", program, str(nbytes)], check=True)
