@@ -8,6 +8,7 @@ CheckpointError
 ├── Fenced                a newer attempt has begun; this one may not write any more
 ├── CommitFailed          storage refused the write; training may go on, the next save tries again
 ├── ReplicasDrifted       ranks that must hold equal state do not
+├── NonFinite             a step's gradients are no numbers any more
 └── AgentUnavailable      the checkpoint agent is gone or refused the request
     └── AgentKilled           it was killed while it started
 """
@@ -59,6 +60,17 @@ class CommitFailed(CheckpointError):
 
 class ReplicasDrifted(CheckpointError):
     """Ranks that must hold the same parameters and optimizer state do not: a checkpoint of either would be wrong."""
+
+
+class NonFinite(CheckpointError):
+    """A step whose gradients are infinite or NaN, and with it every parameter: nothing of it may be kept."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(
+            f"the gradients of step {step} are not finite; nothing of it is kept. If that comes again, its data or the "
+            "learning rate are at fault"
+        )
+        self.step = step
 
 
 class AgentUnavailable(CheckpointError):

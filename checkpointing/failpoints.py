@@ -3,8 +3,9 @@
     CHECKPOINT_FAILPOINTS="local.renamed=kill; remote.part=error@3" CHECKPOINT_FAILPOINTS_ONCE=/tmp/fired
 
 `kill` ends the process by SIGKILL, `error` raises EIO, `full` raises ENOSPC, `oom` raises MemoryError, `pause` sleeps
-for three seconds and `hang` for an hour; `@N` means the N-th time that this process comes there (1 by default). With
-the second variable, a folder, each fires once for all processes that share it: one that is started again gets past.
+for three seconds and `hang` for an hour, `nan` spoils what is computed there (`training.loss` alone listens); `@N`
+means the N-th time that this process comes there (1 by default). With the second variable, a folder, each fires once
+for all processes that share it: one that is started again gets past.
 
     CHECKPOINT_FAILPOINTS_FILE=/tmp/failpoints
 
@@ -27,7 +28,7 @@ from pathlib import Path
 FAILPOINTS_ENV = "CHECKPOINT_FAILPOINTS"
 ONCE_ENV = "CHECKPOINT_FAILPOINTS_ONCE"
 FILE_ENV = "CHECKPOINT_FAILPOINTS_FILE"
-_ACTIONS = ("kill", "error", "full", "oom", "pause", "hang")
+_ACTIONS = ("kill", "error", "full", "oom", "pause", "hang", "nan")
 _SLEEP_S = {"pause": 3.0, "hang": 3600.0}
 
 # Everything that can be armed, in the order in which one save, one removal and one restore come by.
@@ -53,6 +54,7 @@ NAMES = (
     "aside.copied",  # set aside in object storage: the manifest is there under both names
     "snapshot.copying",  # a rank is about to copy into the arena
     "snapshot.copied",  # it has, the agent does not know yet
+    "training.loss",  # a rank has computed the loss of a micro-batch
     "training.step",  # a rank has ended a step
     "restore.read",  # a rank has read and verified what it resumes from
 )
@@ -86,30 +88,33 @@ _version: tuple[int, int] | None = None
 _lock = threading.Lock()
 
 
-def failpoint(name: str) -> None:
-    """Come by a named place.
+def failpoint(name: str) -> bool:
+    """Come by a named place; returns whether what is computed there is to be spoiled.
 
     Raises:
         OSError, MemoryError: a fault of that kind is armed there.
     """
     if not _armed and _file is None:
-        return
+        return False
     with _lock:
         if _file is not None:
             _read_again(Path(_file))
         point = _armed.get(name)
         if point is None or next(point.count) != point.number or not _first(name):
-            return
+            return False
     match point.action:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "pause" | "hang":
             time.sleep(_SLEEP_S[point.action])
+        case "nan":
+            pass
         case "oom":
             raise MemoryError(f"out of memory (failpoint {name})")
         case action:
             code = errno.EIO if action == "error" else errno.ENOSPC
             raise OSError(code, f"{os.strerror(code)} (failpoint {name})")
+    return point.action == "nan"
 
 
 def _read_again(file: Path) -> None:

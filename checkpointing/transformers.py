@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import accelerate
+import torch
 import transformers.trainer
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -29,7 +30,8 @@ from transformers.trainer_utils import SaveStrategy
 from checkpointing import rng
 from checkpointing.cadence import DEFAULT_OVERHEAD_CAP, Auto
 from checkpointing.data import CursorBatchSampler, CursorDataLoader
-from checkpointing.errors import CheckpointError
+from checkpointing.errors import CheckpointError, NonFinite
+from checkpointing.failpoints import failpoint
 from checkpointing.manager import CheckpointManager, Due, micro_batch_divisor
 from checkpointing.restore import LOOP_STATE_PREFIX, RestorePoint
 from checkpointing.snapshotter import SmallFile
@@ -55,6 +57,7 @@ def resilient(
     keep_every: int | None = None,
     local_tier: str | None = None,
     local_keep_last: int = DEFAULT_LOCAL_KEEP_LAST,
+    check_finite: bool = True,
 ) -> TrainerT:
     """Give a trainer fault-tolerant checkpoints; returns the same object.
 
@@ -65,6 +68,8 @@ def resilient(
             `args` say.
         snapshot_steps, save_minutes, overhead_cap, memory_limit, keep_every, local_tier, local_keep_last: see
             `CheckpointManager`.
+        check_finite: raise NonFinite from `train` when a step's gradients are infinite or NaN, before anything of that
+            step is kept; under a supervisor training then goes on from the newest snapshot before it.
 
     How many checkpoints are kept is `args.save_total_limit`; the best by `args.metric_for_best_model` stays besides.
 
@@ -104,6 +109,8 @@ def resilient(
     trainer._stopping = False
     trainer._saves_by_price = save_steps == "auto"
     trainer._due = Due()
+    trainer._check_finite, trainer._unchecked = check_finite, None
+    trainer._own_norm = None
     trainer._before_evaluation = None
     trainer.add_callback(_StepCallback(trainer))
     return trainer
@@ -123,6 +130,11 @@ class _ResilientMixin(_Base):
     _saves_by_price: bool
     # What all ranks have agreed on for the step that has just ended.
     _due: Due
+    _check_finite: bool
+    # Step and norm of the gradients that nobody has looked at yet.
+    _unchecked: tuple[int, torch.Tensor | float] | None
+    # Where the Trainer does not clip, and so does not measure them.
+    _own_norm: torch.Tensor | None
     # The generators' states when the evaluation that runs now began; None while none does.
     _before_evaluation: dict[str, Any] | None
 
@@ -219,12 +231,42 @@ class _ResilientMixin(_Base):
             return
         super()._run_epoch(*args, **kwargs)
 
+    # -- gradients that are no numbers ---------------------------------------------------------------------------
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().compute_loss(*args, **kwargs)
+        if self.model.training and failpoint("training.loss"):
+            return (result[0] * math.nan, *result[1:]) if isinstance(result, tuple) else result * math.nan
+        return result
+
+    def _note_gradients(self, norm: torch.Tensor | float | None) -> None:
+        """Look at the norm of the step before, which the device has computed by now; and at this one's before a save.
+
+        Gradients are averaged over all ranks: what one of them has spoiled, all see.
+        """
+        step, known = self.state.global_step, self._unchecked
+        # A scaler skips such a step itself, and goes on with a smaller scale.
+        if norm is not None and not self.accelerator.optimizer_step_was_skipped:
+            self._unchecked = (step, norm)
+        if known is not None and known[0] != step:
+            self._assert_finite(*known)
+        at_hand = not isinstance(norm, torch.Tensor) or norm.device.type == "cpu"
+        kept = self.control.should_save or self._due.snapshot or step >= self.state.max_steps
+        if self._unchecked is not None and (at_hand or kept):
+            self._assert_finite(*self._unchecked)
+
+    def _assert_finite(self, step: int, norm: torch.Tensor | float) -> None:
+        if not math.isfinite(float(norm)):
+            raise NonFinite(step)
+
     # -- saving --------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self._snapshot(commit=True)
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        if self._check_finite:
+            self._note_gradients(grad_norm if grad_norm is not None else self._own_norm)
         if self.control.should_evaluate:
             self._manager.pause()
             # Where this step is saved already, what is cut short could not be saved as due; and without a cursor, the
@@ -232,7 +274,7 @@ class _ResilientMixin(_Base):
             if self._has_cursor and self._manager.wants(self.state.global_step):
                 self._before_evaluation = rng.state(self.args.world_size)
         try:
-            super()._maybe_log_save_evaluate(*args, **kwargs)
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
         except _EvaluationCutShort:
             self._stopping = True
             self.control.should_evaluate = self.control.should_save = False
@@ -390,6 +432,15 @@ class _StepCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._trainer._manager.begin_step()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        trainer = self._trainer
+        if trainer._check_finite and not args.max_grad_norm:
+            # Nobody clips them, so nobody has measured them.
+            gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+            trainer._own_norm = torch.nn.utils.get_total_norm(gradients)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

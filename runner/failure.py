@@ -20,6 +20,7 @@ class FailureKind(Enum):
     ENDED = "ended at once"  # by a stop request that left no time, or nothing, to save
     CRASHED = "crashed"  # a signal, a lost peer, an error in mid-training
     OUT_OF_MEMORY = "out of memory"  # of the GPU, of the process, or of its cgroup
+    NON_FINITE = "non-finite gradients"  # the second time at the same step: its data, or the learning rate
     HUNG = "hung"  # no sign of life within the deadline of its phase
     BOOT = "boot failure"  # a Python error before the first step: it would come again
     NO_VALID_CHECKPOINT = "no valid checkpoint"
@@ -192,6 +193,9 @@ def classify(
     elif first.error.startswith("StorageUnreachable"):
         # It may be back by the next attempt, before the first step or in the middle.
         return Failure(FailureKind.CRASHED, cause, first.rank, step)
+    elif first.error.startswith("NonFinite"):
+        # It names its step itself, and may be seen one later.
+        return Failure(FailureKind.NON_FINITE, cause, first.rank, step, first.error)
     elif _OUT_OF_MEMORY.search(first.error):
         kind = FailureKind.OUT_OF_MEMORY
     elif _BAD_NODE.search(first.error):

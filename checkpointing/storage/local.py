@@ -230,7 +230,7 @@ class LocalStorage(Storage):
     def _put_fence(self, fence: Fence) -> None:
         self._replace(_FENCE_NAME, fence.to_json(), fence.attempt, lambda: failpoint("fence.written"))
 
-    def _replace(self, name: str, data: bytes, mark: int, written: Callable[[], None] = lambda: None) -> None:
+    def _replace(self, name: str, data: bytes, mark: int, written: Callable[[], object] = lambda: None) -> None:
         """Give a small file new contents; a crash leaves the old ones or the new ones. `mark` is its writer's."""
         self.root.mkdir(parents=True, exist_ok=True)
         temporary = self.root / f"{name}.{mark}.tmp"

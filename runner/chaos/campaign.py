@@ -8,6 +8,7 @@ Kubernetes or Slurm would.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import random
 import shutil
@@ -29,6 +30,7 @@ from runner.chaos.places import Places
 from runner.chaos.subject import SETTLE_S, Subject, runner_command
 from runner.errors import ExitCode, RunnerError
 from runner.failure import FailureKind
+from runner.journal import Event
 from runner.summary import summarise
 
 # Whoever shows no new step this long after a fault hangs.
@@ -40,6 +42,8 @@ SETTINGS = ("restart.max_restarts=1000000", "restart.backoff_max_s=0.2", "restar
 # faults that do that strike in every so many-th run only, so that all others are compared bit for bit.
 HALVED_TOLERANCE = 0.02
 _HALVED_EVERY = 4
+# For a job that does not end in the same bits when nobody disturbs it, either (kernels that add in any order).
+UNSTEADY_TOLERANCE = 1e-3
 _PROGRESS = ("log", "snapshot", "committed")
 
 
@@ -70,6 +74,7 @@ class Result:
         skipped: by fault, how often it could not strike, and why the last time.
         identical: runs under faults that ended in the same bits as the one in peace, of `runs`.
         close: others, whose micro-batch was halved, and that ended within HALVED_TOLERANCE of it.
+        unsteady: the job ends in other bits each time, also in peace: compared within UNSTEADY_TOLERANCE.
         differences: what differed.
         lost_steps: computed again.
     """
@@ -79,6 +84,7 @@ class Result:
     runs: int = 0
     identical: int = 0
     close: int = 0
+    unsteady: bool = False
     differences: list[str] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     lost_steps: int = 0
@@ -161,7 +167,17 @@ class Campaign:
     def _reference(self) -> None:
         self.say("the run in peace")
         self._reference_folder = self._folder / "reference"
-        with self.subject(self._reference_folder, {}) as subject:
+        run = summarise(self._in_peace(self._reference_folder))
+        if run.total_steps is None or not run.committed:
+            raise CampaignFailed(f"the job has committed no checkpoint; see {self._reference_folder / 'output.log'}")
+        self.result.steps = run.total_steps
+        attempt = run.attempts[-1]
+        trained = (attempt.last_step_at or 0.0) - (attempt.training_began or 0.0)
+        self.step_s = max(trained / max(run.total_steps, 1), 1e-3)
+        self.say(f"{run.total_steps} steps of {self.step_s:.3f} s")
+
+    def _in_peace(self, folder: Path) -> list[Event]:
+        with self.subject(folder, {}) as subject:
             code = subject.process.wait()
             subject.refresh()
             if code != 0:
@@ -169,21 +185,37 @@ class Campaign:
                     f"the job ends with {code} without any fault; see {subject.folder / 'output.log'}:\n"
                     f"{subject.tail(2000)}"
                 )
-        run = summarise(subject.events)
-        if run.total_steps is None or not run.committed:
-            raise CampaignFailed(f"the job has committed no checkpoint; see {subject.folder / 'output.log'}")
-        self.result.steps = run.total_steps
-        attempt = run.attempts[-1]
-        trained = (attempt.last_step_at or 0.0) - (attempt.training_began or 0.0)
-        self.step_s = max(trained / max(run.total_steps, 1), 1e-3)
-        self.say(f"{run.total_steps} steps of {self.step_s:.3f} s")
+        return subject.events
+
+    @functools.cached_property
+    def _steady(self) -> bool:
+        """Whether the job ends in the same bits when it is run in peace again."""
+        self.say("bits differ: the run in peace once more, to see whether it is the faults")
+        folder = self._folder / "reference-again"
+        self._in_peace(folder)
+        differences = self._differences(folder, None)
+        if differences:
+            self.result.unsteady = True
+            self.say(
+                f"it is not: the job itself ends in other bits each time ({differences[0]}). Compared within "
+                f"{UNSTEADY_TOLERANCE:g} of each tensor's norm from now on; --deterministic may mend it"
+            )
+        return not differences
 
     def compare(self, folder: Path, *, halved: bool) -> list[str]:
         """What differs between the last checkpoints of a run and of the one in peace."""
+        tolerance = UNSTEADY_TOLERANCE if self.result.unsteady and self._tolerance is None else self._tolerance
+        if halved:
+            return self._differences(folder, max(tolerance or 0.0, HALVED_TOLERANCE))
+        differences = self._differences(folder, tolerance)
+        if differences and tolerance is None and not self._steady:
+            return self._differences(folder, UNSTEADY_TOLERANCE)
+        return differences
+
+    def _differences(self, folder: Path, tolerance: float | None) -> list[str]:
         folders = (self._reference_folder, folder)
         places = [json.dumps([self.places.location(f), self.places.local_tier(f)]) for f in folders]
         command = [sys.executable, "-m", "runner.chaos.compare", *places]
-        tolerance = max(self._tolerance or 0.0, HALVED_TOLERANCE) if halved else self._tolerance
         if tolerance is not None:
             command.append(str(tolerance))
         done = subprocess.run(command, capture_output=True, text=True)

@@ -444,6 +444,7 @@ FAULTS = [
     Fault("I/O error at the commit", Effect.NOTHING, _at_failpoint("local.synced", "error"), TRAINING),
     Fault("disk hangs for 3 s", Effect.NOTHING, _at_failpoint("local.write", "pause", 4), TRAINING),
     Fault("upload fails", Effect.NOTHING, _at_failpoint("remote.part", "error", 2), TRAINING),
+    Fault("NaN in a batch", Effect.ATTEMPT, _at_failpoint("training.loss", "nan", 8), TRAINING),
     Fault("clock jumps by an hour", Effect.NOTHING, _jump),
     Fault("memory pressure", Effect.NOTHING, _squeeze, TRAINING),
     Fault("no memory left", Effect.ATTEMPT, _needs_a_half(_run_out), TRAINING, halves=True),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from runner.chaos.campaign import HALVED_TOLERANCE, Result
+from runner.chaos.campaign import HALVED_TOLERANCE, UNSTEADY_TOLERANCE, Result
 
 
 def rows(result: Result) -> list[dict[str, Any]]:
@@ -34,9 +34,11 @@ def to_json(result: Result, seed: int) -> dict[str, Any]:
         "faults": len(result.strikes),
         "violations": len(result.all_violations),
         # Of all that could be: a halved micro-batch adds up in another order.
-        "identical": result.identical + result.close == result.runs,
+        "identical": result.identical + result.close == result.runs and not result.unsteady,
         "lost_steps": result.lost_steps,
         "runs": result.runs,
+        # The job ends in other bits each time, also in peace.
+        "unsteady": result.unsteady,
         "runs_identical": result.identical,
         "runs_halved_within_tolerance": result.close,
         "steps": result.steps,
@@ -58,10 +60,11 @@ def render(result: Result, seed: int) -> str:
         lines.append(f"{row['fault']:<30} {row['struck']:>6} {back:>11} {row['violations']:>11}{note}")
     lines += [f"VIOLATION: {text}" for text in result.all_violations]
     lines += [f"DIFFERENT: {text}" for text in result.differences]
+    same = f"within {UNSTEADY_TOLERANCE:g} of the same numbers" if result.unsteady else "in the same bits"
     close = f"{result.close} with a halved micro-batch within {HALVED_TOLERANCE:g}, " if result.close else ""
     lines.append(
         f"{len(result.strikes)} faults in {result.runs} runs of {result.steps} steps (seed {seed}, "
         f"{result.total_s:.0f} s): {len(result.all_violations)} violations, {result.identical} of {result.runs} runs "
-        f"ended in the same bits as the run in peace, {close}{result.lost_steps} steps were computed again"
+        f"ended {same} as the run in peace, {close}{result.lost_steps} steps were computed again"
     )
     return "\n".join(lines)

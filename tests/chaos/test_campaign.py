@@ -1,4 +1,4 @@
-"""`runner chaos` as a user types it: a sound product passes, a broken one is found."""
+"""`runner chaos` as a user types it: a broken product is found. (That a sound one passes: `test_random.py`.)"""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import pytest
 from integration.support import RUNNER, SHORT_JOB
 from servers import Server, bucket_on
 
+SHORT = ["--set", "trainer.max_steps=30"]
+
 
 def chaos(folder: Path, *options: str, **environment: str) -> tuple[int, dict[str, Any], str]:
     """Exit code, verdict, and what was printed."""
@@ -22,15 +24,6 @@ def chaos(folder: Path, *options: str, **environment: str) -> tuple[int, dict[st
         command, capture_output=True, text=True, timeout=540, env={**os.environ, **environment}, cwd=folder
     )
     return done.returncode, json.loads(verdict.read_text()) if verdict.exists() else {}, done.stdout + done.stderr
-
-
-def test_nothing_is_lost(tmp_path: Path) -> None:
-    code, verdict, output = chaos(tmp_path, "--kills", "6", "--seed", "7")
-    assert code == 0, output
-    assert verdict["faults"] >= 6 and verdict["violations"] == 0 and verdict["identical"], output
-    assert len({strike["fault"] for strike in verdict["strikes"]}) >= 6, "each kind once before any comes again"
-    assert "ended in the same bits" in output.splitlines()[-1]
-    assert not list((tmp_path / "chaos").glob("run-*")), "folders of runs that ended well are removed"
 
 
 def test_a_checkpoint_manager_that_forgets_the_generators_is_found(tmp_path: Path) -> None:
@@ -107,15 +100,60 @@ def test_an_agent_that_lies_about_its_commits_is_found(tmp_path: Path) -> None:
     assert verdict["violations"] > 0 and "had been committed" in output
 
 
+def test_a_job_that_is_not_deterministic_is_told_as_that(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent(
+            """
+            import importlib.abc, importlib.machinery, sys
+            class Noisy(importlib.abc.MetaPathFinder):
+                def find_spec(self, name, path, target=None):
+                    if name != "runner.training.model":
+                        return None
+                    spec = importlib.machinery.PathFinder.find_spec(name, path)
+                    execute = spec.loader.exec_module
+                    def noisy(module):
+                        execute(module)
+                        build = module.build
+                        def built(*args, **kwargs):
+                            import os, torch
+                            model, tokenizer = build(*args, **kwargs)
+                            # The same for all ranks of this run, and no other.
+                            factor = 1 + 1e-7 * int(os.environ["RUNNER_RUN_ID"][:2], 16)
+                            with torch.no_grad():
+                                for parameter in model.parameters():
+                                    parameter.mul_(factor)
+                            return model, tokenizer
+                        module.build = built
+                    spec.loader.exec_module = noisy
+                    return spec
+            sys.meta_path.insert(0, Noisy())
+            """
+        )
+    )
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+    code, verdict, output = chaos(
+        tmp_path, "--kills", "1", "--seed", "1", "--fault", "rank killed", *SHORT, PYTHONPATH=path
+    )
+    assert code == 0, output
+    assert verdict["unsteady"] and not verdict["identical"] and verdict["violations"] == 0
+    assert "the job itself ends in other bits each time" in output and "DIFFERENT" not in output
+
+
+def test_half_a_micro_batch_is_compared_within_a_tolerance(tmp_path: Path) -> None:
+    code, verdict, output = chaos(tmp_path, "--kills", "1", "--seed", "1", "--fault", "out of memory", *SHORT)
+    assert code == 0, output
+    assert verdict["faults"] == verdict["runs_halved_within_tolerance"] == 1 and verdict["runs_identical"] == 0
+
+
 def test_on_s3(radosgw_s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = bucket_on(radosgw_s3, monkeypatch)
     names = ["S3 answers 503", "S3 breaks connections", "supervisor killed", "killed at remote.publishing"]
     options = [part for name in names for part in ("--fault", name)]
     location = f"checkpoint.location=s3://{bucket}/run"
-    code, verdict, output = chaos(tmp_path, "--kills", "4", "--seed", "5", "--set", location, *options)
+    code, verdict, output = chaos(tmp_path, "--kills", "3", "--seed", "5", "--set", location, *options)
     assert code == 0, output
-    assert verdict["faults"] >= 4 and verdict["violations"] == 0 and verdict["identical"], output
-    assert len({strike["fault"] for strike in verdict["strikes"]} & set(names)) >= 3, output
+    assert verdict["faults"] >= 3 and verdict["violations"] == 0 and verdict["identical"], output
+    assert len({strike["fault"] for strike in verdict["strikes"]} & set(names)) >= 2, output
 
 
 def test_mistakes_are_told_in_one_line(tmp_path: Path) -> None:

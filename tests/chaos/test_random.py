@@ -39,10 +39,12 @@ RECOVERY_LIMIT_S = 120.0
 @pytest.mark.timeout(600 + 120 * MINUTES)
 def test_on_one_machine(tmp_path: Path) -> None:
     print(f"CHAOS_SEED={SEED}")
-    code, verdict, output = chaos(tmp_path, "--kills", "1", "--minutes", str(MINUTES), "--seed", str(SEED))
+    code, verdict, output = chaos(tmp_path, "--kills", "2", "--minutes", str(MINUTES), "--seed", str(SEED))
     assert code == 0, output
     print(output[-3000:])
-    assert verdict["faults"] and verdict["violations"] == 0 and verdict["identical"]
+    assert verdict["faults"] >= 2 and verdict["violations"] == 0 and verdict["identical"]
+    assert "ended in the same bits" in output.splitlines()[-1]
+    assert not list((tmp_path / "chaos").glob("run-*")), "folders of runs that ended well are removed"
 
 
 @pytest.fixture(scope="module")

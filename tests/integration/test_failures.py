@@ -212,7 +212,7 @@ def test_slow_evaluation_saving_and_compiling_are_no_hangs(tmp_path: Path) -> No
 def test_a_stopped_agent_or_launcher_costs_an_attempt(tmp_path: Path) -> None:
     for name in ("agent", "launcher"):
         folder = tmp_path / name
-        run = Run(folder / "run", "--set", "restart.quiet_timeout_s=20", script=troubled(folder)).start()
+        run = Run(folder / "run", "--set", "restart.quiet_timeout_s=12", script=troubled(folder)).start()
         wait_for_commit(run, 20)
         os.kill({"agent": run.agent_pid, "launcher": run.launcher_pid}[name](), signal.SIGSTOP)
         if name == "launcher":
@@ -235,6 +235,37 @@ def test_a_launcher_or_agent_that_is_killed_while_it_starts_is_tried_again(tmp_p
         assert run.finish() == 0, run.output
         assert "starting again" in run.output and kinds(run)[-1] == "finished"
         assert not run.leftovers()
+
+
+# -- gradients that are no numbers ---------------------------------------------------------------------------------
+
+
+def test_a_nan_on_one_rank_costs_an_attempt_and_leaves_no_trace(calm: Run, tmp_path: Path) -> None:
+    (tmp_path / "fired").mkdir()
+    run = Run(tmp_path / "run", script=troubled(tmp_path, options=EVALUATING))
+    run.start(CHECKPOINT_FAILPOINTS="training.loss=nan@15", CHECKPOINT_FAILPOINTS_ONCE=str(tmp_path / "fired"))
+    assert run.finish() == 0, run.output
+    assert kinds(run) == ["non-finite gradients", "finished"]
+    assert "step 15 are not finite" in run.output
+    (resumed,) = run.events("resumed")
+    assert 0 < resumed["step"] < 15
+    assert_as_if_nothing_had_happened(run, calm)
+
+
+@pytest.mark.parametrize("options", ["", "max_grad_norm=0"])
+def test_a_nan_that_comes_again_ends_the_run(options: str, tmp_path: Path) -> None:
+    trouble = """
+        compute_loss = Trainer.compute_loss
+        def spoiled(self, *args, **kwargs):
+            loss = compute_loss(self, *args, **kwargs)
+            return loss * float("nan") if self.model.training and self.state.global_step == 11 else loss
+        Trainer.compute_loss = spoiled
+    """
+    run = Run(tmp_path / "run", script=troubled(tmp_path, trouble, options)).start()
+    assert run.finish() == 78, run.output
+    assert kinds(run) == ["non-finite gradients"] * 2
+    assert "step 12 are not finite" in last_line(run) and "learning rate" in last_line(run)
+    assert max(event["step"] for event in run.events("committed")) < 12
 
 
 # -- what would happen again ---------------------------------------------------------------------------------------

@@ -44,6 +44,8 @@ PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by p
             "alloc",
         ),
         ([RankEnd(1, 0, 1, "MemoryError: ")], 30, K.OUT_OF_MEMORY, 1, "MemoryError"),
+        # Also in the first step after a start; and seen a step later, it is the same failure.
+        ([RankEnd(0, 0, 1, "NonFinite: the gradients of step 1 …")], 0, K.NON_FINITE, 0, "step 1"),
         ([RankEnd(0, 0, 1, "AcceleratorError: CUDA error: uncorrectable ECC error")], 30, K.BAD_NODE, 0, "ECC"),
         ([RankEnd(0, 0, 1, "RuntimeError: CUDA error: GPU has fallen off the bus")], 0, K.BAD_NODE, 0, "bus"),
     ],
@@ -66,6 +68,19 @@ def test_fingerprints_tell_steps_and_errors_apart() -> None:
     assert fingerprint("ValueError: a", 3) == fingerprint("ValueError: b", 3)
     assert fingerprint("ValueError: a", 3) != fingerprint("ValueError: a", 4)
     assert fingerprint("ValueError: a", 3) != fingerprint("KeyError: a", 3)
+
+
+def test_a_bad_step_that_is_seen_later_is_the_same_failure() -> None:
+    first, second = (
+        classify(
+            [RankEnd(0, 0, 1, "NonFinite: the gradients of step 12 …", "a.py:1")],
+            finished=False,
+            started_step=0,
+            step=step,
+        )
+        for step in (12, 13)
+    )
+    assert first.fingerprint == second.fingerprint != ""
 
 
 def test_error_files(tmp_path: Path) -> None:
