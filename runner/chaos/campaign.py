@@ -38,8 +38,8 @@ RECOVERY_LIMIT_S = 120.0
 END_LIMIT_S = 90.0
 # Budgets and waits are for strangers; here faults are expected.
 SETTINGS = ("restart.max_restarts=1000000", "restart.backoff_max_s=0.2", "restart.backoff_jitter_s=0.05")
-# Where the micro-batch was halved, sums are made in another order: a tensor may differ by this share of its norm. The
-# faults that do that strike in every so many-th run only, so that all others are compared bit for bit.
+# Where the micro-batch was halved, sums are made in another order, and dropout falls otherwise: losses may differ by
+# this share. The faults that do that strike in every so many-th run only, so that others are compared bit for bit.
 HALVED_TOLERANCE = 0.02
 _HALVED_EVERY = 4
 # For a job that does not end in the same bits when nobody disturbs it, either (kernels that add in any order).
@@ -73,7 +73,7 @@ class Result:
     Attributes:
         skipped: by fault, how often it could not strike, and why the last time.
         identical: runs under faults that ended in the same bits as the one in peace, of `runs`.
-        close: others, whose micro-batch was halved, and that ended within HALVED_TOLERANCE of it.
+        close: others, whose micro-batch was halved, and whose losses were within HALVED_TOLERANCE of its.
         unsteady: the job ends in other bits each time, also in peace: compared within UNSTEADY_TOLERANCE.
         differences: what differed.
         lost_steps: computed again.
@@ -193,7 +193,7 @@ class Campaign:
         self.say("bits differ: the run in peace once more, to see whether it is the faults")
         folder = self._folder / "reference-again"
         self._in_peace(folder)
-        differences = self._differences(folder, None)
+        differences = self._differences(folder)
         if differences:
             self.result.unsteady = True
             self.say(
@@ -206,18 +206,17 @@ class Campaign:
         """What differs between the last checkpoints of a run and of the one in peace."""
         tolerance = UNSTEADY_TOLERANCE if self.result.unsteady and self._tolerance is None else self._tolerance
         if halved:
-            return self._differences(folder, max(tolerance or 0.0, HALVED_TOLERANCE))
-        differences = self._differences(folder, tolerance)
+            return self._differences(folder, losses=HALVED_TOLERANCE)
+        differences = self._differences(folder, tolerance=tolerance)
         if differences and tolerance is None and not self._steady:
-            return self._differences(folder, UNSTEADY_TOLERANCE)
+            return self._differences(folder, tolerance=UNSTEADY_TOLERANCE)
         return differences
 
-    def _differences(self, folder: Path, tolerance: float | None) -> list[str]:
+    def _differences(self, folder: Path, **options: float | None) -> list[str]:
         folders = (self._reference_folder, folder)
         places = [json.dumps([self.places.location(f), self.places.local_tier(f)]) for f in folders]
         command = [sys.executable, "-m", "runner.chaos.compare", *places]
-        if tolerance is not None:
-            command.append(str(tolerance))
+        command += [f"--{name}={value}" for name, value in options.items() if value is not None]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             return [f"the comparison failed: {done.stderr[-1000:]}"]
@@ -321,7 +320,9 @@ class _Round:
             result.identical, result.close = result.identical + (not halved), result.close + halved
         result.differences += [f"run {self._number}: {text}" for text in differences]
         well = not differences and len(result.all_violations) == before
-        same = "as if nothing had happened" + (f", but for rounding (within {HALVED_TOLERANCE:g})" if halved else "")
+        same = "as if nothing had happened" + (
+            f", but for half a micro-batch (losses within {HALVED_TOLERANCE:.0%})" if halved else ""
+        )
         campaign.say(f"run {self._number}: {same if well else 'NOT WELL'}, {len(result.strikes)} faults so far")
         for text in [*result.all_violations[before:], *differences]:
             campaign.say(f"  {text}")

@@ -1,16 +1,18 @@
 """Whether two runs have ended in the same state: the files of their last checkpoints, bit for bit.
 
-    python -m runner.chaos.compare '["A", null]' '["B", null]' [TOLERANCE]
+    python -m runner.chaos.compare '["A", null]' '["B", null]' [--tolerance T | --losses T]
 
 Prints a JSON list of what differs. Each place is a location and a local tier. What is bound to differ is left out: the
 clock's times in the Trainer's history. With a tolerance (a share of a tensor's norm), for GPUs whose kernels do not add
-in the same order each time, tensors may differ by that.
+in the same order each time, tensors may differ by that. With `--losses`, for a run whose micro-batch was halved, only
+the course of training is compared: same steps, samples and learning rates, and losses within that share. Its sums are
+made in another order, and where there is dropout, other units are dropped.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -27,17 +29,45 @@ _PLACES = ("best_model_checkpoint",)
 
 
 def main() -> None:
-    tolerance = float(sys.argv[3]) if len(sys.argv) > 3 else None
+    parser = argparse.ArgumentParser()
+    parser.add_argument("places", nargs=2)
+    parser.add_argument("--tolerance", type=float)
+    parser.add_argument("--losses", type=float)
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="chaos-compare-") as scratch:
         folders = []
-        for name, place in zip("ab", sys.argv[1:3], strict=True):
+        for name, place in zip("ab", options.places, strict=True):
             location, local_tier = json.loads(place)
             tiers = open_tiers(location, local_tier)
             folder = Path(scratch) / name
             newest = tiers.catalog.find(tiers.catalog.committed_steps()[-1])
             export_checkpoint(newest.storage, newest.step, folder)
             folders.append(folder)
-        print(json.dumps(differences(folders[0], folders[1], tolerance)))
+        if options.losses is not None:
+            print(json.dumps(course_differences(folders[0], folders[1], options.losses)))
+        else:
+            print(json.dumps(differences(folders[0], folders[1], options.tolerance)))
+
+
+def course_differences(a: Path, b: Path, tolerance: float) -> list[str]:
+    """What differs in the course of two trainings, and whether the second has ended in numbers at all."""
+    histories = [json.loads((folder / TRAINER_STATE_NAME).read_text())["log_history"] for folder in (a, b)]
+    text = _difference(
+        [_course(h, exact=True) for h in histories[0]], [_course(h, exact=True) for h in histories[1]], None
+    )
+    text = text or _difference(
+        [_course(h, exact=False) for h in histories[0]], [_course(h, exact=False) for h in histories[1]], tolerance
+    )
+    found = [f"{TRAINER_STATE_NAME}: log_history.{text}"] if text else []
+    for path in sorted(b.glob("*.safetensors")):
+        bad = [name for name, tensor in _load(path).items() if not bool(torch.isfinite(tensor).all())]
+        found += [f"{path.name}: {bad[0]} is not finite"] if bad else []
+    return found
+
+
+def _course(entry: dict[str, Any], *, exact: bool) -> dict[str, Any]:
+    names = ("step", "epoch", "learning_rate", "num_tokens") if exact else ("loss", "eval_loss")
+    return {name: entry[name] for name in names if name in entry}
 
 
 def differences(a: Path, b: Path, tolerance: float | None = None) -> list[str]:

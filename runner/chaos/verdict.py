@@ -61,7 +61,11 @@ def render(result: Result, seed: int) -> str:
     lines += [f"VIOLATION: {text}" for text in result.all_violations]
     lines += [f"DIFFERENT: {text}" for text in result.differences]
     same = f"within {UNSTEADY_TOLERANCE:g} of the same numbers" if result.unsteady else "in the same bits"
-    close = f"{result.close} with a halved micro-batch within {HALVED_TOLERANCE:g}, " if result.close else ""
+    close = (
+        f"{result.close} with a halved micro-batch in its losses within {HALVED_TOLERANCE:.0%}, "
+        if result.close
+        else ""
+    )
     lines.append(
         f"{len(result.strikes)} faults in {result.runs} runs of {result.steps} steps (seed {seed}, "
         f"{result.total_s:.0f} s): {len(result.all_violations)} violations, {result.identical} of {result.runs} runs "

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from runner.chaos.compare import differences
+from runner.chaos.compare import course_differences, differences
 
 
 def checkpoint(folder: Path, **changes: Any) -> Path:
@@ -19,7 +19,12 @@ def checkpoint(folder: Path, **changes: Any) -> Path:
     save_file({"layer.weight": weight * changes.get("scale", 1.0)}, folder / "model.safetensors")
     step = changes.get("step", 5.0)
     torch.save({"state": {0: {"step": torch.tensor(step)}}, "param_groups": [{"lr": 0.1}]}, folder / "optimizer.pt")
-    entry = {"step": 5, "loss": changes.get("loss", 1.5), "train_runtime": changes.get("runtime", 1.0)}
+    entry = {
+        "step": 5,
+        "loss": changes.get("loss", 1.5),
+        "num_tokens": changes.get("tokens", 9),
+        "train_runtime": changes.get("runtime", 1.0),
+    }
     (folder / "trainer_state.json").write_text(json.dumps({"log_history": [entry], "global_step": 5}))
     (folder / "config.json").write_text(changes.get("config", "{}"))
     (folder / "rng_state.pth").write_bytes(changes.get("generators", b"state"))
@@ -56,3 +61,17 @@ def test_a_tolerance_is_a_share_of_the_norm(tmp_path: Path) -> None:
     a, b = checkpoint(tmp_path / "a"), checkpoint(tmp_path / "b", scale=1.01, loss=1.50001)
     assert differences(a, b, 0.05) == []
     assert len(differences(a, b, 1e-6)) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"scale": 1.5, "loss": 1.51, "generators": b"other"}, ""),
+        ({"loss": 1.56}, "trainer_state.json: log_history.0.loss: 1.5 and 1.56"),
+        ({"tokens": 10}, "trainer_state.json: log_history.0.num_tokens: 9 and 10"),
+        ({"scale": float("nan")}, "model.safetensors: layer.weight is not finite"),
+    ],
+)
+def test_the_course_of_two_trainings(change: dict[str, Any], told: str, tmp_path: Path) -> None:
+    found = course_differences(checkpoint(tmp_path / "a"), checkpoint(tmp_path / "b", **change), 0.02)
+    assert found == ([told] if told else [])
