@@ -28,6 +28,8 @@ def export_checkpoint(
         CheckpointError: the directory exists, or cannot be written.
     """
     manifest = storage.read_manifest(step)
+    if directory.resolve() == Path.cwd():
+        raise CheckpointError("the current directory is not replaced; name a new one")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise CheckpointError(f"{directory} exists already; choose another directory")
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")

@@ -81,7 +81,10 @@ def _parse(text: str) -> dict[str, _Armed]:
     return armed
 
 
-_armed = _parse(os.environ.get(FAILPOINTS_ENV, ""))
+try:
+    _armed = _parse(os.environ.get(FAILPOINTS_ENV, ""))
+except ValueError as _error:
+    raise SystemExit(f"error: {_error}") from None
 _file = os.environ.get(FILE_ENV)
 # Which file was read the last time: inode and time of change.
 _version: tuple[int, int] | None = None

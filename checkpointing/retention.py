@@ -29,6 +29,14 @@ class Retention:
             raise ValueError(f"keep_every={self.keep_every} is not allowed; use a number of steps from 1, or None")
 
 
+def best_by(metric: str | None, greater_is_better: bool | None) -> tuple[str | None, bool]:
+    """The metric's name in a manifest, and how it compares, as a Trainer understands `metric_for_best_model` and
+    `greater_is_better` where they are left out or shortened."""
+    if greater_is_better is None:
+        greater_is_better = metric is not None and not metric.endswith("loss")
+    return (metric if metric is None or metric.startswith("eval_") else f"eval_{metric}"), greater_is_better
+
+
 def steps_to_remove(committed: Iterable[Manifest], retention: Retention) -> list[int]:
     """Oldest first. Only committed checkpoints may be passed: what is torn must not count towards what is kept."""
     manifests = {manifest.step: manifest for manifest in committed}

@@ -34,6 +34,7 @@ from checkpointing.errors import CheckpointError, NonFinite
 from checkpointing.failpoints import failpoint
 from checkpointing.manager import CheckpointManager, Due, micro_batch_divisor
 from checkpointing.restore import LOOP_STATE_PREFIX, RestorePoint
+from checkpointing.retention import best_by
 from checkpointing.snapshotter import SmallFile
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
 
@@ -86,12 +87,13 @@ def resilient(
     if save_steps == "auto":
         trainer.args.save_strategy = SaveStrategy.NO
     _cut_micro_batches(trainer, micro_batch_divisor())
+    best_metric, greater_is_better = best_by(trainer.args.metric_for_best_model, trainer.args.greater_is_better)
     manager = CheckpointManager(
         location or trainer.args.output_dir,
         keep_last=trainer.args.save_total_limit,
         keep_every=keep_every,
-        best_metric=_metric_name(trainer.args.metric_for_best_model),
-        greater_is_better=_greater_is_better(trainer.args),
+        best_metric=best_metric,
+        greater_is_better=greater_is_better,
         local_tier=local_tier,
         local_keep_last=local_keep_last,
         resume=resume,
@@ -482,17 +484,6 @@ def _cut_micro_batches(trainer: Trainer, divisor: int) -> None:
     args.per_device_train_batch_size //= divisor
     args.gradient_accumulation_steps *= divisor
     trainer._train_batch_size = args.train_batch_size
-
-
-def _metric_name(metric: str | None) -> str | None:
-    return metric if metric is None or metric.startswith("eval_") else f"eval_{metric}"
-
-
-def _greater_is_better(args: TrainingArguments) -> bool:
-    """As the Trainer decides where it is not told."""
-    if args.greater_is_better is not None:
-        return bool(args.greater_is_better)
-    return args.metric_for_best_model is not None and not args.metric_for_best_model.endswith("loss")
 
 
 def _checked_directory(point: RestorePoint) -> str:

@@ -201,9 +201,14 @@ class Writer:
         with self._durable_lock:
             if fencing.durable_begun:
                 return
-            local = self._tiers.local
-            held = fencing.held | (local.counting() if local is not None else frozenset())
-            self._tiers.durable.begin_attempt(fencing.attempt, held)
+            local, durable = self._tiers.local, self._tiers.durable
+            held = fencing.held
+            if local is not None:
+                # What this machine has committed for itself after others had gone on does not count: its own fence,
+                # which only this machine knows, still takes it for good.
+                fence = durable.fence()
+                held |= {known for known in local.counting() if fence.admits_step(*known)}
+            durable.begin_attempt(fencing.attempt, held)
             fencing.durable_begun = True
 
     # -- digest and commit ---------------------------------------------------------------------------------------

@@ -6,16 +6,21 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from checkpointing.errors import CheckpointError, StorageUnreachable
+from checkpointing.storage.objects import StorageTimeout
 from runner import __version__
 from runner.errors import ExitCode, RunnerError, UsageError
+
+T = TypeVar("T")
 
 # Heavier imports stay inside the commands: `runner --help` answers in a blink.
 
@@ -131,7 +136,7 @@ def start(
         click.echo("runner: this run is finished; nothing to do (--resume never --overwrite starts it anew)")
         click.echo(render(_summary(directory), _places(config, directory)))
         return
-    caveats = check_storage(config)
+    caveats = _unless_stopped(stop, lambda: check_storage(config))
     first_node = config.launch.node_rank == 0
     # The places are the run's: the first machine's runner sees to them.
     if step == "never" and first_node:
@@ -152,8 +157,38 @@ def start(
     role = Supervisor if first_node else Follower
     exit_code = role(config, directory, job, display, stop).run()
     if first_node:
-        click.echo(render(_summary(directory), _places(config, directory)))
+        summary = _summary(directory)
+        click.echo(render(summary, _places(config, directory)))
+        if exit_code != ExitCode.DONE:
+            click.echo(f"runner: {summary.state}: {summary.reason} (exit code {int(exit_code)})")
     sys.exit(int(exit_code))
+
+
+def _unless_stopped(stop: Any, work: Callable[[], T]) -> T:
+    """What may take a minute where a server is silent; a stop request ends the wait.
+
+    Raises:
+        SystemExit: with the code of a stop.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="check", daemon=True).start()
+    while not stop:
+        try:
+            return outcome.result(timeout=0.05)
+        except TimeoutError:
+            if outcome.done():
+                raise
+    click.echo("runner: stopped before anything was started")
+    sys.stdout.flush()
+    # The thread may wait for a server yet.
+    os._exit(int(ExitCode.PREEMPTED))
 
 
 @cli.command()
@@ -328,6 +363,9 @@ def verify(location: str, step: int | None) -> None:
                 manifest = verify_copy(entry.storage, entry.step, advance)
             click.echo(f"{name}  ok       {len(manifest.files)} files, {manifest.total_bytes / 1e6:.1f} MB")
         except InvalidCheckpoint as error:
+            if entry.manifest is not None and entry.step not in entry.storage.steps():
+                click.echo(f"{name}  gone     removed meanwhile, as its run keeps fewer")
+                continue
             damaged += 1
             click.echo(f"{name}  INVALID  {error}")
     sys.exit(1 if damaged else 0)
@@ -353,31 +391,75 @@ def export(location: str, step: int, directory: Path) -> None:
 @click.option("--keep-last", type=click.IntRange(min=1), required=True, help="How many of the newest to keep.")
 @click.option("--keep-every", type=click.IntRange(min=1), metavar="STEPS", help="And every multiple of so many steps.")
 def prune(location: str, keep_last: int, keep_every: int | None) -> None:
-    """Remove all but the newest checkpoints at LOCATION. Those that are not whole do not count, and stay."""
-    from checkpointing.catalog import Catalog
-    from checkpointing.retention import Retention, steps_to_remove
+    """Remove all but the newest checkpoints at LOCATION. Those that are not whole do not count, and stay.
 
-    tiers = _tiers(location)
-    for storage in tiers.nearest_first:
-        manifests = [entry.manifest for entry in Catalog(storage).entries() if entry.manifest is not None]
-        for step in steps_to_remove(manifests, Retention(keep_last, keep_every)):
+    Of a run's folder, what its configuration keeps for good stays as well: the best by `metric_for_best_model`, and
+    every multiple of `keep_every_steps`. The newest that can be resumed from, by its digests, always stays.
+    """
+    from checkpointing.catalog import Catalog
+    from checkpointing.catalog import verify as verify_copy
+    from checkpointing.errors import InvalidCheckpoint
+    from checkpointing.retention import Retention, best_by, steps_to_remove
+
+    config = _config_of(location)
+    metric, greater = None, False
+    if config is not None:
+        _refuse_a_living_run(config)
+        options = config.trainer
+        metric, greater = best_by(options.get("metric_for_best_model"), options.get("greater_is_better"))
+        keep_every = keep_every or config.checkpoint.keep_every_steps
+    for storage in _tiers(location).nearest_first:
+        manifests = {entry.step: entry.manifest for entry in Catalog(storage).entries() if entry.manifest is not None}
+        superfluous = steps_to_remove(manifests.values(), Retention(keep_last, keep_every, metric, greater))
+        for step in sorted(manifests, reverse=True) if superfluous else ():
+            try:
+                verify_copy(storage, step)
+            except InvalidCheckpoint as error:
+                click.echo(f"damaged, kept: {error}")
+                superfluous = [other for other in superfluous if other != step]
+            else:
+                superfluous = [other for other in superfluous if other != step]
+                break
+        for step in superfluous:
             storage.remove(step)
             click.echo(f"removed {storage.describe(step)}")
+
+
+def _config_of(location: str) -> Any:
+    """The configuration of the run whose folder this is; None: it is something else."""
+    from runner.config import load_config
+
+    root = Path(location.removeprefix("file://"))
+    if "://" in str(location.removeprefix("file://")):
+        return None
+    if not ((root / "config.yaml").is_file() and (root / "journal.jsonl").exists()):
+        return None
+    config = load_config(str(root / "config.yaml"), {}, needs_data=False)
+    config.move_to(root)
+    return config
+
+
+def _refuse_a_living_run(config: Any) -> None:
+    directory = _directory(config)
+    directory.lock(cancelled=lambda: True)
+    directory.unlock()
 
 
 def _tiers(location: str) -> Any:
     """Where the checkpoints of a run lie, by its folder; or at a place given directly."""
     from checkpointing.tiers import open_tiers
-    from runner.config import load_config
 
-    root = Path(location)
     try:
-        if "://" not in location and (root / "config.yaml").is_file() and (root / "journal.jsonl").exists():
-            return load_config(str(root / "config.yaml"), {}).tiers
+        config = _config_of(location)
+        if config is not None:
+            return config.tiers
+        if location.startswith("file:///"):
+            location = location.removeprefix("file://")
+        root = Path(location)
         tiers = open_tiers(str(root / "checkpoints") if (root / "checkpoints").is_dir() else location)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    if "://" not in location and not root.is_dir():
+    if not location or ("://" not in location and not root.is_dir()):
         raise UsageError(f"{location!r} is not a folder; give a run's output_dir or its checkpoints folder")
     return tiers
 
@@ -496,6 +578,9 @@ def main() -> None:
     except CheckpointError as error:
         click.echo(f"runner: error: {error}", err=True)
         sys.exit(ExitCode.BUDGET_SPENT if isinstance(error, StorageUnreachable) else ExitCode.USAGE)
+    except StorageTimeout as error:
+        click.echo(f"runner: error: {error}", err=True)
+        sys.exit(ExitCode.BUDGET_SPENT)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         click.echo(f"runner: error: {place}{error.strerror or error}", err=True)

@@ -204,6 +204,15 @@ class Config(_Section):
             if value is not None and "://" not in value:
                 setattr(self.checkpoint, name, str(Path(value).absolute()))
 
+    def move_to(self, root: Path) -> None:
+        """What lay in the run's folder when this was written lies in `root` now: the folder was copied, or renamed."""
+        recorded, here = Path(self.output_dir).absolute(), root.absolute()
+        for name in ("location", "local_tier"):
+            value = getattr(self.checkpoint, name)
+            if value is not None and "://" not in value and Path(value).is_relative_to(recorded):
+                setattr(self.checkpoint, name, str(here / Path(value).relative_to(recorded)))
+        self.output_dir = str(here)
+
     @property
     def tiers(self) -> Tiers:
         """Where checkpoints lie. Raises ValueError for what is not usable."""
@@ -217,6 +226,8 @@ def load_config(
     path: str | None,
     environment: Mapping[str, str],
     settings: Sequence[tuple[str, Any, str]] = (),
+    *,
+    needs_data: bool = True,
 ) -> Config:
     """Resolve a configuration.
 
@@ -224,6 +235,7 @@ def load_config(
         path: YAML file; None for the bundled default.
         environment: usually `os.environ`.
         settings: (dotted key, value, how the user wrote it) from the command line.
+        needs_data: whether the training data must be there.
 
     Raises:
         UsageError: a file is missing or malformed, a key unknown, a value of the wrong type.
@@ -250,7 +262,7 @@ def load_config(
         options |= trainer_options.validate({name: value}, source_of(f"trainer.{name}"))
     config.trainer = options
     _resolve_nodes(config, source_of)
-    _check_files(config, source_of)
+    _check_files(config, source_of, needs_data=needs_data)
     return config
 
 
@@ -324,7 +336,7 @@ def _resolve_nodes(config: Config, source_of: Any) -> None:
         )
 
 
-def _check_files(config: Config, source_of: Any) -> None:
+def _check_files(config: Config, source_of: Any, *, needs_data: bool) -> None:
     try:
         _ = config.launch.peer_address
     except ValueError as error:
@@ -340,7 +352,7 @@ def _check_files(config: Config, source_of: Any) -> None:
         raise UsageError(f"{source_of('checkpoint.memory_limit')}: checkpoint.memory_limit: {error}") from None
     path = config.data.path
     if path is not None and Path(path).suffix in {".parquet", ".jsonl", ".json", ".csv"} and "://" not in path:
-        if not Path(path).is_file():
+        if needs_data and not Path(path).is_file():
             raise UsageError(
                 f"{source_of('data.path')}: data.path={path!r} does not exist; give a .parquet, .jsonl, .json or .csv "
                 "file, or the name of a hub data set"

@@ -39,6 +39,12 @@ class UsageError(RunnerError):
     exit_code = ExitCode.USAGE
 
 
+class StorageFull(RunnerError):
+    """There is no room for checkpoints."""
+
+    exit_code = ExitCode.STORAGE_FAILED
+
+
 class RunBusy(RunnerError):
     """Another runner works on this run."""
 

@@ -171,7 +171,7 @@ def classify(
     """
     if finished:
         return Failure(FailureKind.FINISHED, "all ranks finished", step=step)
-    if any(end.exit_code == EXIT_PREEMPTED for end in ends):
+    if ends and min(ends, key=lambda end: end.order).exit_code == EXIT_PREEMPTED:
         return Failure(FailureKind.PREEMPTED, "stopped on request, checkpoint committed", step=step)
     if not ends:
         return Failure(FailureKind.LAUNCHER_LOST, "the attempt ended without a word from any rank", step=step)
@@ -200,7 +200,7 @@ def classify(
         kind = FailureKind.OUT_OF_MEMORY
     elif _BAD_NODE.search(first.error):
         kind = FailureKind.BAD_NODE
-    elif step <= started_step and not is_effect(first.error):
+    elif step == 0 and started_step == 0 and not is_effect(first.error):
         kind = FailureKind.BOOT
     else:
         kind = FailureKind.CRASHED

@@ -95,6 +95,9 @@ class LauncherLink:
 
     def __init__(self, environment: dict[str, str], log: Path, temporary: Path) -> None:
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Semaphores of ranks that were killed: multiprocessing's tracker removes them, and would tell the user of it.
+        warnings = [environment.get("PYTHONWARNINGS", ""), "ignore:resource_tracker:UserWarning"]
+        environment = {**environment, "PYTHONWARNINGS": ",".join(filter(None, warnings))}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "runner.launcher", str(theirs.fileno()), str(log), str(temporary), str(os.getpid())],
             pass_fds=(theirs.fileno(),),

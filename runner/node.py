@@ -34,7 +34,7 @@ from runner.loop import EventLoop, StopRequest
 from runner.progress import ProgressDisplay
 from runner.run_directory import RunDirectory
 from runner.stacks import dump_stacks
-from runner.watchdog import Limits, Watchdog
+from runner.watchdog import Hang, Limits, StoppedProcesses, Watchdog
 
 # While ranks train, everything that matters wakes the loop; this is for what only time tells.
 _TURN_S = 0.5
@@ -56,6 +56,7 @@ _PING_INTERVAL_S = 2.0
 _PONG_TIMEOUT_S = 120.0
 # Whoever was stopped himself for longer than this must not blame others for their silence.
 _GAP_S = 3.0
+_STATES_EVERY_S = 1.0
 # SIGKILL ends a process at once, unless the kernel holds it: a hung driver, a dead file server.
 _KILL_TIMEOUT_S = 30.0
 
@@ -129,6 +130,8 @@ class _Attempt:
     order: Order
     watchdog: Watchdog
     kernel_oom_kills: int
+    stopped: StoppedProcesses = field(default_factory=StoppedProcesses)
+    states_seen_at: float = 0.0
     watch: RankWatch = field(default_factory=RankWatch)
     result: Message | None = None
     kill_at: float | None = None
@@ -506,10 +509,16 @@ class Node:
             self.end_attempt(Failure(FailureKind.FENCED, self.fenced))
 
     def _check_hang(self, attempt: _Attempt, now: float) -> None:
+        rank_of = {local: rank for rank, local in attempt.watch.local_ranks.items()}
         hang = attempt.watchdog.look(self._beats(), now, others_busy=self.others_busy)
+        watch = attempt.watch
+        if hang is None and now - attempt.states_seen_at >= _STATES_EVERY_S:
+            attempt.states_seen_at = now
+            states = {rank: processes.state(watch.pids[rank]) for rank in watch.pidfds.values()}
+            if stopped := attempt.stopped.look(states, now):
+                hang = Hang(tuple(watch.local_ranks[rank] for rank in stopped), "somebody has stopped it (SIGSTOP)")
         if hang is None or attempt.result is not None:
             return
-        rank_of = {local: rank for rank, local in attempt.watch.local_ranks.items()}
         ranks = [rank_of[slot] for slot in hang.slots if slot in rank_of]
         names = f"rank {', '.join(map(str, ranks))}" if ranks else "the ranks"
         self._display.message(f"{names}: {hang.reason}; writing down where all ranks stand")
@@ -587,6 +596,11 @@ class Node:
             step=step,
             kernel_oom_kills=oom_kills() - attempt.kernel_oom_kills,
         )
+        # Of several machines, another one may have been asked.
+        unasked = self._config.launch.nnodes == 1 and not self._stop and attempt.stop_deadline is None
+        if failure.kind is FailureKind.PREEMPTED and unasked and not attempt.signalled:
+            cause = "the script has ended with status 75, which means a stop request to the runner; nobody has made one"
+            return Failure(FailureKind.CRASHED, cause, step=step, fingerprint=f"75|{step}")
         if failure.kind is FailureKind.LAUNCHER_LOST and attempt.result.get("error"):
             failure = Failure(FailureKind.LAUNCHER_LOST, attempt.result["error"])
         return failure

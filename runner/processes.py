@@ -140,3 +140,10 @@ def _alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
+
+
+def state(pid: int) -> str:
+    """One letter, as in ps(1): R, S, D, T (stopped), t (traced), Z; a question mark where there is no such process."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return "?"

@@ -82,6 +82,12 @@ class RunDirectory:
             )
         self._lock_fd = fd
 
+    def unlock(self) -> None:
+        """Let others work on it."""
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
     def run_id(self) -> str:
         """The run's identity, made on first use."""
         try:

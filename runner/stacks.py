@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from runner import processes
+
 # All dumps run beside each other; a hang is to cost seconds.
 _TIMEOUT_S = 8.0
 
@@ -49,23 +51,18 @@ def dump_stacks(pids: Mapping[str, int], folder: Path, pump: Callable[[], None])
 def _command(pid: int) -> list[str]:
     """Of a stopped process, native frames cannot be unwound with waiting for it: py-spy then reads its memory only."""
     spy = Path(sys.executable).with_name("py-spy")
-    how = "--nonblocking" if _state(pid) in ("T", "t", "D", "Z") else "--native"
+    how = "--nonblocking" if processes.state(pid) in ("T", "t", "D", "Z") else "--native"
     return [str(spy) if spy.exists() else "py-spy", "dump", how, "--pid", str(pid)]
 
 
-def _state(pid: int) -> str:
-    """One letter, as in ps: R, S, D, T (stopped), t (traced), Z."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return "?"
-
-
 def _kernel_view(pid: int) -> bytes:
-    lines = [f"process {pid}, state {_state(pid)}"]
+    lines = [f"process {pid}, state {processes.state(pid)}"]
     for name in ("wchan", "stack"):
         with contextlib.suppress(OSError):
             lines.append(f"{name}: {Path(f'/proc/{pid}/{name}').read_text().strip()}")
     with contextlib.suppress(OSError):
         for task in sorted(Path(f"/proc/{pid}/task").iterdir()):
-            lines.append(f"thread {task.name}: {(task / 'comm').read_text().strip()}, state {_state(int(task.name))}")
+            lines.append(
+                f"thread {task.name}: {(task / 'comm').read_text().strip()}, state {processes.state(int(task.name))}"
+            )
     return ("\n".join(lines) + "\n\n").encode()

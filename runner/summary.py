@@ -150,7 +150,7 @@ def _account(run: RunSummary, events: Sequence[Event], now: float | None) -> Non
                 cursor = _spend(run, "start-up", cursor, min(attempt.training_began, stop))
                 last = max(attempt.last_step_at or cursor, cursor)
                 trained = min(last, stop) - cursor
-                lost = _lost_steps(run.attempts, attempt)
+                lost = _lost_steps(run, attempt)
                 done = (attempt.last_step or 0) - (attempt.start_step or 0)
                 lost_s = trained * lost / done if done > 0 else 0.0
                 run.lost_steps += lost
@@ -167,14 +167,15 @@ def _spend(run: RunSummary, cause: str, begin: float, end: float) -> float:
     return max(begin, end)
 
 
-def _lost_steps(attempts: Sequence[Attempt], attempt: Attempt) -> int:
-    """Steps of an attempt that the next one which trained had to compute again."""
-    for later in attempts[attempts.index(attempt) + 1 :]:
+def _lost_steps(run: RunSummary, attempt: Attempt) -> int:
+    """Steps of an attempt that the next one which trained had to compute again, or will have to."""
+    last, start = attempt.last_step or 0, attempt.start_step or 0
+    for later in run.attempts[run.attempts.index(attempt) + 1 :]:
         if later.start_step is not None and later.training_began is not None:
-            return min(
-                max((attempt.last_step or 0) - later.start_step, 0),
-                (attempt.last_step or 0) - (attempt.start_step or 0),
-            )
+            return min(max(last - later.start_step, 0), last - start)
+    if run.exit_code is not None and attempt is run.attempts[-1] and attempt.kind not in ("finished", "running"):
+        # Nothing but what was committed outlives the run.
+        return min(max(last - max(run.committed, default=0), 0), last - start)
     return 0
 
 

@@ -8,6 +8,7 @@ is left when `run` returns.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from pathlib import Path
@@ -15,9 +16,10 @@ from typing import Any
 
 import tenacity
 
-from checkpointing.errors import InvalidCheckpoint
+from checkpointing.errors import InvalidCheckpoint, StorageUnreachable
+from checkpointing.storage.objects import StorageTimeout
 from runner.config import Config
-from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError, UsageError
+from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError, StorageFull, UsageError
 from runner.failure import Failure, FailureKind, combine
 from runner.journal import read_journal
 from runner.life import Life
@@ -354,6 +356,8 @@ def check_storage(config: Config) -> list[str]:
 
     Raises:
         UsageError: one of them cannot be used; the text says why.
+        StorageFull: there is no room.
+        StorageUnreachable: it does not answer, and there is no local tier to go on from.
     """
     tiers, caveats = config.tiers, []
     for storage in tiers.nearest_first:
@@ -361,8 +365,14 @@ def check_storage(config: Config) -> list[str]:
             caveats.append(storage.probe())
         except OSError as error:
             key = "checkpoint.location" if storage is tiers.durable else "checkpoint.local_tier"
-            reason = error.strerror or str(error)
-            raise UsageError(f"{key}={storage.location!r} cannot be used: {reason}") from None
+            text = f"{key}={storage.location!r} cannot be used: {error.strerror or error}"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StorageFull(f"{text}; make room, then start again") from None
+            if not isinstance(error, StorageTimeout):
+                raise UsageError(text) from None
+            if tiers.local is None or not tiers.local.steps():
+                raise StorageUnreachable(f"{text}; start again when it answers") from None
+            caveats.append(f"{text}; going on from {tiers.local.location}, uploads follow when it answers")
     return [caveat for caveat in caveats if caveat is not None]
 
 

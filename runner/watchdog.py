@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from checkpointing.arena import Heartbeat, Phase
@@ -130,3 +130,25 @@ class Watchdog:
         """99th percentile of the steps seen, in seconds; 0 before the first."""
         ordered = sorted(self._step_times)
         return ordered[min(len(ordered) * 99 // 100, len(ordered) - 1)] if ordered else 0.0
+
+
+class StoppedProcesses:
+    """Ranks that somebody has stopped (SIGSTOP): whatever they were doing, they will say nothing more by themselves."""
+
+    def __init__(self, patience_s: float = _STEP_MARGIN_S) -> None:
+        self._patience_s = patience_s
+        self._since: dict[int, float] = {}
+        self._looked = 0.0
+
+    def look(self, states: Mapping[int, str], now: float) -> list[int]:
+        """Those that have been stopped for too long; to be called about once a second.
+
+        Args:
+            states: of each living rank, as in ps(1).
+            now: monotonic seconds.
+        """
+        if now - self._looked > _LOOK_GAP_S:
+            self._since.clear()
+        self._looked = now
+        self._since = {rank: self._since.get(rank, now) for rank, state in states.items() if state == "T"}
+        return sorted(rank for rank, since in self._since.items() if now - since > self._patience_s)

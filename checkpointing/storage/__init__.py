@@ -20,6 +20,8 @@ def open_storage(location: str) -> Storage:
     if not separator:
         return LocalStorage(Path(location))
     if scheme == "file":
+        if not rest.startswith("/"):
+            raise ValueError(f"location {location!r} is not allowed: write file:///path, with three slashes")
         return LocalStorage(Path(rest))
     # Only who needs them pays for these imports.
     from checkpointing.storage.remote import RemoteStorage

@@ -89,18 +89,21 @@ class FilesystemStore:
         return self._call(f"get {key}", work)
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
-        def work() -> None:
+        expected = len(target)
+
+        def work() -> bytes:
             fs, root = self._place
             try:
-                data = fs.cat_file(root + key, start=start, end=start + len(target))
+                data = fs.cat_file(root + key, start=start, end=start + expected)
             except FileNotFoundError:
                 raise ObjectMissing(f"{self.location}/{key} is missing") from None
-            if len(data) != len(target):
+            if len(data) != expected:
                 raise ObjectMissing(f"{self.location}/{key} is shorter than it was")
-            target[:] = data
-            self.transferred(len(data))
+            return bytes(data)
 
-        self._call(f"read {key}", work, len(target))
+        # Not by the thread: one that was left behind would write into memory that has become somebody else's.
+        target[:] = self._call(f"read {key}", work, expected)
+        self.transferred(expected)
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         def work() -> dict[str, int]:

@@ -222,8 +222,9 @@ class RemoteStorage(Storage):
         return sorted({key.rsplit("/", 1)[0] for key in orphans})
 
     def _is_for_our_sweep(self, key: str) -> bool:
+        """Data of ours: below our location others may keep their own."""
         match = _DATA.match(key)
-        return match is None or self._outlives(int(match.group(2)))
+        return match is not None and self._outlives(int(match.group(2)))
 
     def read_note(self) -> bytes | None:
         return self.store.get(_NOTE)

@@ -22,6 +22,7 @@ from botocore.exceptions import (
     BotoCoreError,
     ClientError,
     NoCredentialsError,
+    ParamValidationError,
     PartialCredentialsError,
     ProfileNotFound,
 )
@@ -92,7 +93,7 @@ class S3Store:
         import boto3
 
         self.location = location.rstrip("/")
-        bucket, _, prefix = self.location.removeprefix("s3://").partition("/")
+        bucket, _, prefix = location.removeprefix("s3://").rstrip("/").partition("/")
         if not bucket:
             raise ValueError(f"checkpoint.location {location!r} names no bucket; use s3://bucket/prefix")
         self._bucket, self._prefix = bucket, f"{prefix}/" if prefix else ""
@@ -269,6 +270,11 @@ class S3Store:
                 page = self._call("list_multipart_uploads", None, **arguments)
             except _Missing:  # rclone's way to say that there are none
                 return found
+            except StorageTimeout:
+                raise
+            except StorageError:
+                # Not allowed to these credentials, or not known there: a lifecycle rule of the bucket's ends them.
+                return found
             found += page.get("Uploads", [])
             if not page.get("IsTruncated") or not page.get("NextKeyMarker"):
                 return found
@@ -311,6 +317,9 @@ class S3Store:
             except (NoCredentialsError, PartialCredentialsError, ProfileNotFound) as error:
                 text = f"{what}: {error}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
                 raise StorageError(text) from None
+            except ParamValidationError as error:
+                reason = " ".join(str(error).split())
+                raise StorageError(f"{what}: the bucket's or the object's name is not allowed: {reason}") from None
             except (BotoCoreError, OSError) as error:
                 if isinstance(error, StorageError):
                     raise

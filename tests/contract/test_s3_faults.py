@@ -138,6 +138,23 @@ def test_more_unfinished_uploads_than_one_answer_lists(
     assert [upload["Key"] for upload in client.list_multipart_uploads(Bucket=bucket)["Uploads"]] == ["other/a"]
 
 
+def test_a_sweep_leaves_alone_what_others_upload_below(rclone_s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket, client = bucket_on(rclone_s3, monkeypatch), boto3.client("s3")
+    others = ["run-2/checkpoint-5/7.abcdef/model.safetensors", "data/big.tar", "checkpoint-5/notes.txt"]
+    for key in ("checkpoint-5/1.abcdef/model.safetensors", *others):
+        client.create_multipart_upload(Bucket=bucket, Key=key)
+    open_storage(f"s3://{bucket}").sweep()
+    left = [upload["Key"] for upload in client.list_multipart_uploads(Bucket=bucket)["Uploads"]]
+    assert sorted(left) == sorted(others)
+
+
+@pytest.mark.parametrize("name", ["s3://", "s3://my bucket/run"])
+def test_a_name_that_cannot_be_is_told_at_once(name: str, rclone_s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket_on(rclone_s3, monkeypatch)
+    with pytest.raises((ValueError, StorageError), match=r"names no bucket|name is not allowed"):
+        open_storage(name).probe()
+
+
 @pytest.mark.parametrize("faults", [{"http503": 3}, {"http503": 3, "match": "PUT"}, {"latency_ms": 20}])
 def test_a_bad_line_is_put_up_with(
     faults: dict[str, object], line: FaultProxy, monkeypatch: pytest.MonkeyPatch

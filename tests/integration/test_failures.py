@@ -173,6 +173,18 @@ def test_a_stopped_rank_is_found_its_stacks_are_kept_and_the_run_goes_on(calm: R
     assert_as_if_nothing_had_happened(run, calm)
 
 
+def test_a_rank_stopped_while_it_starts_is_found_as_soon(tmp_path: Path) -> None:
+    """No step has told yet how long one takes; and what is no step may take half an hour."""
+    run = Run(tmp_path / "run", script=troubled(tmp_path)).start()
+    wait_until(run, lambda: len(run.events("rank_started")) == 2)
+    os.kill(run.rank_pid(1), signal.SIGSTOP)
+    stopped_at = time.time()
+    assert run.finish() == 0, run.output
+    assert kinds(run) == ["hung", "finished"]
+    (hang,) = run.events("hang")
+    assert hang["ranks"] == [1] and "SIGSTOP" in hang["reason"] and hang["time"] - stopped_at < 20
+
+
 def test_a_deadlock_shows_where_it_is(tmp_path: Path) -> None:
     trouble = """
         import threading
@@ -287,6 +299,18 @@ def test_an_error_before_the_first_step(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", script=troubled(tmp_path, "import no_such_module")).start()
     assert run.finish() == 78, run.output
     assert kinds(run) == ["boot failure"] and "no_such_module" in run.output
+
+
+def test_a_scripts_own_status_75_is_no_stop_request(tmp_path: Path) -> None:
+    trouble = """
+        def at_step(step, args):
+            if step == 12:
+                sys.exit(75)
+    """
+    run = Run(tmp_path / "run", script=troubled(tmp_path, trouble)).start()
+    assert run.finish() == 78, run.output
+    assert kinds(run) == ["crashed", "crashed"] and "status 75" in last_line(run)
+    assert f"{last_line(run)} (exit code 78)" in run.output.splitlines()[-1]
 
 
 def test_a_machine_at_fault(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from checkpointing.errors import Fenced, InvalidCheckpoint
 from checkpointing.manifest import SnapshotInfo
 from checkpointing.storage import Storage
 from checkpointing.tiers import Tiers, open_tiers
+from checkpointing.writer import Writer
 
 
 @pytest.fixture
@@ -85,3 +86,24 @@ def test_a_try_whose_answer_was_lost_is_our_own(tiers: Tiers) -> None:
 def test_senseless_places_are_refused(location: str, local: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         open_tiers(location, local)
+
+
+def test_what_an_old_machine_commits_for_itself_does_not_count_when_it_comes_back(tiers: Tiers, tmp_path: Path) -> None:
+    """Cut off, it went on; another machine did, too; then it is back, and begins the next attempt."""
+    assert tiers.local is not None
+
+    def begin(tiers: Tiers, attempt: int) -> Writer:
+        writer = Writer(tiers, lambda message, arena: None, commits=True, local_keep_last=2)
+        assert writer.begin_attempt(attempt, ()).answered.wait(20)
+        return writer
+
+    begin(tiers, 1)
+    commit(tiers.local, 10)
+    commit(tiers.durable, 10)
+    other = open_tiers(tiers.durable.location, str(tmp_path / "other"))
+    begin(other, 2)
+    commit(other.durable, 20, attempt=2)
+    commit(tiers.local, 30)
+    begin(tiers, 3)
+    assert (30, "local", True) not in found(tiers)
+    assert tiers.catalog.committed_steps() == [10, 20]

@@ -20,7 +20,13 @@ PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by p
         ([RankEnd(0, 0, 1, PEER), RankEnd(1, 1, -9)], 30, K.CRASHED, 1, "SIGKILL"),
         ([RankEnd(0, 0, 1, PEER), RankEnd(1, 1, 1, "ValueError: bad row")], 30, K.CRASHED, 1, "ValueError: bad row"),
         ([RankEnd(0, 0, 1, "ImportError: no module x")], 0, K.BOOT, 0, "ImportError"),
-        ([RankEnd(0, 0, 1, "ImportError: no module x")], 20, K.BOOT, 0, "ImportError"),  # resumed at 20, no step since
+        (
+            [RankEnd(0, 0, 1, "ImportError: no module x")],
+            20,
+            K.CRASHED,
+            0,
+            "ImportError",
+        ),  # resumed at 20: it has worked
         ([RankEnd(0, 0, 1, PEER)], 0, K.CRASHED, 0, "Connection closed"),
         ([RankEnd(0, 0, -11)], 0, K.CRASHED, 0, "SIGSEGV"),
         ([RankEnd(0, 0, 75), RankEnd(1, 1)], 30, K.PREEMPTED, None, "stopped on request"),

@@ -84,3 +84,16 @@ def test_an_event_that_a_disk_has_damaged_is_passed_over(index: int) -> None:
     for damaged in ({"time": EVENTS[index]["time"], "event": EVENTS[index]["event"]}, event(100, "unheard-of")):
         run = summarise([*EVENTS[:index], damaged, *EVENTS[index + 1 :]], now=200)
         assert render(run, {})
+
+
+def test_what_the_last_attempt_did_after_its_last_commit_is_lost_once_the_run_has_ended() -> None:
+    events = [
+        event(100, "run_started", 0, run_id="r"),
+        event(100, "attempt_started", 1),
+        event(110, "training_started", 1, step=0, total_steps=100),
+        event(115, "committed", 1, step=22),
+        ended(120, 1, "ended at once", 0, 30, 110, 120),
+    ]
+    assert summarise(events).lost_steps == 0, "it may be held in memory yet"
+    run = summarise([*events, event(121, "run_ended", 1, state="stopped", exit_code=75, reason="stopped")])
+    assert run.lost_steps == 8 and run.time_by_cause["lost work"] == pytest.approx(10 * 8 / 30, abs=0.01)

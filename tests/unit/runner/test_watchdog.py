@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from checkpointing.arena import Heartbeat, Phase
-from runner.watchdog import Hang, Limits, Watchdog
+from runner.watchdog import Hang, Limits, StoppedProcesses, Watchdog
 
 LIMITS = Limits(hang_s=None, first_step_s=100.0, quiet_s=50.0)
 
@@ -172,3 +172,18 @@ def test_whoever_was_stopped_himself_blames_nobody() -> None:
     assert ranks.watchdog.look(ranks.beats, ranks.now) is None
     assert ranks.wait(4.0) is None
     assert ranks.wait(4.0) is not None
+
+
+def test_a_stopped_process_is_found_whatever_it_was_doing() -> None:
+    stopped = StoppedProcesses(patience_s=5.0)
+    for second in range(6):
+        assert stopped.look({0: "S", 1: "T"}, 100.0 + second) == []
+    assert stopped.look({0: "S", 1: "T"}, 106.0) == [1]
+    # It was let go, and stopped again.
+    assert stopped.look({0: "S", 1: "R"}, 107.0) == []
+    assert stopped.look({0: "S", 1: "T"}, 108.0) == []
+    # Whoever looks was stopped, too.
+    assert stopped.look({0: "T", 1: "T"}, 200.0) == []
+    # A debugger is at work.
+    for second in range(20):
+        assert stopped.look({0: "t", 1: "S"}, 201.0 + second) == []

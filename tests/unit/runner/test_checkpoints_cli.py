@@ -1,0 +1,103 @@
+"""`runner checkpoints`, as a user types it, on a run's folder: also one that was copied, renamed or damaged."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from checkpointing import locking
+from checkpointing.commit import StagedFile, commit_snapshot
+from checkpointing.digest import digest_buffer
+from checkpointing.manifest import SnapshotInfo
+from checkpointing.storage import LocalStorage
+
+RUNNER = str(Path(sys.executable).with_name("runner"))
+LOSSES = {10: 1.0, 20: 0.1, 30: 2.0, 40: 1.5}
+
+
+def checkpoints(*arguments: object, cwd: Path | None = None) -> tuple[int, str]:
+    command = [RUNNER, "checkpoints", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd)
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(
+        f"output_dir: {folder}\ndata:\n  path: /gone/data.parquet\ntrainer:\n  metric_for_best_model: loss\n"
+    )
+    (folder / "journal.jsonl").touch()
+    for step, loss in LOSSES.items():
+        data = b"state" * step
+        files = [StagedFile("model.safetensors", [memoryview(data)], lambda data=data: digest_buffer(data))]
+        info = SnapshotInfo("run", 1, step, 1, step, {"eval_loss": loss})
+        commit_snapshot(LocalStorage(folder / "checkpoints"), info, files)
+    return folder
+
+
+def kept(folder: Path) -> list[int]:
+    return LocalStorage(folder / "checkpoints").steps()
+
+
+def damage(folder: Path, step: int) -> None:
+    (folder / "checkpoints" / f"checkpoint-{step}" / "model.safetensors").write_bytes(b"stale" * step)
+
+
+def test_pruning_keeps_the_newest_and_the_best(run: Path) -> None:
+    code, output = checkpoints("prune", run, "--keep-last", 1)
+    assert code == 0 and output.count("removed") == 2
+    assert kept(run) == [20, 40]
+
+
+def test_pruning_never_removes_the_newest_that_is_whole(run: Path) -> None:
+    damage(run, 40)
+    damage(run, 20)
+    code, output = checkpoints("prune", run, "--keep-last", 1)
+    assert code == 0 and "damaged, kept" in output and "digest" in output
+    assert kept(run) == [20, 30, 40]
+
+
+def test_a_copy_is_pruned_for_itself(run: Path) -> None:
+    copy = run.with_name("copy")
+    shutil.copytree(run, copy)
+    assert checkpoints("prune", copy, "--keep-last", 1)[0] == 0
+    assert kept(run) == sorted(LOSSES) and kept(copy) == [20, 40]
+
+
+def test_a_renamed_run_is_found_also_by_a_url(run: Path) -> None:
+    moved = run.rename(run.with_name("moved"))
+    for name in (moved, f"file://{moved}"):
+        code, output = checkpoints("list", name)
+        assert code == 0 and len(output.splitlines()) == 1 + len(LOSSES), output
+    assert checkpoints("verify", moved)[0] == 0
+
+
+def test_a_run_that_lives_prunes_by_itself(run: Path) -> None:
+    fd = locking.open_lock(run / ".runner.lock")
+    assert locking.try_lock(fd)
+    code, output = checkpoints("prune", run, "--keep-last", 1)
+    assert code == 2 and "another runner" in output
+    assert kept(run) == sorted(LOSSES)
+
+
+@pytest.mark.parametrize("place", ["", "file://relative/run", "file:///nonexistent/run", "/nonexistent/run"])
+def test_places_that_cannot_be(place: str) -> None:
+    for command in (["list", place], ["prune", place, "--keep-last", "1"]):
+        code, output = checkpoints(*command)
+        assert code == 2 and len(output.splitlines()) == 1, output
+
+
+def test_export_into_the_current_directory_is_refused(run: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for name in (".", "", "../empty"):
+        code, output = checkpoints("export", run, 10, name, cwd=empty)
+        assert code == 2 and "current directory" in output, output
+    assert checkpoints("export", run, 10, "new", cwd=empty)[0] == 0
