@@ -139,9 +139,10 @@ class S3Store:
 
         part_bytes = _PART_BYTES
         if isinstance(pieces, Sequence):
-            # Equal ones: a small one at the end would leave the connection idle.
+            # Equal ones: a small one at the end would leave the connections idle.
             whole = sum(map(len, pieces))
-            part_bytes = max(-(-whole // max(whole // _PART_BYTES, 1)), part_bytes)
+            num_parts = -(-whole // _PART_BYTES)
+            part_bytes = -(-whole // num_parts) if num_parts > 1 else _PART_BYTES
         parts = _cut(pieces if stays else one_at_a_time(), part_bytes, stays=stays)
         first = next(parts, memoryview(b""))
         if len(first) < part_bytes:
