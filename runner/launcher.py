@@ -9,6 +9,7 @@ torchrun's own in-place restart shares one store between lives, and stale keys i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import multiprocessing
@@ -40,6 +41,31 @@ _MONITOR_INTERVAL_S = 5.0
 _KEEP_ALIVE_ALONE_S = 60
 # torchrun looks for what a script has printed so often; its own 0.1 s take more processor time than all the rest here.
 _OUTPUT_INTERVAL_S = 0.5
+
+
+class Signal:
+    """Given by one process, waited for by others, of which any may be killed meanwhile.
+
+    Not so `multiprocessing.Event`, which torchrun takes: `set` waits for all who wait, and for one who was killed for
+    ever.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self._writer = multiprocessing.Pipe(duplex=False)
+
+    def __getstate__(self) -> Any:
+        return self._reader
+
+    def __setstate__(self, reader: Any) -> None:
+        self._reader = reader
+
+    def set(self) -> None:
+        self._writer.close()
+
+    def wait(self) -> None:
+        """Returns also when who would give it has died."""
+        with contextlib.suppress(EOFError, OSError):
+            self._reader.recv_bytes()
 
 
 def rank_main(spec: dict[str, Any]) -> None:
@@ -89,6 +115,7 @@ def _take_less_time() -> None:
     class Ranks(output.MultiprocessContext):
         def _start(self) -> None:
             newest[:] = [self]
+            self._worker_finished_event = Signal()  # type: ignore[assignment]
             super()._start()  # type: ignore[no-untyped-call]
 
     def wait(seconds: float) -> None:
