@@ -7,8 +7,10 @@ time, and every call ends. Measured against a black hole, s3fs had not returned 
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import itertools
+import socket
 import threading
 import time
 import uuid
@@ -181,14 +183,16 @@ class S3Store:
         def consume(answer: Any) -> None:
             if not str(answer.get("ContentRange", "")).startswith(f"bytes {start}-"):
                 raise StorageTimeout(f"{self.location}/{key}: other bytes were answered than those from {start} on")
-            view, deadline = target, time.monotonic() + _RETRY_FOR_S + len(target) / _MIN_BYTES_PER_S
-            while len(view):
-                count = answer["Body"].readinto(view[:_READ_BYTES])
-                if not count:
-                    raise ObjectMissing(f"{self.location}/{key} is shorter than it was")
-                if time.monotonic() > deadline:
-                    raise StorageTimeout(f"{self.location}/{key}: less than {_MIN_BYTES_PER_S} bytes/s arrive")
-                view = view[count:]
+            limit_s = _RETRY_FOR_S + len(target) / _MIN_BYTES_PER_S
+            with _hanging_up(answer, limit_s) as hung_up:
+                view = target
+                while len(view):
+                    count = answer["Body"].readinto(view[:_READ_BYTES])
+                    if hung_up.is_set():
+                        raise StorageTimeout(f"{self.location}/{key}: less than {_MIN_BYTES_PER_S} bytes/s arrive")
+                    if not count:
+                        raise ObjectMissing(f"{self.location}/{key} is shorter than it was")
+                    view = view[count:]
 
         try:
             span = f"bytes={start}-{start + len(target) - 1}"
@@ -347,6 +351,29 @@ class _PreconditionFailed(StorageError):
 
 class _Throttled(StorageTimeout):
     """The server asks for patience, or is ill; or what stands before it, which may have passed the call on."""
+
+
+@contextlib.contextmanager
+def _hanging_up(answer: Any, limit_s: float) -> Iterator[threading.Event]:
+    """End the connection under who reads from it, after that time; the event says that it was.
+
+    A read returns when it has all bytes that it was asked for, and a socket's timeout begins anew with each.
+    """
+    hung_up = threading.Event()
+
+    def hang_up() -> None:
+        hung_up.set()
+        connection: Any = getattr(getattr(answer["Body"], "_raw_stream", None), "_connection", None)
+        with contextlib.suppress(OSError, AttributeError):
+            connection.sock.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(limit_s, hang_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield hung_up
+    finally:
+        timer.cancel()
 
 
 def _within(limit_s: float, call: Callable[[], T], what: str) -> T:

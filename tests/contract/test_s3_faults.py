@@ -242,6 +242,18 @@ def test_a_small_answer_that_only_trickles_is_given_up(call: str, place: Place) 
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.parametrize("place", ["rclone"], indirect=True)
+def test_a_read_that_only_trickles_is_given_up(place: Place) -> None:
+    """Byte by byte: less than what is looked at at a time."""
+    store = place.open().store
+    store.put("x", bytes(600))
+    place.proxy.add("GET .*", ANSWER_TRICKLES)
+    began = time.monotonic()
+    with impatient(), pytest.raises(StorageTimeout):
+        store.read_into("x", 0, memoryview(bytearray(600)))
+    assert time.monotonic() - began < 20
+
+
 STORAGE_CALLS: dict[str, Callable[[RemoteStorage], object]] = {
     "put": lambda storage: storage.store.put("x", b"x"),
     "upload": lambda storage: storage.store.upload("x", [memoryview(b"x")]),
