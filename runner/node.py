@@ -210,6 +210,8 @@ class Node:
         self._heard_at = time.monotonic()
         # By tier: saves that it has refused since the last one that it took, and why the newest was.
         self._failed_saves: dict[str, tuple[int, str]] = {}
+        # Seconds that the last commit has taken.
+        self._commit_s: float | None = None
         self._attempt: _Attempt | None = None
         self._attempt_over = False
         self._agent: AgentLink | None = None
@@ -361,8 +363,14 @@ class Node:
         if attempt is None or attempt.stop_deadline is not None:
             return
         assert self._agent is not None
-        attempt.stop_deadline = time.monotonic() + self._config.restart.grace_s
+        grace_s = self._config.restart.grace_s
+        attempt.stop_deadline = time.monotonic() + grace_s
         self._agent.tell("request_stop")
+        if self._commit_s is not None and self._commit_s > grace_s:
+            self._display.message(
+                f"the last commit took {self._commit_s:.0f} s, and there are {grace_s:g} s for the next: it may not "
+                f"fit; step {self.committed_step} is safe. A longer --grace or a checkpoint.local_tier gives it room"
+            )
         # A script that does not use our checkpoints is told as torchrun would tell it.
         if self._job.script is not None and all(beat.phase is Phase.STARTING for beat in self._beats()):
             attempt.script_told = True
@@ -733,6 +741,7 @@ class Node:
         match event:
             case "committed":
                 self._failed_saves.pop(message["tier"], None)
+                self._commit_s = message.get("duration_s")
                 self.committed_step = max(self.committed_step, message["step"])
                 self._display.state.committed_step = message["step"]
             case "commit_failed":
