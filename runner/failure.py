@@ -171,7 +171,9 @@ def classify(
     """
     if finished:
         return Failure(FailureKind.FINISHED, "all ranks finished", step=step)
-    if ends and min(ends, key=lambda end: end.order).exit_code == EXIT_PREEMPTED:
+    # torchrun tells one exit status; those that it then ends have none, or that of its signal.
+    stops = (None, EXIT_PREEMPTED, -signal.SIGTERM)
+    if any(end.exit_code == EXIT_PREEMPTED for end in ends) and min(ends, key=lambda end: end.order).exit_code in stops:
         return Failure(FailureKind.PREEMPTED, "stopped on request, checkpoint committed", step=step)
     if not ends:
         return Failure(FailureKind.LAUNCHER_LOST, "the attempt ended without a word from any rank", step=step)

@@ -608,7 +608,7 @@ class Node:
         unasked = self._config.launch.nnodes == 1 and not self._stop and attempt.stop_deadline is None
         if failure.kind is FailureKind.PREEMPTED and unasked and not attempt.signalled:
             cause = "the script has ended with status 75, which means a stop request to the runner; nobody has made one"
-            return Failure(FailureKind.CRASHED, cause, step=step, fingerprint=f"75|{step}")
+            return Failure(FailureKind.CRASHED, cause, step=step, fingerprint="status 75")
         if failure.kind is FailureKind.LAUNCHER_LOST and attempt.result.get("error"):
             failure = Failure(FailureKind.LAUNCHER_LOST, attempt.result["error"])
         return failure

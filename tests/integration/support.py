@@ -185,6 +185,8 @@ class Run:
 
     def processes(self) -> list[psutil.Process]:
         """Living processes that carry this run's id."""
+        if not (self.folder / "run.json").exists():  # stopped before it had a name
+            return []
         run_id = json.loads((self.folder / "run.json").read_text())["run_id"]
         found = []
         for process in psutil.process_iter():

@@ -89,6 +89,21 @@ def test_a_bad_step_that_is_seen_later_is_the_same_failure() -> None:
     assert first.fingerprint == second.fingerprint != ""
 
 
+@pytest.mark.parametrize(
+    ("codes", "kind"),
+    [
+        ((75, 75), K.PREEMPTED),
+        ((None, 75), K.PREEMPTED),
+        ((75, -15), K.PREEMPTED),
+        ((-11, 75), K.CRASHED),
+        ((1, 75), K.CRASHED),
+    ],
+)
+def test_a_stop_unless_the_first_one_crashed(codes: tuple[int | None, int], kind: FailureKind) -> None:
+    ends = [RankEnd(rank, rank, code) for rank, code in enumerate(codes)]
+    assert classify(ends, finished=False, started_step=0, step=9).kind is kind
+
+
 def test_error_files(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     assert read_error_file(path) is None
