@@ -1,4 +1,4 @@
-"""`runner chaos` as a user types it: a broken product is found. (That a sound one passes: `test_random.py`.)"""
+"""`runner chaos` as a user types it: a sound product passes, a broken one is found."""
 
 from __future__ import annotations
 
@@ -24,6 +24,16 @@ def chaos(folder: Path, *options: str, **environment: str) -> tuple[int, dict[st
         command, capture_output=True, text=True, timeout=540, env={**os.environ, **environment}, cwd=folder
     )
     return done.returncode, json.loads(verdict.read_text()) if verdict.exists() else {}, done.stdout + done.stderr
+
+
+def test_nothing_is_lost(tmp_path: Path) -> None:
+    names = ["rank killed", "agent killed", "preempted", "killed at local.manifest", "disk full", "NaN in a batch"]
+    options = [part for name in names for part in ("--fault", name)]
+    code, verdict, output = chaos(tmp_path, "--kills", "6", "--seed", "7", *options)
+    assert code == 0, output
+    assert verdict["faults"] >= 6 and verdict["violations"] == 0 and verdict["identical"], output
+    assert "ended in the same bits" in output.splitlines()[-1]
+    assert not list((tmp_path / "chaos").glob("run-*")), "folders of runs that ended well are removed"
 
 
 def test_a_checkpoint_manager_that_forgets_the_generators_is_found(tmp_path: Path) -> None:
