@@ -111,13 +111,13 @@ def failpoint(name: str) -> bool:
         case "pause" | "hang":
             time.sleep(_SLEEP_S[point.action])
         case "nan":
-            pass
+            return True
         case "oom":
             raise MemoryError(f"out of memory (failpoint {name})")
         case action:
             code = errno.EIO if action == "error" else errno.ENOSPC
             raise OSError(code, f"{os.strerror(code)} (failpoint {name})")
-    return point.action == "nan"
+    return False
 
 
 def _read_again(file: Path) -> None:

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -27,6 +27,7 @@ from checkpointing.protocol import Message
 from checkpointing.reading import read_into
 from checkpointing.retention import Retention, steps_to_remove, steps_to_upload
 from checkpointing.storage import Storage
+from checkpointing.threads import in_background
 from checkpointing.tiers import Tiers
 
 _FETCHED_AT_ONCE = 2
@@ -173,16 +174,7 @@ class Writer:
             self._fence_durable(fencing)
         else:
             local.begin_attempt(fencing.attempt, fencing.held)
-            outcome: Future[None] = Future()
-
-            def work() -> None:
-                try:
-                    self._fence_durable(fencing)
-                    outcome.set_result(None)
-                except BaseException as error:
-                    outcome.set_exception(error)
-
-            threading.Thread(target=work, name="checkpoint-fence-durable", daemon=True).start()
+            outcome = in_background(lambda: self._fence_durable(fencing), "checkpoint-fence-durable")
             try:
                 outcome.result(_PATIENCE_S)
             except OSError as error:

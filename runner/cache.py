@@ -11,9 +11,10 @@ import json
 import os
 from pathlib import Path
 
-from checkpointing.storage.local import fsync_directory, fsync_tree
+from checkpointing.storage.local import fsync_tree, replace_file
 
 _LIST_NAME = "sealed.json"
+_TEMPORARY_NAME = f".{_LIST_NAME}.tmp"
 
 
 def seal(cache: Path) -> None:
@@ -24,13 +25,7 @@ def seal(cache: Path) -> None:
     # A full disk, or another rank's temporary file that has just gone.
     with contextlib.suppress(OSError):
         fsync_tree(cache)
-        temporary = cache / f".{_LIST_NAME}.tmp"
-        with temporary.open("w") as file:
-            json.dump(sizes, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(cache / _LIST_NAME)
-        fsync_directory(cache)
+        replace_file(cache / _LIST_NAME, json.dumps(sizes).encode(), cache / _TEMPORARY_NAME)
 
 
 def discard_unsealed(cache: Path) -> None:
@@ -53,7 +48,7 @@ def _sizes(cache: Path) -> dict[str, int]:
             path = Path(folder) / name
             with contextlib.suppress(OSError):
                 found[str(path.relative_to(cache))] = path.lstat().st_size
-    return {name: size for name, size in found.items() if name not in (_LIST_NAME, f".{_LIST_NAME}.tmp")}
+    return {name: size for name, size in found.items() if name not in (_LIST_NAME, _TEMPORARY_NAME)}
 
 
 def _sealed(cache: Path) -> dict[str, int]:

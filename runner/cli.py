@@ -6,10 +6,8 @@ import contextlib
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +15,7 @@ import click
 
 from checkpointing.errors import CheckpointError, StorageUnreachable
 from checkpointing.storage.objects import StorageTimeout
+from checkpointing.threads import in_background
 from runner import __version__
 from runner.errors import ExitCode, RunnerError, UsageError
 
@@ -170,15 +169,7 @@ def _unless_stopped(stop: Any, work: Callable[[], T]) -> T:
     Raises:
         SystemExit: with the code of a stop.
     """
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="check", daemon=True).start()
+    outcome = in_background(work, "check")
     while not stop:
         try:
             return outcome.result(timeout=0.05)
@@ -404,22 +395,21 @@ def prune(location: str, keep_last: int, keep_every: int | None) -> None:
     config = _config_of(location)
     metric, greater = None, False
     if config is not None:
-        _refuse_a_living_run(config)
+        # Held to the end: a run that lives prunes by itself, and none may begin meanwhile.
+        _directory(config).lock(cancelled=lambda: True)
         options = config.trainer
         metric, greater = best_by(options.get("metric_for_best_model"), options.get("greater_is_better"))
         keep_every = keep_every or config.checkpoint.keep_every_steps
-    for storage in _tiers(location).nearest_first:
+    for storage in _tiers(location, config).nearest_first:
         manifests = {entry.step: entry.manifest for entry in Catalog(storage).entries() if entry.manifest is not None}
         superfluous = steps_to_remove(manifests.values(), Retention(keep_last, keep_every, metric, greater))
         for step in sorted(manifests, reverse=True) if superfluous else ():
+            superfluous = [other for other in superfluous if other != step]
             try:
                 verify_copy(storage, step)
+                break
             except InvalidCheckpoint as error:
                 click.echo(f"damaged, kept: {error}")
-                superfluous = [other for other in superfluous if other != step]
-            else:
-                superfluous = [other for other in superfluous if other != step]
-                break
         for step in superfluous:
             storage.remove(step)
             click.echo(f"removed {storage.describe(step)}")
@@ -430,8 +420,6 @@ def _config_of(location: str) -> Any:
     from runner.config import load_config
 
     root = Path(location.removeprefix("file://"))
-    if "://" in str(location.removeprefix("file://")):
-        return None
     if not ((root / "config.yaml").is_file() and (root / "journal.jsonl").exists()):
         return None
     config = load_config(str(root / "config.yaml"), {}, needs_data=False)
@@ -439,18 +427,13 @@ def _config_of(location: str) -> Any:
     return config
 
 
-def _refuse_a_living_run(config: Any) -> None:
-    directory = _directory(config)
-    directory.lock(cancelled=lambda: True)
-    directory.unlock()
-
-
-def _tiers(location: str) -> Any:
-    """Where the checkpoints of a run lie, by its folder; or at a place given directly."""
+def _tiers(location: str, config: Any = None) -> Any:
+    """Where the checkpoints of a run lie, by its folder (its configuration, where that is known); or at a place given
+    directly."""
     from checkpointing.tiers import open_tiers
 
     try:
-        config = _config_of(location)
+        config = config or _config_of(location)
         if config is not None:
             return config.tiers
         if location.startswith("file:///"):

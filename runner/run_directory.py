@@ -13,6 +13,7 @@ from pathlib import Path
 
 from checkpointing import locking
 from checkpointing.storage.local import fsync_directory
+from checkpointing.storage.writing import write_file
 from runner.errors import RunBusy, UsageError
 from runner.journal import JOURNAL_NAME
 
@@ -82,12 +83,6 @@ class RunDirectory:
             )
         self._lock_fd = fd
 
-    def unlock(self) -> None:
-        """Let others work on it."""
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
-
     def run_id(self) -> str:
         """The run's identity, made on first use."""
         try:
@@ -102,10 +97,7 @@ class RunDirectory:
             raise UsageError(f"{self._identity} is damaged; delete it to give the run a new identity") from None
         run_id = uuid.uuid4().hex[:12]
         temporary = self._identity.with_suffix(f".{run_id}")
-        with temporary.open("w") as file:
-            file.write(json.dumps({"run_id": run_id}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        write_file(temporary, [memoryview(json.dumps({"run_id": run_id}).encode() + b"\n")])
         # Several nodes may get here at once: the first link wins, the others read it.
         try:
             self._identity.hardlink_to(temporary)

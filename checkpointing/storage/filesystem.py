@@ -6,11 +6,12 @@ Works where writing a file makes it appear whole when it is closed, as object st
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import wait
 from typing import Any, TypeVar
 
 from checkpointing.storage.objects import ObjectMissing, StorageError, StorageTimeout
+from checkpointing.threads import in_background
 
 _DEADLINE_S = 60.0
 _MIN_BYTES_PER_S = 100_000
@@ -135,26 +136,13 @@ class FilesystemStore:
 
     def _call(self, what: str, work: Callable[[], T], nbytes: int = 0) -> T:
         """Run it in a thread that is left behind if it does not return: some back ends have no time-outs at all."""
-        outcome: list[T] = []
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                outcome.append(work())
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=run, name="storage-call", daemon=True)
-        thread.start()
+        outcome = in_background(work, "storage-call")
         deadline_s = _DEADLINE_S + nbytes / _MIN_BYTES_PER_S
-        thread.join(deadline_s)
-        if thread.is_alive():
+        if not wait([outcome], deadline_s).done:
             raise StorageTimeout(f"{what} at {self.location}: no answer for {deadline_s:.0f} s")
-        if errors:
-            error: Any = errors[0]
-            if isinstance(error, StorageError):
-                raise error
-            if isinstance(error, Exception):
-                raise StorageError(f"{what} at {self.location}: {error or type(error).__name__}") from error
-            raise error
-        return outcome[0]
+        try:
+            return outcome.result()
+        except StorageError:
+            raise
+        except Exception as error:
+            raise StorageError(f"{what} at {self.location}: {error or type(error).__name__}") from error

@@ -51,6 +51,29 @@ def fsync_tree(folder: Path) -> None:
         fsync_directory(Path(parent))
 
 
+def replace_file(path: Path, data: bytes, temporary: Path, written: Callable[[], object] = lambda: None) -> None:
+    """Give a small file new contents, durably; a crash leaves the old ones or the new ones.
+
+    Args:
+        temporary: a name beside it that nobody else uses.
+        written: called when they are durable under that name.
+
+    Raises:
+        OSError: the disk refused; the old contents are still there.
+    """
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        written()
+        temporary.rename(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_directory(path.parent)
+
+
 def _watched(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
     for piece in pieces:
         yield piece
@@ -231,20 +254,9 @@ class LocalStorage(Storage):
         self._replace(_FENCE_NAME, fence.to_json(), fence.attempt, lambda: failpoint("fence.written"))
 
     def _replace(self, name: str, data: bytes, mark: int, written: Callable[[], object] = lambda: None) -> None:
-        """Give a small file new contents; a crash leaves the old ones or the new ones. `mark` is its writer's."""
+        """`mark` is its writer's."""
         self.root.mkdir(parents=True, exist_ok=True)
-        temporary = self.root / f"{name}.{mark}.tmp"
-        try:
-            with temporary.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            written()
-            temporary.rename(self.root / name)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-        fsync_directory(self.root)
+        replace_file(self.root / name, data, self.root / f"{name}.{mark}.tmp", written)
 
     def _sizes(self, step: int | None = None) -> dict[str, int]:
         sizes = {}

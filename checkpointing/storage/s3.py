@@ -32,6 +32,7 @@ from isal import isal_zlib
 
 from checkpointing.failpoints import failpoint
 from checkpointing.storage.objects import ObjectMissing, StorageError, StorageTimeout
+from checkpointing.threads import in_background
 
 _PART_BYTES = 32 * 1024 * 1024
 # Of all uploads together: what is read from files for them is bounded by it.
@@ -131,7 +132,6 @@ class S3Store:
 
     def upload(self, key: str, pieces: Iterable[memoryview]) -> int:
         sent: list[Future[dict[str, Any]]] = []
-        stays = isinstance(pieces, Sequence)
 
         def one_at_a_time() -> Iterator[memoryview]:
             for piece in pieces:
@@ -145,7 +145,9 @@ class S3Store:
             whole = sum(map(len, pieces))
             num_parts = -(-whole // _PART_BYTES)
             part_bytes = -(-whole // num_parts) if num_parts > 1 else _PART_BYTES
-        parts = _cut(pieces if stays else one_at_a_time(), part_bytes, stays=stays)
+            parts = _cut(pieces, part_bytes, stays=True)
+        else:
+            parts = _cut(one_at_a_time(), part_bytes, stays=False)
         first = next(parts, memoryview(b""))
         if len(first) < part_bytes:
             checksum = _crc32(first)
@@ -382,15 +384,7 @@ def _within(limit_s: float, call: Callable[[], T], what: str) -> T:
     Raises:
         StorageTimeout: it is not over; a thread of its own waits on, for as long as something trickles.
     """
-    outcome: Future[T] = Future()
-
-    def work() -> None:
-        try:
-            outcome.set_result(call())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=work, name="s3-call", daemon=True).start()
+    outcome = in_background(call, "s3-call")
     if not wait([outcome], limit_s).done:
         raise StorageTimeout(f"{what}: timed out: no whole answer within {limit_s:.0f} s")
     return outcome.result()
