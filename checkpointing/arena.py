@@ -116,7 +116,7 @@ class Phase(IntEnum):
 
 
 class Heartbeat(NamedTuple):
-    """A rank's last sign of life. Times are seconds since the epoch; 0 where it has not come so far.
+    """A rank's last sign of life. Times are seconds of `checkpointing.clock`; 0 where it has not come so far.
 
     Attributes:
         phase: what it was doing.

@@ -28,6 +28,7 @@ from checkpointing.agreement import Agreement, Flag
 from checkpointing.arena import Heartbeat, Phase
 from checkpointing.cadence import DEFAULT_OVERHEAD_CAP, Auto, Cadence, CadenceClock
 from checkpointing.client import ATTEMPT_ENV, SOCKET_ENV, AgentClient, AgentProcess
+from checkpointing.clock import machine_clock
 from checkpointing.errors import CheckpointError, CommitFailed, Preempted
 from checkpointing.failpoints import failpoint
 from checkpointing.manager_environment import BATCH_ENV, FAILURES_ENV, LOCAL_TIER_ENV, LOCATION_ENV, RESUME_ENV
@@ -255,7 +256,7 @@ class CheckpointManager:
 
     def begin(self, start_step: int) -> None:
         """Say that the training loop starts, at this step."""
-        self._start = (start_step, time.time())
+        self._start = (start_step, machine_clock())
         self._beat(Phase.TRAINING, start_step)
         self._watch_compiler()
         if self._tracked.model is not None and self._tracked.optimizer is not None:
@@ -486,7 +487,7 @@ class CheckpointManager:
         self._phase, self._step = phase, step
         self._num_beats += 1
         start_step, start_time = self._start
-        beat = Heartbeat(phase, step, time.time(), start_step, start_time, step_s, self._num_beats)
+        beat = Heartbeat(phase, step, machine_clock(), start_step, start_time, step_s, self._num_beats)
         self._client.control.write(self.local_rank, beat)
 
     def _watch_compiler(self) -> None:

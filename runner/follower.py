@@ -186,6 +186,7 @@ class Follower:
             self._run_id,
             display=self._display,
             record=self._record,
+            clock=self._life.clock,
             loop=life.loop,
             stop=life.stop,
             runtime=life.runtime,

@@ -10,8 +10,28 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from checkpointing.clock import machine_clock
+
 Event = dict[str, Any]
 JOURNAL_NAME = "journal.jsonl"
+
+
+class SteadyClock:
+    """Seconds since the epoch that neither jump nor go back, so that a run's seconds can be summed by them.
+
+    The wall clock says where it begins, `machine_clock` how it goes on: a laptop's sleep counts, a corrected clock
+    does not.
+    """
+
+    def __init__(self, not_before: float = 0.0) -> None:
+        self._offset = max(time.time(), not_before) - machine_clock()
+
+    def __call__(self) -> float:
+        return self.at(machine_clock())
+
+    def at(self, machine_time: float) -> float:
+        """A time of `machine_clock` on this one."""
+        return machine_time + self._offset
 
 
 class Journal:
@@ -20,7 +40,7 @@ class Journal:
     One writer. An event is one write(2), so a reader never sees half of one that was finished.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._pending = b""

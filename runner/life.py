@@ -12,7 +12,7 @@ from typing import Any
 
 from runner import processes
 from runner.config import Config
-from runner.journal import Journal, read_journal
+from runner.journal import Journal, SteadyClock, read_journal
 from runner.loop import EventLoop, StopRequest
 from runner.notices import Notice, NoticeWatcher
 from runner.progress import ProgressDisplay
@@ -37,6 +37,7 @@ class Life:
 
     Attributes:
         attempt: the newest attempt known, that events are recorded under.
+        clock: the journal's.
         runtime: a folder for sockets, removed at the end.
         stop: whether the run was asked to stop, by a signal, a rank or a cloud.
     """
@@ -49,6 +50,7 @@ class Life:
         self.stop = stop
         events = read_journal(directory.journal)
         self.attempt = max((event["attempt"] for event in events), default=0)
+        self.clock = SteadyClock(max((event["time"] for event in events), default=0.0))
         self._notices_answered = {event["what"] for event in events if event["event"] == "preemption_notice"}
         self._stack = contextlib.ExitStack()
         self._stop_told = False
@@ -60,7 +62,7 @@ class Life:
         strays = processes.kill_all(lambda: processes.processes_of_run(self.run_id, rank))
         if strays:
             self.display.message(f"ended {strays} processes that an earlier life of this run had left")
-        self._journal = Journal(self.directory.journal)
+        self._journal = Journal(self.directory.journal, self.clock)
         self._stack.callback(self._journal.close)
         runtime = tempfile.TemporaryDirectory(prefix="runner-", dir=_temporary_folder())
         self.runtime = Path(self._stack.enter_context(runtime))

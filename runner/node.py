@@ -29,6 +29,7 @@ from runner.config import Config
 from runner.environment import TORCHRUN_VARIABLES
 from runner.errors import HelperKilled, LaunchError, UsageError
 from runner.failure import Failure, FailureKind, classify
+from runner.journal import SteadyClock
 from runner.links import AgentLink, LauncherLink, RankEvents, RankWatch
 from runner.loop import EventLoop, StopRequest
 from runner.progress import ProgressDisplay
@@ -190,6 +191,7 @@ class Node:
         *,
         display: ProgressDisplay,
         record: Record,
+        clock: SteadyClock,
         loop: EventLoop,
         stop: StopRequest,
         runtime: Path,
@@ -197,10 +199,11 @@ class Node:
         """
         Args:
             run_id: the run's, equal on all machines.
+            clock: the journal's.
             runtime: a folder for sockets; whoever made it removes it.
         """
         self._config, self._directory, self._job, self.run_id = config, directory, job, run_id
-        self._display, self._record, self._loop, self._stop = display, record, loop, stop
+        self._display, self._record, self._clock, self._loop, self._stop = display, record, clock, loop, stop
         self._runtime = runtime
         self._mark = processes.mark(directory.run_id(), config.launch.node_rank)
         self.committed_step = -1
@@ -579,10 +582,13 @@ class Node:
         return Outcome(
             Failure(failure.kind, failure.cause, failure.rank, step, failure.fingerprint),
             start_step,
-            round(max((beat.start_time for beat in beats), default=0.0), 3),
-            round(max((beat.time for beat in beats if beat.start_time), default=0.0), 3),
+            self._told(max((beat.start_time for beat in beats), default=0.0)),
+            self._told(max((beat.time for beat in beats if beat.start_time), default=0.0)),
             attempt.watch.log(failure.rank),
         )
+
+    def _told(self, machine_time: float) -> float:
+        return round(self._clock.at(machine_time), 3) if machine_time else 0.0
 
     def _failure(self, attempt: _Attempt, start_step: int, step: int) -> Failure:
         assert attempt.result is not None

@@ -77,6 +77,7 @@ class Supervisor:
                 life.run_id,
                 display=self._display,
                 record=life.record,
+                clock=life.clock,
                 loop=life.loop,
                 stop=life.stop,
                 runtime=life.runtime,
@@ -250,7 +251,7 @@ class Supervisor:
 
     def _failure_history(self) -> str:
         """Failures and seconds of this run so far, by its journal."""
-        run = summarise(read_journal(self._directory.journal), now=time.time())
+        run = summarise(read_journal(self._directory.journal), now=self._life.clock())
         failures = sum(attempt.kind not in _NO_FAILURE for attempt in run.attempts)
         return f"{failures}:{run.wall_s - run.time_by_cause['down']:.0f}"
 

@@ -340,19 +340,19 @@ class _Round:
         self._wait_for(moment)
         step, attempt, events = self._step(), self._attempt(), len(subject.events)
         restarts = self._restarts()
-        known = set(scene.damaged)
+        scene.damaged.clear()
         self._shared_memory |= subject.shared_memory()
         try:
             what = fault.strike(scene)
         except NotNow as reason:
             campaign.skip(fault, str(reason))
             return
-        at = time.time()
+        at = time.monotonic()
         strike = Strike(fault.name, moment.value, self._number, step, what)
         campaign.result.strikes.append(strike)
         campaign.say(f"run {self._number}, step {step}: {fault.name} ({moment.value}): {what}")
         subject.refresh()
-        self._damaged += [(len(subject.events), step) for step in scene.damaged - known]
+        self._damaged += [(len(subject.events), step) for step in scene.damaged]
         match fault.effect:
             case Effect.ATTEMPT:
                 # Between two attempts, or while helpers start, nobody may have noticed.
@@ -365,12 +365,12 @@ class _Round:
                     if told is None and subject.process.poll() is None:
                         strike.violations.append(f"nobody noticed within {RECOVERY_LIMIT_S:.0f} s")
             case Effect.RUN:
-                self._restart(strike)
+                self._restart(strike, moment)
             case Effect.NOTHING:
                 # But for the last save, which is waited for: an attempt whose last save fails is tried again.
                 self._most += 1
         if self._recovered(strike, attempt if fault.effect is Effect.NOTHING else None, events):
-            strike.recovered_s = round(time.time() - at, 2) if fault.effect is not Effect.NOTHING else None
+            strike.recovered_s = round(time.monotonic() - at, 2) if fault.effect is not Effect.NOTHING else None
         strike.violations += invariants.newest_is_whole(scene.tiers, scene.damaged)
         if strike.violations:
             for text in strike.violations:
@@ -415,7 +415,7 @@ class _Round:
         if moment is Moment.RESTORE:
             subject.wait(lambda: subject.all("rank_started", after=attempt) or None, RECOVERY_LIMIT_S)
 
-    def _restart(self, strike: Strike) -> None:
+    def _restart(self, strike: Strike, moment: Moment) -> None:
         """The runner ends; whoever has started it does so again."""
         subject, campaign = self._subject, self._campaign
         subject.wait(lambda: None, END_LIMIT_S)
@@ -436,8 +436,10 @@ class _Round:
             for path in subject.temporary.iterdir():
                 shutil.rmtree(path, ignore_errors=True)
         strike.violations += invariants.newest_is_whole(self._scene.tiers, self._scene.damaged)
+        # One that ended before it had anything to tell leaves no line.
+        told = any(event["pid"] == subject.process.pid for event in subject.all("run_started"))
+        self._lives += told or moment not in (Moment.START_UP, Moment.RESTORE)
         subject.start()
-        self._lives += 1
         campaign.say(f"run {self._number}: exit {code}, started again")
 
     def _recovered(self, strike: Strike, attempt: int | None, events: int) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ from checkpointing.tiers import open_tiers
 TRAINER_STATE_NAME = "trainer_state.json"
 _CLOCK = ("_runtime", "_per_second", "tokens_per_s")
 _PLACES = ("best_model_checkpoint",)
+# Of a run whose micro-batch was halved.
+_EXACT = ("step", "epoch", "learning_rate", "num_tokens")
+_CLOSE = ("loss", "eval_loss")
 
 
 def main() -> None:
@@ -52,12 +56,10 @@ def main() -> None:
 def course_differences(a: Path, b: Path, tolerance: float) -> list[str]:
     """What differs in the course of two trainings, and whether the second has ended in numbers at all."""
     histories = [json.loads((folder / TRAINER_STATE_NAME).read_text())["log_history"] for folder in (a, b)]
-    text = _difference(
-        [_course(h, exact=True) for h in histories[0]], [_course(h, exact=True) for h in histories[1]], None
-    )
-    text = text or _difference(
-        [_course(h, exact=False) for h in histories[0]], [_course(h, exact=False) for h in histories[1]], tolerance
-    )
+    text = ""
+    for names, allowed in ((_EXACT, None), (_CLOSE, tolerance)):
+        a_course, b_course = ([_only(names, entry) for entry in history] for history in histories)
+        text = text or _difference(a_course, b_course, allowed)
     found = [f"{TRAINER_STATE_NAME}: log_history.{text}"] if text else []
     for path in sorted(b.glob("*.safetensors")):
         bad = [name for name, tensor in _load(path).items() if not bool(torch.isfinite(tensor).all())]
@@ -65,8 +67,7 @@ def course_differences(a: Path, b: Path, tolerance: float) -> list[str]:
     return found
 
 
-def _course(entry: dict[str, Any], *, exact: bool) -> dict[str, Any]:
-    names = ("step", "epoch", "learning_rate", "num_tokens") if exact else ("loss", "eval_loss")
+def _only(names: Sequence[str], entry: dict[str, Any]) -> dict[str, Any]:
     return {name: entry[name] for name in names if name in entry}
 
 

@@ -90,7 +90,7 @@ class Scene:
     Attributes:
         line: between the training and its S3 server; None: there is no such server, or none that can be spoiled.
         clock, memory: the training's own; or why it has none.
-        damaged: steps of checkpoints that this campaign has damaged.
+        damaged: steps of checkpoints that this strike has damaged.
     """
 
     subject: Subject
@@ -204,9 +204,13 @@ def _preempt_short(scene: Scene) -> str:
     scene.subject.process.send_signal(signal.SIGTERM)
     time.sleep(scene.random.uniform(0.0, _SHORT_GRACE_S))
     if scene.subject.process.poll() is None:
+        # With the machine its shared memory goes.
+        shared_memory = scene.subject.shared_memory()
         for process in scene.subject.alive():
             with contextlib.suppress(psutil.Error):
                 process.kill()
+        for path in shared_memory:
+            path.unlink(missing_ok=True)
     return f"SIGTERM, and within {_SHORT_GRACE_S} s SIGKILL to all processes"
 
 

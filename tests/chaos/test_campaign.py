@@ -26,6 +26,30 @@ def chaos(folder: Path, *options: str, **environment: str) -> tuple[int, dict[st
     return done.returncode, json.loads(verdict.read_text()) if verdict.exists() else {}, done.stdout + done.stderr
 
 
+def sabotaged(folder: Path, module: str, change: str) -> str:
+    """A PYTHONPATH under which every Python process runs `change` on that module as soon as it is imported."""
+    (folder / "sitecustomize.py").write_text(
+        textwrap.dedent(
+            f"""
+            import importlib.abc, importlib.machinery, sys
+            class Saboteur(importlib.abc.MetaPathFinder):
+                def find_spec(self, name, path, target=None):
+                    if name != {module!r}:
+                        return None
+                    spec = importlib.machinery.PathFinder.find_spec(name, path)
+                    execute = spec.loader.exec_module
+                    def execute_and_change(module):
+                        execute(module)
+                        exec({textwrap.dedent(change)!r}, {{"module": module}})
+                    spec.loader.exec_module = execute_and_change
+                    return spec
+            sys.meta_path.insert(0, Saboteur())
+            """
+        )
+    )
+    return f"{folder}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+
+
 def test_nothing_is_lost(tmp_path: Path) -> None:
     names = ["rank killed", "agent killed", "preempted", "killed at local.manifest", "disk full", "NaN in a batch"]
     options = [part for name in names for part in ("--fault", name)]
@@ -38,26 +62,7 @@ def test_nothing_is_lost(tmp_path: Path) -> None:
 
 def test_a_checkpoint_manager_that_forgets_the_generators_is_found(tmp_path: Path) -> None:
     """Dropout then falls otherwise after each restart: the bits differ, and nothing else does."""
-    (tmp_path / "sitecustomize.py").write_text(
-        textwrap.dedent(
-            """
-            import importlib.abc, importlib.machinery, sys
-            class Forgetful(importlib.abc.MetaPathFinder):
-                def find_spec(self, name, path, target=None):
-                    if name != "checkpointing.rng":
-                        return None
-                    spec = importlib.machinery.PathFinder.find_spec(name, path)
-                    execute = spec.loader.exec_module
-                    def broken(module):
-                        execute(module)
-                        module.set_state = lambda *args, **kwargs: None
-                    spec.loader.exec_module = broken
-                    return spec
-            sys.meta_path.insert(0, Forgetful())
-            """
-        )
-    )
-    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+    path = sabotaged(tmp_path, "checkpointing.rng", "module.set_state = lambda *args, **kwargs: None")
     code, verdict, output = chaos(
         tmp_path, "--kills", "2", "--seed", "1", "--fault", "killed at local.begun", PYTHONPATH=path
     )
@@ -69,32 +74,19 @@ def test_a_checkpoint_manager_that_forgets_the_generators_is_found(tmp_path: Pat
 
 def test_an_agent_that_lies_about_its_commits_is_found(tmp_path: Path) -> None:
     """It says committed, and removes what it has written."""
-    (tmp_path / "sitecustomize.py").write_text(
-        textwrap.dedent(
-            """
-            import importlib.abc, importlib.machinery, sys
-            class Liar(importlib.abc.MetaPathFinder):
-                def find_spec(self, name, path, target=None):
-                    if name != "checkpointing.commit":
-                        return None
-                    spec = importlib.machinery.PathFinder.find_spec(name, path)
-                    execute = spec.loader.exec_module
-                    def broken(module):
-                        execute(module)
-                        commit = module.commit_snapshot
-                        def lie(storage, info, *args, **kwargs):
-                            result = commit(storage, info, *args, **kwargs)
-                            if info.step < 60:
-                                storage.remove(info.step)
-                            return result
-                        module.commit_snapshot = lie
-                    spec.loader.exec_module = broken
-                    return spec
-            sys.meta_path.insert(0, Liar())
-            """
-        )
+    path = sabotaged(
+        tmp_path,
+        "checkpointing.commit",
+        """
+        commit = module.commit_snapshot
+        def lie(storage, info, *args, **kwargs):
+            result = commit(storage, info, *args, **kwargs)
+            if info.step < 60:
+                storage.remove(info.step)
+            return result
+        module.commit_snapshot = lie
+        """,
     )
-    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
     code, verdict, output = chaos(
         # This seed strikes in mid-training.
         tmp_path,
@@ -111,36 +103,23 @@ def test_an_agent_that_lies_about_its_commits_is_found(tmp_path: Path) -> None:
 
 
 def test_a_job_that_is_not_deterministic_is_told_as_that(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        textwrap.dedent(
-            """
-            import importlib.abc, importlib.machinery, sys
-            class Noisy(importlib.abc.MetaPathFinder):
-                def find_spec(self, name, path, target=None):
-                    if name != "runner.training.model":
-                        return None
-                    spec = importlib.machinery.PathFinder.find_spec(name, path)
-                    execute = spec.loader.exec_module
-                    def noisy(module):
-                        execute(module)
-                        build = module.build
-                        def built(*args, **kwargs):
-                            import os, torch
-                            model, tokenizer = build(*args, **kwargs)
-                            # The same for all ranks of this run, and no other.
-                            factor = 1 + 1e-7 * int(os.environ["RUNNER_RUN_ID"][:2], 16)
-                            with torch.no_grad():
-                                for parameter in model.parameters():
-                                    parameter.mul_(factor)
-                            return model, tokenizer
-                        module.build = built
-                    spec.loader.exec_module = noisy
-                    return spec
-            sys.meta_path.insert(0, Noisy())
-            """
-        )
+    path = sabotaged(
+        tmp_path,
+        "runner.training.model",
+        """
+        import os, torch
+        build = module.build
+        def built(*args, **kwargs):
+            model, tokenizer = build(*args, **kwargs)
+            # The same for all ranks of this run, and no other.
+            factor = 1 + 1e-7 * int(os.environ["RUNNER_RUN_ID"][:2], 16)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(factor)
+            return model, tokenizer
+        module.build = built
+        """,
     )
-    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
     code, verdict, output = chaos(
         tmp_path, "--kills", "1", "--seed", "1", "--fault", "rank killed", *SHORT, PYTHONPATH=path
     )
