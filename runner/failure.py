@@ -42,7 +42,7 @@ _CASCADE = re.compile(
 
 # Of the device, of the host, and of a process that may not have more.
 _OUT_OF_MEMORY = re.compile(
-    r"OutOfMemoryError|out of memory|^MemoryError|can.t allocate memory|Cannot allocate memory"
+    r"OutOfMemoryError|out of memory|^MemoryError|bad_alloc|can.t allocate memory|Cannot allocate memory"
     r"|CUBLAS_STATUS_ALLOC_FAILED",
     re.IGNORECASE,
 )
@@ -53,6 +53,12 @@ _BAD_NODE = re.compile(
     r"|nvmlInit.*fail|devices? .*unavailable",
     re.IGNORECASE,
 )
+
+# What a process that is ended by its own C++ code, or by a fault of it, leaves on its standard error.
+_TERMINATED = re.compile(r"terminate called after throwing an instance of '([^'\n]+)'\s+what\(\):\s+([^\n]+)")
+_FATAL = re.compile(r"^(Fatal Python error: [^\n]+)", re.MULTILINE)
+_LAST_BYTES = 256 * 1024
+_MAX_WORDS = 300
 
 # A machine that was told to end, or that ended because another one was silent.
 _EFFECTS = {FailureKind.ENDED, FailureKind.NODE_LOST}
@@ -69,6 +75,7 @@ class RankEnd:
         error: type and message of its Python exception, None where it left none.
         frame: `file:line` of the exception's innermost frame.
         error_time: when the exception was recorded, seconds since the epoch.
+        last_words: of a process without such an exception, ended by an abort or a fault of its own.
     """
 
     rank: int
@@ -77,6 +84,7 @@ class RankEnd:
     error: str | None = None
     frame: str | None = None
     error_time: float | None = None
+    last_words: str | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,7 @@ class Failure:
 
     Attributes:
         step: last finished step of the attempt.
-        fingerprint: equal for equal failures at the same step.
+        fingerprint: equal for equal failures at the same step; empty for what says nothing about the next attempt.
     """
 
     kind: FailureKind
@@ -157,6 +165,21 @@ def read_error_file(path: Path) -> tuple[str, str | None, float | None] | None:
         return None
 
 
+def read_last_words(log: Path) -> str | None:
+    """Why a process was aborted, by the end of its standard error; None where that says nothing of the kind."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(log.stat().st_size - _LAST_BYTES, 0))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return None
+    thrown = _TERMINATED.findall(text)
+    if thrown:
+        return ": ".join(thrown[-1])[:_MAX_WORDS]
+    fatal = _FATAL.findall(text)
+    return str(fatal[-1])[:_MAX_WORDS] if fatal else None
+
+
 def classify(
     ends: Sequence[RankEnd], *, finished: bool, started_step: int, step: int, kernel_oom_kills: int = 0
 ) -> Failure:
@@ -178,6 +201,11 @@ def classify(
     if not ends:
         return Failure(FailureKind.LAUNCHER_LOST, "the attempt ended without a word from any rank", step=step)
     first = _first_cause(ends)
+    if first.error is None and first.last_words is not None:
+        cause = f"rank {first.rank} was aborted: {first.last_words}"
+        # A connection that breaks may do so at any step, and again.
+        fingerprint = "" if is_effect(cause) else f"{first.last_words.partition(':')[0]}|{step}"
+        return Failure(_kind_of(first.last_words) or FailureKind.CRASHED, cause, first.rank, step, fingerprint)
     if first.error is None:
         cause = _describe_exit(first)
         # A kill comes from outside and may strike at any step; a crash of the program itself repeats.
@@ -189,7 +217,7 @@ def classify(
         own_fault = first.exit_code is not None and -first.exit_code not in _EXTERNAL_SIGNALS
         return Failure(FailureKind.CRASHED, cause, first.rank, step, f"{cause}|{step}" if own_fault else "")
     cause = f"rank {first.rank}: {first.error}"
-    fingerprint = f"{first.error.partition(':')[0]}|{first.frame}|{step}"
+    fingerprint = "" if is_effect(first.error) else f"{first.error.partition(':')[0]}|{first.frame}|{step}"
     if first.error.startswith("NoValidCheckpoint"):
         kind = FailureKind.NO_VALID_CHECKPOINT
     elif first.error.startswith("StorageUnreachable"):
@@ -198,15 +226,19 @@ def classify(
     elif first.error.startswith("NonFinite"):
         # It names its step itself, and may be seen one later.
         return Failure(FailureKind.NON_FINITE, cause, first.rank, step, first.error)
-    elif _OUT_OF_MEMORY.search(first.error):
-        kind = FailureKind.OUT_OF_MEMORY
-    elif _BAD_NODE.search(first.error):
-        kind = FailureKind.BAD_NODE
+    elif known := _kind_of(first.error):
+        kind = known
     elif step == 0 and started_step == 0 and not is_effect(first.error):
         kind = FailureKind.BOOT
     else:
         kind = FailureKind.CRASHED
     return Failure(kind, cause, first.rank, step, fingerprint)
+
+
+def _kind_of(error: str) -> FailureKind | None:
+    if _OUT_OF_MEMORY.search(error):
+        return FailureKind.OUT_OF_MEMORY
+    return FailureKind.BAD_NODE if _BAD_NODE.search(error) else None
 
 
 def is_effect(error: str) -> bool:

@@ -20,8 +20,10 @@ from checkpointing.client import AgentProcess
 from checkpointing.errors import AgentKilled, AgentUnavailable
 from checkpointing.protocol import Message
 from runner.errors import HelperKilled, LaunchError
-from runner.failure import RankEnd, is_effect, read_error_file
+from runner.failure import RankEnd, is_effect, read_error_file, read_last_words
 
+# Beside the error file, by torchrun.
+_LOG_NAME = "stderr.log"
 # The agent has said that it listens.
 _HELLO_TIMEOUT_S = 60.0
 
@@ -211,18 +213,19 @@ class RankWatch:
         order += [rank for rank in exit_codes if rank not in order]
         ends = []
         for position, rank in enumerate(order):
-            error, frame, when = read_error_file(Path(files.get(rank) or "/nonexistent")) or (
-                None,
-                None,
-                None,
-            )
-            ends.append(RankEnd(rank, position, exit_codes.get(rank), error, frame, when))
+            file = Path(files.get(rank) or "/nonexistent")
+            found = read_error_file(file)
+            if found is not None:
+                ends.append(RankEnd(rank, position, exit_codes.get(rank), *found))
+            else:
+                words = read_last_words(file.with_name(_LOG_NAME))
+                ends.append(RankEnd(rank, position, exit_codes.get(rank), last_words=words))
         return ends
 
     def log(self, rank: int | None) -> Path | None:
-        """Where a rank's standard error was kept: torchrun puts it beside the error file."""
+        """Where a rank's standard error was kept."""
         file = self.error_files.get(rank) if rank is not None else None
-        return Path(file).with_name("stderr.log") if file else None
+        return Path(file).with_name(_LOG_NAME) if file else None
 
     def close(self) -> None:
         for pidfd in self.pidfds:

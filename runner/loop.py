@@ -27,6 +27,7 @@ class StopRequest:
         # Monotonic seconds; from here on the grace counts.
         self.asked_at = 0.0
         self._signals = 0
+        self._hurried_at: float | None = None
 
     def ask(self, reason: str) -> None:
         """End in good order; what comes after the first request changes nothing."""
@@ -42,11 +43,17 @@ class StopRequest:
         """Signalled twice."""
         return self._signals > 1
 
+    def over_at(self, grace_s: float) -> float:
+        """Monotonic seconds at which whoever asked will wait no longer."""
+        return self.asked_at + grace_s if self._hurried_at is None else self._hurried_at
+
     def count_signals(self) -> None:
         """Have stop signals counted from now on, and do nothing else."""
 
         def count(number: int, _: object) -> None:
             self._signals += 1
+            if self._signals > 1 and self._hurried_at is None:
+                self._hurried_at = time.monotonic()
             self.ask(signal.Signals(number).name)
 
         for number in STOP_SIGNALS:

@@ -635,7 +635,7 @@ class Node:
     def _let_agent_work(self, done: Callable[[], bool]) -> bool:
         """Until it has done what was asked for, or has ended by itself; returns whether.
 
-        Not for ever without progress, not beyond the grace of a stop, and not once the user has asked twice.
+        Not for ever without progress, and not for more than _AGENT_HURRY_S beyond the grace of a stop.
         """
         assert self._agent is not None
         # It may not have been asked for a while.
@@ -647,8 +647,8 @@ class Node:
             self._ping_agent(now)
             deadline = self._heard_at + _AGENT_TIMEOUT_S
             if self._stop:
-                grace = 0.0 if self._stop.at_once else self._config.restart.grace_s
-                deadline = min(deadline, max(self._stop.asked_at + grace, began + _AGENT_HURRY_S))
+                over_at = self._stop.over_at(self._config.restart.grace_s)
+                deadline = min(deadline, max(over_at, min(began, over_at) + _AGENT_HURRY_S))
             if now > deadline:
                 self._agent.process.process.kill()
                 self._record("agent_ended_early", waited_s=round(now - began, 1))

@@ -16,8 +16,16 @@ _NUM_SAMPLES = 1000
 # Whoever looks was stopped himself (SIGSTOP, a suspended machine) if he has not looked for longer than this.
 _LOOK_GAP_S = 3.0
 
-
 _BUSY = {Phase.RESTORING, Phase.SAVING, Phase.BETWEEN, Phase.COMPILING}
+_DOING = {
+    Phase.STARTING: "starting",
+    Phase.RESTORING: "restoring",
+    Phase.TRAINING: "training",
+    Phase.SAVING: "saving",
+    Phase.DONE: "ending",
+    Phase.BETWEEN: "in an evaluation or between epochs",
+    Phase.COMPILING: "compiling",
+}
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,7 @@ class Watchdog:
         limit, why = self._limit(beat)
         return Hang(
             tuple(late),
-            f"no sign of life for {silent:.1f} s after step {beat.step} ({beat.phase.name.lower()}); allowed are "
+            f"no sign of life for {silent:.1f} s after step {beat.step} ({_DOING[beat.phase]}); allowed are "
             f"{limit:.1f} s ({why})",
         )
 

@@ -152,6 +152,29 @@ def test_out_of_memory_before_the_first_step_is_bounded(tmp_path: Path) -> None:
     assert 2 < len(kinds(run)) < 9 and set(kinds(run)) == {"out of memory"}
 
 
+def test_a_connection_that_breaks_between_two_ranks_is_a_crash(calm: Run, tmp_path: Path) -> None:
+    """What gloo then says is the cause, on whichever rank it is said first."""
+    trouble = """
+        import socket
+        def at_step(step, args):
+            if step == 15 and RANK == 1 and ATTEMPT == 1:
+                for name in os.listdir("/proc/self/fd"):
+                    try:
+                        sock = socket.socket(fileno=os.dup(int(name)))
+                        if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername():
+                            sock.shutdown(socket.SHUT_RDWR)
+                        sock.close()
+                    except OSError:
+                        pass
+    """
+    run = Run(tmp_path / "run", script=troubled(tmp_path, trouble, EVALUATING)).start()
+    assert run.finish() == 0, run.output
+    assert kinds(run) == ["crashed", "finished"]
+    cause = run.events("attempt_ended")[0]["cause"]
+    assert "onnection" in cause and "gloo" in cause, cause
+    assert_as_if_nothing_had_happened(run, calm)
+
+
 # -- hangs ---------------------------------------------------------------------------------------------------------
 
 
@@ -201,6 +224,19 @@ def test_a_deadlock_shows_where_it_is(tmp_path: Path) -> None:
     assert kinds(run) == ["hung", "finished"]
     stacks = run.folder / "logs" / "attempt-1" / "stacks-rank0.txt"
     assert "never_to_return" in stacks.read_text() and str(stacks.parent) in run.output
+
+
+def test_a_hang_in_what_is_no_step_is_found_by_its_own_limit(tmp_path: Path) -> None:
+    trouble = """
+        def at_evaluation(step):
+            if step == 15 and RANK == 0 and ATTEMPT == 1:
+                time.sleep(600)
+    """
+    script = troubled(tmp_path, trouble, EVALUATING)
+    run = Run(tmp_path / "run", "--set", "restart.quiet_timeout_s=15", script=script).start()
+    assert run.finish() == 0, run.output
+    assert kinds(run) == ["hung", "finished"]
+    assert 0 in run.events("hang")[0]["ranks"] and "in an evaluation" in run.events("hang")[0]["reason"]
 
 
 def test_slow_evaluation_saving_and_compiling_are_no_hangs(tmp_path: Path) -> None:
@@ -509,6 +545,19 @@ def test_what_outlasts_the_grace_is_ended(tmp_path: Path) -> None:
     assert run.finish() == 75, run.output
     assert 1.5 < time.monotonic() - began < 20
     assert kinds(run) == ["ended at once"] and not run.leftovers()
+
+
+def test_a_commit_that_hangs_does_not_outlast_the_grace_for_long(tmp_path: Path) -> None:
+    """However often the agent is waited for, at the attempt's end and at the run's."""
+    run = Run(tmp_path / "run", "--grace", "3", script=troubled(tmp_path))
+    run.start(CHECKPOINT_FAILPOINTS="local.write=hang@1")
+    wait_until(run, lambda: [event for event in run.events("snapshot") if event["to_be_committed"]])
+    run.signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert run.finish() == 75, run.output
+    assert 3 <= time.monotonic() - began < 3 + 5 + 2
+    assert run.events("agent_ended_early") and "is not committed" in run.output
+    assert not run.leftovers() and not run.events("committed")
 
 
 @pytest.mark.parametrize("cloud", ["aws", "gcp", "azure"])

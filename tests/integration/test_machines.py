@@ -80,6 +80,26 @@ def test_the_first_machine_is_lost_and_comes_back(wire: None, calm: Run, tmp_pat
     assert_nobody_is_left(machines)
 
 
+def test_both_machines_are_lost_and_come_back(wire: None, calm: Run, tmp_path: Path) -> None:
+    """At once, with all that ran there; the second one is back first, and waits."""
+    machines = pair(tmp_path)
+    start(machines)
+    wait_for_commit(machines, 20)
+    for machine in machines:
+        os.kill(machine.runner_pid(), signal.SIGSTOP)
+    for machine in machines:
+        for process in machine.processes():
+            process.kill()
+        machine.finish()
+    machines[1].start()
+    time.sleep(5)
+    machines[0].start()
+    assert finish(machines) == [0, 0], outputs(machines)
+    assert machines[0].events("training_started")[-1]["step"] >= 20
+    assert state_hash(machines[0].checkpoint(END)) == state_hash(calm.checkpoint(END))
+    assert_nobody_is_left(machines)
+
+
 def test_a_machine_that_does_not_come_back(wire: None, tmp_path: Path) -> None:
     """Every wait is bounded, on both sides."""
     machines = pair(tmp_path, "--set", "launch.rendezvous_timeout_s=12")

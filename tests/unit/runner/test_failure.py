@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.failure import Failure, FailureKind, RankEnd, classify, combine, read_error_file
+from runner.failure import Failure, FailureKind, RankEnd, classify, combine, read_error_file, read_last_words
 
 K = FailureKind
 PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234"
@@ -74,6 +74,49 @@ def test_fingerprints_tell_steps_and_errors_apart() -> None:
     assert fingerprint("ValueError: a", 3) == fingerprint("ValueError: b", 3)
     assert fingerprint("ValueError: a", 3) != fingerprint("ValueError: a", 4)
     assert fingerprint("ValueError: a", 3) != fingerprint("KeyError: a", 3)
+
+
+def test_a_broken_connection_may_break_again_at_the_same_step() -> None:
+    assert classify([RankEnd(0, 0, 1, PEER, "f.py:3")], finished=False, started_step=0, step=9).fingerprint == ""
+    abort = RankEnd(0, 0, -6, last_words="c10::DistBackendError: NCCL error: remote process exited")
+    assert classify([abort], finished=False, started_step=0, step=9).fingerprint == ""
+
+
+ABORTED = """Map: 100%
+terminate called after throwing an instance of 'gloo::EnforceNotMet'
+  what():  [enforce fail at listener.cc:63] false. accept: Invalid argument
+Fatal Python error: Aborted
+
+Thread 0x00007fac7a7fc6c0 (most recent call first):
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (ABORTED, "gloo::EnforceNotMet: [enforce fail at listener.cc:63] false. accept: Invalid argument"),
+        (
+            ABORTED[: ABORTED.index("terminate")] + "Fatal Python error: Segmentation fault\n",
+            "Fatal Python error: Segm",
+        ),
+        ("Map: 100%\n", None),
+        ("x" * 400_000 + "\n" + ABORTED, "gloo::EnforceNotMet: [enforce"),
+    ],
+)
+def test_what_an_aborted_process_leaves_is_the_cause(text: str, words: str | None, tmp_path: Path) -> None:
+    log = tmp_path / "stderr.log"
+    assert read_last_words(log) is None
+    log.write_text(text)
+    found = read_last_words(log)
+    assert found is None if words is None else found is not None and found.startswith(words)
+    # torchrun tells one rank's exit status only.
+    failure = classify([RankEnd(1, 0, last_words=found)], finished=False, started_step=0, step=9)
+    assert (words or "died without an error message") in failure.cause and failure.kind is K.CRASHED
+
+
+def test_memory_that_runs_out_in_native_code_is_out_of_memory() -> None:
+    end = RankEnd(1, 0, -6, last_words="std::bad_alloc: std::bad_alloc")
+    assert classify([end], finished=False, started_step=0, step=9).kind is K.OUT_OF_MEMORY
 
 
 def test_a_bad_step_that_is_seen_later_is_the_same_failure() -> None:
