@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointing import rng, stop_signal
+from checkpointing.adapter import Adapter
 from checkpointing.agreement import Agreement, Flag
 from checkpointing.arena import Heartbeat, Phase
 from checkpointing.cadence import DEFAULT_OVERHEAD_CAP, Auto, Cadence, CadenceClock
@@ -184,14 +185,18 @@ class CheckpointManager:
         scheduler: Any = None,
         scaler: Any = None,
         states: Mapping[str, Any] | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         """Set what is saved and restored. A DDP wrapper is looked through.
+
+        Args:
+            adapter: the part of the model that is trained, where the rest is not to be saved.
 
         Raises:
             ValueError: a name in `states` is taken.
         """
         model = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
-        self._tracked = Tracked(model, optimizer, scheduler, scaler, dict(states or {}))
+        self._tracked = Tracked(model, optimizer, scheduler, scaler, dict(states or {}), adapter)
 
     # -- resuming ------------------------------------------------------------------------------------------------
 

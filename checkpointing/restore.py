@@ -39,6 +39,9 @@ from checkpointing.tiers import Tiers
 logger = logging.getLogger("checkpointing")
 
 MODEL_NAME = "model.safetensors"
+# In its place where only a part of the model is trained; PEFT's name.
+ADAPTER_NAME = "adapter_model.safetensors"
+_WEIGHTS_NAMES = (MODEL_NAME, ADAPTER_NAME)
 OPTIMIZER_NAME = "optimizer.pt"
 SCHEDULER_NAME = "scheduler.pt"
 SCALER_NAME = "scaler.pt"
@@ -100,7 +103,7 @@ class RestorePoint:
             folder = Path(self._temporary.name) / f"checkpoint-{self.step}"
             folder.mkdir()
             for name, data in self._files.items():
-                if len(data) <= _SMALL_BYTES and name not in (MODEL_NAME, OPTIMIZER_NAME):
+                if len(data) <= _SMALL_BYTES and name not in (*_WEIGHTS_NAMES, OPTIMIZER_NAME):
                     (folder / name).write_bytes(data)
         return Path(self._temporary.name) / f"checkpoint-{self.step}"
 
@@ -124,15 +127,22 @@ class RestorePoint:
                 "step",
             ) from error
 
-    def model_state(self) -> dict[str, torch.Tensor]:
+    def model_state(self, name: str = MODEL_NAME) -> dict[str, torch.Tensor]:
         """The model's state dict on the CPU, aliases of tied weights included. May be asked for once.
 
         Raises:
             InvalidCheckpoint: there is none, or it makes no sense.
+            CheckpointError: the checkpoint holds a whole model where an adapter is wanted, or the other way round.
         """
-        buffer = self._data(MODEL_NAME)
-        del self._files[MODEL_NAME]
-        with self.reading(MODEL_NAME):
+        other = next((other for other in _WEIGHTS_NAMES if other != name and self.has(other)), None)
+        if other is not None and not self.has(name):
+            raise CheckpointError(
+                f"{self.place} holds {other}, this training saves {name}. Use the method that wrote it (full or an "
+                "adapter), or another output_dir."
+            )
+        buffer = self._data(name)
+        del self._files[name]
+        with self.reading(name):
             return _model_state(buffer)
 
     def torch_object(self, name: str) -> Any:
@@ -390,7 +400,7 @@ def _read(
         def verified(name: str) -> memoryview:
             bytes_of, digest = found[name]
             # A model is copied into its parameters anyway, and what lies in memory need not be read ahead.
-            in_place = not private or (name == MODEL_NAME and isinstance(bytes_of, memoryview))
+            in_place = not private or (name in _WEIGHTS_NAMES and isinstance(bytes_of, memoryview))
             memory = room.take(name, bytes_of.nbytes) if isinstance(bytes_of, memoryview) else None
             try:
                 data, actual = read_shared(bytes_of) if in_place else read_private(bytes_of, memory)

@@ -22,7 +22,7 @@ from checkpointing.digest import RunningDigest, digesting
 from checkpointing.errors import CheckpointError, ReplicasDrifted
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import SnapshotInfo
-from checkpointing.restore import MODEL_NAME, OPTIMIZER_NAME
+from checkpointing.restore import OPTIMIZER_NAME
 from checkpointing.retention import Retention
 from checkpointing.snapshot import FileImage, TorchFileLayout, blob_image, safetensors_image
 from checkpointing.staging import Copy, Stager
@@ -196,7 +196,7 @@ class Snapshotter:
         # Foreign state first: the training thread waits for it.
         images = [self._layout(f"{name}.pt").image(value) for name, value in state.states.items()]
         num_foreign = len(images)
-        images.append(safetensors_image(MODEL_NAME, state.model))
+        images.append(safetensors_image(state.weights_name, state.model))
         images.append(self._layout(OPTIMIZER_NAME).image(state.optimizer))
         small = {**static_files, **state.small, **_made(request.shared_files), **self._gather(_made(request.own_files))}
         if ranks.local_rank == 0:

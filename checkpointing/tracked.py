@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from checkpointing import snapshot
+from checkpointing.adapter import BASE_NAME, Adapter
 from checkpointing.errors import CheckpointError
-from checkpointing.restore import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, RestorePoint
+from checkpointing.restore import ADAPTER_NAME, MODEL_NAME, OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, RestorePoint
 from checkpointing.snapshot import tensors_in, torch_bytes
 
 # Buffers above this are too large to be cloned for every snapshot; their version counters guard them instead.
@@ -23,13 +24,15 @@ class State:
     """The state of one step, by reference: valid until an optimizer steps.
 
     Attributes:
-        model: state dict; buffers are clones.
+        weights_name: the file that the model is saved in.
+        model: state dict of what is saved; buffers are clones.
         parameters: names of the parameters in `model`.
         optimizer, states: state dicts, in containers of their own.
         small: scheduler and scaler, by file name.
         versions: version counter of every tensor that only an optimizer may change.
     """
 
+    weights_name: str
     model: dict[str, torch.Tensor]
     parameters: frozenset[str]
     optimizer: Any
@@ -51,11 +54,17 @@ class Tracked:
     scheduler: Any = None
     scaler: Any = None
     states: Mapping[str, Any] = field(default_factory=dict)
+    adapter: Adapter | None = None
 
     def __post_init__(self) -> None:
         for name in self.states:
             if not name.isidentifier() or name in ("optimizer", "scheduler", "scaler", "rng_state"):
                 raise ValueError(f"states: the name {name!r} is not allowed; use another identifier")
+
+    @property
+    def weights_name(self) -> str:
+        """The file that the model's weights are saved in."""
+        return MODEL_NAME if self.adapter is None else ADAPTER_NAME
 
     @property
     def torch_optimizer(self) -> Any:
@@ -80,6 +89,9 @@ class Tracked:
         if self.scaler is not None:
             small[SCALER_NAME] = torch_bytes(self.scaler.state_dict())
         live = self.model.state_dict(keep_vars=True)
+        if self.adapter is not None:
+            small[BASE_NAME] = self.adapter.identify(self.model)
+            live = self.adapter.select(live)
         model = {name: value.detach() for name, value in live.items()}
         # Parameters are what only an optimizer changes; everything else may change at any moment.
         buffers = {name: value for name, value in live.items() if not isinstance(value, torch.nn.Parameter)}
@@ -93,6 +105,7 @@ class Tracked:
             optimizer = _clone_small_cpu_tensors(optimizer)
         guarded = [*model.values(), *tensors_in(optimizer)]
         return State(
+            weights_name=self.weights_name,
             model=model,
             parameters=frozenset(live.keys() - buffers.keys()),
             optimizer=optimizer,
@@ -104,7 +117,8 @@ class Tracked:
     def expected_bytes(self) -> int:
         """What a snapshot will take, as far as it can be known before the first optimizer step."""
         parameters = list(self.model.parameters())
-        model = sum(value.nbytes for value in [*parameters, *self.model.buffers()])
+        saved = self.adapter.select(self.model.state_dict(keep_vars=True)).values() if self.adapter else None
+        model = sum(value.nbytes for value in (saved or [*parameters, *self.model.buffers()]))
         optimizer = self.torch_optimizer
         state = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors_in(optimizer.state_dict())}.values())
         if not state:
@@ -119,6 +133,9 @@ class Tracked:
         Raises:
             CheckpointError: the checkpoint is of another model.
         """
+        if self.adapter is not None:
+            self.adapter.restore(self.model, point)
+            return
         try:
             self.model.load_state_dict(point.model_state(), strict=True)
         except RuntimeError as error:

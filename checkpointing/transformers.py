@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
 import math
 import sys
@@ -28,6 +29,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
 from checkpointing import rng
+from checkpointing.adapter import Adapter
 from checkpointing.cadence import DEFAULT_OVERHEAD_CAP, Auto
 from checkpointing.data import CursorBatchSampler, CursorDataLoader
 from checkpointing.errors import CheckpointError, NonFinite
@@ -108,6 +110,7 @@ def resilient(
     trainer._manager = manager
     trainer._restore_point = trainer._pending_restore = None
     trainer._has_cursor = False
+    trainer._adapter = _adapter_of(trainer.model)
     trainer._stopping = False
     trainer._saves_by_price = save_steps == "auto"
     trainer._due = Due()
@@ -127,6 +130,8 @@ class _ResilientMixin(_Base):
     _pending_restore: RestorePoint | None
     # The loader knows its position; else the Trainer's own skipping is used.
     _has_cursor: bool
+    # What is saved of a PEFT model.
+    _adapter: Adapter | None
     _stopping: bool
     # The Trainer itself was told not to save.
     _saves_by_price: bool
@@ -160,6 +165,7 @@ class _ResilientMixin(_Base):
             optimizer=self.optimizer,
             scheduler=self.lr_scheduler,
             scaler=getattr(self.accelerator, "scaler", None),
+            adapter=self._adapter,
         )
 
     # -- data: position is an index ------------------------------------------------------------------------------
@@ -338,16 +344,22 @@ class _ResilientMixin(_Base):
     def _configuration_files(self) -> dict[str, bytes]:
         """Model configuration and tokenizer, in the form that `from_pretrained` reads."""
         with tempfile.TemporaryDirectory() as folder:
-            config = getattr(self.model, "config", None)
-            if config is not None:
-                config.architectures = [type(self.model).__name__]
-                config.save_pretrained(folder)
-            generation_config = getattr(self.model, "generation_config", None)
-            if generation_config is not None:
-                generation_config.save_pretrained(folder)
+            if self._adapter is not None:
+                _save_adapter_config(self.model, folder)
+            else:
+                self._save_model_config(folder)
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
             return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+
+    def _save_model_config(self, folder: str) -> None:
+        config = getattr(self.model, "config", None)
+        if config is not None:
+            config.architectures = [type(self.model).__name__]
+            config.save_pretrained(folder)
+        generation_config = getattr(self.model, "generation_config", None)
+        if generation_config is not None:
+            generation_config.save_pretrained(folder)
 
     # -- the loop's own variables: what the Trainer forgets between two logs -------------------------------------
 
@@ -484,6 +496,34 @@ def _cut_micro_batches(trainer: Trainer, divisor: int) -> None:
     args.per_device_train_batch_size //= divisor
     args.gradient_accumulation_steps *= divisor
     trainer._train_batch_size = args.train_batch_size
+
+
+def _adapter_of(model: Any) -> Adapter | None:
+    """What is saved of a PEFT model; None for any other.
+
+    Raises:
+        CheckpointError: it has several adapters.
+    """
+    if not accelerate.utils.is_peft_model(model):
+        return None
+    from peft import get_peft_model_state_dict
+
+    if len(model.peft_config) != 1:
+        raise CheckpointError(f"resilient() saves one adapter; this model has {', '.join(model.peft_config)}")
+    # "auto" would ask the hub whether the vocabulary was resized.
+    select = functools.partial(
+        get_peft_model_state_dict, model, adapter_name=model.active_adapter, save_embedding_layers=False
+    )
+    return Adapter(lambda state: select(state_dict=dict(state)), getattr(model.config, "name_or_path", "") or "")
+
+
+def _save_adapter_config(model: Any, folder: str) -> None:
+    """`adapter_config.json` as `PeftModel.save_pretrained` writes it."""
+    config = copy.copy(model.peft_config[model.active_adapter])
+    config.inference_mode = True
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = getattr(model.config, "name_or_path", None)
+    config.save_pretrained(folder)
 
 
 def _checked_directory(point: RestorePoint) -> str:

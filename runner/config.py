@@ -37,6 +37,24 @@ class ModelConfig(_Section):
     """Vocabulary of the tokenizer trained for a model built from scratch."""
 
 
+class MethodConfig(_Section):
+    """What of the model is trained."""
+
+    type: Literal["full", "lora", "qlora"] = "full"
+    """full: every weight. lora: low-rank adapters (arXiv 2106.09685) on a frozen base; only they are saved. qlora: the
+    same on a base in 4 bits (arXiv 2305.14314); needs a CUDA GPU and bitsandbytes."""
+    r: int = Field(default=16, ge=1)
+    """Rank of the adapters."""
+    alpha: int = Field(default=32, ge=1)
+    """Their output is scaled by alpha / r."""
+    dropout: float = Field(default=0.05, ge=0, lt=1)
+    """Before the adapters, in training."""
+    target_modules: str | list[str] = "all-linear"
+    """Names of the layers that get one; all-linear: every linear layer but the output."""
+    modules_to_save: list[str] = Field(default_factory=list)
+    """Further modules that are trained whole, and saved with the adapters."""
+
+
 class DataConfig(_Section):
     """What it is fine-tuned on."""
 
@@ -184,6 +202,7 @@ class Config(_Section):
     scale_learning_rate: bool = True
     """Multiply trainer.learning_rate by the number of ranks."""
     model: ModelConfig = ModelConfig()
+    method: MethodConfig = MethodConfig()
     data: DataConfig = DataConfig()
     trainer: dict[str, Any] = Field(default_factory=dict)
     """SFTConfig's own options, passed through."""

@@ -11,6 +11,7 @@ from typing import Any
 import datasets
 import torch
 import transformers
+from accelerate.utils import is_peft_model
 from trl import SFTConfig, SFTTrainer
 
 from checkpointing.storage.local import fsync_directory, fsync_tree
@@ -20,7 +21,7 @@ from runner.config import Config, load_config
 from runner.training.callbacks import ProgressCallback
 from runner.training.data import load_training_data
 from runner.training.events import EventSender
-from runner.training.model import build
+from runner.training.model import adapter_config, build
 
 
 def run_job(config_path: str, cache: str, sender: EventSender) -> None:
@@ -41,13 +42,14 @@ def run_job(config_path: str, cache: str, sender: EventSender) -> None:
     args = training_arguments(config)
     with args.main_process_first(desc="data"):
         dataset = load_training_data(config.data.path, config.data.split, Path(cache))
-    model, tokenizer = build(config.model, dataset, Path(cache), bf16=args.bf16, seed=args.seed)
+    model, tokenizer = build(config.model, config.method, dataset, Path(cache), bf16=args.bf16, seed=args.seed)
     trackers = _trackers(config, rank)
     trainer = SFTTrainer(
         model=model,
         args=args,
         train_dataset=dataset,
         processing_class=tokenizer,
+        peft_config=adapter_config(config.method),
         callbacks=[ProgressCallback(sender), *trackers],
     )
     if rank == 0:
@@ -97,7 +99,11 @@ def publish(trainer: Any, tokenizer: Any, target: Path) -> None:
     """Save model and tokenizer so that a crash leaves the old folder or the new one, never half of it."""
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    trainer.model.save_pretrained(temporary)
+    model = trainer.model
+    if is_peft_model(model) and not model.config.name_or_path:
+        # The base was made for this run, and is nowhere else.
+        model = model.merge_and_unload()
+    model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
     fsync_tree(temporary)
     shutil.rmtree(target, ignore_errors=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,28 +17,40 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PreTrainedTokenizerFast,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
 from transformers.utils import is_flash_attn_2_available
 
-from runner.config import ModelConfig
+from runner.config import MethodConfig, ModelConfig
 
 _END = "<|im_end|>"
 _PAD = "<|pad|>"
 
 
-def build(config: ModelConfig, dataset: Any, cache: Path, *, bf16: bool, seed: int) -> tuple[Any, Any]:
-    """The model to train and its tokenizer. Equal on every rank and in every attempt."""
+def build(
+    config: ModelConfig, method: MethodConfig, dataset: Any, cache: Path, *, bf16: bool, seed: int
+) -> tuple[Any, Any]:
+    """The model to train and its tokenizer. Equal on every rank and in every attempt; so are the generators then.
+
+    Raises:
+        ValueError: the method cannot be used with this model, or on this machine.
+    """
     attention = choose_attention(config.attn_implementation, bf16=bf16)
+    options = _quantized() if method.type == "qlora" else {}
     if config.name_or_path is not None:
         dtype = torch.bfloat16 if bf16 else torch.float32
         tokenizer = AutoTokenizer.from_pretrained(config.name_or_path)
         model = AutoModelForCausalLM.from_pretrained(
-            config.name_or_path, dtype=dtype, attn_implementation=attention, **config.config
+            config.name_or_path, dtype=dtype, attn_implementation=attention, **options, **config.config
         )
+        # Adapters are drawn at random next.
+        torch.manual_seed(seed)
         return model, tokenizer
+    if options:
+        raise ValueError("method.type='qlora' needs a model to quantise: set model.name_or_path, or use lora")
     tokenizer = trained_tokenizer(dataset, config.vocab_size, cache)
     torch.manual_seed(seed)
     model_config = SmolLM3Config(
@@ -48,6 +62,37 @@ def build(config: ModelConfig, dataset: Any, cache: Path, *, bf16: bool, seed: i
         **config.config,
     )
     return SmolLM3ForCausalLM(model_config), tokenizer
+
+
+def adapter_config(method: MethodConfig) -> Any:
+    """PEFT's, for `SFTTrainer`; None where every weight is trained."""
+    if method.type == "full":
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=method.r,
+        lora_alpha=method.alpha,
+        lora_dropout=method.dropout,
+        target_modules=method.target_modules,
+        modules_to_save=method.modules_to_save or None,
+        task_type="CAUSAL_LM",
+    )
+
+
+def _quantized() -> dict[str, Any]:
+    """4-bit NormalFloat with double quantisation, as in the QLoRA paper (arXiv 2305.14314)."""
+    if not torch.cuda.is_available():
+        raise ValueError("method.type='qlora' needs a CUDA GPU, and there is none here: use lora")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError("method.type='qlora' needs bitsandbytes: pip install bitsandbytes")
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    return {"quantization_config": config, "device_map": {"": int(os.environ["LOCAL_RANK"])}}
 
 
 def choose_attention(wanted: str, *, bf16: bool) -> str:

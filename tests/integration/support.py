@@ -252,7 +252,8 @@ def wait_until(run: Run, condition: Callable[[], object]) -> None:
 def state_hash(checkpoint: Path) -> str:
     """SHA-256 over all parameters and the whole optimizer state."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(load_file(checkpoint / "model.safetensors").items()):
+    weights = next(path for name in ("model", "adapter_model") if (path := checkpoint / f"{name}.safetensors").exists())
+    for name, tensor in sorted(load_file(weights).items()):
         digest.update(name.encode() + raw(tensor))
     optimizer = torch.load(checkpoint / "optimizer.pt", weights_only=True)
     for index, state in sorted(optimizer["state"].items()):
@@ -269,3 +270,10 @@ def raw(tensor: torch.Tensor) -> bytes:
 def loss_curve(checkpoint: Path) -> list[tuple[int, float]]:
     history = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
     return [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
+
+
+def history(checkpoint: Path) -> list[dict[str, float]]:
+    """Everything logged but for what says how long it took."""
+    entries = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
+    timed = ("runtime", "samples_per_second", "steps_per_second", "tokens_per_second")
+    return [{k: v for k, v in entry.items() if not k.endswith(timed)} for entry in entries]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from integration.support import (
     SHORT_JOB,
     Run,
     finished_once,
+    history,
     loss_curve,
     shared_folder,
     state_hash,
@@ -43,13 +43,6 @@ def kinds(run: Run) -> list[str]:
 
 def last_line(run: Run) -> str:
     return run.events("run_ended")[-1]["reason"]
-
-
-def history(checkpoint: Path) -> list[dict[str, float]]:
-    """Everything logged but for what says how long it took."""
-    entries = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
-    timed = ("runtime", "samples_per_second", "steps_per_second")
-    return [{k: v for k, v in entry.items() if not k.endswith(timed)} for entry in entries]
 
 
 def assert_as_if_nothing_had_happened(run: Run, calm: Run) -> None:

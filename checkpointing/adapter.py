@@ -1,0 +1,81 @@
+"""A model of which only a part is trained (LoRA and its like): that part is saved, its base is identified."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+
+import torch
+
+from checkpointing import snapshot
+from checkpointing.errors import CheckpointError
+from checkpointing.restore import ADAPTER_NAME, RestorePoint
+
+# Which base an adapter was trained on: beside it in the checkpoint.
+BASE_NAME = "base_model.json"
+_MAX_NAMES = 3
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Adapter:
+    """What of a model is saved. One per training: the base is looked at once."""
+
+    def __init__(self, select: Callable[[Tensors], dict[str, torch.Tensor]], base_name: str = "") -> None:
+        """
+        Args:
+            select: from a model's state dict what is saved of it, by reference, under the names in the file.
+            base_name: what the user calls the base; for messages.
+        """
+        self.select, self._base_name = select, base_name
+        self._identity: dict[str, str] | None = None
+
+    def identify(self, model: torch.nn.Module) -> bytes:
+        """The contents of BASE_NAME: name and digest of everything that is not trained. Reads all of it, once."""
+        if self._identity is None:
+            live = model.state_dict(keep_vars=True)
+            saved = {id(tensor) for tensor in self.select(live).values()}
+            # Buffers may change; and what wraps a layer for the adapter renames it.
+            base = {
+                name.replace(".base_layer", ""): tensor.detach()
+                for name, tensor in live.items()
+                if isinstance(tensor, torch.nn.Parameter) and id(tensor) not in saved
+            }
+            sums = snapshot.fingerprint(t.contiguous().reshape(-1).view(torch.uint8) for t in base.values()).tolist()
+            entries = sorted(
+                (name, str(tensor.dtype), list(tensor.shape), total)
+                for (name, tensor), total in zip(base.items(), sums, strict=True)
+            )
+            digest = hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+            self._identity = {"name_or_path": self._base_name, "digest": digest}
+        return json.dumps(self._identity).encode()
+
+    def restore(self, model: torch.nn.Module, point: RestorePoint) -> None:
+        """Copy the saved part into the model.
+
+        Raises:
+            CheckpointError: it was trained on another base, or is another adapter.
+        """
+        state = point.model_state(ADAPTER_NAME)
+        now, then = json.loads(self.identify(model)), point.json(BASE_NAME)
+        own = self.select(model.state_dict(keep_vars=True))
+        differing = sorted(
+            name for name in own.keys() | state.keys() if name not in own or name not in state
+            or own[name].shape != state[name].shape
+        )  # fmt: skip
+        if differing:
+            names = ", ".join(differing[:_MAX_NAMES]) + (", …" if len(differing) > _MAX_NAMES else "")
+            raise CheckpointError(
+                f"{point.place} holds another adapter: {len(differing)} of its weights are missing here, or of another "
+                f"shape ({names}). Use the method that wrote it, or another output_dir."
+            )
+        if then.get("digest") != now["digest"]:
+            raise CheckpointError(
+                f"{point.place} was trained on another base model ({then.get('name_or_path') or 'built from scratch'}) "
+                f"than this one ({now['name_or_path'] or 'built from scratch'}): their weights differ. Load that base, "
+                "in the same precision, or train in another output_dir."
+            )
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(state[name])

@@ -1,0 +1,70 @@
+"""What is trained, and how: each kind is killed twice, goes on from memory and from disk, and ends the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from integration.support import Run, history, state_hash
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+SHORT = ["trainer.max_steps=24", "trainer.save_steps=6", "trainer.logging_steps=4", "trainer.save_total_limit=9"]
+LORA = ["method.type=lora", "method.r=4"]
+METHODS = {
+    "lora": LORA,
+    # All of `SFTConfig`'s own ways at once.
+    "lora-bf16-packed": [
+        *LORA,
+        "trainer.bf16=true",
+        "trainer.packing=true",
+        "trainer.packing_strategy=wrapped",
+        "trainer.activation_checkpointing=true",
+        "trainer.gradient_accumulation_steps=2",
+        "trainer.max_grad_norm=0.1",
+    ],
+    "full-bf16-accumulated": ["trainer.bf16=true", "trainer.gradient_accumulation_steps=2", "trainer.max_grad_norm=0"],
+}
+
+
+def job(folder: Path, *settings: str) -> Run:
+    return Run(folder, *(part for setting in (*SHORT, *settings) for part in ("--set", setting)))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_method_ends_as_if_nothing_had_happened(method: str, tmp_path: Path) -> None:
+    calm = job(tmp_path / "calm", *METHODS[method]).start()
+    assert calm.finish() == 0, calm.output
+    # A rank after step 9 of its own; and the agent, with the snapshots that it holds, in mid-commit.
+    run, fired = job(tmp_path / "run", *METHODS[method]), tmp_path / "fired"
+    fired.mkdir()
+    run.start(CHECKPOINT_FAILPOINTS="training.step=kill@9; local.begun=kill@3", CHECKPOINT_FAILPOINTS_ONCE=str(fired))
+    assert run.finish() == 0, run.output
+    assert [event["kind"] for event in run.events("attempt_ended")] == ["crashed", "checkpoint agent lost", "finished"]
+    assert {event["from"] for event in run.events("resumed")} == {"memory", "local"}
+    for step in (6, 12, 18, 24):
+        assert state_hash(run.checkpoint(step)) == state_hash(calm.checkpoint(step)), step
+    assert history(run.checkpoint(24)) == history(calm.checkpoint(24))
+
+
+def test_an_adapter_is_saved_without_its_base_and_refuses_another(tmp_path: Path) -> None:
+    run = job(tmp_path / "run", *LORA).start()
+    assert run.finish() == 0, run.output
+    checkpoint = run.checkpoint(24)
+    assert not (checkpoint / "model.safetensors").exists() and not (checkpoint / "config.json").exists()
+    with safe_open(checkpoint / "adapter_model.safetensors", "pt") as file:
+        assert all("lora_" in name for name in file.keys())  # noqa: SIM118 - it has no other way
+    assert json.loads((checkpoint / "adapter_config.json").read_text())["r"] == 4
+    # The base was made for this run: best_model stands alone.
+    AutoModelForCausalLM.from_pretrained(run.folder / "best_model")
+
+    other_base = job(run.folder, *LORA, "trainer.max_steps=30", "trainer.seed=7").start()
+    assert other_base.finish() == 78, other_base.output
+    assert "was trained on another base model" in other_base.output and "Traceback" not in other_base.output
+    assert run.checkpoint(24).exists(), "what is refused is not set aside"
+
+
+def test_qlora_needs_a_gpu(tmp_path: Path) -> None:
+    run = job(tmp_path / "run", "method.type=qlora").start()
+    assert run.finish() == 78 and "needs a CUDA GPU" in run.output, run.output
