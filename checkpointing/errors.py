@@ -73,6 +73,14 @@ class NonFinite(CheckpointError):
         self.step = step
 
 
+class LossSpike(CheckpointError):
+    """A step whose loss stands out from those before it; nothing of it is kept."""
+
+    def __init__(self, step: int, how: str) -> None:
+        super().__init__(f"the loss of step {step} is a spike: {how}; nothing of that step is kept")
+        self.step = step
+
+
 class AgentUnavailable(CheckpointError):
     """The checkpoint agent cannot be reached or refused a request."""
 

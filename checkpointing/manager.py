@@ -32,12 +32,20 @@ from checkpointing.client import ATTEMPT_ENV, SOCKET_ENV, AgentClient, AgentProc
 from checkpointing.clock import machine_clock
 from checkpointing.errors import CheckpointError, CommitFailed, Preempted
 from checkpointing.failpoints import failpoint
-from checkpointing.manager_environment import BATCH_ENV, FAILURES_ENV, LOCAL_TIER_ENV, LOCATION_ENV, RESUME_ENV
+from checkpointing.manager_environment import (
+    BATCH_ENV,
+    FAILURES_ENV,
+    LOCAL_TIER_ENV,
+    LOCATION_ENV,
+    RESUME_ENV,
+    SKIP_ENV,
+)
 from checkpointing.memory import parse_bytes
 from checkpointing.restore import RestorePoint, choose
 from checkpointing.retention import Retention
 from checkpointing.snapshot import torch_bytes
 from checkpointing.snapshotter import Ranks, Request, SmallFile, Snapshotter, pin, unpin
+from checkpointing.spikes import SkippedSteps
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST, open_tiers
 from checkpointing.tracked import Tracked
 
@@ -66,6 +74,14 @@ def micro_batch_divisor() -> int:
     1 until an attempt has run out of memory; a supervisor then doubles it. For bare loops: `resilient` does it itself.
     """
     return int(os.environ.get(BATCH_ENV) or 1)
+
+
+def skipped_steps() -> SkippedSteps:
+    """Steps that training is to pass over without computing anything, since what they see has done harm twice.
+
+    None until a supervisor says so. For bare loops: `resilient` does it itself.
+    """
+    return SkippedSteps(os.environ.get(SKIP_ENV, ""))
 
 
 @dataclass(frozen=True)

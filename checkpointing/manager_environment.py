@@ -5,5 +5,7 @@ LOCAL_TIER_ENV = "CHECKPOINT_LOCAL_TIER"
 RESUME_ENV = "CHECKPOINT_RESUME"
 # Into how many parts each micro-batch is to be cut, because whole ones ran out of memory; accumulation grows alike.
 BATCH_ENV = "CHECKPOINT_MICRO_BATCH_DIVISOR"
+# Windows of steps whose samples are passed over: "41-45,60-60".
+SKIP_ENV = "CHECKPOINT_SKIP_STEPS"
 # "FAILURES:SECONDS": what was seen of this run so far; tells `auto` how often it fails.
 FAILURES_ENV = "CHECKPOINT_FAILURE_HISTORY"

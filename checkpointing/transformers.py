@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import accelerate
 import torch
+import torch.distributed as dist
 import transformers.trainer
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -32,12 +33,13 @@ from checkpointing import rng
 from checkpointing.adapter import Adapter
 from checkpointing.cadence import DEFAULT_OVERHEAD_CAP, Auto
 from checkpointing.data import CursorBatchSampler, CursorDataLoader
-from checkpointing.errors import CheckpointError, NonFinite
+from checkpointing.errors import CheckpointError, LossSpike, NonFinite
 from checkpointing.failpoints import failpoint
-from checkpointing.manager import CheckpointManager, Due, micro_batch_divisor
+from checkpointing.manager import CheckpointManager, Due, micro_batch_divisor, skipped_steps
 from checkpointing.restore import LOOP_STATE_PREFIX, RestorePoint
 from checkpointing.retention import best_by
 from checkpointing.snapshotter import SmallFile
+from checkpointing.spikes import SkippedSteps, SpikeDetector
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
 
 TRAINER_STATE_NAME = "trainer_state.json"
@@ -61,6 +63,7 @@ def resilient(
     local_tier: str | None = None,
     local_keep_last: int = DEFAULT_LOCAL_KEEP_LAST,
     check_finite: bool = True,
+    spike_zscore: float | None = None,
 ) -> TrainerT:
     """Give a trainer fault-tolerant checkpoints; returns the same object.
 
@@ -73,6 +76,11 @@ def resilient(
             `CheckpointManager`.
         check_finite: raise NonFinite from `train` when a step's gradients are infinite or NaN, before anything of that
             step is kept; under a supervisor training then goes on from the newest snapshot before it.
+        spike_zscore: raise LossSpike likewise when a step's loss, averaged over all ranks, is further above the median
+            of the last 64 than so many (robust) standard deviations; None does not look.
+
+    Steps that fail so twice are passed over from then on, with those since the snapshot before them: they count, but
+    nothing is computed and nothing changes. That takes a supervisor.
 
     How many checkpoints are kept is `args.save_total_limit`; the best by `args.metric_for_best_model` stays besides.
 
@@ -84,6 +92,11 @@ def resilient(
         raise CheckpointError("FSDP and DeepSpeed are not supported by resilient() yet; use DDP")
     if trainer.args.load_best_model_at_end:
         raise CheckpointError("load_best_model_at_end is not supported by resilient() yet; leave it off")
+    if spike_zscore is not None and (spike_zscore <= 0 or trainer.args.fp16):
+        raise ValueError(
+            f"resilient(spike_zscore={spike_zscore}) is not allowed; write a number above 0, 8 for example, and use "
+            "bf16 in place of fp16, whose scaler sees to such steps itself"
+        )
     if save_steps not in (None, "auto"):
         raise ValueError(f"resilient(save_steps={save_steps!r}) is not allowed; set args.save_steps, or use 'auto'")
     if save_steps == "auto":
@@ -115,7 +128,9 @@ def resilient(
     trainer._saves_by_price = save_steps == "auto"
     trainer._due = Due()
     trainer._check_finite, trainer._unchecked = check_finite, None
-    trainer._own_norm = None
+    trainer._own_norm = trainer._step_loss = None
+    trainer._spikes = SpikeDetector(spike_zscore) if spike_zscore is not None else None
+    trainer._skipped = skipped_steps()
     trainer._before_evaluation = None
     trainer.add_callback(_StepCallback(trainer))
     return trainer
@@ -138,8 +153,12 @@ class _ResilientMixin(_Base):
     # What all ranks have agreed on for the step that has just ended.
     _due: Due
     _check_finite: bool
-    # Step and norm of the gradients that nobody has looked at yet.
-    _unchecked: tuple[int, torch.Tensor | float] | None
+    # Step, norm of its gradients and its loss that nobody has looked at yet.
+    _unchecked: tuple[int, torch.Tensor | float | None, torch.Tensor | None] | None
+    # Of the step that runs; this rank's.
+    _step_loss: torch.Tensor | None
+    _spikes: SpikeDetector | None
+    _skipped: SkippedSteps
     # Where the Trainer does not clip, and so does not measure them.
     _own_norm: torch.Tensor | None
     # The generators' states when the evaluation that runs now began; None while none does.
@@ -239,7 +258,18 @@ class _ResilientMixin(_Base):
             return
         super()._run_epoch(*args, **kwargs)
 
-    # -- gradients that are no numbers ---------------------------------------------------------------------------
+    # -- steps of which nothing may be kept ----------------------------------------------------------------------
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.state.global_step + 1 in self._skipped:
+            # What leaves the mean of the losses as it is; without gradients the optimizer changes nothing.
+            num_steps = max(self.state.global_step - self._globalstep_last_logged, 1)
+            mean: torch.Tensor = self._tr_loss / num_steps / self.current_gradient_accumulation_steps
+            return mean
+        loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
+        if self._spikes is not None:
+            self._step_loss = loss if self._step_loss is None else self._step_loss + loss
+        return loss
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         result = super().compute_loss(*args, **kwargs)
@@ -247,25 +277,35 @@ class _ResilientMixin(_Base):
             return (result[0] * math.nan, *result[1:]) if isinstance(result, tuple) else result * math.nan
         return result
 
-    def _note_gradients(self, norm: torch.Tensor | float | None) -> None:
-        """Look at the norm of the step before, which the device has computed by now; and at this one's before a save.
+    def _judge_step(self, norm: torch.Tensor | float | None) -> None:
+        """Look at the step before, which the device has computed by now; and at this one before it is saved.
 
-        Gradients are averaged over all ranks: what one of them has spoiled, all see.
+        Gradients are averaged over all ranks, and so is the loss here: what one of them has spoiled, all see.
         """
         step, known = self.state.global_step, self._unchecked
+        loss, self._step_loss = self._step_loss, None
+        if loss is not None and self.args.world_size > 1:
+            loss = loss.clone()
+            dist.all_reduce(loss)
+            loss /= self.args.world_size
         # A scaler skips such a step itself, and goes on with a smaller scale.
-        if norm is not None and not self.accelerator.optimizer_step_was_skipped:
-            self._unchecked = (step, norm)
+        if not self.accelerator.optimizer_step_was_skipped:
+            self._unchecked = (step, norm if self._check_finite else None, loss)
         if known is not None and known[0] != step:
-            self._assert_finite(*known)
-        at_hand = not isinstance(norm, torch.Tensor) or norm.device.type == "cpu"
+            self._assert_good(*known)
+        at_hand = all(not isinstance(value, torch.Tensor) or value.device.type == "cpu" for value in (norm, loss))
         kept = self.control.should_save or self._due.snapshot or step >= self.state.max_steps
         if self._unchecked is not None and (at_hand or kept):
-            self._assert_finite(*self._unchecked)
+            self._assert_good(*self._unchecked)
+            self._unchecked = None
 
-    def _assert_finite(self, step: int, norm: torch.Tensor | float) -> None:
-        if not math.isfinite(float(norm)):
+    def _assert_good(self, step: int, norm: torch.Tensor | float | None, loss: torch.Tensor | None) -> None:
+        if norm is not None and not math.isfinite(float(norm)):
             raise NonFinite(step)
+        if loss is not None and self._spikes is not None:
+            how = self._spikes.look(float(loss))
+            if how is not None:
+                raise LossSpike(step, how)
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -273,8 +313,7 @@ class _ResilientMixin(_Base):
         self._snapshot(commit=True)
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
-        if self._check_finite:
-            self._note_gradients(grad_norm if grad_norm is not None else self._own_norm)
+        self._judge_step(grad_norm if grad_norm is not None else self._own_norm)
         if self.control.should_evaluate:
             self._manager.pause()
             # Where this step is saved already, what is cut short could not be saved as due; and without a cursor, the
@@ -372,6 +411,8 @@ class _ResilientMixin(_Base):
             state["evaluation_due"] = True
         # Counted since the Trainer added them up the last time, which it does at saves only.
         state["flos"] = self.current_flos
+        if self._spikes is not None:
+            state["recent_losses"] = list(self._spikes.losses)
         if hasattr(self, "_metrics"):
             state["metrics"] = {name: list(values) for name, values in self._metrics["train"].items()}
             state["train_tokens"] = self._total_train_tokens
@@ -387,12 +428,16 @@ class _ResilientMixin(_Base):
             tokens = state["train_tokens"] if "metrics" in state else 0
             lists = all(isinstance(values, list) for values in metrics.values())
             flos = state.get("flos", 0)
-            numbers = [last_logged, tokens, flos, *(value for values in metrics.values() for value in values)]
+            recent = state.get("recent_losses", [])
+            numbers = [last_logged, tokens, flos, *recent, *(value for values in metrics.values() for value in values)]
             if not lists or not all(_is_number(number) for number in numbers):
                 raise ValueError("something in it is no number")
         self._tr_loss += loss
         self._globalstep_last_logged = last_logged
         self.current_flos = flos
+        if self._spikes is not None:
+            self._spikes.losses.clear()
+            self._spikes.losses.extend(recent)
         if "metrics" in state and hasattr(self, "_metrics"):
             self._metrics["train"].update(metrics)
             self._total_train_tokens = tokens

@@ -186,6 +186,19 @@ class RestartConfig(_Section):
     """Where that service is, http://host:port. None: the cloud's own address, http://169.254.169.254."""
 
 
+class GuardsConfig(_Section):
+    """Steps of which nothing is kept: training goes on from the newest snapshot before them. Where such a step fails
+    again, it is passed over from then on, with all steps since that snapshot."""
+
+    check_finite: bool = True
+    """Gradients that are infinite or NaN."""
+    spike_zscore: Annotated[float, Field(gt=0)] | None = None
+    """A loss this many robust standard deviations above the median of the last 64 steps; 8 is a good choice. None: do
+    not look."""
+    max_skipped_windows: int = Field(default=3, ge=0)
+    """Windows of steps that one run may pass over; a further one ends it with 78."""
+
+
 class TrackingConfig(_Section):
     """Experiment tracking beyond the Trainer's own report_to."""
 
@@ -209,6 +222,7 @@ class Config(_Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     launch: LaunchConfig = LaunchConfig()
     restart: RestartConfig = RestartConfig()
+    guards: GuardsConfig = GuardsConfig()
     tracking: TrackingConfig = TrackingConfig()
 
     @property

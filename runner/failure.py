@@ -6,7 +6,7 @@ import json
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ class FailureKind(Enum):
     CRASHED = "crashed"  # a signal, a lost peer, an error in mid-training
     OUT_OF_MEMORY = "out of memory"  # of the GPU, of the process, or of its cgroup
     NON_FINITE = "non-finite gradients"  # the second time at the same step: its data, or the learning rate
+    SPIKE = "loss spike"  # likewise
     HUNG = "hung"  # no sign of life within the deadline of its phase
     BOOT = "boot failure"  # a Python error before the first step: it would come again
     NO_VALID_CHECKPOINT = "no valid checkpoint"
@@ -60,6 +61,10 @@ _FATAL = re.compile(r"^(Fatal Python error: [^\n]+)", re.MULTILINE)
 _LAST_BYTES = 256 * 1024
 _MAX_WORDS = 300
 
+# Steps of which nothing is kept: `NonFinite` and `LossSpike` of `checkpointing.errors`.
+_BAD_STEP = re.compile(r"(NonFinite|LossSpike): .*? of step (\d{1,15}) ")
+_BAD_STEPS = {"NonFinite": FailureKind.NON_FINITE, "LossSpike": FailureKind.SPIKE}
+
 # A machine that was told to end, or that ended because another one was silent.
 _EFFECTS = {FailureKind.ENDED, FailureKind.NODE_LOST}
 _EXTERNAL_SIGNALS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
@@ -87,6 +92,10 @@ class RankEnd:
     last_words: str | None = None
 
 
+# First and last step.
+Window = tuple[int, int]
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why an attempt ended.
@@ -94,6 +103,7 @@ class Failure:
     Attributes:
         step: last finished step of the attempt.
         fingerprint: equal for equal failures at the same step; empty for what says nothing about the next attempt.
+        window: first and last step to be passed over should it come again; None where that would not help.
     """
 
     kind: FailureKind
@@ -101,6 +111,7 @@ class Failure:
     rank: int | None = None
     step: int = 0
     fingerprint: str = ""
+    window: Window | None = None
 
     @property
     def is_effect(self) -> bool:
@@ -124,7 +135,20 @@ class Failure:
             int(rank) if rank is not None else None,
             int(fields["step"]),
             str(fields["fingerprint"]),
+            read_window(fields["window"]) if fields.get("window") is not None else None,
         )
+
+
+def read_window(value: Any) -> Window:
+    """Two steps.
+
+    Raises:
+        ValueError, TypeError: they are none.
+    """
+    first, last = value
+    if type(first) is not int or type(last) is not int or not 0 < first <= last < 2**53:
+        raise ValueError(f"no window of steps: {value!r}")
+    return first, last
 
 
 def _distance_from_cause(failure: Failure) -> int:
@@ -147,7 +171,7 @@ def combine(failures: Sequence[Failure]) -> Failure:
         chosen = next((failure for failure in failures if failure.kind is FailureKind.PREEMPTED), failures[0])
     else:
         chosen = min(bad, key=_distance_from_cause)
-    return Failure(chosen.kind, chosen.cause, chosen.rank, step, chosen.fingerprint)
+    return replace(chosen, step=step)
 
 
 def read_error_file(path: Path) -> tuple[str, str | None, float | None] | None:
@@ -223,9 +247,11 @@ def classify(
     elif first.error.startswith("StorageUnreachable"):
         # It may be back by the next attempt, before the first step or in the middle.
         return Failure(FailureKind.CRASHED, cause, first.rank, step)
-    elif first.error.startswith("NonFinite"):
+    elif found := _BAD_STEP.match(first.error):
         # It names its step itself, and may be seen one later.
-        return Failure(FailureKind.NON_FINITE, cause, first.rank, step, first.error)
+        kind, bad = _BAD_STEPS[found[1]], int(found[2])
+        window = (min(started_step + 1, bad), bad)
+        return Failure(kind, cause, first.rank, step, f"{found[1]}|{bad}", window)
     elif known := _kind_of(first.error):
         kind = known
     elif step == 0 and started_step == 0 and not is_effect(first.error):

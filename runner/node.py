@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,14 @@ import psutil
 from checkpointing import protocol
 from checkpointing.arena import Heartbeat, Phase
 from checkpointing.client import ATTEMPT_ENV, SOCKET_ENV
-from checkpointing.manager_environment import BATCH_ENV, FAILURES_ENV, LOCAL_TIER_ENV, LOCATION_ENV, RESUME_ENV
+from checkpointing.manager_environment import (
+    BATCH_ENV,
+    FAILURES_ENV,
+    LOCAL_TIER_ENV,
+    LOCATION_ENV,
+    RESUME_ENV,
+    SKIP_ENV,
+)
 from checkpointing.memory import oom_kills
 from checkpointing.protocol import Message
 from runner import processes
@@ -78,12 +85,14 @@ class Order:
 
     Attributes:
         divisor: into how many parts micro-batches are cut.
+        skipped: windows of steps that are passed over, as `checkpointing.spikes.SkippedSteps` reads them.
         failure_history: "FAILURES:SECONDS" of the run so far.
     """
 
     attempt: int
     nnodes: int
     divisor: int = 1
+    skipped: str = ""
     failure_history: str = "0:0"
 
     def to_message(self) -> Message:
@@ -91,7 +100,7 @@ class Order:
 
     @classmethod
     def from_message(cls, message: Message) -> Order:
-        return cls(**{name: message[name] for name in ("attempt", "nnodes", "divisor", "failure_history")})
+        return cls(**{name: message[name] for name in ("attempt", "nnodes", "divisor", "skipped", "failure_history")})
 
 
 @dataclass(frozen=True)
@@ -439,6 +448,7 @@ class Node:
                     RESUME_ENV: "auto",
                     FAILURES_ENV: order.failure_history,
                     BATCH_ENV: str(order.divisor),
+                    SKIP_ENV: order.skipped,
                 },
                 "events": self._events.path,
                 "config": str(self._directory.config),
@@ -580,7 +590,7 @@ class Node:
         step = max((beat.step for beat in beats), default=0)
         failure = self._failure(attempt, start_step, step)
         return Outcome(
-            Failure(failure.kind, failure.cause, failure.rank, step, failure.fingerprint),
+            replace(failure, step=step),
             start_step,
             self._told(max((beat.start_time for beat in beats), default=0.0)),
             self._told(max((beat.time for beat in beats if beat.start_time), default=0.0)),

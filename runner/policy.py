@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from runner.errors import ExitCode
-from runner.failure import Failure, FailureKind
+from runner.failure import Failure, FailureKind, Window
 
 # Of scripts that do not say how they cut their batches.
 _MAX_DIVISOR = 64
@@ -60,11 +60,13 @@ class Restart:
 
     Attributes:
         batch: how batches are to be cut from now on.
+        skip: steps that are passed over from now on, besides those before.
     """
 
     failures_in_a_row: int
     reason: str
     batch: BatchShape = WHOLE_BATCHES
+    skip: Window | None = None
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,19 @@ _ENDINGS = {
 
 
 def decide(
-    history: Sequence[AttemptRecord], *, max_restarts: int, stop_requested: bool, batch: BatchShape = WHOLE_BATCHES
+    history: Sequence[AttemptRecord],
+    *,
+    max_restarts: int,
+    stop_requested: bool,
+    batch: BatchShape = WHOLE_BATCHES,
+    skips_left: int = 0,
 ) -> Restart | Stop:
     """The decision after the last attempt of `history` (oldest first, at least one; preemptions are not in it).
 
     The budget of restarts refills whenever a new step has been committed.
+
+    Args:
+        skips_left: windows of steps that may be passed over yet.
     """
     failure = history[-1].failure
     if failure.kind is FailureKind.FINISHED:
@@ -112,6 +122,12 @@ def decide(
         # Bounded by itself, so that it needs no budget.
         return Restart(in_a_row, f"{failure.cause}: retrying with {smaller}", smaller)
     if len(history) > 1 and failure.fingerprint and history[-2].failure.fingerprint == failure.fingerprint:
+        if failure.window is not None and skips_left > 0:
+            # Bounded by itself, too.
+            first, last = failure.window
+            return Restart(
+                in_a_row, f"{failure.cause}: twice, so steps {first} to {last} are skipped", batch, failure.window
+            )
         return Stop(ExitCode.DETERMINISTIC, f"the same failure at step {failure.step} twice: {failure.cause}")
     if in_a_row > max_restarts:
         if history[-1].committed_step < 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 
-from runner.failure import Failure, FailureKind
+from runner.failure import Failure, FailureKind, Window, read_window
 from runner.policy import WHOLE_BATCHES, AttemptRecord, BatchShape
 
 # Of failures without a new checkpoint between them; more than any budget.
@@ -19,16 +19,21 @@ class RunRecord:
     Attributes:
         running: the attempt that is alive; None between two. A supervisor that finds one here has been preceded by one
             that ended without a word.
+        skipped: windows of steps that are passed over.
     """
 
     history: list[AttemptRecord] = field(default_factory=list)
     batch: BatchShape = WHOLE_BATCHES
     running: int | None = None
+    skipped: list[Window] = field(default_factory=list)
 
     def add(self, record: AttemptRecord) -> None:
-        """Note down a failure; those before a newly committed step are forgotten."""
+        """Note down a failure; those before a newly committed step are forgotten.
+
+        But for the last: the snapshots of an attempt that fails are committed, and its failure may come again yet.
+        """
         if self.history and self.history[-1].committed_step != record.committed_step:
-            self.history.clear()
+            del self.history[:-1]
         self.history = [*self.history, record][-_MAX_FAILURES:]
 
     def account_for_lost_runner(self, committed_step: int) -> bool:
@@ -44,6 +49,7 @@ class RunRecord:
         """`attempt`: the newest; an older runner's record does not replace a newer one's."""
         history = [{"failure": r.failure.to_dict(), "committed_step": r.committed_step} for r in self.history]
         body = {"attempt": attempt, "history": history, "batch": asdict(self.batch), "running": self.running}
+        body["skipped"] = self.skipped
         return json.dumps(body)
 
     @classmethod
@@ -59,7 +65,8 @@ class RunRecord:
                 for entry in body.get("history", [])
             ]
             running = body.get("running")
-            return cls(history, _batch(**body.get("batch", {})), int(running) if running is not None else None)
+            skipped = [read_window(window) for window in body.get("skipped", [])]
+            return cls(history, _batch(**body.get("batch", {})), int(running) if running is not None else None, skipped)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             return cls()
 

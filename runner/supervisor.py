@@ -179,6 +179,9 @@ class Supervisor:
         decision = self._decide(failure)
         if isinstance(decision, Restart):
             self._memory.batch = decision.batch
+            if decision.skip is not None:
+                self._memory.skipped.append(decision.skip)
+                self._life.record("steps_skipped", first=decision.skip[0], last=decision.skip[1])
             self._display.message(f"step {failure.step}: {decision.reason}; starting again")
         if log is not None:
             self._display.message(f"its log: {log}")
@@ -197,6 +200,7 @@ class Supervisor:
             max_restarts=self._config.restart.max_restarts,
             stop_requested=bool(self._life.stop),
             batch=self._memory.batch,
+            skips_left=self._config.guards.max_skipped_windows - len(self._memory.skipped),
         )
 
     def _keep_record(self) -> None:
@@ -211,7 +215,9 @@ class Supervisor:
         life.attempt += 1
         self._memory.running = life.attempt
         self._keep_record()
-        order = Order(life.attempt, self._num_nodes, self._memory.batch.divisor, self._failure_history())
+        memory = self._memory
+        skipped = ",".join(f"{first}-{last}" for first, last in memory.skipped)
+        order = Order(life.attempt, self._num_nodes, memory.batch.divisor, skipped, self._failure_history())
         self._ended.clear()
         self._states.move(RunState.RUNNING)
         if self._leader is not None:

@@ -63,6 +63,8 @@ def run_job(config_path: str, cache: str, sender: EventSender) -> None:
         save_minutes=config.checkpoint.save_minutes,
         overhead_cap=config.checkpoint.overhead_cap,
         keep_every=config.checkpoint.keep_every_steps,
+        check_finite=config.guards.check_finite,
+        spike_zscore=config.guards.spike_zscore,
     )
     try:
         trainer.train()

@@ -43,6 +43,11 @@ class Disk:
         subprocess.run(["mkfs.ext4", "-q", "-F", str(self._image)], check=True, capture_output=True)
 
     def attach(self) -> bool:
+        # A copy each time: who has made a mount namespace meanwhile (another test's `ip netns exec`) holds the file
+        # system as it was, shut down, and a mount of the same file would be that one again.
+        old, self._image = self._image, self._image.with_name(f"image-{time.monotonic_ns()}")
+        subprocess.run(["cp", "--sparse=always", str(old), str(self._image)], check=True)
+        old.unlink()
         return (
             subprocess.run(["mount", "-o", "loop", str(self._image), str(self.mount)], capture_output=True).returncode
             == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from integration.support import (
     SAVE_STEPS,
     SHORT_JOB,
@@ -293,20 +295,73 @@ def test_a_nan_on_one_rank_costs_an_attempt_and_leaves_no_trace(calm: Run, tmp_p
     assert_as_if_nothing_had_happened(run, calm)
 
 
+# At step 12 in every attempt.
+SPOILED = """
+    compute_loss = Trainer.compute_loss
+    def spoiled(self, *args, **kwargs):
+        loss = compute_loss(self, *args, **kwargs)
+        return loss * float("nan") if self.model.training and self.state.global_step == 11 else loss
+    Trainer.compute_loss = spoiled
+"""
+
+
 @pytest.mark.parametrize("options", ["", "max_grad_norm=0"])
-def test_a_nan_that_comes_again_ends_the_run(options: str, tmp_path: Path) -> None:
-    trouble = """
-        compute_loss = Trainer.compute_loss
-        def spoiled(self, *args, **kwargs):
-            loss = compute_loss(self, *args, **kwargs)
-            return loss * float("nan") if self.model.training and self.state.global_step == 11 else loss
-        Trainer.compute_loss = spoiled
-    """
-    run = Run(tmp_path / "run", script=troubled(tmp_path, trouble, options)).start()
+def test_a_nan_that_comes_again_is_passed_over(options: str, tmp_path: Path) -> None:
+    """Also by who goes on later: what a killed rank's successor computes does not depend on the kill."""
+    states = []
+    for name, failpoints in (("calm", ""), ("killed", "training.step=kill@18")):
+        folder = tmp_path / name
+        script = troubled(folder, SPOILED, f"{options}{',' if options else ''}lr_scheduler_type='constant'")
+        (folder / "fired").mkdir()
+        # From the same snapshot each time, so that the same window is passed over.
+        (folder / "troubled.py").write_text(
+            (folder / "troubled.py").read_text().replace("resilient(", "resilient(snapshot_steps=5, trainer=")
+        )
+        run = Run(folder / "run", script=script)
+        run.start(CHECKPOINT_FAILPOINTS=failpoints, CHECKPOINT_FAILPOINTS_ONCE=str(folder / "fired"))
+        assert run.finish() == 0, run.output
+        assert kinds(run)[:2] == ["non-finite gradients"] * 2 and kinds(run)[-1] == "finished"
+        assert len(kinds(run)) == 3 + bool(failpoints)
+        assert "twice, so steps 11 to 12 are skipped" in run.output
+        (skipped,) = run.events("steps_skipped")
+        assert (skipped["first"], skipped["last"]) == (11, 12)
+        states.append(state_hash(run.checkpoint(END)))
+        # Two of its steps have changed nothing.
+        optimizer = torch.load(run.checkpoint(END) / "optimizer.pt", weights_only=True)
+        assert {int(state["step"]) for state in optimizer["state"].values()} == {END - 2}
+        assert all(math.isfinite(loss) and loss > 1 for _, loss in loss_curve(run.checkpoint(END)))
+    assert states[0] == states[1]
+
+
+def test_a_nan_that_comes_again_ends_a_run_that_may_skip_no_more(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", "--set", "guards.max_skipped_windows=0", script=troubled(tmp_path, SPOILED)).start()
     assert run.finish() == 78, run.output
     assert kinds(run) == ["non-finite gradients"] * 2
     assert "step 12 are not finite" in last_line(run) and "learning rate" in last_line(run)
     assert max(event["step"] for event in run.events("committed")) < 12
+
+
+def test_a_spike_that_comes_again_is_passed_over(tmp_path: Path) -> None:
+    """On one rank alone; the other sees it in the mean of all. What comes once only leaves no trace."""
+    trouble = """
+        compute_loss = Trainer.compute_loss
+        def spoiled(self, *args, **kwargs):
+            loss = compute_loss(self, *args, **kwargs)
+            step = self.state.global_step + 1
+            spike = RANK == 1 and self.model.training and (step == 30 or step == 22 and ATTEMPT == 1)
+            return loss * (9.0 if spike else 1.0)
+        Trainer.compute_loss = spoiled
+    """
+    script = troubled(tmp_path, trouble)
+    text = Path(script[0]).read_text()
+    Path(script[0]).write_text(text.replace("resilient(", "resilient(spike_zscore=8, trainer="))
+    run = Run(tmp_path / "run", script=script).start()
+    assert run.finish() == 0, run.output
+    assert kinds(run) == ["loss spike", "loss spike", "loss spike", "finished"]
+    assert "the loss of step 22 is a spike" in run.events("attempt_ended")[0]["cause"]
+    (skipped,) = run.events("steps_skipped")
+    assert 22 <= skipped["first"] <= skipped["last"] == 30
+    assert not run.leftovers()
 
 
 # -- what would happen again ---------------------------------------------------------------------------------------

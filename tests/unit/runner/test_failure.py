@@ -52,6 +52,7 @@ PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by p
         ([RankEnd(1, 0, 1, "MemoryError: ")], 30, K.OUT_OF_MEMORY, 1, "MemoryError"),
         # Also in the first step after a start; and seen a step later, it is the same failure.
         ([RankEnd(0, 0, 1, "NonFinite: the gradients of step 1 …")], 0, K.NON_FINITE, 0, "step 1"),
+        ([RankEnd(0, 0, 1, "LossSpike: the loss of step 33 is a spike: 9")], 30, K.SPIKE, 0, "step 33"),
         ([RankEnd(0, 0, 1, "AcceleratorError: CUDA error: uncorrectable ECC error")], 30, K.BAD_NODE, 0, "ECC"),
         ([RankEnd(0, 0, 1, "RuntimeError: CUDA error: GPU has fallen off the bus")], 0, K.BAD_NODE, 0, "bus"),
     ],
@@ -74,6 +75,12 @@ def test_fingerprints_tell_steps_and_errors_apart() -> None:
     assert fingerprint("ValueError: a", 3) == fingerprint("ValueError: b", 3)
     assert fingerprint("ValueError: a", 3) != fingerprint("ValueError: a", 4)
     assert fingerprint("ValueError: a", 3) != fingerprint("KeyError: a", 3)
+
+
+def test_what_would_be_passed_over_begins_after_the_snapshot() -> None:
+    spike = RankEnd(0, 0, 1, "LossSpike: the loss of step 33 is a spike: 9")
+    assert classify([spike], finished=False, started_step=30, step=33).window == (31, 33)
+    assert classify([spike], finished=False, started_step=33, step=33).window == (33, 33)
 
 
 def test_a_broken_connection_may_break_again_at_the_same_step() -> None:

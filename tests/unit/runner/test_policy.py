@@ -55,6 +55,17 @@ def test_decision(history: list[AttemptRecord], stop_requested: bool, expected: 
         assert isinstance(decision, Restart) and decision.failures_in_a_row == expected
 
 
+def test_a_bad_step_is_passed_over_the_second_time_as_often_as_may_be() -> None:
+    bad = AttemptRecord(Failure(K.NON_FINITE, "cause", 0, 5, "NonFinite|6", (4, 6)), 3)
+    first = decide([bad], max_restarts=9, stop_requested=False, skips_left=1)
+    assert isinstance(first, Restart) and first.skip is None
+    # However small the budget: it is bounded by itself.
+    again = decide([bad, bad], max_restarts=0, stop_requested=False, skips_left=1)
+    assert isinstance(again, Restart) and again.skip == (4, 6) and "steps 4 to 6 are skipped" in again.reason
+    end = decide([bad, bad], max_restarts=9, stop_requested=False, skips_left=0)
+    assert isinstance(end, Stop) and end.exit_code is ExitCode.DETERMINISTIC
+
+
 def out_of_memory(shape: BatchShape) -> Restart | Stop:
     return decide([record(K.OUT_OF_MEMORY)], max_restarts=0, stop_requested=False, batch=shape)
 

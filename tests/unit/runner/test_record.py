@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from runner.errors import ExitCode
 from runner.failure import Failure, FailureKind
-from runner.policy import AttemptRecord, BatchShape
+from runner.policy import AttemptRecord, BatchShape, Stop, decide
 from runner.record import RunRecord
 
 
@@ -14,7 +15,9 @@ def failure(step: int = 3) -> Failure:
 
 
 def test_it_survives_being_written_down() -> None:
-    record = RunRecord([AttemptRecord(failure(), 2)], BatchShape(2, 4, 2), running=7)
+    spike = Failure(FailureKind.SPIKE, "cause", 0, 3, "LossSpike|3", (2, 3))
+    history = [AttemptRecord(failure(), 2), AttemptRecord(spike, 2)]
+    record = RunRecord(history, BatchShape(2, 4, 2), running=7, skipped=[(5, 9), (12, 12)])
     assert RunRecord.from_json(record.to_json(7).encode()) == record
     assert RunRecord.from_json(RunRecord().to_json(0)) == RunRecord()
 
@@ -43,6 +46,10 @@ def test_it_survives_being_written_down() -> None:
         b'{"batch": {"divisor": true}}',
         b'{"batch": {"divisor": 1e30}}',
         b'{"batch": []}',
+        b'{"skipped": [[3, 2]]}',
+        b'{"skipped": [["1", 2]]}',
+        b'{"skipped": [[1, 2, 3]]}',
+        b'{"skipped": 7}',
         b'{"history": [{"failure": {"kind": "crashed", "cause": "\\ud800", "rank": 0, "step": 1, "fingerprint": ""},'
         b' "committed_step": 1}]}',
     ],
@@ -55,7 +62,16 @@ def test_a_newly_committed_step_forgets_what_was_before() -> None:
     record = RunRecord()
     for committed in (10, 10, 20, 20, 20):
         record.add(AttemptRecord(failure(), committed))
-    assert [entry.committed_step for entry in record.history] == [20, 20, 20]
+    assert [entry.committed_step for entry in record.history] == [10, 20, 20, 20]
+
+
+def test_the_same_failure_twice_is_seen_across_a_new_commit() -> None:
+    """The second attempt has come as far as the first one, and committed what it had in memory by then."""
+    record = RunRecord()
+    for committed in (10, 12):
+        record.add(AttemptRecord(failure(), committed))
+    decision = decide(record.history, max_restarts=9, stop_requested=False)
+    assert isinstance(decision, Stop) and decision.exit_code is ExitCode.DETERMINISTIC
 
 
 def test_a_runner_that_ended_without_a_word_counts_once() -> None:
