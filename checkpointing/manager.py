@@ -41,8 +41,8 @@ from checkpointing.manager_environment import (
     SKIP_ENV,
 )
 from checkpointing.memory import parse_bytes
-from checkpointing.restore import RestorePoint, choose
-from checkpointing.retention import Retention
+from checkpointing.restore import RestorePoint, choose, read_checkpoint
+from checkpointing.retention import Retention, best_of
 from checkpointing.snapshot import torch_bytes
 from checkpointing.snapshotter import Ranks, Request, SmallFile, Snapshotter, pin, unpin
 from checkpointing.spikes import SkippedSteps
@@ -272,6 +272,21 @@ class CheckpointManager:
                 point.world_size,
                 self.rank,
             )
+
+    def best_step(self) -> int | None:
+        """The step of the best checkpoint by `best_metric`; None where none carries it."""
+        return best_of((e.manifest for e in self._tiers.catalog.scan() if e.manifest is not None), self.retention)
+
+    def load_weights(self, step: int) -> None:
+        """Load the model of a checkpoint, on this rank alone, and nothing else of it.
+
+        Raises:
+            CheckpointError: it cannot be read, or is of another model.
+        """
+        storage = self._tiers.catalog.find(step).storage
+        point = read_checkpoint(storage, step, self.rank, self.world_size)
+        self._tracked.restore_model(point)
+        point.close()
 
     # -- training ------------------------------------------------------------------------------------------------
 

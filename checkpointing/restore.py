@@ -318,6 +318,20 @@ def choose(
             _set_aside(storage, step, found, client.announce)
 
 
+def read_checkpoint(storage: Storage, step: int, rank: int, world_size: int) -> RestorePoint:
+    """A checkpoint as one rank reads it, verified; nobody else is asked.
+
+    Raises:
+        InvalidCheckpoint: it is not whole, or was altered.
+        StorageUnreachable: it cannot be read now.
+    """
+    point, problem = _read(storage, step, rank, world_size, private=True, room=Room(except_for=""))
+    if problem is not None:
+        raise problem
+    assert point is not None
+    return point
+
+
 def _place(tiers: Tiers, tier: int, step: int) -> Storage:
     """The storage that was proposed; on a machine whose local tier never had that step, the durable one."""
     storage = tiers.nearest_first[tier]

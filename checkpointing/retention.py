@@ -37,6 +37,13 @@ def best_by(metric: str | None, greater_is_better: bool | None) -> tuple[str | N
     return (metric if metric is None or metric.startswith("eval_") else f"eval_{metric}"), greater_is_better
 
 
+def best_of(manifests: Iterable[Manifest], retention: Retention) -> int | None:
+    """The step with the best metric, of equals the newest; None where none carries it."""
+    metric, sign = retention.best_metric, 1 if retention.greater_is_better else -1
+    rated = [(sign * m.metrics[metric], m.step) for m in manifests if metric is not None and metric in m.metrics]
+    return max(rated)[1] if rated else None
+
+
 def steps_to_remove(committed: Iterable[Manifest], retention: Retention) -> list[int]:
     """Oldest first. Only committed checkpoints may be passed: what is torn must not count towards what is kept."""
     manifests = {manifest.step: manifest for manifest in committed}
@@ -61,10 +68,5 @@ def steps_to_upload(local: Iterable[Manifest], durable: Iterable[Manifest], rete
 def _milestones(manifests: Iterable[Manifest], retention: Retention) -> set[int]:
     manifests = list(manifests)
     steps = {m.step for m in manifests if retention.keep_every and m.step % retention.keep_every == 0}
-    metric = retention.best_metric
-    rated = [m for m in manifests if metric is not None and metric in m.metrics]
-    if rated and metric is not None:
-        sign = 1 if retention.greater_is_better else -1
-        # Of equals the newest.
-        steps.add(max(rated, key=lambda m: (sign * m.metrics[metric], m.step)).step)
-    return steps
+    best = best_of(manifests, retention)
+    return steps if best is None else {*steps, best}

@@ -136,6 +136,22 @@ def resilient(
     return trainer
 
 
+def load_best(trainer: Any) -> int | None:
+    """After training: load the weights of the best checkpoint into the model, on this rank alone.
+
+    Returns:
+        Its step; None where none was evaluated when it was saved, and the model is left as it is.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    trainer._track()
+    step: int | None = trainer._manager.best_step()
+    if step is not None and step != trainer.state.global_step:
+        trainer._manager.load_weights(step)
+    return step
+
+
 class _ResilientMixin(_Base):
     """Overrides put in front of the trainer's own class."""
 

@@ -17,6 +17,7 @@ from runner import trainer_options
 from runner.environment import settings_from_environment
 from runner.errors import UsageError
 
+DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 DEFAULT_CONFIG = Path(__file__).parent / "training" / "data" / "default.yaml"
 
 
@@ -59,9 +60,21 @@ class DataConfig(_Section):
     """What it is fine-tuned on."""
 
     path: str | None = None
-    """A .parquet, .jsonl, .json or .csv file, or a hub data set. None: the bundled wilderness survival pairs."""
+    """A .parquet, .jsonl, .json or .csv file, here or at a URL that fsspec knows, or a hub data set; with columns
+    prompt and completion, or text, or messages. None: the bundled wilderness survival pairs."""
     split: str = "train"
     """Split of a hub data set."""
+    validation_path: str | None = None
+    """Likewise, for evaluations: `trainer.eval_strategy`, at every save if that is not set. `best_model` is the
+    checkpoint with the least eval_loss then, or the best by `trainer.metric_for_best_model`."""
+    validation_split: str | None = None
+    """Split of a hub data set for evaluations, of `validation_path` or of `path`."""
+    validation_share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Or this share of the rows, drawn by `trainer.seed`."""
+
+    @property
+    def has_validation(self) -> bool:
+        return any(value is not None for value in (self.validation_path, self.validation_split, self.validation_share))
 
 
 class CheckpointConfig(_Section):
@@ -383,12 +396,20 @@ def _check_files(config: Config, source_of: Any, *, needs_data: bool) -> None:
         _ = config.checkpoint.memory_limit_bytes
     except ValueError as error:
         raise UsageError(f"{source_of('checkpoint.memory_limit')}: checkpoint.memory_limit: {error}") from None
-    path = config.data.path
-    if path is not None and Path(path).suffix in {".parquet", ".jsonl", ".json", ".csv"} and "://" not in path:
+    for name in ("path", "validation_path"):
+        path = getattr(config.data, name)
+        if path is None or Path(path).suffix not in DATA_SUFFIXES or "://" in path:
+            continue
         if needs_data and not Path(path).is_file():
             raise UsageError(
-                f"{source_of('data.path')}: data.path={path!r} does not exist; give a .parquet, .jsonl, .json or .csv "
-                "file, or the name of a hub data set"
+                f"{source_of(f'data.{name}')}: data.{name}={path!r} does not exist; give a .parquet, .jsonl, .json or "
+                ".csv file, or the name of a hub data set"
             )
         # A restart may come from another directory.
-        config.data.path = os.path.abspath(path)  # noqa: PTH100 - keeps symlinks
+        setattr(config.data, name, os.path.abspath(path))  # noqa: PTH100 - keeps symlinks
+    given = [name for name in ("validation_path", "validation_share") if getattr(config.data, name) is not None]
+    if len(given) > 1 or (config.data.validation_share is not None and config.data.validation_split is not None):
+        raise UsageError(
+            f"{source_of('data.validation_share')}: data.validation_share={config.data.validation_share} is not "
+            "allowed beside data.validation_path or data.validation_split: choose one"
+        )

@@ -42,7 +42,7 @@ RESERVED = {
     "ddp_backend": "gloo on CPU and nccl on GPUs are chosen by themselves",
     "save_only_model": "a checkpoint must be complete to resume from",
     "auto_find_batch_size": "the global batch must not change within a run",
-    "load_best_model_at_end": "best_model is the final model for now",
+    "load_best_model_at_end": "with data.validation_path, _split or _share best_model is the best checkpoint",
     "fsdp": "only DDP is supported",
     "fsdp_config": "only DDP is supported",
     "deepspeed": "only DDP is supported",

@@ -1,27 +1,69 @@
-"""What the default job reports while it trains."""
+"""What the default job measures and reports while it trains."""
 
 from __future__ import annotations
 
+import math
+import os
+import resource
 import time
 from typing import Any
 
+import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from checkpointing.client import ATTEMPT_ENV
 from runner.training.events import EventSender
 
+# Dense bf16 or fp16 operations per second, by NVIDIA's data sheets; the first name that the device's contains.
+_PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "T4": 65e12,
+}
 
-class ProgressCallback(TrainerCallback):
-    """Tells the supervisor every log entry of rank 0: step, loss, tokens per second."""
+
+class MetricsCallback(TrainerCallback):
+    """Adds to every log entry of rank 0 what the Trainer does not measure, and tells the supervisor.
+
+    It must stand before those that pass entries on to a tracker. What it adds is in no checkpoint: `log_history` of a
+    resumed run equals the uninterrupted one's.
+    """
 
     def __init__(self, sender: EventSender) -> None:
         self._sender = sender
         self._last: tuple[float, float] | None = None
+        self._data_wait_s, self._num_steps = 0.0, 0
+        self._attempt = int(os.environ.get(ATTEMPT_ENV, "0"))
+
+    def watch(self, trainer: Any) -> None:
+        """Measure how long this trainer waits for its batches, and become the first of its callbacks."""
+        handler = trainer.callback_handler
+        handler.callbacks.insert(0, handler.callbacks.pop(handler.callbacks.index(self)))
+        self._trainer, draw = trainer, trainer.get_batch_samples
+
+        def drawn(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return draw(*args, **kwargs)
+            finally:
+                self._data_wait_s += time.perf_counter() - began
+
+        trainer.get_batch_samples = drawn
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.is_world_process_zero:
             self._sender.send("training_started", step=state.global_step, total_steps=state.max_steps)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._num_steps += 1
 
     def on_log(
         self,
@@ -31,19 +73,97 @@ class ProgressCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        if not state.is_world_process_zero or not logs or "loss" not in logs:
+        if not state.is_world_process_zero or not logs:
             return
-        now, tokens = time.monotonic(), logs.get("num_tokens")
-        rate = None
-        if tokens is not None:
-            if self._last is not None and now > self._last[0]:
-                rate = round((tokens - self._last[1]) / (now - self._last[0]), 1)
-            self._last = (now, tokens)
-        self._sender.send(
-            "log",
-            step=state.global_step,
-            loss=logs["loss"],
-            learning_rate=logs.get("learning_rate"),
-            grad_norm=logs.get("grad_norm"),
-            tokens_per_s=rate,
-        )
+        if "eval_loss" in logs:
+            logs |= perplexities(logs)
+            self._sender.send("evaluated", step=state.global_step, **_numbers(logs, "eval_"))
+        elif "loss" in logs:
+            measured = {
+                **perplexities(logs),
+                **self._speed(logs, args.world_size),
+                **_memory(),
+                "attempt": self._attempt,
+            }
+            if self._num_steps:
+                measured["data_wait_s"] = round(self._data_wait_s / self._num_steps, 5)
+            self._data_wait_s, self._num_steps = 0.0, 0
+            measured |= _communication(self._trainer.model_wrapped)
+            logs |= measured
+            self._sender.send(
+                "log",
+                step=state.global_step,
+                loss=logs["loss"],
+                learning_rate=logs.get("learning_rate"),
+                grad_norm=logs.get("grad_norm"),
+                **{"tokens_per_s": None, **{name: value for name, value in measured.items() if name != "attempt"}},
+            )
+
+    def _speed(self, logs: dict[str, float], world_size: int) -> dict[str, float]:
+        """Since the last entry; TRL counts the tokens of all ranks."""
+        now, tokens, last = time.monotonic(), logs.get("num_tokens"), self._last
+        if tokens is None:
+            return {}
+        self._last = (now, tokens)
+        if last is None or now <= last[0]:
+            return {}
+        rate = (tokens - last[1]) / (now - last[0])
+        speed = {"tokens_per_s": round(rate, 1), "tokens_per_s_per_rank": round(rate / world_size, 1)}
+        peak = _peak_flops()
+        if peak is not None:
+            length = getattr(self._trainer.args, "max_length", None) or 0
+            share = rate / world_size * flops_per_token(self._trainer.model, length) / peak
+            speed["mfu"] = round(share, 4)
+        return speed
+
+
+def perplexities(logs: dict[str, Any]) -> dict[str, float]:
+    """e to the power of the losses in a log entry."""
+    names = {"loss": "perplexity", "eval_loss": "eval_perplexity"}
+    found = {name: logs[loss] for loss, name in names.items() if isinstance(logs.get(loss), (int, float))}
+    return {name: round(math.exp(loss), 4) for name, loss in found.items() if loss < 700}
+
+
+def flops_per_token(model: Any, length: int) -> float:
+    """Of forward and backward: 6 per parameter, and 12 x layers x width x sequence length for the attention (PaLM,
+    arXiv 2204.02311, appendix B). What a frozen base saves in the backward is not taken off."""
+    config = model.config
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return float(6 * parameters + 12 * config.num_hidden_layers * config.hidden_size * length)
+
+
+def _peak_flops() -> float | None:
+    if not torch.cuda.is_available():
+        return None
+    device = torch.cuda.get_device_name()
+    return next((flops for name, flops in _PEAK_FLOPS.items() if name in device), None)
+
+
+def _memory() -> dict[str, float]:
+    """Peak of this process so far, in GB, and how busy its GPU is, in percent."""
+    if not torch.cuda.is_available():
+        return {"peak_memory_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 3)}
+    found = {"peak_memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3)}
+    try:
+        return {**found, "gpu_utilization": float(torch.cuda.utilization())}
+    except (ModuleNotFoundError, RuntimeError):
+        return found  # nvidia-ml-py is not there, or the driver does not say
+
+
+def _communication(model: Any) -> dict[str, float]:
+    """Share of forward and backward in which a rank waits for the others' gradients, as DDP has measured it.
+
+    It measures the first ten steps, and every hundredth one.
+    """
+    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        return {}
+    data: dict[str, Any] = model._get_ddp_logging_data()
+    forward, backward = data.get("avg_forward_compute_time", 0), data.get("avg_backward_compute_time", 0)
+    communication = data.get("avg_backward_comm_time", 0)
+    exposed = max(communication - data.get("avg_backward_compute_comm_overlap_time", 0), 0)
+    total = forward + backward + exposed
+    return {"communication_share": round(exposed / total, 4)} if total else {}
+
+
+def _numbers(logs: dict[str, Any], prefix: str) -> dict[str, float]:
+    return {name: value for name, value in logs.items() if name.startswith(prefix) and isinstance(value, (int, float))}

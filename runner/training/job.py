@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -14,14 +15,17 @@ import transformers
 from accelerate.utils import is_peft_model
 from trl import SFTConfig, SFTTrainer
 
-from checkpointing.storage.local import fsync_directory, fsync_tree
-from checkpointing.transformers import resilient
+from checkpointing.storage.local import fsync_directory, fsync_tree, replace_file
+from checkpointing.transformers import load_best, resilient
 from runner.cache import seal
 from runner.config import Config, load_config
-from runner.training.callbacks import ProgressCallback
+from runner.training.callbacks import MetricsCallback, perplexities
 from runner.training.data import load_training_data
 from runner.training.events import EventSender
 from runner.training.model import adapter_config, build
+
+# Beside `best_model`: everything that was logged, over all attempts.
+HISTORY_NAME = "training_history.json"
 
 
 def run_job(config_path: str, cache: str, sender: EventSender) -> None:
@@ -41,16 +45,17 @@ def run_job(config_path: str, cache: str, sender: EventSender) -> None:
 
     args = training_arguments(config)
     with args.main_process_first(desc="data"):
-        dataset = load_training_data(config.data.path, config.data.split, Path(cache))
+        dataset, held_back = load_training_data(config.data, Path(cache), seed=args.seed)
     model, tokenizer = build(config.model, config.method, dataset, Path(cache), bf16=args.bf16, seed=args.seed)
-    trackers = _trackers(config, rank)
+    trackers, metrics = _trackers(config, rank), MetricsCallback(sender)
     trainer = SFTTrainer(
         model=model,
         args=args,
         train_dataset=dataset,
+        eval_dataset=held_back,
         processing_class=tokenizer,
         peft_config=adapter_config(config.method),
-        callbacks=[ProgressCallback(sender), *trackers],
+        callbacks=[metrics, *trackers],
     )
     if rank == 0:
         seal(Path(cache))
@@ -66,6 +71,7 @@ def run_job(config_path: str, cache: str, sender: EventSender) -> None:
         check_finite=config.guards.check_finite,
         spike_zscore=config.guards.spike_zscore,
     )
+    metrics.watch(trainer)
     try:
         trainer.train()
     finally:
@@ -73,7 +79,14 @@ def run_job(config_path: str, cache: str, sender: EventSender) -> None:
         for tracker in trackers:
             tracker.close()
     if rank == 0:
-        publish(trainer, tokenizer, Path(config.output_dir) / "best_model")
+        best = load_best(trainer) if held_back is not None else None
+        if best is not None:
+            sender.send_surely("best_model", step=best)
+        output = Path(config.output_dir)
+        publish(trainer, tokenizer, output / "best_model")
+        history = [{**entry, **perplexities(entry)} for entry in trainer.state.log_history]
+        text = json.dumps(history, indent=1) + "\n"
+        replace_file(output / HISTORY_NAME, text.encode(), output / f".{HISTORY_NAME}.tmp")
 
 
 def training_arguments(config: Config) -> SFTConfig:
@@ -90,6 +103,15 @@ def training_arguments(config: Config) -> SFTConfig:
     if world_size > 1:
         options["ddp_backend"] = "nccl" if torch.cuda.is_available() else "gloo"
         options.setdefault("ddp_find_unused_parameters", False)
+        # DDP's own default, where it can be seen and changed.
+        options.setdefault("ddp_bucket_cap_mb", 25)
+    if config.data.has_validation:
+        # At every save, so that each checkpoint has its figure.
+        by_step = options.get("save_strategy", "steps") == "steps"
+        options.setdefault("eval_strategy", "steps" if by_step else "epoch")
+        if by_step and "save_steps" in options:
+            options.setdefault("eval_steps", options["save_steps"])
+        options.setdefault("metric_for_best_model", "eval_loss")
     options.setdefault("report_to", "none")
     options.setdefault("disable_tqdm", True)
     # Not where the checkpoints are: the Trainer makes a folder of whatever name it is given, a URL's too, and after

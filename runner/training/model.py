@@ -28,6 +28,11 @@ from runner.config import MethodConfig, ModelConfig
 
 _END = "<|im_end|>"
 _PAD = "<|pad|>"
+# ChatML, for data in messages.
+_CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def build(
@@ -128,6 +133,7 @@ def trained_tokenizer(dataset: Any, vocab_size: int, cache: Path) -> Any:
             ),
         )
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=_END, pad_token=_PAD)
+        tokenizer.chat_template = _CHAT
         cache.mkdir(parents=True, exist_ok=True)
         # Ranks race: each writes its own copy, the first rename wins, and all copies are equal.
         own = Path(tempfile.mkdtemp(dir=cache))

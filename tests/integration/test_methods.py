@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from integration.support import Run, history, state_hash
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 SHORT = ["trainer.max_steps=24", "trainer.save_steps=6", "trainer.logging_steps=4", "trainer.save_total_limit=9"]
@@ -46,6 +48,9 @@ def test_each_method_ends_as_if_nothing_had_happened(method: str, tmp_path: Path
     for step in (6, 12, 18, 24):
         assert state_hash(run.checkpoint(step)) == state_hash(calm.checkpoint(step)), step
     assert history(run.checkpoint(24)) == history(calm.checkpoint(24))
+    # Over all attempts, as if there had been one.
+    told = [json.loads((one.folder / "training_history.json").read_text()) for one in (run, calm)]
+    assert losses(told[0]) == losses(told[1]) and len(losses(told[0])) == 6
 
 
 def test_an_adapter_is_saved_without_its_base_and_refuses_another(tmp_path: Path) -> None:
@@ -63,6 +68,33 @@ def test_an_adapter_is_saved_without_its_base_and_refuses_another(tmp_path: Path
     assert other_base.finish() == 78, other_base.output
     assert "was trained on another base model" in other_base.output and "Traceback" not in other_base.output
     assert run.checkpoint(24).exists(), "what is refused is not set aside"
+
+
+def losses(entries: list[dict[str, float]]) -> list[tuple[float, float, float]]:
+    return [(entry["step"], entry["loss"], entry["perplexity"]) for entry in entries if "loss" in entry]
+
+
+def test_the_best_checkpoint_is_published(tmp_path: Path) -> None:
+    """Not the last, where that is worse: what is held back is nothing like the rest."""
+    path = tmp_path / "held.jsonl"
+    rows = "".join(json.dumps({"prompt": "?", "completion": "~^`|{}<>" * 9 + str(n)}) + "\n" for n in range(8))
+    path.write_text(rows)
+    wild = ["trainer.learning_rate=0.002", "trainer.lr_scheduler_type=constant", "trainer.save_total_limit=1"]
+    run = job(tmp_path / "run", f"data.validation_path={path}", *wild, "trainer.warmup_steps=0").start()
+    assert run.finish() == 0, run.output
+    measured = {event["step"]: event["eval_loss"] for event in run.events("evaluated")}
+    assert sorted(measured) == [6, 12, 18, 24]
+    best = min(measured, key=lambda step: measured[step])
+    assert best < 24, measured
+    assert run.events("best_model")[0]["step"] == best
+    # It outlives `save_total_limit`, and is what is published.
+    assert sorted(folder.name for folder in (run.folder / "checkpoints").glob("checkpoint-*")) == sorted(
+        ["checkpoint-24", f"checkpoint-{best}"]
+    )
+    kept, published = (load_file(f / "model.safetensors") for f in (run.checkpoint(best), run.folder / "best_model"))
+    assert kept.keys() == published.keys() and all(torch.equal(kept[name], published[name]) for name in kept)
+    entries = json.loads((run.folder / "training_history.json").read_text())
+    assert {e["step"]: e["eval_perplexity"] for e in entries if "eval_loss" in e}.keys() == measured.keys()
 
 
 def test_qlora_needs_a_gpu(tmp_path: Path) -> None:

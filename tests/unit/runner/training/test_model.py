@@ -6,12 +6,13 @@ import pytest
 import torch
 from datasets import Dataset
 
+from runner.config import DataConfig
 from runner.training.data import BUNDLED, load_training_data
 from runner.training.model import choose_attention, trained_tokenizer
 
 
 def test_the_bundled_data_is_clean(tmp_path: Path) -> None:
-    data = load_training_data(None, "train", tmp_path)
+    data, _ = load_training_data(DataConfig(), tmp_path, seed=0)
     assert data.column_names == ["prompt", "completion"] and len(data) >= 300
     prompts, completions = data["prompt"], data["completion"]
     assert len(set(prompts)) == len(prompts) and len(set(completions)) == len(completions)
@@ -54,10 +55,3 @@ def test_attention(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert choose_attention("auto", bf16=bf16) == expected
     assert choose_attention("eager", bf16=bf16) == "eager"
-
-
-def test_data_without_usable_columns_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"question": "a", "answer": "b"}\n')
-    with pytest.raises(ValueError, match=r"has the columns answer, question; needed: prompt and completion"):
-        load_training_data(str(path), "train", tmp_path)

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import SmolLM3Config, SmolLM3ForCausalLM
+
+from runner.training import callbacks
+
+
+def test_perplexity_is_e_to_the_loss() -> None:
+    found = callbacks.perplexities({"loss": 1.5, "eval_loss": 2.0, "grad_norm": 3.0})
+    assert found == {"perplexity": round(math.exp(1.5), 4), "eval_perplexity": round(math.exp(2.0), 4)}
+    assert callbacks.perplexities({"loss": 1e6}) == {} == callbacks.perplexities({"loss": "?"})
+
+
+def test_operations_of_a_token() -> None:
+    """6 per parameter, and twice two products of the attention for each layer, thrice with the backward."""
+    config = SmolLM3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = SmolLM3ForCausalLM(config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert callbacks.flops_per_token(model, 96) == 6 * parameters + 12 * 2 * 32 * 96
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("Tesla T4", 65e12),
+        ("?", None),
+    ],
+)
+def test_peak_of_a_device(device: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    assert callbacks._peak_flops() == peak
+
+
+def test_what_is_measured_reaches_trackers_and_supervisor_but_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[str, dict[str, Any]]] = []
+    sender: Any = SimpleNamespace(send=lambda event, **details: sent.append((event, details)))
+    metrics, seen = callbacks.MetricsCallback(sender), callbacks.MetricsCallback(sender)
+    handler = SimpleNamespace(callbacks=[seen, metrics])
+    trainer = SimpleNamespace(
+        callback_handler=handler, get_batch_samples=lambda: "batch", model_wrapped=None, model=None
+    )
+    metrics.watch(trainer)
+    assert handler.callbacks == [metrics, seen] and trainer.get_batch_samples() == "batch"
+    args, state = SimpleNamespace(world_size=2), SimpleNamespace(is_world_process_zero=True, global_step=5)
+    times = iter([10.0, 12.0])
+    monkeypatch.setattr("runner.training.callbacks.time.monotonic", lambda: next(times))
+    control: Any = None
+    for tokens in (1000, 1400):
+        metrics.on_step_end(args, state, control)  # type: ignore[arg-type]
+        logs = {"loss": 2.0, "num_tokens": tokens}
+        metrics.on_log(args, state, control, logs)  # type: ignore[arg-type]
+    assert logs["tokens_per_s"] == 200.0 and logs["tokens_per_s_per_rank"] == 100.0
+    assert logs["data_wait_s"] >= 0 and logs["peak_memory_gb"] > 0 and logs["attempt"] == 0
+    assert sent[-1][0] == "log" and sent[-1][1]["tokens_per_s"] == 200.0 and sent[-1][1]["step"] == 5
+    state.is_world_process_zero = False
+    metrics.on_log(args, state, control, {"loss": 1.0})  # type: ignore[arg-type]
+    assert len(sent) == 2
