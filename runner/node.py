@@ -33,7 +33,7 @@ from checkpointing.memory import oom_kills
 from checkpointing.protocol import Message
 from runner import processes
 from runner.config import Config
-from runner.environment import TORCHRUN_VARIABLES
+from runner.environment import LINEAGE_ENV, TORCHRUN_VARIABLES
 from runner.errors import HelperKilled, LaunchError, UsageError
 from runner.failure import Failure, FailureKind, classify
 from runner.journal import SteadyClock
@@ -87,6 +87,7 @@ class Order:
         divisor: into how many parts micro-batches are cut.
         skipped: windows of steps that are passed over, as `checkpointing.spikes.SkippedSteps` reads them.
         failure_history: "FAILURES:SECONDS" of the run so far.
+        lineage: see `RunRecord`.
     """
 
     attempt: int
@@ -94,13 +95,19 @@ class Order:
     divisor: int = 1
     skipped: str = ""
     failure_history: str = "0:0"
+    lineage: str = ""
 
     def to_message(self) -> Message:
         return asdict(self)
 
     @classmethod
     def from_message(cls, message: Message) -> Order:
-        return cls(**{name: message[name] for name in ("attempt", "nnodes", "divisor", "skipped", "failure_history")})
+        return cls(
+            **{
+                name: message[name]
+                for name in ("attempt", "nnodes", "divisor", "skipped", "failure_history", "lineage")
+            }
+        )
 
 
 @dataclass(frozen=True)
@@ -447,6 +454,7 @@ class Node:
                     LOCAL_TIER_ENV: self._config.checkpoint.local_tier or "",
                     RESUME_ENV: "auto",
                     FAILURES_ENV: order.failure_history,
+                    LINEAGE_ENV: order.lineage,
                     BATCH_ENV: str(order.divisor),
                     SKIP_ENV: order.skipped,
                 },

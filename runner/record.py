@@ -20,12 +20,14 @@ class RunRecord:
         running: the attempt that is alive; None between two. A supervisor that finds one here has been preceded by one
             that ended without a word.
         skipped: windows of steps that are passed over.
+        lineage: the id of the first life of this run that kept a record: the same on whatever machine it goes on.
     """
 
     history: list[AttemptRecord] = field(default_factory=list)
     batch: BatchShape = WHOLE_BATCHES
     running: int | None = None
     skipped: list[Window] = field(default_factory=list)
+    lineage: str = ""
 
     def add(self, record: AttemptRecord) -> None:
         """Note down a failure; those before a newly committed step are forgotten.
@@ -49,7 +51,7 @@ class RunRecord:
         """`attempt`: the newest; an older runner's record does not replace a newer one's."""
         history = [{"failure": r.failure.to_dict(), "committed_step": r.committed_step} for r in self.history]
         body = {"attempt": attempt, "history": history, "batch": asdict(self.batch), "running": self.running}
-        body["skipped"] = self.skipped
+        body |= {"skipped": self.skipped, "lineage": self.lineage}
         return json.dumps(body)
 
     @classmethod
@@ -64,9 +66,17 @@ class RunRecord:
                 AttemptRecord(Failure.from_dict(entry["failure"]), int(entry["committed_step"]))
                 for entry in body.get("history", [])
             ]
-            running = body.get("running")
+            running, lineage = body.get("running"), body.get("lineage", "")
+            if not isinstance(lineage, str) or not lineage.isascii():
+                raise ValueError(f"no id of a run: {lineage!r}")
             skipped = [read_window(window) for window in body.get("skipped", [])]
-            return cls(history, _batch(**body.get("batch", {})), int(running) if running is not None else None, skipped)
+            return cls(
+                history,
+                _batch(**body.get("batch", {})),
+                int(running) if running is not None else None,
+                skipped,
+                lineage,
+            )
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             return cls()
 

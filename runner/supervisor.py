@@ -68,6 +68,7 @@ class Supervisor:
             life.attempt = max(life.attempt, catalog.newest_attempt())
             committed = catalog.committed_steps()
             self._memory = RunRecord.from_json(config.tiers.durable.read_note())
+            self._memory.lineage = self._memory.lineage or life.run_id
             self._display.state.committed_step = committed[-1] if committed else None
             life.record("run_started", run_id=life.run_id, pid=os.getpid(), committed_step=max([*committed, -1]))
             self._node = Node(
@@ -217,7 +218,9 @@ class Supervisor:
         self._keep_record()
         memory = self._memory
         skipped = ",".join(f"{first}-{last}" for first, last in memory.skipped)
-        order = Order(life.attempt, self._num_nodes, memory.batch.divisor, skipped, self._failure_history())
+        order = Order(
+            life.attempt, self._num_nodes, memory.batch.divisor, skipped, self._failure_history(), memory.lineage
+        )
         self._ended.clear()
         self._states.move(RunState.RUNNING)
         if self._leader is not None:

@@ -23,6 +23,7 @@ from runner.training.callbacks import MetricsCallback, perplexities
 from runner.training.data import load_training_data
 from runner.training.events import EventSender
 from runner.training.model import adapter_config, build
+from runner.training.tracking import AimTracker
 
 # Beside `best_model`: everything that was logged, over all attempts.
 HISTORY_NAME = "training_history.json"
@@ -135,11 +136,7 @@ def publish(trainer: Any, tokenizer: Any, target: Path) -> None:
     fsync_directory(target.parent)
 
 
-def _trackers(config: Config, rank: int) -> list[Any]:
+def _trackers(config: Config, rank: int) -> list[AimTracker]:
     if config.tracking.aim_repo is None or rank != 0:
         return []
-    try:
-        from aim.hugging_face import AimCallback
-    except ImportError as error:
-        raise ImportError(f"tracking.aim_repo is set, but Aim cannot be imported ({error}): pip install aim") from None
-    return [AimCallback(repo=config.tracking.aim_repo, experiment=config.tracking.experiment)]
+    return [AimTracker(config.tracking.aim_repo, config.tracking.experiment, config.checkpoint_location)]
