@@ -72,10 +72,14 @@ class Adapter:
             )
         if then.get("digest") != now["digest"]:
             raise CheckpointError(
-                f"{point.place} was trained on another base model ({then.get('name_or_path') or 'built from scratch'}) "
-                f"than this one ({now['name_or_path'] or 'built from scratch'}): their weights differ. Load that base, "
-                "in the same precision, or train in another output_dir."
+                f"{point.place} was trained on another base model ({BASE_NAME}: {_called(then)}) than this one "
+                f"({_called(now)}): their weights differ. Load that base, in the same precision, or train in another "
+                "output_dir."
             )
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(state[name])
+
+
+def _called(identity: Mapping[str, object]) -> str:
+    return ascii(identity.get("name_or_path") or "built from scratch")[:200]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import logging
 import mmap
@@ -268,8 +269,10 @@ class Snapshotter:
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._ranks.group)
         differing = (extremes[0] != -extremes[1]).nonzero().flatten().tolist()
         if differing:
+            everyone: list[Any] = [None] * self._ranks.world_size
+            dist.all_gather_object(everyone, mine[differing].tolist(), group=self._ranks.group)
             raise ReplicasDrifted(
-                f"step {step}: the ranks hold different values in {len(differing)} of {len(names)} tensors, first in "
+                f"step {step}: {_who_differs(everyone)} in {len(differing)} of {len(names)} tensors, first in "
                 f"{names[differing[0]]}. No checkpoint is made of this state; go on from the one before. If it happens "
                 "again, look for code that changes parameters on one rank only, or for faulty memory."
             )
@@ -303,6 +306,17 @@ class Snapshotter:
         event = {"event": "committed", "step": request.step, **tier, "nbytes": manifest.total_bytes}
         client.announce({**event, "duration_s": duration, "cpu_s": duration})
         client.prune(request.retention)
+
+
+def _who_differs(sums: Sequence[Sequence[int]]) -> str:
+    """The ranks that are not as most are, in words; `sums` are all ranks', by rank."""
+    counted = collections.Counter(map(tuple, sums))
+    usual, number = counted.most_common(1)[0]
+    odd = [str(rank) for rank, own in enumerate(sums) if tuple(own) != usual]
+    if 2 * number <= len(sums):
+        return f"the {len(sums)} ranks hold different values"
+    one = len(odd) == 1
+    return f"rank{'' if one else 's'} {', '.join(odd)} hold{'s' if one else ''} other values than the others"
 
 
 def pin(memory: SharedMemory) -> None:

@@ -155,6 +155,8 @@ def load_best(trainer: Any) -> int | None:
 class _ResilientMixin(_Base):
     """Overrides put in front of the trainer's own class."""
 
+    # The Trainer's own.
+    _train_batch_size: int
     _manager: CheckpointManager
     _restore_point: RestorePoint | None
     # As above until the first batch of the resumed run is drawn.
@@ -187,6 +189,7 @@ class _ResilientMixin(_Base):
             self._track()
             self._restore_point = self._manager.choose()
             resume_from_checkpoint = _checked_directory(self._restore_point) if self._restore_point else None
+            self._keep_global_batch()
         self._pending_restore = self._restore_point
         try:
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
@@ -240,6 +243,23 @@ class _ResilientMixin(_Base):
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
         )
+
+    def _keep_global_batch(self) -> None:
+        """With another number of ranks than before: the same samples in each step, in other micro-batches.
+
+        The largest that are no larger than those configured; where the ranks cannot share a step's samples equally,
+        `_check_global_batch` says so.
+        """
+        point, args = self._restore_point, self.args
+        if point is None or point.step == 0 or point.world_size == args.world_size:
+            return
+        share, rest = divmod(point.samples_consumed // point.step, args.world_size)
+        if rest:
+            return
+        size = next(size for size in range(self._train_batch_size, 0, -1) if share % size == 0)
+        args.per_device_train_batch_size = size // max(args.n_gpu, 1)
+        args.gradient_accumulation_steps = share // size
+        self._train_batch_size = size
 
     def _check_global_batch(self, global_batch_size: int) -> None:
         point = self._restore_point

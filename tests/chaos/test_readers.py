@@ -35,9 +35,11 @@ from chaos.stores import MemoryObjects
 from contract.support import commit
 
 from checkpointing import CheckpointManager, locking, rng
+from checkpointing.adapter import BASE_NAME, Adapter
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.manifest import Manifest, _self_digest
-from checkpointing.restore import RestorePoint, Room, _propose, _read
+from checkpointing.restore import ADAPTER_NAME, RestorePoint, Room, _propose, _read
+from checkpointing.spikes import SpikeDetector
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.base import Fence
 from checkpointing.storage.remote import RemoteStorage
@@ -122,6 +124,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
         _metrics={"train": {"entropy": [0.5, 0.25]}},
         _total_train_tokens=1000,
         current_flos=7.5e9,
+        _spikes=SpikeDetector(8.0, [2.5, 2.25]),
     )
     own = {"loop_state_0.json": _ResilientMixin._capture_loop_state(loop)}  # type: ignore[arg-type]
     shared = {"trainer_state.json": _state_bytes(state)}
@@ -532,8 +535,9 @@ def loop_state(place: Place) -> Reader:
 
     def read(data: bytes) -> bool:
         trainer = SimpleNamespace(
-            args=SimpleNamespace(process_index=0), current_flos=0, _tr_loss=torch.tensor(0.0), _metrics={"train": {}}
-        )
+            args=SimpleNamespace(process_index=0), current_flos=0, _tr_loss=torch.tensor(0.0), _metrics={"train": {}},
+            _spikes=SpikeDetector(8.0),
+        )  # fmt: skip
         with refused("loop_state_0.json", CheckpointError) as was:
             state = _ResilientMixin._restore_loop_state(trainer, point("loop_state_0.json", data))  # type: ignore[arg-type]
             state.get("evaluation_due")
@@ -541,9 +545,28 @@ def loop_state(place: Place) -> Reader:
             assert isinstance(trainer._globalstep_last_logged + 1, (int, float))
             assert all(isinstance(sum(values, 0.0), float) for values in trainer._metrics["train"].values())
             assert isinstance(getattr(trainer, "_total_train_tokens", 0) + 1, (int, float))
+            trainer._spikes.look(2.0)
         return not was()
 
     return Reader(place.data("loop_state_0.json"), [mutations.blindly, mutations.json_knowingly], read)
+
+
+def base_model(place: Place) -> Reader:
+    """An adapter goes on upon its own base, or not at all."""
+    layer = torch.nn.Linear(4, 4)
+    adapter = Adapter(lambda state: {"bias": state["bias"]}, "org/base")
+    right = adapter.identify(layer)
+    weights = safetensors.torch.save({"bias": torch.ones(4)})
+
+    def read(data: bytes) -> bool:
+        found = point(ADAPTER_NAME, weights)
+        found._files[BASE_NAME] = memoryview(bytearray(data))
+        with refused(BASE_NAME, CheckpointError) as was:
+            adapter.restore(layer, found)
+            assert json.loads(data)["digest"] == json.loads(right)["digest"]
+        return not was()
+
+    return Reader(right, [mutations.blindly, mutations.json_knowingly], read)
 
 
 # -- what lies beside it ---------------------------------------------------------------------------------------------
@@ -554,6 +577,7 @@ def note(place: Place) -> Reader:
     storage = LocalStorage(place.scratch / "note")
     crash = Failure(FailureKind.CRASHED, "cause", 0, 12, "print")
     record = RunRecord([AttemptRecord(crash, 10), AttemptRecord(crash, 10)], BatchShape(4, 2, 2), running=5)
+    record.skipped, record.lineage = [(3, 9), (12, 12)], "4f1c"
     next_note = record.to_json(2**62).encode()
 
     def read(data: bytes) -> bool:
@@ -564,7 +588,7 @@ def note(place: Place) -> Reader:
         found.account_for_lost_runner(10)
         for kind in (FailureKind.CRASHED, FailureKind.OUT_OF_MEMORY):
             history = [*found.history, AttemptRecord(replace(crash, kind=kind), 10)]
-            decision = decide(history, max_restarts=3, stop_requested=False, batch=found.batch)
+            decision = decide(history, max_restarts=3, stop_requested=False, batch=found.batch, skips_left=1)
             assert isinstance(decision, (Restart, Stop)) and decision.reason
             if isinstance(decision, Restart):
                 assert 1 <= found.batch.divisor <= decision.batch.divisor <= 2**18
@@ -673,6 +697,7 @@ READERS: dict[str, Callable[[Place], Reader]] = {
     "rng_state.pth": generators,
     "trainer_state.json": trainer_state,
     "loop_state_0.json": loop_state,
+    "base_model.json": base_model,
     "note": note,
     "lock": lock,
     "journal": journal,

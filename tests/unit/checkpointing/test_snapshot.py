@@ -9,6 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from checkpointing.snapshot import FileImage, TorchFileLayout, copy_literals, copy_tensors, place, safetensors_image
+from checkpointing.snapshotter import _who_differs
 
 
 def materialise(images: list[FileImage], folder: Path, num_shares: int = 1) -> None:
@@ -102,3 +103,16 @@ def test_the_same_shapes_in_another_order_are_found(tmp_path: Path) -> None:
         read = torch.load(tmp_path / "x.pt", weights_only=True)
         assert torch.equal(read["a"], first) and torch.equal(read["b"][0], second)
         assert torch.equal(read["b"][1]["c"], first)
+
+
+@pytest.mark.parametrize(
+    ("sums", "text"),
+    [
+        ([[1, 2], [1, 3]], "the 2 ranks hold different values"),
+        ([[1, 2], [1, 3], [1, 2]], "rank 1 holds other values than the others"),
+        ([[1], [2], [1], [3], [1]], "ranks 1, 3 hold other values than the others"),
+        ([[1], [2], [1], [2]], "the 4 ranks hold different values"),
+    ],
+)
+def test_the_rank_that_is_not_as_the_others_is_named(sums: list[list[int]], text: str) -> None:
+    assert _who_differs(sums) == text
