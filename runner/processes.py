@@ -19,8 +19,10 @@ import psutil
 RUN_ID_ENV = "RUNNER_RUN_ID"
 # What a user, a scheduler or a kubelet sends to have the run stop.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+FORK_SERVER_NAME = "fork-server"
 _TRACKER_PATIENCE_S = 1.0
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = (1 << 64) - 1
@@ -62,6 +64,13 @@ def be_traceable() -> None:
     """Let other processes of this user look at the stacks, where Yama lets only ancestors do so (prctl(2))."""
     with contextlib.suppress(OSError):
         _prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY)
+
+
+def set_name(name: str) -> None:
+    """What `ps -o comm` shows for this process; 15 characters at most (prctl(2))."""
+    text = ctypes.create_string_buffer(name.encode())
+    with contextlib.suppress(OSError):
+        _prctl(_PR_SET_NAME, ctypes.addressof(text))
 
 
 def descendants() -> list[psutil.Process]:
@@ -116,8 +125,11 @@ def is_tracker(process: psutil.Process) -> bool:
 
 
 def is_fork_server(process: psutil.Process) -> bool:
-    """Whether it is a fork server of `multiprocessing`, by its command line; so are those that it has forked."""
-    return "multiprocessing.forkserver" in _command(process)
+    """Whether it is the launcher's fork server, or one of `multiprocessing`'s own."""
+    try:
+        return process.name() == FORK_SERVER_NAME or "multiprocessing.forkserver" in _command(process)
+    except psutil.Error:
+        return False
 
 
 def _command(process: psutil.Process) -> str:

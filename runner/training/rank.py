@@ -31,6 +31,7 @@ def run_rank(spec: dict[str, Any]) -> None:
     _take_back_signals()
     sender = EventSender(spec["events"], int(spec["env"][ATTEMPT_ENV]))
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    processes.set_name(f"rank {rank}")
     # A notice may come to one rank alone, at any moment from now on.
     stop_signal.install(lambda: sender.send_surely("stop_signal", rank=rank))
     os.environ.update(spec["env"])

@@ -255,7 +255,7 @@ def test_slow_evaluation_saving_and_compiling_are_no_hangs(tmp_path: Path) -> No
 def test_a_stopped_agent_or_launcher_costs_an_attempt(tmp_path: Path) -> None:
     for name in ("agent", "launcher"):
         folder = tmp_path / name
-        run = Run(folder / "run", "--set", "restart.quiet_timeout_s=12", script=troubled(folder)).start()
+        run = Run(folder / "run", "--set", "restart.quiet_timeout_s=20", script=troubled(folder)).start()
         wait_for_commit(run, 20)
         os.kill({"agent": run.agent_pid, "launcher": run.launcher_pid}[name](), signal.SIGSTOP)
         if name == "launcher":
@@ -382,7 +382,7 @@ def test_the_same_error_at_the_same_step_twice(tmp_path: Path) -> None:
 def test_an_error_before_the_first_step(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", script=troubled(tmp_path, "import no_such_module")).start()
     assert run.finish() == 78, run.output
-    assert kinds(run) == ["boot failure"] and "no_such_module" in run.output
+    assert kinds(run) == ["boot failure"] and "no_such_module" in last_line(run) and "its log:" in run.output
 
 
 def test_a_scripts_own_status_75_is_no_stop_request(tmp_path: Path) -> None:
@@ -443,7 +443,7 @@ def test_runners_that_are_killed_again_and_again_spend_the_budget(tmp_path: Path
 # -- preemption ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
 def test_a_notice_to_one_rank_alone_stops_all(number: signal.Signals, calm: Run, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", script=troubled(tmp_path, options=EVALUATING)).start()
     wait_for_commit(run, 10)
@@ -565,20 +565,6 @@ def test_a_rank_that_has_stopped_leaves_the_others_time_to_end_in_order(tmp_path
     assert [(tmp_path / f"hf.closed.{rank}").exists() for rank in (0, 1)] == [True, True]
 
 
-def test_a_script_that_ends_well_when_told_to_stop_is_not_finished(tmp_path: Path) -> None:
-    path = tmp_path / "own.py"
-    path.write_text(
-        "import os, signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
-        f"open({str(tmp_path / 'up')!r} + os.environ['RANK'], 'w')\n"
-        "time.sleep(600)\n"
-    )
-    run = Run(tmp_path / "run", script=[str(path)]).start()
-    wait_until(run, lambda: all((tmp_path / f"up{rank}").exists() for rank in (0, 1)))
-    run.signal(signal.SIGTERM)
-    assert run.finish(60) == 75, run.output
-
-
 def test_what_outlasts_the_grace_is_ended(tmp_path: Path) -> None:
     trouble = """
         def at_step(step, args):
@@ -673,10 +659,7 @@ def test_as_process_1_it_restarts_stops_and_leaves_nobody(tmp_path: Path) -> Non
 
     def ranks() -> list[psutil.Process]:
         """By the numbers that they have out here."""
-        spec = [p for p in runner.children(recursive=True) if "forkserver" in " ".join(p.cmdline())]
-        return [
-            p for p in spec if p.children() == [] and any("forkserver" in " ".join(q.cmdline()) for q in p.parents())
-        ]
+        return [process for process in runner.children(recursive=True) if process.name().startswith("rank ")]
 
     victim = max(ranks(), key=lambda process: process.memory_info().rss)
     victim.send_signal(signal.SIGKILL)

@@ -44,47 +44,10 @@ def test_the_same_script_under_plain_torchrun(tmp_path: Path, untouched_script: 
     assert state_hash(tmp_path / "checkpoints" / "checkpoint-60") == state_hash(untouched_script.checkpoint(60))
 
 
-def test_an_error_before_the_first_step_stops_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "broken.py"
-    path.write_text("import does_not_exist\n")
-    run = Run(tmp_path / "run", script=[str(path)]).start()
-    assert run.finish(60) == 78, run.output
-    assert "does_not_exist" in run.events("run_ended")[0]["reason"]
-    assert len(run.events("attempt_started")) == 1
-    assert "its log:" in run.output
-
-
 def test_a_missing_model_is_told_in_one_line(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", "--set", f"model.name_or_path={tmp_path}/nothing").start(HF_HUB_OFFLINE="1")
     assert run.finish(60) == 78, run.output
     assert "nothing" in run.output and "Traceback" not in run.output
-
-
-def test_the_same_error_at_the_same_step_twice_is_not_tried_again(tmp_path: Path) -> None:
-    lines = script(tmp_path)
-    path = Path(lines[0])
-    path.write_text(
-        path.read_text().replace(
-            "        time.sleep(0.1)\n",
-            "        if _[1].global_step == 15:\n            raise ValueError('bad row 123')\n",
-        )
-    )
-    run = Run(tmp_path / "run", script=lines).start()
-    assert run.finish(90) == 78, run.output
-    ends = run.events("attempt_ended")
-    assert [(end["kind"], end["start_step"]) for end in ends] == [("crashed", 0), ("crashed", 10)]
-    assert "bad row 123" in run.events("run_ended")[0]["reason"]
-
-
-def test_restarts_are_limited(tmp_path: Path) -> None:
-    path = tmp_path / "dies.py"
-    path.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
-    options = ["--max-restarts", "2", "--set", "restart.backoff_initial_s=0.1", "--set", "restart.backoff_jitter_s=0"]
-    run = Run(tmp_path / "run", *options, script=[str(path)]).start()
-    # A kill is no fault of the script's: it is tried again until the budget is spent.
-    assert run.finish(90) == 79, run.output
-    assert len(run.events("attempt_started")) == 3
-    assert "not one checkpoint" in run.output
 
 
 def test_one_rank_and_cold_start(tmp_path: Path) -> None:
@@ -92,15 +55,6 @@ def test_one_rank_and_cold_start(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", *options, script=script(tmp_path)).start()
     assert run.finish() == 0, run.output
     assert (run.checkpoint(60) / "rng_state.pth").exists()
-
-
-def test_a_stop_signal_to_one_rank_alone_stops_all_in_good_order(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", script=script(tmp_path)).start()
-    wait_for_commit(run, 20)
-    os.kill(run.rank_pid(1), signal.SIGTERM)
-    assert run.finish() == 75, run.output
-    assert run.events("attempt_ended")[-1]["step"] == run.events("committed")[-1]["step"]
-    assert not run.leftovers()
 
 
 def test_a_script_with_its_own_answer_to_sigterm_is_asked_first(tmp_path: Path) -> None:
@@ -118,7 +72,8 @@ def test_a_script_with_its_own_answer_to_sigterm_is_asked_first(tmp_path: Path) 
     while not all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)):
         time.sleep(0.05)
     run.signal(signal.SIGINT)
-    assert run.finish(30) in (0, 75), run.output
+    # An answer of its own is no end of training.
+    assert run.finish(30) == 75, run.output
     assert (tmp_path / "saved-0").exists() and (tmp_path / "saved-1").exists()
     assert not run.leftovers()
 
