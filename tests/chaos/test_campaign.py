@@ -52,10 +52,11 @@ def sabotaged(folder: Path, module: str, change: str) -> str:
 
 def test_nothing_is_lost(tmp_path: Path) -> None:
     names = ["rank killed", "agent killed", "preempted", "killed at local.manifest", "disk full", "NaN in a batch"]
+    names += ["clock jumps by an hour", "memory pressure"]
     options = [part for name in names for part in ("--fault", name)]
-    code, verdict, output = chaos(tmp_path, "--kills", "6", "--seed", "7", *options)
+    code, verdict, output = chaos(tmp_path, "--kills", "8", "--seed", "7", *options)
     assert code == 0, output
-    assert verdict["faults"] >= 6 and verdict["violations"] == 0 and verdict["identical"], output
+    assert verdict["faults"] >= 8 and verdict["violations"] == 0 and verdict["identical"], output
     assert "ended in the same bits" in output.splitlines()[-1]
     assert not list((tmp_path / "chaos").glob("run-*")), "folders of runs that ended well are removed"
 
