@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import selectors
@@ -56,8 +57,14 @@ class StopRequest:
                 self._hurried_at = time.monotonic()
             self.ask(signal.Signals(number).name)
 
+        def ignore() -> None:
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+
         for number in STOP_SIGNALS:
             signal.signal(number, count)
+        # The interpreter's own end takes handlers back: a signal that comes then would take the exit code's place.
+        atexit.register(ignore)
 
 
 @dataclass

@@ -16,7 +16,8 @@ from typing import Any
 
 import tenacity
 
-from checkpointing.errors import InvalidCheckpoint, StorageUnreachable
+from checkpointing.catalog import Catalog
+from checkpointing.errors import CheckpointError, InvalidCheckpoint, StorageUnreachable
 from checkpointing.storage.objects import StorageTimeout
 from runner.config import Config
 from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError, StorageFull, UsageError
@@ -58,6 +59,8 @@ class Supervisor:
         self._running = False
         self._busy: dict[int, bool] = {}
         self._busy_told = False
+        # Of the newest attempt.
+        self._last_step = 0
 
     def run(self) -> ExitCode:
         """Supervise until the run has ended; returns what the process is to exit with."""
@@ -101,7 +104,7 @@ class Supervisor:
                         self._leader.send({"do": "finish", "exit_code": int(decision.exit_code)})
                     self._leader.close()
                 drained = self._node.close()
-            if not drained and decision.exit_code is ExitCode.DONE:
+            if not drained and decision.exit_code is ExitCode.DONE and not self._last_step_is_durable():
                 decision = Stop(ExitCode.STORAGE_FAILED, "trained to the end, but the last checkpoint was not written")
             state = {ExitCode.DONE: RunState.FINISHED, ExitCode.PREEMPTED: RunState.PREEMPTED}.get(
                 decision.exit_code, RunState.FAILED
@@ -112,6 +115,13 @@ class Supervisor:
             life.record("run_ended", state=state.value, exit_code=int(decision.exit_code), reason=decision.reason)
         self._display.close()
         return decision.exit_code
+
+    def _last_step_is_durable(self) -> bool:
+        """An agent that was lost at the very end may have had nothing left to do but to remove older checkpoints."""
+        try:
+            return Catalog(self._config.tiers.durable).committed_steps()[-1:] == [self._last_step]
+        except (CheckpointError, OSError):
+            return False
 
     def _spent_by_lost_runners(self) -> Stop | None:
         """Runners before this one may have been killed together with all they had started, again and again."""
@@ -172,6 +182,7 @@ class Supervisor:
 
     def _note_down(self, failure: Failure, log: Path | None) -> Restart | Stop:
         """Have it on record, and decide."""
+        self._last_step = failure.step
         self._memory.running = None
         if failure.kind is FailureKind.FINISHED:
             self._memory.history.clear()

@@ -201,14 +201,17 @@ def _preempt(scene: Scene) -> str:
 
 def _preempt_short(scene: Scene) -> str:
     """As a spot machine that is gone before it has said so."""
+    # With the machine its shared memory goes: also what only the resource tracker knows of by then.
+    shared_memory = scene.subject.shared_memory()
     scene.subject.process.send_signal(signal.SIGTERM)
     time.sleep(scene.random.uniform(0.0, _SHORT_GRACE_S))
     if scene.subject.process.poll() is None:
-        # With the machine its shared memory goes.
-        shared_memory = scene.subject.shared_memory()
-        for process in scene.subject.alive():
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for process in scene.subject.alive():
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(number)
+            if number is signal.SIGSTOP:
+                shared_memory |= scene.subject.shared_memory()
         for path in shared_memory:
             path.unlink(missing_ok=True)
     return f"SIGTERM, and within {_SHORT_GRACE_S} s SIGKILL to all processes"

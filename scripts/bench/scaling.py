@@ -1,7 +1,7 @@
 """What another rank brings: tokens per second of the bundled job on 1, 2, ... ranks, the same batch on each.
 
-One thread for each rank; the numbers of ranks take turns within each round. The first entries of a run are left out: DDP
-and the caches are not warm in them. Efficiency is the throughput of N ranks over N times that of one; the share of
+One thread for each rank; the numbers of ranks take turns within each round. The first entries of a run do not count:
+DDP and the caches are not warm in them. Efficiency is the throughput of N ranks over N times that of one; the share of
 communication is what DDP has measured: the part of forward and backward in which a rank waits for others' gradients.
 """
 

@@ -170,6 +170,16 @@ def test_a_connection_that_breaks_between_two_ranks_is_a_crash(calm: Run, tmp_pa
     assert_as_if_nothing_had_happened(run, calm)
 
 
+def test_an_agent_lost_when_all_is_committed_costs_nothing(tmp_path: Path) -> None:
+    """It was removing older checkpoints after the last one."""
+    script = troubled(tmp_path, options="save_total_limit=1")
+    run = Run(tmp_path / "run", script=script).start(CHECKPOINT_FAILPOINTS="local.removing=pause@3")
+    wait_until(run, lambda: run.events("attempt_ended"))
+    os.kill(run.agent_pid(), signal.SIGKILL)
+    assert run.finish() == 0, run.output
+    assert run.checkpoint(END).exists() and run.events("run_ended")[-1]["state"] == "finished"
+
+
 # -- hangs ---------------------------------------------------------------------------------------------------------
 
 
@@ -528,6 +538,16 @@ def test_a_stop_in_a_save_is_honoured(tmp_path: Path) -> None:
     assert run.finish(60) == 75, run.output
     assert run.events("committed")[-1]["step"] == run.events("attempt_ended")[-1]["step"]
     assert not run.leftovers()
+
+
+def test_signals_while_it_ends_do_not_take_the_exit_codes_place(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", *SHORT_JOB, "--set", "trainer.max_steps=6").start()
+    wait_until(run, lambda: run.events("run_ended"))
+    assert run.process is not None
+    while run.process.poll() is None:
+        run.process.send_signal(signal.SIGTERM)
+        time.sleep(0.002)
+    assert run.finish() == 0, run.output
 
 
 def test_a_stop_in_the_first_moment_is_not_lost(tmp_path: Path) -> None:
