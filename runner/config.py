@@ -407,6 +407,13 @@ def _check_files(config: Config, source_of: Any, *, needs_data: bool) -> None:
             )
         # A restart may come from another directory.
         setattr(config.data, name, os.path.abspath(path))  # noqa: PTH100 - keeps symlinks
+    split = config.data.validation_split
+    source = config.data.validation_path or config.data.path
+    if split is not None and (source is None or Path(source).suffix in DATA_SUFFIXES):
+        raise UsageError(
+            f"{source_of('data.validation_split')}: data.validation_split={split!r} is a split of a hub data set, and "
+            f"{source or 'the bundled data'} has none: use data.validation_path or data.validation_share"
+        )
     given = [name for name in ("validation_path", "validation_share") if getattr(config.data, name) is not None]
     if len(given) > 1 or (config.data.validation_share is not None and config.data.validation_split is not None):
         raise UsageError(

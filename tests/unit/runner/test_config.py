@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,26 @@ def test_a_strategy_of_no_is_no_boolean() -> None:
         None, {}, [parse_setting("trainer.save_strategy=no"), parse_setting("trainer.eval_strategy=no")]
     )
     assert (config.trainer["save_strategy"], config.trainer["eval_strategy"]) == ("no", "no")
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (["data.validation_split=test"], "data.validation_split='test' is a split of a hub data set, and the bundled"),
+        (["data.path=s3://b/x.jsonl", "data.validation_split=test"], "s3://b/x.jsonl has none"),
+        (["data.path=org/set", "data.validation_split=test", "data.validation_share=0.1"], "choose one"),
+        (["data.validation_path=s3://b/y.csv", "data.validation_share=0.1"], "choose one"),
+        (["data.validation_path=nothing.csv"], "data.validation_path='nothing.csv' does not exist"),
+        (["data.validation_share=1.5"], "data.validation_share=1.5 is not allowed"),
+        (["method.type=lora2"], "method.type='lora2' is not allowed"),
+        (["guards.spike_zscore=-1"], "guards.spike_zscore=-1 is not allowed"),
+    ],
+)
+def test_what_cannot_be_evaluated_or_trained_is_told(settings: list[str], problem: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(problem)):
+        load_config(None, {}, [parse_setting(text) for text in settings])
+
+
+def test_a_hub_set_may_have_a_split_for_evaluations() -> None:
+    config = load_config(None, {}, [parse_setting("data.path=org/set"), parse_setting("data.validation_split=test")])
+    assert config.data.has_validation
