@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 from pathlib import Path
 
+import boto3
 import pytest
 from integration.support import (
     RUNNER,
@@ -69,6 +71,29 @@ def test_server_and_ranks_are_killed_and_the_machine_is_lost(
     assert loss_curve(exported) == loss_curve(untouched.checkpoint(TOTAL_STEPS))
     assert runner("checkpoints", "export", s3_location, str(TOTAL_STEPS), str(exported)).returncode == 2
     assert not again.leftovers()
+
+
+def test_a_bucket_that_goes_in_mid_run_costs_saves_and_then_the_run(
+    rclone_s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training goes on meanwhile; after so many saves in a row it would only be computed to be lost."""
+    name = bucket_on(rclone_s3, monkeypatch)
+    settings = [f"checkpoint.location=s3://{name}/run", "trainer.save_steps=10", "checkpoint.max_failed_saves=2"]
+    run = Run(tmp_path / "run", *SHORT_JOB, *(part for setting in settings for part in ("--set", setting))).start()
+    wait_for_commit(run, 10)
+    bucket = boto3.resource("s3").Bucket(name)
+    while True:
+        bucket.objects.delete()
+        with contextlib.suppress(bucket.meta.client.exceptions.ClientError):
+            bucket.delete()
+            break
+    gone_at = max(event["step"] for event in run.events("log"))
+    assert run.finish() == 74, run.output
+    failed = run.events("commit_failed")
+    assert len(failed) >= 2 and all("bucket" in event["error"] for event in failed)
+    assert run.events("attempt_ended")[-1]["step"] > gone_at
+    assert "max_failed_saves" in run.events("run_ended")[0]["reason"] and "Traceback" not in run.output
+    assert not run.leftovers()
 
 
 @pytest.mark.parametrize(
