@@ -36,11 +36,14 @@ class Adapter:
         if self._identity is None:
             live = model.state_dict(keep_vars=True)
             saved = {id(tensor) for tensor in self.select(live).values()}
-            # Buffers may change; and what wraps a layer for the adapter renames it.
+            # Buffers may change; what wraps a layer for the adapter renames it; and of a module that is trained whole
+            # PEFT keeps the original, which nobody uses, and which may have been drawn at random.
             base = {
                 name.replace(".base_layer", ""): tensor.detach()
                 for name, tensor in live.items()
-                if isinstance(tensor, torch.nn.Parameter) and id(tensor) not in saved
+                if isinstance(tensor, torch.nn.Parameter)
+                and id(tensor) not in saved
+                and ".original_module." not in name
             }
             sums = snapshot.fingerprint(t.contiguous().reshape(-1).view(torch.uint8) for t in base.values()).tolist()
             entries = sorted(

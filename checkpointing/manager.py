@@ -30,7 +30,7 @@ from checkpointing.arena import Heartbeat, Phase
 from checkpointing.cadence import DEFAULT_OVERHEAD_CAP, Auto, Cadence, CadenceClock
 from checkpointing.client import ATTEMPT_ENV, SOCKET_ENV, AgentClient, AgentProcess
 from checkpointing.clock import machine_clock
-from checkpointing.errors import CheckpointError, CommitFailed, Preempted
+from checkpointing.errors import CheckpointError, CommitFailed, InvalidCheckpoint, Preempted, StorageUnreachable
 from checkpointing.failpoints import failpoint
 from checkpointing.manager_environment import (
     BATCH_ENV,
@@ -42,7 +42,7 @@ from checkpointing.manager_environment import (
 )
 from checkpointing.memory import parse_bytes
 from checkpointing.restore import RestorePoint, choose, read_checkpoint
-from checkpointing.retention import Retention, best_of
+from checkpointing.retention import Retention, best_first
 from checkpointing.snapshot import torch_bytes
 from checkpointing.snapshotter import Ranks, Request, SmallFile, Snapshotter, pin, unpin
 from checkpointing.spikes import SkippedSteps
@@ -273,20 +273,35 @@ class CheckpointManager:
                 self.rank,
             )
 
-    def best_step(self) -> int | None:
-        """The step of the best checkpoint by `best_metric`; None where none carries it."""
-        return best_of((e.manifest for e in self._tiers.catalog.scan() if e.manifest is not None), self.retention)
+    def load_best(self, last_step: int) -> int | None:
+        """Load the model of the best checkpoint by `best_metric`, on this rank alone, and nothing else of it.
 
-    def load_weights(self, step: int) -> None:
-        """Load the model of a checkpoint, on this rank alone, and nothing else of it.
+        One that was damaged is passed over, with a warning.
+
+        Args:
+            last_step: of the weights that the model has now; they need not be read.
+
+        Returns:
+            The step; None where there is none that carries the metric and can be read, and the model is as it was.
 
         Raises:
-            CheckpointError: it cannot be read, or is of another model.
+            CheckpointError: it is of another model.
         """
-        storage = self._tiers.catalog.find(step).storage
-        point = read_checkpoint(storage, step, self.rank, self.world_size)
-        self._tracked.restore_model(point)
-        point.close()
+        entries = [entry for entry in self._tiers.catalog.entries() if entry.manifest is not None]
+        for step in best_first((entry.manifest for entry in entries if entry.manifest is not None), self.retention):
+            if step == last_step:
+                return step
+            for entry in entries:
+                if entry.step != step:
+                    continue
+                try:
+                    point = read_checkpoint(entry.storage, step, self.rank, self.world_size)
+                    self._tracked.restore_model(point)
+                    point.close()
+                    return step
+                except (InvalidCheckpoint, StorageUnreachable) as error:
+                    logger.warning("the best checkpoint is passed over: %s", error)
+        return None
 
     # -- training ------------------------------------------------------------------------------------------------
 

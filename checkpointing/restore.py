@@ -47,6 +47,13 @@ SCHEDULER_NAME = "scheduler.pt"
 SCALER_NAME = "scaler.pt"
 # Every rank's share of the loop's state that Hugging Face does not save.
 LOOP_STATE_PREFIX = "loop_state_"
+
+
+def loop_state_name(rank: int) -> str:
+    """The file of a rank's share."""
+    return f"{LOOP_STATE_PREFIX}{rank}.json"
+
+
 _PER_RANK_PREFIXES = ("rng_state", LOOP_STATE_PREFIX)
 # Of a record in a zip archive, as MS-DOS had it.
 _IS_FOLDER = 0x10
@@ -396,7 +403,8 @@ def _read(
     room: Room,
     scratch: Path | None = None,
 ) -> tuple[RestorePoint | None, CheckpointError | None]:
-    own = {rng.file_name(rank, world_size), f"{LOOP_STATE_PREFIX}{rank}.json"}
+    # Rank 0's is also for those that were not there when it was written.
+    own = {rng.file_name(rank, world_size), loop_state_name(rank), loop_state_name(0)}
     path: Path | None = None
     try:
         if isinstance(source, int):

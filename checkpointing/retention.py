@@ -37,11 +37,11 @@ def best_by(metric: str | None, greater_is_better: bool | None) -> tuple[str | N
     return (metric if metric is None or metric.startswith("eval_") else f"eval_{metric}"), greater_is_better
 
 
-def best_of(manifests: Iterable[Manifest], retention: Retention) -> int | None:
-    """The step with the best metric, of equals the newest; None where none carries it."""
+def best_first(manifests: Iterable[Manifest], retention: Retention) -> list[int]:
+    """The steps that carry the metric, the best first, of equals the newest."""
     metric, sign = retention.best_metric, 1 if retention.greater_is_better else -1
-    rated = [(sign * m.metrics[metric], m.step) for m in manifests if metric is not None and metric in m.metrics]
-    return max(rated)[1] if rated else None
+    rated = {(sign * m.metrics[metric], m.step) for m in manifests if metric is not None and metric in m.metrics}
+    return [step for _, step in sorted(rated, reverse=True)]
 
 
 def steps_to_remove(committed: Iterable[Manifest], retention: Retention) -> list[int]:
@@ -68,5 +68,4 @@ def steps_to_upload(local: Iterable[Manifest], durable: Iterable[Manifest], rete
 def _milestones(manifests: Iterable[Manifest], retention: Retention) -> set[int]:
     manifests = list(manifests)
     steps = {m.step for m in manifests if retention.keep_every and m.step % retention.keep_every == 0}
-    best = best_of(manifests, retention)
-    return steps if best is None else {*steps, best}
+    return {*steps, *best_first(manifests, retention)[:1]}

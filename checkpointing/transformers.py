@@ -36,7 +36,7 @@ from checkpointing.data import CursorBatchSampler, CursorDataLoader
 from checkpointing.errors import CheckpointError, LossSpike, NonFinite
 from checkpointing.failpoints import failpoint
 from checkpointing.manager import CheckpointManager, Due, micro_batch_divisor, skipped_steps
-from checkpointing.restore import LOOP_STATE_PREFIX, RestorePoint
+from checkpointing.restore import RestorePoint, loop_state_name
 from checkpointing.retention import best_by
 from checkpointing.snapshotter import SmallFile
 from checkpointing.spikes import SkippedSteps, SpikeDetector
@@ -101,6 +101,7 @@ def resilient(
         raise ValueError(f"resilient(save_steps={save_steps!r}) is not allowed; set args.save_steps, or use 'auto'")
     if save_steps == "auto":
         trainer.args.save_strategy = SaveStrategy.NO
+    configured = trainer.args.train_batch_size
     _cut_micro_batches(trainer, micro_batch_divisor())
     best_metric, greater_is_better = best_by(trainer.args.metric_for_best_model, trainer.args.greater_is_better)
     manager = CheckpointManager(
@@ -123,6 +124,7 @@ def resilient(
     trainer._manager = manager
     trainer._restore_point = trainer._pending_restore = None
     trainer._has_cursor = False
+    trainer._configured_batch, trainer._configured_for = configured, trainer.args.world_size
     trainer._adapter = _adapter_of(trainer.model)
     trainer._stopping = False
     trainer._saves_by_price = save_steps == "auto"
@@ -130,7 +132,7 @@ def resilient(
     trainer._check_finite, trainer._unchecked = check_finite, None
     trainer._own_norm = trainer._step_loss = None
     trainer._spikes = SpikeDetector(spike_zscore) if spike_zscore is not None else None
-    trainer._skipped = skipped_steps()
+    trainer._skipped, trainer._loss_of_skipped = skipped_steps(), None
     trainer._before_evaluation = None
     trainer.add_callback(_StepCallback(trainer))
     return trainer
@@ -141,14 +143,9 @@ def load_best(trainer: Any) -> int | None:
 
     Returns:
         Its step; None where none was evaluated when it was saved, and the model is left as it is.
-
-    Raises:
-        CheckpointError: it cannot be read.
     """
     trainer._track()
-    step: int | None = trainer._manager.best_step()
-    if step is not None and step != trainer.state.global_step:
-        trainer._manager.load_weights(step)
+    step: int | None = trainer._manager.load_best(trainer.state.global_step)
     return step
 
 
@@ -157,6 +154,9 @@ class _ResilientMixin(_Base):
 
     # The Trainer's own.
     _train_batch_size: int
+    # Of each rank, before anything was cut; and for how many ranks.
+    _configured_batch: int
+    _configured_for: int
     _manager: CheckpointManager
     _restore_point: RestorePoint | None
     # As above until the first batch of the resumed run is drawn.
@@ -177,6 +177,7 @@ class _ResilientMixin(_Base):
     _step_loss: torch.Tensor | None
     _spikes: SpikeDetector | None
     _skipped: SkippedSteps
+    _loss_of_skipped: tuple[int, torch.Tensor] | None
     # Where the Trainer does not clip, and so does not measure them.
     _own_norm: torch.Tensor | None
     # The generators' states when the evaluation that runs now began; None while none does.
@@ -245,18 +246,27 @@ class _ResilientMixin(_Base):
         )
 
     def _keep_global_batch(self) -> None:
-        """With another number of ranks than before: the same samples in each step, in other micro-batches.
+        """On another number of ranks than the batch was configured for: the same samples in each step, in other
+        micro-batches.
 
         The largest that are no larger than those configured; where the ranks cannot share a step's samples equally,
         `_check_global_batch` says so.
         """
         point, args = self._restore_point, self.args
-        if point is None or point.step == 0 or point.world_size == args.world_size:
+        self._configured_for = args.world_size
+        if point is None or point.step == 0:
+            return
+        if point.has(loop_state_name(0)):
+            with point.reading(loop_state_name(0)):
+                self._configured_for = int(point.json(loop_state_name(0)).get("configured_for", point.world_size))
+        if self._configured_for == args.world_size:
             return
         share, rest = divmod(point.samples_consumed // point.step, args.world_size)
         if rest:
             return
-        size = next(size for size in range(self._train_batch_size, 0, -1) if share % size == 0)
+        # Halves are of what was configured; those that fit may be larger by chance.
+        largest = min(self._train_batch_size, max(self._configured_batch // micro_batch_divisor(), 1))
+        size = next(size for size in range(largest, 0, -1) if share % size == 0)
         args.per_device_train_batch_size = size // max(args.n_gpu, 1)
         args.gradient_accumulation_steps = share // size
         self._train_batch_size = size
@@ -298,10 +308,9 @@ class _ResilientMixin(_Base):
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.state.global_step + 1 in self._skipped:
-            # What leaves the mean of the losses as it is; without gradients the optimizer changes nothing.
-            num_steps = max(self.state.global_step - self._globalstep_last_logged, 1)
-            mean: torch.Tensor = self._tr_loss / num_steps / self.current_gradient_accumulation_steps
-            return mean
+            # Without gradients the optimizer changes nothing.
+            skipped: torch.Tensor = self._mean_loss() / self.current_gradient_accumulation_steps
+            return skipped
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         if self._spikes is not None:
             self._step_loss = loss if self._step_loss is None else self._step_loss + loss
@@ -312,6 +321,16 @@ class _ResilientMixin(_Base):
         if self.model.training and failpoint("training.loss"):
             return (result[0] * math.nan, *result[1:]) if isinstance(result, tuple) else result * math.nan
         return result
+
+    def _mean_loss(self) -> torch.Tensor:
+        """What a skipped step adds to the losses, so that their mean stays as it is: it is looked up once."""
+        step, known = self.state.global_step, self._loss_of_skipped
+        if known is None or known[0] != step:
+            num_steps = step - self._globalstep_last_logged
+            logged = (entry["loss"] for entry in reversed(self.state.log_history) if "loss" in entry)
+            last = torch.full_like(self._tr_loss, next(logged, 0.0))
+            known = self._loss_of_skipped = (step, self._tr_loss / num_steps if num_steps else last)
+        return known[1]
 
     def _judge_step(self, norm: torch.Tensor | float | None) -> None:
         """Look at the step before, which the device has computed by now; and at this one before it is saved.
@@ -324,13 +343,17 @@ class _ResilientMixin(_Base):
             loss = loss.clone()
             dist.all_reduce(loss)
             loss /= self.args.world_size
+        if loss is None and known is not None and known[0] == step:
+            loss = known[2]  # asked twice, as at the end of an epoch
         # A scaler skips such a step itself, and goes on with a smaller scale.
         if not self.accelerator.optimizer_step_was_skipped:
             self._unchecked = (step, norm if self._check_finite else None, loss)
         if known is not None and known[0] != step:
             self._assert_good(*known)
         at_hand = all(not isinstance(value, torch.Tensor) or value.device.type == "cpu" for value in (norm, loss))
-        kept = self.control.should_save or self._due.snapshot or step >= self.state.max_steps
+        control = self.control
+        # An evaluation may lead to a save; and it waits for the device anyway.
+        kept = control.should_save or control.should_evaluate or self._due.snapshot or step >= self.state.max_steps
         if self._unchecked is not None and (at_hand or kept):
             self._assert_good(*self._unchecked)
             self._unchecked = None
@@ -378,7 +401,7 @@ class _ResilientMixin(_Base):
         self._export_callback_states()
         self._track()
         own: dict[str, SmallFile] = {
-            f"{LOOP_STATE_PREFIX}{self.args.process_index}.json": self._capture_loop_state(),
+            loop_state_name(self.args.process_index): self._capture_loop_state(),
         }
         shared: dict[str, SmallFile] = {}
         if self.args.local_process_index == 0:
@@ -441,7 +464,7 @@ class _ResilientMixin(_Base):
     def _capture_loop_state(self) -> SmallFile:
         # Read from the device later: now it would have to wait for all work enqueued there.
         loss = self._tr_loss.detach().clone()
-        state: dict[str, Any] = {"last_logged": self._globalstep_last_logged}
+        state: dict[str, Any] = {"last_logged": self._globalstep_last_logged, "configured_for": self._configured_for}
         if self._stopping and self._before_evaluation is not None:
             # It was cut short, and is done anew by whoever goes on from here.
             state["evaluation_due"] = True
@@ -455,8 +478,9 @@ class _ResilientMixin(_Base):
         return lambda: json.dumps({"tr_loss": loss.item(), **state}).encode()
 
     def _restore_loop_state(self, point: RestorePoint) -> dict[str, Any]:
-        name = f"{LOOP_STATE_PREFIX}{self.args.process_index}.json"
-        if not point.has(name):
+        # A rank that was not there takes rank 0's: all must do the same next.
+        name = next(filter(point.has, map(loop_state_name, (self.args.process_index, 0))), None)
+        if name is None:
             return {}
         state = point.json(name)
         with point.reading(name):
@@ -592,9 +616,13 @@ def _adapter_of(model: Any) -> Adapter | None:
     if len(model.peft_config) != 1:
         raise CheckpointError(f"resilient() saves one adapter; this model has {', '.join(model.peft_config)}")
     # "auto" would ask the hub whether the vocabulary was resized.
-    select = functools.partial(
+    select: Any = functools.partial(
         get_peft_model_state_dict, model, adapter_name=model.active_adapter, save_embedding_layers=False
     )
+    saved = {id(tensor) for tensor in select(state_dict=model.state_dict(keep_vars=True)).values()}
+    if any(parameter.requires_grad and id(parameter) not in saved for parameter in model.parameters()):
+        # Prompts that are computed, or weights that were unfrozen beside the adapter: all of it is saved, as it is.
+        return None
     return Adapter(lambda state: select(state_dict=dict(state)), getattr(model.config, "name_or_path", "") or "")
 
 

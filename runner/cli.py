@@ -397,8 +397,7 @@ def prune(location: str, keep_last: int, keep_every: int | None) -> None:
     if config is not None:
         # Held to the end: a run that lives prunes by itself, and none may begin meanwhile.
         _directory(config).lock(cancelled=lambda: True)
-        options = config.trainer
-        metric, greater = best_by(options.get("metric_for_best_model"), options.get("greater_is_better"))
+        metric, greater = best_by(config.best_metric, config.trainer.get("greater_is_better"))
         keep_every = keep_every or config.checkpoint.keep_every_steps
     for storage in _tiers(location, config).nearest_first:
         manifests = {entry.step: entry.manifest for entry in Catalog(storage).entries() if entry.manifest is not None}

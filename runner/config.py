@@ -66,7 +66,8 @@ class DataConfig(_Section):
     """Split of a hub data set."""
     validation_path: str | None = None
     """Likewise, for evaluations: `trainer.eval_strategy`, at every save if that is not set. `best_model` is the
-    checkpoint with the least eval_loss then, or the best by `trainer.metric_for_best_model`."""
+    checkpoint with the least eval_loss then, or the best by `trainer.metric_for_best_model`. Saves that
+    `checkpoint.save_steps: auto` or `save_minutes` choose are not evaluated."""
     validation_split: str | None = None
     """Split of a hub data set for evaluations, of `validation_path` or of `path`."""
     validation_share: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -239,6 +240,12 @@ class Config(_Section):
     tracking: TrackingConfig = TrackingConfig()
 
     @property
+    def best_metric(self) -> str | None:
+        """What the best checkpoint is chosen by, as a Trainer's option."""
+        chosen: str | None = self.trainer.get("metric_for_best_model")
+        return chosen or ("eval_loss" if self.data.has_validation else None)
+
+    @property
     def checkpoint_location(self) -> str:
         return self.checkpoint.location or str(Path(self.output_dir) / "checkpoints")
 
@@ -407,6 +414,12 @@ def _check_files(config: Config, source_of: Any, *, needs_data: bool) -> None:
             )
         # A restart may come from another directory.
         setattr(config.data, name, os.path.abspath(path))  # noqa: PTH100 - keeps symlinks
+    metric = str(config.trainer.get("metric_for_best_model") or "")
+    if metric.endswith("perplexity"):
+        raise UsageError(
+            f"{source_of('trainer.metric_for_best_model')}: trainer.metric_for_best_model={metric!r} is not allowed: "
+            "use eval_loss, which falls with it"
+        )
     split = config.data.validation_split
     source = config.data.validation_path or config.data.path
     if split is not None and (source is None or Path(source).suffix in DATA_SUFFIXES):

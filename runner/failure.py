@@ -276,7 +276,7 @@ def _first_cause(ends: Sequence[RankEnd]) -> RankEnd:
     """The rank that failed first: one with an error of its own, or one that died by a signal, before any cascade."""
 
     def is_cascade(end: RankEnd) -> bool:
-        return end.error is not None and is_effect(end.error)
+        return is_effect(end.error or end.last_words or "")
 
     return min(ends, key=lambda end: (is_cascade(end), end.order, end.error_time or 0.0))
 

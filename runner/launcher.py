@@ -103,6 +103,12 @@ def main() -> int:
 def _start_fork_server() -> None:
     """As `multiprocessing.forkserver.ensure_running`, but by a fork of this process, which has torch loaded already:
     2 s of processor time less (2 cores, 2026-11-22). Nothing here has a thread yet, or uses CUDA."""
+    server: Any = multiprocessing.forkserver._forkserver
+    multiprocessing.forkserver.set_forkserver_preload(PRELOAD)
+    if hasattr(server, "_forkserver_authkey"):
+        # From Python 3.14 on it wants a key that only it hands over.
+        multiprocessing.forkserver.ensure_running()
+        return
     resource_tracker.ensure_running()
     address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
     alive_r, alive_w = os.pipe()
@@ -114,10 +120,8 @@ def _start_fork_server() -> None:
         if pid == 0:
             _serve_forks(listener.fileno(), alive_r)
     os.close(alive_r)
-    server: Any = multiprocessing.forkserver._forkserver
-    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, alive_w, pid
     # Should it be killed, `multiprocessing` starts another one, in its own way.
-    multiprocessing.forkserver.set_forkserver_preload(PRELOAD)
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, alive_w, pid
 
 
 def _serve_forks(listener: int, alive: int) -> NoReturn:
@@ -128,6 +132,8 @@ def _serve_forks(listener: int, alive: int) -> NoReturn:
         kept = sorted([2, listener, alive, os.sysconf("SC_OPEN_MAX")])
         for low, high in itertools.pairwise(kept):
             os.closerange(low + 1, high)
+        # The launcher's own; a script's temporary files lie where the user wants them.
+        tempfile.tempdir = None
         tracker: Any = resource_tracker._resource_tracker
         tracker._fd = tracker._pid = None
         multiprocessing.forkserver.main(listener, alive, PRELOAD)

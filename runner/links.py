@@ -194,8 +194,10 @@ class RankWatch:
     def cause_known(self) -> bool:
         """Some rank has failed of itself: what the others would say now is its effect."""
         for rank in self.failures:
-            found = read_error_file(Path(self.error_files.get(rank) or "/nonexistent"))
-            if found is None or not is_effect(found[0]):
+            file = Path(self.error_files.get(rank) or "/nonexistent")
+            found = read_error_file(file)
+            said = found[0] if found is not None else read_last_words(file.with_name(_LOG_NAME))
+            if said is None or not is_effect(said):
                 return True
         return False
 

@@ -127,7 +127,8 @@ def perplexities(logs: dict[str, Any]) -> dict[str, float]:
 def flops_per_token(model: Any, length: int) -> float:
     """Of forward and backward: 6 per parameter, and 12 x layers x width x sequence length for the attention (PaLM,
     arXiv 2204.02311, appendix B). What a frozen base saves in the backward is not taken off."""
-    config = model.config
+    # Of one that sees images, too.
+    config = model.config.get_text_config()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return float(6 * parameters + 12 * config.num_hidden_layers * config.hidden_size * length)
 
@@ -146,8 +147,8 @@ def _memory() -> dict[str, float]:
     found = {"peak_memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3)}
     try:
         return {**found, "gpu_utilization": float(torch.cuda.utilization())}
-    except (ModuleNotFoundError, RuntimeError):
-        return found  # nvidia-ml-py is not there, or the driver does not say
+    except Exception:
+        return found  # nvidia-ml-py is not there, or the driver does not say, in errors of its own
 
 
 def _communication(model: Any) -> dict[str, float]:

@@ -44,7 +44,11 @@ def _load(key: str, source: str, split: str, cache: Path) -> Any:
         rows = datasets.load_dataset(source, split=split, cache_dir=folder)
     else:
         try:
-            rows = datasets.load_dataset(_LOADERS[suffix], data_files=source, split="train", cache_dir=folder)
+            # "None" and "NA" are words; an empty cell is none.
+            options: dict[str, Any] = {"keep_default_na": False, "na_values": [""]} if suffix == ".csv" else {}
+            rows = datasets.load_dataset(
+                _LOADERS[suffix], data_files=source, split="train", cache_dir=folder, **options
+            )
         except Exception as error:
             # `datasets` says that something went wrong; its cause says what.
             cause = error.__cause__ or error
@@ -60,7 +64,10 @@ def _load(key: str, source: str, split: str, cache: Path) -> Any:
         raise ValueError(f"{name} has no rows")
     for column in _TEXT_COLUMNS:
         if column in columns:
-            number = _first_empty(rows.data.column(column))
+            try:
+                number = _first_empty(rows.data.column(column))
+            except TypeError as error:
+                raise ValueError(f"{name}: {column} holds {error}; needed: text, or a list of messages") from None
             if number is not None:
                 raise ValueError(
                     f"{name}, row {number + 1}: {column} is {rows[number][column]!r}; fill it, or leave that row out"
@@ -69,28 +76,36 @@ def _load(key: str, source: str, split: str, cache: Path) -> Any:
 
 
 def _first_empty(column: pa.ChunkedArray) -> int | None:
-    """Number of the first row that holds nothing to train on, from 0."""
-    lengths = _lengths(column)
-    bad = pc.is_null(column) if lengths is None else pc.or_kleene(pc.is_null(lengths), pc.equal(lengths, 0))
-    number = pc.index(bad, True).as_py()
-    messages = column.type
-    if number == -1 and pa.types.is_list(messages) and pa.types.is_struct(messages.value_type):
-        for name in ("role", "content"):
-            if messages.value_type.get_field_index(name) == -1:
-                return 0
-            # Of the first message without a role or a content, the row that it is in.
-            parents, values = pc.list_parent_indices(column), pc.struct_field(pc.list_flatten(column), name)
-            found = pc.index(pc.is_null(values), True).as_py()
-            if found != -1:
-                return int(parents[found].as_py())
+    """Number of the first row that holds nothing to train on, from 0.
+
+    Raises:
+        TypeError: names the column's type, which is neither text nor a list.
+    """
+    kind = column.type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        lengths = pc.utf8_length(pc.utf8_trim_whitespace(column))
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        lengths = pc.list_value_length(column)
+    else:
+        raise TypeError(str(kind))
+    number = pc.index(pc.or_kleene(pc.is_null(lengths), pc.equal(lengths, 0)), True).as_py()
+    if number == -1 and hasattr(kind, "value_type") and not pa.types.is_integer(kind.value_type):
+        rows = (index for index, messages in enumerate(column) if not all(map(_is_message, messages.as_py())))
+        number = next(rows, -1)
     return number if number != -1 else None
 
 
-def _lengths(column: pa.ChunkedArray) -> pa.ChunkedArray | None:
-    kind = column.type
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return pc.utf8_length(pc.utf8_trim_whitespace(column))
-    return pc.list_value_length(column) if pa.types.is_list(kind) or pa.types.is_large_list(kind) else None
+def _is_message(message: Any) -> bool:
+    """A turn of a chat says something, or calls a tool."""
+    if isinstance(message, str):
+        # Where rows differ in their fields, `datasets` keeps each as JSON.
+        try:
+            message = json.loads(message)
+        except ValueError:
+            return False
+    if not isinstance(message, dict) or not message.get("role"):
+        return False
+    return message.get("content") is not None or bool(message.get("tool_calls"))
 
 
 def _first_bad_line(source: str) -> str:

@@ -25,7 +25,9 @@ from runner.training.events import EventSender
 from runner.training.model import adapter_config, build
 from runner.training.tracking import AimTracker
 
-# Beside `best_model`: everything that was logged, over all attempts.
+# A tracker that is slow must not make recovery slow.
+_PATIENCE_AT_FAILURE_S = 1.0
+# Beside `best_model`: the Trainer's log history over all attempts, and the perplexities.
 HISTORY_NAME = "training_history.json"
 
 
@@ -73,12 +75,15 @@ def run_job(config_path: str, cache: str, sender: EventSender) -> None:
         spike_zscore=config.guards.spike_zscore,
     )
     metrics.watch(trainer)
+    # A rank ends without running destructors; what a tracker has not written by then is lost.
     try:
         trainer.train()
-    finally:
-        # A rank ends without running destructors; what a tracker has not written by then is lost.
+    except BaseException:
         for tracker in trackers:
-            tracker.close()
+            tracker.close(_PATIENCE_AT_FAILURE_S)
+        raise
+    for tracker in trackers:
+        tracker.close()
     if rank == 0:
         best = load_best(trainer) if held_back is not None else None
         if best is not None:
@@ -110,9 +115,10 @@ def training_arguments(config: Config) -> SFTConfig:
         # At every save, so that each checkpoint has its figure.
         by_step = options.get("save_strategy", "steps") == "steps"
         options.setdefault("eval_strategy", "steps" if by_step else "epoch")
-        if by_step and "save_steps" in options:
-            options.setdefault("eval_steps", options["save_steps"])
-        options.setdefault("metric_for_best_model", "eval_loss")
+        if by_step:
+            # The Trainer itself would take `logging_steps`.
+            options.setdefault("eval_steps", options.get("save_steps", SFTConfig.save_steps))
+        options["metric_for_best_model"] = config.best_metric
     options.setdefault("report_to", "none")
     options.setdefault("disable_tqdm", True)
     # Not where the checkpoints are: the Trainer makes a folder of whatever name it is given, a URL's too, and after

@@ -151,4 +151,4 @@ def _texts(dataset: Any) -> Iterator[str]:
             if isinstance(value, str):
                 yield value
             elif isinstance(value, list):
-                yield from (message["content"] for message in value if isinstance(message, dict))
+                yield from (message.get("content") or "" for message in value if isinstance(message, dict))

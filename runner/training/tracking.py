@@ -84,14 +84,14 @@ class AimTracker(TrainerCallback):
         step = state.global_step
         self._do(lambda run: run.log_info(f"checkpoint of step {step}"))
 
-    def close(self) -> None:
-        """Write what is waiting, for a few seconds at most."""
+    def close(self, patience_s: float = _PATIENCE_S) -> None:
+        """Write what is waiting, for so many seconds at most."""
         if self._thread is None:
             return
         self._do(None)
-        self._thread.join(_PATIENCE_S)
+        self._thread.join(patience_s)
         if self._thread.is_alive():
-            self._tell(f"{self._repo} has not taken everything within {_PATIENCE_S:.0f} s")
+            self._tell(f"{self._repo} has not taken everything within {patience_s:.0f} s")
 
     def _track(self, entry: dict[str, Any], step: int) -> None:
         points = []

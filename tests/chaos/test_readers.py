@@ -125,6 +125,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
         _total_train_tokens=1000,
         current_flos=7.5e9,
         _spikes=SpikeDetector(8.0, [2.5, 2.25]),
+        _configured_for=1,
     )
     own = {"loop_state_0.json": _ResilientMixin._capture_loop_state(loop)}  # type: ignore[arg-type]
     shared = {"trainer_state.json": _state_bytes(state)}

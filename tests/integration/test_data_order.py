@@ -68,10 +68,11 @@ def test_each_row_once_per_epoch(calm: dict[int, list[int]]) -> None:
     "options", ["", "dataloader_num_workers=1, gradient_accumulation_steps=2, "], ids=["", "workers"]
 )
 def test_two_ranks_then_one_then_two(options: str, calm: dict[int, list[int]], tmp_path: Path) -> None:
-    """With a kill in each life; with half the micro-batch, too."""
+    """With a kill in each life, after a snapshot of that life's own number of ranks; with half the micro-batch, too."""
     text = listing_script(tmp_path, options)
+    path = Path(text[0])
+    path.write_text(path.read_text().replace("resilient(", "resilient(snapshot_steps=2, trainer="))
     if options:
-        path = Path(text[0])
         path.write_text(path.read_text().replace("per_device_train_batch_size=4", "per_device_train_batch_size=2"))
     for life, ranks in ((1, 2), (2, 1), (3, 2)):
         run = Run(tmp_path / "run", "--nproc-per-node", str(ranks), script=text)

@@ -83,6 +83,23 @@ def test_another_base_or_another_adapter_is_refused(base: int, r: int, text: str
         tracked(model(base), r).restore_model(saved(tracked(model())))
 
 
+def test_a_head_that_is_drawn_anew_is_no_other_base() -> None:
+    """PEFT keeps the original of what is trained whole; a classifier's is drawn at random by each process."""
+    source, target = (tracked(model(tie_word_embeddings=False), modules_to_save=["lm_head"]) for _ in range(2))
+    with torch.no_grad():
+        for name, parameter in target.model.named_parameters():
+            if "original_module" in name:
+                parameter.normal_()
+    target.restore_model(saved(source))
+
+
+def test_what_an_adapter_does_not_hold_is_saved_with_the_whole_model() -> None:
+    base = model()
+    adapted = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    adapted.base_model.model.model.norm.weight.requires_grad_(True)
+    assert _adapter_of(adapted) is None
+
+
 def test_an_adapter_is_no_whole_model_nor_the_other_way_round() -> None:
     whole = Tracked(model(), torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]))
     with pytest.raises(

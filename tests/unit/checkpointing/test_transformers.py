@@ -71,6 +71,7 @@ def restore_loop(data: bytes) -> SimpleNamespace:
         current_flos=0,
         _tr_loss=torch.tensor(0.5),
         _metrics={"train": {"entropy": [], "x": [1]}},
+        _spikes=None,
     )
     _ResilientMixin._restore_loop_state(trainer, point("loop_state_0.json", data))  # type: ignore[arg-type]
     return trainer

@@ -144,6 +144,7 @@ def test_a_strategy_of_no_is_no_boolean() -> None:
         (["data.validation_path=nothing.csv"], "data.validation_path='nothing.csv' does not exist"),
         (["data.validation_share=1.5"], "data.validation_share=1.5 is not allowed"),
         (["method.type=lora2"], "method.type='lora2' is not allowed"),
+        (["trainer.metric_for_best_model=eval_perplexity"], "metric_for_best_model='eval_perplexity' is not allowed"),
         (["guards.spike_zscore=-1"], "guards.spike_zscore=-1 is not allowed"),
     ],
 )

@@ -121,6 +121,12 @@ def test_what_an_aborted_process_leaves_is_the_cause(text: str, words: str | Non
     assert (words or "died without an error message") in failure.cause and failure.kind is K.CRASHED
 
 
+def test_an_abort_over_a_lost_connection_is_no_cause_where_there_is_one() -> None:
+    abort = RankEnd(0, 0, last_words="c10::DistBackendError: NCCL error: remote process exited")
+    failure = classify([abort, RankEnd(1, 1, 1, "ValueError: bad row")], finished=False, started_step=0, step=9)
+    assert failure.rank == 1 and "bad row" in failure.cause
+
+
 def test_memory_that_runs_out_in_native_code_is_out_of_memory() -> None:
     end = RankEnd(1, 0, -6, last_words="std::bad_alloc: std::bad_alloc")
     assert classify([end], finished=False, started_step=0, step=9).kind is K.OUT_OF_MEMORY

@@ -53,6 +53,8 @@ def lines(*rows: Any) -> str:
         ("prompt,completion\na,b\nc,\n", "rows.csv", r"row 2: completion is None"),
         ("no parquet", "rows.parquet", r"rows\.parquet' cannot be read: ArrowInvalid"),
         (lines({"text": "a"}, {"text": ""}), "rows.jsonl", r"row 2: text is ''"),
+        (lines(CHAT, {"messages": [{"role": "assistant"}]}), "rows.jsonl", r"row 2: messages is "),
+        ("prompt,completion\na,1\nb,2\n", "rows.csv", r"completion holds int64; needed: text"),
     ],
 )
 def test_a_bad_row_is_named(text: str, name: str, problem: str, tmp_path: Path) -> None:
@@ -67,6 +69,12 @@ def test_every_kind_of_file_is_read(tmp_path: Path) -> None:
     assert load(tmp_path, lines(CHAT, CHAT))[0].column_names == ["messages"]
     assert load(tmp_path, json.dumps([GOOD, GOOD]), "rows.json")[0].num_rows == 2
     assert load(tmp_path, "text\nhello\n", "rows.csv")[0][0] == {"text": "hello"}
+
+
+def test_rows_that_look_empty_and_are_not(tmp_path: Path) -> None:
+    assert load(tmp_path, "prompt,completion\na,None\nb,NA\n", "rows.csv")[0]["completion"][:] == ["None", "NA"]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "look"}]}
+    assert load(tmp_path, lines({"messages": [{**CHAT["messages"][0], "tool_calls": None}, call]}))[0].num_rows == 1
 
 
 def test_a_share_is_held_back_for_evaluations(tmp_path: Path) -> None:
