@@ -308,7 +308,7 @@ class _Round:
             finished = self._finish()
         self._violations += invariants.nothing_acknowledged_is_lost(self._subject.events, self._damaged)
         self._violations += invariants.restarts_are_those_injected(
-            self._subject.events, self._least, self._most, self._lives
+            self._subject.events, self._least, self._most, self._lives_to_tell()
         )
         self._violations += invariants.ledger_adds_up(self._subject.events)
         self._violations += invariants.nothing_is_left(self._scene.tiers, self._subject.temporary, self._shared_memory)
@@ -329,6 +329,12 @@ class _Round:
         return well
 
     # -- one fault -----------------------------------------------------------------------------------------------
+
+    def _lives_to_tell(self) -> int:
+        """Lives of the runner that have something to put into the journal: one that finds its run finished has not."""
+        ended, started = self._subject.all("run_ended"), self._subject.all("run_started")
+        was_finished = bool(ended) and ended[-1]["state"] == "finished"
+        return self._lives - (was_finished and started[-1]["pid"] != self._subject.process.pid)
 
     def _strike_once(self) -> None:
         campaign, scene, subject = self._campaign, self._scene, self._subject

@@ -49,7 +49,8 @@ def nothing_acknowledged_is_lost(events: Sequence[Event], damaged: Sequence[tupl
     """
     wrong: list[str] = []
     acknowledged: set[int] = set()
-    resumed: dict[int, int] = {}
+    # By who says it, these two come by two ways: either may be the first.
+    resumed = {event["attempt"]: event["step"] for event in events if event["event"] == "resumed"}
     harmed = list(damaged)
     for number, event in enumerate(events):
         while harmed and harmed[0][0] <= number:
@@ -57,8 +58,6 @@ def nothing_acknowledged_is_lost(events: Sequence[Event], damaged: Sequence[tupl
         match event["event"]:
             case "committed":
                 acknowledged.add(event["step"])
-            case "resumed":
-                resumed[event["attempt"]] = event["step"]
             case "training_started":
                 begun, newest = event["step"], max(acknowledged, default=0)
                 if begun < newest:
