@@ -150,11 +150,15 @@ def test_under_a_job(disk: Disk, tmp_path: Path, tmp_path_factory: pytest.TempPa
 def fail(disk: Disk, run: Run) -> None:
     """The power; all of the machine stops, and comes back."""
     assert run.process is not None
-    processes = [psutil.Process(run.process.pid), *run.processes()]
+    run_id = run.run_id()
     disk.cut_power()
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+    run.process.kill()
+    # One that is forked just now, too: whoever has a file open there keeps the file system.
+    while processes := run.processes(run_id):
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(processes, timeout=1)
     run.finish()
     disk.detach()
     assert disk.attach()

@@ -183,11 +183,15 @@ class Run:
         assert self.process is not None
         self.process.send_signal(number)
 
-    def processes(self) -> list[psutil.Process]:
-        """Living processes that carry this run's id."""
-        if not (self.folder / "run.json").exists():  # stopped before it had a name
-            return []
-        run_id = json.loads((self.folder / "run.json").read_text())["run_id"]
+    def run_id(self) -> str:
+        return str(json.loads((self.folder / "run.json").read_text())["run_id"])
+
+    def processes(self, run_id: str | None = None) -> list[psutil.Process]:
+        """Living processes that carry this run's id; to be given where its folder cannot be read."""
+        if run_id is None:
+            if not (self.folder / "run.json").exists():  # stopped before it had a name
+                return []
+            run_id = self.run_id()
         found = []
         for process in psutil.process_iter():
             try:
