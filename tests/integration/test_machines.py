@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from integration.support import Run, finished_once, shared_folder, state_hash, troubled, wait_until
 from machines import (
@@ -88,8 +90,9 @@ def test_both_machines_are_lost_and_come_back(wire: None, calm: Run, tmp_path: P
     for machine in machines:
         os.kill(machine.runner_pid(), signal.SIGSTOP)
     for machine in machines:
-        for process in machine.processes():
-            process.kill()
+        for process in [psutil.Process(machine.runner_pid()), *machine.processes()]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         machine.finish()
     machines[1].start()
     time.sleep(5)
