@@ -17,7 +17,8 @@ from runner import trainer_options
 from runner.environment import settings_from_environment
 from runner.errors import UsageError
 
-DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
+# Files of training data, by suffix: the builder of `datasets` that reads them.
+DATA_LOADERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
 DEFAULT_CONFIG = Path(__file__).parent / "training" / "data" / "default.yaml"
 
 
@@ -405,7 +406,7 @@ def _check_files(config: Config, source_of: Any, *, needs_data: bool) -> None:
         raise UsageError(f"{source_of('checkpoint.memory_limit')}: checkpoint.memory_limit: {error}") from None
     for name in ("path", "validation_path"):
         path = getattr(config.data, name)
-        if path is None or Path(path).suffix not in DATA_SUFFIXES or "://" in path:
+        if path is None or Path(path).suffix not in DATA_LOADERS or "://" in path:
             continue
         if needs_data and not Path(path).is_file():
             raise UsageError(
@@ -422,7 +423,7 @@ def _check_files(config: Config, source_of: Any, *, needs_data: bool) -> None:
         )
     split = config.data.validation_split
     source = config.data.validation_path or config.data.path
-    if split is not None and (source is None or Path(source).suffix in DATA_SUFFIXES):
+    if split is not None and (source is None or Path(source).suffix in DATA_LOADERS):
         raise UsageError(
             f"{source_of('data.validation_split')}: data.validation_split={split!r} is a split of a hub data set, and "
             f"{source or 'the bundled data'} has none: use data.validation_path or data.validation_share"

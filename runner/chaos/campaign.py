@@ -330,12 +330,6 @@ class _Round:
 
     # -- one fault -----------------------------------------------------------------------------------------------
 
-    def _lives_to_tell(self) -> int:
-        """Lives of the runner that have something to put into the journal: one that finds its run finished has not."""
-        ended, started = self._subject.all("run_ended"), self._subject.all("run_started")
-        was_finished = bool(ended) and ended[-1]["state"] == "finished"
-        return self._lives - (was_finished and started[-1]["pid"] != self._subject.process.pid)
-
     def _strike_once(self) -> None:
         campaign, scene, subject = self._campaign, self._scene, self._subject
         # Twice would be too much for a small one.
@@ -508,3 +502,9 @@ class _Round:
 
     def _restarts(self) -> int:
         return len(self._subject.all("backoff"))
+
+    def _lives_to_tell(self) -> int:
+        """Lives of the runner that have something to put into the journal: one that finds its run finished has not."""
+        ended, started = self._subject.all("run_ended"), self._subject.all("run_started")
+        was_finished = bool(ended) and ended[-1]["state"] == "finished"
+        return self._lives - (was_finished and started[-1]["pid"] != self._subject.process.pid)

@@ -10,10 +10,9 @@ import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from runner.config import DATA_SUFFIXES, DataConfig
+from runner.config import DATA_LOADERS, DataConfig
 
 BUNDLED = Path(__file__).parent / "data" / "qa_dataset.parquet"
-_LOADERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
 _TEXT_COLUMNS = ("prompt", "completion", "text", "messages", "input_ids")
 
 
@@ -40,14 +39,14 @@ def _load(key: str, source: str, split: str, cache: Path) -> Any:
     name = f"{key}={source!r}"
     suffix = Path(source).suffix
     folder = str(cache / "datasets")
-    if suffix not in DATA_SUFFIXES:
+    if suffix not in DATA_LOADERS:
         rows = datasets.load_dataset(source, split=split, cache_dir=folder)
     else:
         try:
             # "None" and "NA" are words; an empty cell is none.
             options: dict[str, Any] = {"keep_default_na": False, "na_values": [""]} if suffix == ".csv" else {}
             rows = datasets.load_dataset(
-                _LOADERS[suffix], data_files=source, split="train", cache_dir=folder, **options
+                DATA_LOADERS[suffix], data_files=source, split="train", cache_dir=folder, **options
             )
         except Exception as error:
             # `datasets` says that something went wrong; its cause says what.
