@@ -49,8 +49,10 @@ def test_sigkill_between_two_checkpoints(victim: str, untouched: Run, tmp_path: 
     first = run.events("attempt_ended")[0]
     resumed = run.events("training_started")[1]["step"]
     assert len(run.events("attempt_started")) == 2
-    # On a slow machine the kill may come later than meant, never earlier.
-    assert first["step"] >= step and resumed == first["committed_step"] >= 2 * SAVE_STEPS
+    # On a slow machine the kill may come later than meant, never earlier; and by default a snapshot in memory between
+    # two commits falls due by time, so the run may go on from one that is newer than the commit.
+    assert first["step"] >= step and resumed == run.events("resumed")[-1]["step"]
+    assert resumed >= first["committed_step"] >= 2 * SAVE_STEPS
     lost = first["step"] - resumed
     assert 0 <= lost <= SAVE_STEPS
     assert f"lost work    {lost} steps" in run.output
