@@ -30,7 +30,8 @@ class Model(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layers(self.embedding(tokens)))
+        logits: torch.Tensor = self.head(self.layers(self.embedding(tokens)))
+        return logits
 
 
 class Method:
@@ -104,14 +105,13 @@ class Dcp(Method):
         self.staging: Any = None
 
     def save(self, step: int) -> None:
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
         if self.upload is not None:
             self.upload.result()
         kind = AsyncCheckpointerType.PROCESS if self.process else AsyncCheckpointerType.THREAD
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        response = dcp.async_save(
+        response = async_save(
             state, checkpoint_id=str(self.folder / str(step)), async_checkpointer_type=kind, async_stager=self.stager
         )
         self.upload = getattr(response, "upload_completion", response)

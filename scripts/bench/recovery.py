@@ -345,7 +345,9 @@ class Victims:
 
     def _limit_s(self) -> float:
         """For whatever comes after a kill: the start's imports, or the wait before a restart, come on top."""
-        waits = sum(event["delay_s"] for event in self._training.all("backoff") if event["time"] > self._killed_at)
+        waits: float = sum(
+            event["delay_s"] for event in self._training.all("backoff") if event["time"] > self._killed_at
+        )
         return (RECOVERY_LIMIT_S if self.killed_in else START_TIMEOUT_S) + waits
 
     def wait_for_event(self, name: str, remainder: int | None = None) -> Event | None:
@@ -361,7 +363,7 @@ class Victims:
         """Until that moment of the next attempt; False: it did not come."""
         match moment:
             case "import":
-                came = self._training.wait(lambda: self._training.all("run_started") or None, START_TIMEOUT_S)
+                came = bool(self._training.wait(lambda: self._training.all("run_started") or None, START_TIMEOUT_S))
                 delay_s = 8.0
             case "start-up":  # the wait before the restart, the fork or the imports, the rendezvous
                 name = "attempt_ended" if self.killed_in else "run_started"
@@ -369,14 +371,14 @@ class Victims:
                 def ended() -> bool | None:
                     return any(e["attempt"] >= self.killed_in for e in self._training.all(name)) or None
 
-                came = self._training.wait(ended, self._limit_s)
+                came = bool(self._training.wait(ended, self._limit_s))
                 delay_s = 4.0
             case "restore":
-                came, delay_s = self.wait_for_event("rank_started"), 1.5
+                came, delay_s = bool(self.wait_for_event("rank_started")), 1.5
             case "step":
-                came, delay_s = self.wait_for_event("log"), 2.0
+                came, delay_s = bool(self.wait_for_event("log")), 2.0
             case _:  # a save follows the step
-                came, delay_s = self.wait_for_event("log", SAVE_STEPS - 1), 0.2
+                came, delay_s = bool(self.wait_for_event("log", SAVE_STEPS - 1)), 0.2
         if not came:
             return False
         time.sleep(self._plan.uniform(0, delay_s))

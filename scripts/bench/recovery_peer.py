@@ -19,7 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTConfig, SFTTrainer
 
 from runner.config import load_config, parse_setting
-from runner.journal import Journal
+from runner.journal import Journal, SteadyClock
 from runner.run_directory import RunDirectory
 from runner.training.data import load_training_data
 from runner.training.model import build
@@ -39,7 +39,7 @@ class NoteSteps(transformers.TrainerCallback):
 def main() -> None:
     directory = RunDirectory(sys.argv[1])
     directory.create()
-    journal = Journal(directory.journal)
+    journal = Journal(directory.journal, SteadyClock())
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # A rank's own pid tells one process group from the next.
     journal.append("rank_started", os.getpid(), rank=rank, pid=os.getpid())
@@ -62,8 +62,8 @@ def main() -> None:
     )
     datasets.utils.logging.disable_progress_bar()
     with args.main_process_first():
-        dataset = load_training_data(config.data.path, config.data.split, directory.cache)
-    model, tokenizer = build(config.model, dataset, directory.cache, bf16=False, seed=args.seed)
+        dataset, _ = load_training_data(config.data, directory.cache, seed=args.seed)
+    model, tokenizer = build(config.model, config.method, dataset, directory.cache, bf16=False, seed=args.seed)
     trainer = SFTTrainer(
         model=model, args=args, train_dataset=dataset, processing_class=tokenizer, callbacks=[NoteSteps(journal)]
     )

@@ -33,7 +33,7 @@ from checkpointing.client import SOCKET_ENV
 from checkpointing.manager import Due
 from checkpointing.transformers import resilient
 from runner.config import load_config
-from runner.training.callbacks import ProgressCallback
+from runner.training.callbacks import MetricsCallback
 from runner.training.data import load_training_data
 from runner.training.events import EventSender
 from runner.training.job import training_arguments
@@ -52,7 +52,7 @@ def blocks(num_pairs: int, seed: int) -> list[bool]:
     return [supervised for first in orders for supervised in (first, not first)]
 
 
-class SupervisedReports(ProgressCallback):
+class SupervisedReports(MetricsCallback):
     """The default job's reports, which can be left out."""
 
     supervised = True
@@ -114,7 +114,8 @@ class Switch:
 
     def _counted_end_of_step(self, step: int) -> Due:
         self._num_steps += 1
-        return self._end_of_step(step)
+        due: Due = self._end_of_step(step)
+        return due
 
     def _counted_ask(self) -> Any:
         self._num_exchanges += 1
@@ -219,12 +220,13 @@ def main() -> None:
     datasets.utils.logging.disable_progress_bar()
     args = training_arguments(config)
     with args.main_process_first(desc="data"):
-        dataset = load_training_data(config.data.path, config.data.split, cache)
-    model, tokenizer = build(config.model, dataset, cache, bf16=args.bf16, seed=args.seed)
+        dataset, _ = load_training_data(config.data, cache, seed=args.seed)
+    model, tokenizer = build(config.model, config.method, dataset, cache, bf16=args.bf16, seed=args.seed)
     reports = SupervisedReports(EventSender(str(events)))
     trainer = SFTTrainer(model=model, args=args, train_dataset=dataset, processing_class=tokenizer, callbacks=[reports])
     trainer.remove_callback(transformers.PrinterCallback)
     trainer = resilient(trainer, snapshot_steps=None)
+    reports.watch(trainer)
     batches = SameBatches(trainer.get_train_dataloader())
     trainer.get_train_dataloader = lambda: batches
     callback = Blocks(trainer, reports, output, num_pairs, seed)

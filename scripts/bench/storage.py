@@ -245,7 +245,8 @@ class Bench:
         results, events = self.ranks("resume", location)
         assert [result["step"] for result in results] == [1] * RANKS
         first_byte = events["fetched"]["time"] - events["fetched"]["duration_s"]
-        return max(result["ended"] for result in results) - first_byte
+        took: float = max(result["ended"] for result in results) - first_byte
+        return took
 
     def download(self, prefix: str) -> dict[str, Any]:
         folder = Path(tempfile.mkdtemp(dir=self.scratch))

@@ -73,7 +73,7 @@ class SmallRun:
         began = time.monotonic()
         # The snapshot is copied beside this one.
         self.step(saving=True)
-        pairs = []
+        pairs: list[tuple[float, float]] = []
         while time.monotonic() < began + in_flight_s:
             step_s = {saving: self.step(saving=saving) for saving in ((True, False), (False, True))[len(pairs) % 2]}
             pairs.append((step_s[True], step_s[False]))
