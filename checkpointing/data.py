@@ -1,16 +1,33 @@
-"""The data cursor: which samples a global step sees, as a function of the step alone.
+"""The data cursor: which samples a global step sees, and how to go on from there.
 
-An epoch is a seeded permutation of the data set, filled up from its own start to whole global batches (what HF's
-`even_batches` does for micro-batches). The position in it is an index: resuming costs the same at any step, and the
-samples of a global step are the same for every world size that divides the global batch.
+Of a data set with a length, as a function of the step alone. An epoch is a seeded permutation of the data set, filled
+up from its own start to whole global batches (what HF's `even_batches` does for micro-batches). The position in it is
+an index: resuming costs the same at any step, and the samples of a global step are the same for every world size that
+divides the global batch.
+
+Of a stream, by the stream's own state. It is read in blocks: the state where the block begins and an offset in it are
+the position, so that at most one block is read again. All ranks read the whole stream, and each takes its share of
+every global batch: the samples of a step are the same for every world size here, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import functools
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from checkpointing.errors import CheckpointError
+
+# Where nothing is shuffled.
+_BLOCK_SAMPLES = 64
 
 
 class CursorBatchSampler(Sampler[list[int]]):
@@ -108,3 +125,155 @@ class CursorDataLoader(DataLoader):  # type: ignore[type-arg]
 
     def start_at(self, micro_batch: int) -> None:
         self.batch_sampler.start_at(micro_batch)
+
+
+@dataclass(frozen=True)
+class StreamPosition:
+    """How far a stream has been read; the same on all ranks.
+
+    Attributes:
+        epoch: how often it was read to its end.
+        block: number of the block in this epoch.
+        offset: samples of the block that were given out.
+        state: the stream's own, where the block begins. JSON can hold it.
+    """
+
+    epoch: int
+    block: int
+    offset: int
+    state: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Any) -> StreamPosition:
+        """
+        Raises:
+            ValueError: it is not what `to_json` makes.
+        """
+        if not isinstance(document, dict) or document.keys() != {"epoch", "block", "offset", "state"}:
+            raise ValueError("the position in the stream is no position")
+        counts = {name: document[name] for name in ("epoch", "block", "offset")}
+        if not all(type(count) is int and 0 <= count < 2**63 for count in counts.values()):
+            raise ValueError("epoch, block or offset of the position in the stream is no count")
+        if not isinstance(document["state"], dict):
+            raise ValueError("the stream's state is no object")
+        return cls(**counts, state=document["state"])
+
+
+class StreamBatches(IterableDataset):  # type: ignore[type-arg]
+    """Micro-batches of one rank from a stream, without end: after its last sample comes the first again.
+
+    Each one is a list of samples, with the position after it.
+
+    Args:
+        dataset: an iterable with `state_dict` and `load_state_dict`, such as `datasets.IterableDataset`.
+        batch_size: samples per micro-batch.
+        rank, world_size: this process among those that share each global batch.
+        seed: of the order within a block.
+        shuffle_samples: size of a block, in which samples come in random order; None keeps the stream's own.
+        beginning: the stream's state where an epoch begins; None: as it is now.
+
+    Raises:
+        CheckpointError: JSON cannot hold the stream's state.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int = 0,
+        shuffle_samples: int | None = None,
+        beginning: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._dataset = dataset
+        self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
+        self._seed, self._shuffle_samples = seed, shuffle_samples
+        self._beginning = _copied(beginning if beginning is not None else dataset.state_dict())
+        self.start = StreamPosition(0, 0, 0, self._beginning)
+
+    def __iter__(self) -> Iterator[tuple[list[Any], StreamPosition]]:
+        samples, share = self._samples(), self._rank * self._batch_size
+        while True:
+            drawn = list(itertools.islice(samples, self._batch_size * self._world_size))
+            yield [sample for sample, _ in drawn[share : share + self._batch_size]], drawn[-1][1]
+
+    def _samples(self) -> Iterator[tuple[Any, StreamPosition]]:
+        """Every sample in turn, with the position after it."""
+        at = self.start
+        while True:
+            # A stream that has several files reads them in another order in every epoch.
+            if self._shuffle_samples is not None and hasattr(self._dataset, "set_epoch"):
+                self._dataset.set_epoch(at.epoch)
+            self._dataset.load_state_dict(copy.deepcopy(at.state))
+            stream = iter(self._dataset)
+            for number in itertools.count(at.block):
+                block = list(itertools.islice(stream, self._shuffle_samples or _BLOCK_SAMPLES))
+                if not block and number == 0:
+                    raise ValueError("the training data has no rows")
+                order = list(range(len(block)))
+                if self._shuffle_samples is not None:
+                    # A text as seed: the same on every machine.
+                    random.Random(f"{self._seed} {at.epoch} {number}").shuffle(order)
+                for offset in range(at.offset, len(block)):
+                    yield block[order[offset]], StreamPosition(at.epoch, number, offset + 1, at.state)
+                if not block:
+                    break
+                at = StreamPosition(at.epoch, number + 1, 0, _copied(self._dataset.state_dict()))
+            at = StreamPosition(at.epoch + 1, 0, 0, self._beginning)
+
+
+class StreamDataLoader(DataLoader):  # type: ignore[type-arg]
+    """A `DataLoader` over `StreamBatches`.
+
+    Attributes:
+        position: after the batch that was drawn last.
+    """
+
+    def __init__(
+        self, batches: StreamBatches, collate_fn: Callable[[list[Any]], Any], num_workers: int, **options: Any
+    ) -> None:
+        self._batches = batches
+        self.position = batches.start
+        collate = functools.partial(_collated, collate_fn)
+        # There is one order of a stream, so one who reads it; a generator of our own as in `CursorDataLoader`.
+        super().__init__(
+            batches,
+            batch_size=None,
+            collate_fn=collate,
+            num_workers=min(num_workers, 1),
+            generator=torch.Generator().manual_seed(0),
+            **options,
+        )
+
+    def start_at(self, position: StreamPosition) -> None:
+        """Let the next iteration begin there."""
+        self.position = self._batches.start = position
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for batch, self.position in super().__iter__():
+            yield batch
+
+
+def _collated(collate: Callable[[list[Any]], Any], item: tuple[list[Any], StreamPosition]) -> tuple[Any, Any]:
+    return collate(item[0]), item[1]
+
+
+def _copied(state: Any) -> dict[str, Any]:
+    """A stream's state as JSON gives it back.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    try:
+        copied: dict[str, Any] = json.loads(json.dumps(state))
+    except (TypeError, ValueError):
+        copied = {}
+    if copied != state:
+        raise CheckpointError(
+            "the streamed data set's state_dict() holds more than JSON can: use one of numbers, texts, lists and dicts"
+        )
+    return copied

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointing import rng, stop_signal
+from checkpointing import rng, sharded, stop_signal
 from checkpointing.adapter import Adapter
 from checkpointing.agreement import Agreement, Flag
 from checkpointing.arena import Heartbeat, Phase
@@ -208,6 +208,8 @@ class CheckpointManager:
         Args:
             adapter: the part of the model that is trained, where the rest is not to be saved.
 
+        State that FSDP2 has sharded is saved and restored whole; each machine must hold all of it among its ranks.
+
         Raises:
             ValueError: a name in `states` is taken.
         """
@@ -306,11 +308,16 @@ class CheckpointManager:
     # -- training ------------------------------------------------------------------------------------------------
 
     def begin(self, start_step: int) -> None:
-        """Say that the training loop starts, at this step."""
+        """Say that the training loop starts, at this step.
+
+        Raises:
+            CheckpointError: the model is sharded over several machines.
+        """
         self._start = (start_step, machine_clock())
         self._beat(Phase.TRAINING, start_step)
         self._watch_compiler()
         if self._tracked.model is not None and self._tracked.optimizer is not None:
+            sharded.check_placement(self._tracked.model, self.local_world_size)
             self._snapshotter.reserve(self._tracked.expected_bytes())
         # What was just restored need not be saved again.
         self._snapshotter.last_step = start_step if start_step else -1
@@ -344,6 +351,11 @@ class CheckpointManager:
     def stop_wanted(self) -> bool:
         """This rank has been asked to stop; what all do about it is agreed in `end_of_step`, or by `agree_to_stop`."""
         return stop_signal.requested() or self._client.control.stop_requested
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds that this rank's training has waited for snapshots so far."""
+        return self._snapshotter.stall_s
 
     def agree_to_stop(self) -> bool:
         """Outside steps: whether any rank had been asked to stop when this was called the last time.

@@ -49,12 +49,14 @@ class FileImage:
         nbytes: its size.
         literals: bytes at offsets.
         tensors: at offsets, flat uint8 views of the live state; whoever copies reads them at that moment.
+        own: likewise, what only this rank holds.
     """
 
     name: str
     nbytes: int
     literals: list[tuple[int, bytes]] = field(default_factory=list)
     tensors: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    own: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
 
 def blob_image(name: str, data: bytes) -> FileImage:
@@ -104,7 +106,7 @@ def safetensors_image(name: str, state: Mapping[str, torch.Tensor]) -> FileImage
     image = FileImage(name, start + offset, literals=[(0, literal)])
     for key, tensor in kept:
         begin = start + header[key]["data_offsets"][0]
-        image.tensors.append((begin, _bytes_of(tensor.detach().contiguous().reshape(-1))))
+        image.tensors.append((begin, bytes_of(tensor.detach().contiguous().reshape(-1))))
     return image
 
 
@@ -218,10 +220,19 @@ def place(images: Sequence[FileImage]) -> tuple[list[PlacedFile], int]:
 def copy_tensors(placed: Sequence[PlacedFile], buffer: memoryview, share: int, num_shares: int) -> None:
     """Copy one of `num_shares` equal parts (by bytes) of the tensors into the arena.
 
-    State that DDP replicates is equal on all ranks, so N ranks copy 1/N each. Copies from a GPU are enqueued on the
-    current stream.
+    State that DDP replicates is equal on all ranks, so N ranks copy 1/N each; what is a rank's own, it copies whole.
+    Copies from a GPU are enqueued on the current stream.
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+    def copy(offset: int, tensor: torch.Tensor) -> None:
+        if tensor.device.type == "cpu":
+            # Not `copy_`: that would wake torch's thread pool, which belongs to training.
+            ctypes.memmove(address + offset, tensor.data_ptr(), tensor.numel())
+        else:
+            target = torch.frombuffer(buffer, dtype=torch.uint8, offset=offset, count=tensor.numel())
+            target.copy_(tensor, non_blocking=True)
+
     extents = [(file.offset + offset, tensor) for file in placed for offset, tensor in file.image.tensors]
     total = sum(tensor.numel() for _, tensor in extents)
     begin, end = total * share // num_shares, total * (share + 1) // num_shares
@@ -229,13 +240,12 @@ def copy_tensors(placed: Sequence[PlacedFile], buffer: memoryview, share: int, n
     for offset, tensor in extents:
         first, last = max(begin - position, 0), min(end - position, tensor.numel())
         if first < last:
-            if tensor.device.type == "cpu":
-                # Not `copy_`: that would wake torch's thread pool, which belongs to training.
-                ctypes.memmove(address + offset + first, tensor.data_ptr() + first, last - first)
-            else:
-                target = torch.frombuffer(buffer, dtype=torch.uint8, offset=offset + first, count=last - first)
-                target.copy_(tensor[first:last], non_blocking=True)
+            copy(offset + first, tensor[first:last])
         position += tensor.numel()
+    for file in placed:
+        for offset, tensor in file.image.own:
+            if tensor.numel():
+                copy(file.offset + offset, tensor)
 
 
 def pieces(image: FileImage, window: memoryview) -> Iterator[memoryview]:
@@ -301,7 +311,8 @@ def copy_literals(placed: Sequence[PlacedFile], buffer: memoryview) -> None:
             buffer[start : start + len(data)] = data
 
 
-def _bytes_of(flat: torch.Tensor) -> torch.Tensor:
+def bytes_of(flat: torch.Tensor) -> torch.Tensor:
+    """A tensor of one dimension as uint8, sharing its memory."""
     return flat.view(torch.uint8)
 
 

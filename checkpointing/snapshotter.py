@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointing import snapshot
+from checkpointing import sharded, snapshot
 from checkpointing.arena import SharedMemory
 from checkpointing.cadence import CostModel
 from checkpointing.client import AgentClient, Refusal
@@ -81,6 +81,7 @@ class Snapshotter:
         last_step: newest step of which a snapshot was asked for and not refused; -1 before the first.
         committing_step: newest step that the agent was asked to commit.
         direct_error: why the last commit without an arena failed.
+        stall_s: seconds that training has waited for snapshots.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Snapshotter:
         # Something changes the state outside the optimizer: never copy beside training again.
         self._torn = False
         self._step_at = self._gate_at = 0.0
+        self._settled_stall_s = 0.0
         self.costs = CostModel()
         self.last_step = -1
         self.committing_step: int | None = None
@@ -140,13 +142,20 @@ class Snapshotter:
             CheckpointError: it failed.
         """
         pending, self._pending = self._pending, None
-        self._stager.settle()
+        copy = self._stager.settle()
+        if copy is not None:
+            self._settled_stall_s += copy.blocked_s
         if pending is None:
             return
         if not pending.has_outcome:
             self.last_step = -1
         elif pending.request.commit:
             self.committing_step = pending.request.step
+
+    @property
+    def stall_s(self) -> float:
+        current = self._stager.current
+        return self._settled_stall_s + (current.blocked_s if current is not None else 0.0)
 
     def end_of_step(self) -> None:
         """A step has ended: learn from it what snapshots cost."""
@@ -202,9 +211,14 @@ class Snapshotter:
         small = {**static_files, **state.small, **_made(request.shared_files), **self._gather(_made(request.own_files))}
         if ranks.local_rank == 0:
             images += [blob_image(name, data) for name, data in small.items()]
+        if state.parts:
+            images = [sharded.take_over(image, state.parts) for image in images]
         placed, nbytes = snapshot.place(images)
         if ranks.group is not None and self._check_replicas:
-            replicated = {name: tensor for name, tensor in state.model.items() if name in state.parameters}
+            whole = (name for name in state.model if name in state.parameters)
+            replicated = {
+                name: state.model[name] for name in whole if not sharded.is_stand_in(state.model[name], state.parts)
+            }
             self._compare_replicas(request.step, replicated, images[num_foreign + 1])
         acquired = self._client.acquire(request.step, nbytes, wait=request.wait)
         if isinstance(acquired, Refusal):
@@ -280,6 +294,14 @@ class Snapshotter:
     def _commit_directly(self, pending: _Pending, images: Sequence[FileImage]) -> None:
         """Without memory for a snapshot rank 0 writes the files itself, while the optimizer waits."""
         began, request, client = time.monotonic(), pending.request, self._client
+        tier = {"tier": self._tiers.name(self._tiers.first)}
+        if any(image.own for image in images):
+            self.direct_error = (
+                "there is no memory for a snapshot, and of sharded state no rank can write all: set a larger "
+                "checkpoint.memory_limit"
+            )
+            client.announce({"event": "commit_failed", "step": request.step, **tier, "error": self.direct_error})
+            return
         info = SnapshotInfo(
             client.run_id,
             client.attempt,
@@ -289,7 +311,6 @@ class Snapshotter:
             request.metrics,
         )
         storage = self._tiers.first
-        tier = {"tier": self._tiers.name(storage)}
         window = memoryview(mmap.mmap(-1, _WINDOW_BYTES))
         files = []
         for image in images:

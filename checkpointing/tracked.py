@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from checkpointing import snapshot
+from checkpointing import sharded, snapshot
 from checkpointing.adapter import BASE_NAME, Adapter
 from checkpointing.errors import CheckpointError
 from checkpointing.restore import ADAPTER_NAME, MODEL_NAME, OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, RestorePoint
@@ -29,6 +29,7 @@ class State:
         parameters: names of the parameters in `model`.
         optimizer, states: state dicts, in containers of their own.
         small: scheduler and scaler, by file name.
+        parts: what this rank holds of sharded tensors, of which there are only stand-ins in the state dicts.
         versions: version counter of every tensor that only an optimizer may change.
     """
 
@@ -38,6 +39,7 @@ class State:
     optimizer: Any
     states: dict[str, Any]
     small: dict[str, bytes]
+    parts: sharded.Parts
     versions: list[tuple[torch.Tensor, int]]
 
     def changed(self) -> int:
@@ -92,7 +94,9 @@ class Tracked:
         if self.adapter is not None:
             small[BASE_NAME] = self.adapter.identify(self.model)
             live = self.adapter.select(live)
-        model = {name: value.detach() for name, value in live.items()}
+        parts: sharded.Parts = {}
+        cut = sharded.has_sharded(self.model)
+        model = {name: value.detach() for name, value in (sharded.stand_ins(live, parts) if cut else live).items()}
         # Parameters are what only an optimizer changes; everything else may change at any moment.
         buffers = {name: value for name, value in live.items() if not isinstance(value, torch.nn.Parameter)}
         if sum(value.nbytes for value in buffers.values()) <= _CLONE_BYTES:
@@ -100,10 +104,12 @@ class Tracked:
             for name, value in buffers.items():
                 model[name] = clones.setdefault(id(value), value.detach().clone())
         optimizer = snapshot.freeze(self.optimizer.state_dict())
+        if cut:
+            optimizer = sharded.stand_ins(optimizer, parts)
         if self.on_gpu:
             # The host does not wait at the gate, so what the optimizer changes on the host is copied now.
             optimizer = _clone_small_cpu_tensors(optimizer)
-        guarded = [*model.values(), *tensors_in(optimizer)]
+        guarded = [*model.values(), *tensors_in(optimizer), *(part.tensor for part in parts.values())]
         return State(
             weights_name=self.weights_name,
             model=model,
@@ -111,6 +117,7 @@ class Tracked:
             optimizer=optimizer,
             states={name: snapshot.freeze(stateful.state_dict()) for name, stateful in self.states.items()},
             small=small,
+            parts=parts,
             versions=[(tensor, tensor._version) for tensor in guarded],
         )
 
@@ -120,7 +127,8 @@ class Tracked:
         saved = self.adapter.select(self.model.state_dict(keep_vars=True)).values() if self.adapter else None
         model = sum(value.nbytes for value in (saved or [*parameters, *self.model.buffers()]))
         optimizer = self.torch_optimizer
-        state = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors_in(optimizer.state_dict())}.values())
+        tensors = tensors_in(optimizer.state_dict())
+        state = sum({id(t) if sharded.is_sharded(t) else t.data_ptr(): t.nbytes for t in tensors}.values())
         if not state:
             defaults = getattr(optimizer, "defaults", {})
             moments = 2 + bool(defaults.get("amsgrad")) if "betas" in defaults else int(bool(defaults.get("momentum")))
@@ -136,8 +144,12 @@ class Tracked:
         if self.adapter is not None:
             self.adapter.restore(self.model, point)
             return
+        state = point.model_state()
+        if sharded.has_sharded(self.model):
+            live = self.model.state_dict()
+            state = {name: sharded.cut_like(value, live.get(name)) for name, value in state.items()}
         try:
-            self.model.load_state_dict(point.model_state(), strict=True)
+            self.model.load_state_dict(state, strict=True)
         except RuntimeError as error:
             raise CheckpointError(
                 f"{point.place} does not fit this model: {error}. Use the model that wrote it, or another output_dir."
@@ -149,7 +161,12 @@ class Tracked:
         Raises:
             CheckpointError: a file makes no sense, or is of another optimizer.
         """
-        _load(self.optimizer, point, OPTIMIZER_NAME)
+        _load(
+            self.optimizer,
+            point,
+            OPTIMIZER_NAME,
+            lambda state: sharded.cut_optimizer_state(state, self.torch_optimizer),
+        )
         if not point.private:
             # What stayed on the CPU is still a view of the checkpoint, which is not ours to change.
             for state in self.torch_optimizer.state.values():
@@ -165,10 +182,10 @@ class Tracked:
             _load(self.scaler, point, SCALER_NAME)
 
 
-def _load(stateful: Any, point: RestorePoint, name: str) -> None:
+def _load(stateful: Any, point: RestorePoint, name: str, change: Callable[[Any], Any] | None = None) -> None:
     state = point.torch_object(name)
     try:
-        stateful.load_state_dict(state)
+        stateful.load_state_dict(change(state) if change is not None else state)
     except Exception as error:
         raise CheckpointError(
             f"{point.place}: {name} does not fit this {type(stateful).__name__}: {type(error).__name__}: {error}. Use "

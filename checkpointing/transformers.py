@@ -29,10 +29,10 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
-from checkpointing import rng
+from checkpointing import rng, sharded
 from checkpointing.adapter import Adapter
 from checkpointing.cadence import DEFAULT_OVERHEAD_CAP, Auto
-from checkpointing.data import CursorBatchSampler, CursorDataLoader
+from checkpointing.data import CursorBatchSampler, CursorDataLoader, StreamBatches, StreamDataLoader, StreamPosition
 from checkpointing.errors import CheckpointError, LossSpike, NonFinite
 from checkpointing.failpoints import failpoint
 from checkpointing.manager import CheckpointManager, Due, micro_batch_divisor, skipped_steps
@@ -64,6 +64,7 @@ def resilient(
     local_keep_last: int = DEFAULT_LOCAL_KEEP_LAST,
     check_finite: bool = True,
     spike_zscore: float | None = None,
+    shuffle_samples: int | None = None,
 ) -> TrainerT:
     """Give a trainer fault-tolerant checkpoints; returns the same object.
 
@@ -78,6 +79,8 @@ def resilient(
             step is kept; under a supervisor training then goes on from the newest snapshot before it.
         spike_zscore: raise LossSpike likewise when a step's loss, averaged over all ranks, is further above the median
             of the last 64 than so many (robust) standard deviations; None does not look.
+        shuffle_samples: of a streamed data set, how many samples are read ahead and brought into random order; None
+            leaves it in its own. In place of `IterableDataset.shuffle`, whose buffer no checkpoint holds.
 
     Steps that fail so twice are passed over from then on, with those since the snapshot before them: they count, but
     nothing is computed and nothing changes. That takes a supervisor.
@@ -88,8 +91,13 @@ def resilient(
         CheckpointError: the trainer uses a strategy that is not supported.
         ValueError: a cadence or the memory limit is not usable.
     """
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        raise CheckpointError("FSDP and DeepSpeed are not supported by resilient() yet; use DDP")
+    if trainer.is_deepspeed_enabled:
+        raise CheckpointError("DeepSpeed is not supported by resilient() yet; use DDP or FSDP2")
+    if trainer.is_fsdp_enabled:
+        if not trainer.accelerator.is_fsdp2:
+            raise CheckpointError("FSDP1 is not supported by resilient(); use FSDP2: fsdp_config version 2")
+        if accelerate.utils.is_peft_model(trainer.model):
+            raise CheckpointError("adapters under FSDP are not supported by resilient() yet; use DDP for them")
     if trainer.args.load_best_model_at_end:
         raise CheckpointError("load_best_model_at_end is not supported by resilient() yet; leave it off")
     if spike_zscore is not None and (spike_zscore <= 0 or trainer.args.fp16):
@@ -97,6 +105,8 @@ def resilient(
             f"resilient(spike_zscore={spike_zscore}) is not allowed; write a number above 0, 8 for example, and use "
             "bf16 in place of fp16, whose scaler sees to such steps itself"
         )
+    if shuffle_samples is not None and shuffle_samples < 1:
+        raise ValueError(f"resilient(shuffle_samples={shuffle_samples}) is not allowed; use a number from 1, or None")
     if save_steps not in (None, "auto"):
         raise ValueError(f"resilient(save_steps={save_steps!r}) is not allowed; set args.save_steps, or use 'auto'")
     if save_steps == "auto":
@@ -123,7 +133,10 @@ def resilient(
     trainer.__class__ = type(f"Resilient{cls.__name__}", (_ResilientMixin, cls), {})
     trainer._manager = manager
     trainer._restore_point = trainer._pending_restore = None
-    trainer._has_cursor = False
+    trainer._has_cursor, trainer._shuffle_samples = False, shuffle_samples
+    dataset = trainer.train_dataset
+    trainer._beginning = dataset.state_dict() if _is_stream(dataset) else None
+    trainer._stream = trainer._stream_position = None
     trainer._configured_batch, trainer._configured_for = configured, trainer.args.world_size
     trainer._adapter = _adapter_of(trainer.model)
     trainer._stopping = False
@@ -163,6 +176,11 @@ class _ResilientMixin(_Base):
     _pending_restore: RestorePoint | None
     # The loader knows its position; else the Trainer's own skipping is used.
     _has_cursor: bool
+    _shuffle_samples: int | None
+    # Of a streamed data set: its state where an epoch begins, what reads it, and from where the resumed run reads on.
+    _beginning: dict[str, Any] | None
+    _stream: StreamDataLoader | None
+    _stream_position: StreamPosition | None
     # What is saved of a PEFT model.
     _adapter: Adapter | None
     _stopping: bool
@@ -190,7 +208,7 @@ class _ResilientMixin(_Base):
             self._track()
             self._restore_point = self._manager.choose()
             resume_from_checkpoint = _checked_directory(self._restore_point) if self._restore_point else None
-            self._keep_global_batch()
+            self._look_into_loop_state()
         self._pending_restore = self._restore_point
         try:
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
@@ -210,8 +228,11 @@ class _ResilientMixin(_Base):
     # -- data: position is an index ------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
-        self._has_cursor = False
+        self._has_cursor, self._stream = False, None
         dataset = self.train_dataset
+        if self._beginning is not None:
+            self._stream = self._stream_loader(dataset)
+            return self._stream
         shuffled = self.args.train_sampling_strategy == "random"
         if dataset is None or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             return super().get_train_dataloader()
@@ -245,6 +266,54 @@ class _ResilientMixin(_Base):
             prefetch_factor=args.dataloader_prefetch_factor,
         )
 
+    def _stream_loader(self, dataset: Any) -> StreamDataLoader:
+        args = self.args
+        batches = StreamBatches(
+            dataset,
+            self._train_batch_size,
+            args.process_index,
+            args.world_size,
+            seed=args.data_seed if args.data_seed is not None else args.seed,
+            shuffle_samples=self._shuffle_samples,
+            beginning=self._beginning,
+        )
+        self._check_global_batch(self._train_batch_size * args.gradient_accumulation_steps * args.world_size)
+        self._has_cursor = True
+        loader = StreamDataLoader(
+            batches,
+            self._get_collator_with_removed_columns(self.data_collator, description="training"),
+            args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            prefetch_factor=args.dataloader_prefetch_factor,
+        )
+        if self._stream_position is not None:
+            loader.start_at(self._stream_position)
+        return loader
+
+    def _look_into_loop_state(self) -> None:
+        """What must be known before the data loader is made.
+
+        Raises:
+            CheckpointError: the checkpoint is of data that is streamed, and here it is not, or the other way round.
+        """
+        point, name = self._restore_point, loop_state_name(0)
+        self._configured_for, self._stream_position = self.args.world_size, None
+        if point is None or point.step == 0:
+            return
+        if point.has(name):
+            state = point.json(name)
+            with point.reading(name):
+                self._configured_for = int(state.get("configured_for", point.world_size))
+                if "stream" in state:
+                    self._stream_position = StreamPosition.from_json(state["stream"])
+            if (self._stream_position is not None) != (self._beginning is not None):
+                before, now = ("streamed", "is not") if self._beginning is None else ("not streamed", "is")
+                raise CheckpointError(
+                    f"{point.place} was trained on data that was {before}, now it {now}: where to go on cannot be "
+                    "told. Read the data as before, or train in another output_dir."
+                )
+        self._keep_global_batch()
+
     def _keep_global_batch(self) -> None:
         """On another number of ranks than the batch was configured for: the same samples in each step, in other
         micro-batches.
@@ -253,13 +322,7 @@ class _ResilientMixin(_Base):
         `_check_global_batch` says so.
         """
         point, args = self._restore_point, self.args
-        self._configured_for = args.world_size
-        if point is None or point.step == 0:
-            return
-        if point.has(loop_state_name(0)):
-            with point.reading(loop_state_name(0)):
-                self._configured_for = int(point.json(loop_state_name(0)).get("configured_for", point.world_size))
-        if self._configured_for == args.world_size:
+        if point is None or self._configured_for == args.world_size:
             return
         share, rest = divmod(point.samples_consumed // point.step, args.world_size)
         if rest:
@@ -338,6 +401,8 @@ class _ResilientMixin(_Base):
         Gradients are averaged over all ranks, and so is the loss here: what one of them has spoiled, all see.
         """
         step, known = self.state.global_step, self._unchecked
+        if sharded.is_sharded(norm):
+            norm = norm.full_tensor()  # type: ignore[union-attr]
         loss, self._step_loss = self._step_loss, None
         if loss is not None and self.args.world_size > 1:
             loss = loss.clone()
@@ -453,7 +518,10 @@ class _ResilientMixin(_Base):
     def _save_model_config(self, folder: str) -> None:
         config = getattr(self.model, "config", None)
         if config is not None:
-            config.architectures = [type(self.model).__name__]
+            # FSDP2 puts a class of its own in front.
+            own = type(self.model)
+            own = own.__bases__[1] if self.is_fsdp_enabled else own
+            config.architectures = [own.__name__]
             config.save_pretrained(folder)
         generation_config = getattr(self.model, "generation_config", None)
         if generation_config is not None:
@@ -470,6 +538,8 @@ class _ResilientMixin(_Base):
             state["evaluation_due"] = True
         # Counted since the Trainer added them up the last time, which it does at saves only.
         state["flos"] = self.current_flos
+        if self._stream is not None:
+            state["stream"] = self._stream.position.to_json()
         if self._spikes is not None:
             state["recent_losses"] = list(self._spikes.losses)
         if hasattr(self, "_metrics"):
@@ -591,6 +661,13 @@ class _StepCallback(TrainerCallback):
         self._trainer._manager.close()
 
 
+def _is_stream(dataset: Any) -> bool:
+    """Without a length, and able to go on from where it was."""
+    return (
+        isinstance(dataset, IterableDataset) and hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+    )
+
+
 def _cut_micro_batches(trainer: Trainer, divisor: int) -> None:
     """The same samples in each step, in smaller portions: so many, or as many as make equal ones.
 
@@ -675,6 +752,8 @@ def _skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     if isinstance(dataloader, CursorDataLoader):
         dataloader.start_at(num_batches)
         return dataloader
+    if isinstance(dataloader, StreamDataLoader):
+        return dataloader  # it has been told
     return accelerate.skip_first_batches(dataloader, num_batches)
 
 

@@ -57,6 +57,9 @@ class MethodConfig(_Section):
     """Further modules that are trained whole, and saved with the adapters."""
 
 
+Strategy = Literal["ddp", "fsdp"]
+
+
 class DataConfig(_Section):
     """What it is fine-tuned on."""
 
@@ -65,6 +68,11 @@ class DataConfig(_Section):
     prompt and completion, or text, or messages. None: the bundled wilderness survival pairs."""
     split: str = "train"
     """Split of a hub data set."""
+    streaming: bool = False
+    """Read rows while training goes on, instead of all of them before: for data that is larger than the disk. Needs
+    `trainer.max_steps`."""
+    shuffle_samples: Annotated[int, Field(ge=1)] | None = 10_000
+    """How many rows of a stream are read ahead and brought into random order; None: the stream's own order."""
     validation_path: str | None = None
     """Likewise, for evaluations: `trainer.eval_strategy`, at every save if that is not set. `best_model` is the
     checkpoint with the least eval_loss then, or the best by `trainer.metric_for_best_model`. Saves that
@@ -229,6 +237,9 @@ class Config(_Section):
     """Everything of the run lies here."""
     scale_learning_rate: bool = True
     """Multiply trainer.learning_rate by the number of ranks."""
+    strategy: Strategy = "ddp"
+    """ddp: every rank holds the whole model. fsdp: parameters, gradients and optimizer state are sharded over the ranks
+    of a machine, and replicated between machines (FSDP2); `trainer.fsdp_config` tunes it. Checkpoints are the same."""
     model: ModelConfig = ModelConfig()
     method: MethodConfig = MethodConfig()
     data: DataConfig = DataConfig()
@@ -427,6 +438,35 @@ def _check_files(config: Config, source_of: Any, *, needs_data: bool) -> None:
         raise UsageError(
             f"{source_of('data.validation_split')}: data.validation_split={split!r} is a split of a hub data set, and "
             f"{source or 'the bundled data'} has none: use data.validation_path or data.validation_share"
+        )
+    if config.data.streaming:
+        wrong = {
+            "data.validation_share": config.data.validation_share is not None,
+            "data.validation_split": split is not None and config.data.validation_path is None,
+        }
+        for key, is_wrong in wrong.items():
+            if is_wrong:
+                raise UsageError(
+                    f"{source_of(key)}: {key} is not allowed with data.streaming, which never holds all rows: use "
+                    "data.validation_path"
+                )
+        if not config.trainer.get("max_steps", 0) > 0:
+            raise UsageError(
+                f"{source_of('data.streaming')}: data.streaming needs trainer.max_steps: how long an epoch is, nobody "
+                "knows before its end"
+            )
+    if config.strategy == "fsdp" and config.method.type != "full":
+        raise UsageError(
+            f"{source_of('strategy')}: strategy=fsdp is not supported with method.type={config.method.type} yet: use "
+            "ddp, which an adapter's small state does not burden"
+        )
+    fsdp = config.trainer.get("fsdp_config")
+    if fsdp and config.strategy != "fsdp":
+        raise UsageError(f"{source_of('trainer.fsdp_config')}: trainer.fsdp_config needs strategy: fsdp")
+    if fsdp and (not isinstance(fsdp, dict) or fsdp.get("version", 2) != 2):
+        raise UsageError(
+            f"{source_of('trainer.fsdp_config')}: trainer.fsdp_config={fsdp!r} is not allowed: write FSDP2's "
+            "options as a mapping, without version or with version: 2"
         )
     given = [name for name in ("validation_path", "validation_share") if getattr(config.data, name) is not None]
     if len(given) > 1 or (config.data.validation_share is not None and config.data.validation_split is not None):

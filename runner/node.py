@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from checkpointing.memory import oom_kills
 from checkpointing.protocol import Message
 from runner import processes
 from runner.config import Config
-from runner.environment import LINEAGE_ENV, TORCHRUN_VARIABLES
+from runner.environment import LINEAGE_ENV, LOST_STEPS_ENV, TORCHRUN_VARIABLES
 from runner.errors import HelperKilled, LaunchError, UsageError
 from runner.failure import Failure, FailureKind, classify
 from runner.journal import SteadyClock
@@ -87,7 +87,7 @@ class Order:
         divisor: into how many parts micro-batches are cut.
         skipped: windows of steps that are passed over, as `checkpointing.spikes.SkippedSteps` reads them.
         failure_history: "FAILURES:SECONDS" of the run so far.
-        lineage: see `RunRecord`.
+        lineage, lost_steps, reached: see `RunRecord`.
     """
 
     attempt: int
@@ -96,18 +96,15 @@ class Order:
     skipped: str = ""
     failure_history: str = "0:0"
     lineage: str = ""
+    lost_steps: int = 0
+    reached: int = 0
 
     def to_message(self) -> Message:
         return asdict(self)
 
     @classmethod
     def from_message(cls, message: Message) -> Order:
-        return cls(
-            **{
-                name: message[name]
-                for name in ("attempt", "nnodes", "divisor", "skipped", "failure_history", "lineage")
-            }
-        )
+        return cls(**{own.name: message[own.name] for own in fields(cls)})
 
 
 @dataclass(frozen=True)
@@ -455,6 +452,7 @@ class Node:
                     RESUME_ENV: "auto",
                     FAILURES_ENV: order.failure_history,
                     LINEAGE_ENV: order.lineage,
+                    LOST_STEPS_ENV: f"{order.lost_steps}:{order.reached}",
                     BATCH_ENV: str(order.divisor),
                     SKIP_ENV: order.skipped,
                 },

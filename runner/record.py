@@ -20,6 +20,8 @@ class RunRecord:
         running: the attempt that is alive; None between two. A supervisor that finds one here has been preceded by one
             that ended without a word.
         skipped: windows of steps that are passed over.
+        reached: the newest step that the last attempt which trained has finished.
+        lost_steps: steps that have been computed again, as far as their loss was seen by a runner that lived on.
         lineage: the id of the first life of this run that kept a record: the same on whatever machine it goes on.
     """
 
@@ -27,6 +29,8 @@ class RunRecord:
     batch: BatchShape = WHOLE_BATCHES
     running: int | None = None
     skipped: list[Window] = field(default_factory=list)
+    reached: int = 0
+    lost_steps: int = 0
     lineage: str = ""
 
     def add(self, record: AttemptRecord) -> None:
@@ -37,6 +41,11 @@ class RunRecord:
         if self.history and self.history[-1].committed_step != record.committed_step:
             del self.history[:-1]
         self.history = [*self.history, record][-_MAX_FAILURES:]
+
+    def account_for_steps(self, first: int, last: int) -> None:
+        """An attempt has trained from step `first` to `last`."""
+        self.lost_steps += max(self.reached - first, 0)
+        self.reached = last
 
     def account_for_lost_runner(self, committed_step: int) -> bool:
         """A runner that was killed with everything it had started has cost an attempt; whether there was one."""
@@ -52,6 +61,7 @@ class RunRecord:
         history = [{"failure": r.failure.to_dict(), "committed_step": r.committed_step} for r in self.history]
         body = {"attempt": attempt, "history": history, "batch": asdict(self.batch), "running": self.running}
         body |= {"skipped": self.skipped, "lineage": self.lineage}
+        body |= {"reached": self.reached, "lost_steps": self.lost_steps}
         return json.dumps(body)
 
     @classmethod
@@ -70,11 +80,16 @@ class RunRecord:
             if not isinstance(lineage, str) or not lineage.isascii():
                 raise ValueError(f"no id of a run: {lineage!r}")
             skipped = [read_window(window) for window in body.get("skipped", [])]
+            reached, lost_steps = body.get("reached", 0), body.get("lost_steps", 0)
+            if not all(type(number) is int and 0 <= number < 2**63 for number in (reached, lost_steps)):
+                raise ValueError(f"no counts of steps: {reached!r}, {lost_steps!r}")
             return cls(
                 history,
                 _batch(**body.get("batch", {})),
                 int(running) if running is not None else None,
                 skipped,
+                reached,
+                lost_steps,
                 lineage,
             )
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):

@@ -230,7 +230,14 @@ class Supervisor:
         memory = self._memory
         skipped = ",".join(f"{first}-{last}" for first, last in memory.skipped)
         order = Order(
-            life.attempt, self._num_nodes, memory.batch.divisor, skipped, self._failure_history(), memory.lineage
+            life.attempt,
+            self._num_nodes,
+            memory.batch.divisor,
+            skipped,
+            self._failure_history(),
+            memory.lineage,
+            memory.lost_steps,
+            memory.reached,
         )
         self._ended.clear()
         self._states.move(RunState.RUNNING)
@@ -241,6 +248,8 @@ class Supervisor:
         outcome = self._node.run_attempt(order, self._each_turn)
         failure = self._join(outcome)
         self._running = False
+        if outcome.training_began:
+            memory.account_for_steps(outcome.start_step, failure.step or outcome.start_step)
         life.record("attempt_ended", **outcome.event(failure, self._node.committed_step))
         return failure, outcome.log if failure.rank == outcome.failure.rank else None
 

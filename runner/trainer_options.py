@@ -43,9 +43,9 @@ RESERVED = {
     "save_only_model": "a checkpoint must be complete to resume from",
     "auto_find_batch_size": "the global batch must not change within a run",
     "load_best_model_at_end": "with data.validation_path, _split or _share best_model is the best checkpoint",
-    "fsdp": "only DDP is supported",
-    "fsdp_config": "only DDP is supported",
-    "deepspeed": "only DDP is supported",
+    "fsdp": "set the top-level strategy: fsdp",
+    "deepspeed": "it is not supported yet; set the top-level strategy: fsdp for a model that is too large for ddp",
+    "parallelism_config": "tensor and context parallelism are not supported yet; see the top-level strategy",
     "push_to_hub": "push best_model yourself when the run is done",
     "overwrite_output_dir": "use --resume never --overwrite",
 }

@@ -35,8 +35,10 @@ from checkpointing.storage.objects import ObjectMissing, StorageError, StorageTi
 from checkpointing.threads import in_background
 
 _PART_BYTES = 32 * 1024 * 1024
-# Of all uploads together: what is read from files for them is bounded by it.
-_IN_FLIGHT = 6
+# Parts of all uploads together. With six, uploads to radosgw on loopback were 5 % slower (2 cores, 2026-11-22).
+_IN_FLIGHT = 12
+# Of those, what a part takes that has memory of its own: what is read from files is bounded by it.
+_PLACES_OF_A_COPY = 2
 _READ_BYTES = 1024 * 1024
 _SEND_BYTES = 256 * 1024
 _UPLOADS_PER_PAGE = 1_000
@@ -49,7 +51,7 @@ _RETRY_FOR_S = 60.0
 # Longest wait for the whole of a small answer, besides what the bytes need that were sent.
 _ANSWER_WITHIN_S = 60.0
 # Below this rate a call is given up, whatever trickles in.
-_MIN_BYTES_PER_S = 100_000
+_MIN_BYTES_PER_S = 50_000
 _RETRIED_CODES = {
     "InternalError",
     "OperationAborted",
@@ -114,6 +116,8 @@ class S3Store:
             session = boto3.session.Session()
             region = session.region_name or "us-east-1"
             self._client: Any = session.client("s3", config=config, region_name=region)
+            self._client.meta.events.register_first("before-sign.s3", _lay_body_aside)
+            self._client.meta.events.register_last("request-created.s3", _take_body_up)
         except (BotoCoreError, ValueError) as error:
             raise ValueError(f"checkpoint.location {location!r}: {error}") from None
         self._pool = ThreadPoolExecutor(2 * _IN_FLIGHT, "s3")
@@ -139,7 +143,7 @@ class S3Store:
                 # The next one may lie in the same memory.
                 wait(sent)
 
-        part_bytes = _PART_BYTES
+        part_bytes, places = _PART_BYTES, 1
         if isinstance(pieces, Sequence):
             # Equal ones: a small one at the end would leave the connections idle.
             whole = sum(map(len, pieces))
@@ -147,7 +151,7 @@ class S3Store:
             part_bytes = -(-whole // num_parts) if num_parts > 1 else _PART_BYTES
             parts = _cut(pieces, part_bytes, stays=True)
         else:
-            parts = _cut(one_at_a_time(), part_bytes, stays=False)
+            parts, places = _cut(one_at_a_time(), part_bytes, stays=False), _PLACES_OF_A_COPY
         first = next(parts, memoryview(b""))
         if len(first) < part_bytes:
             checksum = _crc32(first)
@@ -158,13 +162,14 @@ class S3Store:
         nbytes = 0
         try:
             for part in itertools.chain([first], parts):
-                self._free.acquire()
+                for _ in range(places):
+                    self._free.acquire()
                 failed = next((future for future in sent if future.done() and future.exception()), None)
                 if failed is not None:
-                    self._free.release()
+                    self._free.release(places)
                     raise failed.exception() or AssertionError
                 future = self._pool.submit(self._upload_part, key, upload_id, len(sent) + 1, part)
-                future.add_done_callback(lambda _: self._free.release())
+                future.add_done_callback(lambda _: self._free.release(places))
                 sent.append(future)
                 nbytes += len(part)
             finished = [future.result() for future in sent]
@@ -454,6 +459,16 @@ class _Body:
             if time.monotonic() > deadline:
                 raise StorageTimeout(f"less than {_MIN_BYTES_PER_S} bytes/s are taken")
             yield self._view[start : start + _SEND_BYTES]
+
+
+def _lay_body_aside(request: Any, **_: Any) -> None:
+    """A payload that is not signed: where `awscrt` is installed, botocore's signer wants a file or bytes all the same."""
+    if isinstance(request.data, _Body):
+        request.context["unsigned_body"], request.data = request.data, b""
+
+
+def _take_body_up(request: Any, **_: Any) -> None:
+    request.data = request.context.pop("unsigned_body", request.data)
 
 
 def _body(view: memoryview) -> _Body | bytes:

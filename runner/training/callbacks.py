@@ -12,6 +12,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from checkpointing.client import ATTEMPT_ENV
+from runner.environment import LOST_STEPS_ENV
 from runner.training.events import EventSender
 
 # Dense bf16 or fp16 operations per second, by NVIDIA's data sheets; the first name that the device's contains.
@@ -38,8 +39,9 @@ class MetricsCallback(TrainerCallback):
     def __init__(self, sender: EventSender) -> None:
         self._sender = sender
         self._last: tuple[float, float] | None = None
-        self._data_wait_s, self._num_steps = 0.0, 0
+        self._data_wait_s, self._stall_s, self._num_steps = 0.0, 0.0, 0
         self._attempt = int(os.environ.get(ATTEMPT_ENV, "0"))
+        self._lost_steps = 0
 
     def watch(self, trainer: Any) -> None:
         """Measure how long this trainer waits for its batches, and become the first of its callbacks."""
@@ -59,6 +61,8 @@ class MetricsCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        lost, _, reached = os.environ.get(LOST_STEPS_ENV, "0:0").partition(":")
+        self._lost_steps = int(lost) + max(int(reached) - state.global_step, 0)
         if state.is_world_process_zero:
             self._sender.send("training_started", step=state.global_step, total_steps=state.max_steps)
 
@@ -84,10 +88,13 @@ class MetricsCallback(TrainerCallback):
                 **self._speed(logs, args.world_size),
                 **_memory(),
                 "attempt": self._attempt,
+                "lost_steps": self._lost_steps,
             }
+            stall_s = self._trainer._manager.stall_s
             if self._num_steps:
                 measured["data_wait_s"] = round(self._data_wait_s / self._num_steps, 5)
-            self._data_wait_s, self._num_steps = 0.0, 0
+                measured["checkpoint_stall_s"] = round((stall_s - self._stall_s) / self._num_steps, 5)
+            self._data_wait_s, self._stall_s, self._num_steps = 0.0, stall_s, 0
             measured |= _communication(self._trainer.model_wrapped)
             logs |= measured
             self._sender.send(
@@ -96,7 +103,10 @@ class MetricsCallback(TrainerCallback):
                 loss=logs["loss"],
                 learning_rate=logs.get("learning_rate"),
                 grad_norm=logs.get("grad_norm"),
-                **{"tokens_per_s": None, **{name: value for name, value in measured.items() if name != "attempt"}},
+                **{
+                    "tokens_per_s": None,
+                    **{name: value for name, value in measured.items() if name not in ("attempt", "lost_steps")},
+                },
             )
 
     def _speed(self, logs: dict[str, float], world_size: int) -> dict[str, float]:

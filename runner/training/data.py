@@ -1,7 +1,8 @@
-"""The training data: read, checked row by row, and split."""
+"""The training data: read (whole, or as a stream), checked row by row, and split."""
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,17 @@ _TEXT_COLUMNS = ("prompt", "completion", "text", "messages", "input_ids")
 
 
 def load_training_data(config: DataConfig, cache: Path, *, seed: int) -> tuple[Any, Any]:
-    """The rows to train on, and those to evaluate with (None: none).
+    """The rows to train on, a stream where it is configured so, and those to evaluate with (None: none).
 
     Raises:
         ValueError: a file cannot be read, has no rows, no column that can be trained on, or a row that is none.
     """
-    rows = _load("data.path", config.path or str(BUNDLED), config.split, cache)
+    source = config.path or str(BUNDLED)
+    rows = _stream(source, config.split) if config.streaming else _load("data.path", source, config.split, cache)
     if config.validation_path is not None:
         return rows, _load("data.validation_path", config.validation_path, config.validation_split or "train", cache)
     if config.validation_split is not None:
-        return rows, _load("data.path", config.path or str(BUNDLED), config.validation_split, cache)
+        return rows, _load("data.path", source, config.validation_split, cache)
     if config.validation_share is not None:
         if len(rows) * config.validation_share < 1:
             raise ValueError(f"data.validation_share={config.validation_share} of {len(rows)} rows is not one row")
@@ -43,11 +45,7 @@ def _load(key: str, source: str, split: str, cache: Path) -> Any:
         rows = datasets.load_dataset(source, split=split, cache_dir=folder)
     else:
         try:
-            # "None" and "NA" are words; an empty cell is none.
-            options: dict[str, Any] = {"keep_default_na": False, "na_values": [""]} if suffix == ".csv" else {}
-            rows = datasets.load_dataset(
-                DATA_LOADERS[suffix], data_files=source, split="train", cache_dir=folder, **options
-            )
+            rows = datasets.load_dataset(**_file_options(source), cache_dir=folder)
         except Exception as error:
             # `datasets` says that something went wrong; its cause says what.
             cause = error.__cause__ or error
@@ -55,10 +53,7 @@ def _load(key: str, source: str, split: str, cache: Path) -> Any:
             text = " ".join(str(cause).split())
             raise ValueError(f"{name} cannot be read{where}: {type(cause).__name__}: {text[:300]}") from None
     columns = set(rows.column_names)
-    if not ({"prompt", "completion"} <= columns or columns & {"text", "messages", "input_ids"}):
-        raise ValueError(
-            f"{name} has the columns {', '.join(sorted(columns))}; needed: prompt and completion, or text, or messages"
-        )
+    _check_columns(name, columns)
     if len(rows) == 0:
         raise ValueError(f"{name} has no rows")
     for column in _TEXT_COLUMNS:
@@ -68,10 +63,66 @@ def _load(key: str, source: str, split: str, cache: Path) -> Any:
             except TypeError as error:
                 raise ValueError(f"{name}: {column} holds {error}; needed: text, or a list of messages") from None
             if number is not None:
-                raise ValueError(
-                    f"{name}, row {number + 1}: {column} is {rows[number][column]!r}; fill it, or leave that row out"
-                )
+                raise _bad_row(name, number, column, rows[number][column])
     return rows
+
+
+def _stream(source: str, split: str) -> Any:
+    """Rows that are read, and checked, when their turn comes.
+
+    Raises:
+        ValueError: as `load_training_data`, of the first row; of others when they are read.
+    """
+    name = f"data.path={source!r}"
+    is_file = Path(source).suffix in DATA_LOADERS
+    try:
+        options = _file_options(source) if is_file else {"path": source, "split": split}
+        rows = datasets.load_dataset(**options, streaming=True)
+        first = next(iter(rows), None)
+    except Exception as error:
+        if not is_file:
+            raise
+        cause = error.__cause__ or error
+        text = " ".join(str(cause).split())
+        raise ValueError(f"{name} cannot be read: {type(cause).__name__}: {text[:300]}") from None
+    if first is None:
+        raise ValueError(f"{name} has no rows")
+    _check_columns(name, set(first))
+    return rows.map(functools.partial(_checked, name), with_indices=True)
+
+
+def _checked(name: str, row: dict[str, Any], number: int) -> dict[str, Any]:
+    for column in _TEXT_COLUMNS:
+        if column not in row:
+            continue
+        value = row[column]
+        if value is not None and not isinstance(value, (str, list)):
+            raise ValueError(f"{name}: {column} holds {type(value).__name__}; needed: text, or a list of messages")
+        full = bool(value.strip() if isinstance(value, str) else value)
+        if full and isinstance(value, list) and not isinstance(value[0], int):
+            full = all(map(_is_message, value))
+        if not full:
+            raise _bad_row(name, number, column, value)
+    return row
+
+
+def _file_options(source: str) -> dict[str, Any]:
+    """`load_dataset`'s, for a file."""
+    suffix = Path(source).suffix
+    # "None" and "NA" are words; an empty cell is none.
+    options: dict[str, Any] = {"keep_default_na": False, "na_values": [""]} if suffix == ".csv" else {}
+    return {"path": DATA_LOADERS[suffix], "data_files": source, "split": "train", **options}
+
+
+def _check_columns(name: str, columns: set[str]) -> None:
+    if not ({"prompt", "completion"} <= columns or columns & {"text", "messages", "input_ids"}):
+        raise ValueError(
+            f"{name} has the columns {', '.join(sorted(columns))}; needed: prompt and completion, or text, or messages"
+        )
+
+
+def _bad_row(name: str, number: int, column: str, value: Any) -> ValueError:
+    return ValueError(f"{name}, row {number + 1}: {column} is {value!r}; fill it, or leave that row out")
 
 
 def _first_empty(column: pa.ChunkedArray) -> int | None:

@@ -12,9 +12,11 @@ from typing import Any
 import datasets
 import torch
 import transformers
-from accelerate.utils import is_peft_model
+from accelerate.state import AcceleratorState, DistributedType
+from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig, is_peft_model
 from trl import SFTConfig, SFTTrainer
 
+from checkpointing.sharded import is_sharded
 from checkpointing.storage.local import fsync_directory, fsync_tree, replace_file
 from checkpointing.transformers import load_best, resilient
 from runner.cache import seal
@@ -51,7 +53,7 @@ def run_job(config_path: str, cache: str, sender: EventSender) -> None:
         dataset, held_back = load_training_data(config.data, Path(cache), seed=args.seed)
     model, tokenizer = build(config.model, config.method, dataset, Path(cache), bf16=args.bf16, seed=args.seed)
     trackers, metrics = _trackers(config, rank), MetricsCallback(sender)
-    trainer = SFTTrainer(
+    trainer = _trainer_class(args)(
         model=model,
         args=args,
         train_dataset=dataset,
@@ -73,6 +75,7 @@ def run_job(config_path: str, cache: str, sender: EventSender) -> None:
         keep_every=config.checkpoint.keep_every_steps,
         check_finite=config.guards.check_finite,
         spike_zscore=config.guards.spike_zscore,
+        shuffle_samples=config.data.shuffle_samples,
     )
     metrics.watch(trainer)
     # A rank ends without running destructors; what a tracker has not written by then is lost.
@@ -84,12 +87,17 @@ def run_job(config_path: str, cache: str, sender: EventSender) -> None:
         raise
     for tracker in trackers:
         tracker.close()
-    if rank == 0:
+    weights = None
+    # Of a sharded model each rank has a part.
+    if rank == 0 or trainer.is_fsdp_enabled:
         best = load_best(trainer) if held_back is not None else None
+    if trainer.is_fsdp_enabled:
+        weights = whole_weights(trainer.model, keep=rank == 0)
+    if rank == 0:
         if best is not None:
             sender.send_surely("best_model", step=best)
         output = Path(config.output_dir)
-        publish(trainer, tokenizer, output / "best_model")
+        publish(trainer, tokenizer, output / "best_model", weights)
         history = [{**entry, **perplexities(entry)} for entry in trainer.state.log_history]
         text = json.dumps(history, indent=1) + "\n"
         replace_file(output / HISTORY_NAME, text.encode(), output / f".{HISTORY_NAME}.tmp")
@@ -111,6 +119,14 @@ def training_arguments(config: Config) -> SFTConfig:
         options.setdefault("ddp_find_unused_parameters", False)
         # DDP's own default, where it can be seen and changed.
         options.setdefault("ddp_bucket_cap_mb", 25)
+    fsdp = options.pop("fsdp_config", None)
+    if config.strategy == "fsdp" and world_size > 1:
+        options |= {"fsdp": True, "fsdp_config": {**(fsdp or {}), "version": 2}}
+        local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+        if 1 < local_world_size < world_size:
+            options["parallelism_config"] = ParallelismConfig(
+                dp_replicate_size=world_size // local_world_size, dp_shard_size=local_world_size
+            )
     if config.data.has_validation:
         # At every save, so that each checkpoint has its figure.
         by_step = options.get("save_strategy", "steps") == "steps"
@@ -126,20 +142,50 @@ def training_arguments(config: Config) -> SFTConfig:
     return SFTConfig(output_dir=str(Path(config.output_dir) / "trainer"), **options)
 
 
-def publish(trainer: Any, tokenizer: Any, target: Path) -> None:
-    """Save model and tokenizer so that a crash leaves the old folder or the new one, never half of it."""
+def whole_weights(model: Any, *, keep: bool) -> dict[str, Any]:
+    """The state dict of a sharded model, gathered tensor by tensor, on the CPU; called by all ranks.
+
+    Args:
+        keep: whether this rank wants it; the others return nothing.
+    """
+    gathered = (
+        (name, value.full_tensor() if is_sharded(value) else value) for name, value in model.state_dict().items()
+    )
+    return {name: value.cpu() for name, value in gathered if keep}
+
+
+def publish(trainer: Any, tokenizer: Any, target: Path, weights: dict[str, Any] | None = None) -> None:
+    """Save model and tokenizer so that a crash leaves the old folder or the new one, never half of it.
+
+    Args:
+        weights: the model's state dict where the model itself has only a part of it.
+    """
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     model = trainer.model
     if is_peft_model(model) and not model.config.name_or_path:
         # The base was made for this run, and is nowhere else.
         model = model.merge_and_unload()
-    model.save_pretrained(temporary)
+    model.save_pretrained(temporary, state_dict=weights)
     tokenizer.save_pretrained(temporary)
     fsync_tree(temporary)
     shutil.rmtree(target, ignore_errors=True)
     temporary.rename(target)
     fsync_directory(target.parent)
+
+
+def _trainer_class(args: SFTConfig) -> type[SFTTrainer]:
+    return _ShardingOnCpu if args.fsdp and args.use_cpu else SFTTrainer
+
+
+class _ShardingOnCpu(SFTTrainer):
+    """accelerate shards on accelerators only; a trial without one is to take the same way."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+        AcceleratorState._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+        self.is_fsdp_enabled = True
 
 
 def _trackers(config: Config, rank: int) -> list[AimTracker]:

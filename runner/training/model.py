@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -26,6 +27,8 @@ from transformers.utils import is_flash_attn_2_available
 
 from runner.config import MethodConfig, ModelConfig
 
+# Of a stream, whose end nobody may see.
+_TOKENIZER_ROWS = 10_000
 _END = "<|im_end|>"
 _PAD = "<|pad|>"
 # ChatML, for data in messages.
@@ -116,7 +119,8 @@ def choose_attention(wanted: str, *, bf16: bool) -> str:
 
 def trained_tokenizer(dataset: Any, vocab_size: int, cache: Path) -> Any:
     """A byte-level BPE tokenizer trained on the data set's text, cached by its content."""
-    texts = list(_texts(dataset))
+    is_stream = isinstance(dataset, datasets.IterableDataset)
+    texts = list(_texts(dataset.take(_TOKENIZER_ROWS) if is_stream else dataset))
     key = hashlib.sha256(json.dumps([vocab_size, texts]).encode()).hexdigest()[:16]
     folder = cache / f"tokenizer-{key}"
     if not folder.exists():

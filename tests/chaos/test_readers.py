@@ -579,6 +579,7 @@ def note(place: Place) -> Reader:
     crash = Failure(FailureKind.CRASHED, "cause", 0, 12, "print")
     record = RunRecord([AttemptRecord(crash, 10), AttemptRecord(crash, 10)], BatchShape(4, 2, 2), running=5)
     record.skipped, record.lineage = [(3, 9), (12, 12)], "4f1c"
+    record.account_for_steps(0, 12)
     next_note = record.to_json(2**62).encode()
 
     def read(data: bytes) -> bool:

@@ -26,6 +26,7 @@ METHODS = {
         "trainer.gradient_accumulation_steps=2",
         "trainer.max_grad_norm=0.1",
     ],
+    "sharded": ["strategy=fsdp", "trainer.gradient_accumulation_steps=2"],
     "full-bf16-accumulated": ["trainer.bf16=true", "trainer.gradient_accumulation_steps=2", "trainer.max_grad_norm=0"],
 }
 

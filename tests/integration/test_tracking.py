@@ -60,6 +60,12 @@ def test_three_kills_make_one_run_and_each_step_is_tracked_once(tmp_path: Path) 
     assert sorted(zip(steps, values, strict=True)) == loss_curve(newest)
     assert len(found["points"]["perplexity"][0]) == len(steps)
     assert {"tokens_per_s", "data_wait_s", "peak_memory_gb", "learning_rate", "grad_norm"} <= found["points"].keys()
+    assert min(found["points"]["checkpoint_stall_s"][1]) >= 0
+    # As far as somebody lived to tell.
+    ends = [event["step"] for event in run.events("attempt_ended")]
+    starts = [event["step"] for event in run.events("training_started")][1:]
+    lost = sum(end - start for end, start in zip(ends, starts, strict=True))
+    assert max(found["points"]["lost_steps"][1]) == lost > 0
     assert any(name.startswith("__system__") for name in found["points"])
     assert found["about"]["attempts"] == 4 and found["hparams"]["max_steps"] == -1
     assert any("attempt 4 goes on from step" in line for line in found["logs"])

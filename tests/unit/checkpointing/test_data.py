@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import itertools
+import json
+from collections import Counter
 from itertools import chain
+from typing import Any
 
 import pytest
+from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointing.data import CursorBatchSampler, CursorDataLoader
+from checkpointing.data import CursorBatchSampler, CursorDataLoader, StreamBatches, StreamDataLoader, StreamPosition
+from checkpointing.errors import CheckpointError
 
 
 def global_steps(n: int, batch: int, world: int, accumulation: int, epoch: int, first_step: int = 0) -> list[list[int]]:
@@ -61,3 +67,85 @@ def test_too_little_data_is_told() -> None:
         CursorBatchSampler(0, 2, 0, 1)
     with pytest.raises(ValueError, match="at least 8 are needed"):
         CursorBatchSampler(7, 2, 0, 2, accumulation=2, drop_last=True)
+
+
+def stream(num_rows: int = 100, num_shards: int = 3, pairs: bool = False) -> Any:
+    """Rows 0, 1, ...; `pairs`: two by two, as packing makes one row of several."""
+    rows = Dataset.from_dict({"n": range(num_rows)}).to_iterable_dataset(num_shards=num_shards)
+    if pairs:
+        rows = rows.map(
+            lambda batch: {"n": [batch["n"][i : i + 2] for i in range(0, len(batch["n"]), 2)]}, batched=True
+        )
+    return rows
+
+
+def numbers(batch: list[dict[str, Any]]) -> list[Any]:
+    return [row["n"] for row in batch]
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("shuffle_samples", [None, 7])
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("read", [1, 13, 40])
+def test_a_stream_is_read_on_from_its_position(
+    read: int, num_workers: int, shuffle_samples: int | None, pairs: bool
+) -> None:
+    def loader() -> StreamDataLoader:
+        batches = StreamBatches(stream(pairs=pairs), 3, 0, 1, seed=5, shuffle_samples=shuffle_samples)
+        return StreamDataLoader(batches, numbers, num_workers)
+
+    whole = list(itertools.islice(loader(), 80))
+    first = loader()
+    assert list(itertools.islice(first, read)) == whole[:read]
+    position = StreamPosition.from_json(json.loads(json.dumps(first.position.to_json())))
+    second = loader()
+    second.start_at(position)
+    assert list(itertools.islice(second, 80 - read)) == whole[read:]
+
+
+@pytest.mark.parametrize("shuffle_samples", [None, 8, 1000])
+def test_a_stream_is_the_same_for_every_number_of_ranks(shuffle_samples: int | None) -> None:
+    steps = {}
+    for world_size in (1, 2, 4):
+        ranks = [
+            StreamBatches(stream(), 8 // world_size, rank, world_size, shuffle_samples=shuffle_samples)
+            for rank in range(world_size)
+        ]
+        drawn = zip(*(itertools.islice(rank, 25) for rank in ranks), strict=True)
+        steps[world_size] = [[row["n"] for rows, _ in step for row in rows] for step in drawn]
+    assert steps[1] == steps[2] == steps[4]
+    epochs = [list(chain(*steps[1]))[start : start + 100] for start in (0, 100)]
+    assert all(Counter(epoch) == Counter(range(100)) for epoch in epochs)
+    assert (epochs[0] == epochs[1] == list(range(100))) == (shuffle_samples is None)
+
+
+def test_a_stream_that_was_read_already_begins_anew() -> None:
+    rows = stream()
+    beginning = rows.state_dict()
+    readers = [StreamBatches(rows, 4, 0, 1, beginning=beginning) for _ in range(2)]
+    assert [numbers(next(iter(reader))[0]) for reader in readers] == [[0, 1, 2, 3]] * 2
+
+
+def test_what_cannot_be_a_stream_is_told() -> None:
+    class Odd:
+        def state_dict(self) -> dict[str, Any]:
+            return {"n": {1, 2}}
+
+    with pytest.raises(CheckpointError, match="more than JSON"):
+        StreamBatches(Odd(), 1, 0, 1)
+    empty = StreamBatches(stream(3).filter(lambda row: False), 1, 0, 1)
+    with pytest.raises(ValueError, match="no rows"):
+        next(iter(empty))
+
+
+good = StreamPosition(1, 2, 3, {}).to_json()
+
+
+@pytest.mark.parametrize(
+    "document",
+    [None, [], {}, {**good, "epoch": -1}, {**good, "block": 1.5}, {**good, "offset": True}, {**good, "state": 3},
+     {**good, "offset": 2**64}, {**good, "more": 1}],
+)  # fmt: skip
+def test_a_position_that_is_none_is_refused(document: Any) -> None:
+    with pytest.raises(ValueError, match=r"position|state"):
+        StreamPosition.from_json(document)

@@ -50,7 +50,11 @@ def test_what_is_measured_reaches_trackers_and_supervisor_but_no_checkpoint(monk
     metrics, seen = callbacks.MetricsCallback(sender), callbacks.MetricsCallback(sender)
     handler = SimpleNamespace(callbacks=[seen, metrics])
     trainer = SimpleNamespace(
-        callback_handler=handler, get_batch_samples=lambda: "batch", model_wrapped=None, model=None
+        callback_handler=handler,
+        get_batch_samples=lambda: "batch",
+        model_wrapped=None,
+        model=None,
+        _manager=SimpleNamespace(stall_s=0.5),
     )
     metrics.watch(trainer)
     assert handler.callbacks == [metrics, seen] and trainer.get_batch_samples() == "batch"
@@ -58,10 +62,17 @@ def test_what_is_measured_reaches_trackers_and_supervisor_but_no_checkpoint(monk
     times = iter([10.0, 12.0])
     monkeypatch.setattr("runner.training.callbacks.time.monotonic", lambda: next(times))
     control: Any = None
+    monkeypatch.setenv("RUNNER_LOST_STEPS", "3:9")
+    state.max_steps = 7
+    metrics.on_train_begin(args, state, control)  # type: ignore[arg-type]
+    sent.clear()
     for tokens in (1000, 1400):
         metrics.on_step_end(args, state, control)  # type: ignore[arg-type]
         logs = {"loss": 2.0, "num_tokens": tokens}
         metrics.on_log(args, state, control, logs)  # type: ignore[arg-type]
+        trainer._manager.stall_s += 0.25
+    # Three before this attempt, and from the step that the last one had finished back to where this one starts.
+    assert logs["lost_steps"] == 3 + 9 - 5 and logs["checkpoint_stall_s"] == 0.25
     assert logs["tokens_per_s"] == 200.0 and logs["tokens_per_s_per_rank"] == 100.0
     assert logs["data_wait_s"] >= 0 and logs["peak_memory_gb"] > 0 and logs["attempt"] == 0
     assert sent[-1][0] == "log" and sent[-1][1]["tokens_per_s"] == 200.0 and sent[-1][1]["step"] == 5

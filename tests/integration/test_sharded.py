@@ -1,0 +1,139 @@
+"""A model sharded over ranks (FSDP2): the same checkpoints as unsharded, gone on from by any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from integration.support import Run, loss_curve
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+# Tensors that are cut unequally, that one rank has nothing of, and that are shared; a bare loop.
+LOOP = """
+import sys, torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from checkpointing import CheckpointManager
+from checkpointing.sharded import is_sharded
+
+folder, steps, strategy = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(7, 5)
+        self.one = torch.nn.Linear(5, 1)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(5, 9), torch.nn.ReLU(), torch.nn.Linear(9, 5))
+        self.head = torch.nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embedding.weight
+    def forward(self, tokens):
+        hidden = self.layers(self.embedding(tokens))
+        return self.head(hidden) * self.one(hidden)
+model = Model()
+if strategy == "fsdp":
+    fully_shard(model.layers)
+    fully_shard(model)
+    assert all(map(is_sharded, model.parameters()))
+    trained = model
+else:
+    trained = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+manager = CheckpointManager(folder, model=model, optimizer=optimizer, snapshot_steps=None)
+start = manager.resume()
+def whole(value):
+    return value.full_tensor() if is_sharded(value) else value
+def digest():
+    tensors = [*model.state_dict().values()]
+    tensors += [v for s in optimizer.state.values() for v in s.values()]
+    return [float(whole(value).double().sum()) for value in tensors]
+seen = open(f"{folder}.{dist.get_rank()}.{start}", "w")
+print("LOADED", dist.get_rank(), start, digest(), file=seen)
+for step in range(start, steps):
+    tokens = torch.arange(7)[None] + 0 * dist.get_rank()
+    torch.nn.functional.cross_entropy(trained(tokens)[0], tokens[0].roll(1)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print("STEP", dist.get_rank(), step + 1, digest(), file=seen)
+    manager.end_of_step(step + 1)
+    manager.save(step + 1, step + 1, wait=True)
+manager.close()
+dist.destroy_process_group()
+"""
+
+
+def loop(tmp_path: Path, steps: int, strategy: str, ranks: int) -> dict[tuple[str, int, int], list[float]]:
+    """What each rank saw: after loading, and after each step."""
+    path = tmp_path / "loop.py"
+    path.write_text(LOOP)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(path)]
+    result = subprocess.run(
+        [*command, str(tmp_path / "checkpoints"), str(steps), strategy], capture_output=True, text=True, timeout=240
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    seen = {}
+    for path in tmp_path.glob(f"checkpoints.*.{steps - 3}"):
+        for line in path.read_text().splitlines():
+            kind, rank, step, values = line.split(" ", 3)
+            seen[kind, int(rank), int(step)] = json.loads(values)
+    return seen
+
+
+def test_sharded_state_is_saved_whole_and_cut_again(tmp_path: Path) -> None:
+    last: list[float] = []
+    for steps, strategy, ranks in ((3, "fsdp", 2), (6, "ddp", 1), (9, "fsdp", 3), (12, "ddp", 2), (15, "fsdp", 2)):
+        seen = loop(tmp_path, steps, strategy, ranks)
+        for rank in range(ranks):
+            if last:
+                assert seen["LOADED", rank, steps - 3] == pytest.approx(last, abs=1e-12), (strategy, ranks)
+            assert seen["STEP", rank, steps] == seen["STEP", 0, steps]
+        last = seen["STEP", 0, steps]
+        files = load_file(tmp_path / "checkpoints" / f"checkpoint-{steps}" / "model.safetensors")
+        assert sorted(tuple(tensor.shape) for tensor in files.values()) == [
+            (1,),
+            (1, 5),
+            (5,),
+            (5, 9),
+            (7, 5),
+            (9,),
+            (9, 5),
+        ]
+
+
+def job(folder: Path, *settings: str) -> Run:
+    short = ["trainer.max_steps=24", "trainer.save_steps=6", "trainer.logging_steps=4", "trainer.save_total_limit=9"]
+    return Run(folder, *(part for setting in (*short, *settings) for part in ("--set", setting)))
+
+
+def test_the_job_goes_from_sharded_to_whole_and_back(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for steps, strategy, ranks in ((6, "fsdp", 2), (12, "fsdp", 1), (18, "ddp", 2), (24, "fsdp", 2)):
+        part = job(run, f"strategy={strategy}", f"trainer.max_steps={steps}", "trainer.lr_scheduler_type=constant")
+        part.command[len(part.command) :] = ["--nproc-per-node", str(ranks), "--set", "scale_learning_rate=false"]
+        assert part.start().finish() == 0, part.output
+    assert [event["step"] for event in part.events("training_started")] == [0, 6, 12, 18]
+    ends = [
+        AutoModelForCausalLM.from_pretrained(place).state_dict() for place in (run / "best_model", part.checkpoint(24))
+    ]
+    assert ends[0].keys() == ends[1].keys() and all((ends[0][name] == ends[1][name]).all() for name in ends[0])
+    assert len(loss_curve(part.checkpoint(24))) == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (["strategy=fsdp", "method.type=lora"], "strategy=fsdp is not supported with method.type=lora"),
+        (["trainer.fsdp_config={}", "trainer.fsdp=true"], "set the top-level strategy: fsdp"),
+        (["trainer.fsdp_config={cpu_offload: true}"], "needs strategy: fsdp"),
+        (["strategy=fsdp", "trainer.fsdp_config={version: 1}"], "without version or with version: 2"),
+        (["strategy=tensor"], "strategy='tensor' is not allowed"),
+    ],
+)
+def test_what_is_not_supported_is_refused(settings: list[str], text: str, tmp_path: Path) -> None:
+    run = job(tmp_path / "run", *settings).start()
+    assert run.finish() == 2 and text in run.output and "Traceback" not in run.output, run.output
