@@ -9,6 +9,7 @@ manager.close()
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -16,7 +17,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,6 +184,8 @@ class CheckpointManager:
         # Configuration and tokenizer: part of every checkpoint.
         self.static_files: dict[str, bytes] = {}
         self._start = (0, 0.0)
+        # Seconds in which a state was chosen, read and loaded.
+        self._restore_s = 0.0
         self._phase, self._step = Phase.STARTING, 0
         self._num_beats = 0
         # Since the ranks asked each other the last time.
@@ -227,9 +230,10 @@ class CheckpointManager:
         self._snapshotter.settle()
         self._beat(Phase.RESTORING, 0)
         on_gpu = self._tracked.model is not None and self._tracked.on_gpu
-        return choose(
-            self._tiers, self._resume, self._group, self.rank, self.world_size, self._client, private=not on_gpu
-        )
+        with self._restoring():
+            return choose(
+                self._tiers, self._resume, self._group, self.rank, self.world_size, self._client, private=not on_gpu
+            )
 
     def resume(self) -> int:
         """Restore everything tracked and the generators; returns the step to go on from, 0 for a fresh start."""
@@ -250,12 +254,14 @@ class CheckpointManager:
             CheckpointError: the checkpoint is of another model.
         """
         self._snapshotter.settle()
-        self._tracked.restore_model(point)
+        with self._restoring():
+            self._tracked.restore_model(point)
 
     def restore_optimizer(self, point: RestorePoint) -> None:
         """Load the state of optimizer, scheduler, scaler, and of the further `states`."""
         self._snapshotter.settle()
-        self._tracked.restore_optimizer(point)
+        with self._restoring():
+            self._tracked.restore_optimizer(point)
 
     def restore_rng(self, point: RestorePoint) -> None:
         """Set this rank's generators; call it before the first batch is drawn.
@@ -274,6 +280,14 @@ class CheckpointManager:
                 point.world_size,
                 self.rank,
             )
+
+    @contextlib.contextmanager
+    def _restoring(self) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._restore_s += time.monotonic() - began
 
     def load_best(self, last_step: int) -> int | None:
         """Load the model of the best checkpoint by `best_metric`, on this rank alone, and nothing else of it.
@@ -314,6 +328,9 @@ class CheckpointManager:
             CheckpointError: the model is sharded over several machines.
         """
         self._start = (start_step, machine_clock())
+        if self.rank == 0 and self._restore_s:
+            self._client.announce({"event": "restored", "step": start_step, "seconds": round(self._restore_s, 3)})
+        self._restore_s = 0.0
         self._beat(Phase.TRAINING, start_step)
         self._watch_compiler()
         if self._tracked.model is not None and self._tracked.optimizer is not None:

@@ -107,6 +107,10 @@ class Order:
         return cls(**{own.name: message[own.name] for own in fields(cls)})
 
 
+# Ends that are no failures.
+_ORDERLY = (FailureKind.FINISHED, FailureKind.PREEMPTED)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How an attempt went on this machine.
@@ -114,6 +118,7 @@ class Outcome:
     Attributes:
         start_step: step that it started from.
         training_began, last_step_at: seconds since the epoch; 0 where it did not come so far.
+        failed_at: likewise, the first sign of a failure; 0 where there was none.
         log: what the rank that failed had written to its standard error.
     """
 
@@ -121,6 +126,7 @@ class Outcome:
     start_step: int = 0
     training_began: float = 0.0
     last_step_at: float = 0.0
+    failed_at: float = 0.0
     log: Path | None = None
 
     def event(self, failure: Failure, committed_step: int) -> dict[str, Any]:
@@ -133,6 +139,7 @@ class Outcome:
             "start_step": self.start_step,
             "training_began": self.training_began,
             "last_step_at": self.last_step_at,
+            "failed_at": self.failed_at if failure.kind not in _ORDERLY else 0.0,
             "committed_step": committed_step,
         }
 
@@ -149,6 +156,7 @@ class _Attempt:
     watch: RankWatch = field(default_factory=RankWatch)
     result: Message | None = None
     kill_at: float | None = None
+    failed_at: float = 0.0
     # Since when a word of the launcher's is due.
     quiet_since: float = field(default_factory=time.monotonic)
     stop_deadline: float | None = None
@@ -493,6 +501,8 @@ class Node:
                 self.end_attempt(Failure(FailureKind.ENDED, "ended at once on request"))
         if attempt.kill_at is None:
             self._check_hang(attempt, now)
+        if not attempt.failed_at and (attempt.kill_at is not None or not self._launcher.alive):
+            attempt.failed_at = round(self._clock(), 3)
         if attempt.kill_at is not None and now >= attempt.kill_at:
             if attempt.stacks_wanted:
                 attempt.stacks_wanted = False
@@ -600,6 +610,7 @@ class Node:
             start_step,
             self._told(max((beat.start_time for beat in beats), default=0.0)),
             self._told(max((beat.time for beat in beats if beat.start_time), default=0.0)),
+            attempt.failed_at,
             attempt.watch.log(failure.rank),
         )
 

@@ -23,6 +23,7 @@ from runner.config import Config
 from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError, StorageFull, UsageError
 from runner.failure import Failure, FailureKind, combine
 from runner.journal import read_journal
+from runner.ledger import WAITING
 from runner.life import Life
 from runner.loop import StopRequest
 from runner.node import Job, Node, Order, Outcome
@@ -282,7 +283,7 @@ class Supervisor:
         """Failures and seconds of this run so far, by its journal."""
         run = summarise(read_journal(self._directory.journal), now=self._life.clock())
         failures = sum(attempt.kind not in _NO_FAILURE for attempt in run.attempts)
-        return f"{failures}:{run.wall_s - run.time_by_cause['down']:.0f}"
+        return f"{failures}:{run.wall_s - run.time_by_cause[WAITING]:.0f}"
 
     # -- the other machines --------------------------------------------------------------------------------------
 

@@ -182,9 +182,13 @@ class _ShardingOnCpu(SFTTrainer):
     """accelerate shards on accelerators only; a trial without one is to take the same way."""
 
     def create_accelerator_and_postprocess(self) -> None:
+        parallelism, self.args.parallelism_config = self.args.parallelism_config, None
         super().create_accelerator_and_postprocess()
         plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
-        AcceleratorState._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
+        state = {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
+        if parallelism is not None:
+            state |= {"parallelism_config": parallelism, "device_mesh": parallelism.get_device_mesh("cpu")}
+        AcceleratorState._shared_state.update(state)
         self.is_fsdp_enabled = True
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from integration.support import Run, loss_curve
+from integration.support import Run, loss_curve, state_hash
 from safetensors.torch import load_file
+from servers import free_port
 from transformers import AutoModelForCausalLM
 
 # Tensors that are cut unequally, that one rank has nothing of, and that are shared; a bare loop.
@@ -137,3 +140,35 @@ def test_the_job_goes_from_sharded_to_whole_and_back(tmp_path: Path) -> None:
 def test_what_is_not_supported_is_refused(settings: list[str], text: str, tmp_path: Path) -> None:
     run = job(tmp_path / "run", *settings).start()
     assert run.finish() == 2 and text in run.output and "Traceback" not in run.output, run.output
+
+
+# The global batch of two ranks.
+HALVES = "trainer.per_device_train_batch_size=2"
+
+
+def two_machines(folder: Path) -> tuple[Run, Run]:
+    """Runners that meet on one host, as on two; each has two ranks that hold all of the model between them."""
+    port, settings = free_port(), ("strategy=fsdp", f"checkpoint.location={folder / 'checkpoints'}", HALVES)
+    runs = [job(folder / name, *settings) for name in ("first", "second")]
+    for number, run in enumerate(runs):
+        run.command += ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(number)]
+        run.command += ["--rdzv-endpoint", f"localhost:{port}", "--set", f"launch.peer_port={free_port()}"]
+    runs[1].command[-1] = runs[0].command[-1]
+    return runs[0].start(), runs[1].start()
+
+
+def test_sharded_within_machines_and_replicated_between_them(tmp_path: Path) -> None:
+    calm = two_machines(tmp_path / "calm")
+    assert [run.finish() for run in calm] == [0, 0], calm[0].output + calm[1].output
+    first, second = two_machines(tmp_path / "killed")
+    first.wait_for_step(9)
+    # Which ranks it has is torchrun's choice.
+    os.kill(Run(second.folder / "node-1").events("rank_started")[-1]["pid"], signal.SIGKILL)
+    assert [first.finish(), second.finish()] == [0, 0], first.output + second.output
+    assert len(first.events("attempt_started")) == 2
+    ends = [folder / "checkpoints" / "checkpoint-24" for folder in (tmp_path / "calm", tmp_path / "killed")]
+    assert state_hash(ends[0]) == state_hash(ends[1])
+    # Two ranks of one machine go on from what four on two have left.
+    alone = job(tmp_path / "alone", "strategy=ddp", "trainer.max_steps=27", f"checkpoint.location={ends[1].parent}")
+    assert alone.start().finish() == 0, alone.output
+    assert alone.events("training_started")[0]["step"] == 24

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from runner.ledger import CAUSES
 from runner.summary import render, summarise
 
 
@@ -46,15 +47,17 @@ def test_every_second_has_one_cause() -> None:
     run = summarise(EVENTS)
     assert run.time_by_cause == pytest.approx(
         {
-            "set-up": 3.0,
-            "start-up": 17.0,
+            **dict.fromkeys(CAUSES, 0.0),
+            "start-up": 3.0,
+            # No rank has said that it was there.
+            "rendezvous": 17.0,
             "training": 8.0 + 6.0 + 5.0,
             "lost work": 2.0,
-            "teardown": 1.5,
-            "between attempts": 3.5,
-            "down": 20.0,
+            "teardown": 5.0,
+            "waiting for a machine": 20.0,
         }
     )
+    assert run.goodput == pytest.approx(19 / 66, abs=1e-5)
     assert run.wall_s == pytest.approx(66.0)
 
 
