@@ -223,6 +223,8 @@ class Agent:
                 self._reply(client, {"event": "attempt_over"})
             case "note":
                 self._writer.note(message["text"])
+            case "record":
+                self._writer.record(message["name"], message["path"], int(message["start"]), int(message["end"]))
             case "ping":
                 self._reply(client, {"event": "pong"})
             case "shutdown":

@@ -94,7 +94,8 @@ class Writer:
                 ("note", self._note_loop),
             )
         ]
-        self._notes: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        # A note; a part of a file to be kept under a name; or None to end.
+        self._notes: queue.SimpleQueue[str | tuple[str, str, int, int] | None] = queue.SimpleQueue()
         self._num_uploads = 0
         self._look_waits = False
         self._num_uploads_lock = threading.Lock()
@@ -113,6 +114,10 @@ class Writer:
     def note(self, text: str) -> None:
         """Keep a supervisor's note beside the checkpoints, where the next one finds it."""
         self._notes.put(text)
+
+    def record(self, name: str, path: str, start: int, end: int) -> None:
+        """Keep these bytes of a file beside the checkpoints."""
+        self._notes.put((name, path, start, end))
 
     @property
     def uploading(self) -> bool:
@@ -295,9 +300,15 @@ class Writer:
             self._tell({"event": "prune_failed", "tier": tier, "error": _text(error)}, None)
 
     def _note_loop(self) -> None:
-        while (text := self._notes.get()) is not None:
+        while (task := self._notes.get()) is not None:
             try:
-                self._tiers.durable.replace_note(text.encode())
+                if isinstance(task, str):
+                    self._tiers.durable.replace_note(task.encode())
+                else:
+                    name, path, start, end = task
+                    with Path(path).open("rb") as file:
+                        file.seek(start)
+                        self._tiers.durable.write_record(name, file.read(end - start))
             except Exception as error:
                 tier = self._tiers.name(self._tiers.durable)
                 self._tell({"event": "note_failed", "tier": tier, "error": _text(error)}, None)

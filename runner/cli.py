@@ -20,6 +20,7 @@ from runner import __version__
 from runner.errors import ExitCode, RunnerError, UsageError
 
 T = TypeVar("T")
+_WATCH_INTERVAL_S = 2.0
 
 # Heavier imports stay inside the commands: `runner --help` answers in a blink.
 
@@ -204,26 +205,46 @@ def config(
 
 
 @cli.command()
-@click.argument("output_dir", required=False)
+@click.argument("location", required=False)
+@click.option("--watch", is_flag=True, help="Go on showing it until the run ends.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
-def status(output_dir: str | None, as_json: bool) -> None:
-    """Show where a run stands, from its journal. OUTPUT_DIR: the run's folder (default: the configured one)."""
+def status(location: str | None, watch: bool, as_json: bool) -> None:
+    """Show where a run stands, from its journal.
+
+    LOCATION: the run's folder, or the directory or URL of its checkpoints (default: the configured folder). Works from
+    any machine that can read it; beside checkpoints the journal is some seconds old.
+    """
     import json
+    import time
 
-    from runner.journal import read_journal
-    from runner.run_directory import RunDirectory
-    from runner.summary import render
+    from rich.console import Console
+    from rich.live import Live
 
-    if output_dir is None:
-        output_dir = _load(None, None, (), {}).output_dir
-    directory = RunDirectory(output_dir)
-    if not read_journal(directory.journal):
-        raise UsageError(f"{output_dir!r} holds no run (no {directory.journal.name}); give the output_dir of a run")
-    run = _summary(directory)
+    from runner.history import events_at
+    from runner.status import is_over, panel
+    from runner.summary import summarise
+
+    place = location if location is not None else _load(None, None, (), {}).output_dir
+
+    def look() -> Any:
+        return summarise(events_at(place), now=time.time())
+
+    run = look()
     if as_json:
         click.echo(json.dumps(run.to_dict(), indent=1))
-    else:
-        click.echo(render(run, {"folder": str(directory.root)}))
+        return
+    console, places = Console(highlight=False), {"location": place}
+    if not watch:
+        console.print(panel(run, time.time(), places))
+        return
+    try:
+        with Live(panel(run, time.time(), places), console=console, auto_refresh=False) as live:
+            while not is_over(run):
+                time.sleep(_WATCH_INTERVAL_S)
+                run = look()
+                live.update(panel(run, time.time(), places), refresh=True)
+    except KeyboardInterrupt:
+        return
 
 
 @cli.command(context_settings={"allow_interspersed_args": True})

@@ -65,15 +65,15 @@ class Journal:
 
 def read_journal(path: Path) -> list[Event]:
     """All whole events, in order; an empty list where there is no journal."""
-    return list(_events(path))
-
-
-def _events(path: Path) -> Iterator[Event]:
     try:
-        lines = path.read_bytes().splitlines()
+        return list(events_in(path.read_bytes()))
     except FileNotFoundError:
-        return
-    for line in lines:
+        return []
+
+
+def events_in(data: bytes) -> Iterator[Event]:
+    """All whole events of a journal's bytes, in order."""
+    for line in data.splitlines():
         try:
             event = json.loads(line)
         except (ValueError, RecursionError):

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 
 from runner.journal import Event
 
+# Ways in which an attempt ends, or does not, that cost no budget.
+NO_FAILURE = ("finished", "running", "preempted", "ended at once")
+
 TRAINING, LOST, WAITING = "training", "lost work", "waiting for a machine"
 # In this order.
 CAUSES = [
@@ -277,4 +280,4 @@ def _find_lost(attempts: Sequence[Attempt], events: Sequence[Event]) -> None:
 
 def restarts_by_kind(attempts: Sequence[Attempt]) -> Counter[str]:
     """How many attempts have ended in each way that is no end of the run."""
-    return Counter(a.kind for a in attempts if a.kind not in ("finished", "running", "preempted", "ended at once"))
+    return Counter(attempt.kind for attempt in attempts if attempt.kind not in NO_FAILURE)

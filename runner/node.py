@@ -316,6 +316,11 @@ class Node:
             return True
         return False
 
+    def keep_file(self, name: str, path: Path, start: int, end: int) -> None:
+        """Have these bytes of a file kept beside the checkpoints, where there is an agent to do it."""
+        if self._agent is not None and self._agent.alive:
+            self._agent.tell("record", name=name, path=str(path), start=start, end=end)
+
     @property
     def busy(self) -> bool:
         """A rank of this machine rightly does what is no step."""

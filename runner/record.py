@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, field
 
 from runner.failure import Failure, FailureKind, Window, read_window
@@ -77,7 +78,8 @@ class RunRecord:
                 for entry in body.get("history", [])
             ]
             running, lineage = body.get("running"), body.get("lineage", "")
-            if not isinstance(lineage, str) or not lineage.isascii():
+            # Files are named by it.
+            if not isinstance(lineage, str) or not re.fullmatch(r"[\w.-]{0,100}", lineage, re.ASCII):
                 raise ValueError(f"no id of a run: {lineage!r}")
             skipped = [read_window(window) for window in body.get("skipped", [])]
             reached, lost_steps = body.get("reached", 0), body.get("lost_steps", 0)

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from runner.journal import Event
-from runner.ledger import LOST, Attempt, account, attempts_of
+from runner.ledger import LOST, NO_FAILURE, Attempt, account, attempts_of
+
+_RECENT_LOGS = 20
 
 
 @dataclass
 class RunSummary:
-    """The fold of a journal."""
+    """The fold of a journal.
+
+    Attributes:
+        newest_at_by_tier: when the newest checkpoint of each tier was committed, in seconds since the epoch.
+        restarts_left: failures that the budget has room for before a new checkpoint fills it again.
+        heard_at: time of the newest event.
+        step_s: how long a step takes now, by the last log entries.
+    """
 
     run_id: str = ""
     state: str = "unknown"
@@ -27,6 +38,10 @@ class RunSummary:
     attempts: list[Attempt] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)
     newest_by_tier: dict[str, int] = field(default_factory=dict)
+    newest_at_by_tier: dict[str, float] = field(default_factory=dict)
+    restarts_left: int | None = None
+    step_s: float | None = None
+    heard_at: float | None = None
     skipped_snapshots: int = 0
     failed_commits: int = 0
     last_failed_commit: str = ""
@@ -52,8 +67,33 @@ def summarise(events: Sequence[Event], now: float | None = None) -> RunSummary:
             _fold(run, event)
     ledger = account(events, now, run.attempts)
     run.time_by_cause, run.goodput = ledger.seconds, round(ledger.goodput, 5)
+    run.heard_at = events[-1]["time"] if events else None
+    run.restarts_left, run.step_s = _restarts_left(events), _step_s(events)
     run.lost_steps = sum(attempt.lost_steps for attempt in run.attempts)
     return run
+
+
+def _restarts_left(events: Sequence[Event]) -> int | None:
+    """The budget, less the failures since a step was committed that had not been before."""
+    budget, failures, newest = None, 0, -1
+    for event in events:
+        match event["event"]:
+            case "run_started":
+                budget = event.get("max_restarts")
+            case "committed" if isinstance(event.get("step"), int) and event["step"] > newest:
+                newest, failures = event["step"], 0
+            case "attempt_ended" if event.get("kind") not in NO_FAILURE:
+                failures += 1
+            case _:
+                pass
+    return max(budget - failures, 0) if isinstance(budget, int) else None
+
+
+def _step_s(events: Sequence[Event]) -> float | None:
+    """Median over the last log entries of one attempt."""
+    logs = [event for event in events if event["event"] == "log" and isinstance(event.get("step"), int)][-_RECENT_LOGS:]
+    pairs = [(a, b) for a, b in pairwise(logs) if a["attempt"] == b["attempt"] and b["step"] > a["step"]]
+    return statistics.median((b["time"] - a["time"]) / (b["step"] - a["step"]) for a, b in pairs) if pairs else None
 
 
 def _fold(run: RunSummary, event: Event) -> None:
@@ -74,7 +114,8 @@ def _fold(run: RunSummary, event: Event) -> None:
             if event["step"] not in run.committed:
                 run.committed.append(event["step"])
             tier = event.get("tier", "local")
-            run.newest_by_tier[tier] = max(event["step"], run.newest_by_tier.get(tier, -1))
+            if event["step"] >= run.newest_by_tier.get(tier, -1):
+                run.newest_by_tier[tier], run.newest_at_by_tier[tier] = event["step"], event["time"]
         case "commit_failed":
             run.failed_commits += 1
             run.last_failed_commit = event["error"]
@@ -95,9 +136,7 @@ def _fold(run: RunSummary, event: Event) -> None:
 def render(run: RunSummary, places: dict[str, str]) -> str:
     """The summary as text."""
     total = f" of {run.total_steps}" if run.total_steps else ""
-    restarts = [
-        attempt for attempt in run.attempts if attempt.kind not in ("finished", "running", "preempted", "ended at once")
-    ]
+    restarts = [attempt for attempt in run.attempts if attempt.kind not in NO_FAILURE]
     lines = [
         f"run {run.run_id}: {run.state}" + (f" - {run.reason}" if run.reason else ""),
         f"  steps        {run.step}{total}",

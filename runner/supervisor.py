@@ -22,6 +22,7 @@ from checkpointing.storage.objects import StorageTimeout
 from runner.config import Config
 from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError, StorageFull, UsageError
 from runner.failure import Failure, FailureKind, combine
+from runner.history import JournalCopy, needs_copy
 from runner.journal import read_journal
 from runner.ledger import WAITING
 from runner.life import Life
@@ -62,6 +63,8 @@ class Supervisor:
         self._busy_told = False
         # Of the newest attempt.
         self._last_step = 0
+        # Where checkpoints outlive the run's folder.
+        self._journal_copy: JournalCopy | None = None
 
     def run(self) -> ExitCode:
         """Supervise until the run has ended; returns what the process is to exit with."""
@@ -73,8 +76,16 @@ class Supervisor:
             committed = catalog.committed_steps()
             self._memory = RunRecord.from_json(config.tiers.durable.read_note())
             self._memory.lineage = self._memory.lineage or life.run_id
+            if needs_copy(config):
+                self._journal_copy = JournalCopy(self._directory.journal, self._memory.lineage, life.run_id)
             self._display.state.committed_step = committed[-1] if committed else None
-            life.record("run_started", run_id=life.run_id, pid=os.getpid(), committed_step=max([*committed, -1]))
+            life.record(
+                "run_started",
+                run_id=life.run_id,
+                pid=os.getpid(),
+                committed_step=max([*committed, -1]),
+                max_restarts=config.restart.max_restarts,
+            )
             self._node = Node(
                 config,
                 self._directory,
@@ -99,6 +110,8 @@ class Supervisor:
                 decision = Stop(ExitCode.BUDGET_SPENT, f"this machine refuses: {place}{error.strerror or error}")
             finally:
                 self._keep_record()
+                if self._journal_copy is not None:
+                    self._journal_copy.flush(self._node.keep_file)
                 if self._leader is not None:
                     # Before the last commit: the others are needed for that no more.
                     if decision is not None:
@@ -114,6 +127,8 @@ class Supervisor:
                 self._states.move(RunState.STOPPING)
             self._states.move(state)
             life.record("run_ended", state=state.value, exit_code=int(decision.exit_code), reason=decision.reason)
+            if self._journal_copy is not None:
+                self._journal_copy.finish(config.tiers.durable)
         self._display.close()
         return decision.exit_code
 
@@ -256,6 +271,8 @@ class Supervisor:
 
     def _each_turn(self) -> None:
         """While an attempt runs: stops and other machines."""
+        if self._journal_copy is not None:
+            self._journal_copy.turn(time.monotonic(), self._node.keep_file)
         self._tell_stop()
         self._check_peers()
         lost = self._others - self._ready - self._ended.keys()

@@ -344,6 +344,25 @@ class Storage(ABC):
         """
 
     @abstractmethod
+    def write_record(self, name: str, data: bytes) -> None:
+        """Keep a small file of a supervisor's beside the checkpoints, or replace it.
+
+        Args:
+            name: letters, digits, dots, dashes and underscores, and no dot in front.
+
+        Raises:
+            OSError: storage refused.
+        """
+
+    @abstractmethod
+    def read_records(self, prefix: str = "") -> dict[str, bytes]:
+        """What `write_record` has kept under names with this prefix.
+
+        Raises:
+            OSError: storage refused.
+        """
+
+    @abstractmethod
     def _put_fence(self, fence: Fence) -> None:
         """Write it down durably, in place of an older one or one of our own.
 

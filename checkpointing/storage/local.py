@@ -27,6 +27,7 @@ _TEMPORARY_NOTE = re.compile(rf"\.runner\.json\.{NUMBER}\.tmp\Z")
 _ASIDE = re.compile(rf"{CHECKPOINT_PREFIX}{NUMBER}\.(invalid|superseded)(-{NUMBER})?\Z")
 _FENCE_NAME = ".fence.json"
 _NOTE_NAME = ".runner.json"
+_RECORDS_NAME = ".records"
 _REMOVING = re.compile(rf"\.{CHECKPOINT_PREFIX}{NUMBER}\.removing\Z")
 
 
@@ -249,6 +250,18 @@ class LocalStorage(Storage):
 
     def write_note(self, data: bytes) -> None:
         self._replace(_NOTE_NAME, data, os.getpid())
+
+    def write_record(self, name: str, data: bytes) -> None:
+        folder = self.root / _RECORDS_NAME
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / name, data, folder / f".{name}.tmp")
+
+    def read_records(self, prefix: str = "") -> dict[str, bytes]:
+        try:
+            paths = sorted((self.root / _RECORDS_NAME).iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        return {path.name: path.read_bytes() for path in paths if path.name.startswith(prefix) and path.name[0] != "."}
 
     def _put_fence(self, fence: Fence) -> None:
         self._replace(_FENCE_NAME, fence.to_json(), fence.attempt, lambda: failpoint("fence.written"))

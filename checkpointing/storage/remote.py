@@ -28,6 +28,7 @@ _MANIFEST = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})/{re.escape(MANIFEST_NAME
 _ASIDE = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})/manifest\.(invalid|superseded)\.[0-9a-f]+\.json\Z")
 _DATA = re.compile(rf"({CHECKPOINT_PREFIX}{NUMBER}/({NUMBER})\.[0-9a-f]+)/")
 _NOTE = "runner.json"
+_RECORDS = "records/"
 _FENCE = re.compile(rf"fence/({NUMBER})\.json\Z")
 # Newer ones may take the place of what was listed; not for ever.
 _FENCE_LOOKS = 10
@@ -231,6 +232,13 @@ class RemoteStorage(Storage):
 
     def write_note(self, data: bytes) -> None:
         self.store.put(_NOTE, data)
+
+    def write_record(self, name: str, data: bytes) -> None:
+        self.store.put(_RECORDS + name, data)
+
+    def read_records(self, prefix: str = "") -> dict[str, bytes]:
+        found = {key.removeprefix(_RECORDS): self.store.get(key) for key in sorted(self.store.sizes(_RECORDS + prefix))}
+        return {name: data for name, data in found.items() if data is not None}
 
     def _put_fence(self, fence: Fence) -> None:
         key, data = f"fence/{fence.attempt}.json", fence.to_json()

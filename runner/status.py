@@ -1,0 +1,133 @@
+"""`runner status`: where a run stands, for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from runner.ledger import LOST, TRAINING, Attempt
+from runner.summary import RunSummary
+
+_COLOURS = {"finished": "green", "running": "cyan", "failed": "red", "preempted": "yellow", "stopping": "yellow"}
+_BAR_CELLS = 30
+# Of the last attempts.
+_SHOWN_ATTEMPTS = 8
+# A runner's journal says something more often, unless steps are very long; a copy of it is some seconds behind.
+_SILENCE_S = 120.0
+_ENDED = ("finished", "failed", "preempted")
+
+
+def is_over(run: RunSummary) -> bool:
+    """No runner works on it, as far as the journal knows."""
+    return run.state in _ENDED
+
+
+def panel(run: RunSummary, now: float, places: dict[str, str]) -> RenderableType:
+    """The run as it stands at a time, in seconds since the epoch."""
+    return Group(*_parts(run, now, places))
+
+
+def _parts(run: RunSummary, now: float, places: dict[str, str]) -> Iterator[RenderableType]:
+    colour = _COLOURS.get(run.state, "white")
+    title = Text.assemble(("run ", "bold"), (run.run_id, "bold"), "  ", (run.state, f"bold {colour}"))
+    if run.reason:
+        title.append(f"  {run.reason}")
+    silence_s = now - run.heard_at if run.heard_at is not None else 0.0
+    if silence_s > _SILENCE_S and not is_over(run):
+        title.append(f"  nothing heard for {duration(silence_s)}", "yellow")
+    yield title
+
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column()
+    if run.total_steps:
+        bar = Table.grid(padding=(0, 1))
+        bar.add_row(ProgressBar(run.total_steps, min(run.step, run.total_steps), _BAR_CELLS), _steps(run))
+        facts.add_row("steps", bar)
+    else:
+        facts.add_row("steps", str(run.step))
+    if run.last_loss is not None:
+        facts.add_row("loss", f"{run.first_loss:.4f} → {run.last_loss:.4f}")
+    if run.tokens_per_s is not None and not is_over(run):
+        facts.add_row("speed", f"{run.tokens_per_s:,.0f} tokens/s")
+    committed = [
+        f"step {step} ({tier}), {duration(now - run.newest_at_by_tier.get(tier, now))} ago"
+        for tier, step in run.newest_by_tier.items()
+    ]
+    facts.add_row("committed", "; ".join(committed) or "nothing yet")
+    if run.failed_commits:
+        facts.add_row("failed saves", Text(f"{run.failed_commits}, the last one: {run.last_failed_commit}", "yellow"))
+    for kept in run.set_aside:
+        facts.add_row("set aside", kept)
+    if run.restarts_left is not None and not is_over(run):
+        facts.add_row("budget", f"{run.restarts_left} restarts before the next new checkpoint")
+    lost = f"{run.lost_steps} steps lost, {duration(run.time_by_cause.get(LOST, 0.0))}"
+    facts.add_row("goodput", f"{100 * run.goodput:.1f} % of {duration(run.wall_s)}; {lost}")
+    for name, place in places.items():
+        facts.add_row(name, place)
+    yield facts
+
+    if run.attempts:
+        yield Text()
+        yield _attempts(run.attempts)
+    if run.wall_s:
+        yield Text()
+        yield _causes(run)
+
+
+def _steps(run: RunSummary) -> str:
+    text = f"{run.step} of {run.total_steps}"
+    if run.step_s and run.total_steps and run.state == "running":
+        text += f", {duration((run.total_steps - run.step) * run.step_s)} left"
+    return text
+
+
+def _attempts(attempts: list[Attempt]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("attempt", "steps", "ended", "why"):
+        table.add_column(name, overflow="fold")
+    hidden = len(attempts) - _SHOWN_ATTEMPTS
+    if hidden > 0:
+        table.add_row("…", f"{hidden} before")
+    for attempt in attempts[-_SHOWN_ATTEMPTS:]:
+        steps = f"{attempt.start_step}-{attempt.last_step}" if attempt.training_began is not None else "none"
+        lost = f", {attempt.lost_steps} lost" if attempt.lost_steps else ""
+        table.add_row(str(attempt.number), steps + lost, attempt.kind, Text(attempt.cause))
+    return table
+
+
+def _causes(run: RunSummary) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("where the time went")
+    table.add_column("", justify="right")
+    table.add_column("", justify="right")
+    table.add_column("")
+    for cause, seconds in sorted(run.time_by_cause.items(), key=lambda item: -item[1]):
+        if seconds > 0:
+            share = seconds / run.wall_s
+            cells = math.ceil(share * _BAR_CELLS)
+            table.add_row(
+                cause,
+                duration(seconds),
+                f"{100 * share:.1f} %",
+                Text("█" * cells, "green" if cause == TRAINING else "red"),
+            )
+    return table
+
+
+def duration(seconds: float) -> str:
+    """As people say it: 42 s, 3 min 20 s, 5 h 12 min, 2 d 4 h."""
+    seconds = max(seconds, 0.0)
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, hours, days = seconds // 60, seconds // 3600, seconds // 86400
+    if minutes < 60:
+        return f"{minutes:.0f} min {seconds % 60:.0f} s"
+    if hours < 24:
+        return f"{hours:.0f} h {minutes % 60:.0f} min"
+    return f"{days:.0f} d {hours % 24:.0f} h"
