@@ -89,6 +89,7 @@ def cli() -> None:
 @click.option("--overwrite", is_flag=True, help="With --resume never: move an existing run aside and start anew.")
 @click.option("--max-restarts", "--max_restarts", type=int, help="Restarts without a new checkpoint between them.")
 @click.option("--grace", type=float, metavar="SECONDS", help="From a stop request to the end of the ranks.")
+@click.option("--metrics-port", "--metrics_port", type=int, help="Answer Prometheus there, at /metrics.")
 @click.option("--cold", is_flag=True, default=None, help="Fresh interpreters instead of forks of a preloaded one.")
 @click.argument("script", required=False)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -100,6 +101,7 @@ def start(
     overwrite: bool,
     max_restarts: int | None,
     grace: float | None,
+    metrics_port: int | None,
     script: str | None,
     args: tuple[str, ...],
     **launch: Any,
@@ -123,6 +125,8 @@ def start(
     from runner.supervisor import Supervisor, check_resume_step, check_storage
 
     restart = {"max_restarts": max_restarts, "grace_s": grace}
+    if metrics_port is not None:
+        settings = (*settings, f"monitoring.port={metrics_port}")
     config = _load(config_path, output_dir, settings, launch, restart)
     if script is not None and not Path(script).is_file():
         raise UsageError(f"script {script!r} does not exist; give the path of a Python file")
@@ -154,6 +158,10 @@ def start(
     display.message(f"run {directory.run_id()} in {directory.root}, resume {resume}")
     for caveat in caveats:
         display.message(caveat)
+    if first_node and config.monitoring.port is not None:
+        from runner.monitoring import RunCollector, serve
+
+        serve(config.monitoring.address, config.monitoring.port, RunCollector(directory.journal))
     role = Supervisor if first_node else Follower
     exit_code = role(config, directory, job, display, stop).run()
     if first_node:

@@ -230,6 +230,15 @@ class TrackingConfig(_Section):
     experiment: str = "wilderness-survival"
 
 
+class MonitoringConfig(_Section):
+    """Figures for Prometheus."""
+
+    port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Where the first machine's runner answers at /metrics (`--metrics-port`). None: nowhere."""
+    address: str = "0.0.0.0"
+    """Of this machine, that it answers at; 127.0.0.1 keeps it to this machine."""
+
+
 class Config(_Section):
     """A run."""
 
@@ -250,6 +259,7 @@ class Config(_Section):
     restart: RestartConfig = RestartConfig()
     guards: GuardsConfig = GuardsConfig()
     tracking: TrackingConfig = TrackingConfig()
+    monitoring: MonitoringConfig = MonitoringConfig()
 
     @property
     def best_metric(self) -> str | None:

@@ -1,0 +1,111 @@
+"""What Prometheus is told, by scraping it as Prometheus would; and what is made of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import urllib.request
+from pathlib import Path
+
+import pytest
+from integration.support import SHORT_JOB, TOTAL_STEPS, Run, wait_until
+from prometheus_client.parser import text_string_to_metric_families
+from servers import free_port
+
+MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool: apt-get install prometheus")
+
+
+def scrape(port: int) -> tuple[str, dict[tuple[str, str], float]]:
+    """The page, and its samples by name and the value of their label."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples[sample.name, next(iter(sample.labels.values()), "")] = sample.value
+    return text, samples
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of a run that has been killed once."""
+    port, folder = free_port(), tmp_path_factory.mktemp("monitored")
+    run = Run(folder / "run", *SHORT_JOB, "--metrics-port", str(port)).start()
+    run.wait_for_step(25)
+    os.kill(run.rank_pid(0), signal.SIGKILL)
+    wait_until(run, lambda: len(run.events("attempt_started")) == 2)
+    run.wait_for_step(45)
+    text, figures = scrape(port)
+    assert figures["runner_restarts_total", "crashed"] == 1
+    assert figures["runner_state", "running"] == 1 and figures["runner_state", "finished"] == 0
+    assert 45 <= figures["runner_step", ""] <= TOTAL_STEPS == figures["runner_total_steps", ""]
+    assert figures["runner_checkpoint_step", "local"] >= 20 and figures["runner_checkpoint_age_seconds", "local"] >= 0
+    assert 0 < figures["runner_goodput_ratio", ""] < 1 and figures["runner_loss", ""] > 0
+    assert figures["runner_restarts_left", ""] in (4, 5) and figures["runner_time_seconds", "start-up"] > 0
+    # Another run cannot have the port, and says so before it starts anything.
+    other = Run(folder / "other", *SHORT_JOB, "--metrics-port", str(port)).start()
+    assert other.finish() == 2 and f"--metrics-port {port} cannot be used" in other.output, other.output
+    assert run.finish() == 0, run.output
+    return text
+
+
+def test_the_page_is_what_prometheus_wants(page: str) -> None:
+    assert "runner_run_info{" in page
+    if shutil.which("promtool") is not None:
+        done = subprocess.run(["promtool", "check", "metrics"], input=page, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and not done.stderr.strip(), done.stdout + done.stderr
+
+
+def test_rules_and_dashboard_ask_for_what_there_is(page: str) -> None:
+    there = set(re.findall(r"^(runner_\w+)", page, re.MULTILINE))
+    dashboard = (MONITORING / "grafana-dashboard.json").read_text()
+    panels = json.loads(dashboard)["panels"]
+    queries = [target["expr"] for panel in panels for target in panel["targets"]]
+    asked = set(re.findall(r"\brunner_\w+", " ".join(queries) + (MONITORING / "alerts.yaml").read_text()))
+    assert len(asked) > 10 and asked <= there, asked - there
+
+
+RULE_TESTS = """
+rule_files: [{rules}]
+evaluation_interval: 1m
+tests:
+  - interval: 1m
+    input_series:
+      - {{series: 'runner_state{{instance="a", job="r", state="running"}}', values: '1x90'}}
+      - {{series: 'runner_state{{instance="a", job="r", state="failed"}}', values: '0x90'}}
+      - {{series: 'runner_step{{instance="a", job="r"}}', values: '0+1x20 20x70'}}
+      - {{series: 'runner_checkpoint_age_seconds{{instance="a", job="r", tier="remote"}}', values: '0+60x90'}}
+      - {{series: 'runner_restarts_total{{instance="a", job="r", cause="crashed"}}', values: '0+0x30 1+1x60'}}
+      - {{series: 'runner_restarts_left{{instance="a", job="r"}}', values: '5x80 1x10'}}
+      - {{series: 'runner_checkpoint_failures_total{{instance="a", job="r"}}', values: '0x85 1x5'}}
+      - {{series: 'runner_goodput_ratio{{instance="a", job="r"}}', values: '0.97x90'}}
+      - {{series: 'runner_time_seconds{{instance="a", job="r", cause="training"}}', values: '0+60x90'}}
+    alert_rule_test:
+      - {{eval_time: 15m, alertname: RunnerStandsStill, exp_alerts: []}}
+      - {{eval_time: 15m, alertname: RunnerCheckpointTooOld, exp_alerts: []}}
+      - {{eval_time: 80m, alertname: RunnerBudgetAlmostSpent, exp_alerts: []}}
+      - {{eval_time: 90m, alertname: RunnerGoodputLow, exp_alerts: []}}
+      - {{eval_time: 90m, alertname: RunnerFailed, exp_alerts: []}}
+"""
+FIRING = ("RunnerStandsStill", "RunnerCheckpointTooOld", "RunnerKeepsRestarting", "RunnerBudgetAlmostSpent")
+
+
+@needs_promtool
+def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
+    rules = MONITORING / "alerts.yaml"
+    assert subprocess.run(["promtool", "check", "rules", str(rules)], capture_output=True, timeout=60).returncode == 0
+    path = tmp_path / "tests.yaml"
+    path.write_text(RULE_TESTS.format(rules=rules))
+    done = subprocess.run(["promtool", "test", "rules", str(path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # The other way round: nobody fires is wrong by then.
+    for name in (*FIRING, "RunnerSavesFail"):
+        silent = RULE_TESTS.format(rules=rules).split("      - {eval_time")[0]
+        path.write_text(silent + f"      - {{eval_time: 90m, alertname: {name}, exp_alerts: []}}\n")
+        done = subprocess.run(["promtool", "test", "rules", str(path)], capture_output=True, text=True, timeout=60)
+        assert done.returncode != 0 and f'alertname="{name}"' in done.stdout + done.stderr, name
