@@ -18,7 +18,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from checkpointing.errors import CheckpointError
 
 # Where nothing is shuffled.
 _BLOCK_SAMPLES = 64
+_END = object()
 
 
 class CursorBatchSampler(Sampler[list[int]]):
@@ -136,12 +137,15 @@ class StreamPosition:
         block: number of the block in this epoch.
         offset: samples of the block that were given out.
         state: the stream's own, where the block begins. JSON can hold it.
+        shuffle_samples, seed: of the order in which the samples of a block come.
     """
 
     epoch: int
     block: int
     offset: int
     state: Mapping[str, Any]
+    shuffle_samples: int | None
+    seed: int
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -152,14 +156,17 @@ class StreamPosition:
         Raises:
             ValueError: it is not what `to_json` makes.
         """
-        if not isinstance(document, dict) or document.keys() != {"epoch", "block", "offset", "state"}:
+        if not isinstance(document, dict) or document.keys() != {field.name for field in fields(cls)}:
             raise ValueError("the position in the stream is no position")
-        counts = {name: document[name] for name in ("epoch", "block", "offset")}
-        if not all(type(count) is int and 0 <= count < 2**63 for count in counts.values()):
-            raise ValueError("epoch, block or offset of the position in the stream is no count")
+        counts = {name: document[name] for name in ("epoch", "block", "offset", "seed")}
+        size = document["shuffle_samples"]
+        if size is not None:
+            counts["shuffle_samples"] = size
+        if not all(type(count) is int and 0 <= count < 2**63 for count in counts.values()) or size == 0:
+            raise ValueError("a number of the position in the stream is no count")
         if not isinstance(document["state"], dict):
             raise ValueError("the stream's state is no object")
-        return cls(**counts, state=document["state"])
+        return cls(**{"shuffle_samples": None, **counts}, state=document["state"])
 
 
 class StreamBatches(IterableDataset):  # type: ignore[type-arg]
@@ -191,9 +198,22 @@ class StreamBatches(IterableDataset):  # type: ignore[type-arg]
     ) -> None:
         self._dataset = dataset
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
-        self._seed, self._shuffle_samples = seed, shuffle_samples
         self._beginning = _copied(beginning if beginning is not None else dataset.state_dict())
-        self.start = StreamPosition(0, 0, 0, self._beginning)
+        self.start = StreamPosition(0, 0, 0, self._beginning, shuffle_samples, seed)
+
+    def start_at(self, position: StreamPosition) -> None:
+        """Let the next iteration begin there.
+
+        Raises:
+            CheckpointError: it is a position in another order.
+        """
+        if (position.shuffle_samples, position.seed) != (self.start.shuffle_samples, self.start.seed):
+            raise CheckpointError(
+                f"the stream was read with shuffle_samples={position.shuffle_samples} and seed {position.seed}, now it "
+                f"would be with {self.start.shuffle_samples} and {self.start.seed}: where to go on cannot be told. "
+                "Read it as before, or train in another output_dir."
+            )
+        self.start = position
 
     def __iter__(self) -> Iterator[tuple[list[Any], StreamPosition]]:
         samples, share = self._samples(), self._rank * self._batch_size
@@ -204,26 +224,78 @@ class StreamBatches(IterableDataset):  # type: ignore[type-arg]
     def _samples(self) -> Iterator[tuple[Any, StreamPosition]]:
         """Every sample in turn, with the position after it."""
         at = self.start
+        reader = _BlockReader(self._dataset, self._beginning, at)
+        block = reader.next_block()
+        reader.fill(block)
+        # Read one by one as the samples before are given out, so that no step waits for a whole block.
+        upcoming = reader.next_block()
+        reader.fill(upcoming, at.offset)
+        offset = at.offset
         while True:
-            # A stream that has several files reads them in another order in every epoch.
-            if self._shuffle_samples is not None and hasattr(self._dataset, "set_epoch"):
-                self._dataset.set_epoch(at.epoch)
-            self._dataset.load_state_dict(copy.deepcopy(at.state))
-            stream = iter(self._dataset)
-            for number in itertools.count(at.block):
-                block = list(itertools.islice(stream, self._shuffle_samples or _BLOCK_SAMPLES))
-                if not block and number == 0:
-                    raise ValueError("the training data has no rows")
-                order = list(range(len(block)))
-                if self._shuffle_samples is not None:
-                    # A text as seed: the same on every machine.
-                    random.Random(f"{self._seed} {at.epoch} {number}").shuffle(order)
-                for offset in range(at.offset, len(block)):
-                    yield block[order[offset]], StreamPosition(at.epoch, number, offset + 1, at.state)
-                if not block:
-                    break
-                at = StreamPosition(at.epoch, number + 1, 0, _copied(self._dataset.state_dict()))
-            at = StreamPosition(at.epoch + 1, 0, 0, self._beginning)
+            order = list(range(len(block.rows)))
+            if at.shuffle_samples is not None:
+                # A text as seed: the same on every machine.
+                random.Random(f"{at.seed} {block.epoch} {block.number}").shuffle(order)
+            for index in range(offset, len(order)):
+                reader.fill(upcoming, 1)
+                position = StreamPosition(
+                    block.epoch, block.number, index + 1, block.state, at.shuffle_samples, at.seed
+                )
+                yield block.rows[order[index]], position
+            reader.fill(upcoming)
+            block, upcoming, offset = upcoming, reader.next_block(), 0
+
+
+@dataclass
+class _Block:
+    """Samples that lie one behind the other in the stream; `state` is the stream's before the first of them."""
+
+    epoch: int
+    number: int
+    state: Mapping[str, Any]
+    rows: list[Any]
+    whole: bool = False
+
+
+class _BlockReader:
+    """Reads a stream block by block, without end. The last one of an epoch may be shorter, and empty."""
+
+    def __init__(self, dataset: Any, beginning: Mapping[str, Any], start: StreamPosition) -> None:
+        self._dataset, self._beginning = dataset, beginning
+        self._shuffled = start.shuffle_samples is not None
+        self._size = start.shuffle_samples or _BLOCK_SAMPLES
+        self._next = (start.epoch, start.block, start.state)
+        self._rows = self._open()
+
+    def _open(self) -> Iterator[Any]:
+        epoch, _, state = self._next
+        # A stream that has several files reads them in another order in every epoch.
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch if self._shuffled else 0)
+        self._dataset.load_state_dict(copy.deepcopy(state))
+        return iter(self._dataset)
+
+    def next_block(self) -> _Block:
+        """The one behind the last, which must be whole."""
+        return _Block(*self._next, rows=[])
+
+    def fill(self, block: _Block, count: int | None = None) -> None:
+        """Read so many of its samples, or all that are missing."""
+        count = self._size if count is None else count
+        while not block.whole and count > 0:
+            count -= 1
+            row = next(self._rows, _END)
+            if row is not _END:
+                block.rows.append(row)
+            elif not block.rows and block.number == 0:
+                raise ValueError("the training data has no rows")
+            if row is _END:
+                self._next = (block.epoch + 1, 0, self._beginning)
+                self._rows = self._open()
+                block.whole = True
+            elif len(block.rows) == self._size:
+                self._next = (block.epoch, block.number + 1, _copied(self._dataset.state_dict()))
+                block.whole = True
 
 
 class StreamDataLoader(DataLoader):  # type: ignore[type-arg]
@@ -231,13 +303,15 @@ class StreamDataLoader(DataLoader):  # type: ignore[type-arg]
 
     Attributes:
         position: after the batch that was drawn last.
+        told: where to begin was said by `start_at`.
     """
 
     def __init__(
         self, batches: StreamBatches, collate_fn: Callable[[list[Any]], Any], num_workers: int, **options: Any
     ) -> None:
         self._batches = batches
-        self.position = batches.start
+        self.position, self.told = batches.start, False
+        self._num_dropped = 0
         collate = functools.partial(_collated, collate_fn)
         # There is one order of a stream, so one who reads it; a generator of our own as in `CursorDataLoader`.
         super().__init__(
@@ -250,12 +324,20 @@ class StreamDataLoader(DataLoader):  # type: ignore[type-arg]
         )
 
     def start_at(self, position: StreamPosition) -> None:
-        """Let the next iteration begin there."""
-        self.position = self._batches.start = position
+        """Let the next iteration begin there; see `StreamBatches.start_at`."""
+        self._batches.start_at(position)
+        self.position, self.told = position, True
+
+    def drop_first(self, num_batches: int) -> None:
+        """Let the next iteration read over so many batches."""
+        self._num_dropped = num_batches
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        for batch, self.position in super().__iter__():
-            yield batch
+        num_dropped, self._num_dropped = self._num_dropped, 0
+        for number, (batch, position) in enumerate(super().__iter__()):
+            self.position = position
+            if number >= num_dropped:
+                yield batch
 
 
 def _collated(collate: Callable[[list[Any]], Any], item: tuple[list[Any], StreamPosition]) -> tuple[Any, Any]:

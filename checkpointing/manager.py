@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointing import rng, sharded, stop_signal
+from checkpointing import rng, stop_signal
 from checkpointing.adapter import Adapter
 from checkpointing.agreement import Agreement, Flag
 from checkpointing.arena import Heartbeat, Phase
@@ -289,13 +289,14 @@ class CheckpointManager:
         finally:
             self._restore_s += time.monotonic() - began
 
-    def load_best(self, last_step: int) -> int | None:
-        """Load the model of the best checkpoint by `best_metric`, on this rank alone, and nothing else of it.
+    def load_best(self, last_step: int, *, together: bool = False) -> int | None:
+        """Load the model of the best checkpoint by `best_metric`, and nothing else of it.
 
         One that was damaged is passed over, with a warning.
 
         Args:
             last_step: of the weights that the model has now; they need not be read.
+            together: all ranks call it, and all load the same; else this rank alone.
 
         Returns:
             The step; None where there is none that carries the metric and can be read, and the model is as it was.
@@ -303,20 +304,41 @@ class CheckpointManager:
         Raises:
             CheckpointError: it is of another model.
         """
-        entries = [entry for entry in self._tiers.catalog.entries() if entry.manifest is not None]
-        for step in best_first((entry.manifest for entry in entries if entry.manifest is not None), self.retention):
+        group = self._group if together else None
+        order: list[list[int]] = [[]]
+        if group is None or self.rank == 0:
+            manifests = (entry.manifest for entry in self._tiers.catalog.entries() if entry.manifest is not None)
+            order = [list(best_first(manifests, self.retention))]
+        if group is not None:
+            dist.broadcast_object_list(order, src=0, group=group)
+        for step in order[0]:
             if step == last_step:
                 return step
-            for entry in entries:
-                if entry.step != step:
-                    continue
-                try:
-                    point = read_checkpoint(entry.storage, step, self.rank, self.world_size)
+            point = self._read_valid(step)
+            found = [point is not None]
+            if group is not None:
+                found = [False] * self.world_size
+                dist.all_gather_object(found, point is not None, group=group)
+            if point is not None:
+                if all(found):
                     self._tracked.restore_model(point)
-                    point.close()
-                    return step
-                except (InvalidCheckpoint, StorageUnreachable) as error:
-                    logger.warning("the best checkpoint is passed over: %s", error)
+                point.close()
+            if all(found):
+                return step
+        return None
+
+    def _read_valid(self, step: int) -> RestorePoint | None:
+        """A checkpoint from whichever tier has it whole."""
+        try:
+            entries = [entry for entry in self._tiers.catalog.entries() if entry.step == step and entry.manifest]
+        except CheckpointError as error:
+            logger.warning("step %d is passed over: %s", step, error)
+            return None
+        for entry in entries:
+            try:
+                return read_checkpoint(entry.storage, step, self.rank, self.world_size)
+            except (InvalidCheckpoint, StorageUnreachable) as error:
+                logger.warning("step %d is passed over: %s", step, error)
         return None
 
     # -- training ------------------------------------------------------------------------------------------------
@@ -325,7 +347,7 @@ class CheckpointManager:
         """Say that the training loop starts, at this step.
 
         Raises:
-            CheckpointError: the model is sharded over several machines.
+            CheckpointError: the model is sharded over several machines, or something in `states` is sharded.
         """
         self._start = (start_step, machine_clock())
         if self.rank == 0 and self._restore_s:
@@ -334,7 +356,7 @@ class CheckpointManager:
         self._beat(Phase.TRAINING, start_step)
         self._watch_compiler()
         if self._tracked.model is not None and self._tracked.optimizer is not None:
-            sharded.check_placement(self._tracked.model, self.local_world_size)
+            self._tracked.check(self.local_world_size)
             self._snapshotter.reserve(self._tracked.expected_bytes())
         # What was just restored need not be saved again.
         self._snapshotter.last_step = start_step if start_step else -1

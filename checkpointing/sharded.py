@@ -29,11 +29,13 @@ class Part:
         rows: its place along the first dimension.
         offset: in bytes of the whole tensor.
         tensor: the part itself, on the rank's device.
+        guards: their version counters tell together whether it was changed in place, by whichever way.
     """
 
     rows: slice
     offset: int
     tensor: torch.Tensor
+    guards: tuple[torch.Tensor, ...]
 
 
 # By the storage of what stands in for the whole tensor.
@@ -65,10 +67,11 @@ def part_of(tensor: Any) -> Part:
             "supported"
         )
     shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    local = tensor.detach().to_local()
+    # The tensor inside: what `to_local` returns has a version counter of its own.
+    local = tensor._local_tensor.detach()
     first = start[0] if local.numel() else 0
     row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
-    return Part(slice(first, first + shape[0]), first * row_bytes, local)
+    return Part(slice(first, first + shape[0]), first * row_bytes, local, (tensor, tensor._local_tensor))
 
 
 def stand_ins(obj: Any, parts: Parts) -> Any:
@@ -87,7 +90,9 @@ def _stand_ins(obj: Any, parts: Parts, made: dict[int, torch.Tensor]) -> Any:
         if not is_sharded(obj):
             return obj
         if id(obj) not in made:
-            whole = made[id(obj)] = torch.empty(obj.shape, dtype=obj.dtype)
+            # Not `torch.empty`, which fills memory where algorithms are to be deterministic.
+            memory = torch.UntypedStorage(obj.numel() * obj.element_size())
+            whole = made[id(obj)] = _whole(memory, obj)
             parts[whole.untyped_storage()._cdata] = part_of(obj)
         return made[id(obj)]
     if isinstance(obj, Mapping):
@@ -97,6 +102,11 @@ def _stand_ins(obj: Any, parts: Parts, made: dict[int, torch.Tensor]) -> Any:
     if type(obj) is tuple:
         return tuple(_stand_ins(value, parts, made) for value in obj)
     return obj
+
+
+def _whole(memory: torch.UntypedStorage, like: Any) -> torch.Tensor:
+    flat = torch.empty(0, dtype=like.dtype).set_(memory)
+    return flat.view(like.shape)
 
 
 def is_stand_in(tensor: torch.Tensor, parts: Parts) -> bool:

@@ -104,12 +104,12 @@ class Tracked:
             for name, value in buffers.items():
                 model[name] = clones.setdefault(id(value), value.detach().clone())
         optimizer = snapshot.freeze(self.optimizer.state_dict())
-        if cut:
-            optimizer = sharded.stand_ins(optimizer, parts)
         if self.on_gpu:
             # The host does not wait at the gate, so what the optimizer changes on the host is copied now.
             optimizer = _clone_small_cpu_tensors(optimizer)
-        guarded = [*model.values(), *tensors_in(optimizer), *(part.tensor for part in parts.values())]
+        if cut:
+            optimizer = sharded.stand_ins(optimizer, parts)
+        guarded = [*model.values(), *tensors_in(optimizer), *(t for part in parts.values() for t in part.guards)]
         return State(
             weights_name=self.weights_name,
             model=model,
@@ -135,6 +135,19 @@ class Tracked:
             state = moments * sum(value.nbytes for value in parameters if value.requires_grad)
         return int(model + state)
 
+    def check(self, local_world_size: int) -> None:
+        """That it can be saved.
+
+        Raises:
+            CheckpointError: the model is sharded over several machines, or something in `states` is sharded.
+        """
+        sharded.check_placement(self.model, local_world_size)
+        for name, stateful in self.states.items():
+            if any(map(sharded.is_sharded, tensors_in(stateful.state_dict()))):
+                raise CheckpointError(
+                    f"states: {name!r} holds sharded tensors, which is not supported yet: only of model and optimizer"
+                )
+
     def restore_model(self, point: RestorePoint) -> None:
         """Load the weights.
 
@@ -145,8 +158,9 @@ class Tracked:
             self.adapter.restore(self.model, point)
             return
         state = point.model_state()
-        if sharded.has_sharded(self.model):
-            live = self.model.state_dict()
+        # Asking for it shards again what an evaluation has left whole.
+        live = self.model.state_dict()
+        if any(map(sharded.is_sharded, live.values())):
             state = {name: sharded.cut_like(value, live.get(name)) for name, value in state.items()}
         try:
             self.model.load_state_dict(state, strict=True)
@@ -195,7 +209,8 @@ def _load(stateful: Any, point: RestorePoint, name: str, change: Callable[[Any],
 
 def _clone_small_cpu_tensors(obj: Any) -> Any:
     if isinstance(obj, torch.Tensor):
-        return obj.clone() if obj.device.type == "cpu" and obj.nbytes <= _SMALL_TENSOR_BYTES else obj
+        small = obj.device.type == "cpu" and obj.nbytes <= _SMALL_TENSOR_BYTES and not sharded.is_sharded(obj)
+        return obj.clone() if small else obj
     if isinstance(obj, dict):
         return {key: _clone_small_cpu_tensors(value) for key, value in obj.items()}
     if isinstance(obj, (list, tuple)):

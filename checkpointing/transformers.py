@@ -17,6 +17,7 @@ import json
 import math
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,6 +44,8 @@ from checkpointing.spikes import SkippedSteps, SpikeDetector
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
 
 TRAINER_STATE_NAME = "trainer_state.json"
+# Less than the least that a hang is told from.
+_PATIENCE_WITH_STREAM_S = 1.0
 
 TrainerT = TypeVar("TrainerT", bound=Trainer)
 # At run time the mixin stands before the trainer's own class; only the type checker needs a base.
@@ -135,7 +138,7 @@ def resilient(
     trainer._restore_point = trainer._pending_restore = None
     trainer._has_cursor, trainer._shuffle_samples = False, shuffle_samples
     dataset = trainer.train_dataset
-    trainer._beginning = dataset.state_dict() if _is_stream(dataset) else None
+    trainer._beginning = _beginning_of(dataset) if _is_stream(dataset) else None
     trainer._stream = trainer._stream_position = None
     trainer._configured_batch, trainer._configured_for = configured, trainer.args.world_size
     trainer._adapter = _adapter_of(trainer.model)
@@ -154,11 +157,13 @@ def resilient(
 def load_best(trainer: Any) -> int | None:
     """After training: load the weights of the best checkpoint into the model, on this rank alone.
 
+    Under FSDP all ranks must call it.
+
     Returns:
         Its step; None where none was evaluated when it was saved, and the model is left as it is.
     """
     trainer._track()
-    step: int | None = trainer._manager.load_best(trainer.state.global_step)
+    step: int | None = trainer._manager.load_best(trainer.state.global_step, together=trainer.is_fsdp_enabled)
     return step
 
 
@@ -203,7 +208,7 @@ class _ResilientMixin(_Base):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """As `Trainer.train`. A path given explicitly is loaded the Trainer's own way."""
-        self._restore_point = None
+        self._restore_point = self._stream_position = None
         if resume_from_checkpoint in (None, True):
             self._track()
             self._restore_point = self._manager.choose()
@@ -358,7 +363,16 @@ class _ResilientMixin(_Base):
                 self._maybe_log_save_evaluate(
                     self._tr_loss, None, self.model_wrapped, None, self.state.epoch, None, 0.0
                 )
-        return super().get_batch_samples(*args, **kwargs)
+        if self._stream is None:
+            return super().get_batch_samples(*args, **kwargs)
+        # A source that is slow for once is no hang: then other limits apply until it answers.
+        excuse = threading.Timer(_PATIENCE_WITH_STREAM_S, self._manager.pause)
+        excuse.daemon = True
+        excuse.start()
+        try:
+            return super().get_batch_samples(*args, **kwargs)
+        finally:
+            excuse.cancel()
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # Resumed from the very last step: the Trainer would run one more before it looks.
@@ -668,6 +682,25 @@ def _is_stream(dataset: Any) -> bool:
     )
 
 
+def _beginning_of(dataset: Any) -> dict[str, Any]:
+    """A stream's state before its first sample, whoever has looked into it since it was made.
+
+    Raises:
+        CheckpointError: it is divided among the ranks already.
+    """
+    if getattr(dataset, "_distributed", None) is not None:
+        raise CheckpointError(
+            "the streamed data set was given through split_dataset_by_node; give it whole: each rank takes its share "
+            "of every batch, so that the number of ranks may change"
+        )
+    if hasattr(dataset, "_prepare_ex_iterable_for_iteration"):
+        # datasets' own; its state is that of the last sample that anybody was given.
+        dataset = copy.copy(dataset)
+        dataset._prepare_ex_iterable_for_iteration()
+    state: dict[str, Any] = dataset.state_dict()
+    return state
+
+
 def _cut_micro_batches(trainer: Trainer, divisor: int) -> None:
     """The same samples in each step, in smaller portions: so many, or as many as make equal ones.
 
@@ -753,7 +786,9 @@ def _skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         dataloader.start_at(num_batches)
         return dataloader
     if isinstance(dataloader, StreamDataLoader):
-        return dataloader  # it has been told
+        if not dataloader.told:
+            dataloader.drop_first(num_batches)
+        return dataloader
     return accelerate.skip_first_batches(dataloader, num_batches)
 
 

@@ -269,7 +269,8 @@ def _find_lost(attempts: Sequence[Attempt], events: Sequence[Event]) -> None:
     for attempt in reversed(attempts):
         if attempt.training_began is None or attempt.start_step is None:
             continue
-        goes_on = starts[-1] if starts else None
+        # A later one may have fallen back further than the next.
+        goes_on = min(starts, default=None)
         if goes_on is None and run_ended and attempt.kind not in ("finished", "running"):
             # Nothing but what was committed outlives the run.
             goes_on = committed

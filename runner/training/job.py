@@ -123,7 +123,9 @@ def training_arguments(config: Config) -> SFTConfig:
     if config.strategy == "fsdp" and world_size > 1:
         options |= {"fsdp": True, "fsdp_config": {**(fsdp or {}), "version": 2}}
         local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-        if 1 < local_world_size < world_size:
+        if local_world_size == 1:
+            raise ValueError("strategy='fsdp' shards within a machine, and each has one rank only here: use ddp")
+        if local_world_size < world_size:
             options["parallelism_config"] = ParallelismConfig(
                 dp_replicate_size=world_size // local_world_size, dp_shard_size=local_world_size
             )

@@ -36,6 +36,7 @@ from contract.support import commit
 
 from checkpointing import CheckpointManager, locking, rng
 from checkpointing.adapter import BASE_NAME, Adapter
+from checkpointing.data import StreamPosition
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.manifest import Manifest, _self_digest
 from checkpointing.restore import ADAPTER_NAME, RestorePoint, Room, _propose, _read
@@ -126,6 +127,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
         current_flos=7.5e9,
         _spikes=SpikeDetector(8.0, [2.5, 2.25]),
         _configured_for=1,
+        _stream=SimpleNamespace(position=StreamPosition(1, 2, 3, {"epoch": 1, "shards": [0, 5]}, 50, 7)),
     )
     own = {"loop_state_0.json": _ResilientMixin._capture_loop_state(loop)}  # type: ignore[arg-type]
     shared = {"trainer_state.json": _state_bytes(state)}
@@ -540,7 +542,12 @@ def loop_state(place: Place) -> Reader:
             _spikes=SpikeDetector(8.0),
         )  # fmt: skip
         with refused("loop_state_0.json", CheckpointError) as was:
-            state = _ResilientMixin._restore_loop_state(trainer, point("loop_state_0.json", data))  # type: ignore[arg-type]
+            restored = point("loop_state_0.json", data)
+            resumed: Any = SimpleNamespace(
+                _restore_point=restored, args=SimpleNamespace(world_size=1), _beginning={}, _keep_global_batch=list
+            )
+            _ResilientMixin._look_into_loop_state(resumed)
+            state = _ResilientMixin._restore_loop_state(trainer, restored)  # type: ignore[arg-type]
             state.get("evaluation_due")
             assert isinstance(trainer._tr_loss.item(), float)
             assert isinstance(trainer._globalstep_last_logged + 1, (int, float))

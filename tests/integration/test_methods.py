@@ -46,6 +46,7 @@ def test_each_method_ends_as_if_nothing_had_happened(method: str, tmp_path: Path
     assert run.finish() == 0, run.output
     assert [event["kind"] for event in run.events("attempt_ended")] == ["crashed", "checkpoint agent lost", "finished"]
     assert {event["from"] for event in run.events("resumed")} == {"memory", "local"}
+    assert not run.events("snapshot_dropped")
     for step in (6, 12, 18, 24):
         assert state_hash(run.checkpoint(step)) == state_hash(calm.checkpoint(step)), step
     assert history(run.checkpoint(24)) == history(calm.checkpoint(24))

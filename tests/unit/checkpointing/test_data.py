@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from datasets.distributed import split_dataset_by_node
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -138,14 +139,67 @@ def test_what_cannot_be_a_stream_is_told() -> None:
         next(iter(empty))
 
 
-good = StreamPosition(1, 2, 3, {}).to_json()
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_can_be_read_over(num_workers: int) -> None:
+    whole = list(itertools.islice(StreamDataLoader(StreamBatches(stream(), 3, 0, 1), numbers, num_workers), 20))
+    second = StreamDataLoader(StreamBatches(stream(), 3, 0, 1), numbers, num_workers)
+    second.drop_first(12)
+    assert list(itertools.islice(second, 8)) == whole[12:] and not second.told
+
+
+def test_no_sample_waits_for_a_whole_block() -> None:
+    read: list[int] = []
+
+    class Counted:
+        """100 rows, and which of them were read."""
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"at": len(read) % 100}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+        def __iter__(self) -> Any:
+            for number in range(100):
+                read.append(number)
+                yield {"n": number}
+
+    batches = iter(StreamBatches(Counted(), 1, 0, 1, shuffle_samples=20))
+    next(batches)
+    before = len(read)
+    for _ in range(60):
+        next(batches)
+        assert len(read) - before <= 1, "one at a time"
+        before = len(read)
+
+
+def test_another_order_is_refused() -> None:
+    position = StreamBatches(stream(), 3, 0, 1, seed=5, shuffle_samples=7).start
+    for options in ({"seed": 5}, {"seed": 6, "shuffle_samples": 7}, {"seed": 5, "shuffle_samples": 8}):
+        with pytest.raises(CheckpointError, match="where to go on cannot be told"):
+            StreamBatches(stream(), 3, 0, 1, **options).start_at(position)  # type: ignore[arg-type]
+
+
+def test_a_stream_begins_where_it_begins_whoever_has_looked_into_it() -> None:
+    from checkpointing.transformers import _beginning_of
+
+    rows, fresh = stream(), stream()
+    assert [row["n"] for row in itertools.islice(rows, 5)] == [0, 1, 2, 3, 4]
+    assert _beginning_of(rows) == fresh.state_dict()
+    batches = StreamBatches(rows, 4, 0, 1, beginning=_beginning_of(rows))
+    assert numbers(next(iter(batches))[0]) == [0, 1, 2, 3]
+    with pytest.raises(CheckpointError, match="give it whole"):
+        _beginning_of(split_dataset_by_node(stream(), rank=0, world_size=2))
+
+
+good = StreamPosition(1, 2, 3, {}, None, 0).to_json()
 
 
 @pytest.mark.parametrize(
     "document",
     [None, [], {}, {**good, "epoch": -1}, {**good, "block": 1.5}, {**good, "offset": True}, {**good, "state": 3},
-     {**good, "offset": 2**64}, {**good, "more": 1}],
+     {**good, "offset": 2**64}, {**good, "more": 1}, {**good, "shuffle_samples": 0}, {**good, "seed": "1"}],
 )  # fmt: skip
 def test_a_position_that_is_none_is_refused(document: Any) -> None:
-    with pytest.raises(ValueError, match=r"position|state"):
+    with pytest.raises(ValueError, match=r"position|state|count"):
         StreamPosition.from_json(document)

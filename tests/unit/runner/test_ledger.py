@@ -87,6 +87,15 @@ def test_every_second_has_one_cause() -> None:
     assert restarts_by_kind(attempts_of(EVENTS)) == {"hung": 1}
 
 
+def test_a_later_attempt_may_fall_back_further() -> None:
+    events = [event(0, "run_started", 0, run_id="r")]
+    for number, (start, end) in enumerate(((0, 100), (90, 95), (50, 200)), 1):
+        events.append(event(10 * number, "attempt_started", number))
+        events.append(ended(10 * number + 9, number, "crashed", start, end, 10 * number + 1, 10 * number + 8, 0.0))
+    # 255 steps were computed for 200.
+    assert [attempt.lost_steps for attempt in attempts_of(events)] == [50, 5, 0]
+
+
 def test_spans_have_no_gaps_and_attempts_have_their_share() -> None:
     ledger = account(EVENTS)
     assert ledger.spans[0].begin == 100 and ledger.spans[-1].end == 170
