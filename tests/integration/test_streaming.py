@@ -95,5 +95,8 @@ def test_bad_streams_are_told(tmp_path: Path) -> None:
     good = job(tmp_path / "changed", "trainer.max_steps=6").start()
     assert good.finish() == 0, good.output
     changed = job(tmp_path / "changed", "data.streaming=false", "trainer.max_steps=12").start()
-    assert changed.finish() == 78 and "was trained on data that was streamed, now it is not" in changed.output
+    assert (
+        changed.finish() == 78
+        and "was trained on data that was streamed (loop_state_0.json), now it is not" in changed.output
+    )
     assert "Traceback" not in changed.output
