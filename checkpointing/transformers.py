@@ -314,8 +314,8 @@ class _ResilientMixin(_Base):
             if (self._stream_position is not None) != (self._beginning is not None):
                 before, now = ("streamed", "is not") if self._beginning is None else ("not streamed", "is")
                 raise CheckpointError(
-                    f"{point.place} was trained on data that was {before} ({name}), now it {now}: where to go on cannot be "
-                    "told. Read the data as before, or train in another output_dir."
+                    f"{point.place} was trained on data that was {before} ({name}), now it {now}: where to go on "
+                    "cannot be told. Read the data as before, or train in another output_dir."
                 )
         self._keep_global_batch()
 

@@ -59,17 +59,17 @@ def _parts(run: RunSummary, now: float, places: dict[str, str]) -> Iterator[Rend
         f"step {step} ({tier}), {duration(now - run.newest_at_by_tier.get(tier, now))} ago"
         for tier, step in run.newest_by_tier.items()
     ]
-    facts.add_row("committed", "; ".join(committed) or "nothing yet")
+    facts.add_row("committed", Text("; ".join(committed) or "nothing yet"))
     if run.failed_commits:
         facts.add_row("failed saves", Text(f"{run.failed_commits}, the last one: {run.last_failed_commit}", "yellow"))
     for kept in run.set_aside:
-        facts.add_row("set aside", kept)
+        facts.add_row("set aside", Text(kept))
     if run.restarts_left is not None and not is_over(run):
         facts.add_row("budget", f"{run.restarts_left} restarts before the next new checkpoint")
     lost = f"{run.lost_steps} steps lost, {duration(run.time_by_cause.get(LOST, 0.0))}"
     facts.add_row("goodput", f"{100 * run.goodput:.1f} % of {duration(run.wall_s)}; {lost}")
     for name, place in places.items():
-        facts.add_row(name, place)
+        facts.add_row(name, Text(place))
     yield facts
 
     if run.attempts:
@@ -97,7 +97,7 @@ def _attempts(attempts: list[Attempt]) -> Table:
     for attempt in attempts[-_SHOWN_ATTEMPTS:]:
         steps = f"{attempt.start_step}-{attempt.last_step}" if attempt.training_began is not None else "none"
         lost = f", {attempt.lost_steps} lost" if attempt.lost_steps else ""
-        table.add_row(str(attempt.number), steps + lost, attempt.kind, Text(attempt.cause))
+        table.add_row(str(attempt.number), steps + lost, Text(attempt.kind), Text(attempt.cause))
     return table
 
 

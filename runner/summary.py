@@ -92,7 +92,7 @@ def _restarts_left(events: Sequence[Event]) -> int | None:
 def _step_s(events: Sequence[Event]) -> float | None:
     """Median over the last log entries of one attempt."""
     logs = [event for event in events if event["event"] == "log" and isinstance(event.get("step"), int)][-_RECENT_LOGS:]
-    pairs = [(a, b) for a, b in pairwise(logs) if a["attempt"] == b["attempt"] and b["step"] > a["step"]]
+    pairs = [(a, b) for a, b in pairwise(logs) if a.get("attempt") == b.get("attempt") and b["step"] > a["step"]]
     return statistics.median((b["time"] - a["time"]) / (b["step"] - a["step"]) for a, b in pairs) if pairs else None
 
 
@@ -100,35 +100,37 @@ def _fold(run: RunSummary, event: Event) -> None:
     """Take in one event."""
     match event["event"]:
         case "run_started":
-            run.run_id, run.state, run.reason, run.exit_code = event["run_id"], "starting", "", None
+            run.run_id, run.state, run.reason, run.exit_code = str(event["run_id"]), "starting", "", None
         case "attempt_started":
             run.state = "running"
         case "training_started":
             run.step = int(event["step"])
-            run.total_steps = event["total_steps"]
+            run.total_steps = int(event["total_steps"]) if event["total_steps"] is not None else None
         case "log":
             run.step = max(run.step, int(event["step"]))
-            run.first_loss = event["loss"] if run.first_loss is None else run.first_loss
-            run.last_loss, run.tokens_per_s = event["loss"], event.get("tokens_per_s") or run.tokens_per_s
+            run.last_loss = float(event["loss"])
+            run.first_loss = run.last_loss if run.first_loss is None else run.first_loss
+            run.tokens_per_s = float(event.get("tokens_per_s") or 0.0) or run.tokens_per_s
         case "committed":
-            if event["step"] not in run.committed:
-                run.committed.append(event["step"])
-            tier = event.get("tier", "local")
-            if event["step"] >= run.newest_by_tier.get(tier, -1):
-                run.newest_by_tier[tier], run.newest_at_by_tier[tier] = event["step"], event["time"]
+            step, tier = int(event["step"]), str(event.get("tier", "local"))
+            if step not in run.committed:
+                run.committed.append(step)
+            if step >= run.newest_by_tier.get(tier, -1):
+                run.newest_by_tier[tier], run.newest_at_by_tier[tier] = step, event["time"]
         case "commit_failed":
             run.failed_commits += 1
-            run.last_failed_commit = event["error"]
+            run.last_failed_commit = str(event["error"])
         case "snapshot_skipped":
             run.skipped_snapshots += 1
         case "checkpoint_set_aside":
-            run.set_aside.append(event["kept_as"])
+            run.set_aside.append(str(event["kept_as"]))
         case "attempt_ended":
             run.step = int(event["step"])
         case "stop_requested":
             run.state = "stopping"
         case "run_ended":
-            run.state, run.reason, run.exit_code = event["state"], event["reason"], event["exit_code"]
+            run.state, run.reason = str(event["state"]), str(event["reason"])
+            run.exit_code = int(event["exit_code"])
         case _:
             pass
 

@@ -33,6 +33,8 @@ from chaos import mutations
 from chaos.fuzzing import Reader, assert_clear, fuzz, refused
 from chaos.stores import MemoryObjects
 from contract.support import commit
+from prometheus_client import generate_latest
+from rich.console import Console
 
 from checkpointing import CheckpointManager, locking, rng
 from checkpointing.adapter import BASE_NAME, Adapter
@@ -49,9 +51,11 @@ from runner.cli import _age
 from runner.errors import UsageError
 from runner.failure import Failure, FailureKind
 from runner.journal import Journal, read_journal
+from runner.monitoring import RunCollector
 from runner.policy import AttemptRecord, BatchShape, Restart, Stop, decide
 from runner.record import RunRecord
 from runner.run_directory import RunDirectory
+from runner.status import panel
 from runner.summary import render, summarise
 
 NUM_CASES = int(os.environ.get("FUZZ_CASES", "200"))
@@ -668,6 +672,8 @@ def journal(place: Place) -> Reader:
         path.write_bytes(data)
         summary = summarise(read_journal(path), now=3000.0)
         assert render(summary, {}) and json.dumps(summary.to_dict())
+        Console(file=io.StringIO()).print(panel(summary, 3000.0, {}))
+        assert generate_latest(RunCollector(path, lambda: 3000.0))
         return bool(summary.attempts)
 
     return Reader(path.read_bytes(), [mutations.blindly, knowingly, knowingly], read)
