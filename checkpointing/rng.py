@@ -77,9 +77,13 @@ def set_state(states: dict[str, Any]) -> None:
     torch.Generator().set_state(cpu)
     np.random.RandomState().set_state(words)
     # What those do not look at: numpy draws from wherever the position points to, and the rest fails at the first draw.
-    _, _, position, has_gauss, gauss = words
+    _, key, position, has_gauss, gauss = words
     if type(position) is not int or not 0 <= position <= 624 or has_gauss not in (0, 1) or type(gauss) is not float:
         raise ValueError(f"numpy's state has position {position!r}, second normal {has_gauss!r}, {gauss!r}")
+    # Of the first word one bit counts. Nothing but zeros ever follows from zeros, and the second normal is drawn until
+    # two numbers lie in a circle: never.
+    if not (key[1:].any() or key[0] >> 31):
+        raise ValueError("numpy's state is all zeros")
     if not isinstance(python[2], (float, NoneType)):
         raise ValueError(f"Python's state has second normal {python[2]!r}")
     random.setstate(python)
