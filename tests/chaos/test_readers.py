@@ -366,6 +366,13 @@ def same(one: Any, other: Any) -> bool:
         if not equal or one.layout != torch.strided or one.is_meta:
             return equal
         return one.contiguous().reshape(-1).view(torch.uint8).equal(other.contiguous().reshape(-1).view(torch.uint8))
+    if isinstance(one, torch.storage.TypedStorage):
+        # A pickle may hold a bare one, which has no comparison of its own.
+        return (
+            isinstance(other, torch.storage.TypedStorage)
+            and one.dtype == other.dtype
+            and one.tolist() == other.tolist()
+        )
     if isinstance(one, dict):
         return isinstance(other, dict) and list(one) == list(other) and all(same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
