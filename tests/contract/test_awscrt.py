@@ -29,7 +29,7 @@ def test_uploads_beside_awscrt(rclone_s3: Server, tmp_path: Path, monkeypatch: o
     folder = tmp_path / "packages"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), "awscrt==0.38.1"]
     subprocess.run(pip, check=True, timeout=240)
-    location = f"{bucket_on(rclone_s3, monkeypatch)}/awscrt"  # type: ignore[arg-type]
+    location = f"s3://{bucket_on(rclone_s3, monkeypatch)}/awscrt"  # type: ignore[arg-type]
     text = "from checkpointing.storage import s3\ns3._PART_BYTES = 5 << 20\n" + ROUND_TRIP
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     result = subprocess.run(
