@@ -298,7 +298,9 @@ for step in range(start, 60):
     optimizer.step()
     optimizer.zero_grad()
     manager.step(step + 1)
-open(sys.argv[1] + ".end", "w").write(str(time.time()))
+with open(sys.argv[1] + ".writing", "w") as file:
+    file.write(str(time.time()))
+os.rename(sys.argv[1] + ".writing", sys.argv[1] + ".end")  # who sees the name finds the time in it
 manager.close()
 """
 
