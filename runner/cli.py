@@ -222,9 +222,6 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
     LOCATION: the run's folder, or the directory or URL of its checkpoints (default: the configured folder). Works from
     any machine that can read it; beside checkpoints the journal is some seconds old.
     """
-    import json
-    import time
-
     from rich.console import Console
     from rich.live import Live
 
@@ -253,6 +250,33 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
                 live.update(panel(run, time.time(), places), refresh=True)
     except KeyboardInterrupt:
         return
+
+
+@cli.command()
+@click.argument("location", required=False)
+@click.option(
+    "--output", type=click.Path(dir_okay=False, path_type=Path), help="Default: report.html in LOCATION or here."
+)
+@click.option("--price-per-hour", type=click.FloatRange(min=0), help="Of one machine, on demand (cost.price_per_hour).")
+@click.option(
+    "--spot-discount", type=click.FloatRange(min=0, max=1, max_open=True), help="Share of it that is not paid."
+)
+def report(
+    location: str | None, output: Path | None, price_per_hour: float | None, spot_discount: float | None
+) -> None:
+    """Write a run's story as one HTML file: time line, loss, where the time went, checkpoints, cost.
+
+    LOCATION: as for `status`. The file needs no network, and can be sent to others.
+    """
+    from runner.history import events_at
+    from runner.report import render_page
+
+    place = location if location is not None else _load(None, None, (), {}).output_dir
+    page = render_page(events_at(place), place, time.time(), price_per_hour, spot_discount)
+    own = "://" not in place and (Path(place) / "journal.jsonl").exists()
+    output = output or (Path(place) if own else Path()) / "report.html"
+    output.write_text(page, encoding="utf-8")
+    click.echo(f"runner: {output.absolute()}")
 
 
 @cli.command(context_settings={"allow_interspersed_args": True})

@@ -239,6 +239,16 @@ class MonitoringConfig(_Section):
     """Of this machine, that it answers at; 127.0.0.1 keeps it to this machine."""
 
 
+class CostConfig(_Section):
+    """What the machines cost, for `runner report`."""
+
+    price_per_hour: Annotated[float, Field(ge=0)] | None = None
+    """Of one machine, on demand. None: the report says nothing of money."""
+    spot_discount: float = Field(default=0.0, ge=0, lt=1)
+    """Share of it that is not paid, as the machines may be taken away."""
+    currency: str = "USD"
+
+
 class Config(_Section):
     """A run."""
 
@@ -260,6 +270,7 @@ class Config(_Section):
     guards: GuardsConfig = GuardsConfig()
     tracking: TrackingConfig = TrackingConfig()
     monitoring: MonitoringConfig = MonitoringConfig()
+    cost: CostConfig = CostConfig()
 
     @property
     def best_metric(self) -> str | None:

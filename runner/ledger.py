@@ -16,6 +16,9 @@ from runner.journal import Event
 # Ways in which an attempt ends, or does not, that cost no budget.
 NO_FAILURE = ("finished", "running", "preempted", "ended at once")
 
+# How an attempt has ended of which the journal says nothing more.
+CUT_OFF = "cut off"
+
 TRAINING, LOST, WAITING = "training", "lost work", "waiting for a machine"
 # In this order.
 CAUSES = [
@@ -152,7 +155,9 @@ def attempts_of(events: Sequence[Event]) -> list[Attempt]:
     attempts: list[Attempt] = []
     for event in events:
         try:
-            if event["event"] == "attempt_started":
+            if event["event"] == "run_started" and attempts and attempts[-1].ended is None:
+                attempts[-1].kind, attempts[-1].cause = CUT_OFF, "its runner was killed, or its machine was lost"
+            elif event["event"] == "attempt_started":
                 attempts.append(Attempt(int(event["attempt"]), event["time"]))
             elif attempts:
                 attempts[-1].take(event)

@@ -437,7 +437,7 @@ class Node:
         self._display.state.attempt = order.attempt
         self._display.state.activity = "starting"
         self._agent.tell("begin_attempt", attempt=order.attempt, fetch=True)
-        self._record("attempt_started", launcher_pid=self._launcher.pid, agent_pid=self._agent.pid)
+        self._record("attempt_started", nnodes=nnodes, launcher_pid=self._launcher.pid, agent_pid=self._agent.pid)
         self._launcher.send(self._launch_request(order, nnodes))
         return attempt
 

@@ -24,7 +24,7 @@ from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, Run
 from runner.failure import Failure, FailureKind, combine
 from runner.history import JournalCopy, needs_copy
 from runner.journal import read_journal
-from runner.ledger import WAITING
+from runner.ledger import NO_FAILURE, WAITING
 from runner.life import Life
 from runner.loop import StopRequest
 from runner.node import Job, Node, Order, Outcome
@@ -40,7 +40,6 @@ _TURN_S = 0.5
 # Once this machine's part of an attempt is over, the others' runners kill theirs; longer, and they count as lost.
 _PEER_END_S = 30.0
 _GOOD = (FailureKind.FINISHED, FailureKind.PREEMPTED)
-_NO_FAILURE = {"running", FailureKind.FINISHED.value, FailureKind.PREEMPTED.value, FailureKind.ENDED.value}
 
 
 class Supervisor:
@@ -85,6 +84,7 @@ class Supervisor:
                 pid=os.getpid(),
                 committed_step=max([*committed, -1]),
                 max_restarts=config.restart.max_restarts,
+                cost=config.cost.model_dump(),
             )
             self._node = Node(
                 config,
@@ -299,7 +299,7 @@ class Supervisor:
     def _failure_history(self) -> str:
         """Failures and seconds of this run so far, by its journal."""
         run = summarise(read_journal(self._directory.journal), now=self._life.clock())
-        failures = sum(attempt.kind not in _NO_FAILURE for attempt in run.attempts)
+        failures = sum(attempt.kind not in NO_FAILURE for attempt in run.attempts)
         return f"{failures}:{run.wall_s - run.time_by_cause[WAITING]:.0f}"
 
     # -- the other machines --------------------------------------------------------------------------------------

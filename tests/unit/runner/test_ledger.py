@@ -84,7 +84,7 @@ def test_every_second_has_one_cause() -> None:
     assert ledger.wall_s == pytest.approx(70.0, abs=0.002)
     assert ledger.goodput == pytest.approx(ledger.seconds["training"] / 70.0)
     assert [attempt.lost_steps for attempt in attempts_of(EVENTS)] == [10, 0, 0]
-    assert restarts_by_kind(attempts_of(EVENTS)) == {"hung": 1}
+    assert restarts_by_kind(attempts_of(EVENTS)) == {"hung": 1, "cut off": 1}
 
 
 def test_a_later_attempt_may_fall_back_further() -> None:

@@ -1,0 +1,228 @@
+"""The report's charts. Colours of text and grid come from the page, which knows light, dark and paper."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import plotly.graph_objects as go
+
+from runner.ledger import CAUSES, LOST, TRAINING, WAITING
+from runner.report.story import LogEntry, Story
+from runner.status import duration
+
+# Told apart by people who see few colours, too (Okabe and Ito); what is no training is never green.
+COLOURS = {
+    TRAINING: "#009e73",
+    "checkpoint stall": "#cc79a7",
+    "data wait": "#56b4e9",
+    "evaluation": "#0072b2",
+    LOST: "#d55e00",
+    "detection": "#e69f00",
+    "hang wait": "#a65628",
+    "teardown": "#b8860b",
+    "backoff": "#8c6bb1",
+    "start-up": "#8da0cb",
+    "rendezvous": "#5f7fbf",
+    "restore": "#66c2a5",
+    WAITING: "#9e9e9e",
+}
+# name of a mark → symbol, the same as a character, colour
+MARKS = {
+    "fault": ("x", "✖", "#d55e00"),
+    "save failed": ("triangle-down", "▼", "#e69f00"),
+    "set aside": ("square", "■", "#cc79a7"),
+    "committed": ("circle", "●", "#0072b2"),
+}
+# More points than that are no better to look at, and make a slow page.
+MAX_POINTS = 3000
+_UNITS = [(86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds")]
+
+T = TypeVar("T")
+
+
+def thinned(points: Sequence[T], limit: int = MAX_POINTS) -> list[T]:
+    """Every k-th, and the last one, so that there are about `limit` at most."""
+    stride = -(-len(points) // limit) or 1
+    chosen = list(points[::stride])
+    if points and (len(points) - 1) % stride:
+        chosen.append(points[-1])
+    return chosen
+
+
+def time_line(story: Story) -> go.Figure:
+    """One row per attempt: what each stretch of time went into; faults and checkpoints where they happened."""
+    scale, unit = _unit(story.ledger.wall_s)
+    rows = {0: "none"} | {attempt.number: str(attempt.number) for attempt in story.run.attempts}
+    figure = go.Figure()
+    for cause in CAUSES:
+        spans = [span for span in story.spans if span.cause == cause]
+        if spans:
+            figure.add_bar(
+                name=cause,
+                orientation="h",
+                base=[span.begin / scale for span in spans],
+                x=[(span.end - span.begin) / scale for span in spans],
+                y=[rows[span.attempt] for span in spans],
+                customdata=[duration(span.end - span.begin) for span in spans],
+                hovertemplate="%{customdata} " + cause + "<extra></extra>",
+                marker={"color": COLOURS[cause], "line": {"width": 0}},
+            )
+    for kind, (symbol, _, colour) in MARKS.items():
+        marks = thinned([mark for mark in story.marks if mark.kind == kind])
+        if marks:
+            figure.add_scatter(
+                name=kind,
+                mode="markers",
+                x=[mark.at / scale for mark in marks],
+                y=[rows.get(mark.attempt, rows[0]) for mark in marks],
+                customdata=[_text(mark.text) for mark in marks],
+                hovertemplate=kind + ": %{customdata}<extra></extra>",
+                marker={
+                    "symbol": symbol,
+                    "color": colour,
+                    "size": 10 if kind == "fault" else 7,
+                    "line": {"color": "white", "width": 1},
+                },
+            )
+    figure.update_layout(
+        barmode="overlay",
+        showlegend=False,
+        bargap=0.25,
+        height=min(140 + 34 * len(rows), 900),
+        xaxis_title=f"{unit} since the start",
+        yaxis={"title": "attempt", "type": "category", "autorange": "reversed", "categoryorder": "array"},
+    )
+    figure.update_yaxes(categoryarray=list(rows.values()))
+    return figure
+
+
+def loss(story: Story) -> go.Figure:
+    """Loss over steps; what was computed again later is shown apart."""
+    figure = go.Figure()
+    kept = thinned([entry for entry in story.logs if not entry.lost])
+    # An attempt begins anew: no line from the one before it to its first entry.
+    _lines(figure, kept, "counts", COLOURS[TRAINING], "solid", lambda entry: entry.loss)
+    again = thinned([entry for entry in story.logs if entry.lost])
+    _lines(figure, again, "lost, computed again", COLOURS[LOST], "dot", lambda entry: entry.loss)
+    figure.update_layout(xaxis_title="step", yaxis_title="training loss")
+    return figure
+
+
+def where_the_time_went(story: Story) -> go.Figure:
+    """Seconds of each cause."""
+    scale, unit = _unit(story.ledger.wall_s)
+    shown = sorted(((s, cause) for cause, s in story.ledger.seconds.items() if s > 0))
+    figure = go.Figure(
+        go.Bar(
+            orientation="h",
+            x=[seconds / scale for seconds, _ in shown],
+            y=[cause for _, cause in shown],
+            customdata=[f"{duration(s)}, {100 * s / story.ledger.wall_s:.1f} %" for s, _ in shown],
+            hovertemplate="%{y}: %{customdata}<extra></extra>",
+            marker={"color": [COLOURS[cause] for _, cause in shown]},
+        )
+    )
+    figure.update_layout(height=120 + 28 * len(shown), xaxis_title=unit, showlegend=False)
+    return figure
+
+
+def saves(story: Story) -> go.Figure:
+    """Of each checkpoint: for how long training waited, and for how long each tier was written to."""
+    figure = go.Figure()
+    shown = thinned(story.saves)
+    series = [("training waited", "#cc79a7", [(save.step, save.blocked_s) for save in shown])]
+    colours = {"local": "#0072b2", "remote": "#56b4e9"}
+    for tier in sorted({tier for save in shown for tier in save.write_s}):
+        series.append(
+            (f"written ({tier})", colours.get(tier, "#8da0cb"), [(s.step, s.write_s.get(tier)) for s in shown])
+        )
+    for name, colour, points in series:
+        figure.add_scatter(
+            name=name,
+            mode="markers",
+            x=[step for step, _ in points],
+            y=[1000 * seconds if seconds is not None else None for _, seconds in points],
+            hovertemplate="step %{x}: %{y:.3g} ms<extra>" + name + "</extra>",
+            marker={"color": colour, "size": 7},
+        )
+    figure.update_layout(xaxis_title="step", yaxis={"title": "milliseconds", "type": "log"})
+    return figure
+
+
+def throughput(story: Story) -> go.Figure:
+    """Tokens per second of all ranks."""
+    figure = go.Figure()
+    _lines(figure, thinned(story.logs), "tokens/s", "#0072b2", "solid", lambda entry: entry.tokens_per_s)
+    figure.update_layout(xaxis_title="step", yaxis={"title": "tokens/s", "rangemode": "tozero"}, showlegend=False)
+    return figure
+
+
+def memory(story: Story) -> go.Figure:
+    """Peak memory of a rank."""
+    figure = go.Figure()
+    _lines(figure, thinned(story.logs), "peak memory", "#cc79a7", "solid", lambda entry: entry.peak_memory_gb)
+    figure.update_layout(xaxis_title="step", yaxis={"title": "GB", "rangemode": "tozero"}, showlegend=False)
+    return figure
+
+
+def _lines(
+    figure: go.Figure,
+    entries: Sequence[LogEntry],
+    name: str,
+    colour: str,
+    dash: str,
+    value: Callable[[LogEntry], float | None],
+) -> None:
+    """One line per attempt, as one trace: a gap lies between two attempts."""
+    steps: list[int | None] = []
+    values: list[float | None] = []
+    told: list[str] = []
+    for before, entry in zip([None, *entries], entries, strict=False):
+        if before is not None and entry.attempt != before.attempt:
+            steps.append(None)
+            values.append(None)
+            told.append("")
+        steps.append(entry.step)
+        values.append(value(entry))
+        told.append(f"attempt {entry.attempt}")
+    if entries:
+        figure.add_scatter(
+            name=name,
+            mode="lines+markers" if len(entries) < 60 else "lines",
+            x=steps,
+            y=values,
+            customdata=told,
+            hovertemplate="step %{x}: %{y:.4g}<br>%{customdata}<extra>" + name + "</extra>",
+            line={"color": colour, "dash": dash, "width": 2},
+            marker={"size": 4},
+        )
+
+
+def style(figure: go.Figure) -> dict[str, Any]:
+    """What the page draws: the figure as JSON's types, without colours of its own for text, grid and ground."""
+    figure.update_layout(
+        template="none",
+        margin={"l": 70, "r": 12, "t": 12, "b": 48},
+        height=figure.layout.height or 320,
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+        hoverlabel={"align": "left"},
+        font={"family": "system-ui, sans-serif", "size": 13},
+    )
+    figure.update_xaxes(automargin=True, zeroline=False)
+    figure.update_yaxes(automargin=True, zeroline=False)
+    drawn: dict[str, Any] = figure.to_plotly_json()
+    return drawn
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    """Seconds of a unit in which so many are a number that people grasp, and its name."""
+    return next((size, name) for size, name in _UNITS if seconds >= 2 * size or size == 1)
+
+
+def _text(text: str) -> str:
+    """As plotly is to show it: it reads some of HTML."""
+    return html.escape(text if len(text) < 300 else text[:297] + "…")

@@ -1,0 +1,103 @@
+"""The page: figures, tables and charts in one HTML file that needs no network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import jinja2
+import plotly.offline
+from plotly.utils import PlotlyJSONEncoder
+
+from runner import __version__
+from runner.journal import Event
+from runner.ledger import CAUSES, NO_FAILURE
+from runner.report import charts
+from runner.report.story import Story, goodput_of, tell
+from runner.status import duration
+
+
+def render_page(
+    events: Sequence[Event],
+    place: str,
+    now: float | None = None,
+    price_per_hour: float | None = None,
+    spot_discount: float | None = None,
+) -> str:
+    """A run as HTML.
+
+    Args:
+        events: its journal, oldest first, at least one.
+        place: where that was found, as the user gave it.
+        now: seconds since the epoch; closes the account of a run that is still going.
+        price_per_hour: of one machine on demand, in place of the configured one.
+        spot_discount: share of it that is not paid, in place of the configured one.
+    """
+    story = tell(events, now, price_per_hour, spot_discount)
+    return _template().render(
+        story=story,
+        run=story.run,
+        place=place,
+        version=__version__,
+        began=_utc(story.began_at),
+        heard=_utc(story.run.heard_at or story.began_at),
+        causes=[cause for cause in CAUSES if story.ledger.seconds[cause] > 0],
+        colours=charts.COLOURS,
+        marks={kind: look for kind, look in charts.MARKS.items() if any(mark.kind == kind for mark in story.marks)},
+        attempts=_attempts(story),
+        failures=sum(attempt.kind not in NO_FAILURE for attempt in story.run.attempts),
+        charts=_charts(story),
+        thinned=max(-(-len(story.logs) // charts.MAX_POINTS), 1),
+        plotly=plotly.offline.get_plotlyjs(),
+    )
+
+
+def _attempts(story: Story) -> list[dict[str, Any]]:
+    return [
+        {
+            "number": attempt.number,
+            "began": _utc(attempt.began),
+            "steps": f"{attempt.start_step}-{attempt.last_step}" if attempt.training_began is not None else "none",
+            "lost": attempt.lost_steps,
+            "kind": attempt.kind,
+            "cause": attempt.cause,
+            "seconds": sum(story.ledger.by_attempt.get(attempt.number, {}).values()),
+            "goodput": goodput_of(story.ledger, attempt.number),
+        }
+        for attempt in story.run.attempts
+    ]
+
+
+def _charts(story: Story) -> dict[str, str]:
+    """The JSON of each chart, safe within a script element."""
+    figures = {
+        "time-line": charts.time_line(story),
+        "loss": charts.loss(story),
+        "where": charts.where_the_time_went(story),
+        "saves": charts.saves(story),
+        "throughput": charts.throughput(story),
+        "memory": charts.memory(story),
+    }
+    return {
+        name: json.dumps(charts.style(figure), cls=PlotlyJSONEncoder).replace("<", "\\u003c")
+        for name, figure in figures.items()
+        if figure.data
+    }
+
+
+def _utc(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+@cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"duration": duration, "percent": lambda share: f"{100 * share:.1f} %"}
+    text = resources.files("runner.report").joinpath("page.html").read_text(encoding="utf-8")
+    return environment.from_string(text)

@@ -1,0 +1,107 @@
+"""What a report says, and that nothing in a journal can break its page."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from unit.runner.test_ledger import EVENTS, event
+
+from runner.ledger import account
+from runner.report import render_page
+from runner.report.charts import thinned
+from runner.report.story import tell
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }}"
+
+
+def charts_of(page: str) -> dict[str, Any]:
+    body = page[page.rindex("const charts = {") :]
+    found = re.findall(r'^  "([a-z-]+)": (\{.*\}),$', body, re.MULTILINE)
+    return {name: json.loads(text) for name, text in found}
+
+
+def test_what_is_lost_is_shown_where_it_was_made() -> None:
+    committed = event(134, "committed", 2, step=60, tier="local", duration_s=0.5, nbytes=1_000_000)
+    story = tell([*EVENTS[:17], committed, *EVENTS[17:]])
+    assert [(log.attempt, log.step, log.lost) for log in story.logs] == [
+        (1, 30, False), (1, 50, True), (2, 60, False), (3, 100, False),
+    ]  # fmt: skip
+    by_cause = {}
+    for span in story.spans:
+        by_cause.setdefault(span.cause, []).append((span.begin, span.end, span.attempt))
+    assert by_cause["lost work"] == [(pytest.approx(17.0), 19, 1)]
+    assert [span.begin for span in story.spans[1:]] == pytest.approx([span.end for span in story.spans[:-1]])
+    assert [(mark.kind, mark.attempt) for mark in story.marks] == [("fault", 1), ("fault", 2), ("committed", 2)]
+
+
+def test_money() -> None:
+    """70 s of which 20 had no machine; the steps would have taken one start (7 s), 23 s and one end (1 s)."""
+    cost = tell(EVENTS, price_per_hour=3600, spot_discount=0.75).cost
+    assert cost is not None and cost.machine_s == pytest.approx(50)
+    ledger = account(EVENTS)
+    in_steps = sum(ledger.seconds[cause] for cause in ("training", "checkpoint stall", "data wait", "evaluation"))
+    undisturbed = in_steps + (2 + 1 + 5) + ledger.by_attempt[3]["teardown"]
+    assert cost.paid == pytest.approx(50 / 4)
+    assert cost.on_demand == pytest.approx(undisturbed, abs=0.01)
+    assert cost.lost == pytest.approx((50 - undisturbed) / 4, abs=0.01)
+    assert cost.saved == pytest.approx(undisturbed - 50 / 4, abs=0.01)
+
+
+def test_money_as_the_run_was_started_with() -> None:
+    started = {**EVENTS[0], "cost": {"price_per_hour": 36.0, "spot_discount": 0.5, "currency": "EUR"}}
+    machines = [{**one, "nnodes": 2} if one["event"] == "attempt_started" else one for one in EVENTS[1:]]
+    cost = tell([started, *machines]).cost
+    assert cost is not None and (cost.currency, cost.spot_discount) == ("EUR", 0.5)
+    assert cost.machine_s == pytest.approx(100) and cost.paid == pytest.approx(0.5)
+    assert tell(EVENTS).cost is None and "paid" not in render_page(EVENTS, "r")
+
+
+@pytest.mark.parametrize("length", range(1, len(EVENTS) + 1))
+def test_a_page_at_any_moment(length: int) -> None:
+    page = render_page(EVENTS[:length], "somewhere", now=200.0, price_per_hour=2.0)
+    assert "<h1>run r" in page and "Where the time went" in page
+
+
+def test_text_from_outside_stays_text() -> None:
+    events = [dict(one) for one in EVENTS]
+    for one in events:
+        for key in ("cause", "reason", "kind", "error"):
+            if key in one:
+                one[key] = EVIL
+    events.insert(8, event(116, "commit_failed", 1, step=40, tier="local", error=EVIL))
+    page = render_page(events, EVIL)
+    assert "<script>alert" not in page and "<img" not in page and "49" not in re.findall(r"\{\{.*?\}\}", page)
+    # plotly reads some HTML in its texts.
+    assert "onerror" in json.dumps(charts_of(page)["time-line"]) and "<img" not in json.dumps(charts_of(page))
+
+
+def test_damaged_events_are_passed_over() -> None:
+    """Whatever is missing, or of another type."""
+    for index in range(1, len(EVENTS)):
+        for key in sorted(EVENTS[index].keys() - {"time", "event"}):
+            events = [dict(one) for one in EVENTS]
+            for value in (None, "x", [], 1e999):
+                events[index][key] = value
+                tell(events)
+            del events[index][key]
+            tell(events)
+    for value in (None, "x", 1e999):
+        render_page(
+            [
+                EVENTS[0],
+                *(dict.fromkeys(one, value) | {"time": one["time"], "event": one["event"]} for one in EVENTS),
+            ],
+            "r",
+        )
+
+
+def test_a_long_run_is_no_long_page() -> None:
+    assert thinned(range(5), 10) == [0, 1, 2, 3, 4]
+    assert thinned(range(101), 10) == [*range(0, 100, 11), 100]
+    logs = [event(150, "log", 1, step=step, loss=5.0, tokens_per_s=1.0) for step in range(1, 100_001)]
+    events = [*EVENTS[:6], *logs, event(160, "run_ended", 1, state="finished", exit_code=0, reason="r")]
+    page = render_page(events, "r")
+    assert len(page) < 6_000_000 and "every 34th log entry" in page
