@@ -504,10 +504,16 @@ def _tensor(buffer: memoryview, offset: int, nbytes: int, dtype: torch.dtype) ->
 
 
 def _replaced(obj: Any, change: Callable[[Any], Any], done: dict[int, Any]) -> Any:
-    """The same dicts, lists and tuples, with what `change` makes of everything in them. `done`: those made already."""
+    """The same dicts, lists and tuples, with what `change` makes of everything in them. `done`: those made already.
+
+    Raises:
+        ValueError: a key holds a tensor: nobody's state does, and it could not be filled.
+    """
     if id(obj) in done:
         return done[id(obj)]
     if isinstance(obj, dict):
+        if any(_holds_tensor(key) for key in obj):
+            raise ValueError("a key of a dict is a tensor")
         made: Any = {key: _replaced(value, change, done) for key, value in obj.items()}
         made = made if type(obj) is dict else type(obj)(made)
     elif type(obj) in (list, tuple):
@@ -516,6 +522,10 @@ def _replaced(obj: Any, change: Callable[[Any], Any], done: dict[int, Any]) -> A
         return change(obj)
     done[id(obj)] = made
     return made
+
+
+def _holds_tensor(key: Any) -> bool:
+    return isinstance(key, torch.Tensor) or (isinstance(key, tuple) and any(map(_holds_tensor, key)))
 
 
 def _plain(obj: Any) -> Any:

@@ -235,7 +235,7 @@ def _between(book: _Book, before: Attempt | None, until: float) -> None:
         book.spend("start-up", until, 0)
         return
     # Last what the next attempt waited for; before it the commit of what was snapshotted.
-    book.spend("teardown", until - min(before.backoff_s, until - book.cursor), before.number)
+    book.spend("teardown", until - min(max(before.backoff_s, 0.0), until - book.cursor), before.number)
     book.spend("backoff", until, before.number)
 
 

@@ -5,11 +5,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from servers import Server, has_radosgw, radosgw_server, rclone, rclone_server
 from wire import cut, wire
 
 __all__ = ["cut", "wire"]
 
+# The same cases every time: a run of the tests does not fail by chance. Whoever wants others sets HYPOTHESIS_EXPLORE=1.
+settings.register_profile(
+    "tests",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize="HYPOTHESIS_EXPLORE" not in os.environ,
+    database=None,
+)
+settings.load_profile("tests")
 # Before anybody imports it.
 pytest.register_assert_rewrite("contract.support")
 # Threads of one process that spin while they wait for each other take the cores from the other tests' processes.

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from chaos.stores import MemoryObjects
 from contract.support import commit
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -32,9 +32,6 @@ from runner.errors import ExitCode
 from runner.failure import Failure, FailureKind
 from runner.policy import AttemptRecord, BatchShape, Restart, Stop, decide
 from runner.record import RunRecord
-
-settings.register_profile("chaos", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("chaos")
 
 STEPS = st.integers(0, 12)
 STORAGES = {"local": lambda folder: LocalStorage(folder), "remote": lambda folder: RemoteStorage(MemoryObjects())}

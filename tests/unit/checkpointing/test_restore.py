@@ -250,3 +250,13 @@ def test_no_array_can_be_made_that_points_to_other_memory() -> None:
         for name in ("scheduler.pt", "optimizer.pt", "rng_state.pth"):
             with pytest.raises(InvalidCheckpoint, match="'V8'"):
                 point(name, torch_bytes({"a": Forged()})).torch_object(name)
+
+
+@pytest.mark.parametrize("key", [torch.ones(3), ("a", (torch.ones(3), 1))])
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
+def test_a_tensor_that_is_a_key_is_refused(name: str, key: object) -> None:
+    """Of a skeleton its bytes would be whatever was in memory."""
+    with pytest.raises(InvalidCheckpoint, match="key"):
+        point(name, torch_bytes({"a": {key: 1}})).torch_object(name)
+    plain = {"a": {("a", 1): torch.ones(3)}}
+    assert point(name, torch_bytes(plain)).torch_object(name)["a"]["a", 1].tolist() == [1, 1, 1]
