@@ -91,6 +91,11 @@ def cli() -> None:
 @click.option("--grace", type=float, metavar="SECONDS", help="From a stop request to the end of the ranks.")
 @click.option("--metrics-port", "--metrics_port", type=int, help="Answer Prometheus there, at /metrics.")
 @click.option("--cold", is_flag=True, default=None, help="Fresh interpreters instead of forks of a preloaded one.")
+@click.option(
+    "--debug",
+    is_flag=True,
+    help="The job made small, in a folder of its own, with all that torch and NCCL have to say.",
+)
 @click.argument("script", required=False)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def start(
@@ -102,6 +107,7 @@ def start(
     max_restarts: int | None,
     grace: float | None,
     metrics_port: int | None,
+    debug: bool,
     script: str | None,
     args: tuple[str, ...],
     **launch: Any,
@@ -130,6 +136,14 @@ def start(
     config = _load(config_path, output_dir, settings, launch, restart)
     if script is not None and not Path(script).is_file():
         raise UsageError(f"script {script!r} does not exist; give the path of a Python file")
+    if debug:
+        from runner.debug import debugging_environment, for_debugging
+        from runner.doctor.devices import find_gpus
+
+        if resume not in ("auto", "never"):
+            raise UsageError(f"--debug begins anew, in a folder of its own; leave --resume {resume} out")
+        config, resume, overwrite = for_debugging(config), "never", True
+        os.environ.update(debugging_environment(os.environ, on_gpu=bool(find_gpus())))
     directory = _directory(config)
     directory.create()
     directory.lock(lambda text: click.echo(f"runner: {text}"), lambda: bool(stop))
@@ -154,7 +168,9 @@ def start(
     config.make_absolute()
     directory.config.write_text(config.to_yaml())
     display = ProgressDisplay(quiet=not first_node)
-    job = Job(str(Path(script).absolute()) if script is not None else None, args)
+    job = Job(
+        str(Path(script).absolute()) if script is not None else None, args, show_output=script is not None or debug
+    )
     display.message(f"run {directory.run_id()} in {directory.root}, resume {resume}")
     for caveat in caveats:
         display.message(caveat)
@@ -250,6 +266,166 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
                 live.update(panel(run, time.time(), places), refresh=True)
     except KeyboardInterrupt:
         return
+
+
+@cli.command()
+@_config_options
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+def doctor(
+    config_path: str | None, output_dir: str | None, settings: tuple[str, ...], as_json: bool, **launch: Any
+) -> None:
+    """Examine this machine for a run, before it is paid for.
+
+    Give it the options of `start`; on several machines, on all of them at the same time. Exits with 1 if anything would
+    fail, so that it can be an init container.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    from runner.doctor import Level, examine
+
+    config = _load(config_path, output_dir, settings, launch)
+    colours = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
+    console, findings = Console(highlight=False, soft_wrap=True), []
+    for finding in examine(config):
+        findings.append(finding)
+        if not as_json:
+            line = Text.assemble((f"{finding.level.value:<4}", colours[finding.level]), "  ", (finding.subject, "bold"))
+            console.print(line.append(f": {finding.text}"))
+            if finding.mend:
+                console.print(Text(f"      {finding.mend}", "dim"))
+    if as_json:
+        click.echo(json.dumps([{**vars(one), "level": one.level.value} for one in findings], indent=1))
+    failed = sum(finding.level is Level.FAIL for finding in findings)
+    warned = sum(finding.level is Level.WARN for finding in findings)
+    if not as_json:
+        click.echo(f"runner: {len(findings)} checks, {failed} failed, {warned} warnings")
+    sys.exit(1 if failed else 0)
+
+
+@cli.command()
+@_config_options
+@click.option("--gpus", type=click.IntRange(min=1), help="GPUs per machine (default: those found here; else ranks).")
+@click.option("--gpu-memory", metavar="SIZE", help="Of one, e.g. 80GiB (default: those found here).")
+@click.option("--machines", type=click.IntRange(min=1), help="Default: --nnodes.")
+@click.option("--step-seconds", type=click.FloatRange(min=0, min_open=True), help="Of one optimizer step, if known.")
+@click.option(
+    "--work-hours", type=click.FloatRange(min=0, min_open=True), default=24.0, show_default=True, help="Of steps."
+)
+@click.option(
+    "--mttf-hours", type=click.FloatRange(min=0, min_open=True), help="Mean time between failures of the run."
+)
+@click.option(
+    "--reclaims-per-day", type=click.FloatRange(min=0), default=1.0, show_default=True, help="Of one spot machine."
+)
+@click.option(
+    "--copy-rate", metavar="SIZE", help="From a device into memory, per second (default: measured, 20GB with GPUs)."
+)
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+def plan(
+    config_path: str | None,
+    output_dir: str | None,
+    settings: tuple[str, ...],
+    gpus: int | None,
+    gpu_memory: str | None,
+    machines: int | None,
+    step_seconds: float | None,
+    work_hours: float,
+    mttf_hours: float | None,
+    reclaims_per_day: float,
+    copy_rate: str | None,
+    as_json: bool,
+    **launch: Any,
+) -> None:
+    """Say what a run will need: which strategy fits, how often to save, goodput and cost.
+
+    Memory is computed from the model's shape; bandwidths are measured here, at checkpoint.location.
+    """
+    from runner.plan.plan import Assumptions, make_plan, render
+
+    config = _load(config_path, output_dir, settings, launch)
+    assumptions = Assumptions(
+        gpus, _size("--gpu-memory", gpu_memory), machines, step_seconds, work_hours, mttf_hours, reclaims_per_day,
+        _size("--copy-rate", copy_rate),
+    )  # fmt: skip
+    made = make_plan(config, assumptions)
+    if as_json:
+        click.echo(json.dumps(made.to_dict(), indent=1))
+        return
+    _console().print(render(made))
+
+
+def _console() -> Any:
+    """For tables: in a file or a pipe as wide as they are."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=140)
+
+
+def _size(option: str, text: str | None) -> int | None:
+    from checkpointing.memory import parse_bytes
+
+    try:
+        return parse_bytes(text) if text is not None else None
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from None
+
+
+@cli.command()
+@click.option("--from", "source", metavar="LOCATION", help="Take how long things take from this run's journal.")
+@click.option(
+    "--work-hours", type=click.FloatRange(min=0, min_open=True), default=24.0, show_default=True, help="Of steps."
+)
+@click.option(
+    "--mttf-hours", type=click.FloatRange(min=0, min_open=True), help="Mean time between failures (default: none)."
+)
+@click.option("--trace", type=click.Path(path_type=Path), help="File of hours between failures, one per line, instead.")
+@click.option("--reclaims-per-day", type=click.FloatRange(min=0), default=0.0, help="Announced ends of spot machines.")
+@click.option("--set", "settings", multiple=True, metavar="NAME=SECONDS", help="Any other figure; --list names them.")
+@click.option("--list", "list_names", is_flag=True, help="List the figures and their values.")
+@click.option("--vary", multiple=True, metavar="NAME=A,B,…", help="Try each value; given twice: all pairs.")
+@click.option(
+    "--target", type=click.FloatRange(min=0, max=1), help="Say which of the settings tried reach this goodput."
+)
+@click.option("--runs", type=click.IntRange(min=2), default=200, show_default=True, help="Runs to simulate for each.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write the sensitivity as one HTML file.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+def simulate(
+    source: str | None,
+    work_hours: float,
+    mttf_hours: float | None,
+    trace: Path | None,
+    reclaims_per_day: float,
+    settings: tuple[str, ...],
+    list_names: bool,
+    vary: tuple[str, ...],
+    target: float | None,
+    runs: int,
+    seed: int,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Simulate runs under failures: how much of their time would count, and what that hangs on."""
+    from runner.history import events_at
+    from runner.simulate.study import Study, read_trace, render, scenario_of, to_page, variations
+
+    trace_s = read_trace(trace) if trace is not None else None
+    events = events_at(source) if source is not None else []
+    scenario = scenario_of(events, work_hours, mttf_hours, reclaims_per_day, settings)
+    if list_names:
+        for name, value in vars(scenario).items():
+            click.echo(f"{name}={value:g}")
+        return
+    study = Study(scenario, variations(vary, scenario), runs, seed, trace_s)
+    if as_json:
+        click.echo(json.dumps(study.to_dict(target), indent=1))
+    else:
+        _console().print(render(study, target))
+    if plot is not None:
+        plot.write_text(to_page(study), encoding="utf-8")
+        click.echo(f"runner: {plot.absolute()}")
 
 
 @cli.command()

@@ -68,6 +68,8 @@ class DataConfig(_Section):
     prompt and completion, or text, or messages. None: the bundled wilderness survival pairs."""
     split: str = "train"
     """Split of a hub data set."""
+    max_rows: Annotated[int, Field(ge=1)] | None = None
+    """Train on the first so many rows only, for a trial."""
     streaming: bool = False
     """Read rows while training goes on, instead of all of them before: for data that is larger than the disk. Needs
     `trainer.max_steps`."""

@@ -73,10 +73,11 @@ Record = Callable[..., None]
 
 @dataclass(frozen=True)
 class Job:
-    """What to run: the default job, or a script of the user's."""
+    """What to run: the default job, or a script of the user's; whether what its ranks print is shown."""
 
     script: str | None = None
     args: tuple[str, ...] = ()
+    show_output: bool = False
 
 
 @dataclass(frozen=True)
@@ -454,7 +455,7 @@ class Node:
             "local_addr": launch.local_addr,
             "join_timeout_s": launch.rendezvous_timeout_s,
             "cold": launch.cold,
-            "show_output": self._job.script is not None,
+            "show_output": self._job.show_output,
             "log_dir": str(self._log_dir(order.attempt)),
             "spec": {
                 "env": {

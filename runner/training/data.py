@@ -25,6 +25,8 @@ def load_training_data(config: DataConfig, cache: Path, *, seed: int) -> tuple[A
     """
     source = config.path or str(BUNDLED)
     rows = _stream(source, config.split) if config.streaming else _load("data.path", source, config.split, cache)
+    if config.max_rows is not None:
+        rows = rows.take(config.max_rows) if config.streaming else rows.take(min(config.max_rows, len(rows)))
     if config.validation_path is not None:
         return rows, _load("data.validation_path", config.validation_path, config.validation_split or "train", cache)
     if config.validation_split is not None:

@@ -1,0 +1,47 @@
+"""`runner doctor`: what would go wrong, before it is paid for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from runner.config import Config
+from runner.doctor.collectives import check_collectives
+from runner.doctor.devices import check_devices, find_gpus
+from runner.doctor.findings import Finding, Level, fail, warn
+from runner.doctor.machine import check_machine
+from runner.doctor.places import check_places
+from runner.doctor.settings import check_settings
+from runner.errors import UsageError
+from runner.node import shape_of
+from runner.plan.anatomy import examine_model
+from runner.plan.memory import Job, estimate
+
+__all__ = ["Finding", "Level", "examine"]
+
+
+def examine(config: Config) -> Iterator[Finding]:
+    """Every check of this machine for this run, as it is done.
+
+    On several machines it is called on each one, with the options that `runner start` gets there.
+    """
+    gpus = find_gpus()
+    try:
+        nnodes, nproc = shape_of(config, len(gpus))
+    except UsageError as error:
+        yield fail("launch", str(error), "set --nnodes, --nproc-per-node or WORLD_SIZE so that they agree")
+        return
+    yield from check_devices(nproc)
+    settings = list(check_settings(config, os.environ, nproc, nnodes, on_gpu=bool(gpus)))
+    yield from settings
+    try:
+        need = estimate(examine_model(config), Job.of(config, nnodes * nproc, nproc, on_gpu=bool(gpus)))
+    except UsageError as error:
+        yield fail("model", str(error), "set model.name_or_path to a hub name or a local folder")
+        return
+    yield from check_machine(config, nproc, bool(gpus), need.host_bytes, need.checkpoint_bytes)
+    yield from check_places(config, need.checkpoint_bytes)
+    if any(finding.level is Level.FAIL for finding in settings):
+        yield warn("all-reduce", "not tried: it would fail by what is named above", "mend that first")
+    else:
+        yield from check_collectives(config, nnodes, nproc)

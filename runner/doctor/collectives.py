@@ -1,0 +1,102 @@
+"""All-reduce over the real rendezvous: by torchrun, with as many ranks as the run will have."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from runner.config import Config
+from runner.doctor.findings import Finding, fail, ok, warn
+
+# Start of the ranks, and the trial itself, once all machines are there.
+_TRIAL_S = 180.0
+_SLOW = 1.3
+_NETWORK = (
+    "see that the ports between the machines are open, and NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names their network"
+)
+
+
+def check_collectives(config: Config, nnodes: int, nproc: int) -> Iterator[Finding]:
+    """Run the trial; on several machines all of them call this at about the same time."""
+    if nnodes * nproc < 2:
+        yield ok("all-reduce", "one rank has nobody to add up with")
+        return
+    launch = config.launch
+    with tempfile.TemporaryDirectory() as folder:
+        answer, log = Path(folder) / "answer.json", Path(folder) / "log"
+        endpoint = launch.endpoint if nnodes > 1 or launch.rdzv_endpoint else "localhost:0"
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nnodes), "--nproc-per-node", str(nproc)),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "runner-doctor"),
+            *(["--local-addr", launch.local_addr or "127.0.0.1"] if launch.local_addr or nnodes == 1 else []),
+        ]
+        limit_s = _TRIAL_S
+        if nnodes > 1:
+            limit_s += launch.rendezvous_timeout_s
+            is_host = "true" if launch.node_rank == 0 else "false"
+            patience = f"timeout={launch.rendezvous_timeout_s:.0f},join_timeout={launch.rendezvous_timeout_s:.0f}"
+            command += ["--rdzv-conf", f"is_host={is_host},{patience}"]
+        command += ["-m", "runner.doctor.ranks", str(answer)]
+        # RANK and the like say something else to the runner than to torchrun's ranks.
+        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        error = _run(command, environment, log, limit_s)
+        if error is not None:
+            yield fail("all-reduce", error, _NETWORK)
+        else:
+            yield from judge(json.loads(answer.read_text()))
+
+
+def judge(told: Mapping[str, Any]) -> Iterator[Finding]:
+    """What the ranks have measured. `told`: see `runner.doctor.ranks`."""
+    ranks = told["ranks"]
+    wrong = [str(rank["rank"]) for rank in ranks if not rank["right"]]
+    if wrong:
+        text = f"{told['backend']} gives wrong sums on rank {', '.join(wrong)}"
+        yield fail(
+            "all-reduce", text, "exclude that machine; try NCCL_P2P_DISABLE=1 to see whether its links are at fault"
+        )
+        return
+    # An operation ends with its slowest rank.
+    rates = {int(size): min(rank["bandwidth"][size] for rank in ranks) for size in ranks[0]["bandwidth"]}
+    listed = ", ".join(f"{rate / 1e9:.2f} GB/s at {size >> 20} MiB" for size, rate in sorted(rates.items()))
+    yield ok("all-reduce", f"right on {len(ranks)} ranks over {told['backend']}; bus bandwidth {listed}")
+    usual = statistics.median(rank["compute_s"] for rank in ranks)
+    slow = [rank for rank in ranks if rank["compute_s"] > _SLOW * usual]
+    for rank in slow:
+        times = f"{rank['compute_s'] / usual:.1f}"
+        text = f"rank {rank['rank']} on {rank['host']} computes {times} times as long as the others"
+        yield warn("speed of ranks", text, "look at that machine's other processes, clock and cooling, or exclude it")
+    if not slow:
+        yield ok("speed of ranks", f"equal within {100 * (_SLOW - 1):.0f} %")
+
+
+def _run(command: list[str], environment: Mapping[str, str], log: Path, limit_s: float) -> str | None:
+    """Run it to its end; returns what went wrong."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+        )
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return f"not done after {limit_s:.0f} s: a machine is missing, or packets are lost"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if code == 0:
+        return None
+    # The first error is the cause; what follows are the others that have lost it.
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
+    return (errors or lines or ["no reason given"])[0][-300:]

@@ -1,0 +1,140 @@
+"""GPUs, as the driver's own tool knows them; no torch, no CUDA context."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from runner.doctor.findings import Finding, fail, ok, warn
+
+# nvidia-smi --help-query-gpu
+_FIELDS = [
+    "index",
+    "name",
+    "driver_version",
+    "memory.total",
+    "memory.used",
+    "ecc.errors.uncorrected.volatile.total",
+    "pcie.link.gen.current",
+    "pcie.link.gen.max",
+    "pcie.link.width.current",
+    "pcie.link.width.max",
+    "clocks_throttle_reasons.hw_thermal_slowdown",
+]
+_TIMEOUT_S = 30.0
+_MIB = 1024 * 1024
+# Somebody else's, or a process that was left over.
+_BUSY_SHARE = 0.05
+# How two GPUs are joined, best first (nvidia-smi topo -m).
+_LINKS = {
+    "NV": "NVLink",
+    "PIX": "one PCIe switch",
+    "PXB": "PCIe switches",
+    "PHB": "PCIe",
+    "NODE": "PCIe",
+    "SYS": "PCIe and the processors' own link",
+}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    index: int
+    name: str
+    driver: str
+    memory_bytes: int
+
+
+def find_gpus() -> list[Gpu]:
+    """Empty where there is no driver, or none that answers."""
+    with contextlib.suppress(subprocess.CalledProcessError):
+        return [
+            Gpu(int(row["index"]), row["name"], row["driver_version"], _number(row["memory.total"]) * _MIB)
+            for row in _query()
+            if row["index"].isdigit()
+        ]
+    return []
+
+
+def check_devices(num_ranks: int) -> Iterator[Finding]:
+    """Numbers, health and links of the GPUs."""
+    try:
+        rows = _query()
+    except subprocess.CalledProcessError as error:
+        text = " ".join((error.stdout or error.stderr or "").split())
+        yield fail("GPUs", f"the driver does not answer: {text[:200]}", "reinstall it, or use another machine")
+        return
+    if not rows:
+        yield ok("GPUs", "none: ranks train on the CPU, over gloo")
+        return
+    kinds = Counter(row["name"] for row in rows)
+    listed = ", ".join(f"{count} x {name}" for name, count in kinds.items())
+    yield ok("GPUs", f"{listed}, driver {rows[0]['driver_version']}")
+    if len(kinds) > 1:
+        yield warn("GPUs", "they are not equal: the slowest one sets the pace", "use equal ones")
+    if num_ranks > len(rows):
+        yield fail("GPUs", f"{num_ranks} ranks for {len(rows)} GPUs", f"--nproc-per-node {len(rows)}, or auto")
+    for row in rows:
+        yield from _health(row)
+    if len(rows) > 1:
+        yield from _topology(_run("nvidia-smi", "topo", "-m"))
+
+
+def _health(row: dict[str, str]) -> Iterator[Finding]:
+    subject = f"GPU {row['index']}"
+    errors = _number(row["ecc.errors.uncorrected.volatile.total"])
+    if errors:
+        yield fail(subject, f"{errors} uncorrected ECC errors since it was reset", "start the run on another machine")
+    total, used = _number(row["memory.total"]), _number(row["memory.used"])
+    if total and used > _BUSY_SHARE * total:
+        text = f"{used / 1024:.1f} of {total / 1024:.1f} GiB is in use already"
+        yield warn(subject, text, "end what runs there: nvidia-smi names it")
+    width, widest = _number(row["pcie.link.width.current"]), _number(row["pcie.link.width.max"])
+    if 0 < width < widest:
+        # The generation falls while it idles, the width does not.
+        yield warn(subject, f"PCIe runs at x{width} of x{widest}", "have the card reseated, or use another machine")
+    if row["clocks_throttle_reasons.hw_thermal_slowdown"] == "Active":
+        yield warn(subject, "too hot: its clock is lowered", "see to its cooling, or use another machine")
+
+
+def _topology(text: str) -> Iterator[Finding]:
+    """nvidia-smi's matrix: which GPUs are joined how."""
+    joined: Counter[str] = Counter()
+    for line in text.splitlines():
+        cells = re.split(r"\s+", re.sub(r"\x1b\[[0-9;]*m", "", line).strip())
+        if not re.fullmatch(r"GPU\d+", cells[0]) or len(cells) < 2 or cells[1].startswith("GPU"):
+            continue
+        for cell in cells[int(cells[0][3:]) + 2 :]:
+            link = next((name for name in _LINKS if re.fullmatch(rf"{name}\d*", cell)), None)
+            if link is None:
+                break
+            joined[_LINKS[link]] += 1
+    if joined:
+        pairs = ", ".join(f"{count} pairs by {name}" for name, count in joined.most_common())
+        yield ok("topology", pairs)
+        if "NVLink" in joined and len(joined) > 1:
+            yield warn("topology", f"not all GPUs are joined alike: {pairs}", "ask for a whole machine, or part of one")
+
+
+def _query() -> list[dict[str, str]]:
+    text = _run("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
+    rows = csv.reader(io.StringIO(text), skipinitialspace=True)
+    return [dict(zip(_FIELDS, row, strict=True)) for row in rows if len(row) == len(_FIELDS)]
+
+
+def _run(*command: str) -> str:
+    """What it prints; nothing where it is not there, or never ends."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def _number(text: str) -> int:
+    """0 for what the card does not know."""
+    return int(text) if text.isdigit() else 0

@@ -1,0 +1,94 @@
+"""One rank of `runner doctor`'s trial: do all-reduces add up, how fast are they, is one rank slower than the others?
+
+Started by torchrun, as training's ranks will be. The first rank of each machine writes what all have found, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_SIZES = [1 << 20, 16 << 20, 64 << 20]
+_REPEATS = 5
+_ELEMENTS = 1 << 20
+
+
+def all_reduce_is_right(device: torch.device, rank: int, world_size: int) -> bool:
+    """Sums of small integers, another one at every place: exact in float32, whatever the order."""
+    places = torch.arange(_ELEMENTS, device=device, dtype=torch.float32) % 1000
+    value = places * (rank + 1)
+    dist.all_reduce(value)
+    return bool(torch.equal(value, places * (world_size * (world_size + 1) // 2)))
+
+
+def bus_bandwidth(device: torch.device, nbytes: int, world_size: int) -> float:
+    """Bytes per second, as nccl-tests count them (doc/PERFORMANCE.md): size / time * 2 (n - 1) / n."""
+    value = torch.ones(nbytes // 4, device=device)
+    seconds = []
+    for number in range(_REPEATS + 1):
+        dist.barrier()
+        _settle(device)
+        began = time.perf_counter()
+        dist.all_reduce(value)
+        _settle(device)
+        # The first one makes connections.
+        if number:
+            seconds.append(time.perf_counter() - began)
+        value.fill_(1.0)
+    return nbytes / statistics.median(seconds) * 2 * (world_size - 1) / world_size
+
+
+def compute_s(device: torch.device) -> float:
+    """Seconds of a fixed amount of arithmetic: the same on equal, healthy devices."""
+    size = 4096 if device.type == "cuda" else 512
+    matrix = torch.full((size, size), 0.5, device=device)
+    seconds = []
+    for _ in range(_REPEATS):
+        _settle(device)
+        began = time.perf_counter()
+        for _ in range(10):
+            torch.mm(matrix, matrix)
+        _settle(device)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    torch.set_num_threads(1)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    mine: dict[str, Any] = {
+        "rank": rank,
+        "host": os.uname().nodename,
+        "right": all_reduce_is_right(device, rank, world_size),
+        "bandwidth": {str(nbytes): bus_bandwidth(device, nbytes, world_size) for nbytes in _SIZES},
+        "compute_s": compute_s(device),
+    }
+    told: list[Any] = [None] * world_size
+    dist.all_gather_object(told, mine)
+    # The rendezvous numbers the machines as it likes.
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        with open(sys.argv[1], "w", encoding="utf-8") as file:  # noqa: PTH123 - one line
+            json.dump({"backend": dist.get_backend(), "ranks": told}, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Environment variables and addresses that cannot work, or work badly."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+import psutil
+
+from runner.config import Config
+from runner.doctor.findings import Finding, fail, ok, warn
+
+
+def check_settings(
+    config: Config, environment: Mapping[str, str], num_ranks: int, nnodes: int, *, on_gpu: bool
+) -> Iterator[Finding]:
+    """What the environment and `launch:` say, against this machine."""
+    interfaces = psutil.net_if_addrs()
+    found = [*_interfaces(environment, set(interfaces)), *_variables(environment, num_ranks, nnodes, on_gpu)]
+    found += _addresses(config, nnodes, {a.address for addresses in interfaces.values() for a in addresses})
+    yield from found or [ok("environment", "nothing in it contradicts this machine")]
+
+
+def _interfaces(environment: Mapping[str, str], names: Collection[str]) -> Iterator[Finding]:
+    known = ", ".join(sorted(names))
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        value = environment.get(variable, "")
+        if not value:
+            continue
+        wanted = [name for name in value.lstrip("^=").split(",") if name]
+        if variable.startswith("NCCL"):
+            # "eth" means every name that begins so; "=eth0" this one; "^docker" all others.
+            if value.startswith("^"):
+                there = any(not any(name.startswith(w) for w in wanted) for name in names)
+            elif value.startswith("="):
+                there = any(name in wanted for name in names)
+            else:
+                there = any(name.startswith(w) for w in wanted for name in names)
+        else:
+            there = all(name in names for name in wanted)
+        if there:
+            yield ok(variable, value)
+        else:
+            yield fail(variable, f"{value!r}: no such network interface here", f"choose among {known}, or unset it")
+
+
+def _variables(environment: Mapping[str, str], num_ranks: int, nnodes: int, on_gpu: bool) -> Iterator[Finding]:
+    debug = environment.get("NCCL_DEBUG", "").upper()
+    if debug in ("INFO", "TRACE"):
+        yield warn("NCCL_DEBUG", f"{debug} writes for every operation", "set it to WARN, or unset it, in production")
+    for variable in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"):
+        if environment.get(variable, "0") not in ("", "0") and num_ranks > 1:
+            yield warn(variable, "GPUs of this machine will talk by a slower way", "unset it")
+    if (
+        environment.get("NCCL_IB_DISABLE", "0") not in ("", "0")
+        and nnodes > 1
+        and Path("/sys/class/infiniband").is_dir()
+    ):
+        yield warn("NCCL_IB_DISABLE", "this machine has InfiniBand or RoCE, which is left unused", "unset it")
+    threads = environment.get("OMP_NUM_THREADS", "")
+    cores = len(os.sched_getaffinity(0))
+    if threads.isdigit() and int(threads) * num_ranks > cores > 0:
+        text = f"{threads} threads in each of {num_ranks} ranks, on {cores} cores"
+        yield warn("OMP_NUM_THREADS", text, f"set it to {max(cores // num_ranks, 1)}, or unset it")
+    if environment.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL" and not on_gpu and num_ranks * nnodes > 1:
+        text = "with DETAIL torch 2.13 dies of a segmentation fault when DDP is made over gloo"
+        yield fail("TORCH_DISTRIBUTED_DEBUG", text, "set it to INFO, or unset it")
+    if environment.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        yield warn("CUDA_LAUNCH_BLOCKING", "every kernel is waited for", "unset it when the search is over")
+    if environment.get("CUDA_VISIBLE_DEVICES") == "":
+        yield warn("CUDA_VISIBLE_DEVICES", "set, and empty: no GPU is seen", "unset it, or name the GPUs")
+    if environment.get("LOCAL_RANK") and not environment.get("TORCHELASTIC_RUN_ID"):
+        yield warn("LOCAL_RANK", "set from outside; every rank gets its own", "unset it")
+
+
+def _addresses(config: Config, nnodes: int, own: Collection[str]) -> Iterator[Finding]:
+    """The rendezvous' address and ports, as this machine will use them."""
+    launch = config.launch
+    ports = {"monitoring.port": (config.monitoring.address, config.monitoring.port)} if config.monitoring.port else {}
+    if nnodes > 1:
+        host, _, port = launch.endpoint.rpartition(":")
+        host = host.strip("[]")
+        try:
+            addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+        except OSError as error:
+            mend = "name the first machine as all others can reach it (--rdzv-endpoint, or MASTER_ADDR)"
+            yield fail("rendezvous", f"{host!r} cannot be resolved: {error.strerror or error}", mend)
+            return
+        is_here = bool(addresses & set(own)) or "0.0.0.0" in addresses
+        is_loopback = all(address.startswith("127.") or address == "::1" for address in addresses)
+        if launch.node_rank == 0 and not is_here:
+            yield fail("rendezvous", f"{host} is no address of this machine, whose --node-rank is 0", "check both")
+            return
+        if launch.node_rank > 0 and is_here and not is_loopback:
+            yield fail("rendezvous", f"{host} is this machine, whose --node-rank is {launch.node_rank}", "check both")
+            return
+        if launch.node_rank == 0:
+            ports |= {"rendezvous": ("", int(port)), "launch.peer_port": ("", launch.peer_address[1])}
+        yield ok("rendezvous", f"{launch.endpoint}, {'here' if is_here else 'another machine'}")
+    for subject, (address, number) in ports.items():
+        try:
+            with socket.create_server((address, number)):
+                yield ok(subject, f"port {number} is free")
+        except OSError as error:
+            yield fail(subject, f"port {number} cannot be had: {error.strerror}", "end who holds it, or choose another")

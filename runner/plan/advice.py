@@ -1,0 +1,126 @@
+"""What to do: which strategy fits and why, how often to save, what it will cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from checkpointing.cadence import best_interval_s
+from runner.plan.anatomy import Anatomy
+from runner.plan.memory import Job, Need, estimate
+from runner.simulate.engine import Forecast, forecast
+from runner.simulate.scenario import HOUR_S, Scenario
+
+# Beyond it an allocator's gaps, and the longest batch, end in "out of memory".
+_USABLE_SHARE = 0.92
+# Of one GPU of Meta's clusters: 1,024 of them fail every 7.9 h (arXiv 2410.21680, section 3).
+GPU_MTTF_S = 1024 * 7.9 * HOUR_S
+# What a snapshot costs the training thread: a fixed part, and one per tensor (docs/checkpoint-benchmark.md).
+_STALL_S, _STALL_PER_TENSOR_S = 0.0005, 5e-6
+_RUNS = 200
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to train. `fits`: within what a rank has."""
+
+    name: str
+    job: Job
+    need: Need
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Snapshots and checkpoints, in seconds.
+
+    Attributes:
+        copy_s: from the device into memory, beside training.
+        stall_s: for which training waits, per snapshot.
+        write_s, read_s: of a checkpoint.
+        snapshot_interval_s, commit_interval_s: that lose least (Young, Daly), within the cap on overhead, and for
+            commits never shorter than one takes.
+    """
+
+    copy_s: float
+    stall_s: float
+    write_s: float
+    read_s: float
+    snapshot_interval_s: float
+    commit_interval_s: float
+
+
+def options(model: Anatomy, job: Job, memory_bytes: int) -> list[Option]:
+    """The strategies that the runner has, simplest first."""
+    found = []
+    for name, method, strategy in (
+        ("full, DDP", "full", "ddp"),
+        ("full, FSDP", "full", "fsdp"),
+        ("LoRA, DDP", "lora", "ddp"),
+        ("QLoRA, DDP", "qlora", "ddp"),
+    ):
+        one = job.by(method, strategy)
+        need = estimate(model, one)
+        possible = (strategy == "ddp" or job.local_ranks > 1) and (method != "qlora" or job.on_gpu)
+        # Without GPUs all ranks share this machine's memory.
+        found.append(Option(name, one, need, possible and need.peak_bytes <= _USABLE_SHARE * memory_bytes))
+    return found
+
+
+def choose(found: Sequence[Option], wanted: Job) -> tuple[Option | None, str]:
+    """The configured way if it fits, else the simplest that does; and why."""
+    configured = next(o for o in found if (o.job.method, o.job.strategy) == (wanted.method, wanted.strategy))
+    if configured.fits:
+        return configured, "as configured, and it fits"
+    best = next((option for option in found if option.fits), None)
+    if best is None:
+        return None, (
+            "nothing fits: lower trainer.per_device_train_batch_size or max_length, set gradient_checkpointing, or "
+            "take more, or larger, GPUs; tensor parallelism is not there yet"
+        )
+    why = {
+        "full, DDP": "every GPU holds the whole model: the simplest and fastest",
+        "full, FSDP": "the model's state is too large for one GPU, and not for all of a machine",
+        "LoRA, DDP": "full fine-tuning fits neither whole nor sharded; adapters leave the base without optimizer state",
+        "QLoRA, DDP": "even the base is too large in 16 bits",
+    }[best.name]
+    return best, f"{configured.name} does not fit; {why}"
+
+
+def saving(
+    model: Anatomy,
+    need: Need,
+    mttf_s: float,
+    overhead_cap: float,
+    *,
+    local_ranks: int,
+    copy_rate: float,
+    write_rate: float,
+    read_rate: float,
+    step_s: float | None,
+    adapters: bool,
+) -> Saving:
+    """Prices and best intervals. Rates: bytes per second, `copy_rate` of one rank."""
+    copy_s = need.checkpoint_bytes / local_ranks / copy_rate
+    tensors = (model.adapter_tensors if adapters else model.tensors) * 4
+    stall_s = _STALL_S + _STALL_PER_TENSOR_S * tensors
+    if step_s is not None:
+        # Beside forward and backward; what takes longer holds the optimizer up.
+        stall_s += max(copy_s - step_s, 0.0)
+    write_s, read_s = need.checkpoint_bytes / write_rate, need.checkpoint_bytes / read_rate
+    snapshot = best_interval_s(stall_s, mttf_s, overhead_cap)
+    if step_s is not None:
+        snapshot = max(math.ceil(snapshot / step_s), 1) * step_s
+    # Not more often than one can be written; and the time until it is durable is lost with the machine, too.
+    commit = max(best_interval_s(stall_s, mttf_s, overhead_cap), write_s, snapshot)
+    return Saving(copy_s, stall_s, write_s, read_s, snapshot, commit)
+
+
+def outlook(scenario: Scenario, price_per_hour: float | None, machines: int) -> tuple[Forecast, float | None]:
+    """Goodput, and what all machines cost together; while there is none, nothing is paid."""
+    seen = forecast(scenario, _RUNS)
+    if price_per_hour is None:
+        return seen, None
+    paid_s = seen.wall_s - seen.seconds.get("waiting for a machine", 0.0)
+    return seen, paid_s / HOUR_S * price_per_hour * machines

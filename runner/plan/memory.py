@@ -1,0 +1,192 @@
+"""Bytes that a rank needs, by what holds them.
+
+Weights, gradients and optimizer state are counted. Activations follow "Reducing Activation Recomputation in Large
+Transformer Models" (arXiv 2205.05198), counted anew for the layers of today's models: RMSNorm, gated MLP, grouped
+queries, attention that keeps no matrix unless it drops some of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from runner.config import Config
+from runner.plan.anatomy import Anatomy
+
+# Bits per weight of 4-bit NormalFloat with double quantisation: 4 + 8 / 64 + 32 / (64 * 256) (arXiv 2305.14314).
+_NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
+# Of one GPU, before any tensor: CUDA's context, NCCL's and cuBLAS's buffers.
+CUDA_BASE_BYTES = 1_200_000_000
+# Of a rank's process, besides what it has imported: rows, tokenizer, process group (measured: docs/plan.md).
+_RANK_OWN_BYTES = 40_000_000
+# Layers' worth of activations beyond those that are kept: gradients of the layer that is on its way back, what the
+# forward pass holds for a moment, and on a CPU the allocator's gaps (measured there: docs/plan.md).
+_PASSING_LAYERS_GPU, _PASSING_LAYERS_CPU = 1, 3
+# SFTConfig's own defaults.
+_MICRO_BATCH = 8
+_MAX_LENGTH = 1024
+
+
+@dataclass(frozen=True)
+class Job:
+    """What decides on memory, besides the model.
+
+    Attributes:
+        method: full, lora or qlora. strategy: ddp or fsdp.
+        ranks: of all machines; local_ranks: of one of them.
+        weight_bytes: per element of the trained or frozen weights.
+        compute_bytes: per element of activations: 2 under bf16 or fp16.
+        micro_batch: sequences per rank and pass; length: tokens of each.
+        recompute: activations are computed again in the backward pass (gradient checkpointing).
+        drops_attention: attention dropout, for which the whole matrix is kept.
+        optimizer_copies: elements of optimizer state per trained weight.
+    """
+
+    method: str
+    strategy: str
+    ranks: int
+    local_ranks: int
+    weight_bytes: int
+    compute_bytes: int
+    micro_batch: int
+    length: int
+    accumulation: int
+    recompute: bool
+    drops_attention: bool
+    on_gpu: bool
+    optimizer_copies: int = 2
+
+    @classmethod
+    def of(cls, config: Config, ranks: int, local_ranks: int, *, on_gpu: bool) -> Job:
+        """As `runner start` would train."""
+        trainer: Mapping[str, Any] = config.trainer
+        half = bool(trainer.get("bf16", on_gpu)) or bool(trainer.get("fp16", False))
+        loaded = config.model.name_or_path is not None
+        return cls(
+            method=config.method.type,
+            strategy=config.strategy,
+            ranks=ranks,
+            local_ranks=local_ranks,
+            weight_bytes=2 if half and loaded else 4,
+            compute_bytes=2 if half else 4,
+            micro_batch=int(trainer.get("per_device_train_batch_size", _MICRO_BATCH)),
+            length=int(trainer.get("max_length") or _MAX_LENGTH),
+            accumulation=int(trainer.get("gradient_accumulation_steps", 1)),
+            # TRL's own name, and its default, goes before the older one.
+            recompute=bool(trainer.get("activation_checkpointing", trainer.get("gradient_checkpointing", True))),
+            drops_attention=float(config.model.config.get("attention_dropout") or 0.0) > 0,
+            on_gpu=on_gpu,
+            optimizer_copies=_optimizer_copies(str(trainer.get("optim", "adamw_torch"))),
+        )
+
+    def by(self, method: str, strategy: str) -> Job:
+        """The same job by another method and strategy."""
+        return replace(self, method=method, strategy=strategy)
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of one rank at its peak; `checkpoint_bytes`: of the whole run's state.
+
+    Attributes:
+        base: of the process, or of CUDA, before the model is there.
+        buckets: DDP's copies of gradients, or what FSDP gathers.
+        logits: of the last layer and the loss.
+        arenas: of snapshots: this machine's memory, which all its ranks have mapped, and each one's figures show.
+        host_base: of the process on this machine, where training is on a GPU.
+    """
+
+    base: int
+    weights: int
+    gradients: int
+    optimizer: int
+    buckets: int
+    activations: int
+    logits: int
+    arenas: int
+    host_base: int
+    checkpoint_bytes: int
+    on_gpu: bool
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the device that trains."""
+        own = self.base + self.weights + self.gradients + self.optimizer + self.buckets + self.activations + self.logits
+        return own if self.on_gpu else own + self.arenas
+
+    @property
+    def host_bytes(self) -> int:
+        """Of this machine's memory, without the arenas' own: those are counted once per machine."""
+        return self.host_base if self.on_gpu else self.peak_bytes - self.arenas
+
+
+def estimate(model: Anatomy, job: Job) -> Need:
+    """What a rank of this job needs."""
+    adapters = job.method in ("lora", "qlora")
+    trained = model.adapter if adapters else model.parameters
+    # PEFT keeps adapters in fp32 whatever the base is in.
+    trained_bytes = 4 if adapters else job.weight_bytes
+    weights = model.parameters * job.weight_bytes
+    if job.method == "qlora":
+        weights = int(model.linear * _NF4_BYTES) + (model.parameters - model.linear) * 2
+    if adapters:
+        weights += model.adapter * 4
+    gradients, optimizer = trained * trained_bytes, trained * trained_bytes * job.optimizer_copies
+    saved = (model.adapter * 4 if adapters else weights) + optimizer
+    buckets = 0
+    if job.strategy == "fsdp" and job.local_ranks > 1:
+        # The root's own (embeddings, output) and two layers, one of which is fetched ahead, are whole at a time.
+        root = model.parameters - model.layers * model.largest_layer
+        buckets = (root + 2 * model.largest_layer) * job.weight_bytes
+        weights, gradients, optimizer = (part // job.local_ranks for part in (weights, gradients, optimizer))
+    elif job.ranks > 1:
+        buckets = gradients
+    activations, logits = _activations(model, job), _logits(model, job)
+    return Need(
+        base=CUDA_BASE_BYTES if job.on_gpu else model.base_bytes + _RANK_OWN_BYTES,
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        buckets=buckets,
+        activations=activations,
+        logits=logits,
+        arenas=2 * saved,
+        host_base=model.base_bytes + _RANK_OWN_BYTES,
+        checkpoint_bytes=saved,
+        on_gpu=job.on_gpu,
+    )
+
+
+def _activations(model: Anatomy, job: Job) -> int:
+    """What the backward pass needs of the forward one."""
+    tokens, size = job.micro_batch * job.length, job.compute_bytes
+    # Two norms (input, normalised, scaled) in fp32; queries, keys and values for every head, what attention makes of
+    # them, and the same in its projection's order; gate, up, its activation and their product.
+    norms = 2 * 2 * model.hidden * 4 + 2 * model.hidden * size
+    attention = 5 * model.hidden * size
+    layer = tokens * (norms + attention + 4 * model.intermediate * size)
+    if job.drops_attention:
+        # Probabilities, what was dropped of them, and the mask.
+        layer += job.micro_batch * model.heads * job.length * job.length * (2 * size + 1)
+    if job.method != "full":
+        # Dropout before each adapter keeps its input again.
+        layer += tokens * (model.hidden * 4 + model.intermediate) * size
+    passing = (_PASSING_LAYERS_GPU if job.on_gpu else _PASSING_LAYERS_CPU) * layer
+    if not job.recompute:
+        return model.layers * layer + passing
+    return model.layers * tokens * model.hidden * size + layer + passing
+
+
+def _logits(model: Anatomy, job: Job) -> int:
+    """The output, the same in fp32, its log-softmax and its gradient."""
+    return job.micro_batch * job.length * model.vocab * (job.compute_bytes + 3 * 4)
+
+
+def _optimizer_copies(name: str) -> int:
+    """Elements of state per weight, of the Trainer's `optim`."""
+    if name.startswith(("sgd", "rmsprop", "adagrad", "lion")):
+        return 1
+    if name.startswith("adafactor"):
+        return 0  # rows and columns only
+    return 2

@@ -1,0 +1,188 @@
+"""An event simulation of runs under failures: from one interruption to the next, until the work is done."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from runner.ledger import LOST, TRAINING, WAITING
+from runner.simulate.scenario import Scenario
+
+# A run that would never end is given up when it has taken so many times its work.
+_HOPELESS = 100.0
+
+
+@dataclass
+class Outcome:
+    """One simulated run: seconds by cause (those of the ledger), and how often it was interrupted."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    interruptions: int = 0
+    finished: bool = True
+
+    @property
+    def wall_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def goodput(self) -> float:
+        return self.seconds.get(TRAINING, 0.0) / self.wall_s if self.wall_s else 0.0
+
+    def spend(self, cause: str, seconds: float) -> None:
+        self.seconds[cause] = self.seconds.get(cause, 0.0) + seconds
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of many runs: mean goodput, its 95 % confidence interval, the 5th and 95th percentile of single runs."""
+
+    goodput: float
+    low: float
+    high: float
+    percentile_5: float
+    percentile_95: float
+    wall_s: float
+    seconds: dict[str, float]
+    interruptions: float
+    finished: float
+
+
+def forecast(scenario: Scenario, runs: int = 200, seed: int = 0, trace_s: Sequence[float] | None = None) -> Forecast:
+    """Simulate many runs.
+
+    Args:
+        trace_s: seconds between failures, in their order, in place of the exponential distribution; each run begins
+            at another place of it, and goes round.
+    """
+    outcomes = []
+    for number in range(runs):
+        source = random.Random(f"{seed}-{number}")
+        outcomes.append(simulate(scenario, source, _from_trace(trace_s, source) if trace_s else None))
+    shares = sorted(outcome.goodput for outcome in outcomes)
+    mean = statistics.mean(shares)
+    half = 1.96 * statistics.stdev(shares) / math.sqrt(runs) if runs > 1 else 0.0
+    causes = {cause for outcome in outcomes for cause in outcome.seconds}
+    return Forecast(
+        mean,
+        mean - half,
+        mean + half,
+        shares[int(0.05 * (runs - 1))],
+        shares[math.ceil(0.95 * (runs - 1))],
+        statistics.mean(outcome.wall_s for outcome in outcomes),
+        {cause: statistics.mean(o.seconds.get(cause, 0.0) for o in outcomes) for cause in sorted(causes)},
+        statistics.mean(outcome.interruptions for outcome in outcomes),
+        statistics.mean(outcome.finished for outcome in outcomes),
+    )
+
+
+def simulate(scenario: Scenario, source: random.Random, gaps: Iterator[float] | None = None) -> Outcome:
+    """One run to its end. Interruptions strike whenever there are machines, in start-up and restore, too."""
+    it, out, done = scenario, Outcome(), _Work()
+    draw: Callable[[], float] = gaps.__next__ if gaps is not None else lambda: _exponential(source, it.mttf_s)
+    failure_in, reclaim_in = draw(), _exponential(source, it.reclaim_s)
+    # Seconds of work that a checkpoint holds, and that the next attempt begins with.
+    durable = base = 0.0
+    start_s, restore_s = it.first_start_s, 0.0
+    while True:
+        if sum(out.seconds.values()) > _HOPELESS * (it.work_s + it.first_start_s):
+            out.finished = False
+            break
+        until = min(failure_in, reclaim_in)
+        steps_s, wanted_s = until - start_s - restore_s, _wall_of(it, it.work_s - base)
+        _spend_start(out, min(until, start_s + restore_s), start_s)
+        if steps_s >= wanted_s:
+            done.add(base, it.work_s, wanted_s)
+            break
+        reached, held, kept = _progress(it, base, durable, max(steps_s, 0.0))
+        done.add(base, reached, max(steps_s, 0.0))
+        out.interruptions += 1
+        reclaimed, kind = reclaim_in <= failure_in, source.random()
+        if reclaimed:
+            # Announced: the state of this very step is committed.
+            durable = base = reached
+            out.spend("teardown", it.stop_s)
+        elif kind < it.machine_share:
+            durable = base = kept
+            out.spend("detection", it.detection_s)
+        else:
+            # The agent lives on, and commits what it holds.
+            durable = base = held
+            hung = kind < it.machine_share + it.hang_share
+            out.spend(*(("hang wait", it.hang_detection_s) if hung else ("detection", it.detection_s)))
+        out.spend(LOST, done.fall_back(base))
+        if reclaimed or kind < it.machine_share:
+            out.spend(WAITING, it.machine_wait_s)
+            start_s, restore_s = it.first_start_s, it.restore_storage_s
+        else:
+            start_s, restore_s = it.restart_s, it.restore_memory_s
+        failure_in = failure_in - until if reclaimed else draw()
+        reclaim_in = _exponential(source, it.reclaim_s) if reclaimed else reclaim_in - until
+    done.account(it, out)
+    return out
+
+
+class _Work:
+    """Work that counts so far: stretches, each of which begins where the one before ends."""
+
+    def __init__(self) -> None:
+        self._stretches: list[tuple[float, float, float]] = []
+
+    def add(self, begin: float, end: float, seconds: float) -> None:
+        """Work from BEGIN to END, in so many seconds of the run's time."""
+        if seconds > 0:
+            self._stretches.append((begin, end, seconds))
+
+    def fall_back(self, to: float) -> float:
+        """Whatever is beyond counts no more; returns the seconds that it took."""
+        lost_s = 0.0
+        while self._stretches and (self._stretches[-1][1] > to or self._stretches[-1][0] >= to):
+            begin, end, seconds = self._stretches.pop()
+            kept = max(to - begin, 0.0) / (end - begin) if end > begin else 0.0
+            lost_s += seconds * (1 - kept)
+            if kept > 0:
+                self._stretches.append((begin, to, seconds * kept))
+                break
+        return lost_s
+
+    def account(self, it: Scenario, out: Outcome) -> None:
+        work_s = sum(end - begin for begin, end, _ in self._stretches)
+        rest_s = max(sum(seconds for *_, seconds in self._stretches) - work_s, 0.0)
+        waits_s = min(work_s * it.overhead_share / (1 - it.overhead_share), rest_s)
+        for cause, seconds in ((TRAINING, work_s), ("data wait", waits_s), ("checkpoint stall", rest_s - waits_s)):
+            out.spend(cause, seconds)
+
+
+def _progress(it: Scenario, base: float, durable: float, steps_s: float) -> tuple[float, float, float]:
+    """After so many seconds in steps: the work that was reached, is held in memory, and is in storage."""
+    cycle, rate = it.snapshot_interval_s + it.snapshot_stall_s, 1 - it.overhead_share
+    snapshots = int(steps_s // cycle)
+    reached = base + (snapshots * it.snapshot_interval_s + min(steps_s % cycle, it.snapshot_interval_s)) * rate
+    per_commit = max(round(it.commit_interval_s / it.snapshot_interval_s), 1)
+    commits = int(max(steps_s - it.commit_s, 0.0) // (per_commit * cycle))
+    kept = base + commits * per_commit * it.snapshot_interval_s * rate if commits else durable
+    return reached, base + snapshots * it.snapshot_interval_s * rate, kept
+
+
+def _wall_of(it: Scenario, work_s: float) -> float:
+    """Seconds in steps that so much work takes."""
+    in_steps = work_s / (1 - it.overhead_share)
+    return in_steps + in_steps // it.snapshot_interval_s * it.snapshot_stall_s
+
+
+def _spend_start(out: Outcome, seconds: float, start_s: float) -> None:
+    out.spend("start-up", min(seconds, start_s))
+    out.spend("restore", max(seconds - start_s, 0.0))
+
+
+def _exponential(source: random.Random, mean: float) -> float:
+    return source.expovariate(1 / mean) if math.isfinite(mean) else math.inf
+
+
+def _from_trace(trace_s: Sequence[float], source: random.Random) -> Iterator[float]:
+    number = source.randrange(len(trace_s))
+    while True:
+        yield trace_s[number % len(trace_s)]
+        number += 1

@@ -1,0 +1,124 @@
+"""A run as the simulation knows it: how long what takes, and how often what fails."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from runner.journal import Event
+from runner.ledger import NO_FAILURE, WAITING, account, attempts_of
+
+HOUR_S = 3600.0
+_POSITIVE = ("work_s", "mttf_s", "reclaim_s", "snapshot_interval_s", "commit_interval_s")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """All times in seconds.
+
+    Attributes:
+        work_s: of steps, were nothing ever in their way.
+        mttf_s: mean time between unexpected failures of the whole run, while it has its machines; inf: none.
+        reclaim_s: mean time between announced reclaims of spot machines; inf: none.
+        hang_share: of the failures, those that are silent.
+        machine_share: those that take a machine along, and what is in its memory.
+        detection_s, hang_detection_s: from the last finished step to the end of the attempt.
+        restart_s: from there to the ranks' being ready to restore: backoff, processes, rendezvous, model, data.
+        first_start_s: the same at the very start, and on a new machine, where nothing is warm.
+        restore_memory_s, restore_storage_s: to be back at a snapshot, or at a checkpoint.
+        machine_wait_s: until there is another machine.
+        stop_s: from a notice to the committed end.
+        snapshot_interval_s, snapshot_stall_s: seconds of work between snapshots in memory, and what one costs training.
+        commit_interval_s, commit_s: seconds of work between checkpoints, and from such a snapshot until it is durable.
+        overhead_share: of the time in steps, what is no training: evaluation, waits for data.
+    """
+
+    work_s: float
+    mttf_s: float
+    reclaim_s: float = float("inf")
+    hang_share: float = 0.1
+    machine_share: float = 0.5
+    detection_s: float = 1.0
+    hang_detection_s: float = 60.0
+    restart_s: float = 30.0
+    first_start_s: float = 60.0
+    restore_memory_s: float = 5.0
+    restore_storage_s: float = 60.0
+    machine_wait_s: float = 300.0
+    stop_s: float = 10.0
+    snapshot_interval_s: float = 60.0
+    snapshot_stall_s: float = 0.01
+    commit_interval_s: float = 600.0
+    commit_s: float = 30.0
+    overhead_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            share = name.endswith("_share")
+            if (
+                not value >= 0
+                or (share and value > 1)
+                or (name == "overhead_share" and value == 1)
+                or (name in _POSITIVE and value == 0)
+            ):
+                raise ValueError(f"{name}={value} is not possible")
+        if self.hang_share + self.machine_share > 1:
+            raise ValueError("hang_share and machine_share are more than all failures")
+
+    def with_(self, **changes: float) -> Scenario:
+        return replace(self, **changes)
+
+
+def learn(events: Sequence[Event], scenario: Scenario) -> Scenario:
+    """What a run's journal tells of how long things take; what it does not tell stays as it is."""
+    attempts = attempts_of(events)
+    ledger = account(events, attempts=attempts)
+    changes: dict[str, float] = {}
+    trained = [attempt for attempt in attempts if attempt.training_began is not None]
+    if trained:
+        first = trained[0]
+        changes["first_start_s"] = _before_training(first.training_began, events[0]["time"], first.restore_s)
+    failed = [a for a in trained if a.kind not in NO_FAILURE and a.ended is not None and a.last_step_at is not None]
+    for name, group in (
+        ("detection_s", [a for a in failed if a.kind != "hung"]),
+        ("hang_detection_s", [a for a in failed if a.kind == "hung"]),
+    ):
+        if group:
+            changes[name] = statistics.mean(max((a.ended or 0.0) - (a.last_step_at or 0.0), 0.0) for a in group)
+    restarts, restores = [], []
+    for before, after in pairwise(attempts):
+        if before in failed and after.training_began is not None and before.ended is not None:
+            restarts.append(_before_training(after.training_began, before.ended, after.restore_s))
+            restores.append(after.restore_s)
+    if restarts:
+        changes["restart_s"], changes["restore_memory_s"] = statistics.mean(restarts), statistics.mean(restores)
+    stalls, commits = _told(events, "snapshot_cost", "blocked_s"), _told(events, "committed", "duration_s")
+    if stalls:
+        changes["snapshot_stall_s"] = statistics.mean(stalls)
+    if commits:
+        changes["commit_s"] = statistics.mean(commits)
+    in_steps = sum((a.last_step_at or 0.0) - (a.training_began or 0.0) for a in trained if a.last_step_at)
+    waits = ledger.seconds["data wait"] + ledger.seconds["evaluation"]
+    steps = sum(a.steps for a in trained)
+    if in_steps > 0 and steps > 0:
+        changes["overhead_share"] = min(waits / in_steps, 1.0)
+        for name, event in (("snapshot_interval_s", "snapshot"), ("commit_interval_s", "committed")):
+            made = len({(e.get("attempt"), e.get("step")) for e in events if e["event"] == event})
+            if made:
+                changes[name] = in_steps / made
+    if ledger.seconds[WAITING] > 0:
+        lives = sum(event["event"] == "run_started" for event in events)
+        changes["machine_wait_s"] = ledger.seconds[WAITING] / max(lives - 1, 1)
+    return scenario.with_(**changes)
+
+
+def _before_training(training_began: float | None, since: float, restore_s: float) -> float:
+    return max((training_began or since) - since - restore_s, 0.0)
+
+
+def _told(events: Sequence[Event], name: str, key: str) -> list[float]:
+    """What a disk has damaged is passed over."""
+    values = (event.get(key) for event in events if event["event"] == name)
+    return [float(value) for value in values if isinstance(value, (int, float)) and 0 <= value < 1e9]

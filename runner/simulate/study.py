@@ -1,0 +1,201 @@
+"""Scenarios side by side: what goodput hangs on."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from runner.errors import UsageError
+from runner.journal import Event
+from runner.simulate.engine import Forecast, forecast
+from runner.simulate.scenario import HOUR_S, Scenario, learn
+from runner.status import duration
+
+_MAX_VARIATIONS = 200
+
+
+@dataclass(frozen=True)
+class Study:
+    """A scenario, and what it is changed to. `variations`: names and values, one mapping per scenario that is tried."""
+
+    scenario: Scenario
+    variations: list[dict[str, float]]
+    runs: int
+    seed: int
+    trace_s: Sequence[float] | None = None
+
+    @cached_property
+    def forecasts(self) -> list[Forecast]:
+        return [
+            forecast(self.scenario.with_(**changes), self.runs, self.seed, self.trace_s) for changes in self.variations
+        ]
+
+    def to_dict(self, target: float | None) -> dict[str, Any]:
+        found = [
+            {
+                "changes": changes,
+                **asdict(seen),
+                **({"reaches_target": seen.low >= target} if target is not None else {}),
+            }
+            for changes, seen in zip(self.variations, self.forecasts, strict=True)
+        ]
+        return {"scenario": asdict(self.scenario), "forecasts": found}
+
+
+def scenario_of(
+    events: Sequence[Event],
+    work_hours: float,
+    mttf_hours: float | None,
+    reclaims_per_day: float,
+    settings: Sequence[str],
+) -> Scenario:
+    """By the command line: a run's journal (may be empty), then what is set.
+
+    Raises:
+        UsageError: a name is unknown, or a value impossible.
+    """
+    base = Scenario(
+        work_s=work_hours * HOUR_S,
+        mttf_s=mttf_hours * HOUR_S if mttf_hours is not None else math.inf,
+        reclaim_s=24 * HOUR_S / reclaims_per_day if reclaims_per_day else math.inf,
+    )
+    scenario = learn(events, base) if events else base
+    for text in settings:
+        name, _, value = text.partition("=")
+        scenario = _changed(scenario, {name: _number(f"--set {text}", value)}, f"--set {text}")
+    return scenario
+
+
+def variations(vary: Sequence[str], scenario: Scenario) -> list[dict[str, float]]:
+    """All combinations of what `--vary` lists; the scenario as it is where there is none.
+
+    Raises:
+        UsageError: a name is unknown, a value impossible, or there are too many.
+    """
+    names, values = [], []
+    for text in vary:
+        name, _, listed = text.partition("=")
+        numbers = [_number(f"--vary {text}", part) for part in listed.split(",")]
+        for number in numbers:
+            _changed(scenario, {name: number}, f"--vary {text}")
+        names.append(name)
+        values.append(numbers)
+    combined = [dict(zip(names, chosen, strict=True)) for chosen in itertools.product(*values)]
+    if len(combined) > _MAX_VARIATIONS:
+        raise UsageError(f"--vary: {len(combined)} combinations, {_MAX_VARIATIONS} at most; list fewer values")
+    return combined
+
+
+def read_trace(path: Path) -> list[float]:
+    """Seconds between failures.
+
+    Raises:
+        UsageError: the file cannot be read, or a line is no number of hours above 0.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--trace {path}: {getattr(error, 'strerror', None) or 'not text'}") from None
+    gaps = []
+    for number, line in enumerate(lines, 1):
+        if line.strip() and not line.startswith("#"):
+            gaps.append(_number(f"--trace {path}, line {number}", line.strip()) * HOUR_S)
+            if not gaps[-1] > 0:
+                raise UsageError(f"--trace {path}, line {number}: {line.strip()!r} is no time between two failures")
+    if not gaps:
+        raise UsageError(f"--trace {path}: empty; write hours between failures, one number per line")
+    return gaps
+
+
+def render(study: Study, target: float | None) -> RenderableType:
+    """As a table, with where the time of the first one goes."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    names = list(study.variations[0])
+    for name in (*names, "goodput", "5-95 % of runs", "wall time", "failures"):
+        table.add_column(name, justify="right", no_wrap=True)
+    if target is not None:
+        table.add_column(f">= {100 * target:g} %", justify="right", no_wrap=True)
+    for changes, seen in zip(study.variations, study.forecasts, strict=True):
+        row = [f"{changes[name]:g}" for name in names]
+        row += [
+            f"{100 * seen.goodput:.2f} ± {100 * (seen.high - seen.goodput):.2f} %",
+            f"{100 * seen.percentile_5:.2f}-{100 * seen.percentile_95:.2f} %"
+            if seen.finished == 1
+            else "some never end",
+            duration(seen.wall_s),
+            f"{seen.interruptions:.1f}",
+        ]
+        if target is not None:
+            row.append("yes" if seen.low >= target else "no")
+        table.add_row(*row)
+    first = study.forecasts[0]
+    causes = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    causes.add_column("where the time goes" + (" (first line)" if len(study.variations) > 1 else ""))
+    causes.add_column("", justify="right")
+    causes.add_column("", justify="right")
+    for cause, seconds in sorted(first.seconds.items(), key=lambda item: -item[1]):
+        if seconds > 0:
+            causes.add_row(cause, duration(seconds), f"{100 * seconds / first.wall_s:.2f} %")
+    told = f"{study.runs} runs each, seed {study.seed}; ±: 95 % confidence interval of the mean"
+    return Group(table, Text(), causes, Text(told, "dim"))
+
+
+def to_page(study: Study) -> str:
+    """The sensitivity, as one HTML file: goodput over the first name that varies, a line for each other combination."""
+    import plotly.graph_objects as go
+    import plotly.io
+
+    names = list(study.variations[0])
+    if not names:
+        raise UsageError("--plot needs something that varies: --vary NAME=A,B,…")
+    lines: dict[str, list[tuple[float, Forecast]]] = {}
+    for changes, seen in zip(study.variations, study.forecasts, strict=True):
+        label = ", ".join(f"{name}={changes[name]:g}" for name in names[1:]) or "goodput"
+        lines.setdefault(label, []).append((changes[names[0]], seen))
+    figure = go.Figure()
+    for label, points in lines.items():
+        points.sort(key=lambda point: point[0])
+        figure.add_scatter(
+            name=label,
+            mode="lines+markers",
+            x=[value for value, _ in points],
+            y=[100 * seen.goodput for _, seen in points],
+            error_y={"type": "data", "array": [100 * (seen.high - seen.goodput) for _, seen in points]},
+        )
+    figure.update_layout(
+        title="Goodput of simulated runs, with the 95 % confidence interval of the mean",
+        xaxis={"title": names[0], "type": "log" if all(c[names[0]] > 0 for c in study.variations) else "linear"},
+        yaxis_title="goodput, %",
+        template="plotly_white",
+    )
+    page: str = plotly.io.to_html(figure, include_plotlyjs=True, config={"responsive": True})
+    return page
+
+
+def _changed(scenario: Scenario, changes: dict[str, float], written: str) -> Scenario:
+    for name in changes:
+        if name not in vars(scenario):
+            raise UsageError(f"{written}: {name!r} is not known; one of {', '.join(vars(scenario))}")
+    try:
+        return scenario.with_(**changes)
+    except ValueError as error:
+        raise UsageError(f"{written}: {error}") from None
+
+
+def _number(written: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isnan(value):
+        raise UsageError(f"{written}: {text!r} is not a number")
+    return value

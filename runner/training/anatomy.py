@@ -1,0 +1,99 @@
+"""`python -m runner.training.anatomy CONFIG`: what the configured model is made of, without its weights, as JSON.
+
+A process of its own: the commands that ask run without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
+
+from runner.config import Config, load_config
+from runner.errors import UsageError
+from runner.training import job  # noqa: F401 - what a rank imports, for what that takes of memory
+from runner.training.model import adapter_config
+
+
+def anatomy(config: Config) -> dict[str, Any]:
+    """Counts and sizes of the model, built on the meta device.
+
+    Returns:
+        parameters, trainable: elements; layers, hidden, intermediate, heads, kv_heads, vocab: of the architecture;
+        linear: elements of the linear layers but the output, which QLoRA holds in 4 bits; tensors, trainable_tensors;
+        largest_layer: elements of the largest decoder layer, which FSDP gathers at a time; base_bytes: of this process,
+        which has imported what a rank imports.
+
+    Raises:
+        UsageError: the model cannot be found, or has no such layers.
+    """
+    base_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    model_config = _model_config(config)
+    with torch.device("meta"):
+        model = (
+            SmolLM3ForCausalLM(model_config)
+            if config.model.name_or_path is None
+            else AutoModelForCausalLM.from_config(model_config)
+        )
+    layers = next((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), torch.nn.ModuleList())
+    output = model.get_output_embeddings()
+    linear = sum(
+        module.weight.numel()
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear) and module is not output
+    )
+    facts = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "tensors": sum(1 for _ in model.parameters()),
+        "linear": linear,
+        "largest_layer": max((sum(p.numel() for p in layer.parameters()) for layer in layers), default=0),
+        "layers": model_config.num_hidden_layers,
+        "hidden": model_config.hidden_size,
+        "intermediate": getattr(model_config, "intermediate_size", None) or 4 * model_config.hidden_size,
+        "heads": model_config.num_attention_heads,
+        "kv_heads": getattr(model_config, "num_key_value_heads", None) or model_config.num_attention_heads,
+        "vocab": model_config.vocab_size,
+    }
+    lora = adapter_config(config.method.model_copy(update={"type": "lora"}))
+    try:
+        from peft import get_peft_model
+
+        adapted = get_peft_model(model, lora)
+    except ValueError as error:
+        raise UsageError(f"method.target_modules={config.method.target_modules!r}: {error}") from None
+    adapters = [p for p in adapted.parameters() if p.requires_grad]
+    return {
+        **facts,
+        "base_bytes": base_bytes,
+        "adapter": sum(p.numel() for p in adapters),
+        "adapter_tensors": len(adapters),
+    }
+
+
+def _model_config(config: Config) -> Any:
+    options, name = config.model.config, config.model.name_or_path
+    if name is None:
+        return SmolLM3Config(vocab_size=config.model.vocab_size, pad_token_id=0, **options)
+    try:
+        return AutoConfig.from_pretrained(name, **options)
+    except (OSError, ValueError) as error:
+        text = " ".join(str(error).split())
+        raise UsageError(f"model.name_or_path={name!r}: its configuration cannot be had: {text[:300]}") from None
+
+
+def main() -> int:
+    try:
+        config = load_config(sys.argv[1], {}, needs_data=False)
+        print(json.dumps(anatomy(config)))
+    except UsageError as error:
+        print(json.dumps({"error": str(error)}))
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""Does `runner simulate` foretell what happens? The bundled job under random kills, its goodput against the forecast.
+
+    python scripts/bench/prediction.py --rounds 4 --docs
+
+One run with a few kills teaches the simulation how long things take here (`--from`). Then the job runs again and again,
+with kills at times of an exponential distribution that is drawn anew for each run. Compared are a run's goodput, by its
+ledger, with the simulation of the very failures that struck it, and the mean of all runs with the forecast, which knows
+the mean time between failures alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common import machine
+
+from runner.journal import Event, read_journal
+from runner.ledger import account, attempts_of
+from runner.simulate.engine import forecast, simulate
+from runner.simulate.scenario import Scenario, learn
+
+BAR_POINTS = 3.0
+_EPOCHS, _MTTF_S, _LEARNING_KILLS = 20, 12.0, 5
+DOCS = Path(__file__).parents[2] / "docs" / "prediction-benchmark.md"
+
+
+def struck_run(folder: Path, gaps: random.Random, mttf_s: float, most: int | None) -> tuple[list[Event], list[float]]:
+    """The job, a rank of which is killed after a random time in each attempt; returns its journal and those times."""
+    command = [
+        *(sys.executable, "-m", "runner.cli", "start", "--output-dir", str(folder)),
+        *("--set", f"trainer.num_train_epochs={_EPOCHS}", "--max-restarts", "1000"),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT, start_new_session=True)
+    journal, struck, done = folder / "journal.jsonl", [], 0
+    while process.poll() is None:
+        attempts = [event for event in read_journal(journal) if event["event"] == "attempt_started"]
+        if len(attempts) > done and (most is None or done < most):
+            done = len(attempts)
+            gap = gaps.expovariate(1 / mttf_s)
+            if _kill_at(process, journal, attempts[-1], gap):
+                struck.append(gap)
+        time.sleep(0.02)
+    if process.returncode:
+        raise SystemExit(f"the job ended with {process.returncode}; see {folder}")
+    return read_journal(journal), struck
+
+
+def _kill_at(process: subprocess.Popen[bytes], journal: Path, attempt: Event, gap: float) -> bool:
+    """Kill rank 0 (or the launcher, before there is one) so long after the attempt's begin; whether it came to that."""
+    while time.time() < attempt["time"] + gap:
+        if process.poll() is not None:
+            return False
+        time.sleep(0.005)
+    ranks = [
+        event["pid"]
+        for event in read_journal(journal)
+        if event["event"] == "rank_started" and event["attempt"] == attempt["attempt"] and event["rank"] == 0
+    ]
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(ranks[-1] if ranks else attempt["launcher_pid"], signal.SIGKILL)
+        return True
+    return False
+
+
+def scenario_from(events: list[Event]) -> Scenario:
+    """What the learning run tells; the work is its steps, at their own pace."""
+    learnt = learn(events, Scenario(work_s=1.0, mttf_s=_MTTF_S, hang_share=0.0, machine_share=0.0))
+    ledger = account(events)
+    steps = next(event["total_steps"] for event in events if event["event"] == "training_started")
+    computed = sum(attempt.steps for attempt in attempts_of(events))
+    in_steps = ledger.seconds["training"] + ledger.seconds["lost work"]
+    return learnt.with_(work_s=in_steps / computed * steps)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="one round")
+    parser.add_argument("--docs", action="store_true", help=f"write {DOCS.name}")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rounds = 1 if arguments.quick else arguments.rounds
+    with tempfile.TemporaryDirectory(prefix="prediction-") as name:
+        folder = Path(name)
+        events, _ = struck_run(folder / "learn", random.Random(arguments.seed), _MTTF_S, _LEARNING_KILLS)
+        scenario = scenario_from(events)
+        print(f"learnt: {scenario}")
+        measured, foretold = [], []
+        for number in range(rounds):
+            source = random.Random(f"{arguments.seed}-{number}")
+            events, gaps = struck_run(folder / f"run-{number}", source, _MTTF_S, None)
+            measured.append(account(events).goodput)
+            foretold.append(simulate(scenario, random.Random(0), iter([*gaps, float("inf")])).goodput)
+            print(f"round {number + 1}: {len(gaps)} kills, goodput {measured[-1]:.3f}, foretold {foretold[-1]:.3f}")
+    seen = forecast(scenario, runs=400, seed=arguments.seed)
+    off = [100 * (a - b) for a, b in zip(foretold, measured, strict=True)]
+    mean = statistics.mean(measured)
+    figures = {
+        "prediction_points": max(map(abs, off)),
+        "forecast_points": 100 * (seen.goodput - mean),
+    }
+    rows = [(str(n), a, b) for n, (a, b) in enumerate(zip(measured, foretold, strict=True), 1)]
+    rows.append(("mean, by MTTF alone", mean, seen.goodput))
+    lines = ["| run | goodput | simulated | difference, points |", "|---|---|---|---|"]
+    lines += [f"| {name} | {100 * a:.1f} % | {100 * b:.1f} % | {100 * (b - a):+.1f} |" for name, a, b in rows]
+    verdict = "PASS" if figures["prediction_points"] <= BAR_POINTS else "MISS"
+    lines.append(f"\n`prediction_points` {figures['prediction_points']:.2f}, bar ≤ {BAR_POINTS:g}: {verdict}")
+    print("\n".join(lines))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+    if arguments.docs:
+        command = " ".join(["python scripts/bench/prediction.py", *sys.argv[1:]])
+        head = f"# Simulated and measured goodput\n\n`{command}`, {time.strftime('%Y-%m-%d')}, on {machine()}.\n"
+        told = (
+            f"The bundled job, {_EPOCHS} epochs, a rank killed at random in each attempt, every {_MTTF_S:g} s on "
+            "average. What takes how long was learnt from another run of it, with five kills.\n"
+        )
+        DOCS.write_text("\n".join([head, told, *lines]) + "\n")
+
+
+if __name__ == "__main__":
+    main()

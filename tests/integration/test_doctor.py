@@ -1,0 +1,140 @@
+"""`runner doctor` on this machine, and on set-ups that are broken on purpose."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from integration.support import RUNNER
+from servers import Server, bucket_on
+
+CGROUP = Path("/sys/fs/cgroup/memory")
+ALONE = ("--nproc-per-node", "1")
+
+
+def doctor(
+    folder: Path, *options: str, code: int, before: str = "", environment: dict[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """What it finds. `before`: shell commands in a mount namespace of its own."""
+    command = [*RUNNER, "doctor", "--json", "--output-dir", str(folder / "run"), *options]
+    if before:
+        command = ["unshare", "--mount", "sh", "-c", f'{before} && exec "$@"', "sh", *command]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, **(environment or {})}
+    )
+    assert "Traceback" not in done.stderr and done.stdout, done.stderr
+    assert done.returncode == code, done.stdout
+    return list(json.loads(done.stdout))
+
+
+def failed(findings: list[dict[str, Any]]) -> dict[str, str]:
+    return {one["subject"]: one["text"] for one in findings if one["level"] == "fail"}
+
+
+def test_this_machine(tmp_path: Path) -> None:
+    findings = doctor(tmp_path, code=0)
+    by_subject = {one["subject"]: one for one in findings}
+    assert "right on 2 ranks over gloo; bus bandwidth" in by_subject["all-reduce"]["text"]
+    assert "MB/s" in by_subject["checkpoint.location, speed"]["text"]
+    for subject in ("GPUs", "memory", "memlock", "open files", "clock", "checkpoint.location", "speed of ranks"):
+        assert subject in by_subject, subject
+    assert all(one["mend"] for one in findings if one["level"] != "ok")
+    assert not any((tmp_path / "run" / "checkpoints").iterdir()), "it leaves nothing behind"
+    # For people.
+    command = [*RUNNER, "doctor", "--output-dir", str(tmp_path / "run"), *ALONE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "ok    memory: " in done.stdout and " 0 failed" in done.stdout, done.stdout
+
+
+def test_a_wrong_interface(tmp_path: Path) -> None:
+    wrong = failed(doctor(tmp_path, code=1, environment={"GLOO_SOCKET_IFNAME": "wrong0"}))
+    assert (
+        list(wrong) == ["GLOO_SOCKET_IFNAME"] and "'wrong0': no such network interface" in wrong["GLOO_SOCKET_IFNAME"]
+    )
+
+
+def test_two_machines_meet(tmp_path: Path) -> None:
+    """Two doctors at once, one rank each, over the rendezvous that the run will use; and one that is left alone."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = ["--nnodes", "2", *ALONE, "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1", "--json"]
+    commands = [
+        [*RUNNER, "doctor", "--output-dir", str(tmp_path / f"run-{rank}"), *options, "--node-rank", str(rank)]
+        for rank in (0, 1)
+    ]
+    doctors = [subprocess.Popen(one, stdout=subprocess.PIPE, text=True) for one in commands]
+    told = [json.loads(one.communicate(timeout=300)[0]) for one in doctors]
+    assert [one.returncode for one in doctors] == [0, 0], told
+    found = [next(one["text"] for one in findings if one["subject"] == "all-reduce") for findings in told]
+    assert all("right on 2 ranks over gloo" in text for text in found), found
+
+    alone = failed(doctor(tmp_path, *options[:-1], "--set", "launch.rendezvous_timeout_s=5", code=1))
+    assert list(alone) == ["all-reduce"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_full_disk(tmp_path: Path) -> None:
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = f"mount -t tmpfs -o size=12m small {place}"
+    wrong = failed(doctor(tmp_path, *ALONE, "--set", f"checkpoint.location={place}", code=1, before=mount))
+    assert list(wrong) == ["checkpoint.location"] and "free at" in wrong["checkpoint.location"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_little_shared_memory(tmp_path: Path) -> None:
+    mount = "mount -t tmpfs -o size=64m small /dev/shm"
+    findings = doctor(tmp_path, *ALONE, code=0, before=mount)
+    assert [one["level"] for one in findings if one["subject"] == "/dev/shm"] == ["warn"]
+    wrong = failed(doctor(tmp_path, *ALONE, "--set", "trainer.dataloader_num_workers=4", code=1, before=mount))
+    assert list(wrong) == ["/dev/shm"] and "4 DataLoader workers" in wrong["/dev/shm"]
+
+
+def test_a_bad_key(rclone_s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    location = f"s3://{bucket_on(rclone_s3, monkeypatch)}/run"
+    findings = doctor(tmp_path, *ALONE, "--set", f"checkpoint.location={location}", code=0)
+    levels = {one["level"]: one["text"] for one in findings if one["subject"] == "checkpoint.location"}
+    assert "gets" in levels["ok"] and "cannot decide between two writers" in levels["ok"] and "warn" in levels
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    wrong = failed(doctor(tmp_path, *ALONE, "--set", f"checkpoint.location={location}", code=1))
+    assert list(wrong) == ["checkpoint.location"] and "AWS_SECRET_ACCESS_KEY" in wrong["checkpoint.location"]
+
+
+@pytest.fixture
+def little_memory() -> Iterator[Path]:
+    """A real cgroup whose processes may have 1 GB: enough for the doctor, too little for two ranks."""
+    folder = CGROUP / f"runner-doctor-{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / "memory.limit_in_bytes").write_text(str(10**9))
+    except OSError as error:
+        pytest.skip(f"no memory cgroup (v1) can be made here: {error}")
+    yield folder
+    folder.rmdir()
+
+
+def test_a_low_memory_limit(little_memory: Path, tmp_path: Path) -> None:
+    join = f"echo $$ > {little_memory}/cgroup.procs"
+    wrong = failed(doctor(tmp_path, code=1, before=join))
+    assert "2 ranks want about" in wrong["memory"]
+
+
+def test_an_unknown_model(tmp_path: Path) -> None:
+    nowhere = f"model.name_or_path={tmp_path}/nothing"
+    wrong = failed(doctor(tmp_path, "--set", nowhere, code=1, environment={"HF_HUB_OFFLINE": "1"}))
+    assert list(wrong) == ["model"] and "nothing" in wrong["model"]
+
+
+def test_machines_that_do_not_fit_together(tmp_path: Path) -> None:
+    wrong = failed(doctor(tmp_path, "--nnodes", "2", "--node-rank", "2", code=1))
+    assert "node rank 2" in wrong["launch"]
+    elsewhere = ("--nnodes", "2", "--rdzv-endpoint", "no-such-host.invalid:29500")
+    wrong = failed(doctor(tmp_path, *elsewhere, "--set", "launch.rendezvous_timeout_s=5", code=1))
+    assert "cannot be resolved" in wrong["rendezvous"]

@@ -1,0 +1,100 @@
+"""What `runner plan` says, against what a rank has taken; the job made small; the simulation by its command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from integration.support import RUNNER, Run
+
+# 26 million parameters: what the model needs is more than what an interpreter needs.
+WIDE = (
+    "model.config={hidden_size: 512, intermediate_size: 1536, num_hidden_layers: 8, num_attention_heads: 8, "
+    "num_key_value_heads: 2, max_position_embeddings: 512}"
+)
+LONG = ("trainer.packing=true", "trainer.max_length=256")
+JOBS = {
+    "bundled": [],
+    "full": [WIDE, "model.vocab_size=4096"],
+    "lora": [WIDE, "method.type=lora"],
+    "recomputed": [WIDE, *LONG, "trainer.per_device_train_batch_size=8", "trainer.activation_checkpointing=true"],
+}
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*RUNNER, *arguments], capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_memory_is_within_15_percent(job: str, tmp_path: Path) -> None:
+    options = [part for setting in JOBS[job] for part in ("--set", setting)]
+    done = command("plan", "--output-dir", str(tmp_path / "run"), *options, "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    name = "LoRA, DDP" if job == "lora" else "full, DDP"
+    assert plan["chosen"] == name and plan["why"] == "as configured, and it fits"
+    planned = next(option["peak_bytes"] for option in plan["options"] if option["name"] == name)
+
+    few = ("--set", "trainer.max_steps=6", "--set", "trainer.logging_steps=1", "--set", "trainer.save_steps=3")
+    run = Run(tmp_path / "run", *options, *few).start()
+    assert run.finish(500) == 0, run.output
+    measured = 1e9 * max(event["peak_memory_gb"] for event in run.events("log"))
+    assert planned == pytest.approx(measured, rel=0.15)
+    # The checkpoint, to the byte but for what is not tensors.
+    committed = run.events("committed")[-1]["nbytes"]
+    assert plan["saving"] and next(
+        option["bytes"]["checkpoint_bytes"] for option in plan["options"] if option["name"] == name
+    ) == pytest.approx(committed, rel=0.03, abs=300_000)
+
+
+def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
+    large = "model.config={hidden_size: 4096, intermediate_size: 14336, num_hidden_layers: 32, num_attention_heads: 32}"
+    options = ["--set", large, "--set", "trainer.bf16=true", "--gpus", "8", "--output-dir", str(tmp_path / "run")]
+    told = {}
+    for memory in ("12GB", "80GB", "400GB"):
+        done = command("plan", *options, "--gpu-memory", memory, "--json", "--mttf-hours", "24")
+        assert done.returncode == 0, done.stderr
+        told[memory] = json.loads(done.stdout)
+    assert [told[memory]["chosen"] for memory in told] == ["QLoRA, DDP", "full, FSDP", "full, DDP"]
+    assert "full, DDP does not fit" in told["80GB"]["why"]
+    page = command("plan", *options, "--gpu-memory", "1GB")
+    assert page.returncode == 0 and "nothing fits" in page.stdout, page.stderr
+    for wrong, word in (
+        (["--gpu-memory", "much"], "'much'"),
+        (["--set", "model.name_or_path=/no/such/model"], "/no/such/model"),
+        (["--gpus", "8"], "--gpu-memory"),
+    ):
+        done = command("plan", "--output-dir", str(tmp_path / "run"), *wrong)
+        assert done.returncode == 2 and word in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_simulated_by_its_command(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    vary = ("--vary", "commit_interval_s=60,3600", "--target", "0.95", "--runs", "20", "--plot", str(page))
+    done = command("simulate", "--work-hours", "200", "--mttf-hours", "3.1", *vary)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[1].rstrip().endswith("yes") and lines[2].rstrip().endswith("no"), done.stdout
+    assert "commit_interval_s" in page.read_text()
+    failed = command("simulate", "--vary", "nothing=1")
+    assert failed.returncode == 2 and "not known; one of work_s" in failed.stderr
+    failed = command("simulate", "--from", str(tmp_path))
+    assert failed.returncode == 2 and "holds no run" in failed.stderr
+
+
+def test_the_job_made_small(tmp_path: Path) -> None:
+    """Nothing of the run itself is touched, whatever its checkpoints' place is."""
+    place = tmp_path / "place"
+    options = ("--set", f"checkpoint.location={place}", "--set", "trainer.num_train_epochs=100", "--debug")
+    for _ in range(2):
+        run = Run(tmp_path / "run", *options).start()
+        assert run.finish() == 0, run.output
+    small = Run(tmp_path / "run-debug")
+    assert not (tmp_path / "run").exists() and not place.exists()
+    assert [event["step"] for event in small.events("log")] == list(range(1, 21))
+    assert {event["step"] for event in small.events("committed")} == {5, 10, 15, 20}
+    # Every save blocks, what ranks say is shown, and torch says more.
+    assert all(not event["overlapped"] for event in small.events("snapshot_cost"))
+    assert "[rank1]" in run.output and "torch" in run.output

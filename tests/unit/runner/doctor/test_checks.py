@@ -1,0 +1,134 @@
+"""What the doctor makes of what it sees."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+
+from runner.config import Config, LaunchConfig
+from runner.doctor.collectives import judge
+from runner.doctor.devices import check_devices, find_gpus
+from runner.doctor.findings import Finding, Level
+from runner.doctor.settings import check_settings
+
+
+def settings(environment: Mapping[str, str], ranks: int = 2, nnodes: int = 1, **launch: object) -> dict[str, Level]:
+    config = Config(launch=LaunchConfig.model_validate(launch))
+    return {one.subject: one.level for one in check_settings(config, environment, ranks, nnodes, on_gpu=False)}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "level"),
+    [
+        ("NCCL_SOCKET_IFNAME", "lo", Level.OK),
+        ("NCCL_SOCKET_IFNAME", "l", Level.OK),  # a prefix
+        ("NCCL_SOCKET_IFNAME", "=l", Level.FAIL),
+        ("NCCL_SOCKET_IFNAME", "=lo", Level.OK),
+        ("NCCL_SOCKET_IFNAME", "^nothing", Level.OK),
+        ("NCCL_SOCKET_IFNAME", "wrong0,lo", Level.OK),
+        ("NCCL_SOCKET_IFNAME", "wrong0", Level.FAIL),
+        ("GLOO_SOCKET_IFNAME", "lo", Level.OK),
+        ("GLOO_SOCKET_IFNAME", "l", Level.FAIL),
+        ("NCCL_DEBUG", "INFO", Level.WARN),
+        ("NCCL_P2P_DISABLE", "1", Level.WARN),
+        ("CUDA_LAUNCH_BLOCKING", "1", Level.WARN),
+        ("CUDA_VISIBLE_DEVICES", "", Level.WARN),
+        ("OMP_NUM_THREADS", "4096", Level.WARN),
+        ("LOCAL_RANK", "0", Level.WARN),
+        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", Level.FAIL),
+    ],
+)
+def test_variables(variable: str, value: str, level: Level) -> None:
+    assert settings({variable: value})[variable] is level
+
+
+def test_nothing_is_wrong() -> None:
+    assert settings({"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1"}, ranks=1) == {"environment": Level.OK}
+
+
+def test_all_interfaces_excluded() -> None:
+    every = ",".join(psutil.net_if_addrs())
+    assert settings({"NCCL_SOCKET_IFNAME": f"^{every}"})["NCCL_SOCKET_IFNAME"] is Level.FAIL
+
+
+def test_addresses_and_ports() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    endpoint = f"127.0.0.1:{port}"
+    found = settings({}, nnodes=2, rdzv_endpoint=endpoint)
+    assert found["rendezvous"] is Level.OK and found["launch.peer_port"] is Level.OK
+    with socket.create_server(("", port)):
+        assert settings({}, nnodes=2, rdzv_endpoint=endpoint)["rendezvous"] is Level.FAIL
+        # Another machine's runner does not listen there.
+        assert settings({}, nnodes=2, rdzv_endpoint=endpoint, node_rank=1)["rendezvous"] is Level.OK
+    assert settings({}, nnodes=2, rdzv_endpoint="192.0.2.7:29500")["rendezvous"] is Level.FAIL
+    assert settings({}, nnodes=2, rdzv_endpoint="192.0.2.7:29500", node_rank=1)["rendezvous"] is Level.OK
+    own = next(
+        (a.address for addresses in psutil.net_if_addrs().values() for a in addresses
+         if a.family is socket.AF_INET and not a.address.startswith("127.")), None
+    )  # fmt: skip
+    if own is not None:
+        assert settings({}, nnodes=2, rdzv_endpoint=f"{own}:29500", node_rank=1)["rendezvous"] is Level.FAIL
+
+
+def test_ranks_are_judged() -> None:
+    def ranks(*compute_s: float, right: bool = True) -> dict[str, object]:
+        return {
+            "backend": "nccl",
+            "ranks": [
+                {"rank": n, "host": f"host{n}", "right": right, "bandwidth": {"1048576": 1e9 * (n + 1)}, "compute_s": s}
+                for n, s in enumerate(compute_s)
+            ],
+        }
+
+    good = list(judge(ranks(1.0, 1.1, 1.0)))
+    assert [one.level for one in good] == [Level.OK, Level.OK] and "1.00 GB/s at 1 MiB" in good[0].text
+    slow = list(judge(ranks(1.0, 1.0, 2.0)))
+    assert slow[1].level is Level.WARN and "rank 2 on host2 computes 2.0 times" in slow[1].text
+    wrong = list(judge(ranks(1.0, 1.0, right=False)))
+    assert [one.level for one in wrong] == [Level.FAIL] and "rank 0, 1" in wrong[0].text
+
+
+# As the tool prints them; no GPU is at hand here.
+QUERY = """\
+0, NVIDIA H100 80GB HBM3, 550.54.15, 81559, 3, 0, 5, 5, 16, 16, Not Active
+1, NVIDIA H100 80GB HBM3, 550.54.15, 81559, 70000, 2, 1, 5, 8, 16, Active
+"""
+TOPOLOGY = """\
+	\x1b[4mGPU0	GPU1	CPU Affinity	NUMA Affinity	GPU NUMA ID\x1b[0m
+GPU0	 X 	NV18	0-51	0		N/A
+GPU1	NV18	 X 	0-51	0		N/A
+"""
+
+
+def test_gpus_as_the_driver_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    tool = tmp_path / "nvidia-smi"
+    (tmp_path / "query").write_text(QUERY)
+    (tmp_path / "topology").write_text(TOPOLOGY)
+    tool.write_text(f'#!/bin/sh\nif [ "$1" = topo ]; then cat {tmp_path}/topology; else cat {tmp_path}/query; fi\n')
+    tool.chmod(0o755)
+    assert [gpu.memory_bytes for gpu in find_gpus()] == [81559 * 2**20] * 2
+    found = list(check_devices(4))
+    told = [(one.level, one.subject) for one in found]
+    assert told == [
+        (Level.OK, "GPUs"), (Level.FAIL, "GPUs"),
+        (Level.FAIL, "GPU 1"), (Level.WARN, "GPU 1"), (Level.WARN, "GPU 1"), (Level.WARN, "GPU 1"),
+        (Level.OK, "topology"),
+    ]  # fmt: skip
+    assert found[-1].text == "1 pairs by NVLink"
+    tool.write_text("#!/bin/sh\necho Driver/library version mismatch; exit 18\n")
+    assert not find_gpus()
+    (broken,) = check_devices(2)
+    assert broken.level is Level.FAIL and "version mismatch" in broken.text
+
+
+def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert list(check_devices(2)) == [Finding(Level.OK, "GPUs", "none: ranks train on the CPU, over gloo")]

@@ -1,0 +1,177 @@
+"""The simulation against what can be computed by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.runner.test_ledger import EVENTS
+
+from runner.errors import UsageError
+from runner.simulate.engine import forecast, simulate
+from runner.simulate.scenario import HOUR_S, Scenario, learn
+from runner.simulate.study import Study, read_trace, scenario_of, to_page, variations
+
+QUIET = Scenario(
+    work_s=1000.0, mttf_s=math.inf, first_start_s=10.0, snapshot_interval_s=100.0, snapshot_stall_s=1.0, hang_share=0.0,
+    machine_share=0.0,
+)  # fmt: skip
+
+
+def test_without_failures() -> None:
+    """One start, ten snapshots, and nothing else."""
+    out = simulate(QUIET, random.Random(0))
+    assert out.wall_s == pytest.approx(10 + 1000 + 10) and out.interruptions == 0
+    assert out.seconds["training"] == pytest.approx(1000) and out.seconds["checkpoint stall"] == pytest.approx(10)
+
+
+def test_one_failure_by_hand() -> None:
+    """At 350 s: 10 s of start, 340 s in steps: 3 snapshots (303 s) and 37 s more, which are lost."""
+    scenario = QUIET.with_(detection_s=2.0, restart_s=5.0, restore_memory_s=3.0)
+    out = simulate(scenario, random.Random(0), iter([350.0, 1e9]))
+    # Work is lost with its share of the stalls, as the ledger counts it.
+    lost = 340 * 37 / 337
+    assert out.interruptions == 1 and out.seconds["lost work"] == pytest.approx(lost)
+    assert out.seconds["start-up"] == pytest.approx(15) and out.seconds["restore"] == pytest.approx(3)
+    assert out.seconds["detection"] == pytest.approx(2) and out.seconds["training"] == pytest.approx(1000)
+    assert out.wall_s == pytest.approx(350 + 2 + 5 + 3 + 700 + 7)
+
+
+def test_a_lost_machine_goes_back_to_storage() -> None:
+    """Commits every second snapshot, durable after 20 s: of 340 s in steps, 202 + 20 are past the first commit."""
+    scenario = QUIET.with_(
+        machine_share=1.0, commit_interval_s=200.0, commit_s=20.0, machine_wait_s=60.0, restore_storage_s=7.0
+    )
+    out = simulate(scenario, random.Random(0), iter([350.0, 1e9]))
+    # 340 s in steps had reached 337 s of work; 200 s of it are kept.
+    assert out.seconds["lost work"] == pytest.approx(340 * 137 / 337)
+    assert out.seconds["waiting for a machine"] == 60 and out.seconds["restore"] == 7
+    assert out.seconds["start-up"] == 20 and out.seconds["training"] == pytest.approx(1000)
+    # Not durable yet: all is lost.
+    early = simulate(scenario, random.Random(0), iter([10 + 202 + 19.0, 1e9]))
+    assert early.seconds["lost work"] == pytest.approx(202 + 19)
+
+
+def test_what_only_memory_held_is_lost_with_it() -> None:
+    """Two failures: the first one goes on from memory, and its snapshot is committed; the second takes the machine."""
+
+    class Kinds(random.Random):
+        def __init__(self) -> None:
+            super().__init__(0)
+            self._left = [0.9, 0.0]
+
+        def random(self) -> float:
+            return self._left.pop(0)
+
+    scenario = QUIET.with_(machine_share=0.5, detection_s=0.0, restart_s=0.0, restore_memory_s=0.0, machine_wait_s=0.0)
+    out = simulate(scenario, Kinds(), iter([10 + 303.0, 50.0, 1e9]))
+    assert out.interruptions == 2 and out.seconds["lost work"] == pytest.approx(50)
+
+
+def test_a_reclaim_loses_nothing() -> None:
+    class Reclaims(random.Random):
+        def expovariate(self, lambd: float = 1.0) -> float:
+            return 350.0
+
+    scenario = QUIET.with_(reclaim_s=350.0, stop_s=4.0, machine_wait_s=30.0, restore_storage_s=6.0)
+    out = simulate(scenario, Reclaims(0), iter([1e9]))
+    assert out.seconds["lost work"] == 0 and out.seconds["teardown"] == 4 * out.interruptions
+    assert out.seconds["training"] == pytest.approx(1000)
+
+
+def test_agrees_with_young_and_daly() -> None:
+    """Memoryless failures, snapshots only: the expected wall time has a closed form (Daly 2006, eq. 13)."""
+    interval, stall, restart, mttf = 600.0, 20.0, 30.0, 5_000.0
+    scenario = Scenario(
+        work_s=3_000_000.0, mttf_s=mttf, detection_s=0.0, restart_s=restart, restore_memory_s=0.0, first_start_s=0.0,
+        snapshot_interval_s=interval, snapshot_stall_s=stall, hang_share=0.0, machine_share=0.0,
+    )  # fmt: skip
+    expected = mttf * math.exp(restart / mttf) * (math.exp((interval + stall) / mttf) - 1) / interval
+    seen = forecast(scenario, runs=40)
+    assert 1 / seen.goodput == pytest.approx(expected, rel=0.01)
+    # Their interval is the best one.
+    best = math.sqrt(2 * stall * mttf) - stall
+    at_best = forecast(scenario.with_(snapshot_interval_s=best), runs=40).goodput
+    for factor in (0.3, 3.0):
+        assert forecast(scenario.with_(snapshot_interval_s=best * factor), runs=40).goodput < at_best
+
+
+shares = st.floats(0, 0.5)
+times = st.floats(0, 500)
+
+
+@given(
+    shares, shares, times, times, times, times, times, st.floats(1, 2000), st.floats(0, 50), st.floats(1, 4000), times,
+    st.floats(0, 0.9), st.floats(200, 1e5), st.integers(0, 1000),
+)  # fmt: skip
+def test_time_adds_up_and_work_is_done_once(
+    hang: float, machine: float, detection: float, restart: float, restore: float, storage: float, wait: float,
+    snapshot: float, stall: float, commit: float, commit_s: float, overhead: float, mttf: float, seed: int,
+) -> None:  # fmt: skip
+    scenario = Scenario(
+        work_s=5000.0, mttf_s=mttf, reclaim_s=4 * mttf, hang_share=hang, machine_share=machine, detection_s=detection,
+        restart_s=restart, restore_memory_s=restore, restore_storage_s=storage, machine_wait_s=wait,
+        snapshot_interval_s=snapshot, snapshot_stall_s=stall, commit_interval_s=commit, commit_s=commit_s,
+        overhead_share=overhead,
+    )  # fmt: skip
+    out = simulate(scenario, random.Random(seed))
+    assert all(seconds >= -1e-6 for seconds in out.seconds.values())
+    done = out.seconds["training"]
+    assert done == pytest.approx(5000, rel=1e-6) if out.finished else done <= 5000 * (1 + 1e-6)
+    assert 0 <= out.goodput <= 1
+
+
+def test_same_seed_same_answer() -> None:
+    scenario = QUIET.with_(mttf_s=300.0)
+    assert forecast(scenario, 20, seed=7) == forecast(scenario, 20, seed=7) != forecast(scenario, 20, seed=8)
+
+
+def test_a_trace_goes_round(tmp_path: Path) -> None:
+    file = tmp_path / "trace"
+    file.write_text("# hours\n0.1\n\n0.05\n")
+    trace = read_trace(file)
+    assert trace == [360.0, 180.0]
+    seen = forecast(QUIET.with_(detection_s=0.0), 10, trace_s=trace)
+    assert 3 <= seen.interruptions <= 6
+    for text, word in (("", "empty"), ("x\n", "line 1: 'x' is not a number"), ("1\n-1\n", "line 2: '-1'")):
+        file.write_text(text)
+        with pytest.raises(UsageError, match=word):
+            read_trace(file)
+    with pytest.raises(UsageError, match="nowhere"):
+        read_trace(tmp_path / "nowhere")
+
+
+def test_a_run_that_never_ends_is_told_so() -> None:
+    hopeless = QUIET.with_(mttf_s=5.0, restart_s=60.0)
+    assert forecast(hopeless, 2).finished == 0
+
+
+def test_learnt_from_a_journal() -> None:
+    """The ledger's test run: a hang after 50 steps in 10 s, found after 3 s and torn down in 1 s."""
+    learnt = learn(EVENTS, Scenario(work_s=100.0, mttf_s=math.inf))
+    assert learnt.first_start_s == pytest.approx(109 - 100 - 1) and learnt.hang_detection_s == pytest.approx(123 - 119)
+    assert learnt.restart_s == pytest.approx(129 - 123 - 1) and learnt.restore_memory_s == 1.0
+    assert learnt.snapshot_stall_s == 0.5 and learnt.machine_wait_s == pytest.approx(20)
+    assert learnt.detection_s == Scenario(work_s=1.0, mttf_s=1.0).detection_s, "no crash in it"
+
+
+def test_study(tmp_path: Path) -> None:
+    scenario = scenario_of([], 2.0, 1.0, 0.0, ["restart_s=5", "machine_share=0"])
+    assert scenario.restart_s == 5 and scenario.work_s == 2 * HOUR_S
+    changes = variations(["commit_interval_s=60,600", "restart_s=1,300"], scenario)
+    assert len(changes) == 4 and changes[0] == {"commit_interval_s": 60.0, "restart_s": 1.0}
+    study = Study(scenario, changes, 20, 0)
+    told = json.loads(json.dumps(study.to_dict(0.9)))
+    assert [one["changes"] for one in told["forecasts"]] == changes
+    assert told["forecasts"][0]["reaches_target"] and not told["forecasts"][1]["reaches_target"]
+    assert "restart_s=300" in to_page(study)
+    for wrong in (["nothing=1"], ["restart_s=x"], ["restart_s=-1"], ["hang_share=2"], [f"restart_s={'1,' * 300}1"]):
+        with pytest.raises(UsageError):
+            variations(wrong, scenario)
+    with pytest.raises(UsageError, match="not known; one of work_s"):
+        scenario_of([], 1.0, 1.0, 0.0, ["restart=5"])
