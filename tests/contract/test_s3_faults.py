@@ -72,11 +72,12 @@ def line(rclone_s3: Server) -> Iterator[FaultProxy]:
 
 
 @contextlib.contextmanager
-def impatient() -> Iterator[None]:
-    """What fails is tried again for a moment only, and a line is thought dead after a second without a sound."""
+def impatient(answer_within_s: float = 30) -> Iterator[None]:
+    """What fails is tried again for a moment only; a store that is opened here thinks a line dead after a second
+    without a sound."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(s3, "_RETRY_FOR_S", 0.3)
-        patch.setattr(s3, "_ANSWER_WITHIN_S", 3)
+        patch.setattr(s3, "_ANSWER_WITHIN_S", answer_within_s)
         patch.setattr(s3, "_MIN_BYTES_PER_S", 1 << 30)
         patch.setattr(s3, "_CONNECT_TIMEOUT_S", 1)
         patch.setattr(s3, "_SILENCE_TIMEOUT_S", 1)
@@ -165,20 +166,21 @@ def test_a_bad_line_is_put_up_with(
     assert line.stats()["s503"] == faults.get("http503", 0)
 
 
-@pytest.mark.parametrize("way", ["up", "down"])
-def test_a_slow_line_is_not_a_silent_one(way: str, line: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+# Up, 10 MB may be in buffers when all is sent, and the answer comes when they are empty; down, 8 MB are read at a time.
+@pytest.mark.parametrize(("way", "nbytes", "rate_bps"), [("up", 40 << 20, 2.5e6), ("down", 16 << 20, 5e5)])
+def test_a_slow_line_is_not_a_silent_one(
+    way: str, nbytes: int, rate_bps: float, line: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A part takes longer than either time-out, but something always moves; what is on its way is not sent again."""
-    monkeypatch.setattr(s3, "_PART_BYTES", LONG_BYTES)
-    monkeypatch.setattr(s3, "_CONNECT_TIMEOUT_S", 0.5)
-    # Until the answer comes: what the buffers hold is worth up to two seconds at this rate.
-    monkeypatch.setattr(s3, "_SILENCE_TIMEOUT_S", 5)
-    monkeypatch.setattr(s3, "_RETRY_FOR_S", 10)
-    monkeypatch.setattr(s3, "_MIN_BYTES_PER_S", 1 << 30)
+    monkeypatch.setattr(s3, "_PART_BYTES", nbytes)
+    # Less than the 16 s that a part takes, and 8 s more than anything is still where everybody works.
+    monkeypatch.setattr(s3, "_CONNECT_TIMEOUT_S", 12)
+    monkeypatch.setattr(s3, "_SILENCE_TIMEOUT_S", 12)
     storage = open_storage(f"s3://{bucket_on(line, monkeypatch)}/run")
     if way == "up":
-        line.set(rate_bps=5e6)
-    manifest = commit(storage, 1, nbytes=LONG_BYTES)
-    line.set(**({"rate_bps": 5e6} if way == "down" else {}))
+        line.set(rate_bps=rate_bps)
+    manifest = commit(storage, 1, nbytes=nbytes)
+    line.set(**({"rate_bps": rate_bps} if way == "down" else {}))
     assert_is_what_was_written(storage, manifest)
     assert line.stats()[way] < 1.5 * manifest.total_bytes
 
@@ -224,34 +226,34 @@ def test_a_line_that_only_trickles_is_given_up(
     with impatient(), pytest.raises(StorageTimeout):
         call(store)
     # At that rate it would have taken 50.
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 45
 
 
 @pytest.mark.parametrize("call", ["get", "sizes"])
 @pytest.mark.parametrize("place", ["rclone"], indirect=True)
 def test_a_small_answer_that_only_trickles_is_given_up(call: str, place: Place) -> None:
-    """A manifest, a fence, a listing: some hundred bytes, which is a minute."""
+    """A manifest, a fence, a listing: 600 bytes and more, which is a minute."""
     storage = place.open()
     storage.begin_attempt(1)
     commit(storage, 1, nbytes=100)
     storage.store.put("x", bytes(600))
     place.proxy.add("GET .*", ANSWER_TRICKLES)
     began = time.monotonic()
-    with impatient(), pytest.raises(StorageTimeout, match="no whole answer within 3 s"):
+    with impatient(answer_within_s=3), pytest.raises(StorageTimeout, match="no whole answer within 3 s"):
         STORAGE_CALLS[call](storage)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50
 
 
 @pytest.mark.parametrize("place", ["rclone"], indirect=True)
 def test_a_read_that_only_trickles_is_given_up(place: Place) -> None:
-    """Byte by byte: less than what is looked at at a time."""
+    """Byte by byte, for a minute: less than what is looked at at a time."""
     store = place.open().store
     store.put("x", bytes(600))
     place.proxy.add("GET .*", ANSWER_TRICKLES)
     began = time.monotonic()
     with impatient(), pytest.raises(StorageTimeout):
         store.read_into("x", 0, memoryview(bytearray(600)))
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 50
 
 
 STORAGE_CALLS: dict[str, Callable[[RemoteStorage], object]] = {
@@ -293,12 +295,13 @@ def test_a_save_is_not_acknowledged_by_a_page(place: Place) -> None:
 
 
 @pytest.fixture
-def far(line: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteStorage]:
-    """At the other end of the line, without patience."""
+def far(line: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> RemoteStorage:
+    """At the other end of the line, which it soon thinks dead. What must succeed is tried for as long as ever."""
+    bucket = bucket_on(line, monkeypatch)
     with impatient():
-        storage = open_storage(f"s3://{bucket_on(line, monkeypatch)}/run")
-        assert isinstance(storage, RemoteStorage)
-        yield storage
+        storage = open_storage(f"s3://{bucket}/run")
+    assert isinstance(storage, RemoteStorage)
+    return storage
 
 
 @pytest.mark.parametrize("call", STORAGE_CALLS)
@@ -306,10 +309,10 @@ def test_every_call_into_a_black_hole_ends(call: str, line: FaultProxy, far: Rem
     far.sweep()  # a connection is open
     line.set(blackhole=True)
     began = time.monotonic()
-    with pytest.raises(StorageTimeout):
+    with impatient(), pytest.raises(StorageTimeout):
         STORAGE_CALLS[call](far)
     # `honours_if_absent` makes three calls; each would last for more than a minute without `impatient`.
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50
 
 
 def test_an_upload_that_falls_into_a_black_hole_ends(line: FaultProxy, far: RemoteStorage) -> None:
@@ -319,9 +322,9 @@ def test_an_upload_that_falls_into_a_black_hole_ends(line: FaultProxy, far: Remo
         yield memoryview(bytes(6 << 20))
 
     began = time.monotonic()
-    with pytest.raises(StorageTimeout):
+    with impatient(), pytest.raises(StorageTimeout):
         far.store.upload("x", pieces())
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 50
 
 
 def test_a_save_that_falls_into_a_black_hole_ends_and_what_it_had_sent_is_swept(
@@ -334,9 +337,9 @@ def test_a_save_that_falls_into_a_black_hole_ends_and_what_it_had_sent_is_swept(
         return True
 
     began = time.monotonic()
-    with pytest.raises(CommitFailed, match=r"timed out|timeout"):
+    with impatient(), pytest.raises(CommitFailed, match=r"timed out|timeout"):
         commit(far, 2, nbytes=100, may_publish=fall)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50
     line.set()
     assert far.steps() == [1]
     assert_good_order(far.location, [1], nbytes=100)
@@ -395,7 +398,7 @@ def test_a_wrong_clock_is_named(radosgw_s3: Server, monkeypatch: pytest.MonkeyPa
         cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert result.stderr == "" and result.stdout.splitlines()[-1].startswith("failed commit:1"), result
     assert "this machine's clock is wrong; set it" in result.stdout
