@@ -151,7 +151,7 @@ class GoogleCloud(Cloud):
             what = f"maintenance-event {answer.text}"
             yield f"{what} {self._num_maintenances}", Notice("gcp", what, None)
 
-    def _get(self, name: str, timeout_s: float = REQUEST_TIMEOUT_S) -> Answer:
+    def _get(self, name: str, timeout_s: float | None = None) -> Answer:
         flavor = {"Metadata-Flavor": "Google"}
         answer = self.client.get(f"/computeMetadata/v1/instance/{name}", flavor, timeout_s).require_ok()
         if answer.headers.get("metadata-flavor") != "Google":
@@ -215,7 +215,7 @@ class Azure(Cloud):
             raise answer.malformed()
         return answer.text
 
-    def _get(self, path: str, timeout_s: float = REQUEST_TIMEOUT_S) -> Answer:
+    def _get(self, path: str, timeout_s: float | None = None) -> Answer:
         return self.client.get(f"/metadata/{path}", {"Metadata": "true"}, timeout_s).require_ok()
 
 

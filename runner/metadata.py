@@ -55,8 +55,8 @@ class MetadataClient:
         self._socket: socket.socket | None = None
         self._closed = False
 
-    def ask(self, method: str, path: str, headers: Mapping[str, str], timeout_s: float = REQUEST_TIMEOUT_S) -> Answer:
-        """One request.
+    def ask(self, method: str, path: str, headers: Mapping[str, str], timeout_s: float | None = None) -> Answer:
+        """One request, within REQUEST_TIMEOUT_S where nothing else is said.
 
         Raises:
             Unavailable: no answer, or not for now.
@@ -67,7 +67,7 @@ class MetadataClient:
 
         request = f"{method} {path.partition('?')[0]}"
         try:
-            with self._connection(timeout_s) as sock:
+            with self._connection(REQUEST_TIMEOUT_S if timeout_s is None else timeout_s) as sock:
                 connection = http.client.HTTPConnection(self._host, self._port)
                 connection.sock = sock
                 connection.request(method, path, headers=dict(headers))
@@ -81,7 +81,7 @@ class MetadataClient:
             raise Unavailable(f"{response.status} for {request}")
         return Answer(request, response.status, {k.lower(): v for k, v in response.getheaders()}, text)
 
-    def get(self, path: str, headers: Mapping[str, str], timeout_s: float = REQUEST_TIMEOUT_S) -> Answer:
+    def get(self, path: str, headers: Mapping[str, str], timeout_s: float | None = None) -> Answer:
         return self.ask("GET", path, headers, timeout_s)
 
     def close(self) -> None:
@@ -94,6 +94,9 @@ class MetadataClient:
 
     @contextlib.contextmanager
     def _connection(self, timeout_s: float) -> Iterator[socket.socket]:
+        # Connecting cannot be interrupted: where it is known by now, none is begun.
+        if self._closed:
+            raise ConnectionAbortedError("closed")
         with socket.create_connection((self._host, self._port), CONNECT_TIMEOUT_S) as sock:
             sock.settimeout(timeout_s)
             with self._lock:

@@ -77,6 +77,8 @@ class NoticeWatcher:
         returned where all have failed."""
         failures: list[Exception] = []
         for check in self._cloud.checks:
+            if self._closing.is_set():
+                return None
             try:
                 for key, notice in check():
                     self._tell(key, notice)
