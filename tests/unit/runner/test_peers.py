@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 import pytest
 
@@ -35,7 +36,7 @@ class Pair:
         self.members.append(member)
         return member
 
-    def until(self, condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    def until(self, condition: Callable[[], object], timeout_s: float = 120.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline
@@ -77,13 +78,13 @@ def test_a_member_may_come_first_and_waits_for_the_leader(pair: Pair) -> None:
     pair.until(lambda: leader.present == {1} and member.connected)
 
 
-def test_an_end_of_the_connection_is_seen_at_once_by_both(pair: Pair) -> None:
+def test_an_end_of_the_connection_is_seen_at_once_by_both(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    # By the end itself, not by the silence after it.
+    monkeypatch.setattr(peers, "SILENCE_S", 1000.0)
     leader, member = pair.lead(), pair.join(1)
     pair.until(lambda: leader.present == {1})
     member.close()
-    began = time.monotonic()
     pair.until(lambda: not leader.present)
-    assert time.monotonic() - began < 2.0
     again = pair.join(1)
     pair.until(lambda: leader.present == {1})
     leader.close()
@@ -93,6 +94,7 @@ def test_an_end_of_the_connection_is_seen_at_once_by_both(pair: Pair) -> None:
 
 def test_silence_is_a_loss(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "SILENCE_S", 1.0)
+    monkeypatch.setattr(peers, "_GAP_S", 0.5)
     leader = pair.lead()
     # It says who it is, and then nothing more: a machine that is cut off sends no end either.
     with socket.create_connection(("127.0.0.1", pair.port)) as silent:
@@ -104,6 +106,8 @@ def test_silence_is_a_loss(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_signs_of_life_keep_a_quiet_connection(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "SILENCE_S", 1.0)
     monkeypatch.setattr(peers, "PING_INTERVAL_S", 0.2)
+    # Both sides are in this thread: whatever keeps it from its work keeps both.
+    monkeypatch.setattr(peers, "_GAP_S", 0.5)
     leader, member = pair.lead(), pair.join(1)
     pair.until(lambda: leader.present == {1})
     end = time.monotonic() + 2.5
@@ -145,8 +149,16 @@ def test_a_machine_that_comes_back_replaces_its_old_connection(pair: Pair) -> No
     first.close()
 
 
-def test_a_name_that_does_not_resolve_is_told_and_tried_again(pair: Pair) -> None:
+def test_a_name_that_does_not_resolve_is_told_and_tried_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def unknown(host: str, *_: object, **__: object) -> NoReturn:
+        asked.append(host)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    # A real name server may be slow, or answer every name.
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
     member = Member(("no-such-host.invalid", pair.port), {"do": "hello", "node_rank": 1}, pair.loop, pair.told.append)
     pair.members.append(member)
-    pair.until(lambda: "nobody" not in member.last_error)
-    assert not member.connected
+    pair.until(lambda: len(asked) == 2)
+    assert member.last_error == "no-such-host.invalid: Name or service not known" and not member.connected
