@@ -10,7 +10,8 @@ for all processes that share it: one that is started again gets past.
     CHECKPOINT_FAILPOINTS_FILE=/tmp/failpoints
 
 The same, in a file that is read again whenever it was replaced (write another one, and rename it): for processes that
-run already. What has fired is then named NAME.M in that folder, where M is the file's time of change in nanoseconds.
+run already. What has fired is then named NAME.I.M in that folder, by the file's inode and its time of change in
+nanoseconds: two that are written within one tick of the clock have the same time.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def _first(name: str) -> bool:
     if folder is None:
         return True
     # Of a file, each version has its own marks: a process that has read the last one does not spend the next one's.
-    mark = name if _version is None else f"{name}.{_version[1]}"
+    mark = name if _version is None else f"{name}.{_version[0]}.{_version[1]}"
     try:
         (Path(folder) / mark).touch(exist_ok=False)
     except FileExistsError:

@@ -76,7 +76,8 @@ class FailpointFile:
         """These, and no others."""
         new = self._path.with_suffix(".new")
         new.write_text(text)
-        self._version = new.stat().st_mtime_ns
+        status = new.stat()
+        self._version = f"{status.st_ino}.{status.st_mtime_ns}"
         new.rename(self._path)
 
     def has_fired(self, name: str) -> bool:
