@@ -64,7 +64,7 @@ class FaultProxy(Server):
         return {name: value for name, value in self._ask().items() if name != "faults"}
 
     def _ask(self, body: bytes | None = None) -> dict[str, Any]:
-        with urllib.request.urlopen(self.control, body, timeout=10) as answer:
+        with urllib.request.urlopen(self.control, body, timeout=120) as answer:
             return dict(json.load(answer))
 
 
@@ -135,9 +135,16 @@ class MeddlingProxy(Server):
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    return free_ports(1)[0]
+
+
+def free_ports(number: int) -> list[int]:
+    """So many different ones."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [int(sock.getsockname()[1]) for sock in sockets]
 
 
 def rclone() -> str | None:
@@ -170,14 +177,14 @@ def rclone_server(folder: Path, port: int | None = None) -> Iterator[Server]:
 @contextlib.contextmanager
 def radosgw_server(folder: Path) -> Iterator[Server]:
     """Ceph's gateway with one monitor and one OSD in memory. It honours `If-None-Match`."""
-    port = free_port()
+    port, *monitor = free_ports(3)
     log, starter = folder.with_suffix(".log"), folder.with_suffix(".sh")
     text = (INFRA / "start_radosgw.sh").read_text()
     # Without it a GET waits 40 ms for the client's delayed acknowledgement.
     text = text.replace("endpoint=127.0.0.1:$PORT", "endpoint=127.0.0.1:$PORT tcp_nodelay=1")
     # The monitor's; others may have a cluster here too.
-    for fixed in ("13300", "16789"):
-        text = text.replace(fixed, str(free_port()))
+    for fixed, free in zip(("13300", "16789"), monitor, strict=True):
+        text = text.replace(fixed, str(free))
     starter.write_text(text)
     with log.open("w") as output:
         subprocess.run(
@@ -218,7 +225,7 @@ def fault_proxy(server: Server) -> Iterator[FaultProxy]:
     program = INFRA / "faultproxy.py"
     if not program.exists():
         pytest.skip(f"no {program.name} here (shared/infra)")
-    port, control = free_port(), free_port()
+    port, control = free_ports(2)
     command = [sys.executable, str(program), str(port), server.endpoint.rpartition(":")[2], str(control)]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

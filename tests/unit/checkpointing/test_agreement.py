@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +17,8 @@ SCRIPT = """
 import json, os, sys
 import torch.distributed as dist
 from checkpointing.agreement import Agreement, Flag
-dist.init_process_group("gloo")
-rank, plan = dist.get_rank(), json.loads(sys.argv[1])
+rank, plan = int(os.environ["RANK"]), json.loads(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2] + "group", rank=rank, world_size=2)
 agreement, seen = Agreement(dist.new_group(backend="gloo")), []
 for call, asked in enumerate(plan["calls"]):
     flags = {Flag[name] for name in asked.get(str(rank), [])}
@@ -33,12 +32,9 @@ dist.destroy_process_group()
 
 def agree(folder: Path, calls: list[dict[str, list[str]]], intervals: list[int], now: list[int]) -> list[list[str]]:
     """What both ranks have seen at each call, and at the end."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
     plan = json.dumps({"calls": calls, "intervals": intervals, "now": now})
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     command = [sys.executable, "-c", SCRIPT, plan, str(folder / "seen.")]
-    ranks = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}) for rank in (0, 1)]
+    ranks = [subprocess.Popen(command, env={**os.environ, "RANK": str(rank)}) for rank in (0, 1)]
     assert [rank.wait(120) for rank in ranks] == [0, 0]
     seen: list[Any] = [json.loads((folder / f"seen.{rank}").read_text()) for rank in (0, 1)]
     assert seen[0] == seen[1]
