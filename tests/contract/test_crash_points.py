@@ -68,7 +68,7 @@ def interrupt(location: str, point: str, action: str, operation: str, number: in
         env={**os.environ, FAILPOINTS_ENV: f"{point}={action}@{number}"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     lines = result.stdout.splitlines()
     if action == "kill":

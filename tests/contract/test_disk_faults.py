@@ -32,7 +32,7 @@ def inject(location: Path, operation: str, call: str, what: str) -> tuple[str, s
         ["strace", "-f", "-y", "-qq", "-o", str(log), "-e", f"trace={call}", "-e", f"inject={call}:{what}", *writer],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     last, calls = result.stdout.splitlines()[-1], [line for line in log.read_text().splitlines() if f"{call}(" in line]
     if "signal=KILL" in what:

@@ -94,7 +94,7 @@ def test_what_an_old_machine_commits_for_itself_does_not_count_when_it_comes_bac
 
     def begin(tiers: Tiers, attempt: int) -> Writer:
         writer = Writer(tiers, lambda message, arena: None, commits=True, local_keep_last=2)
-        assert writer.begin_attempt(attempt, ()).answered.wait(20)
+        assert writer.begin_attempt(attempt, ()).answered.wait(120)
         return writer
 
     begin(tiers, 1)

@@ -21,7 +21,7 @@ LOSSES = {10: 1.0, 20: 0.1, 30: 2.0, 40: 1.5}
 
 def checkpoints(*arguments: object, cwd: Path | None = None) -> tuple[int, str]:
     command = [RUNNER, "checkpoints", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout + done.stderr
 

@@ -13,7 +13,7 @@ def runner(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     import os
 
     return subprocess.run(
-        [RUNNER, *arguments], capture_output=True, text=True, timeout=60, env={**os.environ, **environment}
+        [RUNNER, *arguments], capture_output=True, text=True, timeout=120, env={**os.environ, **environment}
     )
 
 

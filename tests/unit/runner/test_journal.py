@@ -77,14 +77,14 @@ def test_a_damaged_line_is_passed_over(line: bytes, tmp_path: Path) -> None:
 def test_a_clock_that_is_set_leaves_the_journal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: 5000.0)
     clock = SteadyClock(not_before=4000.0)
-    assert clock() == pytest.approx(5000.0, abs=1)
+    assert clock() == pytest.approx(5000.0, abs=60)
     for set_to in (1000.0, 9000.0):
         monkeypatch.setattr(time, "time", lambda now=set_to: now)
-        assert clock() == pytest.approx(5000.0, abs=1)
-    assert clock.at(machine_clock() - 20) == pytest.approx(4980.0, abs=1)
+        assert clock() == pytest.approx(5000.0, abs=60)
+    assert clock.at(machine_clock() - 500) == pytest.approx(4500.0, abs=60)
 
 
 def test_a_run_goes_on_after_what_its_journal_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the wall clock says now: times of a journal never go back."""
     monkeypatch.setattr(time, "time", lambda: 1000.0)
-    assert SteadyClock(not_before=5000.0)() == pytest.approx(5000.0, abs=1)
+    assert SteadyClock(not_before=5000.0)() == pytest.approx(5000.0, abs=60)

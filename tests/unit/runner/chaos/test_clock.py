@@ -38,10 +38,12 @@ def test_it_jumps_and_nothing_else_does(tmp_path: Path) -> None:
     assert process.stdin is not None and process.stdout is not None
     for seconds in (0, 3600, -3600, 0):
         clock.set(seconds)
+        before = time.time()
         process.stdin.write("\n")
         process.stdin.flush()
         now, today, waited = map(float, process.stdout.readline().split())
-        assert abs(now - time.time() - seconds) < 5 and abs(today - now) < 1
-        assert 0.15 <= waited < 10
+        assert before <= now - seconds <= time.time() and before <= today - seconds <= time.time()
+        # The jump is an hour.
+        assert 0.15 <= waited < 600
     process.stdin.close()
-    assert process.wait(10) == 0
+    assert process.wait(120) == 0

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,7 +61,8 @@ def test_what_is_measured_reaches_trackers_and_supervisor_but_no_checkpoint(monk
     assert handler.callbacks == [metrics, seen] and trainer.get_batch_samples() == "batch"
     args, state = SimpleNamespace(world_size=2), SimpleNamespace(is_world_process_zero=True, global_step=5)
     times = iter([10.0, 12.0])
-    monkeypatch.setattr("runner.training.callbacks.time.monotonic", lambda: next(times))
+    clock = SimpleNamespace(monotonic=lambda: next(times), perf_counter=time.perf_counter)
+    monkeypatch.setattr(callbacks, "time", clock)
     control: Any = None
     monkeypatch.setenv("RUNNER_LOST_STEPS", "3:9")
     state.max_steps = 7
