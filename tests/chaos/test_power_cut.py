@@ -21,7 +21,7 @@ import psutil
 import pytest
 from contract.support import assert_good_order
 from contract.test_crash_points import LOCAL, OPERATIONS, kept_by
-from integration.support import SHORT_JOB, Run, finished_once, shared_folder, state_hash, wait_for_commit, wait_until
+from integration.support import SHORT_JOB, Run, finished_once, shared_folder, state_hash, wait_until
 
 from checkpointing.catalog import Catalog
 from checkpointing.failpoints import FAILPOINTS_ENV
@@ -76,7 +76,10 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 
 def write_until(disk: Disk, failpoints: str, cut_after_s: float | None) -> list[str]:
-    """Run the writer until it stands still, or for so long; cut the power; returns what it had said by then."""
+    """Run the writer until it stands still, or for so long; cut the power.
+
+    Returns what it had said by then, and what it has begun to remove since.
+    """
     log = disk.mount.parent / "said"
     with log.open("w") as output:
         writer = subprocess.Popen(
@@ -86,13 +89,15 @@ def write_until(disk: Disk, failpoints: str, cut_after_s: float | None) -> list[
             stderr=subprocess.DEVNULL,
         )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         if cut_after_s is not None:
-            while not log.read_text() and writer.poll() is None and time.monotonic() < deadline:
+            while not log.read_text() and writer.poll() is None:
+                assert time.monotonic() < deadline
                 time.sleep(0.005)
             time.sleep(cut_after_s)
         else:
-            while not stands_still(writer) and time.monotonic() < deadline:
+            while not stands_still(writer):
+                assert time.monotonic() < deadline
                 time.sleep(0.02)
         # What is said is read first: it was said before the cut.
         lines = log.read_text().splitlines()
@@ -100,9 +105,10 @@ def write_until(disk: Disk, failpoints: str, cut_after_s: float | None) -> list[
     finally:
         writer.kill()
         writer.wait()
+    later = log.read_text().splitlines()[len(lines) :]
     disk.detach()
     assert disk.attach()
-    return lines
+    return lines + [line for line in later if line.startswith(("doing remove", "doing aside"))]
 
 
 def stands_still(writer: subprocess.Popen[bytes]) -> bool:
@@ -137,8 +143,9 @@ def test_under_a_job(disk: Disk, tmp_path: Path, tmp_path_factory: pytest.TempPa
     wait_until(run, lambda: run.events("rank_started"))
     fail(disk, run)
     for number in (1, 2):
+        before = len(run.events("committed"))
         run.start()
-        wait_for_commit(run, 10 * number)
+        wait_until(run, lambda before=before: len(run.events("committed")) > before or run.process.poll() == 0)
         time.sleep(random.Random(number).uniform(0, 0.3))
         acknowledged = max(event["step"] for event in run.events("committed"))
         fail(disk, run)
