@@ -359,11 +359,8 @@ class _Round:
                 certain = moment in (Moment.STEP, Moment.SAVE)
                 self._least += fault.restarts if certain else 0
                 self._most += fault.restarts
-                if certain:
-                    wanted = restarts + fault.restarts
-                    told = subject.wait(lambda: self._restarts() >= wanted or None, RECOVERY_LIMIT_S)
-                    if told is None and subject.process.poll() is None:
-                        strike.violations.append(f"nobody noticed within {RECOVERY_LIMIT_S:.0f} s")
+                if certain and not self._noticed(restarts + fault.restarts):
+                    strike.violations.append(f"nobody noticed within {RECOVERY_LIMIT_S:.0f} s")
             case Effect.RUN:
                 self._restart(strike, moment)
             case Effect.NOTHING:
@@ -411,9 +408,20 @@ class _Round:
             return
         self._campaign.random.choice(ranks).kill()
         self._least, self._most = self._least + 1, self._most + 1
-        subject.wait(lambda: self._restarts() > restarts or None, RECOVERY_LIMIT_S)
+        self._noticed(restarts + 1)
         if moment is Moment.RESTORE:
             subject.wait(lambda: subject.all("rank_started", after=attempt) or None, RECOVERY_LIMIT_S)
+
+    def _noticed(self, wanted: int) -> bool:
+        """Wait for so many restarts in all; False: the run goes on without."""
+        subject = self._subject
+        if subject.wait(lambda: self._restarts() >= wanted or None, RECOVERY_LIMIT_S):
+            return True
+        code = subject.process.poll()
+        if code == ExitCode.DONE:
+            # What was struck had done its part: when all is committed, its end costs nothing.
+            self._least -= wanted - self._restarts()
+        return code is not None
 
     def _restart(self, strike: Strike, moment: Moment) -> None:
         """The runner ends; whoever has started it does so again."""

@@ -27,8 +27,8 @@ MARK_ENV = "RUNNER_SUBJECT"
 POLL_S = 0.02
 # From a start to the steps that are waited for: imports, on a machine that others use too.
 START_TIMEOUT_S = 240.0
-# A process that has been killed needs a moment until it is gone.
-SETTLE_S = 2.0
+# A process that has been killed needs a moment until it is gone; on a machine that others use too, a long one.
+SETTLE_S = 30.0
 
 Event = dict[str, Any]
 T = TypeVar("T")
