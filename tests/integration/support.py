@@ -27,7 +27,11 @@ SHORT_JOB = ["--set", "trainer.num_train_epochs=1", "--set", "trainer.save_total
 TOTAL_STEPS = 70
 SAVE_STEPS = 20
 
-# Logs and saves do not fall together in it; a step takes at least 0.1 s, so that a test can act in between.
+# In the first attempt a script can be made to crawl after a step, so that a test acts long before its end; stops are
+# agreed on at least every two steps then. At that pace:
+CRAWL_S = 0.5
+
+# Logs and saves do not fall together in it; a step takes at least 0.1 s.
 PLAIN_HF_SCRIPT = """
 import sys
 import torch
@@ -52,18 +56,20 @@ trainer.train()
 print("script finished on rank", args.process_index)
 """
 SLOW = """
-import time
+import os, time
 from transformers import TrainerCallback
 class Slow(TrainerCallback):
-    def on_step_end(self, *_, **__):
-        time.sleep(0.1)
+    def on_step_end(self, args, state, control, **_):
+        crawls = os.environ.get("CHECKPOINT_ATTEMPT") == "1" and state.global_step > CRAWL
+        time.sleep(CRAWL_S if crawls else 0.1)
 """
 
 
-def script(folder: Path, num_workers: int = 0) -> list[str]:
+def script(folder: Path, num_workers: int = 0, crawl: int = TOTAL_STEPS) -> list[str]:
+    """60 steps, a commit every 10; it crawls after step `crawl` of attempt 1."""
     path = folder / "train.py"
     path.write_text(
-        SLOW
+        crawling(SLOW, crawl)
         + PLAIN_HF_SCRIPT.replace("FOLDER", repr(str(folder / "hf")))
         .replace("SLOW", "Slow()")
         .replace("NUM_WORKERS", str(num_workers))
@@ -82,7 +88,7 @@ from checkpointing.transformers import resilient
 RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ["CHECKPOINT_ATTEMPT"])
 class Trouble(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
-        time.sleep(0.05)
+        time.sleep(CRAWL_S if ATTEMPT == 1 and state.global_step > CRAWL else 0.05)
         at_step(state.global_step, args)
     def on_prediction_step(self, args, state, control, **_):
         at_evaluation(state.global_step)
@@ -104,13 +110,17 @@ trainer.train()
 """
 
 
-def troubled(folder: Path, trouble: str = "", options: str = "") -> list[str]:
-    """A script of 40 steps (a commit every 10) that gets into trouble by itself."""
+def troubled(folder: Path, trouble: str = "", options: str = "", crawl: int = TOTAL_STEPS) -> list[str]:
+    """A script of 40 steps (a commit every 10) that gets into trouble by itself; `crawl` as of `script`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "troubled.py"
     text = TROUBLED_SCRIPT.replace("TROUBLE", textwrap.dedent(trouble)).replace("FOLDER", repr(str(folder / "hf")))
-    path.write_text(text.replace("OPTIONS", options))
+    path.write_text(crawling(text.replace("OPTIONS", options), crawl))
     return [str(path)]
+
+
+def crawling(text: str, after: int) -> str:
+    return text.replace("CRAWL_S", str(CRAWL_S)).replace("CRAWL", str(after))
 
 
 class Run:
@@ -143,7 +153,22 @@ class Run:
         )
         return self
 
-    def finish(self, timeout_s: float = 180) -> int:
+    def start_held(self, step: int, *failpoints: str, **environment: str) -> Run:
+        """Start it so that a rank stands still at the end of its `step`-th step, once: the test acts while all wait.
+
+        Only a rank's end, or the run's, ends that.
+
+        Args:
+            failpoints: others that are armed too, each to fire once.
+        """
+        fired = self.folder.with_name(f"{self.folder.name}.fired")
+        fired.mkdir(parents=True)
+        at = self.command.index("start") + 1
+        self.command[at:at] = ["--set", "restart.hang_timeout_s=600"]
+        armed = "; ".join([*failpoints, f"training.step=hang@{step}"])
+        return self.start(CHECKPOINT_FAILPOINTS=armed, CHECKPOINT_FAILPOINTS_ONCE=str(fired), **environment)
+
+    def finish(self, timeout_s: float = 500) -> int:
         assert self.process is not None
         try:
             self.output, _ = self.process.communicate(timeout=timeout_s)
@@ -159,16 +184,14 @@ class Run:
         events = [json.loads(line) for line in lines if line.endswith("}")]
         return [event for event in events if name is None or event["event"] == name]
 
-    def wait_for_step(self, step: int, timeout_s: float = 120) -> int:
-        """Until a log entry of at least this step is in the journal; returns its step."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            steps = [event["step"] for event in self.events("log") if event["step"] >= step]
-            if steps:
-                return max(steps)
-            assert self.process is not None and self.process.poll() is None, self._dead()
-            time.sleep(0.02)
-        raise AssertionError(f"step {step} was not reached")
+    def wait_for_step(self, step: int, attempt: int | None = None) -> int:
+        """Until a log entry of at least this step (in this attempt) is in the journal; returns its step."""
+
+        def steps() -> list[int]:
+            return [event["step"] for event in self.events("log") if attempt in (None, event["attempt"])]
+
+        wait_until(self, lambda: max(steps(), default=0) >= step)
+        return max(steps())
 
     def rank_pid(self, rank: int) -> int:
         return next(e["pid"] for e in reversed(self.events("rank_started")) if e["rank"] == rank)
@@ -228,11 +251,13 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
-def finished_once(folder: Path, *options: str, script: list[str] | None = None) -> Run:
-    """A run by whichever worker needs it first; the others wait for it."""
-    run, output = Run(folder, *options, script=script), folder.with_name(f"{folder.name}.output")
+def finished_once(folder: Path, *options: str, script: Callable[[], list[str]] | None = None) -> Run:
+    """A run by whichever worker needs it first; the others wait for it, and write its script when nobody reads it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    output = folder.with_name(f"{folder.name}.output")
     with folder.with_name(f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        run = Run(folder, *options, script=script() if script else None)
         if output.exists():
             run.output = output.read_text()
         else:
@@ -248,8 +273,13 @@ def wait_for_commit(run: Run, step: int) -> None:
 
 def wait_until(run: Run, condition: Callable[[], object]) -> None:
     """Until it holds, which the run must live to see."""
-    while not condition():
-        assert run.process is not None and run.process.poll() is None, run._dead()
+    while True:
+        assert run.process is not None
+        # Asked first: what it does last may be what is waited for.
+        alive = run.process.poll() is None
+        if condition():
+            return
+        assert alive, run._dead()
         time.sleep(0.02)
 
 
