@@ -52,7 +52,7 @@ def test_on_one_machine(tmp_path: Path) -> None:
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two ranks on one machine, undisturbed."""
     folder = shared_folder(tmp_path_factory) / "calm"
-    return finished_once(folder / "run", script=troubled(folder))
+    return finished_once(folder / "run", script=lambda: troubled(folder))
 
 
 @pytest.mark.xdist_group("machines")

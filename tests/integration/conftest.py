@@ -14,7 +14,6 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def untouched_script(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Likewise, of the user's script."""
     folder = shared_folder(tmp_path_factory) / "untouched-script"
-    folder.mkdir(exist_ok=True)
-    run = finished_once(folder / "run", script=script(folder))
+    run = finished_once(folder / "run", script=lambda: script(folder))
     assert "script finished on rank 0" in run.output and "script finished on rank 1" in run.output
     return run

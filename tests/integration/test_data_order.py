@@ -51,7 +51,7 @@ def seen(folder: Path) -> dict[int, list[int]]:
 def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
     """Two ranks, undisturbed."""
     folder = shared_folder(tmp_path_factory) / "listed"
-    finished_once(folder / "run", script=listing_script(folder))
+    finished_once(folder / "run", script=lambda: listing_script(folder))
     return seen(folder)
 
 

@@ -36,7 +36,7 @@ EVALUATING = "eval_strategy='steps', eval_steps=15, per_device_eval_batch_size=2
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The troubled script without its trouble; with evaluations."""
     folder = shared_folder(tmp_path_factory) / "calm-evaluating"
-    return finished_once(folder / "run", script=troubled(folder, options=EVALUATING))
+    return finished_once(folder / "run", script=lambda: troubled(folder, options=EVALUATING))
 
 
 def kinds(run: Run) -> list[str]:

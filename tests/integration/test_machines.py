@@ -30,7 +30,7 @@ pytestmark = pytest.mark.xdist_group("machines")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two ranks on one machine, undisturbed."""
     folder = shared_folder(tmp_path_factory) / "calm"
-    return finished_once(folder / "run", script=troubled(folder))
+    return finished_once(folder / "run", script=lambda: troubled(folder))
 
 
 def test_a_rank_that_dies_on_one_machine_restarts_all(wire: None, calm: Run, tmp_path: Path) -> None:
