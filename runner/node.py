@@ -171,6 +171,13 @@ class _Attempt:
     # A script was told to stop as torchrun would tell it.
     script_told: bool = False
 
+    @property
+    def asked(self) -> set[int]:
+        """Ranks that somebody has asked to stop. torchrun, too, ends the others with SIGTERM when one has died, be it
+        after it was done: of what comes later, only the dead one's own word counts."""
+        first = self.watch.deaths[:1]
+        return self.signalled & set(first) if first else self.signalled
+
 
 def shape_of(config: Config, accelerators: int) -> tuple[int, int]:
     """Machines, and ranks on this one, by options, variables and GPUs.
@@ -488,12 +495,10 @@ class Node:
         gap = self._turn(now)
         attempt.quiet_since += gap
         if attempt.signalled and not self._stop:
-            # torchrun, too, ends the others with SIGTERM when one has died, be it after it was done: have that known.
+            # A death before it is to be known.
             self._loop.pump(0.0)
-            first = attempt.watch.deaths[:1]
-            asked = attempt.signalled & set(first) if first else attempt.signalled
-            if asked and attempt.verdict is None:
-                self._stop.ask(f"a signal to rank {min(asked)}")
+            if attempt.asked and attempt.verdict is None:
+                self._stop.ask(f"a signal to rank {min(attempt.asked)}")
         if attempt.watch.failures and attempt.kill_at is None:
             attempt.kill_at = now if attempt.watch.cause_known else now + _CAUSE_GRACE_S
         self._check_agent(attempt, now)
@@ -645,7 +650,7 @@ class Node:
         )
         # Of several machines, another one may have been asked.
         unasked = self._config.launch.nnodes == 1 and not self._stop and attempt.stop_deadline is None
-        if failure.kind is FailureKind.PREEMPTED and unasked and not attempt.signalled:
+        if failure.kind is FailureKind.PREEMPTED and unasked and not attempt.asked:
             cause = "the script has ended with status 75, which means a stop request to the runner; nobody has made one"
             return Failure(FailureKind.CRASHED, cause, step=step, fingerprint="status 75")
         if failure.kind is FailureKind.LAUNCHER_LOST and attempt.result.get("error"):

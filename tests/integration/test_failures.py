@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -173,7 +174,8 @@ def test_a_connection_that_breaks_between_two_ranks_is_a_crash(calm: Run, tmp_pa
 def test_an_agent_lost_when_all_is_committed_costs_nothing(tmp_path: Path) -> None:
     """It was removing older checkpoints after the last one."""
     script = troubled(tmp_path, options="save_total_limit=1")
-    run = Run(tmp_path / "run", script=script).start(CHECKPOINT_FAILPOINTS="local.removing=pause@3")
+    Path(script[0]).write_text(Path(script[0]).read_text().replace("save_steps=10", "save_steps=20"))
+    run = Run(tmp_path / "run", script=script).start(CHECKPOINT_FAILPOINTS="local.removing=hang")
     wait_until(run, lambda: run.events("attempt_ended"))
     os.kill(run.agent_pid(), signal.SIGKILL)
     assert run.finish() == 0, run.output
@@ -184,15 +186,15 @@ def test_an_agent_lost_when_all_is_committed_costs_nothing(tmp_path: Path) -> No
 
 
 def test_a_stopped_rank_is_found_its_stacks_are_kept_and_the_run_goes_on(calm: Run, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", script=troubled(tmp_path, options=EVALUATING)).start()
+    run = Run(tmp_path / "run", script=troubled(tmp_path, options=EVALUATING, crawl=20)).start()
     wait_for_commit(run, 20)
     os.kill(run.rank_pid(1), signal.SIGSTOP)
     stopped_at = time.time()
     assert run.finish() == 0, run.output
     assert kinds(run) == ["hung", "finished"]
     hang = run.events("hang")[0]
-    # Steps take well under a second here, also on a busy machine.
-    assert hang["time"] - stopped_at < 3 * 2.0 + 5 + 10
+    # By the limit of steps, not by that of what is none.
+    assert hang["time"] - stopped_at < 120
     assert 1 in hang["ranks"]
     stacks = {Path(path).name: Path(path).read_text() for path in hang["stacks"]}
     assert set(stacks) == {"stacks-rank0.txt", "stacks-rank1.txt"}
@@ -203,14 +205,18 @@ def test_a_stopped_rank_is_found_its_stacks_are_kept_and_the_run_goes_on(calm: R
 
 def test_a_rank_stopped_while_it_starts_is_found_as_soon(tmp_path: Path) -> None:
     """No step has told yet how long one takes; and what is no step may take half an hour."""
-    run = Run(tmp_path / "run", script=troubled(tmp_path)).start()
+    trouble = """
+        if ATTEMPT == 1:
+            time.sleep(600)
+    """
+    run = Run(tmp_path / "run", script=troubled(tmp_path, trouble)).start()
     wait_until(run, lambda: len(run.events("rank_started")) == 2)
     os.kill(run.rank_pid(1), signal.SIGSTOP)
     stopped_at = time.time()
     assert run.finish() == 0, run.output
     assert kinds(run) == ["hung", "finished"]
     (hang,) = run.events("hang")
-    assert hang["ranks"] == [1] and "SIGSTOP" in hang["reason"] and hang["time"] - stopped_at < 20
+    assert hang["ranks"] == [1] and "SIGSTOP" in hang["reason"] and hang["time"] - stopped_at < 120
 
 
 def test_a_deadlock_shows_where_it_is(tmp_path: Path) -> None:
@@ -238,7 +244,8 @@ def test_a_hang_in_what_is_no_step_is_found_by_its_own_limit(tmp_path: Path) -> 
                 time.sleep(600)
     """
     script = troubled(tmp_path, trouble, EVALUATING)
-    run = Run(tmp_path / "run", "--set", "restart.quiet_timeout_s=15", script=script).start()
+    # The launcher, too, has no more than that until the first rank starts.
+    run = Run(tmp_path / "run", "--set", "restart.quiet_timeout_s=60", script=script).start()
     assert run.finish() == 0, run.output
     assert kinds(run) == ["hung", "finished"]
     assert 0 in run.events("hang")[0]["ranks"] and "in an evaluation" in run.events("hang")[0]["reason"]
@@ -265,7 +272,7 @@ def test_slow_evaluation_saving_and_compiling_are_no_hangs(tmp_path: Path) -> No
 def test_a_stopped_agent_or_launcher_costs_an_attempt(tmp_path: Path) -> None:
     for name in ("agent", "launcher"):
         folder = tmp_path / name
-        run = Run(folder / "run", "--set", "restart.quiet_timeout_s=20", script=troubled(folder)).start()
+        run = Run(folder / "run", "--set", "restart.quiet_timeout_s=60", script=troubled(folder, crawl=20)).start()
         wait_for_commit(run, 20)
         os.kill({"agent": run.agent_pid, "launcher": run.launcher_pid}[name](), signal.SIGSTOP)
         if name == "launcher":
@@ -399,6 +406,8 @@ def test_a_scripts_own_status_75_is_no_stop_request(tmp_path: Path) -> None:
     trouble = """
         def at_step(step, args):
             if step == 12:
+                # Once at nearly the same moment; once torchrun's SIGTERM to the other one comes first.
+                time.sleep(RANK if ATTEMPT == 2 else 0)
                 sys.exit(75)
     """
     run = Run(tmp_path / "run", script=troubled(tmp_path, trouble)).start()
@@ -423,10 +432,13 @@ def test_a_budget_spent_without_or_with_a_checkpoint(step: int, exit_code: int, 
     trouble = f"""
         def at_step(step, args):
             if step == {step} and RANK == 1:
+                while step > 10 and '"committed"' not in open({str(tmp_path / "run" / "journal.jsonl")!r}).read():
+                    time.sleep(0.02)
                 os.kill(os.getpid(), 9)
     """
     # Nothing newer is left in memory than what was there before.
     options = ["--max-restarts", "1", "--set", "restart.backoff_initial_s=0", "--set", "restart.backoff_jitter_s=0"]
+    options += ["--set", "restart.hang_timeout_s=600"]
     script = troubled(tmp_path, trouble)
     text = Path(script[0]).read_text().replace("eval_dataset=rows))", "eval_dataset=rows), snapshot_steps=None)")
     Path(script[0]).write_text(text)
@@ -437,8 +449,11 @@ def test_a_budget_spent_without_or_with_a_checkpoint(step: int, exit_code: int, 
 
 
 def test_runners_that_are_killed_again_and_again_spend_the_budget(tmp_path: Path) -> None:
-    options = ["--max-restarts", "1"]
-    run = Run(tmp_path / "run", *options, script=troubled(tmp_path, options="save_strategy='no'"))
+    trouble = """
+        if ATTEMPT < 3:
+            time.sleep(600)
+    """
+    run = Run(tmp_path / "run", "--max-restarts", "1", script=troubled(tmp_path, trouble))
     for attempt in (1, 2):
         run.start()
         wait_until(run, lambda n=attempt: any(event["attempt"] == n for event in run.events("rank_started")))
@@ -455,7 +470,7 @@ def test_runners_that_are_killed_again_and_again_spend_the_budget(tmp_path: Path
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
 def test_a_notice_to_one_rank_alone_stops_all(number: signal.Signals, calm: Run, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", script=troubled(tmp_path, options=EVALUATING)).start()
+    run = Run(tmp_path / "run", script=troubled(tmp_path, options=EVALUATING, crawl=8)).start()
     wait_for_commit(run, 10)
     os.kill(run.rank_pid(1), number)
     assert run.finish() == 75, run.output
@@ -469,11 +484,12 @@ def test_a_notice_to_one_rank_alone_stops_all(number: signal.Signals, calm: Run,
 
 def test_a_notice_to_every_process_is_one_notice(calm: Run, tmp_path: Path) -> None:
     """As a scheduler sends it: to all processes of the job, and to the runner not first."""
-    run = Run(tmp_path / "run", script=troubled(tmp_path, options=EVALUATING)).start()
+    run = Run(tmp_path / "run", script=troubled(tmp_path, options=EVALUATING, crawl=8)).start()
     wait_for_commit(run, 10)
     assert run.process is not None
     for process in psutil.Process(run.process.pid).children(recursive=True):
-        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGTERM)
     wait_until(run, lambda: run.events("stop_requested"))
     run.signal(signal.SIGTERM)
     assert run.finish() == 75, run.output
@@ -504,16 +520,16 @@ def test_a_stop_in_an_evaluation_cuts_it_short_and_it_is_done_anew(calm: Run, tm
     trouble = """
         def at_evaluation(step):
             if step == 15 and ATTEMPT == 1:
-                open(FOLDER + ".evaluating", "w")
+                with open(FOLDER + f".evaluated.{RANK}", "a") as file:
+                    print("a batch", file=file)
                 time.sleep(0.5)
     """
     run = Run(tmp_path / "run", script=troubled(tmp_path, trouble, EVALUATING)).start()
-    wait_until(run, (tmp_path / "hf.evaluating").exists)
+    batches = [tmp_path / f"hf.evaluated.{rank}" for rank in (0, 1)]
+    wait_until(run, batches[0].exists)
     run.signal(signal.SIGTERM)
-    began = time.monotonic()
     assert run.finish() == 75, run.output
-    # 24 batches of half a second would have been left.
-    assert time.monotonic() - began < 9
+    assert all(len(path.read_text().splitlines()) < 24 for path in batches)
     assert run.events("committed")[-1]["step"] == 15
     assert run.start().finish() == 0, run.output
     assert run.events("training_started")[-1]["step"] == 15
@@ -521,21 +537,22 @@ def test_a_stop_in_an_evaluation_cuts_it_short_and_it_is_done_anew(calm: Run, tm
 
 
 def test_a_stop_in_a_restore_is_honoured(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", *SHORT_JOB).start()
+    run = Run(tmp_path / "run", *SHORT_JOB, "--set", "restart.hang_timeout_s=600")
+    run.start(CHECKPOINT_FAILPOINTS=f"training.step=hang@{SAVE_STEPS + 2}; restore.read=hang")
     wait_for_commit(run, SAVE_STEPS)
     os.kill(run.rank_pid(0), signal.SIGKILL)
     wait_until(run, lambda: len(run.events("rank_started")) > 2)
     run.signal(signal.SIGTERM)
-    assert run.finish(30) == 75, run.output
+    assert run.finish() == 75, run.output
     assert not run.leftovers()
     assert run.start().finish() == 0, run.output
 
 
 def test_a_stop_in_a_save_is_honoured(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", *SHORT_JOB).start()
+    run = Run(tmp_path / "run", script=troubled(tmp_path, crawl=8)).start()
     wait_until(run, lambda: [event for event in run.events("snapshot") if event["to_be_committed"]])
     run.signal(signal.SIGTERM)
-    assert run.finish(60) == 75, run.output
+    assert run.finish() == 75, run.output
     assert run.events("committed")[-1]["step"] == run.events("attempt_ended")[-1]["step"]
     assert not run.leftovers()
 
@@ -561,12 +578,12 @@ def test_a_stop_in_the_first_moment_is_not_lost(tmp_path: Path) -> None:
             assert run.process.poll() is None
         time.sleep(delay)
         run.signal(signal.SIGTERM)
-        assert run.finish(60) == 75, run.output
+        assert run.finish() == 75, run.output
         assert not run.leftovers()
 
 
 def test_a_rank_that_has_stopped_leaves_the_others_time_to_end_in_order(tmp_path: Path) -> None:
-    script = troubled(tmp_path)
+    script = troubled(tmp_path, crawl=8)
     text = (
         Path(script[0])
         .read_text()
@@ -589,28 +606,30 @@ def test_what_outlasts_the_grace_is_ended(tmp_path: Path) -> None:
     trouble = """
         def at_step(step, args):
             if step == 15:
+                open(FOLDER + f".asleep.{RANK}", "w").close()
                 time.sleep(600)
     """
-    run = Run(tmp_path / "run", "--grace", "2", script=troubled(tmp_path, trouble)).start()
-    wait_for_commit(run, 10)
-    time.sleep(1)
-    run.signal(signal.SIGTERM)
+    options = ["--grace", "2", "--set", "restart.hang_timeout_s=600"]
+    run = Run(tmp_path / "run", *options, script=troubled(tmp_path, trouble)).start()
+    wait_until(run, lambda: all((tmp_path / f"hf.asleep.{rank}").exists() for rank in (0, 1)))
     began = time.monotonic()
+    run.signal(signal.SIGTERM)
     assert run.finish() == 75, run.output
-    assert 1.5 < time.monotonic() - began < 20
+    assert 2 <= time.monotonic() - began < 120
     assert kinds(run) == ["ended at once"] and not run.leftovers()
 
 
 def test_a_commit_that_hangs_does_not_outlast_the_grace_for_long(tmp_path: Path) -> None:
     """However often the agent is waited for, at the attempt's end and at the run's."""
-    run = Run(tmp_path / "run", "--grace", "3", script=troubled(tmp_path))
+    run = Run(tmp_path / "run", "--grace", "5", script=troubled(tmp_path, crawl=8))
     run.start(CHECKPOINT_FAILPOINTS="local.write=hang@1")
     wait_until(run, lambda: [event for event in run.events("snapshot") if event["to_be_committed"]])
-    run.signal(signal.SIGTERM)
     began = time.monotonic()
+    run.signal(signal.SIGTERM)
     assert run.finish() == 75, run.output
-    assert 3 <= time.monotonic() - began < 3 + 5 + 2
-    assert run.events("agent_ended_early") and "is not committed" in run.output
+    assert 5 <= time.monotonic() - began < 120
+    (early,) = run.events("agent_ended_early")
+    assert early["waited_s"] < 5 + 5 + 5 and "is not committed" in run.output
     assert not run.leftovers() and not run.events("committed")
 
 
@@ -623,7 +642,7 @@ def test_a_clouds_notice_is_a_stop_request(cloud: str, tmp_path: Path) -> None:
         # AWS is asked every five seconds.
         slow = """
             def at_step(step, args):
-                time.sleep(0.5 if step > 10 else 0)
+                time.sleep(1.0 if step > 10 else 0)
         """
         run = Run(tmp_path / "run", *options, script=troubled(tmp_path, slow)).start()
         wait_for_commit(run, 10)
@@ -670,19 +689,24 @@ def test_as_process_1_it_restarts_stops_and_leaves_nobody(tmp_path: Path) -> Non
     probe = subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"], capture_output=True, check=False)
     if probe.returncode:
         pytest.skip(f"no process namespace can be made here: {probe.stderr.decode().strip()}")
-    run = Run(tmp_path / "run", *SHORT_JOB)
+    slow = """
+        def at_step(step, args):
+            time.sleep(0.5 if step > 8 else 0)
+    """
+    run = Run(tmp_path / "run", script=troubled(tmp_path, slow))
     run.command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *run.command]
     run.start()
     assert run.process is not None
-    wait_for_commit(run, SAVE_STEPS)
+    wait_for_commit(run, 10)
     runner = next(p for p in psutil.Process(run.process.pid).children() if "runner" in " ".join(p.cmdline()))
 
-    def ranks() -> list[psutil.Process]:
-        """By the numbers that they have out here."""
-        return [process for process in runner.children(recursive=True) if process.name().startswith("rank ")]
-
-    victim = max(ranks(), key=lambda process: process.memory_info().rss)
-    victim.send_signal(signal.SIGKILL)
+    sizes = {}
+    for process in runner.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            # By the numbers that they have out here.
+            if process.name().startswith("rank "):
+                sizes[process] = process.memory_info().rss
+    max(sizes, key=lambda process: sizes[process]).send_signal(signal.SIGKILL)
     wait_until(run, lambda: len(run.events("training_started")) == 2)
     runner.send_signal(signal.SIGTERM)
     assert run.finish() == 75, run.output
