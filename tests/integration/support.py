@@ -27,8 +27,8 @@ SHORT_JOB = ["--set", "trainer.num_train_epochs=1", "--set", "trainer.save_total
 TOTAL_STEPS = 70
 SAVE_STEPS = 20
 
-# In the first attempt a script can be made to crawl after a step, so that a test acts long before its end; stops are
-# agreed on at least every two steps then. At that pace:
+# A script can be made to crawl after a step, so that a test acts long before its end; stops are agreed on at nearly
+# every step then. At that pace:
 CRAWL_S = 0.5
 
 # Logs and saves do not fall together in it; a step takes at least 0.1 s.
@@ -60,20 +60,26 @@ import os, time
 from transformers import TrainerCallback
 class Slow(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
-        crawls = os.environ.get("CHECKPOINT_ATTEMPT") == "1" and state.global_step > CRAWL
-        time.sleep(CRAWL_S if crawls else 0.1)
+        chosen = os.environ.get("CHECKPOINT_ATTEMPT") == "ATTEMPT"
+        time.sleep(CRAWL_S if chosen and state.global_step > CRAWL else 0.1)
+        while chosen and state.global_step == GATE and not os.path.exists(FOLDER + ".open"):
+            time.sleep(0.02)
 """
 
 
-def script(folder: Path, num_workers: int = 0, crawl: int = TOTAL_STEPS) -> list[str]:
-    """60 steps, a commit every 10; it crawls after step `crawl` of attempt 1."""
+def script(
+    folder: Path, num_workers: int = 0, crawl: int = TOTAL_STEPS, gate: int = TOTAL_STEPS, attempt: int = 1
+) -> list[str]:
+    """60 steps, a commit every 10.
+
+    Args:
+        crawl: it crawls after this step of the attempt.
+        gate: it stands still after this one until there is a file `hf.open` in the folder.
+    """
     path = folder / "train.py"
-    path.write_text(
-        crawling(SLOW, crawl)
-        + PLAIN_HF_SCRIPT.replace("FOLDER", repr(str(folder / "hf")))
-        .replace("SLOW", "Slow()")
-        .replace("NUM_WORKERS", str(num_workers))
-    )
+    text = crawling(SLOW, crawl) + PLAIN_HF_SCRIPT.replace("SLOW", "Slow()").replace("NUM_WORKERS", str(num_workers))
+    text = text.replace("FOLDER", repr(str(folder / "hf"))).replace("GATE", str(gate))
+    path.write_text(text.replace('"ATTEMPT"', f'"{attempt}"'))
     return [str(path), "--steps", "60"]
 
 
@@ -177,6 +183,12 @@ class Run:
             self.output, _ = self.process.communicate()
             raise AssertionError(f"the run did not end; it said:\n{self.output}") from None
         return self.process.returncode
+
+    def end(self) -> None:
+        """By two signals, which is at once."""
+        self.signal(signal.SIGTERM)
+        self.signal(signal.SIGINT)
+        assert self.finish() == 75, self.output
 
     def events(self, name: str | None = None) -> list[dict[str, Any]]:
         path = self.folder / "journal.jsonl"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +11,9 @@ from servers import small_disk
 
 from checkpointing.storage import open_storage
 from runner.chaos.compare import differences
+
+# Of a script that stands still until the test has acted.
+HELD = ["--set", "restart.hang_timeout_s=600"]
 
 
 @pytest.fixture
@@ -26,12 +27,13 @@ def test_a_full_disk_ends_the_run_in_good_order_and_more_room_lets_it_go_on(
 ) -> None:
     location = disk / "checkpoints"
     options = ["--set", f"checkpoint.location={location}", "--set", "checkpoint.max_failed_saves=2"]
-    run = Run(tmp_path / "run", *options, script=script(tmp_path)).start()
+    run = Run(tmp_path / "run", *HELD, *options, script=script(tmp_path, gate=12)).start()
     wait_for_commit(run, 10)
     filler = disk / "somebody-elses"
     with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
         while True:
             file.write(bytes(4096))
+    (tmp_path / "hf.open").touch()
     assert run.finish() == 74, run.output
     failed = run.events("commit_failed")
     assert len(failed) >= 2 and all("No space left" in event["error"] for event in failed)
@@ -49,10 +51,11 @@ def test_a_full_disk_ends_the_run_in_good_order_and_more_room_lets_it_go_on(
 def test_a_second_runner_on_the_same_checkpoints_ends_the_first(tmp_path: Path, untouched_script: Run) -> None:
     """A pod was replaced, but the old one still lives: it must not publish, and not train on for nothing."""
     options = ["--set", f"checkpoint.location={tmp_path / 'shared'}"]
-    old = Run(tmp_path / "old", *options, script=script(tmp_path)).start()
+    old = Run(tmp_path / "old", *HELD, *options, script=script(tmp_path, gate=12)).start()
     wait_for_commit(old, 10)
     # What the new pod's agent does when it begins; the lock is passed over, it is of no use on a network file system.
     open_storage(str(tmp_path / "shared")).begin_attempt(2)
+    (tmp_path / "hf.open").touch()
     assert old.finish() == 78, old.output
     assert "attempt 2 of this run has begun" in old.events("run_ended")[0]["reason"]
     before = {path.name for path in (tmp_path / "shared").glob("checkpoint-*")}
@@ -70,10 +73,8 @@ def test_a_last_save_that_fails_is_made_good(tmp_path: Path, untouched: Run) -> 
     temporary.mkdir()
     fired.mkdir()
     run = Run(tmp_path / "run", *SHORT_JOB)
-    faults = {"CHECKPOINT_FAILPOINTS": "local.synced=error@4", "CHECKPOINT_FAILPOINTS_ONCE": str(fired)}
-    run.start(TMPDIR=str(temporary), **faults)
-    run.wait_for_step(30)
-    os.kill(run.rank_pid(1), signal.SIGKILL)
+    faults = "local.synced=error@4; training.step=kill@30"
+    run.start(TMPDIR=str(temporary), CHECKPOINT_FAILPOINTS=faults, CHECKPOINT_FAILPOINTS_ONCE=str(fired))
     assert run.finish() == 0, run.output
     assert run.events("commit_failed")[0]["step"] == TOTAL_STEPS, "the fourth commit is the last one's"
     assert run.events("resumed")[-1]["step"] == TOTAL_STEPS
