@@ -10,7 +10,18 @@ import time
 from pathlib import Path
 
 import pytest
-from integration.support import RUNNER, SAVE_STEPS, SHORT_JOB, TOTAL_STEPS, Run, loss_curve, state_hash, wait_until
+from integration.support import (
+    RUNNER,
+    SAVE_STEPS,
+    SHORT_JOB,
+    TOTAL_STEPS,
+    Run,
+    loss_curve,
+    script,
+    state_hash,
+    wait_for_commit,
+    wait_until,
+)
 
 
 def assert_equal_end(run: Run, untouched: Run) -> None:
@@ -34,8 +45,9 @@ def test_loss_falls_and_the_summary_tells(untouched: Run) -> None:
 
 @pytest.mark.parametrize("victim", ["rank 1", "rank 0", "launcher", "agent"])
 def test_sigkill_between_two_checkpoints(victim: str, untouched: Run, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", *SHORT_JOB).start()
+    run = Run(tmp_path / "run", *SHORT_JOB).start_held(2 * SAVE_STEPS + 6)
     step = run.wait_for_step(2 * SAVE_STEPS + 5)
+    wait_for_commit(run, 2 * SAVE_STEPS)
     pid = {
         "rank 1": lambda: run.rank_pid(1),
         "rank 0": lambda: run.rank_pid(0),
@@ -49,9 +61,9 @@ def test_sigkill_between_two_checkpoints(victim: str, untouched: Run, tmp_path: 
     first = run.events("attempt_ended")[0]
     resumed = run.events("training_started")[1]["step"]
     assert len(run.events("attempt_started")) == 2
-    # On a slow machine the kill may come later than meant, never earlier; and by default a snapshot in memory between
-    # two commits falls due by time, so the run may go on from one that is newer than the commit.
-    assert first["step"] >= step and resumed == run.events("resumed")[-1]["step"]
+    # By default a snapshot in memory between two commits falls due by time, so the run may go on from one that is newer
+    # than the commit.
+    assert step <= first["step"] <= step + 1 and resumed == run.events("resumed")[-1]["step"]
     assert resumed >= first["committed_step"] >= 2 * SAVE_STEPS
     lost = first["step"] - resumed
     assert 0 <= lost <= SAVE_STEPS
@@ -63,8 +75,9 @@ def test_sigkill_between_two_checkpoints(victim: str, untouched: Run, tmp_path: 
 
 
 def test_sigkill_of_the_supervisor_then_the_same_command(untouched: Run, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", *SHORT_JOB).start()
+    run = Run(tmp_path / "run", *SHORT_JOB).start_held(2 * SAVE_STEPS + 6)
     run.wait_for_step(2 * SAVE_STEPS + 5)
+    wait_for_commit(run, 2 * SAVE_STEPS)
     first_life = {process.pid for process in run.processes()}
     assert len(first_life) >= 4
     run.signal(signal.SIGKILL)
@@ -77,24 +90,25 @@ def test_sigkill_of_the_supervisor_then_the_same_command(untouched: Run, tmp_pat
     assert not run.leftovers()
 
 
-def test_ctrl_c_commits_a_snapshot_and_the_same_command_goes_on(untouched: Run, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", *SHORT_JOB).start()
-    step = run.wait_for_step(2 * SAVE_STEPS + 5)
+def test_ctrl_c_commits_a_snapshot_and_the_same_command_goes_on(untouched_script: Run, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", script=script(tmp_path, crawl=18)).start()
+    wait_for_commit(run, 20)
     began = time.monotonic()
     # A terminal's Ctrl-C reaches the whole foreground process group.
     assert run.process is not None
     os.killpg(run.process.pid, signal.SIGINT)
     assert run.finish() == 75, run.output
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 120
 
     stopped_at = run.events("attempt_ended")[-1]["step"]
-    assert step <= stopped_at < TOTAL_STEPS
+    assert 20 <= stopped_at < 60
     assert run.events("committed")[-1]["step"] == stopped_at
     assert not run.leftovers()
     assert run.start().finish() == 0, run.output
     assert run.events("training_started")[-1]["step"] == stopped_at
     assert "lost work    0 steps" in run.output
-    assert_equal_end(run, untouched)
+    assert state_hash(run.checkpoint(60)) == state_hash(untouched_script.checkpoint(60))
+    assert loss_curve(run.checkpoint(60)) == loss_curve(untouched_script.checkpoint(60))
 
 
 def test_stop_during_start_up_ends_at_once(tmp_path: Path) -> None:
@@ -102,13 +116,13 @@ def test_stop_during_start_up_ends_at_once(tmp_path: Path) -> None:
     wait_until(run, lambda: run.events("run_started"))
     time.sleep(0.5)
     run.signal(signal.SIGTERM)
-    assert run.finish(30) == 75, run.output
+    assert run.finish() == 75, run.output
     assert not run.leftovers()
 
 
 def test_a_finished_run_is_not_run_again(untouched: Run) -> None:
     again = Run(untouched.folder, *SHORT_JOB).start()
-    assert again.finish(20) == 0
+    assert again.finish() == 0
     assert "finished; nothing to do" in again.output
 
 
@@ -133,35 +147,36 @@ def test_status_and_checkpoint_commands(untouched: Run) -> None:
 
 
 def test_a_second_runner_is_refused(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", *SHORT_JOB).start()
+    run = Run(tmp_path / "run", *SHORT_JOB).start_held(5)
     wait_until(run, lambda: run.events("run_started"))
     second = Run(tmp_path / "run", *SHORT_JOB).start()
-    assert second.finish(20) == 2
+    assert second.finish() == 2
     assert "another runner" in second.output and "Traceback" not in second.output
-    run.signal(signal.SIGTERM)
-    assert run.finish(30) == 75
+    run.end()
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", *SHORT_JOB).start()
+    run = Run(tmp_path / "run", *SHORT_JOB).start_held(8)
     run.wait_for_step(5)
+    began = time.monotonic()
     run.signal(signal.SIGTERM)
     run.signal(signal.SIGTERM)
     time.sleep(0.05)
     run.signal(signal.SIGINT)
-    assert run.finish(20) == 75, run.output
-    assert run.events("attempt_ended")[-1]["kind"] in ("ended at once", "preempted")
+    assert run.finish() == 75, run.output
+    # The grace is a minute.
+    assert time.monotonic() - began < 50
+    assert run.events("attempt_ended")[-1]["kind"] == "ended at once"
     assert not run.leftovers()
 
 
 def test_a_stop_during_backoff_is_honoured(tmp_path: Path) -> None:
-    options = [*SHORT_JOB, "--set", "restart.backoff_initial_s=60"]
-    run = Run(tmp_path / "run", *options).start()
-    run.wait_for_step(5)
-    os.kill(run.rank_pid(1), signal.SIGKILL)
-    wait_until(run, lambda: run.events("backoff"))
+    options = [*SHORT_JOB, "--set", "restart.backoff_initial_s=600", "--set", "restart.backoff_max_s=600"]
+    run = Run(tmp_path / "run", *options).start(CHECKPOINT_FAILPOINTS="training.step=kill@7")
+    # The first time it starts again at once.
+    wait_until(run, lambda: any(event["delay_s"] >= 600 for event in run.events("backoff")))
     run.signal(signal.SIGTERM)
-    assert run.finish(20) == 75, run.output
+    assert run.finish() == 75, run.output
     assert not run.leftovers()
 
 
@@ -171,5 +186,5 @@ def test_nobody_needs_to_listen(tmp_path: Path) -> None:
     assert run.process is not None and run.process.stdout is not None
     run.process.stdout.readline()
     run.process.stdout.close()
-    assert run.process.wait(120) == 0
+    assert run.process.wait(500) == 0
     assert run.events("run_ended")[-1]["state"] == "finished"
