@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
+import socket
 import subprocess
 import urllib.request
 from pathlib import Path
 
 import pytest
-from integration.support import SHORT_JOB, TOTAL_STEPS, Run, wait_until
+from integration.support import SHORT_JOB, TOTAL_STEPS, Run, wait_for_commit
 from prometheus_client.parser import text_string_to_metric_families
 from servers import free_port
 
@@ -33,25 +32,30 @@ def scrape(port: int) -> tuple[str, dict[tuple[str, str], float]]:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of a run that has been killed once."""
+    """Of a run that has been killed once; it stands still while it is looked at."""
     port, folder = free_port(), tmp_path_factory.mktemp("monitored")
-    run = Run(folder / "run", *SHORT_JOB, "--metrics-port", str(port)).start()
-    run.wait_for_step(25)
-    os.kill(run.rank_pid(0), signal.SIGKILL)
-    wait_until(run, lambda: len(run.events("attempt_started")) == 2)
-    run.wait_for_step(45)
+    run = Run(folder / "run", *SHORT_JOB, "--metrics-port", str(port)).start_held(30, "training.loss=kill@25")
+    run.wait_for_step(30, attempt=2)
+    wait_for_commit(run, 20)
     text, figures = scrape(port)
     assert figures["runner_restarts_total", "crashed"] == 1
     assert figures["runner_state", "running"] == 1 and figures["runner_state", "finished"] == 0
-    assert 45 <= figures["runner_step", ""] <= TOTAL_STEPS == figures["runner_total_steps", ""]
+    assert 30 <= figures["runner_step", ""] <= TOTAL_STEPS == figures["runner_total_steps", ""]
     assert figures["runner_checkpoint_step", "local"] >= 20 and figures["runner_checkpoint_age_seconds", "local"] >= 0
     assert 0 < figures["runner_goodput_ratio", ""] < 1 and figures["runner_loss", ""] > 0
     assert figures["runner_restarts_left", ""] in (4, 5) and figures["runner_time_seconds", "start-up"] > 0
-    # Another run cannot have the port, and says so before it starts anything.
-    other = Run(folder / "other", *SHORT_JOB, "--metrics-port", str(port)).start()
-    assert other.finish() == 2 and f"--metrics-port {port} cannot be used" in other.output, other.output
-    assert run.finish() == 0, run.output
+    run.end()
     return text
+
+
+def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        run = Run(tmp_path / "run", *SHORT_JOB, "--metrics-port", str(port)).start()
+        assert run.finish() == 2 and f"--metrics-port {port} cannot be used" in run.output, run.output
+    assert not run.events("attempt_started")
 
 
 def test_the_page_is_what_prometheus_wants(page: str) -> None:
