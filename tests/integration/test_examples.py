@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -24,12 +25,18 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def kill_after_a_checkpoint(command: list[str], folder: Path) -> None:
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        deadline = time.monotonic() + 120
-        while not list(folder.rglob("checkpoint-*0/manifest.json")):
+    steps = (10, 20, 30, 40)
+    manifests = [
+        place / f"checkpoint-{step}" / "manifest.json" for place in (folder, folder / "checkpoints") for step in steps
+    ]
+    # It stands still until it is killed.
+    held = {**os.environ, "CHECKPOINT_FAILPOINTS": "training.step=hang@45"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=held) as process:
+        deadline = time.monotonic() + 400
+        while not any(manifest.exists() for manifest in manifests):
             assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline, "no checkpoint came"
-            time.sleep(0.005)
+            time.sleep(0.02)
         process.kill()
     assert process.returncode == -9
 
@@ -39,10 +46,10 @@ def test_few_lines_make_a_script_survive_sigkill(name: str, limit: int, tmp_path
     script = EXAMPLES / name
     assert 0 < len(re.findall(r"# added", script.read_text())) <= limit
     untouched, killed = tmp_path / "untouched", tmp_path / "killed"
-    subprocess.run([sys.executable, str(script), str(untouched)], check=True, capture_output=True, timeout=200)
+    subprocess.run([sys.executable, str(script), str(untouched)], check=True, capture_output=True, timeout=500)
     command = [sys.executable, str(script), str(killed)]
     kill_after_a_checkpoint(command, killed)
-    again = subprocess.run(command, check=True, capture_output=True, text=True, timeout=200)
+    again = subprocess.run(command, check=True, capture_output=True, text=True, timeout=500)
     if name == "loop.py":
         first = re.search(r"step (\d+)", again.stdout)
         assert first is not None and int(first[1]) > 10, "it began from the start"
