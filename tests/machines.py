@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from integration.support import Run, troubled, wait_until
+from integration.support import TOTAL_STEPS, Run, troubled, wait_until
 
 PORT = 29611
 # Steps of `troubled`.
@@ -49,8 +49,9 @@ class Machine(Run):
         return self.process.pid
 
 
-def pair(folder: Path, *options: str, trouble: str = "") -> list[Machine]:
-    script = troubled(folder, trouble)
+def pair(folder: Path, *options: str, trouble: str = "", crawl: int = TOTAL_STEPS) -> list[Machine]:
+    """Both run one script: see `troubled`."""
+    script = troubled(folder, trouble, crawl=crawl)
     return [Machine(folder, number, *options, script=script) for number in (0, 1)]
 
 
@@ -59,7 +60,7 @@ def start(machines: list[Machine]) -> None:
         machine.start()
 
 
-def finish(machines: list[Machine], timeout_s: float = 240) -> list[int]:
+def finish(machines: list[Machine], timeout_s: float = 500) -> list[int]:
     return [machine.finish(timeout_s) for machine in machines]
 
 
