@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,7 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-from integration.support import Run, script, state_hash, wait_for_commit
+import psutil
+from integration.support import Run, script, state_hash, wait_for_commit, wait_until
+from servers import free_port
 
 
 def test_a_plain_script_survives_a_kill_bit_for_bit(tmp_path: Path, untouched_script: Run) -> None:
@@ -17,7 +20,7 @@ def test_a_plain_script_survives_a_kill_bit_for_bit(tmp_path: Path, untouched_sc
 
     With dataloader workers, which change nothing in the data; test_snapshots.py does without.
     """
-    run = Run(tmp_path / "run", script=script(tmp_path, num_workers=2)).start()
+    run = Run(tmp_path / "run", script=script(tmp_path, num_workers=2, crawl=20)).start()
     wait_for_commit(run, 20)
     os.kill(run.rank_pid(0), signal.SIGKILL)
     assert run.finish() == 0, run.output
@@ -32,21 +35,25 @@ def test_the_same_script_under_plain_torchrun(tmp_path: Path, untouched_script: 
     """Library use: no supervisor; the manager starts its own agent, and goes on from what it finds."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CHECKPOINT_LOCATION": str(tmp_path / "checkpoints")}
-    process = subprocess.Popen([*command, *script(tmp_path)], env=environment, start_new_session=True)
-    deadline = time.monotonic() + 90
+    held = {**environment, "CHECKPOINT_FAILPOINTS": "training.step=hang@25"}
+    process = psutil.Popen([*command, *script(tmp_path)], env=held)
+    deadline = time.monotonic() + 400
     while not (tmp_path / "checkpoints" / "checkpoint-20").exists():
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
+    # Its ranks have sessions of their own.
+    for victim in [*process.children(recursive=True), process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.kill()
     process.wait()
-    result = subprocess.run([*command, *script(tmp_path)], env=environment, capture_output=True, text=True, timeout=120)
+    result = subprocess.run([*command, *script(tmp_path)], env=environment, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stderr
     assert state_hash(tmp_path / "checkpoints" / "checkpoint-60") == state_hash(untouched_script.checkpoint(60))
 
 
 def test_a_missing_model_is_told_in_one_line(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", "--set", f"model.name_or_path={tmp_path}/nothing").start(HF_HUB_OFFLINE="1")
-    assert run.finish(60) == 78, run.output
+    assert run.finish() == 78, run.output
     assert "nothing" in run.output and "Traceback" not in run.output
 
 
@@ -66,28 +73,23 @@ def test_a_script_with_its_own_answer_to_sigterm_is_asked_first(tmp_path: Path) 
         "    sys.exit(0)\n"
         "signal.signal(signal.SIGTERM, save)\n"
         f"open({str(tmp_path)!r} + '/ready-' + os.environ['RANK'], 'w').close()\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     run = Run(tmp_path / "run", script=[str(path)]).start()
-    while not all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)):
-        time.sleep(0.05)
+    wait_until(run, lambda: all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)))
     run.signal(signal.SIGINT)
     # An answer of its own is no end of training.
-    assert run.finish(30) == 75, run.output
+    assert run.finish() == 75, run.output
     assert (tmp_path / "saved-0").exists() and (tmp_path / "saved-1").exists()
     assert not run.leftovers()
 
 
 def test_two_nodes_on_one_machine_finish_together(tmp_path: Path) -> None:
     """Happy path of torchrun's options for several machines; one run, one committer."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    options = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
+    options = ["--nnodes", "2", "--nproc-per-node", "1", "--set", f"launch.peer_port={free_port()}"]
+    options += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     lines = script(tmp_path)
     nodes = [Run(tmp_path / "run", *options, "--node-rank", str(node), script=lines).start() for node in (0, 1)]
-    assert [node.finish(120) for node in nodes] == [0, 0], nodes[0].output + nodes[1].output
+    assert [node.finish() for node in nodes] == [0, 0], nodes[0].output + nodes[1].output
     assert (nodes[0].checkpoint(60) / "rng_state_1.pth").exists()
     assert (tmp_path / "run" / "node-1" / "journal.jsonl").exists()

@@ -35,7 +35,10 @@ def test_the_nearest_valid_copy_is_resumed_from_and_s3_alone_is_enough(
 ) -> None:
     local = tmp_path / "nvme"
     chosen = options(location, local, "checkpoint.local_keep_last=2")
-    run = Run(tmp_path / "run", *chosen, script=script(tmp_path)).start()
+    path = Path(script(tmp_path, crawl=28)[0])
+    # What is not to be kept for good need not be uploaded once there is a newer one.
+    path.write_text(path.read_text().replace("train_dataset=rows))", "train_dataset=rows), keep_every=10)"))
+    run = Run(tmp_path / "run", *chosen, script=[str(path), "--steps", "60"]).start()
     wait_for_commit(run, 30)
     run.signal(signal.SIGTERM)
     assert run.finish() == 75, run.output
@@ -50,8 +53,7 @@ def test_the_nearest_valid_copy_is_resumed_from_and_s3_alone_is_enough(
     # A damaged copy on the local disk: the other one, of the same step.
     damaged = local / f"checkpoint-{newest}" / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-8] + b"damaged!")
-    again = Run(run.folder, *chosen, script=script(tmp_path)).start()
-    # No later: its upload is slow, and a signal may then come after the last step.
+    again = Run(run.folder, *chosen, script=script(tmp_path, crawl=0, attempt=2)).start()
     wait_until(again, lambda: again.events("resumed"))
     again.signal(signal.SIGTERM)
     assert again.finish() == 75, again.output
@@ -96,7 +98,7 @@ def test_a_local_tier_that_is_full_is_passed_by(tmp_path: Path, location: str) -
 
 def test_a_killed_agent_loses_no_upload(tmp_path: Path, location: str, untouched_script: Run) -> None:
     """What lay in the local tier alone is uploaded by the next agent."""
-    run = Run(tmp_path / "run", *options(location, tmp_path / "nvme"), script=script(tmp_path)).start()
+    run = Run(tmp_path / "run", *options(location, tmp_path / "nvme"), script=script(tmp_path, crawl=20)).start()
     wait_for_commit(run, 20)
     os.kill(run.agent_pid(), signal.SIGKILL)
     assert run.finish() == 0, run.output
@@ -114,7 +116,7 @@ def test_s3_is_away_when_a_rank_dies(
     folder, port = tmp_path / "objects", free_port()
     with rclone_server(folder, port) as server:
         place = f"s3://{bucket_on(server, monkeypatch)}/run"
-        run = Run(tmp_path / "run", *options(place, tmp_path / "nvme"), script=script(tmp_path)).start()
+        run = Run(tmp_path / "run", *options(place, tmp_path / "nvme"), script=script(tmp_path, crawl=10)).start()
         wait_until(run, lambda: any(event["tier"] == "remote" for event in run.events("committed")))
     os.kill(run.rank_pid(0), signal.SIGKILL)
     wait_until(run, lambda: len(run.events("attempt_started")) == 2 and run.events("resumed"))
