@@ -127,7 +127,7 @@ def test_a_finished_run_is_not_run_again(untouched: Run) -> None:
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*RUNNER, *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run([*RUNNER, *arguments], capture_output=True, text=True, timeout=400)
 
 
 def test_status_and_checkpoint_commands(untouched: Run) -> None:
