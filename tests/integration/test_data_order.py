@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from integration.support import Run, finished_once, shared_folder, troubled, wait_for_commit, wait_until
+from integration.support import TOTAL_STEPS, Run, finished_once, shared_folder, troubled, wait_for_commit, wait_until
 
 END, ROWS, GLOBAL_BATCH = 40, 96, 8
 # Every rank writes down what it trains on: step and row, as the first two tokens tell it.
@@ -25,8 +25,8 @@ LISTED = """
 """
 
 
-def listing_script(folder: Path, options: str = "") -> list[str]:
-    script = troubled(folder, LISTED, options)
+def listing_script(folder: Path, options: str = "", crawl: int = TOTAL_STEPS) -> list[str]:
+    script = troubled(folder, LISTED, options, crawl)
     text = Path(script[0]).read_text().replace("{args_folder}", str(folder / "seen"))
     numbered = "[[3 + i // 32, 3 + i % 32, *row['input_ids']] for i, row in enumerate(rows)]"
     text = text.replace("rows = rows.map(", f"rows = Dataset.from_dict({{'input_ids': {numbered}}})\nrows = rows.map(")
@@ -92,7 +92,7 @@ def wait_for_commit_in(run: Run, attempt: int) -> None:
 
 
 def test_ranks_that_cannot_share_a_step_are_told(tmp_path: Path) -> None:
-    script = listing_script(tmp_path)
+    script = listing_script(tmp_path, crawl=8)
     run = Run(tmp_path / "run", script=script).start()
     wait_for_commit(run, 10)
     run.signal(signal.SIGTERM)

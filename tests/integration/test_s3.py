@@ -39,15 +39,11 @@ def test_server_and_ranks_are_killed_and_the_machine_is_lost(
 ) -> None:
     """The default job on S3 alone; its server dies between the data and the manifest of a checkpoint."""
     options = [*SHORT_JOB, "--set", f"checkpoint.location={s3_location}"]
-    fired = tmp_path / "fired"
-    fired.mkdir()
-    run = Run(tmp_path / "run", *options).start(
-        CHECKPOINT_FAILPOINTS="remote.publishing=pause@2", CHECKPOINT_FAILPOINTS_ONCE=str(fired)
-    )
-    wait_until(run, lambda: list(fired.iterdir()))
+    run = Run(tmp_path / "run", *options).start_held(SAVE_STEPS + 6, "remote.publishing=pause")
+    wait_until(run, (tmp_path / "run.fired" / "remote.publishing").exists)
     with without_gateway(radosgw_s3):
-        wait_until(run, lambda: max(e["step"] for e in run.events("log")) > SAVE_STEPS * 2)
-    wait_for_commit(run, SAVE_STEPS * 2)
+        run.wait_for_step(SAVE_STEPS + 5)
+    wait_for_commit(run, SAVE_STEPS)
     os.kill(run.rank_pid(0), signal.SIGKILL)
     wait_until(run, lambda: run.events("resumed"))
     run.signal(signal.SIGTERM)
