@@ -459,7 +459,7 @@ def test_runners_that_are_killed_again_and_again_spend_the_budget(tmp_path: Path
         wait_until(run, lambda n=attempt: any(event["attempt"] == n for event in run.events("rank_started")))
         run.signal(signal.SIGKILL)
         run.finish()
-    assert run.start().finish() in (76, 79), run.output
+    assert run.start().finish() == 79, run.output
     assert "ended together with its runner" in last_line(run)
     # That is told once: whoever starts it again after that wants it to be tried.
     assert run.start().finish() == 0, run.output

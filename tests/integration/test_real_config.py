@@ -29,7 +29,7 @@ def test_smollm3_3b_configuration_survives_a_kill(untouched: Run, tmp_path: Path
     weights = load_file(reference.checkpoint(40) / "model.safetensors")
     assert {str(tensor.dtype) for tensor in weights.values()} == {"torch.bfloat16"}
 
-    run = Run(tmp_path / "run", *options).start()
+    run = Run(tmp_path / "run", *options).start_held(12)
     wait_for_commit(run, 10)
     os.kill(run.rank_pid(0), signal.SIGKILL)
     assert run.finish() == 0, run.output
