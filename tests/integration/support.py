@@ -162,17 +162,25 @@ class Run:
     def start_held(self, step: int, *failpoints: str, **environment: str) -> Run:
         """Start it so that a rank stands still at the end of its `step`-th step, once: the test acts while all wait.
 
-        Only a rank's end, or the run's, ends that.
+        Only a rank's end, or the run's, ends that. If a rank ends before (see `wait_until_held`), the next attempt may
+        stand still.
 
         Args:
             failpoints: others that are armed too, each to fire once.
         """
-        fired = self.folder.with_name(f"{self.folder.name}.fired")
-        fired.mkdir(parents=True)
+        self.fired.mkdir(parents=True)
         at = self.command.index("start") + 1
         self.command[at:at] = ["--set", "restart.hang_timeout_s=600"]
         armed = "; ".join([*failpoints, f"training.step=hang@{step}"])
-        return self.start(CHECKPOINT_FAILPOINTS=armed, CHECKPOINT_FAILPOINTS_ONCE=str(fired), **environment)
+        return self.start(CHECKPOINT_FAILPOINTS=armed, CHECKPOINT_FAILPOINTS_ONCE=str(self.fired), **environment)
+
+    @property
+    def fired(self) -> Path:
+        """A file for each failpoint of `start_held` that has fired."""
+        return self.folder.with_name(f"{self.folder.name}.fired")
+
+    def wait_until_held(self) -> None:
+        wait_until(self, (self.fired / "training.step").exists)
 
     def finish(self, timeout_s: float = 500) -> int:
         assert self.process is not None

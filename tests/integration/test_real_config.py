@@ -30,6 +30,7 @@ def test_smollm3_3b_configuration_survives_a_kill(untouched: Run, tmp_path: Path
     assert {str(tensor.dtype) for tensor in weights.values()} == {"torch.bfloat16"}
 
     run = Run(tmp_path / "run", *options).start_held(12)
+    run.wait_until_held()
     wait_for_commit(run, 10)
     os.kill(run.rank_pid(0), signal.SIGKILL)
     assert run.finish() == 0, run.output

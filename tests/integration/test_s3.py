@@ -40,9 +40,10 @@ def test_server_and_ranks_are_killed_and_the_machine_is_lost(
     """The default job on S3 alone; its server dies between the data and the manifest of a checkpoint."""
     options = [*SHORT_JOB, "--set", f"checkpoint.location={s3_location}"]
     run = Run(tmp_path / "run", *options).start_held(SAVE_STEPS + 6, "remote.publishing=pause")
-    wait_until(run, (tmp_path / "run.fired" / "remote.publishing").exists)
+    wait_until(run, (run.fired / "remote.publishing").exists)
     with without_gateway(radosgw_s3):
         run.wait_for_step(SAVE_STEPS + 5)
+        run.wait_until_held()
     wait_for_commit(run, SAVE_STEPS)
     os.kill(run.rank_pid(0), signal.SIGKILL)
     wait_until(run, lambda: run.events("resumed"))

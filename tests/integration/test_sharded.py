@@ -184,22 +184,27 @@ def test_what_is_not_supported_is_refused(settings: list[str], text: str, tmp_pa
 HALVES = "trainer.per_device_train_batch_size=2"
 
 
-def two_machines(folder: Path) -> tuple[Run, Run]:
-    """Runners that meet on one host, as on two; each has two ranks that hold all of the model between them."""
-    port, settings = free_port(), ("strategy=fsdp", f"checkpoint.location={folder / 'checkpoints'}", HALVES)
+def two_machines(folder: Path, hold: int | None = None) -> tuple[Run, Run]:
+    """Runners that meet on one host, as on two; each has two ranks that hold all of the model between them.
+
+    With `hold` a rank of the first stands still after that step, and so do all.
+    """
+    port, settings = free_port(), ["strategy=fsdp", f"checkpoint.location={folder / 'checkpoints'}", HALVES]
+    settings += ["restart.hang_timeout_s=600"] if hold is not None else []
     runs = [job(folder / name, *settings) for name in ("first", "second")]
     for number, run in enumerate(runs):
         run.command += ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(number)]
         run.command += ["--rdzv-endpoint", f"localhost:{port}", "--set", f"launch.peer_port={free_port()}"]
     runs[1].command[-1] = runs[0].command[-1]
-    return runs[0].start(), runs[1].start()
+    first, second = runs
+    return first.start() if hold is None else first.start_held(hold), second.start()
 
 
 def test_sharded_within_machines_and_replicated_between_them(tmp_path: Path) -> None:
     calm = two_machines(tmp_path / "calm")
     assert [run.finish() for run in calm] == [0, 0], calm[0].output + calm[1].output
-    first, second = two_machines(tmp_path / "killed")
-    first.wait_for_step(9)
+    first, second = two_machines(tmp_path / "killed", hold=10)
+    first.wait_until_held()
     # Which ranks it has is torchrun's choice.
     os.kill(Run(second.folder / "node-1").events("rank_started")[-1]["pid"], signal.SIGKILL)
     assert [first.finish(), second.finish()] == [0, 0], first.output + second.output
