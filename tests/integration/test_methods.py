@@ -47,7 +47,10 @@ def test_each_method_ends_as_if_nothing_had_happened(method: str, tmp_path: Path
     assert [event["kind"] for event in run.events("attempt_ended")] == ["crashed", "checkpoint agent lost", "finished"]
     assert {event["from"] for event in run.events("resumed")} == {"memory", "local"}
     assert not run.events("snapshot_dropped")
-    for step in (6, 12, 18, 24):
+    # A slow disk passes over saves, but for the last one.
+    steps = [step for step in (6, 12, 18, 24) if run.checkpoint(step).exists() and calm.checkpoint(step).exists()]
+    assert steps[-1] == 24
+    for step in steps:
         assert state_hash(run.checkpoint(step)) == state_hash(calm.checkpoint(step)), step
     assert history(run.checkpoint(24)) == history(calm.checkpoint(24))
     # Over all attempts, as if there had been one.

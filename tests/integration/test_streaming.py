@@ -37,7 +37,10 @@ def test_a_streamed_job_ends_as_if_nothing_had_happened(settings: list[str], tmp
     run.start(CHECKPOINT_FAILPOINTS="training.step=kill@9; local.begun=kill@3", CHECKPOINT_FAILPOINTS_ONCE=str(fired))
     assert run.finish() == 0, run.output
     assert [event["kind"] for event in run.events("attempt_ended")] == ["crashed", "checkpoint agent lost", "finished"]
-    for step in (6, 12, 18, 24):
+    # A slow disk passes over saves, but for the last one.
+    steps = [step for step in (6, 12, 18, 24) if run.checkpoint(step).exists() and calm.checkpoint(step).exists()]
+    assert steps[-1] == 24
+    for step in steps:
         assert state_hash(run.checkpoint(step)) == state_hash(calm.checkpoint(step)), step
     assert history(run.checkpoint(24)) == history(calm.checkpoint(24))
 
