@@ -380,6 +380,7 @@ def _size(option: str, text: str | None) -> int | None:
 @click.option(
     "--mttf-hours", type=click.FloatRange(min=0, min_open=True), help="Mean time between failures (default: none)."
 )
+@click.option("--gpus", type=click.IntRange(min=1), help="Or so many, each as reliable as Meta's (1,024: 7.9 h).")
 @click.option("--trace", type=click.Path(path_type=Path), help="File of hours between failures, one per line, instead.")
 @click.option("--reclaims-per-day", type=click.FloatRange(min=0), default=0.0, help="Announced ends of spot machines.")
 @click.option("--set", "settings", multiple=True, metavar="NAME=SECONDS", help="Any other figure; --list names them.")
@@ -396,6 +397,7 @@ def simulate(
     source: str | None,
     work_hours: float,
     mttf_hours: float | None,
+    gpus: int | None,
     trace: Path | None,
     reclaims_per_day: float,
     settings: tuple[str, ...],
@@ -409,8 +411,13 @@ def simulate(
 ) -> None:
     """Simulate runs under failures: how much of their time would count, and what that hangs on."""
     from runner.history import events_at
+    from runner.simulate.scenario import GPU_MTTF_S, HOUR_S
     from runner.simulate.study import Study, read_trace, render, scenario_of, to_page, variations
 
+    if sum(given is not None for given in (mttf_hours, gpus, trace)) > 1:
+        raise UsageError("--mttf-hours, --gpus and --trace say the same in three ways: give one of them")
+    if gpus is not None:
+        mttf_hours = GPU_MTTF_S / HOUR_S / gpus
     trace_s = read_trace(trace) if trace is not None else None
     events = events_at(source) if source is not None else []
     scenario = scenario_of(events, work_hours, mttf_hours, reclaims_per_day, settings)

@@ -14,8 +14,6 @@ from runner.simulate.scenario import HOUR_S, Scenario
 
 # Beyond it an allocator's gaps, and the longest batch, end in "out of memory".
 _USABLE_SHARE = 0.92
-# Of one GPU of Meta's clusters: 1,024 of them fail every 7.9 h (arXiv 2410.21680, section 3).
-GPU_MTTF_S = 1024 * 7.9 * HOUR_S
 # What a snapshot costs the training thread: a fixed part, and one per tensor (docs/checkpoint-benchmark.md).
 _STALL_S, _STALL_PER_TENSOR_S = 0.0005, 5e-6
 _RUNS = 200

@@ -21,11 +21,11 @@ from runner.doctor.findings import gb
 from runner.doctor.places import disk_rate, object_rates
 from runner.errors import UsageError
 from runner.node import shape_of
-from runner.plan.advice import GPU_MTTF_S, Option, Saving, choose, options, outlook, saving
+from runner.plan.advice import Option, Saving, choose, options, outlook, saving
 from runner.plan.anatomy import Anatomy, examine_model
 from runner.plan.memory import Job
 from runner.simulate.engine import Forecast
-from runner.simulate.scenario import HOUR_S, Scenario
+from runner.simulate.scenario import GPU_MTTF_S, HOUR_S, Scenario
 from runner.status import duration
 
 # Of page-locked memory over PCIe 4.0 x16, where it cannot be measured without starting CUDA.

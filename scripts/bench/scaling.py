@@ -13,6 +13,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from common import ROOT, machine, spread, undisturbed
@@ -24,6 +25,7 @@ from runner.chaos.subject import Subject, runner_command
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 NUM_COLD_ENTRIES = 4
 LIMIT_S = 600.0
+DOCS = ROOT / "docs" / "scaling-benchmark.md"
 
 
 def measure(folder: Path, ranks: int, steps: int) -> tuple[float, float]:
@@ -50,6 +52,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="default: 5")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="default: 1 2; 1 is always measured")
     parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--docs", action="store_true", help=f"write {DOCS.name}")
     options = parser.parse_args()
     rounds, steps = (1, 40) if options.quick else (options.rounds, 120)
     numbers = sorted({1, *options.ranks})
@@ -76,19 +79,26 @@ def main() -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
     figures: dict[str, float] = {}
-    print(f"\n{machine()}; {rounds} rounds of {steps} steps\n")
-    print("| ranks | tokens/s | of each rank | speed-up | scaling efficiency | share of communication |")
-    print("|---|---|---|---|---|---|")
+    lines = [
+        "| ranks | tokens/s | of each rank | speed-up | scaling efficiency | share of communication |",
+        "|---|---|---|---|---|---|",
+    ]
     for number in numbers:
         ratios = [many / one for many, one in zip(rates[number], rates[1], strict=True)]
         speed_up, share = statistics.median(ratios), statistics.median(shares[number])
         figures[f"tokens_per_s_{number}"] = round(statistics.median(rates[number]), 1)
         figures[f"scaling_efficiency_{number}"] = round(speed_up / number, 4)
         figures[f"communication_share_{number}"] = round(share, 4)
-        print(
+        lines.append(
             f"| {number} | {spread(rates[number], 0)} | {statistics.median(rates[number]) / number:.0f} | "
             f"{spread(ratios)} | {speed_up / number:.0%} | {share:.1%} |"
         )
+    print("\n".join(["", f"{machine()}; {rounds} rounds of {steps} steps", "", *lines]))
+    if options.docs:
+        command = " ".join(["python scripts/bench/scaling.py", *sys.argv[1:]])
+        told = f"`{command}`, {time.strftime('%Y-%m-%d')}, on {machine()}; {rounds} rounds of {steps} steps."
+        text = " ".join((__doc__ or "").split())
+        DOCS.write_text("\n".join(["# What another rank brings", "", told, "", *lines, "", text]) + "\n")
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
 

@@ -41,6 +41,7 @@ def test_memory_is_within_15_percent(job: str, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", *options, *few).start()
     assert run.finish(500) == 0, run.output
     measured = 1e9 * max(event["peak_memory_gb"] for event in run.events("log"))
+    print(f"{job}: planned {planned / 1e9:.3f} GB, measured {measured / 1e9:.3f} GB, {planned / measured:.3f}")
     assert planned == pytest.approx(measured, rel=0.15)
     # The checkpoint, to the byte but for what is not tensors.
     committed = run.events("committed")[-1]["nbytes"]
@@ -78,6 +79,10 @@ def test_simulated_by_its_command(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert lines[1].rstrip().endswith("yes") and lines[2].rstrip().endswith("no"), done.stdout
     assert "commit_interval_s" in page.read_text()
+    told = command("simulate", "--gpus", "1024", "--list")
+    assert f"mttf_s={7.9 * 3600:g}" in told.stdout.splitlines(), told.stderr
+    failed = command("simulate", "--gpus", "8", "--mttf-hours", "3")
+    assert failed.returncode == 2 and "give one of them" in failed.stderr
     failed = command("simulate", "--vary", "nothing=1")
     assert failed.returncode == 2 and "not known; one of work_s" in failed.stderr
     failed = command("simulate", "--from", str(tmp_path))
