@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import logging
 import os
 import queue
+import shutil
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -141,7 +144,9 @@ class AimTracker(TrainerCallback):
         from aim import Repo, Run
         from aim.sdk import base_run
 
-        exists = Repo.from_path(self._repo, init="://" not in self._repo).run_exists(self._hash)
+        if "://" not in self._repo:
+            self._make_repository()
+        exists = Repo.from_path(self._repo).run_exists(self._hash)
         # A run that is new gets a hash of Aim's choice; there is no argument for it.
         base_run.generate_run_hash = lambda: self._hash
         # A killed rank has left its lock, and no other one lives.
@@ -149,3 +154,20 @@ class AimTracker(TrainerCallback):
         run.experiment = self._experiment
         run["runner"] = {"run": self._lineage, "checkpoints": self._location, "attempts": self._attempt}
         return run
+
+    def _make_repository(self) -> None:
+        """Whole, or not at all: a rank may be killed meanwhile, and Aim never opens half of one."""
+        from aim.sdk.repo import Repo
+        from aim.sdk.utils import clean_repo_path, get_aim_repo_name
+
+        target = Path(clean_repo_path(self._repo)) / get_aim_repo_name()
+        if target.exists():
+            return
+        own = target.parent / f".aim-{self._hash}"
+        shutil.rmtree(own, ignore_errors=True)
+        own.mkdir(parents=True)
+        Repo(str(own), init=True)
+        # Another run may have been first: its repository is as good.
+        with contextlib.suppress(OSError):
+            (own / target.name).rename(target)
+        shutil.rmtree(own, ignore_errors=True)
