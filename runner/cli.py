@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -140,10 +141,13 @@ def start(
         from runner.debug import debugging_environment, for_debugging
         from runner.doctor.devices import find_gpus
 
+        if script is not None:
+            raise UsageError(f"--debug makes the configured job small; what {script} does, only its own options can")
         if resume not in ("auto", "never"):
             raise UsageError(f"--debug begins anew, in a folder of its own; leave --resume {resume} out")
-        config, resume, overwrite = for_debugging(config), "never", True
-        os.environ.update(debugging_environment(os.environ, on_gpu=bool(find_gpus())))
+        gpus = find_gpus()
+        config, resume, overwrite = for_debugging(config, len(gpus)), "never", True
+        os.environ.update(debugging_environment(os.environ, on_gpu=bool(gpus)))
     directory = _directory(config)
     directory.create()
     directory.lock(lambda text: click.echo(f"runner: {text}"), lambda: bool(stop))
@@ -343,6 +347,10 @@ def plan(
     """
     from runner.plan.plan import Assumptions, make_plan, render
 
+    for option, value in (("--work-hours", work_hours), ("--mttf-hours", mttf_hours), ("--step-seconds", step_seconds)):
+        if value is not None and not math.isfinite(value):
+            raise UsageError(f"{option} {value}: write a number")
+
     config = _load(config_path, output_dir, settings, launch)
     assumptions = Assumptions(
         gpus, _size("--gpu-memory", gpu_memory), machines, step_seconds, work_hours, mttf_hours, reclaims_per_day,
@@ -367,9 +375,12 @@ def _size(option: str, text: str | None) -> int | None:
     from checkpointing.memory import parse_bytes
 
     try:
-        return parse_bytes(text) if text is not None else None
+        size = parse_bytes(text) if text is not None else None
     except ValueError as error:
         raise UsageError(f"{option}: {error}") from None
+    if size == 0:
+        raise UsageError(f"{option} {text}: write a size above 0")
+    return size
 
 
 @cli.command()
@@ -381,7 +392,9 @@ def _size(option: str, text: str | None) -> int | None:
     "--mttf-hours", type=click.FloatRange(min=0, min_open=True), help="Mean time between failures (default: none)."
 )
 @click.option("--gpus", type=click.IntRange(min=1), help="Or so many, each as reliable as Meta's (1,024: 7.9 h).")
-@click.option("--trace", type=click.Path(path_type=Path), help="File of hours between failures, one per line, instead.")
+@click.option(
+    "--trace", type=click.Path(path_type=Path), help="File of hours of running between failures, one per line."
+)
 @click.option("--reclaims-per-day", type=click.FloatRange(min=0), default=0.0, help="Announced ends of spot machines.")
 @click.option("--set", "settings", multiple=True, metavar="NAME=SECONDS", help="Any other figure; --list names them.")
 @click.option("--list", "list_names", is_flag=True, help="List the figures and their values.")
@@ -432,7 +445,7 @@ def simulate(
         _console().print(render(study, target))
     if plot is not None:
         plot.write_text(to_page(study), encoding="utf-8")
-        click.echo(f"runner: {plot.absolute()}")
+        click.echo(f"runner: {plot.absolute()}", err=True)
 
 
 @cli.command()

@@ -12,6 +12,7 @@ _MAX_ROWS = 200
 _MAX_STEPS = 20
 _SAVE_STEPS = 5
 _MAX_LENGTH = 128
+_VALIDATION_SHARE = 0.05
 # What tells where a collective stalls; the user's own word goes before it.
 _ENVIRONMENT = {
     "NCCL_DEBUG": "INFO",
@@ -21,7 +22,7 @@ _ENVIRONMENT = {
 }
 
 
-def for_debugging(config: Config) -> Config:
+def for_debugging(config: Config, num_gpus: int) -> Config:
     """One machine, two ranks, a small model, few rows, few steps, saves that block training until they are written.
 
     It lies in a folder of its own, beside the run's; nothing is read from or written to the run's checkpoints.
@@ -32,15 +33,22 @@ def for_debugging(config: Config) -> Config:
     # Without memory for a snapshot every save blocks.
     small.checkpoint.memory_limit = 0
     small.checkpoint.snapshot_steps = small.checkpoint.save_steps = small.checkpoint.save_minutes = None
-    small.launch = type(config.launch)(nproc_per_node=2, cold=config.launch.cold)
+    small.launch = type(config.launch)(nproc_per_node=min(2, num_gpus or 2), cold=config.launch.cold)
     small.restart.max_restarts = 0
     small.tracking.aim_repo = None
+    small.monitoring.port = None
     bundled = Config.model_validate(yaml.safe_load(DEFAULT_CONFIG.read_text(encoding="utf-8")))
     small.model = bundled.model
     small.data.max_rows = min(config.data.max_rows or _MAX_ROWS, _MAX_ROWS)
+    if config.data.validation_share is not None:
+        # Of so few rows, at least some.
+        small.data.validation_share = max(config.data.validation_share, _VALIDATION_SHARE)
+    steps = int(config.trainer.get("max_steps", 0))
     length = min(int(config.trainer.get("max_length") or _MAX_LENGTH), _MAX_LENGTH)
     small.trainer |= {
-        "max_steps": min(int(config.trainer.get("max_steps", 0)) or _MAX_STEPS, _MAX_STEPS),
+        "max_steps": min(steps, _MAX_STEPS) if steps > 0 else _MAX_STEPS,
+        "per_device_train_batch_size": min(int(config.trainer.get("per_device_train_batch_size", 4)), 4),
+        "gradient_accumulation_steps": min(int(config.trainer.get("gradient_accumulation_steps", 1)), 2),
         "save_strategy": "steps",
         "save_steps": _SAVE_STEPS,
         "logging_steps": 1,

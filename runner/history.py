@@ -79,6 +79,7 @@ def events_at(place: str) -> list[Event]:
     Raises:
         UsageError: there is no run, or it cannot be read now.
     """
+    place = place.removeprefix("file://") if place.startswith("file:///") else place
     directory = RunDirectory(place) if "://" not in place else None
     own = read_journal(directory.journal) if directory is not None else []
     try:

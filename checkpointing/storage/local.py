@@ -12,6 +12,7 @@ import errno
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -140,7 +141,8 @@ class LocalStorage(Storage):
 
     def probe(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
-        path = self.root / f".probe.{os.getpid()}"
+        # Pods that share a volume have the same process numbers.
+        path = self.root / f".probe.{uuid.uuid4().hex}"
         try:
             write_file(path, [memoryview(b"probe")])
         finally:

@@ -70,7 +70,7 @@ def judge(told: Mapping[str, Any]) -> Iterator[Finding]:
     rates = {int(size): min(rank["bandwidth"][size] for rank in ranks) for size in ranks[0]["bandwidth"]}
     listed = ", ".join(f"{rate / 1e9:.2f} GB/s at {size >> 20} MiB" for size, rate in sorted(rates.items()))
     yield ok("all-reduce", f"right on {len(ranks)} ranks over {told['backend']}; bus bandwidth {listed}")
-    usual = statistics.median(rank["compute_s"] for rank in ranks)
+    usual = statistics.median_low(rank["compute_s"] for rank in ranks)
     slow = [rank for rank in ranks if rank["compute_s"] > _SLOW * usual]
     for rank in slow:
         times = f"{rank['compute_s'] / usual:.1f}"

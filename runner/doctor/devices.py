@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import os
 import re
 import subprocess
 from collections import Counter
@@ -16,6 +17,7 @@ from runner.doctor.findings import Finding, fail, ok, warn
 # nvidia-smi --help-query-gpu
 _FIELDS = [
     "index",
+    "uuid",
     "name",
     "driver_version",
     "memory.total",
@@ -55,8 +57,7 @@ def find_gpus() -> list[Gpu]:
     with contextlib.suppress(subprocess.CalledProcessError):
         return [
             Gpu(int(row["index"]), row["name"], row["driver_version"], _number(row["memory.total"]) * _MIB)
-            for row in _query()
-            if row["index"].isdigit()
+            for row in _visible(_query())
         ]
     return []
 
@@ -64,7 +65,7 @@ def find_gpus() -> list[Gpu]:
 def check_devices(num_ranks: int) -> Iterator[Finding]:
     """Numbers, health and links of the GPUs."""
     try:
-        rows = _query()
+        rows = _visible(_query())
     except subprocess.CalledProcessError as error:
         text = " ".join((error.stdout or error.stderr or "").split())
         yield fail("GPUs", f"the driver does not answer: {text[:200]}", "reinstall it, or use another machine")
@@ -119,6 +120,20 @@ def _topology(text: str) -> Iterator[Finding]:
         yield ok("topology", pairs)
         if "NVLink" in joined and len(joined) > 1:
             yield warn("topology", f"not all GPUs are joined alike: {pairs}", "ask for a whole machine, or part of one")
+
+
+def _visible(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Those that CUDA will see: CUDA_VISIBLE_DEVICES names them by index or UUID, up to the first that is none."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if names is None:
+        return rows
+    found = []
+    for name in names.split(","):
+        row = next((r for r in rows if name and (r["index"] == name or r["uuid"].startswith(name))), None)
+        if row is None:
+            break
+        found.append(row)
+    return found
 
 
 def _query() -> list[dict[str, str]]:

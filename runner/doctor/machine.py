@@ -16,8 +16,6 @@ from runner.doctor.findings import Finding, fail, gb, ok, warn
 SHARED_MEMORY = Path("/dev/shm")
 # What Docker gives a container; NCCL's buffers and DataLoader workers want more.
 _SMALL_SHM_BYTES = 1 << 30
-# An interpreter with torch, transformers and trl, before it holds any model.
-RANK_BASE_BYTES = 550_000_000
 _MIN_FILES = 4096
 # clock_adjtime(2): what adjtimex returns while nobody keeps the clock right.
 _TIME_ERROR = 5

@@ -92,7 +92,8 @@ def disk_rate(storage: LocalStorage, state_bytes: int) -> tuple[float, float]:
     nbytes = min(_PROBE_BYTES, max(state_bytes, _PIECE_BYTES), free // 4) // mmap.PAGESIZE * mmap.PAGESIZE
     if nbytes < mmap.PAGESIZE:
         return 0.0, 0.0
-    path = storage.root / f".doctor.{os.getpid()}"
+    # Other machines' doctors are there, too.
+    path = storage.root / f".doctor.{uuid.uuid4().hex}"
     try:
         with mmap.mmap(-1, nbytes) as buffer:
             # Not zeros: some file systems leave those out.

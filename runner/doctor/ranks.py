@@ -18,14 +18,15 @@ import torch.distributed as dist
 _SIZES = [1 << 20, 16 << 20, 64 << 20]
 _REPEATS = 5
 _ELEMENTS = 1 << 20
+_SHARES = 64
 
 
 def all_reduce_is_right(device: torch.device, rank: int, world_size: int) -> bool:
-    """Sums of small integers, another one at every place: exact in float32, whatever the order."""
-    places = torch.arange(_ELEMENTS, device=device, dtype=torch.float32) % 1000
-    value = places * (rank + 1)
+    """Sums of small integers, another one at every place: exact in float32 up to 16,000 ranks, whatever the order."""
+    places = torch.arange(_ELEMENTS, device=device, dtype=torch.float32) % 16
+    value = places * (rank % _SHARES + 1)
     dist.all_reduce(value)
-    return bool(torch.equal(value, places * (world_size * (world_size + 1) // 2)))
+    return bool(torch.equal(value, places * sum(other % _SHARES + 1 for other in range(world_size))))
 
 
 def bus_bandwidth(device: torch.device, nbytes: int, world_size: int) -> float:

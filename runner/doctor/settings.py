@@ -61,7 +61,7 @@ def _variables(environment: Mapping[str, str], num_ranks: int, nnodes: int, on_g
         yield warn("NCCL_IB_DISABLE", "this machine has InfiniBand or RoCE, which is left unused", "unset it")
     threads = environment.get("OMP_NUM_THREADS", "")
     cores = len(os.sched_getaffinity(0))
-    if threads.isdigit() and int(threads) * num_ranks > cores > 0:
+    if threads.isdigit() and int(threads) > 1 and int(threads) * num_ranks > cores:
         text = f"{threads} threads in each of {num_ranks} ranks, on {cores} cores"
         yield warn("OMP_NUM_THREADS", text, f"set it to {max(cores // num_ranks, 1)}, or unset it")
     if environment.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL" and not on_gpu and num_ranks * nnodes > 1:
@@ -78,7 +78,9 @@ def _variables(environment: Mapping[str, str], num_ranks: int, nnodes: int, on_g
 def _addresses(config: Config, nnodes: int, own: Collection[str]) -> Iterator[Finding]:
     """The rendezvous' address and ports, as this machine will use them."""
     launch = config.launch
-    ports = {"monitoring.port": (config.monitoring.address, config.monitoring.port)} if config.monitoring.port else {}
+    ports = {}
+    if config.monitoring.port is not None and launch.node_rank == 0:
+        ports["monitoring.port"] = (config.monitoring.address, config.monitoring.port)
     if nnodes > 1:
         host, _, port = launch.endpoint.rpartition(":")
         host = host.strip("[]")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from checkpointing.cadence import best_interval_s
+from runner.ledger import WAITING
 from runner.plan.anatomy import Anatomy
 from runner.plan.memory import Job, Need, estimate
 from runner.simulate.engine import Forecast, forecast
@@ -60,9 +61,10 @@ def options(model: Anatomy, job: Job, memory_bytes: int) -> list[Option]:
     ):
         one = job.by(method, strategy)
         need = estimate(model, one)
-        possible = (strategy == "ddp" or job.local_ranks > 1) and (method != "qlora" or job.on_gpu)
-        # Without GPUs all ranks share this machine's memory.
-        found.append(Option(name, one, need, possible and need.peak_bytes <= _USABLE_SHARE * memory_bytes))
+        possible = (strategy == "ddp" or job.local_ranks > 1) and (method != "qlora" or (job.on_gpu and job.loaded))
+        # Without GPUs all ranks share this machine's memory, and its arenas.
+        own = need.peak_bytes if job.on_gpu else need.host_bytes + need.arenas // job.local_ranks
+        found.append(Option(name, one, need, possible and own <= _USABLE_SHARE * memory_bytes))
     return found
 
 
@@ -107,18 +109,19 @@ def saving(
         # Beside forward and backward; what takes longer holds the optimizer up.
         stall_s += max(copy_s - step_s, 0.0)
     write_s, read_s = need.checkpoint_bytes / write_rate, need.checkpoint_bytes / read_rate
-    snapshot = best_interval_s(stall_s, mttf_s, overhead_cap)
+    # The next copy cannot begin before this one is done.
+    snapshot = max(best_interval_s(stall_s, mttf_s, overhead_cap), copy_s)
     if step_s is not None:
         snapshot = max(math.ceil(snapshot / step_s), 1) * step_s
-    # Not more often than one can be written; and the time until it is durable is lost with the machine, too.
-    commit = max(best_interval_s(stall_s, mttf_s, overhead_cap), write_s, snapshot)
+    # Writing goes on beside training, and has no price here; but one is written at a time.
+    commit = max(snapshot, write_s)
     return Saving(copy_s, stall_s, write_s, read_s, snapshot, commit)
 
 
 def outlook(scenario: Scenario, price_per_hour: float | None, machines: int) -> tuple[Forecast, float | None]:
-    """Goodput, and what all machines cost together; while there is none, nothing is paid."""
+    """Goodput, and what all machines cost together: while one is missing, the others wait at their price."""
     seen = forecast(scenario, _RUNS)
     if price_per_hour is None:
         return seen, None
-    paid_s = seen.wall_s - seen.seconds.get("waiting for a machine", 0.0)
-    return seen, paid_s / HOUR_S * price_per_hour * machines
+    paid_s = seen.wall_s * machines - seen.seconds.get(WAITING, 0.0)
+    return seen, paid_s / HOUR_S * price_per_hour

@@ -38,9 +38,10 @@ class Job:
         weight_bytes: per element of the trained or frozen weights.
         compute_bytes: per element of activations: 2 under bf16 or fp16.
         micro_batch: sequences per rank and pass; length: tokens of each.
+        loaded: the weights come from a checkpoint; only such a model can be quantised.
         recompute: activations are computed again in the backward pass (gradient checkpointing).
         drops_attention: attention dropout, for which the whole matrix is kept.
-        optimizer_copies: elements of optimizer state per trained weight.
+        optimizer: the Trainer's name of it.
     """
 
     method: str
@@ -52,32 +53,37 @@ class Job:
     micro_batch: int
     length: int
     accumulation: int
+    loaded: bool
     recompute: bool
     drops_attention: bool
     on_gpu: bool
-    optimizer_copies: int = 2
+    optimizer: str = "adamw_torch_fused"
 
     @classmethod
     def of(cls, config: Config, ranks: int, local_ranks: int, *, on_gpu: bool) -> Job:
         """As `runner start` would train."""
         trainer: Mapping[str, Any] = config.trainer
-        half = bool(trainer.get("bf16", on_gpu)) or bool(trainer.get("fp16", False))
+        fp16 = bool(trainer.get("fp16", False))
+        bf16 = bool(trainer.get("bf16", on_gpu and not fp16))
         loaded = config.model.name_or_path is not None
+        length = int(trainer.get("max_length") or 0)
         return cls(
             method=config.method.type,
             strategy=config.strategy,
             ranks=ranks,
             local_ranks=local_ranks,
-            weight_bytes=2 if half and loaded else 4,
-            compute_bytes=2 if half else 4,
+            # fp16 keeps its weights in fp32.
+            weight_bytes=2 if bf16 and loaded else 4,
+            compute_bytes=2 if bf16 or fp16 else 4,
             micro_batch=int(trainer.get("per_device_train_batch_size", _MICRO_BATCH)),
-            length=int(trainer.get("max_length") or _MAX_LENGTH),
+            length=length if length > 0 else _MAX_LENGTH,
             accumulation=int(trainer.get("gradient_accumulation_steps", 1)),
+            loaded=loaded,
             # TRL's own name, and its default, goes before the older one.
             recompute=bool(trainer.get("activation_checkpointing", trainer.get("gradient_checkpointing", True))),
             drops_attention=float(config.model.config.get("attention_dropout") or 0.0) > 0,
             on_gpu=on_gpu,
-            optimizer_copies=_optimizer_copies(str(trainer.get("optim", "adamw_torch"))),
+            optimizer=str(trainer.get("optim", "adamw_torch_fused")),
         )
 
     def by(self, method: str, strategy: str) -> Job:
@@ -91,7 +97,7 @@ class Need:
 
     Attributes:
         base: of the process, or of CUDA, before the model is there.
-        buckets: DDP's copies of gradients, or what FSDP gathers.
+        buckets: copies: of gradients (DDP), of what is gathered (FSDP), of weights in 16 bits (autocast).
         logits: of the last layer and the loss.
         arenas: of snapshots: this machine's memory, which all its ranks have mapped, and each one's figures show.
         host_base: of the process on this machine, where training is on a GPU.
@@ -123,25 +129,30 @@ class Need:
 
 def estimate(model: Anatomy, job: Job) -> Need:
     """What a rank of this job needs."""
-    adapters = job.method in ("lora", "qlora")
+    adapters, sharded = job.method in ("lora", "qlora"), job.strategy == "fsdp" and job.local_ranks > 1
     trained = model.adapter if adapters else model.parameters
-    # PEFT keeps adapters in fp32 whatever the base is in.
-    trained_bytes = 4 if adapters else job.weight_bytes
-    weights = model.parameters * job.weight_bytes
+    # accelerate keeps what FSDP2 trains in fp32; PEFT its adapters, but for those of a quantised base.
+    held = 4 if sharded else job.weight_bytes
+    trained_bytes = {"lora": 4, "qlora": 2}.get(job.method, held)
+    weights = model.parameters * held
     if job.method == "qlora":
         weights = int(model.linear * _NF4_BYTES) + (model.parameters - model.linear) * 2
     if adapters:
-        weights += model.adapter * 4
-    gradients, optimizer = trained * trained_bytes, trained * trained_bytes * job.optimizer_copies
-    saved = (model.adapter * 4 if adapters else weights) + optimizer
+        weights += model.adapter * trained_bytes
+    gradients, optimizer = trained * trained_bytes, trained * _optimizer_bytes(job.optimizer, trained_bytes)
+    saved = (model.adapter * trained_bytes if adapters else weights) + optimizer
     buckets = 0
-    if job.strategy == "fsdp" and job.local_ranks > 1:
-        # The root's own (embeddings, output) and two layers, one of which is fetched ahead, are whole at a time.
+    if sharded:
+        # The root's own (embeddings, output) and two layers, one of which is fetched ahead, are whole at a time; so are
+        # the gradients of the root and of one layer, and all of them while steps are accumulated.
         root = model.parameters - model.layers * model.largest_layer
-        buckets = (root + 2 * model.largest_layer) * job.weight_bytes
+        whole = model.parameters if job.accumulation > 1 else root + model.largest_layer
+        buckets = (root + 2 * model.largest_layer + whole) * job.compute_bytes
         weights, gradients, optimizer = (part // job.local_ranks for part in (weights, gradients, optimizer))
-    elif job.ranks > 1:
-        buckets = gradients
+    else:
+        buckets = gradients if job.ranks > 1 else 0
+        if held > job.compute_bytes and job.method != "qlora":
+            buckets += model.parameters * job.compute_bytes
     activations, logits = _activations(model, job), _logits(model, job)
     return Need(
         base=CUDA_BASE_BYTES if job.on_gpu else model.base_bytes + _RANK_OWN_BYTES,
@@ -183,10 +194,9 @@ def _logits(model: Anatomy, job: Job) -> int:
     return job.micro_batch * job.length * model.vocab * (job.compute_bytes + 3 * 4)
 
 
-def _optimizer_copies(name: str) -> int:
-    """Elements of state per weight, of the Trainer's `optim`."""
-    if name.startswith(("sgd", "rmsprop", "adagrad", "lion")):
-        return 1
-    if name.startswith("adafactor"):
-        return 0  # rows and columns only
-    return 2
+def _optimizer_bytes(name: str, element_bytes: int) -> int:
+    """Of state per trained weight, by the Trainer's `optim`."""
+    if name.startswith(("sgd", "adafactor")):
+        return 0  # no momentum by default; rows and columns only
+    moments = 1 if name.startswith(("rmsprop", "adagrad", "lion")) else 2
+    return moments * (1 if "8bit" in name else element_bytes)

@@ -152,6 +152,12 @@ def make_plan(config: Config, given: Assumptions) -> Plan:
         commit_s=prices.write_s,
         machine_share=0.5 if machines * nproc > 1 else 0.1,
     )
+    if given.step_s is None:
+        supposed.append("a step that is long enough to copy a snapshot beside it (--step-seconds)")
+    arenas = gb(chosen.need.arenas)
+    supposed.append(
+        f"{arenas} of each machine's memory for two snapshots; what writing costs the processor is left out"
+    )
     price, discount = config.cost.price_per_hour, config.cost.spot_discount
     outlooks = {"on demand": outlook(scenario, price, machines)}
     if given.reclaims_per_day > 0:
@@ -202,8 +208,8 @@ def render(plan: Plan) -> RenderableType:
                 ("interval  ", "dim"),
                 f"a snapshot every {duration(save.snapshot_interval_s)}, a checkpoint every "
                 f"{duration(save.commit_interval_s)} (Young and Daly, for a failure every {duration(plan.mttf_s)}; "
-                "never above the cap on overhead, nor more often than one is written): checkpoint.snapshot_steps and "
-                "save_steps auto find them by themselves",
+                "never above the cap on overhead, nor more often than one is written); checkpoint.snapshot_steps and "
+                "save_steps auto weigh the prices that they measure",
             )
         )
         rates = ", ".join(f"{name} {rate / 1e6:,.0f} MB/s" for name, rate in plan.rates.items())

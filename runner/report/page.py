@@ -20,6 +20,8 @@ from runner.report import charts
 from runner.report.story import Story, goodput_of, tell
 from runner.status import duration
 
+_LAST_TIME = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
+
 
 def render_page(
     events: Sequence[Event],
@@ -90,7 +92,8 @@ def _charts(story: Story) -> dict[str, str]:
 
 
 def _utc(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    # A damaged journal may say anything.
+    return datetime.fromtimestamp(min(at, _LAST_TIME), UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 @cache

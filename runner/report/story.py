@@ -55,7 +55,7 @@ class Cost:
     """Money, in units of `currency`.
 
     Attributes:
-        machine_s: seconds of all machines that are paid for; those in which there was none are not.
+        machine_s: seconds of all machines that are paid for; those in which no runner lived are not.
         paid: for them, at the discount.
         lost: the part of it that interruptions took.
         on_demand: what the same steps cost without the discount and without an interruption.
@@ -120,7 +120,7 @@ def _spans(ledger: Ledger, began_at: float) -> list[Span]:
     spans = []
     for span in ledger.spans:
         begin, end = span.begin - began_at, span.end - began_at
-        lost_s = ledger.by_attempt[span.attempt][LOST] if span.cause == TRAINING else 0.0
+        lost_s = ledger.by_attempt.get(span.attempt, {}).get(LOST, 0.0) if span.cause == TRAINING else 0.0
         cut = max(end - lost_s, begin)
         if cut > begin:
             spans.append(Span(span.cause, begin, cut, span.attempt))
@@ -202,6 +202,9 @@ def _marks(events: Sequence[Event], began_at: float) -> list[Mark]:
 def undisturbed_s(ledger: Ledger, attempts: Sequence[Attempt]) -> float:
     """Seconds that the same steps would have taken without an interruption: one start, the steps, and one end."""
     seconds = sum(ledger.seconds[cause] for cause in _IN_STEPS)
+    # The runner's own, before its first attempt.
+    if ledger.spans and (ledger.spans[0].cause, ledger.spans[0].attempt) == ("start-up", 0):
+        seconds += ledger.spans[0].end - ledger.spans[0].begin
     trained = [
         attempt for attempt in attempts if attempt.training_began is not None and attempt.number in ledger.by_attempt
     ]

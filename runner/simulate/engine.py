@@ -13,6 +13,7 @@ from runner.simulate.scenario import Scenario
 
 # A run that would never end is given up when it has taken so many times its work.
 _HOPELESS = 100.0
+_MAX_INTERRUPTIONS = 200_000
 
 
 @dataclass
@@ -68,7 +69,7 @@ def forecast(scenario: Scenario, runs: int = 200, seed: int = 0, trace_s: Sequen
     return Forecast(
         mean,
         mean - half,
-        mean + half,
+        min(mean + half, 1.0),
         shares[int(0.05 * (runs - 1))],
         shares[math.ceil(0.95 * (runs - 1))],
         statistics.mean(outcome.wall_s for outcome in outcomes),
@@ -87,7 +88,8 @@ def simulate(scenario: Scenario, source: random.Random, gaps: Iterator[float] | 
     durable = base = 0.0
     start_s, restore_s = it.first_start_s, 0.0
     while True:
-        if sum(out.seconds.values()) > _HOPELESS * (it.work_s + it.first_start_s):
+        hopeless = sum(out.seconds.values()) > _HOPELESS * (it.work_s + it.first_start_s)
+        if hopeless or out.interruptions > _MAX_INTERRUPTIONS:
             out.finished = False
             break
         until = min(failure_in, reclaim_in)
@@ -157,19 +159,26 @@ class _Work:
 
 def _progress(it: Scenario, base: float, durable: float, steps_s: float) -> tuple[float, float, float]:
     """After so many seconds in steps: the work that was reached, is held in memory, and is in storage."""
-    cycle, rate = it.snapshot_interval_s + it.snapshot_stall_s, 1 - it.overhead_share
+    interval, rate = _interval_s(it), 1 - it.overhead_share
+    cycle = interval + it.snapshot_stall_s
     snapshots = int(steps_s // cycle)
-    reached = base + (snapshots * it.snapshot_interval_s + min(steps_s % cycle, it.snapshot_interval_s)) * rate
-    per_commit = max(round(it.commit_interval_s / it.snapshot_interval_s), 1)
+    reached = base + (snapshots * interval + min(steps_s % cycle, interval)) * rate
+    # One is written at a time.
+    per_commit = max(math.ceil(it.commit_interval_s / interval), math.ceil(it.commit_s / cycle))
     commits = int(max(steps_s - it.commit_s, 0.0) // (per_commit * cycle))
-    kept = base + commits * per_commit * it.snapshot_interval_s * rate if commits else durable
-    return reached, base + snapshots * it.snapshot_interval_s * rate, kept
+    kept = base + commits * per_commit * interval * rate if commits else durable
+    return reached, base + snapshots * interval * rate, kept
+
+
+def _interval_s(it: Scenario) -> float:
+    """Between snapshots: every commit needs one."""
+    return min(it.snapshot_interval_s, it.commit_interval_s)
 
 
 def _wall_of(it: Scenario, work_s: float) -> float:
     """Seconds in steps that so much work takes."""
     in_steps = work_s / (1 - it.overhead_share)
-    return in_steps + in_steps // it.snapshot_interval_s * it.snapshot_stall_s
+    return in_steps + in_steps // _interval_s(it) * it.snapshot_stall_s
 
 
 def _spend_start(out: Outcome, seconds: float, start_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from runner.ledger import NO_FAILURE, WAITING, account, attempts_of
 HOUR_S = 3600.0
 # Of one GPU of Meta's clusters: 1,024 of them fail every 7.9 h (arXiv 2410.21680).
 GPU_MTTF_S = 1024 * 7.9 * HOUR_S
-_POSITIVE = ("work_s", "mttf_s", "reclaim_s", "snapshot_interval_s", "commit_interval_s")
+_POSITIVE = ("work_s", "snapshot_interval_s", "commit_interval_s")
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,15 @@ class Scenario:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            share = name.endswith("_share")
-            if (
-                not value >= 0
-                or (share and value > 1)
-                or (name == "overhead_share" and value == 1)
-                or (name in _POSITIVE and value == 0)
-            ):
+            possible = value >= 0
+            if name in ("mttf_s", "reclaim_s"):
+                possible = value > 0
+            elif name.endswith("_share"):
+                possible = 0 <= value < 1 if name == "overhead_share" else 0 <= value <= 1
+            elif name in _POSITIVE:
+                possible = 0 < value < math.inf
+            # Without failures and reclaims their means are infinite; nothing else can be.
+            if not possible or (math.isinf(value) and name not in ("mttf_s", "reclaim_s")):
                 raise ValueError(f"{name}={value} is not possible")
         if self.hang_share + self.machine_share > 1:
             raise ValueError("hang_share and machine_share are more than all failures")
@@ -81,7 +84,12 @@ def learn(events: Sequence[Event], scenario: Scenario) -> Scenario:
     trained = [attempt for attempt in attempts if attempt.training_began is not None]
     if trained:
         first = trained[0]
-        changes["first_start_s"] = _before_training(first.training_began, events[0]["time"], first.restore_s)
+        # Of its own life, behind whatever failed before it.
+        since = max(
+            [e["time"] for e in events if e["event"] == "run_started" and e["time"] <= first.began]
+            + [a.ended for a in attempts if a.ended is not None and a.ended <= first.began]
+        )
+        changes["first_start_s"] = _before_training(first.training_began, since, first.restore_s)
     failed = [a for a in trained if a.kind not in NO_FAILURE and a.ended is not None and a.last_step_at is not None]
     for name, group in (
         ("detection_s", [a for a in failed if a.kind != "hung"]),
@@ -90,7 +98,10 @@ def learn(events: Sequence[Event], scenario: Scenario) -> Scenario:
         if group:
             changes[name] = statistics.mean(max((a.ended or 0.0) - (a.last_step_at or 0.0), 0.0) for a in group)
     restarts, restores = [], []
+    lives = [event["time"] for event in events if event["event"] == "run_started"]
     for before, after in pairwise(attempts):
+        if any(before.began < begin <= after.began for begin in lives):
+            continue
         if before in failed and after.training_began is not None and before.ended is not None:
             restarts.append(_before_training(after.training_began, before.ended, after.restore_s))
             restores.append(after.restore_s)
@@ -105,14 +116,13 @@ def learn(events: Sequence[Event], scenario: Scenario) -> Scenario:
     waits = ledger.seconds["data wait"] + ledger.seconds["evaluation"]
     steps = sum(a.steps for a in trained)
     if in_steps > 0 and steps > 0:
-        changes["overhead_share"] = min(waits / in_steps, 1.0)
+        changes["overhead_share"] = min(waits / in_steps, 0.99)
         for name, event in (("snapshot_interval_s", "snapshot"), ("commit_interval_s", "committed")):
             made = len({(e.get("attempt"), e.get("step")) for e in events if e["event"] == event})
             if made:
                 changes[name] = in_steps / made
     if ledger.seconds[WAITING] > 0:
-        lives = sum(event["event"] == "run_started" for event in events)
-        changes["machine_wait_s"] = ledger.seconds[WAITING] / max(lives - 1, 1)
+        changes["machine_wait_s"] = ledger.seconds[WAITING] / max(len(lives) - 1, 1)
     return scenario.with_(**changes)
 
 

@@ -48,7 +48,9 @@ class Study:
             }
             for changes, seen in zip(self.variations, self.forecasts, strict=True)
         ]
-        return {"scenario": asdict(self.scenario), "forecasts": found}
+        # JSON knows no infinity.
+        scenario = {name: value if math.isfinite(value) else None for name, value in asdict(self.scenario).items()}
+        return {"scenario": scenario, "forecasts": found}
 
 
 def scenario_of(
@@ -63,16 +65,22 @@ def scenario_of(
     Raises:
         UsageError: a name is unknown, or a value impossible.
     """
+    for option, value in (
+        ("--work-hours", work_hours),
+        ("--mttf-hours", mttf_hours or 1.0),
+        ("--reclaims-per-day", reclaims_per_day),
+    ):
+        if not math.isfinite(value):
+            raise UsageError(f"{option} {value}: write a number")
     base = Scenario(
         work_s=work_hours * HOUR_S,
         mttf_s=mttf_hours * HOUR_S if mttf_hours is not None else math.inf,
         reclaim_s=24 * HOUR_S / reclaims_per_day if reclaims_per_day else math.inf,
     )
     scenario = learn(events, base) if events else base
-    for text in settings:
-        name, _, value = text.partition("=")
-        scenario = _changed(scenario, {name: _number(f"--set {text}", value)}, f"--set {text}")
-    return scenario
+    pairs = [text.partition("=") for text in settings]
+    changes = {name: _number(f"--set {text}", value) for text, (name, _, value) in zip(settings, pairs, strict=True)}
+    return _changed(scenario, changes, " ".join(f"--set {text}" for text in settings)) if changes else scenario
 
 
 def variations(vary: Sequence[str], scenario: Scenario) -> list[dict[str, float]]:
@@ -145,6 +153,9 @@ def render(study: Study, target: float | None) -> RenderableType:
     for cause, seconds in sorted(first.seconds.items(), key=lambda item: -item[1]):
         if seconds > 0:
             causes.add_row(cause, duration(seconds), f"{100 * seconds / first.wall_s:.2f} %")
+    quiet = math.isinf(study.scenario.mttf_s) and math.isinf(study.scenario.reclaim_s) and study.trace_s is None
+    if quiet and not any("mttf_s" in changes or "reclaim_s" in changes for changes in study.variations):
+        causes.caption = "nothing fails here: give --mttf-hours, --gpus, --trace or --reclaims-per-day"
     told = f"{study.runs} runs each, seed {study.seed}; ±: 95 % confidence interval of the mean"
     return Group(table, Text(), causes, Text(told, "dim"))
 

@@ -49,7 +49,10 @@ def struck_run(folder: Path, gaps: random.Random, mttf_s: float, most: int | Non
             done = len(attempts)
             gap = gaps.expovariate(1 / mttf_s)
             if _kill_at(process, journal, attempts[-1], gap):
-                struck.append(gap)
+                # As the simulation counts: from the end of the attempt before it, or the run's begin.
+                ends = [e["time"] for e in read_journal(journal) if e["event"] in ("attempt_ended", "run_started")]
+                began = attempts[-1]["time"]
+                struck.append(gap + began - max(at for at in ends if at <= began))
         time.sleep(0.02)
     if process.returncode:
         raise SystemExit(f"the job ended with {process.returncode}; see {folder}")

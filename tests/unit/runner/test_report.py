@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from unit.runner.test_ledger import EVENTS, event
+from unit.runner.test_ledger import EVENTS, ended, event
 
 from runner.ledger import account
 from runner.report import render_page
@@ -38,16 +38,27 @@ def test_what_is_lost_is_shown_where_it_was_made() -> None:
 
 
 def test_money() -> None:
-    """70 s of which 20 had no machine; the steps would have taken one start (7 s), 23 s and one end (1 s)."""
+    """70 s of which 20 had no machine; the steps would have taken one start (9 s), their own time and one end (1 s)."""
     cost = tell(EVENTS, price_per_hour=3600, spot_discount=0.75).cost
     assert cost is not None and cost.machine_s == pytest.approx(50)
     ledger = account(EVENTS)
     in_steps = sum(ledger.seconds[cause] for cause in ("training", "checkpoint stall", "data wait", "evaluation"))
-    undisturbed = in_steps + (2 + 1 + 5) + ledger.by_attempt[3]["teardown"]
+    undisturbed = in_steps + (1 + 2 + 1 + 5) + ledger.by_attempt[3]["teardown"]
     assert cost.paid == pytest.approx(50 / 4)
     assert cost.on_demand == pytest.approx(undisturbed, abs=0.01)
     assert cost.lost == pytest.approx((50 - undisturbed) / 4, abs=0.01)
     assert cost.saved == pytest.approx(undisturbed - 50 / 4, abs=0.01)
+
+
+def test_nothing_is_lost_where_nothing_fails() -> None:
+    quiet = [
+        event(0, "run_started", 0, run_id="r"), event(60, "attempt_started", 1), event(62, "rank_started", 1, rank=0),
+        event(70, "training_started", 1, step=0, total_steps=100), event(170, "log", 1, step=100, loss=4.0),
+        ended(171, 1, "finished", 0, 100, 70, 170, 0.0),
+        event(171, "run_ended", 1, state="finished", exit_code=0, reason="r"),
+    ]  # fmt: skip
+    cost = tell(quiet, price_per_hour=10).cost
+    assert cost is not None and cost.lost == pytest.approx(0) and cost.saved == pytest.approx(0)
 
 
 def test_money_as_the_run_was_started_with() -> None:

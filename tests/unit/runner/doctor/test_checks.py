@@ -89,6 +89,8 @@ def test_ranks_are_judged() -> None:
 
     good = list(judge(ranks(1.0, 1.1, 1.0)))
     assert [one.level for one in good] == [Level.OK, Level.OK] and "1.00 GB/s at 1 MiB" in good[0].text
+    two = list(judge(ranks(1.0, 1.8)))
+    assert two[1].level is Level.WARN and "rank 1 on host1 computes 1.8 times" in two[1].text
     slow = list(judge(ranks(1.0, 1.0, 2.0)))
     assert slow[1].level is Level.WARN and "rank 2 on host2 computes 2.0 times" in slow[1].text
     wrong = list(judge(ranks(1.0, 1.0, right=False)))
@@ -97,8 +99,8 @@ def test_ranks_are_judged() -> None:
 
 # As the tool prints them; no GPU is at hand here.
 QUERY = """\
-0, NVIDIA H100 80GB HBM3, 550.54.15, 81559, 3, 0, 5, 5, 16, 16, Not Active
-1, NVIDIA H100 80GB HBM3, 550.54.15, 81559, 70000, 2, 1, 5, 8, 16, Active
+0, GPU-aaaa, NVIDIA H100 80GB HBM3, 550.54.15, 81559, 3, 0, 5, 5, 16, 16, Not Active
+1, GPU-bbbb, NVIDIA H100 80GB HBM3, 550.54.15, 81559, 70000, 2, 1, 5, 8, 16, Active
 """
 TOPOLOGY = """\
 	\x1b[4mGPU0	GPU1	CPU Affinity	NUMA Affinity	GPU NUMA ID\x1b[0m
@@ -115,6 +117,10 @@ def test_gpus_as_the_driver_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     tool.write_text(f'#!/bin/sh\nif [ "$1" = topo ]; then cat {tmp_path}/topology; else cat {tmp_path}/query; fi\n')
     tool.chmod(0o755)
     assert [gpu.memory_bytes for gpu in find_gpus()] == [81559 * 2**20] * 2
+    for visible, seen in (("1", [1]), ("GPU-bb,0", [1, 0]), ("0,7,1", [0]), ("", []), ("-1", [])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert [gpu.index for gpu in find_gpus()] == seen
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     found = list(check_devices(4))
     told = [(one.level, one.subject) for one in found]
     assert told == [

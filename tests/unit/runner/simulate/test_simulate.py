@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -158,6 +159,50 @@ def test_learnt_from_a_journal() -> None:
     assert learnt.restart_s == pytest.approx(129 - 123 - 1) and learnt.restore_memory_s == 1.0
     assert learnt.snapshot_stall_s == 0.5 and learnt.machine_wait_s == pytest.approx(20)
     assert learnt.detection_s == Scenario(work_s=1.0, mttf_s=1.0).detection_s, "no crash in it"
+
+
+def test_learnt_within_one_life() -> None:
+    """Two lives, ten hours apart: that is no restart, and no first start."""
+    later = [{**one, "time": one["time"] + 36_000} for one in EVENTS]
+    for one in later:
+        one["attempt"] += 3 if one["attempt"] else 0
+    learnt = learn([*EVENTS, *later], Scenario(work_s=100.0, mttf_s=math.inf))
+    assert learnt.restart_s == pytest.approx(129 - 123 - 1) and learnt.first_start_s == pytest.approx(8)
+
+
+def test_commits_are_as_frequent_as_was_said() -> None:
+    """Not rounded to snapshots' intervals; and one is written at a time."""
+
+    def lost(**changes: float) -> float:
+        scenario = QUIET.with_(machine_share=1.0, mttf_s=2_000.0, commit_s=1.0, work_s=200_000.0, **changes)
+        return forecast(scenario, 20).seconds["lost work"]
+
+    assert lost(commit_interval_s=10.0) < 0.5 * lost(commit_interval_s=100.0)
+    assert lost(commit_interval_s=100.0) < lost(commit_interval_s=150.0) < lost(commit_interval_s=300.0)
+    scenario = QUIET.with_(machine_share=1.0, mttf_s=2_000.0, work_s=200_000.0, commit_interval_s=100.0)
+    slow = forecast(scenario.with_(commit_s=1_000.0), 20).seconds["lost work"]
+    assert slow > 5 * lost(commit_interval_s=100.0)
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "-1", "x"])
+def test_what_is_no_time_is_refused(value: str) -> None:
+    for name in ("work_s", "snapshot_interval_s", "restart_s"):
+        with pytest.raises(UsageError):
+            scenario_of([], 1.0, 1.0, 0.0, [f"{name}={value}"])
+    if value in ("inf", "nan"):
+        for hours in ((float(value), 1.0, 0.0), (1.0, float(value), 0.0), (1.0, 1.0, float(value))):
+            with pytest.raises(UsageError, match="write a number"):
+                scenario_of([], *hours, [])
+    assert scenario_of([], 1.0, 1.0, 0.0, ["machine_share=1", "hang_share=0"]).machine_share == 1
+
+
+def test_without_failures_it_is_json() -> None:
+    told = json.dumps(Study(scenario_of([], 1.0, None, 0.0, []), [{}], 2, 0).to_dict(None), allow_nan=False)
+    assert json.loads(told)["scenario"]["mttf_s"] is None
+
+
+def test_failures_without_end() -> None:
+    assert simulate(QUIET.with_(detection_s=0.0), random.Random(0), itertools.repeat(1e-7)).finished is False
 
 
 def test_study(tmp_path: Path) -> None:

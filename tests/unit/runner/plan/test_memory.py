@@ -1,0 +1,76 @@
+"""What is counted, by hand; what a rank takes in truth is measured in tests/integration/test_plan.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from runner.config import Config
+from runner.plan.advice import choose, options
+from runner.plan.anatomy import Anatomy
+from runner.plan.memory import Job, estimate
+
+# Llama 2 7B.
+MODEL = Anatomy(
+    parameters=6_738_415_616, tensors=291, linear=6_476_005_376, largest_layer=202_383_360, layers=32, hidden=4096,
+    intermediate=11008, heads=32, kv_heads=32, vocab=32000, adapter=40_000_000, adapter_tensors=448,
+    base_bytes=500_000_000,
+)  # fmt: skip
+P = MODEL.parameters
+
+
+def job(loaded: bool = True, ranks: int = 8, **trainer: Any) -> Job:
+    trainer = {"bf16": True, "per_device_train_batch_size": 1, "max_length": 1024, **trainer}
+    config = Config.model_validate({"trainer": trainer, "model": {"name_or_path": "llama" if loaded else None}})
+    return Job.of(config, ranks, ranks, on_gpu=True)
+
+
+def test_ddp() -> None:
+    need = estimate(MODEL, job())
+    assert (need.weights, need.gradients, need.optimizer, need.buckets) == (2 * P, 2 * P, 4 * P, 2 * P)
+    assert need.checkpoint_bytes == 6 * P and estimate(MODEL, job(ranks=1)).buckets == 0
+    # fp16 trains fp32 weights, and casts them; so does a model made from scratch under bf16.
+    for one in (job(bf16=False, fp16=True), job(loaded=False)):
+        need = estimate(MODEL, one)
+        assert (need.weights, need.gradients, need.optimizer, need.buckets) == (4 * P, 4 * P, 8 * P, 4 * P + 2 * P)
+
+
+def test_fsdp_trains_in_fp32() -> None:
+    need = estimate(MODEL, job().by("full", "fsdp"))
+    assert (need.weights, need.gradients, need.optimizer) == (4 * P // 8, 4 * P // 8, 8 * P // 8)
+    assert need.checkpoint_bytes == 12 * P
+    # While steps are accumulated, gradients are whole.
+    more = estimate(MODEL, job(gradient_accumulation_steps=4).by("full", "fsdp")).buckets - need.buckets
+    assert more == 2 * (P - (P - 32 * MODEL.largest_layer) - MODEL.largest_layer)
+
+
+def test_adapters() -> None:
+    lora, qlora = (estimate(MODEL, job().by(method, "ddp")) for method in ("lora", "qlora"))
+    assert lora.weights == 2 * P + 4 * MODEL.adapter and lora.checkpoint_bytes == 12 * MODEL.adapter
+    assert qlora.weights == pytest.approx(0.516 * MODEL.linear + 2 * (P - MODEL.linear) + 2 * MODEL.adapter, rel=0.01)
+    assert qlora.checkpoint_bytes == 6 * MODEL.adapter
+
+
+@pytest.mark.parametrize(
+    ("optim", "bytes_each"),
+    [("adamw_torch_fused", 4), ("adamw_bnb_8bit", 2), ("sgd", 0), ("adafactor", 0), ("lion_32bit", 2)],
+)
+def test_optimizers(optim: str, bytes_each: int) -> None:
+    assert estimate(MODEL, job(optim=optim)).optimizer == bytes_each * P
+
+
+def test_no_length_is_the_default_one() -> None:
+    assert job(max_length=-1).length == job(max_length=None).length == 1024
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "chosen"), [(8, "QLoRA, DDP"), (19, "LoRA, DDP"), (24, "full, FSDP"), (96, "full, DDP"), (3, None)]
+)
+def test_the_simplest_that_fits(gigabytes: int, chosen: str | None) -> None:
+    found = options(MODEL, job(), gigabytes * 10**9)
+    option, why = choose(found, job())
+    assert (option.name if option else None) == chosen, {o.name: o.need.peak_bytes for o in found}
+    assert why
+    # What is made from scratch is in no checkpoint that could be quantised.
+    assert not any(o.fits for o in options(MODEL, job(loaded=False), 9 * 10**9) if o.name == "QLoRA, DDP")
