@@ -23,8 +23,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import machine
+from common import ROOT, machine
 
+from runner.chaos.subject import runner_command
 from runner.journal import Event, read_journal
 from runner.ledger import account, attempts_of
 from runner.simulate.engine import forecast, simulate
@@ -32,16 +33,16 @@ from runner.simulate.scenario import Scenario, learn
 
 BAR_POINTS = 3.0
 _EPOCHS, _MTTF_S, _LEARNING_KILLS = 20, 12.0, 5
-DOCS = Path(__file__).parents[2] / "docs" / "prediction-benchmark.md"
+DOCS = ROOT / "docs" / "prediction-benchmark.md"
 
 
 def struck_run(folder: Path, gaps: random.Random, mttf_s: float, most: int | None) -> tuple[list[Event], list[float]]:
     """The job, a rank of which is killed after a random time in each attempt; returns its journal and those times."""
-    command = [
-        *(sys.executable, "-m", "runner.cli", "start", "--output-dir", str(folder)),
-        *("--set", f"trainer.num_train_epochs={_EPOCHS}", "--max-restarts", "1000"),
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT, start_new_session=True)
+    command = runner_command(folder, "--set", f"trainer.num_train_epochs={_EPOCHS}", "--max-restarts", "1000")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+    )
     journal, struck, done = folder / "journal.jsonl", [], 0
     while process.poll() is None:
         attempts = [event for event in read_journal(journal) if event["event"] == "attempt_started"]

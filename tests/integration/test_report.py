@@ -17,6 +17,8 @@ from integration.support import RUNNER, SHORT_JOB, Run, wait_until
 
 sync_api = pytest.importorskip("playwright.sync_api")
 EPOCHS = 6
+# One run, and one browser, for all of them.
+pytestmark = pytest.mark.xdist_group("report")
 
 
 def at_work(run: Run, attempt: int) -> None:
