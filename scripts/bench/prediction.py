@@ -49,32 +49,32 @@ def struck_run(folder: Path, gaps: random.Random, mttf_s: float, most: int | Non
         if len(attempts) > done and (most is None or done < most):
             done = len(attempts)
             gap = gaps.expovariate(1 / mttf_s)
-            if _kill_at(process, journal, attempts[-1], gap):
+            killed_at = _kill_at(process, journal, attempts[-1], gap)
+            if killed_at is not None:
                 # As the simulation counts: from the end of the attempt before it, or the run's begin.
                 ends = [e["time"] for e in read_journal(journal) if e["event"] in ("attempt_ended", "run_started")]
-                began = attempts[-1]["time"]
-                struck.append(gap + began - max(at for at in ends if at <= began))
+                struck.append(killed_at - max(at for at in ends if at <= attempts[-1]["time"]))
         time.sleep(0.02)
     if process.returncode:
         raise SystemExit(f"the job ended with {process.returncode}; see {folder}")
     return read_journal(journal), struck
 
 
-def _kill_at(process: subprocess.Popen[bytes], journal: Path, attempt: Event, gap: float) -> bool:
-    """Kill rank 0 (or the launcher, before there is one) so long after the attempt's begin; whether it came to that."""
-    while time.time() < attempt["time"] + gap:
-        if process.poll() is not None:
-            return False
-        time.sleep(0.005)
-    ranks = [
-        event["pid"]
-        for event in read_journal(journal)
-        if event["event"] == "rank_started" and event["attempt"] == attempt["attempt"] and event["rank"] == 0
-    ]
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(ranks[-1] if ranks else attempt["launcher_pid"], signal.SIGKILL)
-        return True
-    return False
+def _kill_at(process: subprocess.Popen[bytes], journal: Path, attempt: Event, gap: float) -> float | None:
+    """Kill rank 0 so long after the attempt's begin, or when it is there; returns when that was, None if never."""
+    while process.poll() is None:
+        ranks = [
+            event["pid"]
+            for event in read_journal(journal)
+            if event["event"] == "rank_started" and event["attempt"] == attempt["attempt"] and event["rank"] == 0
+        ]
+        if ranks and time.time() >= attempt["time"] + gap:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(ranks[-1], signal.SIGKILL)
+                return time.time()
+            return None
+        time.sleep(0.01)
+    return None
 
 
 def scenario_from(events: list[Event]) -> Scenario:
