@@ -87,6 +87,8 @@ def simulate(scenario: Scenario, source: random.Random, gaps: Iterator[float] | 
     # Seconds of work that a checkpoint holds, and that the next attempt begins with.
     durable = base = 0.0
     start_s, restore_s = it.first_start_s, 0.0
+    # Failures since there was a new checkpoint.
+    failures = 0
     while True:
         hopeless = sum(out.seconds.values()) > _HOPELESS * (it.work_s + it.first_start_s)
         if hopeless or out.interruptions > _MAX_INTERRUPTIONS:
@@ -101,19 +103,24 @@ def simulate(scenario: Scenario, source: random.Random, gaps: Iterator[float] | 
         reached, held, kept = _progress(it, base, durable, max(steps_s, 0.0))
         done.add(base, reached, max(steps_s, 0.0))
         out.interruptions += 1
+        failures = 1 if kept > durable else failures + 1
         reclaimed, kind = reclaim_in <= failure_in, source.random()
         if reclaimed:
             # Announced: the state of this very step is committed.
             durable = base = reached
             out.spend("teardown", it.stop_s)
+            failures = 0
         elif kind < it.machine_share:
             durable = base = kept
             out.spend("detection", it.detection_s)
+            out.spend("backoff", _backoff_s(it, failures, source))
         else:
-            # The agent lives on, and commits what it holds.
-            durable = base = held
             hung = kind < it.machine_share + it.hang_share
             out.spend(*(("hang wait", it.hang_detection_s) if hung else ("detection", it.detection_s)))
+            out.spend("backoff", _backoff_s(it, failures, source))
+            # The agent lives on, and commits what it holds.
+            failures = 0 if held > max(durable, kept) else failures
+            durable = base = held
         out.spend(LOST, done.fall_back(base))
         if reclaimed or kind < it.machine_share:
             out.spend(WAITING, it.machine_wait_s)
@@ -168,6 +175,14 @@ def _progress(it: Scenario, base: float, durable: float, steps_s: float) -> tupl
     commits = int(max(steps_s - it.commit_s, 0.0) // (per_commit * cycle))
     kept = base + commits * per_commit * interval * rate if commits else durable
     return reached, base + snapshots * interval * rate, kept
+
+
+def _backoff_s(it: Scenario, failures: int, source: random.Random) -> float:
+    """The first restart comes at once."""
+    if failures < 2:
+        return 0.0
+    doubled = it.backoff_initial_s * 2.0 ** min(failures - 2, 60)
+    return min(doubled + source.random() * it.backoff_jitter_s, it.backoff_max_s)
 
 
 def _interval_s(it: Scenario) -> float:

@@ -28,7 +28,9 @@ class Scenario:
         hang_share: of the failures, those that are silent.
         machine_share: those that take a machine along, and what is in its memory.
         detection_s, hang_detection_s: from the last finished step to the end of the attempt.
-        restart_s: from there to the ranks' being ready to restore: backoff, processes, rendezvous, model, data.
+        backoff_initial_s, backoff_max_s, backoff_jitter_s: as in `restart.`: the wait before the second restart without
+            a new checkpoint, which doubles with each further one.
+        restart_s: from there to the ranks' being ready to restore: processes, rendezvous, model, data.
         first_start_s: the same at the very start, and on a new machine, where nothing is warm.
         restore_memory_s, restore_storage_s: to be back at a snapshot, or at a checkpoint.
         machine_wait_s: until there is another machine.
@@ -45,6 +47,9 @@ class Scenario:
     machine_share: float = 0.5
     detection_s: float = 1.0
     hang_detection_s: float = 60.0
+    backoff_initial_s: float = 1.0
+    backoff_max_s: float = 60.0
+    backoff_jitter_s: float = 1.0
     restart_s: float = 30.0
     first_start_s: float = 60.0
     restore_memory_s: float = 5.0
@@ -82,14 +87,15 @@ def learn(events: Sequence[Event], scenario: Scenario) -> Scenario:
     ledger = account(events, attempts=attempts)
     changes: dict[str, float] = {}
     trained = [attempt for attempt in attempts if attempt.training_began is not None]
-    if trained:
-        first = trained[0]
-        # Of its own life, behind whatever failed before it.
-        since = max(
-            [e["time"] for e in events if e["event"] == "run_started" and e["time"] <= first.began]
-            + [a.ended for a in attempts if a.ended is not None and a.ended <= first.began]
-        )
-        changes["first_start_s"] = _before_training(first.training_began, since, first.restore_s)
+    begins = [event["time"] for event in events if event["event"] == "run_started"]
+    starts = [
+        _before_training(first.training_began, begin, first.restore_s)
+        for begin, first in ((begin, next((a for a in attempts if a.began >= begin), None)) for begin in begins)
+        # What follows a failed one is warm.
+        if first is not None and first.training_began is not None
+    ]
+    if starts:
+        changes["first_start_s"] = starts[0]
     failed = [a for a in trained if a.kind not in NO_FAILURE and a.ended is not None and a.last_step_at is not None]
     for name, group in (
         ("detection_s", [a for a in failed if a.kind != "hung"]),
@@ -98,12 +104,12 @@ def learn(events: Sequence[Event], scenario: Scenario) -> Scenario:
         if group:
             changes[name] = statistics.mean(max((a.ended or 0.0) - (a.last_step_at or 0.0), 0.0) for a in group)
     restarts, restores = [], []
-    lives = [event["time"] for event in events if event["event"] == "run_started"]
     for before, after in pairwise(attempts):
-        if any(before.began < begin <= after.began for begin in lives):
+        if any(before.began < begin <= after.began for begin in begins):
             continue
         if before in failed and after.training_began is not None and before.ended is not None:
-            restarts.append(_before_training(after.training_began, before.ended, after.restore_s))
+            since = before.ended + before.backoff_s
+            restarts.append(_before_training(after.training_began, since, after.restore_s))
             restores.append(after.restore_s)
     if restarts:
         changes["restart_s"], changes["restore_memory_s"] = statistics.mean(restarts), statistics.mean(restores)
@@ -122,7 +128,7 @@ def learn(events: Sequence[Event], scenario: Scenario) -> Scenario:
             if made:
                 changes[name] = in_steps / made
     if ledger.seconds[WAITING] > 0:
-        changes["machine_wait_s"] = ledger.seconds[WAITING] / max(len(lives) - 1, 1)
+        changes["machine_wait_s"] = ledger.seconds[WAITING] / max(len(begins) - 1, 1)
     return scenario.with_(**changes)
 
 

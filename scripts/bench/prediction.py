@@ -48,7 +48,8 @@ def struck_run(folder: Path, gaps: random.Random, mttf_s: float, most: int | Non
         attempts = [event for event in read_journal(journal) if event["event"] == "attempt_started"]
         if len(attempts) > done and (most is None or done < most):
             done = len(attempts)
-            gap = gaps.expovariate(1 / mttf_s)
+            # What a first start takes is to be learnt, too.
+            gap = gaps.expovariate(1 / mttf_s) + (_MTTF_S if most is not None and done == 1 else 0.0)
             killed_at = _kill_at(process, journal, attempts[-1], gap)
             if killed_at is not None:
                 # As the simulation counts: from the end of the attempt before it, or the run's begin.

@@ -74,6 +74,16 @@ def test_what_only_memory_held_is_lost_with_it() -> None:
     assert out.interruptions == 2 and out.seconds["lost work"] == pytest.approx(50)
 
 
+def test_backoff_without_a_new_checkpoint() -> None:
+    """Five failures, none behind a checkpoint: no wait, 1 s, 2 s, 4 s, 8 s."""
+    scenario = QUIET.with_(backoff_jitter_s=0.0, detection_s=0.0, restart_s=0.0, restore_memory_s=0.0)
+    out = simulate(scenario, random.Random(0), iter([20.0, 5.0, 5.0, 5.0, 150.0, 1e9]))
+    assert out.interruptions == 5 and out.seconds["backoff"] == 1 + 2 + 4 + 8
+    # What was held then is committed, and the count begins anew.
+    again = simulate(scenario, random.Random(0), iter([150.0, 5.0, 1e9]))
+    assert again.interruptions == 2 and again.seconds["backoff"] == 0
+
+
 def test_a_reclaim_loses_nothing() -> None:
     class Reclaims(random.Random):
         def expovariate(self, lambd: float = 1.0) -> float:
@@ -90,7 +100,8 @@ def test_agrees_with_young_and_daly() -> None:
     interval, stall, restart, mttf = 600.0, 20.0, 30.0, 5_000.0
     scenario = Scenario(
         work_s=3_000_000.0, mttf_s=mttf, detection_s=0.0, restart_s=restart, restore_memory_s=0.0, first_start_s=0.0,
-        snapshot_interval_s=interval, snapshot_stall_s=stall, hang_share=0.0, machine_share=0.0,
+        snapshot_interval_s=interval, snapshot_stall_s=stall, hang_share=0.0, machine_share=0.0, backoff_initial_s=0.0,
+        backoff_jitter_s=0.0,
     )  # fmt: skip
     expected = mttf * math.exp(restart / mttf) * (math.exp((interval + stall) / mttf) - 1) / interval
     seen = forecast(scenario, runs=40)
@@ -156,7 +167,7 @@ def test_learnt_from_a_journal() -> None:
     """The ledger's test run: a hang after 50 steps in 10 s, found after 3 s and torn down in 1 s."""
     learnt = learn(EVENTS, Scenario(work_s=100.0, mttf_s=math.inf))
     assert learnt.first_start_s == pytest.approx(109 - 100 - 1) and learnt.hang_detection_s == pytest.approx(123 - 119)
-    assert learnt.restart_s == pytest.approx(129 - 123 - 1) and learnt.restore_memory_s == 1.0
+    assert learnt.restart_s == pytest.approx(129 - 123 - 3 - 1) and learnt.restore_memory_s == 1.0
     assert learnt.snapshot_stall_s == 0.5 and learnt.machine_wait_s == pytest.approx(20)
     assert learnt.detection_s == Scenario(work_s=1.0, mttf_s=1.0).detection_s, "no crash in it"
 
@@ -167,7 +178,7 @@ def test_learnt_within_one_life() -> None:
     for one in later:
         one["attempt"] += 3 if one["attempt"] else 0
     learnt = learn([*EVENTS, *later], Scenario(work_s=100.0, mttf_s=math.inf))
-    assert learnt.restart_s == pytest.approx(129 - 123 - 1) and learnt.first_start_s == pytest.approx(8)
+    assert learnt.restart_s == pytest.approx(129 - 123 - 3 - 1) and learnt.first_start_s == pytest.approx(8)
 
 
 def test_commits_are_as_frequent_as_was_said() -> None:
