@@ -142,7 +142,7 @@ def main() -> None:
             f"The bundled job, {_EPOCHS} epochs, a rank killed at random in each attempt, every {_MTTF_S:g} s on "
             "average. What takes how long was learnt from another run of it, with five kills. Simulated: the failures\n"
             "that struck this very run; last line: all runs, by their mean time between failures alone.\n"
-            "`replay_points` is the difference of the means of the runs, `replay_worst_points` the largest of one run.\n"
+            "`replay_points` is the difference of the runs' means, `replay_worst_points` the largest of one run.\n"
         )
         DOCS.write_text("\n".join([head, told, *lines]) + "\n")
 
