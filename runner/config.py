@@ -157,6 +157,12 @@ class LaunchConfig(_Section):
         """host:port of the rendezvous between machines."""
         return self.rdzv_endpoint or f"{self.master_addr or 'localhost'}:{self.master_port}"
 
+    def rendezvous(self, nnodes: int) -> tuple[str, str | None]:
+        """host:port where so many machines meet, and this one's name there; one machine needs neither."""
+        # A pod's name may not resolve.
+        own = self.local_addr or ("127.0.0.1" if nnodes == 1 else None)
+        return self.endpoint if nnodes > 1 or self.rdzv_endpoint else "localhost:0", own
+
     @property
     def peer_address(self) -> tuple[str, int]:
         """Host and port of the first machine's runner.

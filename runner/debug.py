@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import yaml
 
-from runner.config import DEFAULT_CONFIG, Config
+from runner.config import DEFAULT_CONFIG, Config, LaunchConfig
 
 _MAX_ROWS = 200
 _MAX_STEPS = 20
@@ -33,7 +33,7 @@ def for_debugging(config: Config, num_gpus: int) -> Config:
     # Without memory for a snapshot every save blocks.
     small.checkpoint.memory_limit = 0
     small.checkpoint.snapshot_steps = small.checkpoint.save_steps = small.checkpoint.save_minutes = None
-    small.launch = type(config.launch)(nproc_per_node=min(2, num_gpus or 2), cold=config.launch.cold)
+    small.launch = LaunchConfig(nproc_per_node=min(2, num_gpus or 2), cold=config.launch.cold)
     small.restart.max_restarts = 0
     small.tracking.aim_repo = None
     small.monitoring.port = None

@@ -222,8 +222,7 @@ def _launch(request: Message) -> Message:
         rdzv_configs={"is_host": request["is_host"], "timeout": int(request["join_timeout_s"])}
         if request["nnodes"] > 1
         else {"keep_alive_interval": _KEEP_ALIVE_ALONE_S},
-        # One machine needs no name: a pod's may not resolve.
-        local_addr=request["local_addr"] or ("127.0.0.1" if request["nnodes"] == 1 else None),
+        local_addr=request["local_addr"],
         max_restarts=0,
         monitor_interval=_MONITOR_INTERVAL_S,
         start_method="spawn" if request["cold"] else "forkserver",

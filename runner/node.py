@@ -452,14 +452,15 @@ class Node:
     def _launch_request(self, order: Order, nnodes: int) -> Message:
         assert self._agent is not None
         launch = self._config.launch
+        endpoint, own = launch.rendezvous(nnodes)
         return {
             "run_id": self.run_id,
             "attempt": order.attempt,
             "nnodes": nnodes,
             "nproc_per_node": self._nproc,
-            "rdzv_endpoint": launch.endpoint if nnodes > 1 or launch.rdzv_endpoint else "localhost:0",
+            "rdzv_endpoint": endpoint,
             "is_host": launch.node_rank == 0,
-            "local_addr": launch.local_addr,
+            "local_addr": own,
             "join_timeout_s": launch.rendezvous_timeout_s,
             "cold": launch.cold,
             "show_output": self._job.show_output,

@@ -147,8 +147,10 @@ def failures_in_a_row(history: Sequence[AttemptRecord]) -> int:
     return count
 
 
-def backoff_s(failures_in_a_row: int, *, initial_s: float, max_s: float, jitter_s: float) -> float:
+def backoff_s(
+    failures_in_a_row: int, *, initial_s: float, max_s: float, jitter_s: float, source: random.Random | None = None
+) -> float:
     """How long to wait before the next attempt: not at all after a first failure, then doubling, with jitter."""
     if failures_in_a_row <= 1:
         return 0.0
-    return min(initial_s * 2.0 ** min(failures_in_a_row - 2, 60) + random.uniform(0.0, jitter_s), max_s)
+    return min(initial_s * 2.0 ** min(failures_in_a_row - 2, 60) + (source or random).uniform(0.0, jitter_s), max_s)

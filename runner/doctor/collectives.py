@@ -33,11 +33,11 @@ def check_collectives(config: Config, nnodes: int, nproc: int) -> Iterator[Findi
     launch = config.launch
     with tempfile.TemporaryDirectory() as folder:
         answer, log = Path(folder) / "answer.json", Path(folder) / "log"
-        endpoint = launch.endpoint if nnodes > 1 or launch.rdzv_endpoint else "localhost:0"
+        endpoint, own = launch.rendezvous(nnodes)
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nnodes), "--nproc-per-node", str(nproc)),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "runner-doctor"),
-            *(["--local-addr", launch.local_addr or "127.0.0.1"] if launch.local_addr or nnodes == 1 else []),
+            *(["--local-addr", own] if own else []),
         ]
         limit_s = _TRIAL_S
         if nnodes > 1:

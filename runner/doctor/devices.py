@@ -47,18 +47,13 @@ _LINKS = {
 @dataclass(frozen=True)
 class Gpu:
     index: int
-    name: str
-    driver: str
     memory_bytes: int
 
 
 def find_gpus() -> list[Gpu]:
     """Empty where there is no driver, or none that answers."""
     with contextlib.suppress(subprocess.CalledProcessError):
-        return [
-            Gpu(int(row["index"]), row["name"], row["driver_version"], _number(row["memory.total"]) * _MIB)
-            for row in _visible(_query())
-        ]
+        return [Gpu(int(row["index"]), _number(row["memory.total"]) * _MIB) for row in _visible(_query())]
     return []
 
 

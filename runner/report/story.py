@@ -20,7 +20,6 @@ class LogEntry:
     """One of the Trainer's log entries. `lost`: the step was computed again later, or is not part of the result."""
 
     attempt: int
-    at: float
     step: int
     lost: bool
     loss: float
@@ -34,7 +33,6 @@ class Save:
 
     step: int
     attempt: int
-    at: float
     blocked_s: float | None = None
     write_s: dict[str, float] = field(default_factory=dict)
     nbytes: int = 0
@@ -108,8 +106,8 @@ def tell(
         ledger,
         began_at,
         _spans(ledger, began_at),
-        _logs(events, run.attempts, began_at),
-        _saves(events, began_at),
+        _logs(events, run.attempts),
+        _saves(events),
         [*_faults(run.attempts, began_at), *_marks(events, began_at)],
         _cost(events, ledger, run.attempts, price_per_hour, spot_discount),
     )
@@ -129,7 +127,7 @@ def _spans(ledger: Ledger, began_at: float) -> list[Span]:
     return spans
 
 
-def _logs(events: Sequence[Event], attempts: Sequence[Attempt], began_at: float) -> list[LogEntry]:
+def _logs(events: Sequence[Event], attempts: Sequence[Attempt]) -> list[LogEntry]:
     kept_to = {attempt.number: (attempt.last_step or 0) - attempt.lost_steps for attempt in attempts}
     logs = []
     for event in events:
@@ -141,7 +139,6 @@ def _logs(events: Sequence[Event], attempts: Sequence[Attempt], began_at: float)
             logs.append(
                 LogEntry(
                     number,
-                    event["time"] - began_at,
                     step,
                     step > kept_to.get(number, step),
                     float(event["loss"]),
@@ -156,7 +153,7 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def _saves(events: Sequence[Event], began_at: float) -> list[Save]:
+def _saves(events: Sequence[Event]) -> list[Save]:
     saves: dict[tuple[int, int], Save] = {}
     blocked: dict[tuple[int, int], float] = {}
     for event in events:
@@ -165,7 +162,7 @@ def _saves(events: Sequence[Event], began_at: float) -> list[Save]:
                 blocked[int(event["attempt"]), int(event["step"])] = float(event["blocked_s"])
             elif event["event"] == "committed":
                 key = int(event["attempt"]), int(event["step"])
-                save = saves.setdefault(key, Save(key[1], key[0], event["time"] - began_at))
+                save = saves.setdefault(key, Save(key[1], key[0]))
                 save.write_s[str(event["tier"])] = float(event["duration_s"])
                 save.nbytes = int(event["nbytes"])
     for key, save in saves.items():

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from runner.ledger import LOST, TRAINING, WAITING
+from runner.policy import backoff_s
 from runner.simulate.scenario import Scenario
 
 # A run that would never end is given up when it has taken so many times its work.
@@ -178,11 +179,13 @@ def _progress(it: Scenario, base: float, durable: float, steps_s: float) -> tupl
 
 
 def _backoff_s(it: Scenario, failures: int, source: random.Random) -> float:
-    """The first restart comes at once."""
-    if failures < 2:
-        return 0.0
-    doubled = it.backoff_initial_s * 2.0 ** min(failures - 2, 60)
-    return min(doubled + source.random() * it.backoff_jitter_s, it.backoff_max_s)
+    return backoff_s(
+        failures,
+        initial_s=it.backoff_initial_s,
+        max_s=it.backoff_max_s,
+        jitter_s=it.backoff_jitter_s,
+        source=source,
+    )
 
 
 def _interval_s(it: Scenario) -> float:
