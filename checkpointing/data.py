@@ -281,19 +281,19 @@ class _BlockReader:
 
     def fill(self, block: _Block, count: int | None = None) -> None:
         """Read so many of its samples, or all that are missing."""
-        count = self._size if count is None else count
-        while not block.whole and count > 0:
-            count -= 1
+        for _ in range(self._size if count is None else count):
+            if block.whole:
+                return
             row = next(self._rows, _END)
-            if row is not _END:
-                block.rows.append(row)
-            elif not block.rows and block.number == 0:
-                raise ValueError("the training data has no rows")
             if row is _END:
+                if not block.rows and block.number == 0:
+                    raise ValueError("the training data has no rows")
                 self._next = (block.epoch + 1, 0, self._beginning)
                 self._rows = self._open()
                 block.whole = True
-            elif len(block.rows) == self._size:
+                return
+            block.rows.append(row)
+            if len(block.rows) == self._size:
                 self._next = (block.epoch, block.number + 1, _copied(self._dataset.state_dict()))
                 block.whole = True
 

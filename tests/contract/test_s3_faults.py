@@ -116,6 +116,16 @@ def test_a_few_faults_pass_unnoticed(request_like: str, fault: Fault, place: Pla
     assert rule.hits == 3, "it was not put to the test"
 
 
+def test_nothing_is_written_twice(place: Place) -> None:
+    """No server's answer is taken for something else: radosgw 16 leaves the ETag of a whole upload empty."""
+    storage = place.open()
+    storage.begin_attempt(1)
+    before = len(place.proxy.seen)
+    commit(storage, 1, nbytes=LARGE_BYTES)
+    writes = [request for request in place.proxy.seen[before:] if request.startswith(("PUT", "POST"))]
+    assert sorted(writes) == sorted({*writes}), "something was tried again"
+
+
 def test_an_upload_that_is_complete_counts_whatever_was_answered(place: Place) -> None:
     """Asked again, the server knows of no such upload."""
     rule = place.proxy.add(COMPLETE_UPLOAD, ANSWER_LOST, times=3)
