@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PAGE_BYTES = mmap.PAGESIZE
 # madvise(2), Linux 5.14. Pages that are there already are mapped three times faster for reading, and can be written to.
@@ -155,8 +155,9 @@ class CommitReport:
 class ControlPage:
     """Heartbeats of a node's ranks, the stop flag and the last commit, in one shared page: no system call to use it.
 
-    Each slot has one writer (its rank; the agent for the flags); each field is an aligned 8-byte word, so a reader sees
-    old or new, never half.
+    Each slot has one writer (its rank; the agent for the flags); each field is an aligned 8-byte word, and slots are
+    copied as a whole, so a reader sees of each field old or new, never half. (`struct.pack_into` fills its target with
+    zeros first, and both it and `unpack_from` go byte by byte.)
     """
 
     _SLOT = struct.Struct("<QQdQddQ")
@@ -193,17 +194,17 @@ class ControlPage:
 
     @property
     def last_commit(self) -> CommitReport:
-        return CommitReport(*self._REPORT.unpack_from(self._memory.buffer, self._REPORT_OFFSET))
+        return CommitReport(*self._get(self._REPORT, self._REPORT_OFFSET))
 
     @last_commit.setter
     def last_commit(self, value: CommitReport) -> None:
-        self._REPORT.pack_into(self._memory.buffer, self._REPORT_OFFSET, value.step, value.duration_s, value.cpu_s)
+        self._put(self._REPORT, self._REPORT_OFFSET, value.step, value.duration_s, value.cpu_s)
 
     def write(self, slot: int, beat: Heartbeat) -> None:
-        self._SLOT.pack_into(self._memory.buffer, self._offset(slot), *beat)
+        self._put(self._SLOT, self._offset(slot), *beat)
 
     def read(self, slot: int) -> Heartbeat:
-        phase, *fields = self._SLOT.unpack_from(self._memory.buffer, self._offset(slot))
+        phase, *fields = self._get(self._SLOT, self._offset(slot))
         return Heartbeat(Phase(phase), *fields)
 
     def clear(self) -> None:
@@ -213,6 +214,12 @@ class ControlPage:
 
     def close(self) -> None:
         self._memory.close()
+
+    def _put(self, layout: struct.Struct, offset: int, *fields: float) -> None:
+        self._memory.buffer[offset : offset + layout.size] = layout.pack(*fields)
+
+    def _get(self, layout: struct.Struct, offset: int) -> tuple[Any, ...]:
+        return layout.unpack(bytes(self._memory.buffer[offset : offset + layout.size]))
 
     def _offset(self, slot: int) -> int:
         if not 0 <= slot < self.num_slots:
