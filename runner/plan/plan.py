@@ -147,6 +147,7 @@ def make_plan(config: Config, given: Assumptions) -> Plan:
         restore_storage_s=prices.read_s,
         restore_memory_s=prices.copy_s,
         snapshot_interval_s=prices.snapshot_interval_s,
+        snapshot_s=prices.copy_s,
         snapshot_stall_s=prices.stall_s,
         commit_interval_s=prices.commit_interval_s,
         commit_s=prices.write_s,

@@ -86,7 +86,7 @@ def simulate(scenario: Scenario, source: random.Random, gaps: Iterator[float] | 
     draw: Callable[[], float] = gaps.__next__ if gaps is not None else lambda: _exponential(source, it.mttf_s)
     failure_in, reclaim_in = draw(), _exponential(source, it.reclaim_s)
     # Seconds of work that a checkpoint holds, and that the next attempt begins with.
-    durable = base = 0.0
+    base = 0.0
     start_s, restore_s = it.first_start_s, 0.0
     # Failures since there was a new checkpoint.
     failures = 0
@@ -96,23 +96,23 @@ def simulate(scenario: Scenario, source: random.Random, gaps: Iterator[float] | 
             out.finished = False
             break
         until = min(failure_in, reclaim_in)
-        steps_s, wanted_s = until - start_s - restore_s, _wall_of(it, it.work_s - base)
+        steps_s, wanted_s = until - start_s - restore_s, (it.work_s - base) / _speed(it)
         _spend_start(out, min(until, start_s + restore_s), start_s)
         if steps_s >= wanted_s:
             done.add(base, it.work_s, wanted_s)
             break
-        reached, held, kept = _progress(it, base, durable, max(steps_s, 0.0))
+        reached, held, kept = _progress(it, base, max(steps_s, 0.0))
         done.add(base, reached, max(steps_s, 0.0))
         out.interruptions += 1
-        failures = 1 if kept > durable else failures + 1
+        failures = 1 if kept > base else failures + 1
         reclaimed, kind = reclaim_in <= failure_in, source.random()
         if reclaimed:
             # Announced: the state of this very step is committed.
-            durable = base = reached
+            base = reached
             out.spend("teardown", it.stop_s)
             failures = 0
         elif kind < it.machine_share:
-            durable = base = kept
+            base = kept
             out.spend("detection", it.detection_s)
             out.spend("backoff", _backoff_s(it, failures, source))
         else:
@@ -120,8 +120,8 @@ def simulate(scenario: Scenario, source: random.Random, gaps: Iterator[float] | 
             out.spend(*(("hang wait", it.hang_detection_s) if hung else ("detection", it.detection_s)))
             out.spend("backoff", _backoff_s(it, failures, source))
             # The agent lives on, and commits what it holds.
-            failures = 0 if held > max(durable, kept) else failures
-            durable = base = held
+            failures = 0 if held > kept else failures
+            base = held
         out.spend(LOST, done.fall_back(base))
         if reclaimed or kind < it.machine_share:
             out.spend(WAITING, it.machine_wait_s)
@@ -165,17 +165,20 @@ class _Work:
             out.spend(cause, seconds)
 
 
-def _progress(it: Scenario, base: float, durable: float, steps_s: float) -> tuple[float, float, float]:
+def _progress(it: Scenario, base: float, steps_s: float) -> tuple[float, float, float]:
     """After so many seconds in steps: the work that was reached, is held in memory, and is in storage."""
-    interval, rate = _interval_s(it), 1 - it.overhead_share
-    cycle = interval + it.snapshot_stall_s
-    snapshots = int(steps_s // cycle)
-    reached = base + (snapshots * interval + min(steps_s % cycle, interval)) * rate
+    speed = _speed(it)
+    reached = base + steps_s * speed
     # One is written at a time.
-    per_commit = max(math.ceil(it.commit_interval_s / interval), math.ceil(it.commit_s / cycle))
-    commits = int(max(steps_s - it.commit_s, 0.0) // (per_commit * cycle))
-    kept = base + commits * per_commit * interval * rate if commits else durable
-    return reached, base + snapshots * interval * rate, kept
+    per_commit = max(it.commit_interval_s, it.commit_s) * _rate(it)
+    per_snapshot = it.snapshot_interval_s * _rate(it)
+    # Steps up to here can have been copied.
+    copied = reached - it.snapshot_s * speed
+    saved = copied // per_commit * per_commit
+    begun = saved if saved > base else base + it.first_snapshot_s * _rate(it)
+    held = begun + (copied - begun) // per_snapshot * per_snapshot if copied >= begun else base
+    kept = (copied - it.commit_s * speed) // per_commit * per_commit
+    return reached, max(held, base), max(kept, base)
 
 
 def _backoff_s(it: Scenario, failures: int, source: random.Random) -> float:
@@ -188,15 +191,15 @@ def _backoff_s(it: Scenario, failures: int, source: random.Random) -> float:
     )
 
 
-def _interval_s(it: Scenario) -> float:
-    """Between snapshots: every commit needs one."""
-    return min(it.snapshot_interval_s, it.commit_interval_s)
+def _rate(it: Scenario) -> float:
+    """Seconds of work in one of steps, but for snapshots."""
+    return 1 - it.overhead_share
 
 
-def _wall_of(it: Scenario, work_s: float) -> float:
-    """Seconds in steps that so much work takes."""
-    in_steps = work_s / (1 - it.overhead_share)
-    return in_steps + in_steps // _interval_s(it) * it.snapshot_stall_s
+def _speed(it: Scenario) -> float:
+    """The same with them; every commit needs one."""
+    interval_s = min(it.snapshot_interval_s, it.commit_interval_s)
+    return _rate(it) * interval_s / (interval_s + it.snapshot_stall_s)
 
 
 def _spend_start(out: Outcome, seconds: float, start_s: float) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from runner.journal import Event
-from runner.ledger import NO_FAILURE, WAITING, account, attempts_of
+from runner.ledger import NO_FAILURE, WAITING, Attempt, account, attempts_of
 
 HOUR_S = 3600.0
 # Of one GPU of Meta's clusters: 1,024 of them fail every 7.9 h (arXiv 2410.21680).
@@ -35,8 +35,11 @@ class Scenario:
         restore_memory_s, restore_storage_s: to be back at a snapshot, or at a checkpoint.
         machine_wait_s: until there is another machine.
         stop_s: from a notice to the committed end.
-        snapshot_interval_s, snapshot_stall_s: seconds of work between snapshots in memory, and what one costs training.
-        commit_interval_s, commit_s: seconds of work between checkpoints, and from such a snapshot until it is durable.
+        first_snapshot_s: seconds in steps before an attempt's first snapshot, from which their price is learnt.
+        snapshot_interval_s, snapshot_s, snapshot_stall_s: seconds in steps between snapshots in memory, from a step's
+            end until one is whole, and for which training waits.
+        commit_interval_s, commit_s: seconds in steps between checkpoints, which fall on multiples of it, and from such
+            a snapshot until it is durable.
         overhead_share: of the time in steps, what is no training: evaluation, waits for data.
     """
 
@@ -56,7 +59,9 @@ class Scenario:
     restore_storage_s: float = 60.0
     machine_wait_s: float = 300.0
     stop_s: float = 10.0
+    first_snapshot_s: float = 1.0
     snapshot_interval_s: float = 60.0
+    snapshot_s: float = 1.0
     snapshot_stall_s: float = 0.01
     commit_interval_s: float = 600.0
     commit_s: float = 30.0
@@ -88,14 +93,12 @@ def learn(events: Sequence[Event], scenario: Scenario) -> Scenario:
     changes: dict[str, float] = {}
     trained = [attempt for attempt in attempts if attempt.training_began is not None]
     begins = [event["time"] for event in events if event["event"] == "run_started"]
-    starts = [
-        _before_training(first.training_began, begin, first.restore_s)
-        for begin, first in ((begin, next((a for a in attempts if a.began >= begin), None)) for begin in begins)
+    for begin in begins:
+        first = next((attempt for attempt in attempts if attempt.began >= begin), None)
         # What follows a failed one is warm.
-        if first is not None and first.training_began is not None
-    ]
-    if starts:
-        changes["first_start_s"] = starts[0]
+        if first is not None and first.training_began is not None:
+            changes["first_start_s"] = _before_training(first.training_began, begin, first.restore_s)
+            break
     failed = [a for a in trained if a.kind not in NO_FAILURE and a.ended is not None and a.last_step_at is not None]
     for name, group in (
         ("detection_s", [a for a in failed if a.kind != "hung"]),
@@ -120,16 +123,52 @@ def learn(events: Sequence[Event], scenario: Scenario) -> Scenario:
         changes["commit_s"] = statistics.mean(commits)
     in_steps = sum((a.last_step_at or 0.0) - (a.training_began or 0.0) for a in trained if a.last_step_at)
     waits = ledger.seconds["data wait"] + ledger.seconds["evaluation"]
-    steps = sum(a.steps for a in trained)
-    if in_steps > 0 and steps > 0:
+    if in_steps > 0:
         changes["overhead_share"] = min(waits / in_steps, 0.99)
-        for name, event in (("snapshot_interval_s", "snapshot"), ("commit_interval_s", "committed")):
-            made = len({(e.get("attempt"), e.get("step")) for e in events if e["event"] == event})
-            if made:
-                changes[name] = in_steps / made
+        changes.update(_cadence(events, trained, in_steps))
     if ledger.seconds[WAITING] > 0:
         changes["machine_wait_s"] = ledger.seconds[WAITING] / max(len(begins) - 1, 1)
     return scenario.with_(**changes)
+
+
+def _cadence(events: Sequence[Event], trained: Sequence[Attempt], in_steps: float) -> dict[str, float]:
+    """When an attempt makes its first snapshot, and how often it makes one, and commits one."""
+    changes: dict[str, float] = {}
+    taken, saved, logged = (_times(events, name) for name in ("snapshot", "committed", "log"))
+    first: dict[int, tuple[int, int]] = {}
+    for key in sorted(taken):
+        first.setdefault(key[0], key)
+    begins = {attempt.number: attempt.training_began for attempt in trained}
+    early = [taken[key] - begin for n, key in first.items() if (begin := begins.get(n)) is not None]
+    if early:
+        changes["first_snapshot_s"] = max(statistics.median(early), 0.0)
+    # Where a step is in the log, too.
+    copies = [at - logged[key] for key, at in taken.items() if key in logged] or _told(
+        events, "snapshot_cost", "copy_s"
+    )
+    if copies:
+        changes["snapshot_s"] = max(statistics.median(copies), 0.0)
+    for name, times in (
+        ("snapshot_interval_s", {key: at for key, at in taken.items() if key != first[key[0]]}),
+        ("commit_interval_s", {key: at for key, at in taken.items() if key in saved}),
+    ):
+        pairs = [(one, next_) for one, next_ in pairwise(sorted(times)) if one[0] == next_[0]]
+        between = [times[next_] - times[one] for one, next_ in pairs if times[next_] > times[one]]
+        if between:
+            changes[name] = statistics.median(between)
+        elif times:
+            changes[name] = in_steps / len(times)
+    return changes
+
+
+def _times(events: Sequence[Event], name: str) -> dict[tuple[int, int], float]:
+    """When this happened first, by attempt and step. What a disk has damaged is passed over."""
+    times: dict[tuple[int, int], float] = {}
+    for event in events:
+        attempt, step = event.get("attempt"), event.get("step")
+        if event["event"] == name and isinstance(attempt, int) and isinstance(step, int):
+            times.setdefault((attempt, step), event["time"])
+    return times
 
 
 def _before_training(training_began: float | None, since: float, restore_s: float) -> float:

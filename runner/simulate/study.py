@@ -65,13 +65,6 @@ def scenario_of(
     Raises:
         UsageError: a name is unknown, or a value impossible.
     """
-    for option, value in (
-        ("--work-hours", work_hours),
-        ("--mttf-hours", mttf_hours or 1.0),
-        ("--reclaims-per-day", reclaims_per_day),
-    ):
-        if not math.isfinite(value):
-            raise UsageError(f"{option} {value}: write a number")
     base = Scenario(
         work_s=work_hours * HOUR_S,
         mttf_s=mttf_hours * HOUR_S if mttf_hours is not None else math.inf,
@@ -161,13 +154,14 @@ def render(study: Study, target: float | None) -> RenderableType:
 
 
 def to_page(study: Study) -> str:
-    """The sensitivity, as one HTML file: goodput over the first name that varies, a line for each other combination."""
+    """The sensitivity, as one HTML file: goodput over the first name that varies, a line for each other combination.
+
+    Something must vary.
+    """
     import plotly.graph_objects as go
     import plotly.io
 
     names = list(study.variations[0])
-    if not names:
-        raise UsageError("--plot needs something that varies: --vary NAME=A,B,…")
     lines: dict[str, list[tuple[float, Forecast]]] = {}
     for changes, seen in zip(study.variations, study.forecasts, strict=True):
         label = ", ".join(f"{name}={changes[name]:g}" for name in names[1:]) or "goodput"
