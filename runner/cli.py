@@ -23,6 +23,19 @@ from runner.errors import ExitCode, RunnerError, UsageError
 T = TypeVar("T")
 _WATCH_INTERVAL_S = 2.0
 
+
+class _Number(click.FloatRange):
+    """Within its bounds, and neither infinite nor NaN, which are in no order with them."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r}: write a number", param, ctx)
+        return number
+
+
+_POSITIVE = _Number(min=0, min_open=True)
+
 # Heavier imports stay inside the commands: `runner --help` answers in a blink.
 
 _CONFIG_OPTIONS = [
@@ -245,7 +258,7 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from runner.history import events_at
+    from runner.history import COPY_INTERVAL_S, events_at
     from runner.status import is_over, panel
     from runner.summary import summarise
 
@@ -265,9 +278,15 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
     try:
         with Live(panel(run, time.time(), places), console=console, auto_refresh=False) as live:
             while not is_over(run):
-                time.sleep(_WATCH_INTERVAL_S)
-                run = look()
-                live.update(panel(run, time.time(), places), refresh=True)
+                # Every look reads the whole copy.
+                time.sleep(COPY_INTERVAL_S if "://" in place else _WATCH_INTERVAL_S)
+                unread = {}
+                try:
+                    run = look()
+                except UsageError as error:
+                    # Storage may be back at the next look.
+                    unread = {"out of date": str(error)}
+                live.update(panel(run, time.time(), {**places, **unread}), refresh=True)
     except KeyboardInterrupt:
         return
 
@@ -312,16 +331,10 @@ def doctor(
 @click.option("--gpus", type=click.IntRange(min=1), help="GPUs per machine (default: those found here; else ranks).")
 @click.option("--gpu-memory", metavar="SIZE", help="Of one, e.g. 80GiB (default: those found here).")
 @click.option("--machines", type=click.IntRange(min=1), help="Default: --nnodes.")
-@click.option("--step-seconds", type=click.FloatRange(min=0, min_open=True), help="Of one optimizer step, if known.")
-@click.option(
-    "--work-hours", type=click.FloatRange(min=0, min_open=True), default=24.0, show_default=True, help="Of steps."
-)
-@click.option(
-    "--mttf-hours", type=click.FloatRange(min=0, min_open=True), help="Mean time between failures of the run."
-)
-@click.option(
-    "--reclaims-per-day", type=click.FloatRange(min=0), default=1.0, show_default=True, help="Of one spot machine."
-)
+@click.option("--step-seconds", type=_POSITIVE, help="Of one optimizer step, if known.")
+@click.option("--work-hours", type=_POSITIVE, default=24.0, show_default=True, help="Of steps.")
+@click.option("--mttf-hours", type=_POSITIVE, help="Mean time between failures of the run.")
+@click.option("--reclaims-per-day", type=_Number(min=0), default=1.0, show_default=True, help="Of one spot machine.")
 @click.option(
     "--copy-rate", metavar="SIZE", help="From a device into memory, per second (default: measured, 20GB with GPUs)."
 )
@@ -346,10 +359,6 @@ def plan(
     Memory is computed from the model's shape; bandwidths are measured here, at checkpoint.location.
     """
     from runner.plan.plan import Assumptions, make_plan, render
-
-    for option, value in (("--work-hours", work_hours), ("--mttf-hours", mttf_hours), ("--step-seconds", step_seconds)):
-        if value is not None and not math.isfinite(value):
-            raise UsageError(f"{option} {value}: write a number")
 
     config = _load(config_path, output_dir, settings, launch)
     assumptions = Assumptions(
@@ -385,24 +394,18 @@ def _size(option: str, text: str | None) -> int | None:
 
 @cli.command()
 @click.option("--from", "source", metavar="LOCATION", help="Take how long things take from this run's journal.")
-@click.option(
-    "--work-hours", type=click.FloatRange(min=0, min_open=True), default=24.0, show_default=True, help="Of steps."
-)
-@click.option(
-    "--mttf-hours", type=click.FloatRange(min=0, min_open=True), help="Mean time between failures (default: none)."
-)
+@click.option("--work-hours", type=_POSITIVE, default=24.0, show_default=True, help="Of steps.")
+@click.option("--mttf-hours", type=_POSITIVE, help="Mean time between failures (default: none).")
 @click.option("--gpus", type=click.IntRange(min=1), help="Or so many, each as reliable as Meta's (1,024: 7.9 h).")
 @click.option(
     "--trace", type=click.Path(path_type=Path), help="File of hours of running between failures, one per line."
 )
-@click.option("--reclaims-per-day", type=click.FloatRange(min=0), default=0.0, help="Announced ends of spot machines.")
+@click.option("--reclaims-per-day", type=_Number(min=0), default=0.0, help="Announced ends of spot machines.")
 @click.option("--set", "settings", multiple=True, metavar="NAME=SECONDS", help="Any other figure; --list names them.")
 @click.option("--list", "list_names", is_flag=True, help="List the figures and their values.")
 @click.option("--vary", multiple=True, metavar="NAME=A,B,…", help="Try each value; given twice: all pairs.")
-@click.option(
-    "--target", type=click.FloatRange(min=0, max=1), help="Say which of the settings tried reach this goodput."
-)
-@click.option("--runs", type=click.IntRange(min=2), default=200, show_default=True, help="Runs to simulate for each.")
+@click.option("--target", type=_Number(min=0, max=1), help="Say which of the settings tried reach this goodput.")
+@click.option("--runs", type=click.IntRange(min=20), default=200, show_default=True, help="Runs to simulate for each.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write the sensitivity as one HTML file.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
@@ -438,6 +441,10 @@ def simulate(
         for name, value in vars(scenario).items():
             click.echo(f"{name}={value:g}")
         return
+    if plot is not None and not vary:
+        raise UsageError("--plot needs something that varies: --vary NAME=A,B,…")
+    if plot is not None and not plot.absolute().parent.is_dir():
+        raise UsageError(f"--plot {plot}: there is no folder {plot.absolute().parent}; make it, or write elsewhere")
     study = Study(scenario, variations(vary, scenario), runs, seed, trace_s)
     if as_json:
         click.echo(json.dumps(study.to_dict(target), indent=1))
@@ -453,10 +460,8 @@ def simulate(
 @click.option(
     "--output", type=click.Path(dir_okay=False, path_type=Path), help="Default: report.html in LOCATION or here."
 )
-@click.option("--price-per-hour", type=click.FloatRange(min=0), help="Of one machine, on demand (cost.price_per_hour).")
-@click.option(
-    "--spot-discount", type=click.FloatRange(min=0, max=1, max_open=True), help="Share of it that is not paid."
-)
+@click.option("--price-per-hour", type=_Number(min=0), help="Of one machine, on demand (cost.price_per_hour).")
+@click.option("--spot-discount", type=_Number(min=0, max=1, max_open=True), help="Share of it that is not paid.")
 def report(
     location: str | None, output: Path | None, price_per_hour: float | None, spot_discount: float | None
 ) -> None:
@@ -479,12 +484,12 @@ def report(
 @click.argument("config_file", required=False, metavar="[CONFIG]", type=click.Path())
 @_config_options
 @click.option("--kills", default=20, show_default=True, type=click.IntRange(min=1), help="Faults to strike with.")
-@click.option("--minutes", type=click.FloatRange(min=0), help="And go on for so long.")
+@click.option("--minutes", type=_Number(min=0), help="And go on for so long.")
 @click.option("--seed", type=int, help="Of faults and moments; a new one by default.")
 @click.option("--fault", "faults", multiple=True, metavar="NAME", help="Only this kind; may be given again.")
 @click.option("--list", "list_faults", is_flag=True, help="List the kinds of faults.")
 @click.option("--deterministic", is_flag=True, help="Switch deterministic algorithms on (trainer.full_determinism).")
-@click.option("--tolerance", type=click.FloatRange(min=0), help="Tensors may differ by this share of their norm.")
+@click.option("--tolerance", type=_Number(min=0), help="Tensors may differ by this share of their norm.")
 @click.option("--keep", is_flag=True, help="Keep the folders of runs that ended well, too.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the verdict there.")
 def chaos(
@@ -566,19 +571,22 @@ def list_checkpoints(location: str) -> None:
 
     Sizes are checked, contents are not: see verify.
     """
+    from runner.status import duration
+
     tiers = _tiers(location)
     entries = tiers.catalog.entries()
     if not entries:
         click.echo(f"no checkpoints at {location}")
         return
-    click.echo(f"{'step':>8}  {'age':>8}  {'size':>12}  {'tier':<6}  valid")
+    click.echo(f"{'step':>8}  {'age':>12}  {'size':>12}  {'tier':<6}  valid")
     for entry in entries:
         tier = tiers.name(entry.storage)
         if entry.manifest is None:
-            click.echo(f"{entry.step:>8}  {'':>8}  {'':>12}  {tier:<6}  no: {entry.problem}")
+            click.echo(f"{entry.step:>8}  {'':>12}  {'':>12}  {tier:<6}  no: {entry.problem}")
         else:
-            age, size = _age(entry.manifest.created_at), f"{entry.manifest.total_bytes / 1e6:.1f} MB"
-            click.echo(f"{entry.step:>8}  {age:>8}  {size:>12}  {tier:<6}  yes (attempt {entry.manifest.attempt})")
+            age = duration(time.time() - entry.manifest.created_at)
+            size = f"{entry.manifest.total_bytes / 1e6:.1f} MB"
+            click.echo(f"{entry.step:>8}  {age:>12}  {size:>12}  {tier:<6}  yes (attempt {entry.manifest.attempt})")
 
 
 @checkpoints.command()
@@ -706,14 +714,6 @@ def _progress_bar(name: str, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(name, total=total)
         yield lambda nbytes: progress.advance(task, nbytes)
-
-
-def _age(created_at: float) -> str:
-    seconds = max(time.time() - created_at, 0)
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def _directory(config: Any) -> Any:

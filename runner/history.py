@@ -20,7 +20,8 @@ from runner.record import RunRecord
 from runner.run_directory import RunDirectory
 
 _CHUNK_BYTES = 4 * 1024 * 1024
-_INTERVAL_S = 15.0
+# Between two renewals of the copy.
+COPY_INTERVAL_S = 15.0
 # For the last words of a runner, whose agent has ended.
 _PATIENCE_S = 5.0
 
@@ -33,11 +34,11 @@ class JournalCopy:
     def __init__(self, journal: Path, lineage: str, run_id: str) -> None:
         """`lineage`: see `RunRecord`; it tells the journals of one run from those of another at the same place."""
         self._journal, self._name = journal, f"{_prefix(lineage)}{run_id}"
-        self._kept, self._kept_at = 0, -_INTERVAL_S
+        self._kept, self._kept_at = 0, -COPY_INTERVAL_S
 
     def turn(self, now: float, keep: Keep) -> None:
         """Keep what is new, every now and then. `now` is monotonic; `keep` takes a name and bytes START to END."""
-        if now - self._kept_at >= _INTERVAL_S:
+        if now - self._kept_at >= COPY_INTERVAL_S:
             self._kept_at = now
             self.flush(keep)
 
@@ -92,7 +93,7 @@ def events_at(place: str) -> list[Event]:
         copies = {}
     if own and directory is not None:
         # It is ahead of its copy.
-        copies[directory.run_id()] = own
+        copies[next((event["run_id"] for event in reversed(own) if isinstance(event.get("run_id"), str)), "")] = own
     if not copies:
         raise UsageError(f"{place!r} holds no run; give the output_dir of one, or the location of its checkpoints")
     # Lives of one run follow each other; each one's clock is its machine's.

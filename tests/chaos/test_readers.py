@@ -19,6 +19,7 @@ import pickletools
 import random
 import shutil
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -48,7 +49,6 @@ from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.base import Fence
 from checkpointing.storage.remote import RemoteStorage
 from checkpointing.tiers import Tiers
-from runner.cli import _age
 from runner.errors import UsageError
 from runner.failure import Failure, FailureKind
 from runner.journal import Journal, read_journal
@@ -56,7 +56,7 @@ from runner.monitoring import RunCollector
 from runner.policy import AttemptRecord, BatchShape, Restart, Stop, decide
 from runner.record import RunRecord
 from runner.run_directory import RunDirectory
-from runner.status import panel
+from runner.status import duration, panel
 from runner.summary import render, summarise
 
 NUM_CASES = int(os.environ.get("FUZZ_CASES", "200"))
@@ -181,7 +181,7 @@ def assert_usable(manifest: Manifest) -> None:
     assert all(Path("/a", name).parent == Path("/a") and name not in ("", "..") for name in names)
     assert Path("/a", manifest.folder).resolve().is_relative_to("/a")
     "".join([*names, manifest.run_id, manifest.folder, *manifest.metrics]).encode()
-    assert _age(manifest.created_at) and f"{manifest.total_bytes / 1e6:.1f} MB"
+    assert duration(time.time() - manifest.created_at) and f"{manifest.total_bytes / 1e6:.1f} MB"
 
 
 def manifest_forged(place: Place) -> Reader:

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+import os
+import pty
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from runner.journal import Journal
 
 RUNNER = str(Path(sys.executable).with_name("runner"))
 
 
 def runner(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    import os
-
     return subprocess.run(
         [RUNNER, *arguments], capture_output=True, text=True, timeout=120, env={**os.environ, **environment}
     )
@@ -50,6 +53,10 @@ def test_help_loads_nothing_heavy(command: list[str]) -> None:
         (["status", "/nonexistent"], "holds no run"),
         (["checkpoints", "verify", "/nonexistent"], "is not a folder"),
         (["config", "--set", "restart.max_restarts=-1"], "restart.max_restarts=-1"),
+        (["plan", "--work-hours", "inf"], "'inf': write a number"),
+        (["simulate", "--mttf-hours", "nan"], "'nan': write a number"),
+        (["simulate", "--plot", "page.html"], "--plot needs something that varies"),
+        (["simulate", "--vary", "commit_s=1,2", "--plot", "/no/such/page.html"], "there is no folder /no/such"),
     ],
 )
 def test_mistakes_exit_2_with_one_line(arguments: list[str], part: str, tmp_path: Path) -> None:
@@ -72,3 +79,34 @@ def test_resume_never_refuses_an_existing_run(tmp_path: Path) -> None:
     result = runner("start", "--resume", "never", "--output-dir", str(tmp_path / "run"))
     assert result.returncode == 2
     assert "already holds a run; add --overwrite" in result.stderr
+
+
+def test_watching_outlasts_storage_that_is_away(tmp_path: Path) -> None:
+    folder, away = tmp_path / "run", tmp_path / "away"
+    folder.mkdir()
+    journal = Journal(folder / "journal.jsonl", time.time)
+    journal.append("run_started", 0, run_id="life", committed_step=-1)
+    terminal, its_end = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "200"}
+    process = subprocess.Popen([RUNNER, "status", str(folder), "--watch"], stdout=its_end, env=environment)
+    os.close(its_end)
+    shown = b""
+
+    def wait_for(text: bytes) -> None:
+        nonlocal shown
+        while text not in shown:
+            # Ends with an OSError when the command has ended.
+            shown += os.read(terminal, 4096)
+
+    try:
+        wait_for(b"starting")
+        folder.rename(away)
+        wait_for(b"out of date")
+        away.rename(folder)
+        journal.append("run_ended", 0, state="finished", exit_code=0, reason="all is done")
+        wait_for(b"all is done")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)

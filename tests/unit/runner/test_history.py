@@ -55,3 +55,13 @@ def test_the_last_words_are_kept_without_an_agent(tmp_path: Path) -> None:
 def test_no_run(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no run"):
         events_at(str(tmp_path))
+
+
+def test_looking_writes_nothing(tmp_path: Path) -> None:
+    """A journal alone, as on a volume that is mounted to be read; and beside what is damaged."""
+    journal = Journal(tmp_path / "journal.jsonl", lambda: 5.0)
+    journal.append("run_started", 0, run_id="life")
+    assert events_at(str(tmp_path)) == read_journal(tmp_path / "journal.jsonl")
+    assert [path.name for path in tmp_path.iterdir()] == ["journal.jsonl"]
+    (tmp_path / "run.json").write_text("{")
+    assert events_at(str(tmp_path)) == read_journal(tmp_path / "journal.jsonl")
