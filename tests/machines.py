@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from integration.support import TOTAL_STEPS, Run, troubled, wait_until
 
@@ -33,7 +34,7 @@ class Machine(Run):
     def start(self, **environment: str) -> Run:
         return super().start(GLOO_SOCKET_IFNAME="eth0", OMP_NUM_THREADS="1", **environment)
 
-    def events(self, name: str | None = None) -> list[dict[str, object]]:
+    def events(self, name: str | None = None) -> list[dict[str, Any]]:
         folder, self.folder = self.folder, self.records
         try:
             return super().events(name)

@@ -202,8 +202,8 @@ class CommitModel:
                 if after != now.world and not op.may_go_back:
                     self._check_went_back(now, step, what)
                 yield what, step
-        for what, after in self.stirs(self._worlds[now.world]):
-            yield what, self._checked(now._replace(world=self._number(after)), what)
+        for stir, after in self.stirs(self._worlds[now.world]):
+            yield stir, self._checked(now._replace(world=self._number(after)), stir)
         if now.crashes_left:
             yield from self._crashed(now)
 
@@ -301,9 +301,10 @@ class CommitModel:
         return now
 
     def _check_went_back(self, before: Situation, after: Situation, what: _Step) -> None:
-        was, now = self._views[before.world][0], self._views[after.world][0]
-        if now < was:
-            raise Fault(f"{what}: a reader found step {was}, and now {now or 'none'}")
+        was, now = self._views[before.world], self._views[after.world]
+        assert not isinstance(was, str) and not isinstance(now, str)
+        if now < (was[0],):
+            raise Fault(f"{what}: a reader found step {was[0]}, and now {now[0] or 'none'}")
 
 
 @dataclass(frozen=True)

@@ -57,10 +57,10 @@ def zero_block(data: bytes, r: Random) -> bytes:
 
 def number_in_place(data: bytes, r: Random) -> bytes:
     """A number that some field would not be expected to hold."""
-    value = r.choice([0, 1, 0x7F, 0xFF, 0x7FFF, 0xFFFF, 2**31 - 1, 2**32 - 1, 2**63 - 1, 2**64 - 1])
+    value: int = r.choice([0, 1, 0x7F, 0xFF, 0x7FFF, 0xFFFF, 2**31 - 1, 2**32 - 1, 2**63 - 1, 2**64 - 1])
     size = r.choice([1, 2, 4, 8])
     position = r.randrange(max(len(data) - size, 1))
-    return data[:position] + (value % 2 ** (8 * size)).to_bytes(size, "little") + data[position + size :]
+    return data[:position] + (value % (1 << 8 * size)).to_bytes(size, "little") + data[position + size :]
 
 
 def nothing_of_it(data: bytes, r: Random) -> bytes:

@@ -421,8 +421,8 @@ class ObjectModel(CommitModel):
                 left = tuple(item for item in world.fences if f"fence/{item[0]}.json" != path)
                 return [(None, world._replace(fences=left))]
             case "delete" if value is None:
-                left = tuple(item for item in world.manifests if item[0] != _step(path))
-                return [(None, world._replace(manifests=left))]
+                named = tuple(item for item in world.manifests if item[0] != _step(path))
+                return [(None, world._replace(manifests=named))]
             case "delete":
                 return [(None, world._replace(data=frozenset(item for item in world.data if item[:2] != value)))]
         raise ValueError(op)

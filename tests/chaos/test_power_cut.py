@@ -145,13 +145,20 @@ def test_under_a_job(disk: Disk, tmp_path: Path, tmp_path_factory: pytest.TempPa
     for number in (1, 2):
         before = len(run.events("committed"))
         run.start()
-        wait_until(run, lambda before=before: len(run.events("committed")) > before or run.process.poll() == 0)
+        wait_for_more(run, before)
         time.sleep(random.Random(number).uniform(0, 0.3))
         acknowledged = max(event["step"] for event in run.events("committed"))
         fail(disk, run)
         assert max(Catalog(open_storage(str(run.folder / "checkpoints"))).committed_steps()) >= acknowledged
     assert run.start().finish() == 0, run.output
     assert state_hash(run.checkpoint(60)) == state_hash(calm.checkpoint(60))
+
+
+def wait_for_more(run: Run, commits: int) -> None:
+    """Or for the run's end, with all of its work done."""
+    process = run.process
+    assert process is not None
+    wait_until(run, lambda: len(run.events("committed")) > commits or process.poll() == 0)
 
 
 def fail(disk: Disk, run: Run) -> None:

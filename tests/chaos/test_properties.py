@@ -6,6 +6,7 @@ Each property was seen to fail with the product broken on purpose.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -34,7 +35,10 @@ from runner.policy import AttemptRecord, BatchShape, Restart, Stop, decide
 from runner.record import RunRecord
 
 STEPS = st.integers(0, 12)
-STORAGES = {"local": lambda folder: LocalStorage(folder), "remote": lambda folder: RemoteStorage(MemoryObjects())}
+STORAGES: dict[str, Callable[[Path], Storage]] = {
+    "local": LocalStorage,
+    "remote": lambda folder: RemoteStorage(MemoryObjects()),
+}
 
 
 # -- catalog ---------------------------------------------------------------------------------------------------------
@@ -561,13 +565,13 @@ def test_another_world_that_divides_the_global_batch_draws_the_same(
     epoch: tuple[Shape, int, int, int, bool, bool], other: Shape, resume: int
 ) -> None:
     """Also from the middle on: the sequence of samples is the same, whoever draws them."""
-    shape, *rest = epoch
+    shape = epoch[0]
     for world in range(1, shape.total + 1):
         if shape.total % (world * other.accumulation) == 0:
             same = Shape(shape.total // (world * other.accumulation), world, other.accumulation)
-            whole = global_steps(shape, *rest)
+            whole = global_steps(*epoch)
             first = resume % (len(whole) + 1)
-            assert global_steps(same, *rest, first=first) == whole[first:]
+            assert global_steps(same, *epoch[1:], first=first) == whole[first:]
 
 
 @given(epochs())

@@ -371,11 +371,7 @@ def same(one: Any, other: Any) -> bool:
         return one.contiguous().reshape(-1).view(torch.uint8).equal(other.contiguous().reshape(-1).view(torch.uint8))
     if isinstance(one, torch.storage.TypedStorage):
         # A pickle may hold a bare one, which has no comparison of its own.
-        return (
-            isinstance(other, torch.storage.TypedStorage)
-            and one.dtype == other.dtype
-            and one.tolist() == other.tolist()
-        )
+        return isinstance(other, torch.storage.TypedStorage) and one.dtype == other.dtype and [*one] == [*other]
     if isinstance(one, dict):
         # A pickle may hold a tensor as a key, which is found by no equal one.
         return isinstance(other, dict) and same([*one.items()], [*other.items()])

@@ -120,8 +120,17 @@ def test_files_of_a_pruned_checkpoint_go_when_its_name_is_gone_for_good(
         commit(storage, 1)
     done: list[str] = []
     fsync, unlink = os.fsync, os.unlink
-    monkeypatch.setattr(os, "fsync", lambda fd: (done.append(str(Path(f"/proc/self/fd/{fd}").readlink())), fsync(fd)))
-    monkeypatch.setattr(os, "unlink", lambda path, **where: (done.append("unlink"), unlink(path, **where)))
+
+    def told_fsync(fd: int) -> None:
+        done.append(str(Path(f"/proc/self/fd/{fd}").readlink()))
+        fsync(fd)
+
+    def told_unlink(path: str, **where: int) -> None:
+        done.append("unlink")
+        unlink(path, **where)
+
+    monkeypatch.setattr(os, "fsync", told_fsync)
+    monkeypatch.setattr(os, "unlink", told_unlink)
     if way == "sweep":
         storage.sweep()
     else:

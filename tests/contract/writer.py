@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from support import LARGE_BYTES, PART_BYTES, commit
+from support import LARGE_BYTES, PART_BYTES, commit  # type: ignore[import-not-found]
 
 from checkpointing.errors import CheckpointError
 from checkpointing.storage import open_storage, s3

@@ -214,7 +214,8 @@ class Run:
         return max(steps())
 
     def rank_pid(self, rank: int) -> int:
-        return next(e["pid"] for e in reversed(self.events("rank_started")) if e["rank"] == rank)
+        pid: int = next(e["pid"] for e in reversed(self.events("rank_started")) if e["rank"] == rank)
+        return pid
 
     def launcher_pid(self) -> int:
         return int(self.events("attempt_started")[-1]["launcher_pid"])
@@ -301,6 +302,10 @@ def wait_until(run: Run, condition: Callable[[], object]) -> None:
             return
         assert alive, run._dead()
         time.sleep(0.02)
+
+
+def wait_for_events(run: Run, name: str, count: int = 1) -> None:
+    wait_until(run, lambda: len(run.events(name)) >= count)
 
 
 def state_hash(checkpoint: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 from integration.support import SHORT_JOB, TOTAL_STEPS, Run, loss_curve, state_hash
 
@@ -82,7 +83,7 @@ def test_stock_hugging_face_reads_our_checkpoint(untouched: Run, tmp_path: Path)
     assert AutoTokenizer.from_pretrained(untouched.folder / "best_model").eos_token_id == tokenizer.eos_token_id
     assert best.num_parameters() == model.num_parameters()
 
-    options = {
+    options: dict[str, Any] = {
         "output_dir": str(tmp_path),
         "use_cpu": True,
         "bf16": False,
@@ -100,5 +101,6 @@ def test_stock_hugging_face_reads_our_checkpoint(untouched: Run, tmp_path: Path)
     trainer = Trainer(model=model, args=sft.args, train_dataset=sft.train_dataset, data_collator=sft.data_collator)
     result = trainer.train(resume_from_checkpoint=str(checkpoint))
     assert result.global_step == 62
+    assert trainer.optimizer is not None
     # The optimizer's history came along: its step counter goes on from 60.
     assert {float(state["step"]) for state in trainer.optimizer.state.values()} == {62.0}

@@ -18,10 +18,12 @@ EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """What the example trained."""
+    state: dict[str, torch.Tensor]
     if (folder / "model.pt").exists():
-        state: dict[str, torch.Tensor] = torch.load(folder / "model.pt", weights_only=True)
-        return state
-    return load_file(folder / "final" / "model.safetensors")
+        state = torch.load(folder / "model.pt", weights_only=True)
+    else:
+        state = load_file(folder / "final" / "model.safetensors")
+    return state
 
 
 def kill_after_a_checkpoint(command: list[str], folder: Path) -> None:

@@ -44,8 +44,13 @@ def kinds(run: Run) -> list[str]:
     return [event["kind"] for event in run.events("attempt_ended")]
 
 
+def wait_for_rank(run: Run, attempt: int) -> None:
+    wait_until(run, lambda: any(event["attempt"] == attempt for event in run.events("rank_started")))
+
+
 def last_line(run: Run) -> str:
-    return run.events("run_ended")[-1]["reason"]
+    line: str = run.events("run_ended")[-1]["reason"]
+    return line
 
 
 def assert_as_if_nothing_had_happened(run: Run, calm: Run) -> None:
@@ -74,7 +79,7 @@ def test_out_of_memory_halves_the_micro_batch_on_all_ranks(tmp_path: Path) -> No
     assert "retrying with micro-batch 1 x accumulation 4" in run.output
     for rank in range(2):
         lines = [tuple(map(int, line.split())) for line in (tmp_path / f"hf.{rank}").read_text().splitlines()]
-        assert {shape for _, *shape in lines for shape in [tuple(shape)]} == {(4, 1), (2, 2), (1, 4)}
+        assert {line[1:] for line in lines} == {(4, 1), (2, 2), (1, 4)}
         assert lines[-1] == (END, 1, 4)
     # The same samples in every step: losses agree to rounding with a run that never had to.
     plain = Run(tmp_path / "plain" / "run", script=troubled(tmp_path / "plain", options="")).start()
@@ -456,7 +461,7 @@ def test_runners_that_are_killed_again_and_again_spend_the_budget(tmp_path: Path
     run = Run(tmp_path / "run", "--max-restarts", "1", script=troubled(tmp_path, trouble))
     for attempt in (1, 2):
         run.start()
-        wait_until(run, lambda n=attempt: any(event["attempt"] == n for event in run.events("rank_started")))
+        wait_for_rank(run, attempt)
         run.signal(signal.SIGKILL)
         run.finish()
     assert run.start().finish() == 79, run.output

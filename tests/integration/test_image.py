@@ -130,7 +130,8 @@ def pip_as_here(folder: Path) -> list[str]:
     The Dockerfile stays as users have it; what pip takes from files here is not downloaded.
     """
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
-    settings, paths = {}, set()
+    settings: dict[str, str] = {}
+    paths: set[Path] = set()
     for line in sorted(listed.stdout.splitlines(), reverse=True):  # :env: goes before the files
         key, _, quoted = line.partition("=")
         settings.setdefault(key.rpartition(".")[2], ast.literal_eval(quoted))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from integration.support import Run, finished_once, shared_folder, state_hash, troubled, wait_until
+from integration.support import Run, finished_once, shared_folder, state_hash, troubled, wait_for_events, wait_until
 from machines import (
     END,
     assert_nobody_is_left,
@@ -58,7 +58,7 @@ def test_a_wire_that_is_cut_and_mended_after_a_minute(cut: Cut, calm: Run, tmp_p
     cut.now()
     cut_at = time.monotonic()
     for machine in machines:
-        wait_until(machine, lambda m=machine: m.events("attempt_ended"))
+        wait_for_events(machine, "attempt_ended")
     assert time.monotonic() - cut_at < 120
     wait_until(machines[0], lambda: time.monotonic() - cut_at > 60)
     cut.mend()

@@ -253,7 +253,7 @@ def test_a_node_that_was_given_up_but_lives_publishes_nothing_more(
     """Split brain: n1 seems lost, the job begins anew on n2 in the same folder, and n1 goes on with it."""
     wrapper = tmp_path / "bin" / "runner"
     wrapper.parent.mkdir()
-    wrapper.write_text(ELSEWHERE.replace("RUNNER", *RUNNER))
+    wrapper.write_text(ELSEWHERE.replace("RUNNER", RUNNER[0]))
     wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
     run = Run(tmp_path / "run")
     job = slurm.submit(run.folder, *script(tmp_path, crawl=18), path=str(wrapper.parent))

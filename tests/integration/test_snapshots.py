@@ -119,7 +119,8 @@ def wait_for_snapshot(run: Run, step: int) -> None:
 
 def newest_snapshot(run: Run) -> int:
     """Of attempt 1."""
-    return max(event["step"] for event in run.events("snapshot") if event["attempt"] == 1)
+    step: int = max(event["step"] for event in run.events("snapshot") if event["attempt"] == 1)
+    return step
 
 
 def assert_same_result(run: Run, untouched: Run) -> None:

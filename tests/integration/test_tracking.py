@@ -12,7 +12,16 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from integration.support import SAVE_STEPS, SHORT_JOB, TOTAL_STEPS, Run, loss_curve, wait_for_commit, wait_until
+from integration.support import (
+    SAVE_STEPS,
+    SHORT_JOB,
+    TOTAL_STEPS,
+    Run,
+    loss_curve,
+    wait_for_commit,
+    wait_for_events,
+    wait_until,
+)
 
 # In a process of its own: Aim holds its databases open until the process ends.
 READ = """
@@ -54,7 +63,7 @@ def test_three_kills_make_one_run_and_each_step_is_tracked_once(tmp_path: Path) 
         wait_for_commit(run, attempt * SAVE_STEPS)
         run.wait_for_step(attempt * SAVE_STEPS + 5, attempt)
         os.kill(run.rank_pid(0), signal.SIGKILL)
-        wait_until(run, lambda n=attempt: len(run.events("attempt_ended")) == n)
+        wait_for_events(run, "attempt_ended", attempt)
     wait_for_commit(run, 3 * SAVE_STEPS)
     run.signal(signal.SIGKILL)
     run.finish()

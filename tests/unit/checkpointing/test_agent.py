@@ -196,7 +196,7 @@ def test_a_snapshot_in_memory_is_offered_to_the_next_attempt_and_committed_for_t
     assert bytes(newest.files["file"]) == b"memory only"
     assert newest.digests["file"] == digest_buffer(b"memory only")
     assert (newest.info.attempt, newest.info.samples_consumed) == (1, 60)
-    events = []
+    events: list[protocol.Message] = []
     while "committed" not in [event.get("event") for event in events if event.get("step") == 15]:
         events.append(protocol.receive(monitor)[0])
     assert Catalog(LocalStorage(tmp_path / "checkpoints")).verify(15).attempt == 1

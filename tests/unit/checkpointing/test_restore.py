@@ -8,7 +8,7 @@ import os
 import random
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -81,7 +81,7 @@ def test_empty_tensors_that_share_their_storage(name: str) -> None:
     assert all(torch.equal(read[key], value) for key, value in state.items())
 
 
-def rewritten(data: bytes, compression: int = zipfile.ZIP_STORED, **changes: bytes) -> bytes:
+def rewritten(data: bytes, changes: Mapping[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
     target = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(target, "w", compression) as new:
         for name in old.namelist():
@@ -107,9 +107,9 @@ STATE = {"a": torch.arange(4.0), "b": [torch.arange(3)]}
         b"x" * 100,
         torch_bytes(STATE)[:-30],
         torch_bytes(Runs()),
-        rewritten(torch_bytes(STATE), zipfile.ZIP_DEFLATED),
-        rewritten(torch_bytes(STATE), **{"data.pkl": b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b"."}),
-        rewritten(torch_bytes(STATE), **{"data.pkl": b"\x80\x02q"}),
+        rewritten(torch_bytes(STATE), {}, zipfile.ZIP_DEFLATED),
+        rewritten(torch_bytes(STATE), {"data.pkl": b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b"."}),
+        rewritten(torch_bytes(STATE), {"data.pkl": b"\x80\x02q"}),
     ],
     # Their own bytes hold the time of day: two workers of a test run would not collect the same tests.
     ids=lambda data: "",
@@ -122,7 +122,7 @@ def test_a_torch_file_that_makes_no_sense_is_named(name: str, data: bytes) -> No
 @pytest.mark.parametrize("change", [{"0": bytes(8)}, {"1": bytes(32)}, {"byteorder": b"big"}])
 def test_records_that_are_not_the_ones_asked_for_fill_no_tensor(change: dict[str, bytes]) -> None:
     with pytest.raises(InvalidCheckpoint, match=r"optimizer\.pt .* makes no sense"):
-        point("optimizer.pt", rewritten(torch_bytes(STATE), **change)).torch_object("optimizer.pt")
+        point("optimizer.pt", rewritten(torch_bytes(STATE), change)).torch_object("optimizer.pt")
 
 
 def test_a_shifted_record_fills_no_tensor() -> None:

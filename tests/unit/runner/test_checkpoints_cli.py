@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def run(tmp_path: Path) -> Path:
     (folder / "journal.jsonl").touch()
     for step, loss in LOSSES.items():
         data = b"state" * step
-        files = [StagedFile("model.safetensors", [memoryview(data)], lambda data=data: digest_buffer(data))]
+        files = [StagedFile("model.safetensors", [memoryview(data)], partial(digest_buffer, data))]
         info = SnapshotInfo("run", 1, step, 1, step, {"eval_loss": loss})
         commit_snapshot(LocalStorage(folder / "checkpoints"), info, files)
     return folder

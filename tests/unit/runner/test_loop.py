@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -33,7 +33,10 @@ def test_two_signals_leave_no_time(stop: StopRequest) -> None:
 @pytest.mark.parametrize("signal_first", [True, False])
 def test_one_notice_by_two_ways_is_one(signal_first: bool, stop: StopRequest) -> None:
     """Slurm signals every task: another machine's runner, or a rank, may tell of it before our own signal comes."""
-    ways = [lambda: os.kill(os.getpid(), signal.SIGUSR1), lambda: stop.ask("machine 1: SIGUSR1")]
+    ways: list[Callable[[], None]] = [
+        lambda: os.kill(os.getpid(), signal.SIGUSR1),
+        lambda: stop.ask("machine 1: SIGUSR1"),
+    ]
     for way in ways if signal_first else reversed(ways):
         way()
     assert stop and not stop.at_once

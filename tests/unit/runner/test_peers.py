@@ -41,8 +41,10 @@ class Pair:
         while not condition():
             assert time.monotonic() < deadline
             self.loop.pump(0.02)
-            for side in [*self.members, *([self.leader] if self.leader is not None else [])]:
-                side.check()
+            for member in self.members:
+                member.check()
+            if self.leader is not None:
+                self.leader.check()
 
     def close(self) -> None:
         for member in self.members:

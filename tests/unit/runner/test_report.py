@@ -29,7 +29,7 @@ def test_what_is_lost_is_shown_where_it_was_made() -> None:
     assert [(log.attempt, log.step, log.lost) for log in story.logs] == [
         (1, 30, False), (1, 50, True), (2, 60, False), (3, 100, False),
     ]  # fmt: skip
-    by_cause = {}
+    by_cause: dict[str, list[tuple[Any, ...]]] = {}
     for span in story.spans:
         by_cause.setdefault(span.cause, []).append((span.begin, span.end, span.attempt))
     assert by_cause["lost work"] == [(pytest.approx(17.0), 19, 1)]
@@ -94,7 +94,8 @@ def test_damaged_events_are_passed_over() -> None:
     for index in range(1, len(EVENTS)):
         for key in sorted(EVENTS[index].keys() - {"time", "event"}):
             events = [dict(one) for one in EVENTS]
-            for value in (None, "x", [], 1e999):
+            values: tuple[Any, ...] = (None, "x", [], 1e999)
+            for value in values:
                 events[index][key] = value
                 tell(events)
             del events[index][key]

@@ -35,15 +35,16 @@ def test_who_needs_more_is_ended_and_only_while_the_limit_stands(group: MemoryGr
     with subprocess.Popen(
         [sys.executable, "-c", PROCESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdin is not None and process.stdout is not None
+        keys, words = process.stdin, process.stdout
+        assert keys is not None and words is not None
         group.enter(process.pid)
 
         def take() -> str:
-            process.stdin.write("\n")
-            process.stdin.flush()
-            return process.stdout.readline().strip()
+            keys.write("\n")
+            keys.flush()
+            return words.readline().strip()
 
-        assert process.stdout.readline().strip() == "ready"
+        assert words.readline().strip() == "ready"
         with group.limited(256 << 20):
             assert take() == "taken"
         with group.limited(256 << 20):

@@ -66,12 +66,12 @@ def test_what_is_measured_reaches_trackers_and_supervisor_but_no_checkpoint(monk
     control: Any = None
     monkeypatch.setenv("RUNNER_LOST_STEPS", "3:9")
     state.max_steps = 7
-    metrics.on_train_begin(args, state, control)  # type: ignore[arg-type]
+    metrics.on_train_begin(args, state, control)
     sent.clear()
     for tokens in (1000, 1400):
-        metrics.on_step_end(args, state, control)  # type: ignore[arg-type]
+        metrics.on_step_end(args, state, control)
         logs = {"loss": 2.0, "num_tokens": tokens}
-        metrics.on_log(args, state, control, logs)  # type: ignore[arg-type]
+        metrics.on_log(args, state, control, logs)
         trainer._manager.stall_s += 0.25
     # Three before this attempt, and from the step that the last one had finished back to where this one starts.
     assert logs["lost_steps"] == 3 + 9 - 5 and logs["checkpoint_stall_s"] == 0.25
@@ -79,5 +79,5 @@ def test_what_is_measured_reaches_trackers_and_supervisor_but_no_checkpoint(monk
     assert logs["data_wait_s"] >= 0 and logs["peak_memory_gb"] > 0 and logs["attempt"] == 0
     assert sent[-1][0] == "log" and sent[-1][1]["tokens_per_s"] == 200.0 and sent[-1][1]["step"] == 5
     state.is_world_process_zero = False
-    metrics.on_log(args, state, control, {"loss": 1.0})  # type: ignore[arg-type]
+    metrics.on_log(args, state, control, {"loss": 1.0})
     assert len(sent) == 2
