@@ -36,6 +36,7 @@ _PATIENCE_S = 10.0
 # As large as an upload's parts, so that none is copied together.
 _PIECE_BYTES = 32 * 1024 * 1024
 _PROGRESS_INTERVAL_S = 0.5
+_RETRIES_INTERVAL_S = 60.0
 
 # What the agent's main thread is told; with the arena that a task has done with.
 Tell = Callable[[Message, Arena | None], None]
@@ -64,12 +65,37 @@ class Fencing:
     newest: CatalogEntry | None = None
 
 
+class _Retries:
+    """How many calls to a tier were made again, and why: told at once, then now and then, and when a save is over."""
+
+    def __init__(self, tier: str, tell: Tell) -> None:
+        self._tier, self._tell, self._lock = tier, tell, threading.Lock()
+        self._count, self._reason, self._told_at = 0, "", -_RETRIES_INTERVAL_S
+
+    def add(self, reason: str) -> None:
+        with self._lock:
+            self._count, self._reason = self._count + 1, reason
+        if time.monotonic() - self._told_at >= _RETRIES_INTERVAL_S:
+            self.flush()
+
+    def flush(self) -> None:
+        with self._lock:
+            if not self._count:
+                return
+            event = {"event": "storage_retried", "tier": self._tier, "count": self._count, "reason": self._reason}
+            self._count, self._told_at = 0, time.monotonic()
+        self._tell(event, None)
+
+
 class Writer:
     """Methods are called by the agent's main thread; what comes of it is told through `tell`, from any thread."""
 
     def __init__(self, tiers: Tiers, tell: Tell, *, commits: bool, local_keep_last: int) -> None:
         """`commits`: whether this node's agent is the one that writes."""
         self._tiers, self._tell, self._commits = tiers, tell, commits
+        self._retries = {tiers.name(storage): _Retries(tiers.name(storage), tell) for storage in tiers.nearest_first}
+        for storage in tiers.nearest_first:
+            storage.watch_retries(self._retries[tiers.name(storage)].add)
         self._local_retention = Retention(keep_last=local_keep_last)
         # Of the durable tier; the ranks say which.
         self.retention: Retention | None = None
@@ -272,6 +298,8 @@ class Writer:
             if isinstance(error, Fenced):
                 self._tell({"event": "fenced", "reason": str(error)}, None)
             return {"event": "commit_failed", "step": info.step, "tier": tier, "error": _text(error)}
+        finally:
+            self._retries[tier].flush()
         return {
             "event": "committed",
             "step": info.step,

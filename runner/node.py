@@ -795,6 +795,9 @@ class Node:
                 say(f"checkpoint of step {message['step']} failed: {message['error']}")
             case "tier_unreachable":
                 say(f"the {message['tier']} checkpoints cannot be reached: {message['reason']}")
+            case "storage_retried":
+                last = f"the last for: {message['reason']}"
+                say(f"calls to the {message['tier']} checkpoints that were tried again: {message['count']}, {last}")
             case "fetched":
                 size, seconds = message["nbytes"] / 1e6, message["duration_s"]
                 say(f"read checkpoint-{message['step']} into memory: {size:,.1f} MB in {seconds:.1f} s")

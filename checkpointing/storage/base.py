@@ -279,6 +279,10 @@ class Storage(ABC):
         """Have somebody told of bytes as they go over a network."""
 
     @abstractmethod
+    def watch_retries(self, retried: Callable[[str], None]) -> None:
+        """Have somebody told, from any thread, why a call over a network is made again."""
+
+    @abstractmethod
     def fence(self) -> Fence:
         """The newest attempt that has begun.
 

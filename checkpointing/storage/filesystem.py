@@ -34,6 +34,8 @@ class FilesystemStore:
 
         self.location = location.rstrip("/")
         self.transferred: Callable[[int], None] = lambda nbytes: None
+        # Nobody knows whether a back end tries again.
+        self.retried: Callable[[str], None] = lambda reason: None
         scheme = self.location.partition("://")[0]
         try:
             fsspec.get_filesystem_class(scheme)

@@ -151,6 +151,9 @@ class LocalStorage(Storage):
     def watch(self, transferred: Callable[[int], None]) -> None:
         """Nothing does here."""
 
+    def watch_retries(self, retried: Callable[[str], None]) -> None:
+        """Nothing is here."""
+
     def fence(self) -> Fence:
         """
         Raises:

@@ -34,10 +34,12 @@ class ObjectStore(Protocol):
     Attributes:
         location: the URL, as the user gave it.
         transferred: told of bytes as they go.
+        retried: told why, before a call is made again; from any thread.
     """
 
     location: str
     transferred: Callable[[int], None]
+    retried: Callable[[str], None]
 
     @property
     def honours_if_absent(self) -> bool:

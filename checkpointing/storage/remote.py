@@ -150,6 +150,9 @@ class RemoteStorage(Storage):
     def watch(self, transferred: Callable[[int], None]) -> None:
         self.store.transferred = transferred
 
+    def watch_retries(self, retried: Callable[[str], None]) -> None:
+        self.store.retried = retried
+
     def fence(self) -> Fence:
         for _ in range(_FENCE_LOOKS):
             newest = max(self._fences(), default=0)

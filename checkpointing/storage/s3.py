@@ -128,6 +128,7 @@ class S3Store:
         self._pool = ThreadPoolExecutor(2 * _IN_FLIGHT, "s3")
         self._free = threading.Semaphore(_IN_FLIGHT)
         self.transferred: Callable[[int], None] = lambda nbytes: None
+        self.retried: Callable[[str], None] = lambda reason: None
 
     # -- the protocol --------------------------------------------------------------------------------------------
 
@@ -347,6 +348,7 @@ class S3Store:
             retry=tenacity.retry_if_exception_type(StorageTimeout),
             wait=tenacity.wait_random_exponential(multiplier=0.2, max=10),
             stop=tenacity.stop_after_delay(_RETRY_FOR_S + nbytes / _MIN_BYTES_PER_S),
+            before_sleep=lambda state: self.retried(str(state.outcome and state.outcome.exception())),
             reraise=True,
         )
         if borrows:

@@ -16,6 +16,7 @@ class MemoryObjects:
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.transferred: Callable[[int], None] = lambda nbytes: None
+        self.retried: Callable[[str], None] = lambda reason: None
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> bool:
         if if_absent and key in self.objects:

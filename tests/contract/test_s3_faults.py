@@ -112,8 +112,11 @@ def impatient(answer_within_s: float = 30) -> Iterator[None]:
 def test_a_few_faults_pass_unnoticed(request_like: str, fault: Fault, place: Place) -> None:
     rule = place.proxy.add(request_like, fault, times=3)
     storage = place.open()
+    told: list[str] = []
+    storage.watch_retries(told.append)
     assert_is_what_was_written(storage, commit(storage, 1, nbytes=LARGE_BYTES))
     assert rule.hits == 3, "it was not put to the test"
+    assert len(told) == 3 and all(place.location in reason for reason in told)
 
 
 def test_nothing_is_written_twice(place: Place) -> None:
@@ -121,9 +124,11 @@ def test_nothing_is_written_twice(place: Place) -> None:
     storage = place.open()
     storage.begin_attempt(1)
     before = len(place.proxy.seen)
+    told: list[str] = []
+    storage.watch_retries(told.append)
     commit(storage, 1, nbytes=LARGE_BYTES)
     writes = [request for request in place.proxy.seen[before:] if request.startswith(("PUT", "POST"))]
-    assert sorted(writes) == sorted({*writes}), "something was tried again"
+    assert sorted(writes) == sorted({*writes}) and not told, "something was tried again"
 
 
 def test_an_upload_that_is_complete_counts_whatever_was_answered(place: Place) -> None:

@@ -121,8 +121,10 @@ def test_s3_is_away_when_a_rank_dies(
     os.kill(run.rank_pid(0), signal.SIGKILL)
     wait_until(run, lambda: len(run.events("attempt_started")) == 2 and run.events("resumed"))
     assert run.events("tier_unreachable")
+    assert {event["tier"] for event in run.events("storage_retried")} == {"remote"}
     with rclone_server(folder, port):
         assert run.finish() == 0, run.output
+        assert "checkpoints that were tried again: " in run.output
         assert Catalog(open_storage(place)).verify(60).attempt == 2
         assert open_storage(place).fence().attempt == 2
     assert state_hash(tmp_path / "nvme" / "checkpoint-60") == state_hash(untouched_script.checkpoint(60))
