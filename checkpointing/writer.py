@@ -328,18 +328,31 @@ class Writer:
             self._tell({"event": "prune_failed", "tier": tier, "error": _text(error)}, None)
 
     def _note_loop(self) -> None:
-        while (task := self._notes.get()) is not None:
-            try:
-                if isinstance(task, str):
-                    self._tiers.durable.replace_note(task.encode())
+        """What storage has refused is owed, and tried again with what comes next; of each name the newest alone."""
+        durable, note, owed, ended = self._tiers.durable, None, dict[str, tuple[str, int, int]](), False
+        while not ended:
+            tasks = [self._notes.get()]
+            while not self._notes.empty():
+                tasks.append(self._notes.get())
+            for task in tasks:
+                if task is None:
+                    ended = True
+                elif isinstance(task, str):
+                    note = task
                 else:
                     name, path, start, end = task
+                    owed[name] = (path, start, end)
+            try:
+                if note is not None:
+                    durable.replace_note(note.encode())
+                    note = None
+                for name, (path, start, end) in list(owed.items()):
                     with Path(path).open("rb") as file:
                         file.seek(start)
-                        self._tiers.durable.write_record(name, file.read(end - start))
+                        durable.write_record(name, file.read(end - start))
+                    del owed[name]
             except Exception as error:
-                tier = self._tiers.name(self._tiers.durable)
-                self._tell({"event": "note_failed", "tier": tier, "error": _text(error)}, None)
+                self._tell({"event": "note_failed", "tier": self._tiers.name(durable), "error": _text(error)}, None)
 
     # -- from tier to tier ---------------------------------------------------------------------------------------
 

@@ -22,6 +22,8 @@ from runner.errors import ExitCode, RunnerError, UsageError
 
 T = TypeVar("T")
 _WATCH_INTERVAL_S = 2.0
+# Of what a look takes, so many times between two.
+_WATCH_SHARE = 10
 
 
 class _Number(click.FloatRange):
@@ -258,16 +260,18 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from runner.history import COPY_INTERVAL_S, events_at
+    from runner.history import COPY_INTERVAL_S, History
     from runner.status import is_over, panel
     from runner.summary import summarise
 
     place = location if location is not None else _load(None, None, (), {}).output_dir
 
-    def look() -> Any:
-        return summarise(events_at(place), now=time.time())
+    history = History(place)
 
-    run = look()
+    def look() -> Any:
+        return summarise(history.events(), now=time.time())
+
+    run, took_s = look(), 0.0
     if as_json:
         click.echo(json.dumps(run.to_dict(), indent=1))
         return
@@ -278,14 +282,16 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
     try:
         with Live(panel(run, time.time(), places), console=console, auto_refresh=False) as live:
             while not is_over(run):
-                # Every look reads the whole copy.
-                time.sleep(COPY_INTERVAL_S if "://" in place else _WATCH_INTERVAL_S)
-                unread = {}
+                # A copy is renewed so often; and a journal of weeks takes its time to sum up.
+                interval_s = COPY_INTERVAL_S if "://" in place else _WATCH_INTERVAL_S
+                time.sleep(max(interval_s, _WATCH_SHARE * took_s))
+                began, unread = time.monotonic(), {}
                 try:
                     run = look()
                 except UsageError as error:
                     # Storage may be back at the next look.
                     unread = {"out of date": str(error)}
+                took_s = time.monotonic() - began
                 live.update(panel(run, time.time(), {**places, **unread}), refresh=True)
     except KeyboardInterrupt:
         return

@@ -15,7 +15,7 @@ from checkpointing.storage import LocalStorage, Storage, open_storage
 from checkpointing.threads import in_background
 from runner.config import Config, load_config
 from runner.errors import RunnerError, UsageError
-from runner.journal import Event, events_in, read_journal
+from runner.journal import Event, EventStream, JournalReader
 from runner.record import RunRecord
 from runner.run_directory import RunDirectory
 
@@ -25,7 +25,7 @@ COPY_INTERVAL_S = 15.0
 # For the last words of a runner, whose agent has ended.
 _PATIENCE_S = 5.0
 
-Keep = Callable[[str, Path, int, int], None]
+Keep = Callable[[str, Path, int, int], object]
 
 
 class JournalCopy:
@@ -34,12 +34,20 @@ class JournalCopy:
     def __init__(self, journal: Path, lineage: str, run_id: str) -> None:
         """`lineage`: see `RunRecord`; it tells the journals of one run from those of another at the same place."""
         self._journal, self._name = journal, f"{_prefix(lineage)}{run_id}"
-        self._kept, self._kept_at = 0, -COPY_INTERVAL_S
+        self._kept, self._kept_at, self._keeper = 0, -COPY_INTERVAL_S, 0
 
-    def turn(self, now: float, keep: Keep) -> None:
-        """Keep what is new, every now and then. `now` is monotonic; `keep` takes a name and bytes START to END."""
+    def turn(self, now: float, keep: Keep, keeper: int) -> None:
+        """Keep what is new, every now and then.
+
+        Args:
+            now: monotonic.
+            keep: takes a name and a file's bytes from START to END.
+            keeper: who does it in the end; another one does not know what this one has yet to do.
+        """
         if now - self._kept_at >= COPY_INTERVAL_S:
             self._kept_at = now
+            if keeper != self._keeper:
+                self._keeper, self._kept = keeper, 0
             self.flush(keep)
 
     def flush(self, keep: Keep) -> None:
@@ -72,32 +80,90 @@ def needs_copy(config: Config) -> bool:
 
 
 def events_at(place: str) -> list[Event]:
-    """Every event of the run at a place, oldest first, of all its lives.
+    """See `History.events`."""
+    return History(place).events()
 
-    Args:
-        place: the run's folder, or the location of its checkpoints.
 
-    Raises:
-        UsageError: there is no run, or it cannot be read now.
-    """
-    place = place.removeprefix("file://") if place.startswith("file:///") else place
-    directory = RunDirectory(place) if "://" not in place else None
-    own = read_journal(directory.journal) if directory is not None else []
-    try:
-        storage = _durable(directory) if own and directory is not None else open_storage(place)
-        copies = _copies(storage) if storage is not None else {}
-    except (CheckpointError, OSError, ValueError) as error:
-        if not own:
-            text = getattr(error, "strerror", None) or str(error)
-            raise UsageError(f"{place!r} cannot be read: {text}") from None
-        copies = {}
-    if own and directory is not None:
-        # It is ahead of its copy.
-        copies[next((event["run_id"] for event in reversed(own) if isinstance(event.get("run_id"), str)), "")] = own
-    if not copies:
-        raise UsageError(f"{place!r} holds no run; give the output_dir of one, or the location of its checkpoints")
-    # Lives of one run follow each other; each one's clock is its machine's.
-    return sorted((event for events in copies.values() for event in events), key=lambda event: event["time"])
+class History:
+    """The journals of the run at a place. Asked again, it reads only what is new."""
+
+    def __init__(self, place: str) -> None:
+        """`place`: the run's folder, or the location of its checkpoints."""
+        self._place = place.removeprefix("file://") if place.startswith("file:///") else place
+        self._directory = RunDirectory(self._place) if "://" not in place else None
+        self._journal = JournalReader(self._directory.journal) if self._directory is not None else None
+        # Where copies lie: beside the checkpoints of the run in this folder, or at the place itself.
+        self._beside: dict[bool, Storage] = {}
+        self._copies: dict[str, _Copy] = {}
+        # By the id of its folder, each life of the run whose journal was kept, but this folder's own.
+        self._others: dict[str, list[Event]] = {}
+
+    def events(self) -> list[Event]:
+        """Every event of the run, oldest first, of all its lives.
+
+        Raises:
+            UsageError: there is no run, or it cannot be read now.
+        """
+        own = self._journal.events() if self._journal is not None else []
+        own_id = next((event["run_id"] for event in reversed(own) if isinstance(event.get("run_id"), str)), "")
+        try:
+            storage = self._storage(in_folder=bool(own))
+            self._others = self._read_copies(storage, own_id) if storage is not None else {}
+        except (CheckpointError, OSError, ValueError) as error:
+            if not own:
+                text = getattr(error, "strerror", None) or str(error)
+                raise UsageError(f"{self._place!r} cannot be read: {text}") from None
+        lives = {**self._others, **({own_id: own} if own else {})}
+        if not lives:
+            raise UsageError(
+                f"{self._place!r} holds no run; give the output_dir of one, or the location of its checkpoints"
+            )
+        # Lives of one run follow each other; each one's clock is its machine's.
+        return sorted((event for events in lives.values() for event in events), key=lambda event: event["time"])
+
+    def _storage(self, *, in_folder: bool) -> Storage | None:
+        if in_folder not in self._beside:
+            folder = self._directory if in_folder else None
+            storage = _durable(folder) if folder is not None else open_storage(self._place)
+            if storage is None:
+                return None
+            self._beside[in_folder] = storage
+        return self._beside[in_folder]
+
+    def _read_copies(self, storage: Storage, own_id: str) -> dict[str, list[Event]]:
+        """Not of our own, which is ahead of its copy."""
+        lineage = RunRecord.from_json(storage.read_note()).lineage
+        prefix = _prefix(lineage) if lineage else ""
+        chunks: dict[str, dict[str, int]] = {}
+        for name, size in storage.records(prefix).items():
+            chunks.setdefault(name.removeprefix(prefix).rsplit(".", 2)[0], {})[name] = size
+        chunks.pop(own_id, None)
+        return {
+            run_id: self._copies.setdefault(run_id, _Copy()).events(sizes, storage.read_record)
+            for run_id, sizes in chunks.items()
+        }
+
+
+class _Copy:
+    """One journal's copy, as far as it has been read."""
+
+    def __init__(self) -> None:
+        self._stream, self._sizes = EventStream(), dict[str, int]()
+
+    def events(self, sizes: dict[str, int], read: Callable[[str], bytes]) -> list[Event]:
+        """`sizes`: of its chunks, in order. They grow one after another."""
+        *settled, last = self._sizes or [""]
+        in_order = [*sizes][: len(self._sizes)] == [*self._sizes] and sizes.get(last, 0) >= self._sizes.get(last, 0)
+        if not in_order or any(sizes[name] != self._sizes[name] for name in settled):
+            # One has come late, or was written anew.
+            self._stream, self._sizes = EventStream(), {}
+        for name, size in sizes.items():
+            done = self._sizes.get(name, 0)
+            if size != done:
+                chunk = read(name)
+                self._stream.take(chunk[done:])
+                self._sizes[name] = len(chunk)
+        return self._stream.take(b"")
 
 
 def _durable(directory: RunDirectory) -> Storage | None:
@@ -108,17 +174,6 @@ def _durable(directory: RunDirectory) -> Storage | None:
         return None
     config.move_to(directory.root)
     return config.tiers.durable if needs_copy(config) else None
-
-
-def _copies(storage: Storage) -> dict[str, list[Event]]:
-    """The events of each life whose journal was kept, by the id of its folder."""
-    lineage = RunRecord.from_json(storage.read_note()).lineage
-    prefix = _prefix(lineage) if lineage else ""
-    data: dict[str, bytes] = {}
-    for name, chunk in sorted(storage.read_records(prefix).items()):
-        run_id = name.removeprefix(prefix).rsplit(".", 2)[0]
-        data[run_id] = data.get(run_id, b"") + chunk
-    return {run_id: list(events_in(whole)) for run_id, whole in data.items()}
 
 
 def _prefix(lineage: str) -> str:

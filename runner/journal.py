@@ -14,6 +14,7 @@ from checkpointing.clock import machine_clock
 
 Event = dict[str, Any]
 JOURNAL_NAME = "journal.jsonl"
+_HEAD_BYTES = 256
 
 
 class SteadyClock:
@@ -65,14 +66,51 @@ class Journal:
 
 def read_journal(path: Path) -> list[Event]:
     """All whole events, in order; an empty list where there is no journal."""
-    try:
-        return list(events_in(path.read_bytes()))
-    except FileNotFoundError:
-        return []
+    return JournalReader(path).events()
 
 
-def events_in(data: bytes) -> Iterator[Event]:
-    """All whole events of a journal's bytes, in order."""
+class JournalReader:
+    """Reads a journal that grows: what it has been asked for before is not read again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._stream = path, EventStream()
+        # Its first event, which holds a time and an id, tells it from another in its place.
+        self._head = b""
+
+    def events(self) -> list[Event]:
+        """All whole events, in order; an empty list where there is no journal."""
+        try:
+            with self._path.open("rb") as file:
+                head = file.read(_HEAD_BYTES)
+                if not head.startswith(self._head):
+                    self._stream = EventStream()
+                self._head = head
+                file.seek(self._stream.nbytes)
+                return self._stream.take(file.read())
+        except FileNotFoundError:
+            self._stream = EventStream()
+            return []
+
+
+class EventStream:
+    """Events of a journal whose bytes come piece by piece.
+
+    Attributes:
+        nbytes: how many have come.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes, self._events, self._line = 0, list[Event](), b""
+
+    def take(self, piece: bytes) -> list[Event]:
+        """All whole events so far, those of this piece of the journal among them."""
+        self.nbytes += len(piece)
+        lines, _, self._line = (self._line + piece).rpartition(b"\n")
+        self._events += _events_in(lines)
+        return [*self._events, *_events_in(self._line)]
+
+
+def _events_in(data: bytes) -> Iterator[Event]:
     for line in data.splitlines():
         try:
             event = json.loads(line)

@@ -17,8 +17,9 @@ from runner.ledger import restarts_by_kind
 from runner.states import RunState
 from runner.summary import RunSummary, summarise
 
-# Whoever asks more often is told the same again: a journal of weeks takes its time to read.
+# Whoever asks more often is told the same again; the more so as a journal of weeks takes its time to sum up.
 _CACHE_S = 2.0
+_CACHE_SHARE = 50
 
 
 class RunCollector(Collector):
@@ -26,12 +27,14 @@ class RunCollector(Collector):
 
     def __init__(self, journal: Path, clock: Callable[[], float] = time.time) -> None:
         self._journal, self._clock = journal, clock
-        self._looked_at, self._run = -_CACHE_S, RunSummary()
+        self._fresh_until, self._run = 0.0, RunSummary()
 
     def collect(self) -> Iterator[Any]:
-        if time.monotonic() - self._looked_at >= _CACHE_S:
+        began = time.monotonic()
+        if began >= self._fresh_until:
             self._run = summarise(read_journal(self._journal), now=self._clock())
-            self._looked_at = time.monotonic()
+            took_s = time.monotonic() - began
+            self._fresh_until = began + max(_CACHE_S, _CACHE_SHARE * took_s)
         run, now = self._run, self._clock()
         yield InfoMetricFamily("runner_run", "Which run this is.", {"run_id": run.run_id})
         yield _by("runner_state", "1 for the state that the run is in.", "state", _states(run))

@@ -317,6 +317,11 @@ class Node:
         assert self._accelerators is not None
         return shape_of(self._config, self._accelerators)
 
+    @property
+    def agent_pid(self) -> int:
+        """0 where there is no agent."""
+        return self._agent.pid if self._agent is not None and self._agent.alive else 0
+
     def note(self, text: str) -> bool:
         """Have it kept beside the checkpoints; False where there is no agent to do it."""
         if self._agent is not None and self._agent.alive:

@@ -272,7 +272,7 @@ class Supervisor:
     def _each_turn(self) -> None:
         """While an attempt runs: stops and other machines."""
         if self._journal_copy is not None:
-            self._journal_copy.turn(time.monotonic(), self._node.keep_file)
+            self._journal_copy.turn(time.monotonic(), self._node.keep_file, self._node.agent_pid)
         self._tell_stop()
         self._check_peers()
         lost = self._others - self._ready - self._ended.keys()

@@ -359,8 +359,16 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def read_records(self, prefix: str = "") -> dict[str, bytes]:
-        """What `write_record` has kept under names with this prefix.
+    def records(self, prefix: str = "") -> dict[str, int]:
+        """Names with this prefix that `write_record` has kept something under, in order, and its size in bytes.
+
+        Raises:
+            OSError: storage refused.
+        """
+
+    @abstractmethod
+    def read_record(self, name: str) -> bytes:
+        """What was last kept under it; nothing where that has been removed meanwhile.
 
         Raises:
             OSError: storage refused.

@@ -261,12 +261,19 @@ class LocalStorage(Storage):
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / name, data, folder / f".{name}.tmp")
 
-    def read_records(self, prefix: str = "") -> dict[str, bytes]:
+    def records(self, prefix: str = "") -> dict[str, int]:
         try:
             paths = sorted((self.root / _RECORDS_NAME).iterdir())
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        return {path.name: path.read_bytes() for path in paths if path.name.startswith(prefix) and path.name[0] != "."}
+        paths = [path for path in paths if path.name.startswith(prefix) and path.name[0] != "."]
+        return {path.name: path.stat().st_size for path in paths}
+
+    def read_record(self, name: str) -> bytes:
+        try:
+            return (self.root / _RECORDS_NAME / name).read_bytes()
+        except FileNotFoundError:
+            return b""
 
     def _put_fence(self, fence: Fence) -> None:
         self._replace(_FENCE_NAME, fence.to_json(), fence.attempt, lambda: failpoint("fence.written"))

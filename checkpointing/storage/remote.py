@@ -239,9 +239,11 @@ class RemoteStorage(Storage):
     def write_record(self, name: str, data: bytes) -> None:
         self.store.put(_RECORDS + name, data)
 
-    def read_records(self, prefix: str = "") -> dict[str, bytes]:
-        found = {key.removeprefix(_RECORDS): self.store.get(key) for key in sorted(self.store.sizes(_RECORDS + prefix))}
-        return {name: data for name, data in found.items() if data is not None}
+    def records(self, prefix: str = "") -> dict[str, int]:
+        return {key.removeprefix(_RECORDS): size for key, size in sorted(self.store.sizes(_RECORDS + prefix).items())}
+
+    def read_record(self, name: str) -> bytes:
+        return self.store.get(_RECORDS + name) or b""
 
     def _put_fence(self, fence: Fence) -> None:
         key, data = f"fence/{fence.attempt}.json", fence.to_json()

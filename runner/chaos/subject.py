@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import signal
@@ -14,13 +13,13 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import psutil
 
 from runner import processes
 from runner.environment import CONFIG_VARIABLES
-from runner.journal import JOURNAL_NAME
+from runner.journal import JOURNAL_NAME, Event, JournalReader
 
 # In the environment of all processes of a training.
 MARK_ENV = "RUNNER_SUBJECT"
@@ -30,7 +29,6 @@ START_TIMEOUT_S = 240.0
 # A process that has been killed needs a moment until it is gone; on a machine that others use too, a long one.
 SETTLE_S = 30.0
 
-Event = dict[str, Any]
 T = TypeVar("T")
 
 
@@ -59,7 +57,7 @@ class Subject:
         """
         self.folder, self.command, self._on_start = folder, command, on_start
         self.events: list[Event] = []
-        self._offset, self._torn = 0, b""
+        self._journal = JournalReader(folder / JOURNAL_NAME)
         self._mark = uuid.uuid4().hex
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True, exist_ok=True)
@@ -97,12 +95,7 @@ class Subject:
 
     def refresh(self) -> None:
         """Read what its journal has got meanwhile."""
-        with contextlib.suppress(FileNotFoundError), (self.folder / JOURNAL_NAME).open("rb") as file:
-            file.seek(self._offset)
-            new = file.read()
-            self._offset += len(new)
-            *lines, self._torn = (self._torn + new).split(b"\n")
-            self.events += [json.loads(line) for line in lines if line]
+        self.events = self._journal.events()
 
     def all(self, name: str, *, after: int | None = None) -> list[Event]:
         """Events of a name; with `after`, of later attempts than that."""

@@ -34,7 +34,8 @@ from common import ROOT, machine, spread, undisturbed
 from checkpointing.errors import CheckpointError
 from checkpointing.tiers import open_tiers
 from runner import processes
-from runner.chaos.subject import SETTLE_S, START_TIMEOUT_S, Event, NeverStarted, Subject, runner_command
+from runner.chaos.subject import SETTLE_S, START_TIMEOUT_S, NeverStarted, Subject, runner_command
+from runner.journal import Event
 
 HERE = Path(__file__).parent
 FT_FOLDER = ROOT / ".bench" / "ft"

@@ -380,18 +380,19 @@ def test_a_supervisors_note_is_replaced_whole_and_not_by_an_older_one(storage: S
 
 
 def test_records_are_kept_beside_the_checkpoints(storage: Storage) -> None:
-    assert storage.read_records() == {}
+    assert storage.records() == {} and storage.read_record("journal-a-1.000000.jsonl") == b""
     storage.begin_attempt(1)
     storage.write_record("journal-a-1.000000.jsonl", b"one")
     storage.write_record("journal-a-1.000000.jsonl", b"one more")
     storage.write_record("journal-a-1.000001.jsonl", b"")
     storage.write_record("journal-b-2.000000.jsonl", b"two")
-    assert storage.read_records("journal-a-") == {
-        "journal-a-1.000000.jsonl": b"one more",
-        "journal-a-1.000001.jsonl": b"",
-    }
-    assert len(storage.read_records()) == 3
+    assert list(storage.records("journal-a-").items()) == [
+        ("journal-a-1.000000.jsonl", 8),
+        ("journal-a-1.000001.jsonl", 0),
+    ]
+    assert storage.read_record("journal-a-1.000000.jsonl") == b"one more"
+    assert len(storage.records()) == 3
     commit(storage, 5)
     storage.begin_attempt(2)
     storage.sweep()
-    assert len(storage.read_records()) == 3 and Catalog(storage).committed_steps() == [5]
+    assert len(storage.records()) == 3 and Catalog(storage).committed_steps() == [5]

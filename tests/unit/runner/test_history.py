@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from checkpointing.storage import open_storage
+from checkpointing.storage import LocalStorage, open_storage
 from runner import history
 from runner.errors import UsageError
-from runner.history import JournalCopy, events_at
+from runner.history import History, JournalCopy, events_at
 from runner.journal import Journal, read_journal
 from runner.record import RunRecord
 
@@ -25,7 +26,7 @@ def test_only_the_last_chunk_is_written_again(tmp_path: Path, monkeypatch: pytes
 
     for number in range(20):
         journal.append("log", 1, step=number)
-        copy.turn(float(number), keep)
+        copy.turn(float(number), keep, keeper=1)
         if number == 0:
             assert written == ["journal-abc-life.000000.jsonl"]
     copy.flush(keep)
@@ -34,6 +35,9 @@ def test_only_the_last_chunk_is_written_again(tmp_path: Path, monkeypatch: pytes
     assert len(written) == count, "nothing is new"
     # Once for each look in which it grew, and each of the chunks that were full before at most once more.
     assert written.count("journal-abc-life.000000.jsonl") == 2
+    # Whoever kept them has died, and some may have been on their way.
+    copy.turn(100.0, keep, keeper=2)
+    assert written[count:] == [*storage.records("journal-abc-")]
     storage.write_note(RunRecord(lineage="abc").to_json(1).encode())
     # Another run's, which was here before.
     storage.write_record("journal-old-life.000000.jsonl", b'{"time": 1, "event": "run_started", "attempt": 0}\n')
@@ -50,6 +54,68 @@ def test_the_last_words_are_kept_without_an_agent(tmp_path: Path) -> None:
     # A storage that refuses costs nothing but the copy.
     (tmp_path / "file").touch()
     JournalCopy(tmp_path / "journal.jsonl", "abc", "life").finish(open_storage(str(tmp_path / "file" / "below")))
+
+
+def test_asked_again_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = open_storage(str(tmp_path))
+    storage.write_note(RunRecord(lineage="abc").to_json(1).encode())
+    lines = [f'{{"time": {number}, "event": "log", "attempt": 1, "step": {number}}}\n'.encode() for number in range(9)]
+    read: list[str] = []
+    read_record = LocalStorage.read_record
+
+    def counted(self: LocalStorage, name: str) -> bytes:
+        read.append(name)
+        return read_record(self, name)
+
+    monkeypatch.setattr(LocalStorage, "read_record", counted)
+
+    def keep(run_id: str, number: int, data: bytes) -> None:
+        storage.write_record(f"journal-abc-{run_id}.{number:06}.jsonl", data)
+
+    def steps() -> list[int]:
+        read.clear()
+        return [event["step"] for event in looks.events()]
+
+    looks = History(str(tmp_path))
+    keep("old", 0, lines[0] + lines[1])
+    keep("new", 0, lines[2] + lines[3][:9])
+    assert steps() == [0, 1, 2]
+    assert steps() == [0, 1, 2] and read == []
+    # The last chunk grows, and there is a next one.
+    keep("new", 0, lines[2] + lines[3] + lines[4][:5])
+    keep("new", 1, lines[4][5:])
+    assert steps() == [0, 1, 2, 3, 4] and len(read) == 2
+    keep("new", 1, lines[4][5:] + lines[5])
+    assert steps() == [0, 1, 2, 3, 4, 5] and read == ["journal-abc-new.000001.jsonl"]
+    # One that storage had refused comes late: then all of that life are read.
+    keep("new", 3, lines[8])
+    assert steps()[-1] == 8 and len(read) == 1
+    keep("new", 2, lines[6] + lines[7])
+    assert steps() == [*range(9)] and len(read) == 4
+    # Begun anew, it is shorter.
+    keep("new", 3, b"")
+    assert steps() == [*range(8)] and len(read) == 3
+
+
+def test_storage_that_is_away_hides_no_life_that_was_known(tmp_path: Path) -> None:
+    """Beside the run's own journal, what was read of other lives goes on to count."""
+    place = tmp_path / "volume"
+    storage = open_storage(str(place))
+    storage.write_note(RunRecord(lineage="abc").to_json(1).encode())
+    storage.write_record("journal-abc-old.000000.jsonl", b'{"time": 1, "event": "run_started", "attempt": 0}\n')
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(f"output_dir: {run}\ncheckpoint:\n  location: {place}\n")
+    journal = Journal(run / "journal.jsonl", lambda: 5.0)
+    journal.append("run_started", 0, run_id="new")
+    looks = History(str(run))
+    assert [event["time"] for event in looks.events()] == [1, 5.0]
+    shutil.rmtree(place / ".records")
+    (place / ".records").symlink_to(".records")
+    with pytest.raises(OSError):
+        storage.records()
+    journal.append("run_ended", 1, state="finished", exit_code=0, reason="")
+    assert [event["time"] for event in looks.events()] == [1, 5.0, 5.0]
 
 
 def test_no_run(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpointing.clock import machine_clock
-from runner.journal import Journal, SteadyClock, read_journal
+from runner.journal import Journal, JournalReader, SteadyClock, read_journal
 
 
 def test_events_survive_a_torn_line(tmp_path: Path) -> None:
@@ -24,6 +24,25 @@ def test_events_survive_a_torn_line(tmp_path: Path) -> None:
         {"time": 12.346, "event": "run_started", "attempt": 0, "run_id": "r"},
         {"time": 14.0, "event": "committed", "attempt": 1, "step": 20},
     ]
+
+
+def test_a_journal_that_grows_is_read_once(tmp_path: Path) -> None:
+    """Wherever a look falls, it sees what reading all of it would."""
+    path = tmp_path / "journal.jsonl"
+    reader = JournalReader(path)
+    assert reader.events() == []
+    whole = b'{"time": 1, "event": "a", "attempt": 0}\n{"time": 2, "eve\n[]\n{"time": 3, "event": "b", "attempt": 1}\n'
+    for end in range(len(whole) + 1):
+        path.write_bytes(whole[:end])
+        assert reader.events() == read_journal(path)
+    assert [event["event"] for event in reader.events()] == ["a", "b"]
+    # Another one in its place.
+    path.write_bytes(whole[40:])
+    assert [event["event"] for event in reader.events()] == ["b"]
+    path.write_bytes(whole * 9)
+    assert len(reader.events()) == 18
+    path.unlink()
+    assert reader.events() == []
 
 
 def test_no_journal_is_no_events(tmp_path: Path) -> None:
