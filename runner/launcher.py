@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import logging
 import multiprocessing
@@ -85,9 +86,12 @@ def main() -> int:
     multiprocessing.current_process()._config["tempdir"] = sys.argv[3]  # type: ignore[attr-defined]
     # torch's own: each rank that dies of an exception leaves a file.
     tempfile.tempdir = sys.argv[3]
+    # See `runner.training.preload`, which goes on from here.
+    gc.disable()
     import torch
 
     _start_fork_server()
+    gc.enable()
     control = socket.socket(fileno=int(sys.argv[1]))
     _log_to_file(Path(sys.argv[2]))
     _take_less_time()
