@@ -274,17 +274,16 @@ def test_slow_evaluation_saving_and_compiling_are_no_hangs(tmp_path: Path) -> No
     assert kinds(run) == ["finished"], run.output
 
 
-def test_a_stopped_agent_or_launcher_costs_an_attempt(tmp_path: Path) -> None:
-    for name in ("agent", "launcher"):
-        folder = tmp_path / name
-        run = Run(folder / "run", "--set", "restart.quiet_timeout_s=60", script=troubled(folder, crawl=20)).start()
-        wait_for_commit(run, 20)
-        os.kill({"agent": run.agent_pid, "launcher": run.launcher_pid}[name](), signal.SIGSTOP)
-        if name == "launcher":
-            os.kill(run.rank_pid(0), signal.SIGKILL)
-        assert run.finish() == 0, run.output
-        assert kinds(run)[-1] == "finished" and len(kinds(run)) == 2
-        assert not run.leftovers()
+@pytest.mark.parametrize("name", ["agent", "launcher"])
+def test_a_stopped_agent_or_launcher_costs_an_attempt(name: str, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", "--set", "restart.quiet_timeout_s=60", script=troubled(tmp_path, crawl=20)).start()
+    wait_for_commit(run, 20)
+    os.kill({"agent": run.agent_pid, "launcher": run.launcher_pid}[name](), signal.SIGSTOP)
+    if name == "launcher":
+        os.kill(run.rank_pid(0), signal.SIGKILL)
+    assert run.finish() == 0, run.output
+    assert kinds(run)[-1] == "finished" and len(kinds(run)) == 2
+    assert not run.leftovers()
 
 
 def test_a_launcher_or_agent_that_is_killed_while_it_starts_is_tried_again(tmp_path: Path) -> None:
