@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -20,8 +23,8 @@ from runner.run_directory import RunDirectory
 
 STOP_TEXT = "the ranks snapshot, commit and end; once more to end at once"
 
-# A socket's path has 107 bytes at most (unix(7)); the longest of ours, multiprocessing's, take 60 below the folder.
-_LONGEST_FOLDER_BYTES = 46
+# A socket's path has 107 bytes at most (unix(7)); the longest of ours, multiprocessing's, take 68 below the folder.
+_LONGEST_FOLDER_BYTES = 38
 
 
 def _temporary_folder() -> str:
@@ -64,7 +67,12 @@ class Life:
             self.display.message(f"ended {strays} processes that an earlier life of this run had left")
         self._journal = Journal(self.directory.journal, self.clock)
         self._stack.callback(self._journal.close)
-        runtime = tempfile.TemporaryDirectory(prefix="runner-", dir=_temporary_folder())
+        # Short, and no other run's.
+        mine = hashlib.blake2b(f"{self.run_id}/{rank}".encode(), digest_size=5).digest()
+        folder, prefix = _temporary_folder(), f"runner-{base64.b32encode(mine).decode().lower()}"
+        for left in Path(folder).glob(f"{prefix}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        runtime = tempfile.TemporaryDirectory(prefix=prefix, dir=folder)
         self.runtime = Path(self._stack.enter_context(runtime))
         self._stack.callback(self.loop.close)
         self.loop.wake_by_signals()

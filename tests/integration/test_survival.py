@@ -6,7 +6,9 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -74,16 +76,25 @@ def test_sigkill_between_two_checkpoints(victim: str, untouched: Run, tmp_path: 
     assert not run.leftovers()
 
 
-def test_sigkill_of_the_supervisor_then_the_same_command(untouched: Run, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", *SHORT_JOB).start_held(2 * SAVE_STEPS + 6)
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder for temporary files whose name leaves room for a socket's."""
+    with tempfile.TemporaryDirectory(prefix="short-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_sigkill_of_the_supervisor_then_the_same_command(untouched: Run, tmp_path: Path, temporary: Path) -> None:
+    run = Run(tmp_path / "run", *SHORT_JOB).start_held(2 * SAVE_STEPS + 6, TMPDIR=str(temporary))
     run.wait_for_step(2 * SAVE_STEPS + 5)
     wait_for_commit(run, 2 * SAVE_STEPS)
     first_life = {process.pid for process in run.processes()}
     assert len(first_life) >= 4
     run.signal(signal.SIGKILL)
     run.finish()
+    (left,) = temporary.glob("runner-*")
 
-    assert run.start().finish() == 0, run.output
+    assert run.start(TMPDIR=str(temporary)).finish() == 0, run.output
+    assert not left.exists() and not [*temporary.glob("runner-*")]
     assert_equal_end(run, untouched)
     assert run.events("training_started")[1]["step"] >= 2 * SAVE_STEPS
     assert not first_life & {process.pid for process in run.processes()}
