@@ -143,6 +143,9 @@ class Agent:
                         self._drained = True
                         self._writer.upload()
         self._writer.close()
+        # Its last words.
+        while self._results:
+            self._take_result(*self._results.popleft())
         return not self._gave_up
 
     # -- connections ---------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from checkpointing.protocol import Message
 from checkpointing.reading import read_into
 from checkpointing.retention import Retention, steps_to_remove, steps_to_upload
 from checkpointing.storage import Storage
+from checkpointing.storage.objects import StorageTimeout
 from checkpointing.threads import in_background
 from checkpointing.tiers import Tiers
 
@@ -66,7 +67,7 @@ class Fencing:
 
 
 class _Retries:
-    """How many calls to a tier were made again, and why: told at once, then now and then, and when a save is over."""
+    """How many calls to a tier were made again, and why: told at once, then now and then, and when a task is over."""
 
     def __init__(self, tier: str, tell: Tell) -> None:
         self._tier, self._tell, self._lock = tier, tell, threading.Lock()
@@ -195,6 +196,7 @@ class Writer:
                 except Exception as error:
                     # Whatever it was, the ranks that wait for the answer must get one.
                     fencing.error = _text(error)
+        self._flush_retries()
         fencing.answered.set()
         self._tell({"event": "fence_answered"}, None)
         self.upload()
@@ -255,6 +257,7 @@ class Writer:
                 if event["event"] != "committed":
                     continue
             self._prune(self._tiers.first)
+            self._flush_retries()
             self.upload()
 
     def _commit(self, arena: Arena, storage: Storage) -> Message:
@@ -299,7 +302,7 @@ class Writer:
                 self._tell({"event": "fenced", "reason": str(error)}, None)
             return {"event": "commit_failed", "step": info.step, "tier": tier, "error": _text(error)}
         finally:
-            self._retries[tier].flush()
+            self._flush_retries()
         return {
             "event": "committed",
             "step": info.step,
@@ -329,7 +332,9 @@ class Writer:
 
     def _note_loop(self) -> None:
         """What storage has refused is owed, and tried again with what comes next; of each name the newest alone."""
-        durable, note, owed, ended = self._tiers.durable, None, dict[str, tuple[str, int, int]](), False
+        durable, ended = self._tiers.durable, False
+        # The note goes without a name.
+        owed: dict[str, Callable[[], None]] = {}
         while not ended:
             tasks = [self._notes.get()]
             while not self._notes.empty():
@@ -338,21 +343,27 @@ class Writer:
                 if task is None:
                     ended = True
                 elif isinstance(task, str):
-                    note = task
+                    owed[""] = functools.partial(durable.replace_note, task.encode())
                 else:
-                    name, path, start, end = task
-                    owed[name] = (path, start, end)
-            try:
-                if note is not None:
-                    durable.replace_note(note.encode())
-                    note = None
-                for name, (path, start, end) in list(owed.items()):
-                    with Path(path).open("rb") as file:
-                        file.seek(start)
-                        durable.write_record(name, file.read(end - start))
+                    owed[task[0]] = functools.partial(self._write_record, *task)
+            for name, write in list(owed.items()):
+                try:
+                    write()
                     del owed[name]
-            except Exception as error:
-                self._tell({"event": "note_failed", "tier": self._tiers.name(durable), "error": _text(error)}, None)
+                except Exception as error:
+                    self._tell({"event": "note_failed", "tier": self._tiers.name(durable), "error": _text(error)}, None)
+                    if isinstance(error, StorageTimeout):
+                        break  # nor would the next one get an answer
+            self._flush_retries()
+
+    def _write_record(self, name: str, path: str, start: int, end: int) -> None:
+        with Path(path).open("rb") as file:
+            file.seek(start)
+            self._tiers.durable.write_record(name, file.read(end - start))
+
+    def _flush_retries(self) -> None:
+        for retries in self._retries.values():
+            retries.flush()
 
     # -- from tier to tier ---------------------------------------------------------------------------------------
 
@@ -372,6 +383,7 @@ class Writer:
                 self._on_durable = None
                 if event["event"] == "committed":
                     self._prune(self._tiers.durable)
+            self._flush_retries()
             with self._num_uploads_lock:
                 self._num_uploads -= 1
             self._tell({"event": "upload_ended"}, None)

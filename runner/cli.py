@@ -104,7 +104,7 @@ def cli() -> None:
 @click.option("--resume", default="auto", show_default=True, metavar="auto|never|STEP", help="Where to go on from.")
 @click.option("--overwrite", is_flag=True, help="With --resume never: move an existing run aside and start anew.")
 @click.option("--max-restarts", "--max_restarts", type=int, help="Restarts without a new checkpoint between them.")
-@click.option("--grace", type=float, metavar="SECONDS", help="From a stop request to the end of the ranks.")
+@click.option("--grace", type=_Number(min=0), metavar="SECONDS", help="From a stop request to the end of the ranks.")
 @click.option("--metrics-port", "--metrics_port", type=int, help="Answer Prometheus there, at /metrics.")
 @click.option("--cold", is_flag=True, default=None, help="Fresh interpreters instead of forks of a preloaded one.")
 @click.option(
@@ -260,7 +260,7 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from runner.history import COPY_INTERVAL_S, History
+    from runner.history import History
     from runner.status import is_over, panel
     from runner.summary import summarise
 
@@ -268,31 +268,30 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
 
     history = History(place)
 
-    def look() -> Any:
-        return summarise(history.events(), now=time.time())
+    def look() -> tuple[Any, float]:
+        """And what it has taken to sum up, in seconds: a journal of weeks takes its time."""
+        events, began = history.events(), time.thread_time()
+        return summarise(events, now=time.time()), time.thread_time() - began
 
-    run, took_s = look(), 0.0
+    run, took_s = look()
     if as_json:
         click.echo(json.dumps(run.to_dict(), indent=1))
         return
-    console, places = Console(highlight=False), {"location": place}
+
+    def page() -> Any:
+        unread = {"out of date": history.unread} if history.unread else {}
+        return panel(run, time.time(), {"location": place, **unread})
+
+    console = Console(highlight=False)
     if not watch:
-        console.print(panel(run, time.time(), places))
+        console.print(page())
         return
     try:
-        with Live(panel(run, time.time(), places), console=console, auto_refresh=False) as live:
+        with Live(page(), console=console, auto_refresh=False) as live:
             while not is_over(run):
-                # A copy is renewed so often; and a journal of weeks takes its time to sum up.
-                interval_s = COPY_INTERVAL_S if "://" in place else _WATCH_INTERVAL_S
-                time.sleep(max(interval_s, _WATCH_SHARE * took_s))
-                began, unread = time.monotonic(), {}
-                try:
-                    run = look()
-                except UsageError as error:
-                    # Storage may be back at the next look.
-                    unread = {"out of date": str(error)}
-                took_s = time.monotonic() - began
-                live.update(panel(run, time.time(), {**places, **unread}), refresh=True)
+                time.sleep(max(_WATCH_INTERVAL_S, _WATCH_SHARE * took_s))
+                run, took_s = look()
+                live.update(page(), refresh=True)
     except KeyboardInterrupt:
         return
 

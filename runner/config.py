@@ -23,7 +23,7 @@ DEFAULT_CONFIG = Path(__file__).parent / "training" / "data" / "default.yaml"
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelConfig(_Section):

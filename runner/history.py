@@ -7,7 +7,9 @@ elsewhere, a copy is kept beside them, in chunks: only the last one is ever writ
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 from checkpointing.errors import CheckpointError
@@ -22,10 +24,10 @@ from runner.run_directory import RunDirectory
 _CHUNK_BYTES = 4 * 1024 * 1024
 # Between two renewals of the copy.
 COPY_INTERVAL_S = 15.0
-# For the last words of a runner, whose agent has ended.
+# For the last words of a runner, whose agent has ended; and for who looks, and has something to show already.
 _PATIENCE_S = 5.0
 
-Keep = Callable[[str, Path, int, int], object]
+Keep = Callable[[str, Path, int, int], bool]
 
 
 class JournalCopy:
@@ -41,7 +43,7 @@ class JournalCopy:
 
         Args:
             now: monotonic.
-            keep: takes a name and a file's bytes from START to END.
+            keep: takes a name and a file's bytes from START to END, if it can.
             keeper: who does it in the end; another one does not know what this one has yet to do.
         """
         if now - self._kept_at >= COPY_INTERVAL_S:
@@ -52,25 +54,35 @@ class JournalCopy:
 
     def flush(self, keep: Keep) -> None:
         """Keep what is new."""
-        try:
-            size = self._journal.stat().st_size
-        except OSError:
-            return
-        for number in range(self._kept // _CHUNK_BYTES, -(-size // _CHUNK_BYTES) if size > self._kept else 0):
-            start = number * _CHUNK_BYTES
-            keep(f"{self._name}.{number:06}.jsonl", self._journal, start, min(start + _CHUNK_BYTES, size))
-        self._kept = size
+        size = self._size()
+        if size > self._kept and all(keep(*chunk) for chunk in self._chunks(self._kept // _CHUNK_BYTES, size)):
+            self._kept = size
 
     def finish(self, storage: Storage) -> None:
-        """Keep the last events by ourselves, within seconds; what storage refuses is lost from the copy alone."""
+        """Keep by ourselves, within seconds, what is not there; what storage refuses is lost from the copy alone."""
 
-        def write(name: str, path: Path, start: int, end: int) -> None:
-            with path.open("rb") as file:
-                file.seek(start)
-                storage.write_record(name, file.read(end - start))
+        def write() -> None:
+            known = storage.records(self._name)
+            for name, path, start, end in self._chunks(0, self._size()):
+                if known.get(name) != end - start:
+                    with path.open("rb") as file:
+                        file.seek(start)
+                        storage.write_record(name, file.read(end - start))
 
         with contextlib.suppress(Exception):
-            in_background(lambda: self.flush(write), "journal").result(_PATIENCE_S)
+            in_background(write, "journal").result(_PATIENCE_S)
+
+    def _size(self) -> int:
+        try:
+            return self._journal.stat().st_size
+        except OSError:
+            return 0
+
+    def _chunks(self, first: int, size: int) -> Iterator[tuple[str, Path, int, int]]:
+        """Name, file, start and end of each."""
+        for number in range(first, -(-size // _CHUNK_BYTES)):
+            start = number * _CHUNK_BYTES
+            yield f"{self._name}.{number:06}.jsonl", self._journal, start, min(start + _CHUNK_BYTES, size)
 
 
 def needs_copy(config: Config) -> bool:
@@ -85,41 +97,77 @@ def events_at(place: str) -> list[Event]:
 
 
 class History:
-    """The journals of the run at a place. Asked again, it reads only what is new."""
+    """The journals of the run at a place. Asked again, it reads only what is new.
+
+    Attributes:
+        unread: why what was told last may be out of date; empty if it is not.
+    """
 
     def __init__(self, place: str) -> None:
         """`place`: the run's folder, or the location of its checkpoints."""
+        self.unread = ""
         self._place = place.removeprefix("file://") if place.startswith("file:///") else place
         self._directory = RunDirectory(self._place) if "://" not in place else None
         self._journal = JournalReader(self._directory.journal) if self._directory is not None else None
+        self._own: list[Event] = []
         # Where copies lie: beside the checkpoints of the run in this folder, or at the place itself.
         self._beside: dict[bool, Storage] = {}
         self._copies: dict[str, _Copy] = {}
         # By the id of its folder, each life of the run whose journal was kept, but this folder's own.
         self._others: dict[str, list[Event]] = {}
+        # A look for them, which may take its time; and when the next one is due, in monotonic seconds.
+        self._look: Future[dict[str, list[Event]]] | None = None
+        self._due_at = 0.0
 
     def events(self) -> list[Event]:
-        """Every event of the run, oldest first, of all its lives.
+        """Every event of the run, oldest first, of all its lives. Where it has a journal of its own at hand, copies of
+        others are waited for a moment only.
 
         Raises:
-            UsageError: there is no run, or it cannot be read now.
+            UsageError: there is no run, or it could not be read yet.
         """
-        own = self._journal.events() if self._journal is not None else []
-        own_id = next((event["run_id"] for event in reversed(own) if isinstance(event.get("run_id"), str)), "")
-        try:
-            storage = self._storage(in_folder=bool(own))
-            self._others = self._read_copies(storage, own_id) if storage is not None else {}
-        except (CheckpointError, OSError, ValueError) as error:
-            if not own:
-                text = getattr(error, "strerror", None) or str(error)
-                raise UsageError(f"{self._place!r} cannot be read: {text}") from None
-        lives = {**self._others, **({own_id: own} if own else {})}
+        self.unread = ""
+        if self._journal is not None:
+            self._read_own(self._journal)
+        own_id = next((event["run_id"] for event in reversed(self._own) if isinstance(event.get("run_id"), str)), "")
+        self._look_for_others(own_id)
+        lives = {**self._others, **({own_id: self._own} if self._own else {})}
+        if not lives and self.unread:
+            raise UsageError(f"{self._place!r} cannot be read: {self.unread}")
         if not lives:
             raise UsageError(
                 f"{self._place!r} holds no run; give the output_dir of one, or the location of its checkpoints"
             )
         # Lives of one run follow each other; each one's clock is its machine's.
         return sorted((event for events in lives.values() for event in events), key=lambda event: event["time"])
+
+    def _read_own(self, journal: JournalReader) -> None:
+        try:
+            own = journal.events()
+        except OSError as error:
+            self.unread = f"{error.filename}: {error.strerror}"
+            return
+        if self._own and not own:
+            self.unread = "the run's journal is not there"
+            return
+        self._own = own
+
+    def _look_for_others(self, own_id: str) -> None:
+        in_folder = bool(self._own)
+        if self._look is None and time.monotonic() >= self._due_at:
+            self._look = in_background(lambda: self._read_copies(in_folder, own_id), "history")
+            wait([self._look], _PATIENCE_S if self._own or self._others else None)
+        if self._look is None:
+            return
+        if not self._look.done():
+            silent = "beside the checkpoints, where other journals of the run may lie, there is no answer yet"
+            self.unread = self.unread or silent
+            return
+        look, self._look, self._due_at = self._look, None, time.monotonic() + COPY_INTERVAL_S
+        try:
+            self._others = look.result()
+        except (CheckpointError, OSError, ValueError) as error:
+            self.unread = self.unread or getattr(error, "strerror", None) or str(error)
 
     def _storage(self, *, in_folder: bool) -> Storage | None:
         if in_folder not in self._beside:
@@ -130,8 +178,11 @@ class History:
             self._beside[in_folder] = storage
         return self._beside[in_folder]
 
-    def _read_copies(self, storage: Storage, own_id: str) -> dict[str, list[Event]]:
+    def _read_copies(self, in_folder: bool, own_id: str) -> dict[str, list[Event]]:
         """Not of our own, which is ahead of its copy."""
+        storage = self._storage(in_folder=in_folder)
+        if storage is None:
+            return {}
         lineage = RunRecord.from_json(storage.read_note()).lineage
         prefix = _prefix(lineage) if lineage else ""
         chunks: dict[str, dict[str, int]] = {}

@@ -82,7 +82,7 @@ class JournalReader:
         try:
             with self._path.open("rb") as file:
                 head = file.read(_HEAD_BYTES)
-                if not head.startswith(self._head):
+                if not head.startswith(self._head) or os.fstat(file.fileno()).st_size < self._stream.nbytes:
                     self._stream = EventStream()
                 self._head = head
                 file.seek(self._stream.nbytes)

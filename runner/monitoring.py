@@ -18,7 +18,7 @@ from runner.states import RunState
 from runner.summary import RunSummary, summarise
 
 # Whoever asks more often is told the same again; the more so as a journal of weeks takes its time to sum up.
-_CACHE_S = 2.0
+_CACHE_S, _LONGEST_CACHE_S = 2.0, 60.0
 _CACHE_SHARE = 50
 
 
@@ -30,11 +30,12 @@ class RunCollector(Collector):
         self._fresh_until, self._run = 0.0, RunSummary()
 
     def collect(self) -> Iterator[Any]:
-        began = time.monotonic()
-        if began >= self._fresh_until:
+        if time.monotonic() >= self._fresh_until:
+            began = time.thread_time()
             self._run = summarise(read_journal(self._journal), now=self._clock())
-            took_s = time.monotonic() - began
-            self._fresh_until = began + max(_CACHE_S, _CACHE_SHARE * took_s)
+            took_s = time.thread_time() - began
+            cache_s = min(max(_CACHE_S, _CACHE_SHARE * took_s), _LONGEST_CACHE_S)
+            self._fresh_until = time.monotonic() + cache_s
         run, now = self._run, self._clock()
         yield InfoMetricFamily("runner_run", "Which run this is.", {"run_id": run.run_id})
         yield _by("runner_state", "1 for the state that the run is in.", "state", _states(run))

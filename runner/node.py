@@ -55,6 +55,8 @@ _LAUNCHER_PATIENCE_S = 5.0
 _LAUNCHER_TIMEOUT_S = 600.0
 # A commit to slow storage; what takes longer is a storage that hangs.
 _AGENT_TIMEOUT_S = 600.0
+# It says so while it gets nowhere, too.
+_NO_PROGRESS = {"pong", "storage_retried", "note_failed"}
 # The same, once the user has asked twice: a snapshot that is whole is worth a moment.
 _AGENT_HURRY_S = 5.0
 # The same where all ranks have ended well: machines wait for each other.
@@ -329,10 +331,12 @@ class Node:
             return True
         return False
 
-    def keep_file(self, name: str, path: Path, start: int, end: int) -> None:
-        """Have these bytes of a file kept beside the checkpoints, where there is an agent to do it."""
+    def keep_file(self, name: str, path: Path, start: int, end: int) -> bool:
+        """Have these bytes of a file kept beside the checkpoints; False where there is no agent to do it."""
         if self._agent is not None and self._agent.alive:
             self._agent.tell("record", name=name, path=str(path), start=start, end=end)
+            return True
+        return False
 
     @property
     def busy(self) -> bool:
@@ -764,7 +768,7 @@ class Node:
             self._loop.unregister(sock)
             return
         event = message.pop("event", None)
-        if event != "pong":
+        if event not in _NO_PROGRESS:
             self._heard_at = time.monotonic()
         match event:
             case "attempt_over":

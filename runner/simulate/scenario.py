@@ -135,6 +135,8 @@ def _cadence(events: Sequence[Event], trained: Sequence[Attempt], in_steps: floa
     """When an attempt makes its first snapshot, and how often it makes one, and commits one."""
     changes: dict[str, float] = {}
     taken, saved, logged = (_times(events, name) for name in ("snapshot", "committed", "log"))
+    # Committed, if at all, because its attempt has ended.
+    unplanned = _times([event for event in events if event.get("to_be_committed") is False], "snapshot")
     first: dict[int, tuple[int, int]] = {}
     for key in sorted(taken):
         first.setdefault(key[0], key)
@@ -150,7 +152,7 @@ def _cadence(events: Sequence[Event], trained: Sequence[Attempt], in_steps: floa
         changes["snapshot_s"] = max(statistics.median(copies), 0.0)
     for name, times in (
         ("snapshot_interval_s", {key: at for key, at in taken.items() if key != first[key[0]]}),
-        ("commit_interval_s", {key: at for key, at in taken.items() if key in saved}),
+        ("commit_interval_s", {key: at for key, at in taken.items() if key in saved and key not in unplanned}),
     ):
         pairs = [(one, next_) for one, next_ in pairwise(sorted(times)) if one[0] == next_[0]]
         between = [times[next_] - times[one] for one, next_ in pairs if times[next_] > times[one]]

@@ -11,13 +11,14 @@ from runner import processes
 processes.die_with_parent(lambda: False)
 # What is imported stays; looking through it again and again takes a seventh of the time.
 gc.disable()
+try:
+    import datasets  # noqa: F401
+    import trl.trainer.sft_trainer  # noqa: F401
 
-import datasets  # noqa: E402, F401
-import trl.trainer.sft_trainer  # noqa: E402, F401
-
-import runner.training.job  # noqa: E402, F401
-
-# Nor need any rank's garbage collection look at it (0.3 s for each that a Trainer asks for), or copy its pages.
-gc.collect()
-gc.freeze()
-gc.enable()
+    import runner.training.job  # noqa: F401
+finally:
+    # Nor need any rank's collection look at it (0.3 s for each that a Trainer asks for), or copy its pages. Also where
+    # something cannot be imported: the fork server goes on without it, and a rank that needs it says so.
+    gc.collect()
+    gc.freeze()
+    gc.enable()

@@ -11,17 +11,20 @@ def test_a_heartbeat_is_never_seen_half_written() -> None:
     page = ControlPage.create(1)
     page.write(0, Heartbeat(Phase.TRAINING, 1, 1.0, 1, 1.0, 1.0, 1))
     page.last_commit = CommitReport(1, 1.0, 1.0)
-    writer = os.fork()
+    us, writer = os.getpid(), os.fork()
     if writer == 0:
         number = 1
-        while True:
+        while os.getppid() == us:
             # Every byte of the whole numbers changes with the last: half of one is far off.
             number = 1 if number != 1 else 0x0101_0101_0101_0101
             page.write(0, Heartbeat(Phase.TRAINING, number, 1.0, number, 1.0, 1.0, number))
             page.last_commit = CommitReport(number, 1.0, 1.0)
+        os._exit(0)
     try:
-        for _ in range(200_000):
+        looks, changes, before = 0, 0, 1
+        while looks < 200_000 or changes < 100:
             beat, commit = page.read(0), page.last_commit
+            looks, changes, before = looks + 1, changes + (beat.step != before), beat.step
             assert {beat.step, beat.start_step, beat.beats, commit.step} <= {1, 0x0101_0101_0101_0101}
             assert beat.time == beat.start_time == beat.step_s == commit.duration_s == commit.cpu_s == 1.0
             assert beat.phase is Phase.TRAINING

@@ -6,10 +6,12 @@ import queue
 from pathlib import Path
 
 import pytest
+from chaos.stores import MemoryObjects
 
 from checkpointing.protocol import Message
 from checkpointing.storage import LocalStorage
-from checkpointing.tiers import open_tiers
+from checkpointing.storage.remote import RemoteStorage
+from checkpointing.tiers import Tiers, open_tiers
 from checkpointing.writer import Writer
 
 
@@ -23,14 +25,40 @@ def test_what_storage_refuses_is_kept_when_it_is_back(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     away = tmp_path / "store" / ".records"
     away.touch()
-    for name, start, end in (("a", 0, 3), ("a", 0, 4), ("b", 4, 6)):
+    for name, start, end, owed in (("a", 0, 3, 1), ("a", 0, 4, 1), ("b", 4, 6, 2)):
         writer.record(name, str(journal), start, end)
-        assert told.get(timeout=60)["event"] == "note_failed"
+        assert [told.get(timeout=60)["event"] for _ in range(owed)] == ["note_failed"] * owed
     away.unlink()
     writer.record("b", str(journal), 4, 9)
     writer.close()
     assert {name: tiers.durable.read_record(name) for name in tiers.durable.records()} == {"a": b"0123", "b": b"45678"}
     assert told.empty()
+
+
+class SlowObjects(MemoryObjects):
+    """Every call that writes is made three times."""
+
+    def put(self, key: str, data: bytes, *, if_absent: bool = False) -> bool:
+        self.retried("it was slow")
+        self.retried("it was slow again")
+        return super().put(key, data, if_absent=if_absent)
+
+
+def test_all_tries_are_told_by_the_end_of_what_they_were_for(tmp_path: Path) -> None:
+    told = queue.SimpleQueue[Message]()
+    tiers = Tiers(RemoteStorage(SlowObjects()))
+    writer = Writer(tiers, lambda message, arena: told.put(message), commits=True, local_keep_last=2)
+    (tmp_path / "journal").write_bytes(b"0123456789")
+    writer.record("a", str(tmp_path / "journal"), 0, 3)
+    writer.start()
+    writer.close()
+    messages = [told.get() for _ in range(told.qsize())]
+    retried = {"event": "storage_retried", "tier": "remote"}
+    assert messages == [
+        {**retried, "count": 1, "reason": "it was slow"},
+        {**retried, "count": 1, "reason": "it was slow again"},
+    ]
+    assert tiers.durable.read_record("a") == b"012"
 
 
 def test_what_waits_is_kept_as_it_was_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

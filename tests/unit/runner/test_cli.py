@@ -55,6 +55,8 @@ def test_help_loads_nothing_heavy(command: list[str]) -> None:
         (["config", "--set", "restart.max_restarts=-1"], "restart.max_restarts=-1"),
         (["plan", "--work-hours", "inf"], "'inf': write a number"),
         (["simulate", "--mttf-hours", "nan"], "'nan': write a number"),
+        (["start", "--grace", "inf"], "'inf': write a number"),
+        (["config", "--set", "restart.hang_timeout_s=inf"], "should be a finite number"),
         (["simulate", "--plot", "page.html"], "--plot needs something that varies"),
         (["simulate", "--vary", "commit_s=1,2", "--plot", "/no/such/page.html"], "there is no folder /no/such"),
     ],

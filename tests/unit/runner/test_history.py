@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,10 @@ def test_only_the_last_chunk_is_written_again(tmp_path: Path, monkeypatch: pytes
     copy = JournalCopy(tmp_path / "journal.jsonl", "abc", "life")
     written: list[str] = []
 
-    def keep(name: str, path: Path, start: int, end: int) -> None:
+    def keep(name: str, path: Path, start: int, end: int) -> bool:
         written.append(name)
         storage.write_record(name, path.read_bytes()[start:end])
+        return True
 
     for number in range(20):
         journal.append("log", 1, step=number)
@@ -44,19 +46,27 @@ def test_only_the_last_chunk_is_written_again(tmp_path: Path, monkeypatch: pytes
     assert events_at(str(tmp_path / "checkpoints")) == read_journal(tmp_path / "journal.jsonl")
 
 
-def test_the_last_words_are_kept_without_an_agent(tmp_path: Path) -> None:
+def test_the_last_words_are_kept_without_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = open_storage(str(tmp_path / "checkpoints"))
     journal = Journal(tmp_path / "journal.jsonl", lambda: 5.0)
     copy = JournalCopy(tmp_path / "journal.jsonl", "abc", "life")
     journal.append("run_ended", 1, state="finished", exit_code=0, reason="")
     copy.finish(storage)
     assert [event["event"] for event in events_at(str(tmp_path / "checkpoints"))] == ["run_ended"]
+    # Whoever kept the others has lost some of them.
+    monkeypatch.setattr(history, "_CHUNK_BYTES", 100)
+    for number in range(9):
+        journal.append("log", 1, step=number)
+    copy.flush(lambda *chunk: True)
+    copy.finish(storage)
+    assert events_at(str(tmp_path / "checkpoints")) == read_journal(tmp_path / "journal.jsonl")
     # A storage that refuses costs nothing but the copy.
     (tmp_path / "file").touch()
     JournalCopy(tmp_path / "journal.jsonl", "abc", "life").finish(open_storage(str(tmp_path / "file" / "below")))
 
 
 def test_asked_again_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "COPY_INTERVAL_S", 0.0)
     storage = open_storage(str(tmp_path))
     storage.write_note(RunRecord(lineage="abc").to_json(1).encode())
     lines = [f'{{"time": {number}, "event": "log", "attempt": 1, "step": {number}}}\n'.encode() for number in range(9)]
@@ -97,8 +107,9 @@ def test_asked_again_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytes
     assert steps() == [*range(8)] and len(read) == 3
 
 
-def test_storage_that_is_away_hides_no_life_that_was_known(tmp_path: Path) -> None:
+def test_storage_that_is_away_hides_no_life_that_was_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the run's own journal, what was read of other lives goes on to count."""
+    monkeypatch.setattr(history, "COPY_INTERVAL_S", 0.0)
     place = tmp_path / "volume"
     storage = open_storage(str(place))
     storage.write_note(RunRecord(lineage="abc").to_json(1).encode())
@@ -116,6 +127,38 @@ def test_storage_that_is_away_hides_no_life_that_was_known(tmp_path: Path) -> No
         storage.records()
     journal.append("run_ended", 1, state="finished", exit_code=0, reason="")
     assert [event["time"] for event in looks.events()] == [1, 5.0, 5.0]
+    assert looks.unread
+    # The journal itself, too; and it comes back.
+    (run / "journal.jsonl").rename(run / "elsewhere")
+    (run / "journal.jsonl").symlink_to("journal.jsonl")
+    assert [event["time"] for event in looks.events()] == [1, 5.0, 5.0]
+    assert "journal.jsonl" in looks.unread
+    (run / "journal.jsonl").unlink()
+    assert [event["time"] for event in looks.events()] == [1, 5.0, 5.0]
+    (run / "elsewhere").rename(run / "journal.jsonl")
+    (place / ".records").unlink()
+    assert [event["time"] for event in looks.events()] == [5.0, 5.0] and not looks.unread
+
+
+def test_storage_that_does_not_answer_holds_up_nobody_who_has_a_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "_PATIENCE_S", 0.1)
+    answers = threading.Event()
+
+    def records(self: LocalStorage, prefix: str = "") -> dict[str, int]:
+        answers.wait(60)
+        return {}
+
+    monkeypatch.setattr(LocalStorage, "records", records)
+    (tmp_path / "config.yaml").write_text(f"output_dir: {tmp_path}\ncheckpoint:\n  location: {tmp_path.parent}/place\n")
+    Journal(tmp_path / "journal.jsonl", lambda: 5.0).append("run_started", 0, run_id="new")
+    looks = History(str(tmp_path))
+    for _ in range(3):
+        assert len(looks.events()) == 1 and "no answer yet" in looks.unread
+    answers.set()
+    while looks.unread:
+        assert len(looks.events()) == 1
 
 
 def test_no_run(tmp_path: Path) -> None:

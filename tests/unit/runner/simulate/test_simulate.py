@@ -171,7 +171,11 @@ def test_learnt_cadence() -> None:
         for number in range(6):
             step, at = number + 10 * attempt, begin + 3 + 4 * number
             events.append({"event": "log", "time": at - 0.25, "attempt": attempt, "step": step})
-            events.append({"event": "snapshot", "time": at, "attempt": attempt, "step": step})
+            snapshot = {"event": "snapshot", "time": at, "attempt": attempt, "step": step}
+            events.append({**snapshot, "to_be_committed": number % 2 == 1})
+            if number == 4:
+                # Its ranks have died, and it is the newest.
+                events.append({"event": "committed", "time": at + 1, "attempt": attempt, "step": step, "duration_s": 1})
             if number % 2:
                 late = 30.0 if number == 5 else 0.5
                 events.append(
