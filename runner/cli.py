@@ -24,6 +24,7 @@ T = TypeVar("T")
 _WATCH_INTERVAL_S = 2.0
 # Of what a look takes, so many times between two.
 _WATCH_SHARE = 10
+_STATUS_PATIENCE_S = 5.0
 
 
 class _Number(click.FloatRange):
@@ -266,7 +267,8 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
 
     place = location if location is not None else _load(None, None, (), {}).output_dir
 
-    history = History(place)
+    # For people, what is at hand now.
+    history = History(place, None if as_json else _STATUS_PATIENCE_S)
 
     def look() -> tuple[Any, float]:
         """And what it has taken to sum up, in seconds: a journal of weeks takes its time."""
@@ -294,6 +296,16 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
                 live.update(page(), refresh=True)
     except KeyboardInterrupt:
         return
+
+
+def _events_at(place: str) -> list[dict[str, Any]]:
+    from runner.history import History
+
+    history = History(place)
+    events = history.events()
+    if history.unread:
+        click.echo(f"runner: told without what could not be read: {history.unread}", err=True)
+    return events
 
 
 @cli.command()
@@ -431,7 +443,6 @@ def simulate(
     as_json: bool,
 ) -> None:
     """Simulate runs under failures: how much of their time would count, and what that hangs on."""
-    from runner.history import events_at
     from runner.simulate.scenario import GPU_MTTF_S, HOUR_S
     from runner.simulate.study import Study, read_trace, render, scenario_of, to_page, variations
 
@@ -440,7 +451,7 @@ def simulate(
     if gpus is not None:
         mttf_hours = GPU_MTTF_S / HOUR_S / gpus
     trace_s = read_trace(trace) if trace is not None else None
-    events = events_at(source) if source is not None else []
+    events = _events_at(source) if source is not None else []
     scenario = scenario_of(events, work_hours, mttf_hours, reclaims_per_day, settings)
     if list_names:
         for name, value in vars(scenario).items():
@@ -474,11 +485,10 @@ def report(
 
     LOCATION: as for `status`. The file needs no network, and can be sent to others.
     """
-    from runner.history import events_at
     from runner.report import render_page
 
     place = location if location is not None else _load(None, None, (), {}).output_dir
-    page = render_page(events_at(place), place, time.time(), price_per_hour, spot_discount)
+    page = render_page(_events_at(place), place, time.time(), price_per_hour, spot_discount)
     own = "://" not in place and (Path(place) / "journal.jsonl").exists()
     output = output or (Path(place) if own else Path()) / "report.html"
     output.write_text(page, encoding="utf-8")

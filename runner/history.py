@@ -24,7 +24,7 @@ from runner.run_directory import RunDirectory
 _CHUNK_BYTES = 4 * 1024 * 1024
 # Between two renewals of the copy.
 COPY_INTERVAL_S = 15.0
-# For the last words of a runner, whose agent has ended; and for who looks, and has something to show already.
+# For the last words of a runner, whose agent has ended.
 _PATIENCE_S = 5.0
 
 Keep = Callable[[str, Path, int, int], bool]
@@ -91,11 +91,6 @@ def needs_copy(config: Config) -> bool:
     return not isinstance(durable, LocalStorage) or not durable.root.is_relative_to(Path(config.output_dir).absolute())
 
 
-def events_at(place: str) -> list[Event]:
-    """See `History.events`."""
-    return History(place).events()
-
-
 class History:
     """The journals of the run at a place. Asked again, it reads only what is new.
 
@@ -103,9 +98,13 @@ class History:
         unread: why what was told last may be out of date; empty if it is not.
     """
 
-    def __init__(self, place: str) -> None:
-        """`place`: the run's folder, or the location of its checkpoints."""
-        self.unread = ""
+    def __init__(self, place: str, patience_s: float | None = None) -> None:
+        """
+        Args:
+            place: the run's folder, or the location of its checkpoints.
+            patience_s: copies of other lives' journals are waited for no longer, where there is something to tell.
+        """
+        self.unread, self._patience_s = "", patience_s
         self._place = place.removeprefix("file://") if place.startswith("file:///") else place
         self._directory = RunDirectory(self._place) if "://" not in place else None
         self._journal = JournalReader(self._directory.journal) if self._directory is not None else None
@@ -115,22 +114,21 @@ class History:
         self._copies: dict[str, _Copy] = {}
         # By the id of its folder, each life of the run whose journal was kept, but this folder's own.
         self._others: dict[str, list[Event]] = {}
-        # A look for them, which may take its time; and when the next one is due, in monotonic seconds.
+        # A look for them, which may take its time; why the last one failed, if it did; when the next one is due, in
+        # monotonic seconds.
         self._look: Future[dict[str, list[Event]]] | None = None
-        self._due_at = 0.0
+        self._refusal, self._due_at = "", 0.0
 
     def events(self) -> list[Event]:
-        """Every event of the run, oldest first, of all its lives. Where it has a journal of its own at hand, copies of
-        others are waited for a moment only.
+        """Every event of the run, oldest first, of all its lives.
 
         Raises:
             UsageError: there is no run, or it could not be read yet.
         """
-        self.unread = ""
-        if self._journal is not None:
-            self._read_own(self._journal)
+        problem = self._read_own(self._journal) if self._journal is not None else ""
         own_id = next((event["run_id"] for event in reversed(self._own) if isinstance(event.get("run_id"), str)), "")
-        self._look_for_others(own_id)
+        others_problem = self._look_for_others(own_id)
+        self.unread = problem or others_problem
         lives = {**self._others, **({own_id: self._own} if self._own else {})}
         if not lives and self.unread:
             raise UsageError(f"{self._place!r} cannot be read: {self.unread}")
@@ -141,33 +139,32 @@ class History:
         # Lives of one run follow each other; each one's clock is its machine's.
         return sorted((event for events in lives.values() for event in events), key=lambda event: event["time"])
 
-    def _read_own(self, journal: JournalReader) -> None:
+    def _read_own(self, journal: JournalReader) -> str:
+        """Why it may be out of date, if so."""
         try:
             own = journal.events()
         except OSError as error:
-            self.unread = f"{error.filename}: {error.strerror}"
-            return
+            return f"{error.filename}: {error.strerror}"
         if self._own and not own:
-            self.unread = "the run's journal is not there"
-            return
+            return "the run's journal is not there"
         self._own = own
+        return ""
 
-    def _look_for_others(self, own_id: str) -> None:
+    def _look_for_others(self, own_id: str) -> str:
+        """As `_read_own`."""
         in_folder = bool(self._own)
         if self._look is None and time.monotonic() >= self._due_at:
             self._look = in_background(lambda: self._read_copies(in_folder, own_id), "history")
-            wait([self._look], _PATIENCE_S if self._own or self._others else None)
-        if self._look is None:
-            return
-        if not self._look.done():
-            silent = "beside the checkpoints, where other journals of the run may lie, there is no answer yet"
-            self.unread = self.unread or silent
-            return
-        look, self._look, self._due_at = self._look, None, time.monotonic() + COPY_INTERVAL_S
-        try:
-            self._others = look.result()
-        except (CheckpointError, OSError, ValueError) as error:
-            self.unread = self.unread or getattr(error, "strerror", None) or str(error)
+            wait([self._look], self._patience_s if self._own or self._others else None)
+        if self._look is not None and not self._look.done():
+            return self._refusal or "no answer yet from where the checkpoints lie, and other journals of the run may"
+        if self._look is not None:
+            look, self._look, self._due_at = self._look, None, time.monotonic() + COPY_INTERVAL_S
+            try:
+                self._others, self._refusal = look.result(), ""
+            except (CheckpointError, OSError, ValueError) as error:
+                self._refusal = getattr(error, "strerror", None) or str(error)
+        return self._refusal
 
     def _storage(self, *, in_folder: bool) -> Storage | None:
         if in_folder not in self._beside:

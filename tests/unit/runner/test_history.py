@@ -9,7 +9,7 @@ import pytest
 from checkpointing.storage import LocalStorage, open_storage
 from runner import history
 from runner.errors import UsageError
-from runner.history import History, JournalCopy, events_at
+from runner.history import History, JournalCopy
 from runner.journal import Journal, read_journal
 from runner.record import RunRecord
 
@@ -43,7 +43,7 @@ def test_only_the_last_chunk_is_written_again(tmp_path: Path, monkeypatch: pytes
     storage.write_note(RunRecord(lineage="abc").to_json(1).encode())
     # Another run's, which was here before.
     storage.write_record("journal-old-life.000000.jsonl", b'{"time": 1, "event": "run_started", "attempt": 0}\n')
-    assert events_at(str(tmp_path / "checkpoints")) == read_journal(tmp_path / "journal.jsonl")
+    assert History(str(tmp_path / "checkpoints")).events() == read_journal(tmp_path / "journal.jsonl")
 
 
 def test_the_last_words_are_kept_without_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,14 +52,14 @@ def test_the_last_words_are_kept_without_an_agent(tmp_path: Path, monkeypatch: p
     copy = JournalCopy(tmp_path / "journal.jsonl", "abc", "life")
     journal.append("run_ended", 1, state="finished", exit_code=0, reason="")
     copy.finish(storage)
-    assert [event["event"] for event in events_at(str(tmp_path / "checkpoints"))] == ["run_ended"]
+    assert [event["event"] for event in History(str(tmp_path / "checkpoints")).events()] == ["run_ended"]
     # Whoever kept the others has lost some of them.
     monkeypatch.setattr(history, "_CHUNK_BYTES", 100)
     for number in range(9):
         journal.append("log", 1, step=number)
     copy.flush(lambda *chunk: True)
     copy.finish(storage)
-    assert events_at(str(tmp_path / "checkpoints")) == read_journal(tmp_path / "journal.jsonl")
+    assert History(str(tmp_path / "checkpoints")).events() == read_journal(tmp_path / "journal.jsonl")
     # A storage that refuses costs nothing but the copy.
     (tmp_path / "file").touch()
     JournalCopy(tmp_path / "journal.jsonl", "abc", "life").finish(open_storage(str(tmp_path / "file" / "below")))
@@ -143,34 +143,36 @@ def test_storage_that_is_away_hides_no_life_that_was_known(tmp_path: Path, monke
 def test_storage_that_does_not_answer_holds_up_nobody_who_has_a_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(history, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(history, "COPY_INTERVAL_S", 60.0)
     answers = threading.Event()
 
     def records(self: LocalStorage, prefix: str = "") -> dict[str, int]:
         answers.wait(60)
-        return {}
+        raise OSError("it is gone")
 
     monkeypatch.setattr(LocalStorage, "records", records)
     (tmp_path / "config.yaml").write_text(f"output_dir: {tmp_path}\ncheckpoint:\n  location: {tmp_path.parent}/place\n")
     Journal(tmp_path / "journal.jsonl", lambda: 5.0).append("run_started", 0, run_id="new")
-    looks = History(str(tmp_path))
+    looks = History(str(tmp_path), patience_s=0.1)
     for _ in range(3):
         assert len(looks.events()) == 1 and "no answer yet" in looks.unread
     answers.set()
-    while looks.unread:
+    while "it is gone" not in looks.unread:
         assert len(looks.events()) == 1
+    # It is not asked again so soon.
+    assert len(looks.events()) == 1 and "it is gone" in looks.unread
 
 
 def test_no_run(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no run"):
-        events_at(str(tmp_path))
+        History(str(tmp_path)).events()
 
 
 def test_looking_writes_nothing(tmp_path: Path) -> None:
     """A journal alone, as on a volume that is mounted to be read; and beside what is damaged."""
     journal = Journal(tmp_path / "journal.jsonl", lambda: 5.0)
     journal.append("run_started", 0, run_id="life")
-    assert events_at(str(tmp_path)) == read_journal(tmp_path / "journal.jsonl")
+    assert History(str(tmp_path)).events() == read_journal(tmp_path / "journal.jsonl")
     assert [path.name for path in tmp_path.iterdir()] == ["journal.jsonl"]
     (tmp_path / "run.json").write_text("{")
-    assert events_at(str(tmp_path)) == read_journal(tmp_path / "journal.jsonl")
+    assert History(str(tmp_path)).events() == read_journal(tmp_path / "journal.jsonl")
