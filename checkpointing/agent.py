@@ -144,8 +144,7 @@ class Agent:
                         self._writer.upload()
         self._writer.close()
         # Its last words.
-        while self._results:
-            self._take_result(*self._results.popleft())
+        self._take_results()
         return not self._gave_up
 
     # -- connections ---------------------------------------------------------------------------------------------
@@ -442,9 +441,12 @@ class Agent:
         with contextlib.suppress(BlockingIOError):
             while self._wake_receiver.recv(4096):
                 pass
+        self._take_results()
+        self._answer_waiting()
+
+    def _take_results(self) -> None:
         while self._results:
             self._take_result(*self._results.popleft())
-        self._answer_waiting()
 
     def _take_result(self, event: Message, arena: Arena | None) -> None:
         """What a thread of the writer says; `arena`: it has done with that one."""

@@ -345,7 +345,8 @@ class Writer:
                 elif isinstance(task, str):
                     owed[""] = functools.partial(durable.replace_note, task.encode())
                 else:
-                    owed[task[0]] = functools.partial(self._write_record, *task)
+                    name, path, start, end = task
+                    owed[name] = functools.partial(durable.write_part, name, Path(path), start, end)
             for name, write in list(owed.items()):
                 try:
                     write()
@@ -355,11 +356,6 @@ class Writer:
                     if isinstance(error, StorageTimeout):
                         break  # nor would the next one get an answer
             self._flush_retries()
-
-    def _write_record(self, name: str, path: str, start: int, end: int) -> None:
-        with Path(path).open("rb") as file:
-            file.seek(start)
-            self._tiers.durable.write_record(name, file.read(end - start))
 
     def _flush_retries(self) -> None:
         for retries in self._retries.values():

@@ -65,9 +65,7 @@ class JournalCopy:
             known = storage.records(self._name)
             for name, path, start, end in self._chunks(0, self._size()):
                 if known.get(name) != end - start:
-                    with path.open("rb") as file:
-                        file.seek(start)
-                        storage.write_record(name, file.read(end - start))
+                    storage.write_part(name, path, start, end)
 
         with contextlib.suppress(Exception):
             in_background(write, "journal").result(_PATIENCE_S)

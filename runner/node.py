@@ -326,17 +326,17 @@ class Node:
 
     def note(self, text: str) -> bool:
         """Have it kept beside the checkpoints; False where there is no agent to do it."""
-        if self._agent is not None and self._agent.alive:
-            self._agent.tell("note", text=text)
-            return True
-        return False
+        return self._tell_agent("note", text=text)
 
     def keep_file(self, name: str, path: Path, start: int, end: int) -> bool:
         """Have these bytes of a file kept beside the checkpoints; False where there is no agent to do it."""
-        if self._agent is not None and self._agent.alive:
-            self._agent.tell("record", name=name, path=str(path), start=start, end=end)
-            return True
-        return False
+        return self._tell_agent("record", name=name, path=str(path), start=start, end=end)
+
+    def _tell_agent(self, do: str, **details: Any) -> bool:
+        if self._agent is None or not self._agent.alive:
+            return False
+        self._agent.tell(do, **details)
+        return True
 
     @property
     def busy(self) -> bool:

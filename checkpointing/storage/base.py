@@ -358,6 +358,16 @@ class Storage(ABC):
             OSError: storage refused.
         """
 
+    def write_part(self, name: str, path: Path, start: int, end: int) -> None:
+        """Keep these bytes of a file as the record of that name.
+
+        Raises:
+            OSError: storage refused, or the file cannot be read.
+        """
+        with path.open("rb") as file:
+            file.seek(start)
+            self.write_record(name, file.read(end - start))
+
     @abstractmethod
     def records(self, prefix: str = "") -> dict[str, int]:
         """Names with this prefix that `write_record` has kept something under, in order, and its size in bytes.
