@@ -36,6 +36,8 @@ class Adapter:
         if self._identity is None:
             live = model.state_dict(keep_vars=True)
             saved = {id(tensor) for tensor in self.select(live).values()}
+            # A callback may have added others beside it: a teacher that follows the model.
+            adapters = set(getattr(model, "peft_config", ()))
             # Buffers may change; what wraps a layer for the adapter renames it; and of a module that is trained whole
             # PEFT keeps the original, which nobody uses, and which may have been drawn at random.
             base = {
@@ -44,6 +46,7 @@ class Adapter:
                 if isinstance(tensor, torch.nn.Parameter)
                 and id(tensor) not in saved
                 and ".original_module." not in name
+                and adapters.isdisjoint(name.split("."))
             }
             sums = snapshot.fingerprint(t.contiguous().reshape(-1).view(torch.uint8) for t in base.values()).tolist()
             entries = sorted(

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import os
 import selectors
 import signal
@@ -41,6 +42,7 @@ from checkpointing.arena_pool import Arena, ArenaPool, ArenaState
 from checkpointing.manifest import SnapshotInfo
 from checkpointing.protocol import Message
 from checkpointing.retention import Retention
+from checkpointing.stages import FIRST_STAGE, STAGE_NAME, Stage
 from checkpointing.storage import LocalStorage
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST, Tiers, open_tiers
 from checkpointing.writer import Fencing, Writer
@@ -63,6 +65,7 @@ class Client:
     local_rank: int | None = None
     local_world_size: int = 1
     attempt: int = -1
+    stage: str = ""
     sent_arenas: set[int] = field(default_factory=set)
     waits_for_arena: Message | None = None
     waits_for_step: int | None = None
@@ -88,12 +91,18 @@ class Agent:
         self._control = ControlPage.create()
         self._attempt = -1
         self._pool = ArenaPool(memory_limit, self._memory_short)
-        self._writer = Writer(tiers, self._tell, commits=commits, local_keep_last=local_keep_last)
-        self._fencing: Fencing | None = None
+        # One for each stage of the run, by name; and that of the stage which trains now.
+        self._stage = FIRST_STAGE
+        self._make_writer = functools.partial(Writer, commits=commits, local_keep_last=local_keep_last)
+        self._writer = self._make_writer(tiers, self._tell)
+        self._tiers, self._writers = tiers, {FIRST_STAGE.name: self._writer}
+        # Of the attempt, by stage.
+        self._fencings: dict[str, Fencing] = {}
         # The newest checkpoint is to be read into memory before the ranks ask.
         self._fetch_wanted = False
-        # The leader's latest decision: a step, and its arena or None where it is skipped.
-        self._decided: tuple[int, Arena | None] | None = None
+        # The leader's latest decision: which request it answers (a step may be asked for again), and the arena, or None
+        # where the step is skipped.
+        self._decided: tuple[tuple[int, int], Arena | None] | None = None
         self._outcomes: dict[int, Message] = {}
         self._clients: dict[socket.socket, Client] = {}
         self._had_monitor = False
@@ -141,9 +150,11 @@ class Agent:
                     if not self._drained and not self._busy():
                         # What failed to reach the durable tier before is tried a last time.
                         self._drained = True
-                        self._writer.upload()
-        self._writer.close()
-        # Its last words.
+                        for writer in self._writers.values():
+                            writer.upload()
+        for writer in self._writers.values():
+            writer.close()
+        # Their last words.
         self._take_results()
         return not self._gave_up
 
@@ -243,8 +254,10 @@ class Agent:
                 return
             if message["attempt"] > self._attempt:
                 self._begin_attempt(message["attempt"], fetch=bool(message["fetch"]))
+            self._enter(Stage(**message["stage"]), fetch=bool(message["fetch"]))
             client.attempt = message["attempt"]
             client.local_rank = message["local_rank"]
+            client.stage = self._stage.name
             client.local_world_size = message["local_world_size"]
         self._reply(client, {"run_id": self._run_id}, (self._control.fd,))
 
@@ -253,32 +266,77 @@ class Agent:
             return
         self._drop_unfinished()
         self._attempt = attempt
-        self._fetch_wanted = fetch
-        # What is still held of older attempts stays ours to commit.
-        whole = [arena for arena in self._pool.arenas if arena.state is ArenaState.WHOLE]
-        self._fencing = self._writer.begin_attempt(attempt, [(a.step, a.info.attempt) for a in whole if a.info])
-        self._decided = None
-        self._outcomes.clear()
+        self._fencings.clear()
+        self._stage, self._writer = FIRST_STAGE, self._writers[FIRST_STAGE.name]
+        self._begin_stage(fetch=fetch)
         self._control.stop_requested = False
         self._control.clear()
+
+    def _enter(self, stage: Stage, *, fetch: bool) -> None:
+        """The ranks begin another training of this run: its checkpoints are kept apart from those before it.
+
+        Nothing of the stage before is unfinished: its ranks have waited for their last commit.
+        """
+        if stage.name == self._stage.name:
+            return
+        if not STAGE_NAME.fullmatch(stage.name):
+            raise ValueError(f"{stage.name!r} is no name of a stage")
+        self._drop_unfinished()
+        self._stage = stage
+        if stage.name not in self._writers:
+            local = self._tiers.local
+            tiers = open_tiers(
+                stage.inside(self._tiers.durable.location), stage.inside(local.location) if local is not None else None
+            )
+            self._writers[stage.name] = self._make_writer(tiers, functools.partial(self._tell_of, stage))
+            self._writers[stage.name].start()
+        self._writer = self._writers[stage.name]
+        self._control.last_commit = CommitReport()
+        self._begin_stage(fetch=fetch)
+        event = {"event": "stage", "stage": stage.name, "number": stage.number, "steps_before": stage.steps_before}
+        self._publish(event)
+        self._writers[FIRST_STAGE.name].keep(f"{stage.name}.json", stage.to_json())
+
+    def _begin_stage(self, *, fetch: bool) -> None:
+        self._fetch_wanted = fetch
+        self._decided = None
+        self._outcomes.clear()
+        # What is still held of older attempts stays ours to commit.
+        whole = [arena for arena in self._of_stage() if arena.state is ArenaState.WHOLE]
+        held = [(arena.step, arena.info.attempt) for arena in whole if arena.info]
+        self._fencings[self._stage.name] = self._writer.begin_attempt(self._attempt, held)
+
+    @property
+    def _fencing(self) -> Fencing | None:
+        return self._fencings.get(self._stage.name)
+
+    def _of_stage(self) -> list[Arena]:
+        """Arenas whose snapshot is of the stage that trains now."""
+        return [arena for arena in self._pool.arenas if arena.stage == self._stage.name]
 
     def _acquire(self, client: Client, message: Message) -> None:
         """Give the arena of a step. The node's leader knows the size and so decides; its peers follow."""
         if client.local_rank is None or client.attempt != self._attempt:
             self._reply(client, {"error": "this attempt is over"})
             return
+        if client.stage != self._stage.name:
+            reason = "another CheckpointManager of this script trains now; let one end before the next begins"
+            self._reply(client, {"error": reason})
+            return
         step = int(message["step"])
+        request = (step, int(message["number"]))
         if client.local_rank == 0:
             arena = self._pool.take(int(message["nbytes"]))
             if arena is None and self._pool.arenas and message["wait"]:
                 client.waits_for_arena = message
                 return
-            self._decided = (step, arena)
+            self._decided = (request, arena)
             if arena is not None:
                 arena.begin(step)
+                arena.stage = self._stage.name
             elif self._pool.arenas:
                 self._publish({"event": "snapshot_skipped", "step": step, "reason": "all arenas are being written"})
-        elif self._decided is None or self._decided[0] != step:
+        elif self._decided is None or self._decided[0] != request:
             client.waits_for_arena = message
             return
         arena = self._decided[1]
@@ -348,20 +406,21 @@ class Agent:
         arena.commit_wanted = True
         if self._commits:
             arena.num_tasks += 1
-            self._writer.commit(arena)
+            self._writers[arena.stage].commit(arena)
         else:
             self._outcomes[arena.step] = {"committed": True}
             self._answer_waiting()
 
     def _commit_newest(self) -> None:
         """The trainer is gone: the newest state that it left is worth a checkpoint."""
-        newest = self._pool.newest()
+        # Those of a stage that is over were committed before it ended.
+        newest = self._pool.newest(self._stage.name)
         if newest is not None and not newest.commit_wanted:
             self._commit_later(newest)
 
     def _offer(self, client: Client) -> None:
         """Tell a rank which snapshots it could go on from."""
-        whole = [arena for arena in self._pool.arenas if arena.is_usable]
+        whole = [arena for arena in self._of_stage() if arena.is_usable]
         snapshots = [
             {
                 **asdict(arena.info),
@@ -383,6 +442,8 @@ class Agent:
     def _discard(self, step: int, reason: str) -> None:
         """A rank read other bytes than were digested: never offer or publish them."""
         for arena in self._pool.arenas:
+            if arena not in self._of_stage():
+                continue
             if arena.state is ArenaState.WHOLE and arena.step == step and not arena.damaged:
                 arena.damaged = True
                 self._publish({"event": "snapshot_damaged", "step": step, "reason": reason})
@@ -392,7 +453,8 @@ class Agent:
     # -- progress ------------------------------------------------------------------------------------------------
 
     def _busy(self) -> bool:
-        return self._writer.uploading or any(arena.num_tasks > 0 for arena in self._pool.arenas)
+        uploading = any(writer.uploading for writer in self._writers.values())
+        return uploading or any(arena.num_tasks > 0 for arena in self._pool.arenas)
 
     def _read_pending(self) -> None:
         for client in list(self._clients.values()):
@@ -424,7 +486,7 @@ class Agent:
                 step, client.waits_for_step = client.waits_for_step, None
                 self._reply(client, self._outcomes[step])
             digested = all(arena.digested.is_set() for arena in self._pool.arenas if arena.state is ArenaState.WHOLE)
-            fetching = next((arena for arena in self._pool.arenas if arena.state is ArenaState.FETCHING), None)
+            fetching = next((arena for arena in self._of_stage() if arena.state is ArenaState.FETCHING), None)
             if client.waits_for_offer and fetching is not None and fetching.number not in client.sent_arenas:
                 # Time enough to map it, and to make room for a copy.
                 fds = self._fds_of([fetching], client)
@@ -453,13 +515,13 @@ class Agent:
         name = event["event"]
         if arena is not None:
             arena.num_tasks -= 1
-            if name in ("committed", "commit_failed"):
+            if name in ("committed", "commit_failed") and arena.stage == self._stage.name:
                 self._outcomes[arena.step] = {"committed": name == "committed", "error": event.get("error")}
             if name == "commit_failed":
                 # Tried again when its ranks are gone, and, if it is still the newest, a last time at the end.
                 arena.commit_wanted = self._stopping
                 self._gave_up = self._stopping
-            if name == "committed":
+            if name == "committed" and arena.stage == self._stage.name:
                 self._control.last_commit = CommitReport(arena.step, event["duration_s"], event["cpu_s"])
             elif name == "fetched":
                 arena.state, arena.whole_since = ArenaState.WHOLE, time.monotonic()
@@ -477,9 +539,9 @@ class Agent:
         if not self._fetch_wanted or entry is None or entry.storage.directory(entry.step) is not None:
             return
         self._fetch_wanted = False
-        manifest, held = entry.manifest, self._pool.newest()
+        manifest, held = entry.manifest, self._pool.newest(self._stage.name)
         assert manifest is not None
-        on_its_way = any(a.state is ArenaState.FETCHING and a.step == entry.step for a in self._pool.arenas)
+        on_its_way = any(a.state is ArenaState.FETCHING and a.step == entry.step for a in self._of_stage())
         if on_its_way or (held is not None and held.step >= entry.step):
             return
         files, end = [], 0
@@ -491,6 +553,7 @@ class Agent:
         if arena is None:
             return
         arena.begin(entry.step, ArenaState.FETCHING)
+        arena.stage = self._stage.name
         arena.files = files
         arena.info = manifest.info
         arena.commit_wanted = True  # it is committed
@@ -500,11 +563,18 @@ class Agent:
 
     def _may_offer(self) -> bool:
         assert self._fencing is not None
-        fetching = any(arena.state is ArenaState.FETCHING for arena in self._pool.arenas)
+        fetching = any(arena.state is ArenaState.FETCHING for arena in self._of_stage())
         return self._fencing.answered.is_set() and not fetching
 
     def _memory_short(self, num_arenas: int, reason: str) -> None:
         self._publish({"event": "memory_short", "arenas": num_arenas, "reason": reason})
+
+    def _tell_of(self, stage: Stage, event: Message, arena: Arena | None) -> None:
+        """As `_tell`, of a stage after the first: whose event it is, and the step counted over all stages."""
+        event["stage"] = stage.name
+        if "step" in event:
+            event["run_step"] = event["step"] + stage.steps_before
+        self._tell(event, arena)
 
     def _tell(self, event: Message, arena: Arena | None) -> None:
         self._results.append((event, arena))

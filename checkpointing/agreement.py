@@ -22,6 +22,9 @@ class Flag(IntEnum):
     STOP = 0
     SAVE = 1
     SNAPSHOT = 2
+    # Of the oldest save that callbacks wait for: it is committed, or will not be.
+    COMMITTED = 3
+    NOT_COMMITTED = 4
 
 
 class Agreement:

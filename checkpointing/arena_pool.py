@@ -35,6 +35,7 @@ class Arena:
         digested: set when they are.
         num_tasks: tasks of other threads that still use the buffer.
         commit_wanted: a commit was asked for, and has not failed.
+        stage: the stage of the run that the snapshot is of.
         damaged: a reader found other bytes than were digested; must not be published.
     """
 
@@ -42,6 +43,7 @@ class Arena:
     memory: SharedMemory
     state: ArenaState = ArenaState.FREE
     step: int = -1
+    stage: str = ""
     copied_by: set[int] = field(default_factory=set)
     info: SnapshotInfo | None = None
     files: list[tuple[str, int, int]] = field(default_factory=list)
@@ -84,9 +86,10 @@ class ArenaPool:
         self._told: int | None = None
         self._next_number = 0
 
-    def newest(self) -> Arena | None:
-        """Of the whole, undamaged snapshots."""
-        return max((arena for arena in self.arenas if arena.is_usable), key=lambda arena: arena.step, default=None)
+    def newest(self, stage: str) -> Arena | None:
+        """Of the whole, undamaged snapshots of a stage."""
+        usable = (arena for arena in self.arenas if arena.is_usable and arena.stage == stage)
+        return max(usable, key=lambda arena: arena.step, default=None)
 
     def take(self, nbytes: int, num_wanted: int = NUM_ARENAS) -> Arena | None:
         """An arena to fill; None where all are in use, or there is no memory for even one (`arenas` is empty then)."""

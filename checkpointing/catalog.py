@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from checkpointing.errors import InvalidCheckpoint
+from checkpointing.errors import ForeignCheckpoint, InvalidCheckpoint
 from checkpointing.manifest import Manifest
 from checkpointing.reading import digest_of, fault
 from checkpointing.storage import Storage
@@ -15,12 +15,17 @@ from checkpointing.storage.base import Fence
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """One thing that is named like a checkpoint: `manifest` where it is whole, else `problem`."""
+    """One thing that is named like a checkpoint: `manifest` where it is whole, else `problem`.
+
+    Attributes:
+        is_foreign: this library has not written it.
+    """
 
     storage: Storage
     step: int
     manifest: Manifest | None
     problem: str | None
+    is_foreign: bool = False
 
 
 class Catalog:
@@ -105,7 +110,7 @@ def verify(storage: Storage, step: int, read: Callable[[int], None] = lambda nby
 def _entries(storage: Storage, fence: Fence, rank: int) -> Iterable[tuple[int, int, CatalogEntry]]:
     for step, found in storage.survey():
         if isinstance(found, InvalidCheckpoint):
-            entry = CatalogEntry(storage, step, None, found.reason)
+            entry = CatalogEntry(storage, step, None, found.reason, isinstance(found, ForeignCheckpoint))
         elif not fence.admits(found):
             problem = f"attempt {found.attempt} published it after a newer one had begun elsewhere"
             entry = CatalogEntry(storage, step, None, problem)

@@ -20,6 +20,7 @@ from checkpointing.errors import AgentKilled, AgentUnavailable, StorageUnreachab
 from checkpointing.manifest import SnapshotInfo
 from checkpointing.protocol import Message
 from checkpointing.retention import Retention
+from checkpointing.stages import FIRST_STAGE, Stage
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
 
 # Told of the size in bytes of each file that is being fetched, and given what to ask whether all of it has arrived.
@@ -140,6 +141,7 @@ class AgentClient:
         local_world_size: int,
         *,
         fetch: bool = True,
+        stage: Stage = FIRST_STAGE,
         on_attach: Callable[[SharedMemory], None] = lambda _: None,
         on_detach: Callable[[SharedMemory], None] = lambda _: None,
     ) -> None:
@@ -148,6 +150,7 @@ class AgentClient:
         Args:
             fetch: the newest checkpoint is what will be resumed from; where it is not on this machine, the agent may
                 begin to read it.
+            stage: which of the run's trainings this is.
             on_attach, on_detach: told of every arena that is mapped, or about to go.
 
         Raises:
@@ -161,6 +164,7 @@ class AgentClient:
         self._arenas: dict[int, SharedMemory] = {}
         self._is_leader = local_rank == 0
         self._on_attach, self._on_detach = on_attach, on_detach
+        self._num_acquired = 0
         self.attempt = attempt
         self.directory = Path(socket_path).parent
         reply, fds = self._call(
@@ -172,6 +176,7 @@ class AgentClient:
                 "local_rank": local_rank,
                 "local_world_size": local_world_size,
                 "fetch": fetch,
+                "stage": asdict(stage),
             }
         )
         self.run_id = str(reply["run_id"])
@@ -192,7 +197,10 @@ class AgentClient:
         Raises:
             AgentUnavailable: the agent is gone or refuses.
         """
-        reply, fds = self._call({"do": "acquire", "step": step, "nbytes": nbytes, "wait": wait})
+        # All ranks ask equally often.
+        self._num_acquired += 1
+        request = {"do": "acquire", "step": step, "number": self._num_acquired, "nbytes": nbytes, "wait": wait}
+        reply, fds = self._call(request)
         if reply.get("busy"):
             return Refusal.BUSY
         if reply.get("no_memory"):

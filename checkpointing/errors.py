@@ -32,6 +32,10 @@ class InvalidCheckpoint(CheckpointError):
         self.reason = reason
 
 
+class ForeignCheckpoint(InvalidCheckpoint):
+    """It was written by something else than this library, a stock Trainer for example: nobody's to touch."""
+
+
 class NoValidCheckpoint(CheckpointError):
     """Checkpoints exist and none is valid: starting over silently would hide the loss."""
 

@@ -43,6 +43,7 @@ def export_checkpoint(
         temporary.mkdir(parents=True)
         for file in manifest.files:
             digest = RunningDigest()
+            (temporary / file.name).parent.mkdir(parents=True, exist_ok=True)
             write_file(temporary / file.name, digesting(counted(pieces_of(storage.file(manifest, file.name))), digest))
             if digest.result() != file.digest:
                 raise InvalidCheckpoint(storage.describe(step), f"{file.name} was altered: its digest differs")

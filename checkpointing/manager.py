@@ -1,7 +1,8 @@
 """`CheckpointManager`: what a rank uses to save, to resume, and to stop together with the other ranks.
 
 manager = CheckpointManager("checkpoints", model=model, optimizer=optimizer, save_steps=100)
-for step in range(manager.resume(), total_steps):
+steps = range(manager.resume(), total_steps)
+for step, batch in zip(steps, manager.batches(loader)):
     ...                                   # forward, backward, optimizer.step()
     manager.step(step + 1)
 manager.close()
@@ -17,8 +18,9 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from checkpointing.arena import Heartbeat, Phase
 from checkpointing.cadence import DEFAULT_OVERHEAD_CAP, Auto, Cadence, CadenceClock
 from checkpointing.client import ATTEMPT_ENV, SOCKET_ENV, AgentClient, AgentProcess
 from checkpointing.clock import machine_clock
+from checkpointing.data.cursor import LoaderCursor, state_name
 from checkpointing.errors import CheckpointError, CommitFailed, InvalidCheckpoint, Preempted, StorageUnreachable
 from checkpointing.failpoints import failpoint
 from checkpointing.manager_environment import (
@@ -39,21 +42,24 @@ from checkpointing.manager_environment import (
     LOCAL_TIER_ENV,
     LOCATION_ENV,
     RESUME_ENV,
+    RESUME_FROM_ENV,
     SKIP_ENV,
 )
 from checkpointing.memory import parse_bytes
-from checkpointing.restore import RestorePoint, choose, read_checkpoint
+from checkpointing.restore import RestorePoint, choose, own_checkpoint, read_checkpoint
 from checkpointing.retention import Retention, best_first
 from checkpointing.snapshot import torch_bytes
 from checkpointing.snapshotter import Ranks, Request, SmallFile, Snapshotter, pin, unpin
 from checkpointing.spikes import SkippedSteps
-from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST, open_tiers
+from checkpointing.stages import STAGES, Stage
+from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST, Tiers, open_tiers
 from checkpointing.tracked import Tracked
 
 logger = logging.getLogger("checkpointing")
 # All ranks agree on what to do about so often, and where steps are longer, at each.
 _AGREE_EVERY_S = 1.0
 _MAX_INTERVAL = 100
+_END = object()
 
 
 def resume_policy(text: str) -> str | int:
@@ -87,11 +93,17 @@ def skipped_steps() -> SkippedSteps:
 
 @dataclass(frozen=True)
 class Due:
-    """What all ranks are to do at this step boundary: commit a snapshot, make one in memory, end after committing."""
+    """What all ranks are to do at this step boundary: commit a snapshot, make one in memory, end after committing.
+
+    Attributes:
+        committed, not_committed: what has become of the save that `CheckpointManager.awaited` names.
+    """
 
     stop: bool = False
     save: bool = False
     snapshot: bool = False
+    committed: bool = False
+    not_committed: bool = False
 
 
 class CheckpointManager:
@@ -147,17 +159,21 @@ class CheckpointManager:
             overlap: copy beside training (True), or while it waits (False); None chooses by measured cost.
             check_replicas: compare the ranks' parameters and optimizer state before each snapshot.
 
+        The agent is reached, or started, when the manager is first used: several may be made before the first one
+        trains. One of this process trains at a time. Under a supervisor each further location is a stage of the run,
+        kept in a folder of its own inside the supervisor's location, in the order in which they are first used.
+
         Raises:
-            AgentUnavailable: the agent cannot be reached or started.
             ValueError: location, local_tier, resume, a cadence or the memory limit is not usable.
         """
+        self._own_location = location or ""
         location = os.environ.get(LOCATION_ENV) or location
         if not location:
             raise ValueError("CheckpointManager needs a location: a directory for the checkpoints")
         if LOCATION_ENV in os.environ:
             local_tier = os.environ.get(LOCAL_TIER_ENV) or None
-        self._tiers = open_tiers(location, local_tier)
-        self._local_keep_last = local_keep_last
+        open_tiers(location, local_tier)  # raises for what is not usable
+        self._location, self._local_tier, self._local_keep_last = location, local_tier, local_keep_last
         self._resume = resume_policy(os.environ.get(RESUME_ENV) or str(resume if resume is not None else "auto"))
         cadence = Cadence(snapshot_steps, save_steps, save_minutes, overhead_cap)
         num_failures, _, observed_s = os.environ.get(FAILURES_ENV, "0:0").partition(":")
@@ -170,17 +186,12 @@ class CheckpointManager:
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0")) if distributed else 0
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)) if distributed else 1
         # Groups of our own: collectives here must never interleave with the gradients'.
-        self._group, agreement_group, copy_group = (_new_group(self.world_size) for _ in range(3))
+        self._group, agreement_group, self._copy_group = (_new_group(self.world_size) for _ in range(3))
         self._agreement = Agreement(agreement_group)
         self._own_agent: AgentProcess | None = None
-        self._client = self._connect(location, local_tier)
-        self._snapshotter = Snapshotter(
-            self._client,
-            self._tiers,
-            Ranks(self.rank, self.world_size, self.local_rank, self.local_world_size, copy_group),
-            overlap=overlap,
-            check_replicas=check_replicas,
-        )
+        self._connection: tuple[AgentClient, Snapshotter, Tiers] | None = None
+        self._options: dict[str, Any] = {"overlap": overlap, "check_replicas": check_replicas}
+        self._stage = Stage()
         # Configuration and tokenizer: part of every checkpoint.
         self.static_files: dict[str, bytes] = {}
         self._start = (0, 0.0)
@@ -193,8 +204,52 @@ class CheckpointManager:
         # When the step that runs now began; None where its time will say nothing about the next one's.
         self._step_began: float | None = None
         self._closed = self._stopped = False
+        # Classes of what DDP's communication hooks remember.
+        self._hook_states: list[str] = []
+        # Positions in the loaders that `batches` was given, in that order; and those of the checkpoint.
+        self._cursors: list[LoaderCursor] = []
+        self._restored_positions: list[Any] = []
+        # The last step that `step` was told of.
+        self._ended_step = self._ended_samples = 0
+        self._ended_metrics: Mapping[str, float] | None = None
+        # Trained to its end, says who drives it.
+        self.finished = False
+        # A step whose commit somebody waits to be told of by `Due`, and the one of which all were told last.
+        self.awaited: int | None = None
+        self._answered: int | None = None
         self.track(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, states=states)
         stop_signal.begin_reading()
+
+    @property
+    def _client(self) -> AgentClient:
+        return self._opened()[0]
+
+    @property
+    def _snapshotter(self) -> Snapshotter:
+        return self._opened()[1]
+
+    @property
+    def _tiers(self) -> Tiers:
+        return self._opened()[2]
+
+    def open(self) -> None:
+        """Reach the node's agent, or start one; every rank at the same time. Done by the first method that needs it.
+
+        Raises:
+            AgentUnavailable: the agent cannot be reached or started.
+        """
+        self._opened()
+
+    def _opened(self) -> tuple[AgentClient, Snapshotter, Tiers]:
+        if self._connection is None:
+            self._stage = STAGES.enter(self._own_location, supervised=LOCATION_ENV in os.environ)
+            location, local_tier = self._stage.inside(self._location), self._local_tier
+            local_tier = self._stage.inside(local_tier) if local_tier is not None else None
+            tiers = open_tiers(location, local_tier)
+            client = self._connect(tiers, location, local_tier)
+            ranks = Ranks(self.rank, self.world_size, self.local_rank, self.local_world_size, self._copy_group)
+            self._connection = (client, Snapshotter(client, tiers, ranks, **self._options), tiers)
+        return self._connection
 
     def track(
         self,
@@ -216,7 +271,10 @@ class CheckpointManager:
         Raises:
             ValueError: a name in `states` is taken.
         """
-        model = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            hooks = getattr(model, "_comm_hooks", ())
+            self._hook_states = sorted({type(part).__name__ for pair in hooks for part in pair if _has_memory(part)})
+            model = model.module
         self._tracked = Tracked(model, optimizer, scheduler, scaler, dict(states or {}), adapter)
 
     # -- resuming ------------------------------------------------------------------------------------------------
@@ -235,17 +293,106 @@ class CheckpointManager:
                 self._tiers, self._resume, self._group, self.rank, self.world_size, self._client, private=not on_gpu
             )
 
+    @property
+    def starting_folder(self) -> str | None:
+        """The checkpoint of another run that the user wants to start from (`CHECKPOINT_RESUME_FROM`).
+
+        It is for the run's first training: what a script trains after that begins with what the script gives it.
+        """
+        self._opened()
+        return os.environ.get(RESUME_FROM_ENV) or None if self._stage.number == 1 else None
+
+    def starting_point(self) -> RestorePoint | None:
+        """What `starting_folder` holds; None without one.
+
+        Raises:
+            CheckpointError: it was not written by this library, or is damaged.
+        """
+        folder = self.starting_folder
+        if folder is None:
+            return None
+        found = own_checkpoint(Path(folder))
+        if found is None:
+            raise CheckpointError(
+                f"--resume-from {folder}: no checkpoint of this library, which is all that a CheckpointManager reads; "
+                "for one of a stock Trainer use checkpointing.transformers.resilient"
+            )
+        storage, step = found
+        return read_checkpoint(storage, step, self.rank, self.world_size)
+
     def resume(self) -> int:
         """Restore everything tracked and the generators; returns the step to go on from, 0 for a fresh start."""
-        point = self.choose()
+        point = self.choose() or self.starting_point()
         if point is not None:
             self.restore_model(point)
             self.restore_optimizer(point)
             self.restore_rng(point)
+            self._restored_positions = self.positions_in(point)
             point.close()
         step = point.step if point is not None else 0
         self.begin(step)
         return step
+
+    def positions_in(self, point: RestorePoint) -> list[Any]:
+        """The loaders' positions that a checkpoint holds, this rank's or, where it has none, rank 0's.
+
+        Raises:
+            InvalidCheckpoint: the file makes no sense.
+        """
+        names = (state_name(self.rank, self.world_size), state_name(0, 2), state_name(0, 1))
+        name = next(filter(point.has, names), None)
+        if name is None:
+            return []
+        with point.reading(name):
+            found = point.torch_object(name)
+            if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+                raise ValueError("it is no list of positions")
+            return found
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        """Iterate over a loader without end, epoch after epoch, from where the checkpoint was made.
+
+        For a loop such as `for step, batch in zip(range(manager.resume(), total), manager.batches(loader))`; every
+        batch that was handed out counts as used by the next `step`. The loader's own order is kept, also across
+        epochs; where its sampler, batch sampler or data set has `set_epoch`, it is called. What is drawn at random
+        while a batch is made depends on the batch's number, so that workers need not be in step with training. To be
+        called after `resume`, in the same order for several loaders.
+
+        Args:
+            loader: a torch `DataLoader`, or torchdata's `StatefulDataLoader`, whose state is kept where its data set
+                has no length.
+
+        Raises:
+            CheckpointError: it is another kind of loader; or, while iterating, the resumed order is another one.
+        """
+        cursor = LoaderCursor(loader, seed=torch.initial_seed(), rank=self.rank)
+        number = len(self._cursors)
+        self._cursors.append(cursor)
+        positions = self._restored_positions
+        return self._batches(cursor, positions[number] if number < len(positions) else None)
+
+    def _batches(self, cursor: LoaderCursor, position: Mapping[str, Any] | None) -> Iterator[Any]:
+        epoch = 0
+        if position is not None:
+            try:
+                epoch, _ = cursor.resume(position)
+            except (KeyError, TypeError, ValueError) as error:
+                raise CheckpointError(f"the checkpoint's position in {cursor.name} makes no sense: {error}") from None
+        while True:
+            cursor.set_epoch(epoch)
+            # What the loader draws on its way to the position must not be taken from training.
+            training = rng.state(self.world_size) if cursor.resumes_mid_epoch else None
+            iterator = cursor.iterate()
+            batch = next(iterator, _END)
+            if training is not None:
+                rng.set_state(training)
+            elif batch is _END:
+                raise ValueError(f"the loader of {cursor.name} has no batch")
+            while batch is not _END:
+                cursor.consume(1)
+                yield batch
+                batch = next(iterator, _END)
+            epoch += 1
 
     def restore_model(self, point: RestorePoint) -> None:
         """Load the weights.
@@ -261,7 +408,12 @@ class CheckpointManager:
         """Load the state of optimizer, scheduler, scaler, and of the further `states`."""
         self._snapshotter.settle()
         with self._restoring():
-            self._tracked.restore_optimizer(point)
+            self._tracked.restore_optimizer(point, self.rank)
+
+    def restore_states(self, point: RestorePoint, names: Set[str]) -> None:
+        """Load some of the further `states` again, as `restore_optimizer` has done."""
+        with self._restoring():
+            self._tracked.restore_states(point, self.rank, names)
 
     def restore_rng(self, point: RestorePoint) -> None:
         """Set this rank's generators; call it before the first batch is drawn.
@@ -354,6 +506,12 @@ class CheckpointManager:
             self._client.announce({"event": "restored", "step": start_step, "seconds": round(self._restore_s, 3)})
         self._restore_s = 0.0
         self._beat(Phase.TRAINING, start_step)
+        if self._hook_states and not self._tracked.states and self.rank == 0:
+            logger.warning(
+                "what DDP's communication hook remembers (%s) is in no checkpoint: a resumed run begins with an empty "
+                "memory. Give it in `states` as an object with state_dict and load_state_dict",
+                ", ".join(self._hook_states),
+            )
         self._watch_compiler()
         if self._tracked.model is not None and self._tracked.optimizer is not None:
             self._tracked.check(self.local_world_size)
@@ -371,7 +529,13 @@ class CheckpointManager:
         self._steps_seen += 1
         agreed = self._agreement.exchange(self._ask)
         snapshot_due, save_due = self._clock.due_by_step(step)
-        return Due(Flag.STOP in agreed, save_due or Flag.SAVE in agreed, snapshot_due or Flag.SNAPSHOT in agreed)
+        return Due(
+            Flag.STOP in agreed,
+            save_due or Flag.SAVE in agreed,
+            snapshot_due or Flag.SNAPSHOT in agreed,
+            Flag.COMMITTED in agreed,
+            Flag.NOT_COMMITTED in agreed,
+        )
 
     def _ask(self) -> tuple[set[Flag], int]:
         """What this rank asks all for, and how many steps rank 0 proposes until they ask each other again."""
@@ -382,6 +546,13 @@ class CheckpointManager:
         price = self._snapshotter.costs.snapshot_s
         due = self._clock.due_by_time(now, price, self._client.control.last_commit)
         wanted |= {flag for flag, wish in zip((Flag.SNAPSHOT, Flag.SAVE), due, strict=True) if wish}
+        if self.awaited is not None and self.awaited != self._answered:
+            last = self._client.control.last_commit.step
+            if last >= self.awaited:
+                # The newest commit hides those just before it.
+                known = last == self.awaited or self.is_committed(self.awaited)
+                wanted.add(Flag.COMMITTED if known else Flag.NOT_COMMITTED)
+                self._answered = self.awaited
         step_s = (now - self._asked_at) / max(self._steps_seen, 1)
         self._steps_seen, self._asked_at = 0, now
         return wanted, max(1, min(int(_AGREE_EVERY_S / step_s), _MAX_INTERVAL))
@@ -390,6 +561,42 @@ class CheckpointManager:
     def stop_wanted(self) -> bool:
         """This rank has been asked to stop; what all do about it is agreed in `end_of_step`, or by `agree_to_stop`."""
         return stop_signal.requested() or self._client.control.stop_requested
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def is_committed(self, step: int) -> bool:
+        """Whether storage has the checkpoint of a step; asks it."""
+        try:
+            return step in self._tiers.catalog.committed_steps()
+        except OSError:
+            return False
+
+    def check_way(self, start_step: int) -> None:
+        """That nothing lies where the checkpoints after `start_step` go.
+
+        Raises:
+            CheckpointError: another writer's checkpoints do, which are neither read nor touched.
+        """
+        foreign = [step for storage in self._tiers.nearest_first for step in storage.foreign_steps()]
+        in_the_way = sorted({step for step in foreign if step > start_step})
+        if in_the_way:
+            names = ", ".join(f"checkpoint-{step}" for step in in_the_way[:3]) + (", …" if in_the_way[3:] else "")
+            place = self._tiers.durable.location
+            raise CheckpointError(
+                f"{place} holds checkpoints that this library has not written ({names}): they are left as they are. "
+                f"Start from one (train({place + '/checkpoint-' + str(in_the_way[-1])!r}), or --resume-from), or train "
+                "in another output_dir"
+            )
+
+    def follow(self, cursor: LoaderCursor) -> None:
+        """Have a loader's position saved, which the caller drives."""
+        self._cursors.append(cursor)
+
+    def forget_positions(self) -> None:
+        """Follow no loader any more."""
+        self._cursors.clear()
 
     @property
     def stall_s(self) -> float:
@@ -437,6 +644,7 @@ class CheckpointManager:
         """
         due = self.end_of_step(step)
         samples = step if samples_consumed is None else samples_consumed
+        self._ended_step, self._ended_samples, self._ended_metrics = step, samples, metrics
         if due.stop or due.save:
             self.save(step, samples, metrics=metrics, wait=due.stop)
         elif due.snapshot:
@@ -480,6 +688,9 @@ class CheckpointManager:
         self._clock.done(time.monotonic(), commit=commit)
         generators_file = functools.partial(torch_bytes, dict(generators or rng.state(self.world_size)))
         own = {**(files or {}), rng.file_name(self.rank, self.world_size): generators_file}
+        if self._cursors:
+            positions = [cursor.state() for cursor in self._cursors]
+            own[state_name(self.rank, self.world_size)] = functools.partial(torch_bytes, positions)
         request = Request(
             step,
             samples_consumed,
@@ -524,9 +735,14 @@ class CheckpointManager:
         if self._closed:
             return
         self._closed = True
+        if self._connection is None:
+            # Never used.
+            stop_signal.end_reading(stopped=False)
+            return
         step = self._step
         self._beat(Phase.SAVING, step)
         self._agreement.drain()
+        self._commit_last_step()
         self.wait_for_commit()
         if self._group is not None:
             # Nobody leaves before everybody's commit is known: an early exit would look like a failure to the launcher.
@@ -537,14 +753,41 @@ class CheckpointManager:
         self._client.close()
         if self._own_agent is not None:
             self._own_agent.close()
+        # Under a supervisor a loop that has ended is over: who makes another manager begins another stage.
+        finished = not self._stopped and (self.finished or (self._ended_step > 0 and LOCATION_ENV in os.environ))
+        STAGES.leave(self._own_location, step, finished=finished)
+
+    def _commit_last_step(self) -> None:
+        """What `step` has ended last is committed, also where it was not due, or was skipped as all memory was busy.
+
+        Not in the middle of another step, nor while an exception is on its way: then the state is of no step.
+        """
+        step = self._ended_step
+        if not step or self._stopped:
+            return
+        self._snapshotter.settle()
+        unfit = sys.exc_info()[0] is not None or self._snapshotter.optimizer_has_stepped
+        missing = self._snapshotter.committing_step != step and self._start[0] != step
+        if self._group is not None:
+            # All do it or none does; those of other machines may have had memory for it.
+            wishes = torch.tensor([int(unfit), int(missing)])
+            dist.all_reduce(wishes, op=dist.ReduceOp.MAX, group=self._group)
+            unfit, missing = map(bool, wishes.tolist())
+        if not missing:
+            return
+        if unfit:
+            logger.warning("step %d is not committed: close() was called in the middle of a later step", step)
+            return
+        self._snapshotter.last_step = -1
+        self.save(step, self._ended_samples, metrics=self._ended_metrics, wait=True)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _connect(self, location: str, local_tier: str | None) -> AgentClient:
+    def _connect(self, tiers: Tiers, location: str, local_tier: str | None) -> AgentClient:
         socket_path = os.environ.get(SOCKET_ENV)
         attempt = int(os.environ.get(ATTEMPT_ENV, "0"))
         if socket_path is None:
-            socket_path, attempt = self._start_own_agent(location, local_tier)
+            socket_path, attempt = self._start_own_agent(tiers, location, local_tier)
         return AgentClient(
             socket_path,
             attempt,
@@ -552,16 +795,17 @@ class CheckpointManager:
             self.local_rank,
             self.local_world_size,
             fetch=self._resume == "auto",
+            stage=self._stage,
             on_attach=pin,
             on_detach=unpin,
         )
 
-    def _start_own_agent(self, location: str, local_tier: str | None) -> tuple[str, int]:
+    def _start_own_agent(self, tiers: Tiers, location: str, local_tier: str | None) -> tuple[str, int]:
         """Local rank 0 starts the node's agent; its peers learn the address from it."""
         mine: tuple[str, int] | str | None = None
         if self.local_rank == 0:
             try:
-                catalog = self._tiers.catalog
+                catalog = tiers.catalog
                 manifest = next((entry.manifest for entry in catalog.scan() if entry.manifest), None)
                 run_id = manifest.run_id if manifest is not None else uuid.uuid4().hex
                 attempt = catalog.newest_attempt() + 1
@@ -609,6 +853,12 @@ class CheckpointManager:
 
         callback_handler.register_start_callback(compiling)
         callback_handler.register_end_callback(compiled)
+
+
+def _has_memory(part: object) -> bool:
+    """Whether a communication hook's state holds tensors, or is made to."""
+    kept = (torch.Tensor, torch.nn.Module, dict)
+    return not callable(part) and any(isinstance(value, kept) for value in getattr(part, "__dict__", {}).values())
 
 
 def _new_group(world_size: int) -> dist.ProcessGroup | None:

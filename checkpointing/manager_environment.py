@@ -9,3 +9,7 @@ BATCH_ENV = "CHECKPOINT_MICRO_BATCH_DIVISOR"
 SKIP_ENV = "CHECKPOINT_SKIP_STEPS"
 # "FAILURES:SECONDS": what was seen of this run so far; tells `auto` how often it fails.
 FAILURES_ENV = "CHECKPOINT_FAILURE_HISTORY"
+# A checkpoint to start from while the run has none of its own: ours, or one that a stock Trainer wrote.
+RESUME_FROM_ENV = "CHECKPOINT_RESUME_FROM"
+# "1": the user says that a job which differs from the one that wrote the checkpoints is to resume from them.
+ALLOW_CHANGES_ENV = "CHECKPOINT_ALLOW_CHANGES"

@@ -24,13 +24,18 @@ FORMAT_VERSION = 1
 _FOLDER = re.compile(r"(checkpoint-[0-9]+/[0-9]+\.[0-9a-f]+)?")
 # Of any file system's names, in bytes.
 _LONGEST_NAME = 255
+# Folders inside a checkpoint, and the file.
+_MOST_PARTS = 8
 # Numbers go through pages and messages of 64 bits.
 _TOO_MANY = 2**63
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of a checkpoint: its name inside the directory, size in bytes, and digest (`algorithm:hex`)."""
+    """One file of a checkpoint: its name inside the directory, size in bytes, and digest (`algorithm:hex`).
+
+    A name may have folders in it, divided by `/`.
+    """
 
     name: str
     size: int
@@ -192,9 +197,10 @@ def _file_entry(entry: Any) -> FileEntry:
     if not isinstance(entry, dict):
         raise TypeError(f"file entry {reprlib.repr(entry)} is not an object")
     name = _text(entry, "name")
-    if len(name.encode()) > _LONGEST_NAME:
+    parts = name.split("/")
+    if any(len(part.encode()) > _LONGEST_NAME for part in parts) or len(parts) > _MOST_PARTS:
         raise ValueError(f"file name {reprlib.repr(name)} is too long")
     # A name is a plain file inside the checkpoint: nothing read from it may point elsewhere.
-    if not name or "/" in name or "\\" in name or "\0" in name or name in {".", "..", MANIFEST_NAME}:
+    if "\\" in name or "\0" in name or name == MANIFEST_NAME or not {"", ".", ".."}.isdisjoint(parts):
         raise ValueError(f"file name {reprlib.repr(name)} is not allowed")
     return FileEntry(name, _count(entry, "size"), _text(entry, "digest"))

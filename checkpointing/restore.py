@@ -10,6 +10,7 @@ import io
 import json
 import logging
 import math
+import re
 import struct
 import tempfile
 import textwrap
@@ -28,12 +29,14 @@ from torch.serialization import skip_data
 from checkpointing import rng
 from checkpointing.catalog import Catalog
 from checkpointing.client import AgentClient, OfferedSnapshot
+from checkpointing.data.cursor import state_name as data_state_name
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, NoValidCheckpoint, StorageUnreachable
 from checkpointing.failpoints import failpoint
+from checkpointing.manifest import MANIFEST_NAME
 from checkpointing.reading import MemoryFile, fault, private_memory, read_private, read_shared
 from checkpointing.snapshot import SAFETENSORS_DTYPES, storage_records
-from checkpointing.storage import Storage
-from checkpointing.storage.base import RemoteFile
+from checkpointing.storage import LocalStorage, Storage
+from checkpointing.storage.base import CHECKPOINT_PREFIX, NUMBER, RemoteFile
 from checkpointing.tiers import Tiers
 
 logger = logging.getLogger("checkpointing")
@@ -45,6 +48,8 @@ _WEIGHTS_NAMES = (MODEL_NAME, ADAPTER_NAME)
 OPTIMIZER_NAME = "optimizer.pt"
 SCHEDULER_NAME = "scheduler.pt"
 SCALER_NAME = "scaler.pt"
+# What modules give as `get_extra_state`, where that is no tensor.
+EXTRA_STATE_NAME = "extra_state.pt"
 # Every rank's share of the loop's state that Hugging Face does not save.
 LOOP_STATE_PREFIX = "loop_state_"
 
@@ -54,7 +59,12 @@ def loop_state_name(rank: int) -> str:
     return f"{LOOP_STATE_PREFIX}{rank}.json"
 
 
-_PER_RANK_PREFIXES = ("rng_state", LOOP_STATE_PREFIX)
+def rank_state_name(rank: int) -> str:
+    """The file of what differs between ranks: objects in `states`, and buffers of the model."""
+    return f"rank_state_{rank}.pt"
+
+
+_PER_RANK_PREFIXES = ("rng_state", "data_state", "rank_state", LOOP_STATE_PREFIX)
 # Of a record in a zip archive, as MS-DOS had it.
 _IS_FOLDER = 0x10
 # Larger files are kept out of a directory that is made of a snapshot for others to read.
@@ -111,6 +121,7 @@ class RestorePoint:
             folder.mkdir()
             for name, data in self._files.items():
                 if len(data) <= _SMALL_BYTES and name not in (*_WEIGHTS_NAMES, OPTIMIZER_NAME):
+                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
                     (folder / name).write_bytes(data)
         return Path(self._temporary.name) / f"checkpoint-{self.step}"
 
@@ -339,6 +350,14 @@ def read_checkpoint(storage: Storage, step: int, rank: int, world_size: int) -> 
     return point
 
 
+def own_checkpoint(folder: Path) -> tuple[Storage, int] | None:
+    """Where a folder's checkpoint lies, if this library has written it; None for any other folder."""
+    match = re.fullmatch(rf"{CHECKPOINT_PREFIX}({NUMBER})", folder.name)
+    if match is None or not (folder / MANIFEST_NAME).is_file():
+        return None
+    return LocalStorage(folder.absolute().parent), int(match.group(1))
+
+
 def _place(tiers: Tiers, tier: int, step: int) -> Storage:
     """The storage that was proposed; on a machine whose local tier never had that step, the durable one."""
     storage = tiers.nearest_first[tier]
@@ -375,6 +394,9 @@ def _propose(
             continue
         if entry.manifest is not None:
             return _Proposal(entry.step, tier)
+        if entry.is_foreign:
+            # A stock Trainer's: somebody's work, and no part of this run.
+            continue
         problem = f"{entry.storage.describe(entry.step)}: {entry.problem}"
         _set_aside(entry.storage, entry.step, problem, announce)
     if newest >= 0:
@@ -405,6 +427,8 @@ def _read(
 ) -> tuple[RestorePoint | None, CheckpointError | None]:
     # Rank 0's is also for those that were not there when it was written.
     own = {rng.file_name(rank, world_size), loop_state_name(rank), loop_state_name(0)}
+    own |= {data_state_name(rank, world_size), data_state_name(0, 1), data_state_name(0, 2)}
+    own |= {rank_state_name(rank), rank_state_name(0)}
     path: Path | None = None
     try:
         if isinstance(source, int):

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+# Of whatever such arrays hold, any bytes are a value.
+_PLAIN_TYPES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
+
 
 class _WordType:
     """Stands for `numpy.dtype` while a file is read. The real one believes what a file says about objects and offsets:
@@ -16,31 +19,34 @@ class _WordType:
     """
 
     def __init__(self, name: str, align: bool = False, copy: bool = True) -> None:
-        if name != "u4":
-            raise ValueError(f"arrays of {name!r} are not read, only of 'u4'")
+        if name not in _PLAIN_TYPES:
+            raise ValueError(f"arrays of {name!r} are not read, only of plain numbers")
+        self.dtype = np.dtype(f"<{name}")
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        if state != (3, "<", None, None, None, -1, -1, 0):
-            raise ValueError("it is no type of plain words")
+        order = "<" if self.dtype.itemsize > 1 else "|"
+        if state != (3, order, None, None, None, -1, -1, 0):
+            raise ValueError("it is no type of plain numbers")
 
 
 class Words:
-    """Stands for a numpy array of 32-bit words while a file is read; `array` is the real one."""
+    """Stands for a numpy array of plain numbers while a file is read; `array` is the real one."""
 
     array: np.ndarray[Any, Any]
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, shape, dtype, by_columns, data = state
         if not isinstance(dtype, _WordType) or not isinstance(data, bytes):
-            raise ValueError("it is no array of words")
-        self.array = np.frombuffer(bytearray(data), "<u4").reshape(shape, order="F" if by_columns else "C")
+            raise ValueError("it is no array of plain numbers")
+        self.array = np.frombuffer(bytearray(data), dtype.dtype).reshape(shape, order="F" if by_columns else "C")
 
 
 def _reconstruct(kind: object, shape: object, typecode: object) -> Words:
     return Words()
 
 
-# What a numpy generator's state is made of; nothing else may be built while reading it (`weights_only`).
+# What numpy arrays, and so the state of numpy's generator, are made of; nothing else may be built while reading them
+# (`weights_only`).
 SAFE_GLOBALS: list[Any] = [
     (_reconstruct, "numpy._core.multiarray._reconstruct"),
     (Words, "numpy.ndarray"),
@@ -53,13 +59,14 @@ def file_name(rank: int, world_size: int) -> str:
     return f"rng_state_{rank}.pth" if world_size > 1 else "rng_state.pth"
 
 
+def host_state() -> dict[str, Any]:
+    """Python's, numpy's and torch's CPU generator states."""
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
+
+
 def state(world_size: int) -> dict[str, Any]:
     """Python's, numpy's, torch's and, where there is one, the GPUs' generator states."""
-    states: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "cpu": torch.random.get_rng_state(),
-    }
+    states = host_state()
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state_all() if world_size > 1 else torch.cuda.get_rng_state()
     return states
@@ -71,7 +78,26 @@ def set_state(states: dict[str, Any]) -> None:
     Raises:
         Exception: of any kind, where these are no states; then none of the CPU's has been touched.
     """
+    set_host_state(states)
+    if torch.cuda.is_available() and "cuda" in states:
+        cuda = states["cuda"]
+        if isinstance(cuda, torch.Tensor):
+            torch.cuda.set_rng_state(cuda)
+        else:
+            # Each rank uses one device; a state of more or fewer devices is of another machine.
+            for device, device_state in enumerate(cuda[: torch.cuda.device_count()]):
+                torch.cuda.set_rng_state(device_state, device)
+
+
+def set_host_state(states: dict[str, Any]) -> None:
+    """Put the CPU's generators where `host_state` found them.
+
+    Raises:
+        Exception: of any kind, where these are no states; then none of the CPU's has been touched.
+    """
     python, words, cpu = states["python"], states["numpy"], states["cpu"]
+    if not isinstance(words[1], np.ndarray) or words[1].dtype != np.dtype("<u4"):
+        raise ValueError("numpy's state is no array of 32-bit words")
     # Tried out on generators that nobody uses.
     random.Random().setstate(python)
     torch.Generator().set_state(cpu)
@@ -89,11 +115,3 @@ def set_state(states: dict[str, Any]) -> None:
     random.setstate(python)
     np.random.set_state(words)
     torch.random.set_rng_state(cpu)
-    if torch.cuda.is_available() and "cuda" in states:
-        cuda = states["cuda"]
-        if isinstance(cuda, torch.Tensor):
-            torch.cuda.set_rng_state(cuda)
-        else:
-            # Each rank uses one device; a state of more or fewer devices is of another machine.
-            for device, device_state in enumerate(cuda[: torch.cuda.device_count()]):
-                torch.cuda.set_rng_state(device_state, device)

@@ -144,7 +144,9 @@ def cut_like(whole: torch.Tensor, live: Any) -> torch.Tensor:
 
 def cut_optimizer_state(state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
     """An optimizer's state dict with this rank's parts of what is sharded in the optimizer's parameters."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # An optimizer of the user's own need not have groups.
+    groups = getattr(optimizer, "param_groups", ())
+    parameters = [parameter for group in groups for parameter in group["params"]]
     if not any(map(is_sharded, parameters)):
         return state
     numbers = [number for group in state["param_groups"] for number in group["params"]]

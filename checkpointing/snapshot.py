@@ -6,19 +6,24 @@ arena holds the file images themselves. Only headers, and state too small to mat
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import io
 import json
 import os
+import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options, skip_data
 
+from checkpointing import rng
 from checkpointing.arena import PAGE_BYTES, round_up
+from checkpointing.errors import CheckpointError
 
 # https://github.com/huggingface/safetensors#format
 SAFETENSORS_DTYPES = {
@@ -40,6 +45,11 @@ SAFETENSORS_DTYPES = {
 }
 
 
+# numpy's numbers that are Python's in every respect. Of others the type would be lost, and with it how they round.
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_EXACT: dict[type, type] = {np.float64: float, np.int64: int, np.bool_: bool}
+
+
 @dataclass(frozen=True)
 class FileImage:
     """A file as it will lie on disk.
@@ -50,6 +60,7 @@ class FileImage:
         literals: bytes at offsets.
         tensors: at offsets, flat uint8 views of the live state; whoever copies reads them at that moment.
         own: likewise, what only this rank holds.
+        alone: likewise, what differs between the ranks and is taken from the node's first one.
     """
 
     name: str
@@ -57,6 +68,7 @@ class FileImage:
     literals: list[tuple[int, bytes]] = field(default_factory=list)
     tensors: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     own: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    alone: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
 
 def blob_image(name: str, data: bytes) -> FileImage:
@@ -71,18 +83,23 @@ def torch_bytes(obj: object) -> bytes:
     return buffer.getvalue()
 
 
-def safetensors_image(name: str, state: Mapping[str, torch.Tensor]) -> FileImage:
+def safetensors_image(name: str, state: Mapping[str, torch.Tensor], differing: Set[str] = frozenset()) -> FileImage:
     """A safetensors file of a state dict. Tied weights are written once; the metadata maps each alias to its owner.
 
+    Args:
+        differing: names of tensors that are not equal on all ranks.
+
     Raises:
-        ValueError: a tensor's type has no safetensors equivalent.
+        CheckpointError: a tensor's type has no safetensors equivalent.
     """
     owners: dict[tuple[Any, ...], str] = {}
     metadata = {"format": "pt"}
     kept: list[tuple[str, torch.Tensor]] = []
     for key, tensor in state.items():
         if tensor.dtype not in SAFETENSORS_DTYPES:
-            raise ValueError(f"{key}: safetensors cannot hold {tensor.dtype}")
+            raise CheckpointError(
+                f"model.{key}: safetensors cannot hold {tensor.dtype}. Keep it as real tensors, or give it in `states`"
+            )
         identity = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         owner = owners.setdefault(identity, key) if tensor.numel() else key
         if owner == key:
@@ -106,7 +123,8 @@ def safetensors_image(name: str, state: Mapping[str, torch.Tensor]) -> FileImage
     image = FileImage(name, start + offset, literals=[(0, literal)])
     for key, tensor in kept:
         begin = start + header[key]["data_offsets"][0]
-        image.tensors.append((begin, bytes_of(tensor.detach().contiguous().reshape(-1))))
+        target = image.alone if key in differing else image.tensors
+        target.append((begin, bytes_of(tensor.detach().contiguous().reshape(-1))))
     return image
 
 
@@ -243,7 +261,7 @@ def copy_tensors(placed: Sequence[PlacedFile], buffer: memoryview, share: int, n
             copy(offset + first, tensor[first:last])
         position += tensor.numel()
     for file in placed:
-        for offset, tensor in file.image.own:
+        for offset, tensor in [*file.image.own, *(file.image.alone if share == 0 else ())]:
             if tensor.numel():
                 copy(file.offset + offset, tensor)
 
@@ -258,7 +276,7 @@ def pieces(image: FileImage, window: memoryview) -> Iterator[memoryview]:
             first, last = max(position - offset, 0), min(position + nbytes - offset, len(data))
             if first < last:
                 part.literals.append((offset + first - position, data[first:last]))
-        for offset, tensor in image.tensors:
+        for offset, tensor in [*image.tensors, *image.alone]:
             first, last = max(position - offset, 0), min(position + nbytes - offset, tensor.numel())
             if first < last:
                 part.tensors.append((offset + first - position, tensor[first:last]))
@@ -291,7 +309,8 @@ def freeze(obj: Any) -> Any:
     """The same containers anew around the same tensors: what is replaced in the original later is not replaced here."""
     # The training thread waits for this: a plain dict is told apart much faster than a Mapping.
     if isinstance(obj, dict):
-        return {key: freeze(value) for key, value in obj.items()}
+        frozen = {key: freeze(value) for key, value in obj.items()}
+        return frozen if type(obj) is dict else _like(obj, frozen)
     if isinstance(obj, torch.Tensor):
         return obj
     if isinstance(obj, list):
@@ -300,7 +319,113 @@ def freeze(obj: Any) -> Any:
         return tuple(freeze(value) for value in obj)
     if isinstance(obj, Mapping):
         return {key: freeze(value) for key, value in obj.items()}
+    if isinstance(obj, np.generic):
+        return _EXACT[type(obj)](obj) if type(obj) in _EXACT else obj
     return obj
+
+
+def _like(obj: dict[Any, Any], frozen: dict[Any, Any]) -> dict[Any, Any]:
+    """As another kind of dict is; one that can be made in no way that we know is refused when it is checked."""
+    try:
+        made = copy.copy(obj)
+        # Not `update`, which a Counter takes as an addition.
+        for key, value in frozen.items():
+            made[key] = value
+    except Exception:
+        return obj
+    return made
+
+
+def check_readable(name: str, obj: object) -> None:
+    """Read what is about to be promised with the reader that a resumption uses; tensors by type and shape alone.
+
+    For the training thread: which classes that reader may build is a setting of the whole process, and other readers
+    of the script's are there, too.
+
+    Args:
+        name: the checkpoint's file, for the message.
+
+    Raises:
+        CheckpointError: it cannot be read, or something in it is not what it was; the text has its path.
+    """
+    stem = name.partition(".")[0]
+    fd = os.memfd_create("checkpoint-check", os.MFD_CLOEXEC)
+    try:
+        path_of_it = f"/proc/self/fd/{fd}"
+        with torch.serialization.safe_globals(rng.SAFE_GLOBALS), skip_data():
+            torch.save(obj, path_of_it)
+            found = torch.load(path_of_it, map_location="cpu", weights_only=True)
+    except Exception as error:
+        path = _unreadable(obj, stem)
+        if path is None:
+            raise CheckpointError(f"{name} could not be read back: {type(error).__name__}: {error}") from None
+        raise _refusal(*path) from None
+    finally:
+        os.close(fd)
+    path = _not_the_same(obj, found, stem)
+    if path is not None:
+        raise _refusal(*path)
+
+
+def _refusal(path: str, value: object) -> CheckpointError:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+        kind = f"a tensor of layout {value.layout}"
+    # optimizer['param_groups'][0]['lr'] reads better as optimizer.param_groups[0]['lr'].
+    path = re.sub(r"^(\w+)\['([A-Za-z_]\w*)'\]", r"\1.\2", path)
+    return CheckpointError(
+        f"{path}: {kind} cannot be kept in a checkpoint, which is read without running code from it. Use tensors, "
+        "numbers, text, lists, tuples and dicts there"
+    )
+
+
+def _unreadable(obj: object, path: str) -> tuple[str, object] | None:
+    """The innermost part that cannot be read back alone."""
+    if isinstance(obj, torch.Tensor):
+        plain = type(obj) in _PLAIN_TENSORS and obj.layout is torch.strided
+        return None if plain else (path, obj)
+    for step, value in _parts(obj):
+        found = _unreadable(value, path + step)
+        if found is not None:
+            return found
+    try:
+        # Without what it holds, which can be read.
+        bare: object = type(obj)() if isinstance(obj, (dict, list, tuple)) else obj
+        with torch.serialization.safe_globals(rng.SAFE_GLOBALS):
+            torch.load(io.BytesIO(torch_bytes(bare)), weights_only=True)
+    except Exception:
+        return path, obj
+    return None
+
+
+def _parts(obj: object) -> Iterator[tuple[str, object]]:
+    if isinstance(obj, Mapping):
+        yield from ((f"[{key!r}]", value) for key, value in obj.items())
+    elif isinstance(obj, (list, tuple)):
+        yield from ((f"[{number}]", value) for number, value in enumerate(obj))
+
+
+def _not_the_same(obj: object, found: object, path: str) -> tuple[str, object] | None:
+    """The first part that is not as it was; None where all is."""
+    if isinstance(obj, torch.Tensor):
+        if type(obj) not in _PLAIN_TENSORS or obj.layout is not torch.strided:
+            return path, obj
+        same = isinstance(found, torch.Tensor) and (obj.dtype, obj.shape) == (found.dtype, found.shape)
+        return None if same else (path, obj)
+    if isinstance(obj, np.ndarray):
+        found = getattr(found, "array", found)
+        same = isinstance(found, np.ndarray) and obj.dtype == found.dtype and np.array_equal(obj, found)
+        return None if same else (path, obj)
+    if type(obj) is not type(found):
+        return path, obj
+    if isinstance(obj, (dict, list, tuple)):
+        assert isinstance(found, (dict, list, tuple))
+        parts, others = list(_parts(obj)), list(_parts(found))
+        if [step for step, _ in parts] != [step for step, _ in others]:
+            return path, obj
+        pairs = zip(parts, others, strict=True)
+        return next((p for (step, a), (_, b) in pairs if (p := _not_the_same(a, b, path + step)) is not None), None)
+    return None if obj == found or (obj != obj and found != found) else (path, obj)
 
 
 def copy_literals(placed: Sequence[PlacedFile], buffer: memoryview) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import hashlib
 import logging
 import mmap
 import time
@@ -23,7 +24,7 @@ from checkpointing.digest import RunningDigest, digesting
 from checkpointing.errors import CheckpointError, ReplicasDrifted
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import SnapshotInfo
-from checkpointing.restore import OPTIMIZER_NAME
+from checkpointing.restore import OPTIMIZER_NAME, rank_state_name
 from checkpointing.retention import Retention
 from checkpointing.snapshot import FileImage, TorchFileLayout, blob_image, safetensors_image
 from checkpointing.staging import Copy, Stager
@@ -98,6 +99,7 @@ class Snapshotter:
         self._layouts: dict[str, TorchFileLayout] = {}
         self._stager = Stager(on_gate=self._note_gate)
         self._pending: _Pending | None = None
+        self._captured = False
         # Something changes the state outside the optimizer: never copy beside training again.
         self._torn = False
         self._step_at = self._gate_at = 0.0
@@ -125,7 +127,8 @@ class Snapshotter:
         overlapped = self.costs.overlap if self._overlap is None else self._overlap
         overlapped = overlapped and not self._torn and tracked.has_gate
         pending = self._pending = _Pending(request, overlapped)
-        state = tracked.capture()
+        state = tracked.capture(check=not self._captured)
+        self._captured = True
         copy = self._stager.submit(functools.partial(self._make, pending, state, dict(static_files)))
         self.last_step = request.step
         if not overlapped:
@@ -183,6 +186,11 @@ class Snapshotter:
                 }
             )
 
+    @property
+    def optimizer_has_stepped(self) -> bool:
+        """An optimizer has stepped since the last step ended."""
+        return self._gate_at > 0
+
     def close(self) -> None:
         """End the copying thread; the last snapshot must be settled."""
         self._stager.close()
@@ -204,11 +212,21 @@ class Snapshotter:
         cpu_began, wall_began = time.thread_time(), time.perf_counter()
         request, ranks = pending.request, self._ranks
         # Foreign state first: the training thread waits for it.
-        images = [self._layout(f"{name}.pt").image(value) for name, value in state.states.items()]
+        foreign = {name: self._layout(f"{name}.pt").image(value) for name, value in state.states.items()}
+        differing = self._differing(state, foreign)
+        own = _made(request.own_files)
+        if differing:
+            # What is not equal on all ranks is kept for each of them.
+            mine = {
+                "states": {name: value for name, value in state.states.items() if name in differing},
+                "buffers": {name: value for name, value in state.model.items() if name in differing},
+            }
+            own[rank_state_name(ranks.rank)] = snapshot.torch_bytes(mine)
+        images = [image for name, image in foreign.items() if name not in differing]
         num_foreign = len(images)
-        images.append(safetensors_image(state.weights_name, state.model))
+        images.append(safetensors_image(state.weights_name, state.model, differing))
         images.append(self._layout(OPTIMIZER_NAME).image(state.optimizer))
-        small = {**static_files, **state.small, **_made(request.shared_files), **self._gather(_made(request.own_files))}
+        small = {**static_files, **state.small, **_made(request.shared_files), **self._gather(own)}
         if ranks.local_rank == 0:
             images += [blob_image(name, data) for name, data in small.items()]
         if state.parts:
@@ -269,6 +287,29 @@ class Snapshotter:
         everyone: list[Any] = [None] * self._ranks.world_size
         dist.all_gather_object(everyone, own, group=self._ranks.group)
         return {name: data for files in everyone for name, data in files.items()}
+
+    def _differing(self, state: State, foreign: Mapping[str, FileImage]) -> frozenset[str]:
+        """Names of buffers and of further states that are not equal on all ranks; called by all of them."""
+        if self._ranks.group is None:
+            return frozenset()
+        buffers = {
+            name: tensor
+            for name in sorted(state.buffers)
+            if not sharded.is_stand_in(tensor := state.model[name], state.parts)
+        }
+        sums = snapshot.fingerprint(t.contiguous().reshape(-1).view(torch.uint8) for t in buffers.values()).tolist()
+        for image in foreign.values():
+            # One number for each, as their structure may differ, too.
+            tensors = snapshot.fingerprint(tensor for _, tensor in image.tensors).tolist()
+            text = repr((tensors, image.nbytes)).encode() + b"".join(data for _, data in image.literals)
+            sums.append(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), signed=True) >> 1)
+        if not sums:
+            return frozenset()
+        mine = torch.tensor(sums, dtype=torch.int64)
+        extremes = torch.stack([mine, -mine])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._ranks.group)
+        names = [*buffers, *foreign]
+        return frozenset(names[number] for number in (extremes[0] != -extremes[1]).nonzero().flatten().tolist())
 
     def _compare_replicas(self, step: int, parameters: Mapping[str, torch.Tensor], optimizer: FileImage) -> None:
         """All ranks together.

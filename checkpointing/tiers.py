@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from checkpointing.catalog import Catalog
+from checkpointing.stages import FIRST_STAGE, Stage
 from checkpointing.storage import LocalStorage, Storage, open_storage
 
 LOCAL, REMOTE = "local", "remote"
@@ -31,6 +32,34 @@ class Tiers:
     @property
     def catalog(self) -> Catalog:
         return Catalog(*self.nearest_first)
+
+    @property
+    def stages(self) -> list[tuple[Stage, Tiers]]:
+        """The run's trainings after its first one, in their order, and where their checkpoints lie.
+
+        Raises:
+            OSError: a storage refused.
+        """
+        found = []
+        for name in self.durable.records("stage-"):
+            stage = Stage.from_json(self.durable.read_record(name))
+            if stage is not None:
+                local = stage.inside(self.local.location) if self.local is not None else None
+                found.append((stage, open_tiers(stage.inside(self.durable.location), local)))
+        return sorted(found, key=lambda item: item[0].number)
+
+    def newest_committed(self) -> tuple[int, int]:
+        """The newest committed step of the last training that has any, and the same counted over all of them; -1 each
+        where there is none.
+
+        Raises:
+            OSError: a storage refused.
+        """
+        for stage, tiers in [*reversed(self.stages), (FIRST_STAGE, self)]:
+            steps = tiers.catalog.committed_steps()
+            if steps:
+                return steps[-1], stage.steps_before + steps[-1]
+        return -1, -1
 
     def name(self, storage: Storage) -> str:
         """What a tier is called in journal and lists. A single one is named by where it is."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,16 @@ import torch
 from checkpointing import sharded, snapshot
 from checkpointing.adapter import BASE_NAME, Adapter
 from checkpointing.errors import CheckpointError
-from checkpointing.restore import ADAPTER_NAME, MODEL_NAME, OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, RestorePoint
+from checkpointing.restore import (
+    ADAPTER_NAME,
+    EXTRA_STATE_NAME,
+    MODEL_NAME,
+    OPTIMIZER_NAME,
+    SCALER_NAME,
+    SCHEDULER_NAME,
+    RestorePoint,
+    rank_state_name,
+)
 from checkpointing.snapshot import tensors_in, torch_bytes
 
 # Buffers above this are too large to be cloned for every snapshot; their version counters guard them instead.
@@ -26,7 +35,7 @@ class State:
     Attributes:
         weights_name: the file that the model is saved in.
         model: state dict of what is saved; buffers are clones.
-        parameters: names of the parameters in `model`.
+        parameters, buffers: names of those in `model`.
         optimizer, states: state dicts, in containers of their own.
         small: scheduler and scaler, by file name.
         parts: what this rank holds of sharded tensors, of which there are only stand-ins in the state dicts.
@@ -36,6 +45,7 @@ class State:
     weights_name: str
     model: dict[str, torch.Tensor]
     parameters: frozenset[str]
+    buffers: frozenset[str]
     optimizer: Any
     states: dict[str, Any]
     small: dict[str, bytes]
@@ -83,17 +93,32 @@ class Tracked:
         """Whether torch tells us before the optimizer changes the state."""
         return isinstance(self.torch_optimizer, torch.optim.Optimizer)
 
-    def capture(self) -> State:
-        """In the training thread, as quick as can be: references to large state, copies of small."""
-        small = {}
+    def capture(self, *, check: bool = False) -> State:
+        """In the training thread, as quick as can be: references to large state, copies of small.
+
+        Args:
+            check: see that all but the weights can be read back.
+
+        Raises:
+            CheckpointError: it cannot be; the text names the part of it.
+        """
+        objects: dict[str, Any] = {}
         if self.scheduler is not None:
-            small[SCHEDULER_NAME] = torch_bytes(self.scheduler.state_dict())
+            objects[SCHEDULER_NAME] = snapshot.freeze(self.scheduler.state_dict())
         if self.scaler is not None:
-            small[SCALER_NAME] = torch_bytes(self.scaler.state_dict())
+            objects[SCALER_NAME] = snapshot.freeze(self.scaler.state_dict())
         live = self.model.state_dict(keep_vars=True)
+        small: dict[str, bytes] = {}
         if self.adapter is not None:
             small[BASE_NAME] = self.adapter.identify(self.model)
             live = self.adapter.select(live)
+        # What a module's `get_extra_state` gives need not be a tensor.
+        extra = {name: snapshot.freeze(value) for name, value in live.items() if not isinstance(value, torch.Tensor)}
+        if extra:
+            objects[EXTRA_STATE_NAME] = extra
+            live = {name: value for name, value in live.items() if name not in extra}
+        for name, value in objects.items():
+            small[name] = torch_bytes(value)
         parts: sharded.Parts = {}
         cut = sharded.has_sharded(self.model)
         model = {name: value.detach() for name, value in (sharded.stand_ins(live, parts) if cut else live).items()}
@@ -104,18 +129,24 @@ class Tracked:
             for name, value in buffers.items():
                 model[name] = clones.setdefault(id(value), value.detach().clone())
         optimizer = snapshot.freeze(self.optimizer.state_dict())
+        states = {name: snapshot.freeze(stateful.state_dict()) for name, stateful in self.states.items()}
         if self.on_gpu:
             # The host does not wait at the gate, so what the optimizer changes on the host is copied now.
             optimizer = _clone_small_cpu_tensors(optimizer)
         if cut:
             optimizer = sharded.stand_ins(optimizer, parts)
+        if check:
+            named = {f"{name}.pt": value for name, value in states.items()}
+            for name, value in {**objects, OPTIMIZER_NAME: optimizer, **named}.items():
+                snapshot.check_readable(name, value)
         guarded = [*model.values(), *tensors_in(optimizer), *(t for part in parts.values() for t in part.guards)]
         return State(
             weights_name=self.weights_name,
             model=model,
             parameters=frozenset(live.keys() - buffers.keys()),
+            buffers=frozenset(buffers),
             optimizer=optimizer,
-            states={name: snapshot.freeze(stateful.state_dict()) for name, stateful in self.states.items()},
+            states=states,
             small=small,
             parts=parts,
             versions=[(tensor, tensor._version) for tensor in guarded],
@@ -157,11 +188,16 @@ class Tracked:
         if self.adapter is not None:
             self.adapter.restore(self.model, point)
             return
-        state = point.model_state()
+        state: dict[str, Any] = dict(point.model_state())
+        if point.has(EXTRA_STATE_NAME):
+            state |= point.torch_object(EXTRA_STATE_NAME)
         # Asking for it shards again what an evaluation has left whole.
         live = self.model.state_dict()
         if any(map(sharded.is_sharded, live.values())):
-            state = {name: sharded.cut_like(value, live.get(name)) for name, value in state.items()}
+            state = {
+                name: sharded.cut_like(value, live.get(name)) if isinstance(value, torch.Tensor) else value
+                for name, value in state.items()
+            }
         try:
             self.model.load_state_dict(state, strict=True)
         except RuntimeError as error:
@@ -169,8 +205,25 @@ class Tracked:
                 f"{point.place} does not fit this model: {error}. Use the model that wrote it, or another output_dir."
             ) from None
 
-    def restore_optimizer(self, point: RestorePoint) -> None:
-        """Load the state of optimizer, scheduler, scaler, and of the further `states`.
+    def restore_states(self, point: RestorePoint, rank: int, names: Set[str]) -> dict[str, Any]:
+        """Load the further `states` of these names; returns what the checkpoint holds of this rank alone.
+
+        Raises:
+            CheckpointError: a file makes no sense, or does not fit.
+        """
+        own = rank_state_name(rank) if point.has(rank_state_name(rank)) else rank_state_name(0)
+        ranks: dict[str, Any] = point.torch_object(own) if point.has(own) else {}
+        for name, stateful in self.states.items():
+            if name not in names:
+                continue
+            if point.has(f"{name}.pt"):
+                _load(stateful, point, f"{name}.pt")
+            elif name in ranks.get("states", {}):
+                _put(stateful, point, own, ranks["states"][name])
+        return ranks
+
+    def restore_optimizer(self, point: RestorePoint, rank: int) -> None:
+        """Load the state of optimizer, scheduler, scaler, of the further `states`, and what is this rank's own.
 
         Raises:
             CheckpointError: a file makes no sense, or is of another optimizer.
@@ -183,13 +236,18 @@ class Tracked:
         )
         if not point.private:
             # What stayed on the CPU is still a view of the checkpoint, which is not ours to change.
-            for state in self.torch_optimizer.state.values():
+            for state in getattr(self.torch_optimizer, "state", {}).values():
                 for name, value in state.items():
                     if isinstance(value, torch.Tensor) and value.device.type == "cpu":
                         state[name] = value.clone()
-        for name, stateful in self.states.items():
-            if point.has(f"{name}.pt"):
-                _load(stateful, point, f"{name}.pt")
+        ranks = self.restore_states(point, rank, self.states.keys())
+        own = rank_state_name(rank)
+        # The model's own file has rank 0's.
+        buffers = dict(self.model.named_buffers()) if ranks.get("buffers") and point.has(own) else {}
+        with torch.no_grad():
+            for name, value in ranks.get("buffers", {}).items():
+                if name in buffers and buffers[name].shape == value.shape:
+                    buffers[name].copy_(value)
         if self.scheduler is not None and point.has(SCHEDULER_NAME):
             _load(self.scheduler, point, SCHEDULER_NAME)
         if self.scaler is not None and point.has(SCALER_NAME):
@@ -198,6 +256,10 @@ class Tracked:
 
 def _load(stateful: Any, point: RestorePoint, name: str, change: Callable[[Any], Any] | None = None) -> None:
     state = point.torch_object(name)
+    _put(stateful, point, name, state, change)
+
+
+def _put(stateful: Any, point: RestorePoint, name: str, state: Any, change: Callable[[Any], Any] | None = None) -> None:
     try:
         stateful.load_state_dict(change(state) if change is not None else state)
     except Exception as error:

@@ -121,8 +121,8 @@ class Writer:
                 ("note", self._note_loop),
             )
         ]
-        # A note; a part of a file to be kept under a name; or None to end.
-        self._notes: queue.SimpleQueue[str | tuple[str, str, int, int] | None] = queue.SimpleQueue()
+        # A note; a part of a file, or bytes, to be kept under a name; or None to end.
+        self._notes: queue.SimpleQueue[str | tuple[str, str, int, int] | tuple[str, bytes] | None] = queue.SimpleQueue()
         self._num_uploads = 0
         self._look_waits = False
         self._num_uploads_lock = threading.Lock()
@@ -145,6 +145,11 @@ class Writer:
     def record(self, name: str, path: str, start: int, end: int) -> None:
         """Keep these bytes of a file beside the checkpoints."""
         self._notes.put((name, path, start, end))
+
+    def keep(self, name: str, data: bytes) -> None:
+        """Keep this beside the checkpoints."""
+        if self._commits:
+            self._notes.put((name, data))
 
     @property
     def uploading(self) -> bool:
@@ -344,6 +349,8 @@ class Writer:
                     ended = True
                 elif isinstance(task, str):
                     owed[""] = functools.partial(durable.replace_note, task.encode())
+                elif len(task) == 2:
+                    owed[task[0]] = functools.partial(durable.write_record, *task)
                 else:
                     name, path, start, end = task
                     owed[name] = functools.partial(durable.write_part, name, Path(path), start, end)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import reprlib
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from checkpointing.errors import Fenced, InvalidCheckpoint
+from checkpointing.errors import CommitConflict, Fenced, ForeignCheckpoint, InvalidCheckpoint
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
 
@@ -162,6 +163,10 @@ class Storage(ABC):
         self._put_fence(Fence(attempt, frozenset(accepted), self._claim[1], attempt))
         failpoint("fence.published")
 
+    def has_begun(self, attempt: int) -> bool:
+        """Whether we have begun this attempt here."""
+        return self._claim[0] == attempt
+
     def check_fence(self, step: int, attempt: int) -> None:
         """See whether a checkpoint of this step and attempt will count.
 
@@ -172,6 +177,13 @@ class Storage(ABC):
             OSError: storage refused.
         """
         fence = self.fence()
+        if self._claim[0] == attempt and fence.attempt < attempt:
+            # We have written it: this is another place than the one where the attempt began.
+            raise OSError(
+                errno.ESTALE,
+                f"{self.location} was emptied, moved or replaced since attempt {attempt} began: its fence is gone; "
+                "put it back, or start again with the location where it is now",
+            )
         superseded = fence.attempt == attempt == self._claim[0] and fence.writer != self._claim[1]
         if superseded or not fence.lets_publish(step, attempt):
             raise Fenced(fence.attempt, self.location, attempt)
@@ -180,15 +192,25 @@ class Storage(ABC):
         """Whether what a writer of this attempt has left half written is for our sweep: not if he may outlive us."""
         return self._claim[0] < 0 or attempt <= self._claim[0]
 
+    def foreign_steps(self) -> list[int]:
+        """Steps of what is named like a checkpoint, but was not written by this library."""
+        return [step for step, found in self.survey() if isinstance(found, ForeignCheckpoint)]
+
     def make_way(self, step: int, attempt: int) -> None:
         """Set aside what holds a checkpoint's place but does not count: an older attempt published it too late.
 
         Raises:
             Fenced: a newer attempt has begun.
+            CommitConflict: it was not written by this library.
             OSError: storage refused.
         """
         try:
             self.read_manifest(step)
+        except ForeignCheckpoint:
+            raise CommitConflict(
+                f"{self.describe(step)} was not written by this library and is kept: this copy is dropped. Train in "
+                "another output_dir, or move it away"
+            ) from None
         except InvalidCheckpoint:
             # It may have made way itself, and have published since.
             self.check_fence(step, attempt)
@@ -245,7 +267,15 @@ class Storage(ABC):
         return fence.accepted | {(m.step, m.attempt) for m in self._published() if fence.admits(m)}
 
     def _checked(self, step: int, fence: Fence, sizes: Mapping[str, int]) -> Manifest:
-        place, manifest = self.describe(step), self._manifest(step)
+        place = self.describe(step)
+        try:
+            manifest = self._manifest(step)
+        except InvalidCheckpoint:
+            own = f"{CHECKPOINT_PREFIX}{step}/"
+            names = [name.removeprefix(own) for name in sizes if name.startswith(own)]
+            if self._are_foreign(names):
+                raise ForeignCheckpoint(place, f"it has no {MANIFEST_NAME}: this library has not written it") from None
+            raise
         if manifest.step != step:
             raise InvalidCheckpoint(place, f"{MANIFEST_NAME} is of step {manifest.step}")
         if not fence.admits(manifest):
@@ -258,6 +288,10 @@ class Storage(ABC):
             if size != file.size:
                 raise InvalidCheckpoint(place, f"{file.name} has {size} bytes, the manifest says {file.size}")
         return manifest
+
+    def _are_foreign(self, names: Sequence[str]) -> bool:
+        """Whether files of these names, among which no manifest could be read, are somebody else's checkpoint."""
+        return False
 
     def _published(self) -> Iterator[Manifest]:
         for step in self.steps():

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from checkpointing.errors import CommitConflict, InvalidCheckpoint
@@ -26,6 +26,9 @@ _CHECKPOINT = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})\Z")
 _TEMPORARY = re.compile(rf"\.(?:{CHECKPOINT_PREFIX}{NUMBER}|fence\.json)\.({NUMBER})\.tmp\Z")
 _TEMPORARY_NOTE = re.compile(rf"\.runner\.json\.{NUMBER}\.tmp\Z")
 _ASIDE = re.compile(rf"{CHECKPOINT_PREFIX}{NUMBER}\.(invalid|superseded)(-{NUMBER})?\Z")
+# A stock Trainer's, and ours.
+TRAINER_STATE = "trainer_state.json"
+_ONLY_OURS = re.compile(r"loop_state_\d+\.json\Z|data_state(_\d+)?\.pth\Z|rank_state_\d+\.pt\Z")
 _FENCE_NAME = ".fence.json"
 _NOTE_NAME = ".runner.json"
 _RECORDS_NAME = ".records"
@@ -76,6 +79,15 @@ def replace_file(path: Path, data: bytes, temporary: Path, written: Callable[[],
     fsync_directory(path.parent)
 
 
+def _add_sizes(folder: Path, prefix: str, sizes: dict[str, int]) -> None:
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                if entry.is_dir(follow_symlinks=False):
+                    _add_sizes(Path(entry.path), f"{prefix}{entry.name}/", sizes)
+                sizes[f"{prefix}{entry.name}"] = entry.stat().st_size
+
+
 def _watched(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
     for piece in pieces:
         yield piece
@@ -88,12 +100,17 @@ class LocalTransaction:
     def __init__(self, storage: LocalStorage, step: int, attempt: int) -> None:
         self._storage, self._step, self._attempt = storage, step, attempt
         root = storage.root
+        if storage.has_begun(attempt) and not root.is_dir():
+            # Made anew it would be a place without fence and lock.
+            raise OSError(errno.ENOENT, f"{root} was there when attempt {attempt} began, and is gone; put it back")
         self._target = root / f"{CHECKPOINT_PREFIX}{step}"
         self._temporary = root / f".{CHECKPOINT_PREFIX}{step}.{attempt}.tmp"
         root.mkdir(parents=True, exist_ok=True)
         # A leftover of the same attempt can only be our own failed try.
         shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary.mkdir()
+        # Those that files lie in.
+        self._folders: set[Path] = set()
         try:
             failpoint("local.begun")
         except OSError:
@@ -101,13 +118,19 @@ class LocalTransaction:
             raise
 
     def write(self, name: str, pieces: Iterable[memoryview]) -> int:
-        nbytes = write_file(self._temporary / name, _watched(pieces))
+        path = self._temporary / name
+        if path.parent != self._temporary:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._folders |= {folder for folder in path.parents if folder.is_relative_to(self._temporary)}
+        nbytes = write_file(path, _watched(pieces))
         failpoint("local.written")
         return nbytes
 
     def commit(self, manifest: Manifest) -> None:
         write_file(self._temporary / MANIFEST_NAME, [memoryview(manifest.to_json())])
         failpoint("local.manifest")
+        for folder in self._folders - {self._temporary}:
+            fsync_directory(folder)
         fsync_directory(self._temporary)
         failpoint("local.synced")
         self._storage.check_fence(self._step, self._attempt)
@@ -178,6 +201,10 @@ class LocalStorage(Storage):
 
     def file(self, manifest: Manifest, name: str) -> Path:
         return self.directory(manifest.step) / name
+
+    def _are_foreign(self, names: Sequence[str]) -> bool:
+        # Ours may have lost its manifest.
+        return TRAINER_STATE in names and MANIFEST_NAME not in names and not any(map(_ONLY_OURS.match, names))
 
     def keeps(self, manifest: Manifest) -> bool:
         if not super().keeps(manifest):
@@ -288,10 +315,7 @@ class LocalStorage(Storage):
         for number in [step] if step is not None else self._listed():
             # One without files is named like a checkpoint, too.
             sizes[f"{CHECKPOINT_PREFIX}{number}/"] = 0
-            with contextlib.suppress(OSError), os.scandir(self.directory(number)) as entries:
-                for entry in entries:
-                    with contextlib.suppress(OSError):
-                        sizes[f"{CHECKPOINT_PREFIX}{number}/{entry.name}"] = entry.stat().st_size
+            _add_sizes(self.directory(number), f"{CHECKPOINT_PREFIX}{number}/", sizes)
         return sizes
 
     def _steps(self, sizes: Mapping[str, int]) -> set[int]:

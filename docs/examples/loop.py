@@ -1,23 +1,27 @@
 """A bare PyTorch loop that survives: the marked lines are all that was added to it.
 
-Run it, kill it at any moment (`kill -9`), run it again: it goes on from the newest checkpoint, bit for bit.
+Run it, kill it at any moment (`kill -9`), run it again: it resumes from the newest checkpoint, bit for bit, in the
+middle of an epoch too.
 """
 
 import sys
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from checkpointing import CheckpointManager  # added
 
 folder = sys.argv[1] if len(sys.argv) > 1 else "runs/loop"
 torch.manual_seed(0)
+inputs = torch.randn(20_000, 64)
+loader = DataLoader(TensorDataset(inputs, inputs.sum(dim=1)), batch_size=512, shuffle=True)
 model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 manager = CheckpointManager(f"{folder}/checkpoints", model=model, optimizer=optimizer, save_steps=10)  # added
-for step in range(manager.resume(), 300):  # added: was range(300)
-    inputs = torch.randn(512, 64)
-    loss = (model(inputs).squeeze(1) - inputs.sum(dim=1)).pow(2).mean()
+steps = range(manager.resume(), 300)  # added: was range(300)
+for step, (x, y) in zip(steps, manager.batches(loader), strict=False):  # added: was an endless loop over the loader
+    loss = (model(x).squeeze(1) - y).pow(2).mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -75,7 +75,8 @@ def run_job(config_path: str, cache: str, sender: EventSender) -> None:
         keep_every=config.checkpoint.keep_every_steps,
         check_finite=config.guards.check_finite,
         spike_zscore=config.guards.spike_zscore,
-        shuffle_samples=config.data.shuffle_samples,
+        seekable_stream=config.data.streaming,
+        shuffle_samples=config.data.shuffle_samples if config.data.streaming else None,
     )
     metrics.watch(trainer)
     # A rank ends without running destructors; what a tracker has not written by then is lost.

@@ -28,10 +28,10 @@ import torch.distributed as dist
 import transformers
 from trl import SFTTrainer
 
-import checkpointing.transformers
 from checkpointing.client import SOCKET_ENV
 from checkpointing.manager import Due
 from checkpointing.transformers import resilient
+from checkpointing.transformers.callback import StepCallback
 from runner.config import load_config
 from runner.training.callbacks import MetricsCallback
 from runner.training.data import load_training_data
@@ -71,7 +71,7 @@ class Switch:
         self._supervised = False
         self._taken_s, self._num_steps, self._num_exchanges = 0.0, 0, 0
         for callback in trainer.callback_handler.callbacks:
-            if isinstance(callback, (checkpointing.transformers._StepCallback, SupervisedReports)):
+            if isinstance(callback, (StepCallback, SupervisedReports)):
                 for name in ("on_step_begin", "on_step_end", "on_log"):
                     setattr(callback, name, self._timed(getattr(callback, name)))
         self._ask = trainer._manager._ask

@@ -111,7 +111,8 @@ def test_an_agent_that_lies_about_its_commits_is_found(tmp_path: Path) -> None:
         PYTHONPATH=path,
     )
     assert code == 1, output
-    assert verdict["violations"] > 0 and "had been committed" in output
+    # The journal knows of it, so the runner itself refuses to begin anew.
+    assert verdict["violations"] > 0 and "holds no checkpoint, but this run's journal says that step" in output
 
 
 def test_a_job_that_is_not_deterministic_is_told_as_that(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from checkpointing.catalog import Catalog
-from checkpointing.data import CursorBatchSampler
 from checkpointing.errors import CommitConflict, Fenced, InvalidCheckpoint
 from checkpointing.manifest import FileEntry, Manifest
 from checkpointing.restore import _propose
@@ -487,101 +485,3 @@ def test_batches_are_never_made_larger_again(failures: list[Failure], micro_batc
         life.fail(replace(failure, step=number, fingerprint=""), number % 2)
         grown = failure.kind is FailureKind.OUT_OF_MEMORY and micro_batch % (2 * before.divisor) == 0
         assert life.record.batch.divisor == before.divisor * (2 if grown else 1)
-
-
-# -- cursor ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How a global batch is cut."""
-
-    batch: int
-    world: int
-    accumulation: int
-
-    @property
-    def total(self) -> int:
-        return self.batch * self.world * self.accumulation
-
-
-SHAPES = st.builds(Shape, st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
-
-
-def global_steps(
-    shape: Shape, n: int, seed: int, epoch: int, shuffle: bool, drop_last: bool, first: int = 0
-) -> list[list[int]]:
-    """The samples of each step, as all ranks together draw them: by rank in each micro-batch, one after another."""
-    ranks = []
-    for rank in range(shape.world):
-        sampler = CursorBatchSampler(
-            n, shape.batch, rank, shape.world, shape.accumulation, seed=seed, shuffle=shuffle, drop_last=drop_last
-        )
-        sampler.set_epoch(epoch)
-        sampler.start_at(first * shape.accumulation)
-        ranks.append(list(sampler))
-        assert (
-            len(sampler) == sampler.steps_per_epoch * shape.accumulation == len(ranks[0]) + first * shape.accumulation
-        )
-        assert all(len(batch) == shape.batch for batch in ranks[-1])
-    micro = [list(chain(*batches)) for batches in zip(*ranks, strict=True)]
-    return [list(chain(*micro[i : i + shape.accumulation])) for i in range(0, len(micro), shape.accumulation)]
-
-
-@st.composite
-def epochs(draw: st.DrawFn) -> tuple[Shape, int, int, int, bool, bool]:
-    shape, drop_last = draw(SHAPES), draw(st.booleans())
-    n = draw(st.integers(shape.total if drop_last else 1, 4 * shape.total + 5))
-    return shape, n, draw(st.integers(0, 5)), draw(st.integers(0, 3)), draw(st.booleans()), drop_last
-
-
-@given(epochs())
-def test_each_sample_is_drawn_as_often_as_promised(epoch: tuple[Shape, int, int, int, bool, bool]) -> None:
-    """Filled up: all once, and the first ones again to fill the last step. Dropping: at most once, less than a step."""
-    shape, n, _, _, shuffle, drop_last = epoch
-    steps = global_steps(*epoch)
-    drawn = list(chain(*steps))
-    assert all(len(step) == shape.total for step in steps)
-    if drop_last:
-        assert len({*drawn}) == len(drawn) and n - shape.total < len(drawn) <= n
-    else:
-        assert sorted(drawn[:n]) == list(range(n)) and n <= len(drawn) < n + shape.total
-        assert drawn[n:] == (drawn * shape.total)[: len(drawn) - n]
-    if not shuffle:
-        assert drawn[:n] == list(range(min(n, len(drawn))))
-
-
-@given(epochs(), st.integers(0, 100))
-def test_what_is_drawn_from_any_step_on_is_the_tail(
-    epoch: tuple[Shape, int, int, int, bool, bool], resume: int
-) -> None:
-    whole = global_steps(*epoch)
-    first = resume % (len(whole) + 1)
-    assert global_steps(*epoch, first=first) == whole[first:]
-
-
-@given(epochs(), SHAPES, st.integers(0, 100))
-def test_another_world_that_divides_the_global_batch_draws_the_same(
-    epoch: tuple[Shape, int, int, int, bool, bool], other: Shape, resume: int
-) -> None:
-    """Also from the middle on: the sequence of samples is the same, whoever draws them."""
-    shape = epoch[0]
-    for world in range(1, shape.total + 1):
-        if shape.total % (world * other.accumulation) == 0:
-            same = Shape(shape.total // (world * other.accumulation), world, other.accumulation)
-            whole = global_steps(*epoch)
-            first = resume % (len(whole) + 1)
-            assert global_steps(same, *epoch[1:], first=first) == whole[first:]
-
-
-@given(epochs())
-def test_epochs_differ_and_are_the_same_every_time(epoch: tuple[Shape, int, int, int, bool, bool]) -> None:
-    shape, n, seed, number, shuffle, drop_last = epoch
-    assert global_steps(*epoch) == global_steps(*epoch)
-    orders = []
-    for some in range(number, number + 8):
-        sampler = CursorBatchSampler(n, shape.batch, 0, shape.world, shape.accumulation, seed, shuffle, drop_last)
-        sampler.set_epoch(some)
-        orders.append(tuple(sampler.epoch_order().tolist()))
-    if n > 5:
-        assert (len({*orders}) > 1) == shuffle

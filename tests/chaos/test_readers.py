@@ -40,7 +40,8 @@ from rich.console import Console
 
 from checkpointing import CheckpointManager, locking, rng
 from checkpointing.adapter import BASE_NAME, Adapter
-from checkpointing.data import StreamPosition
+from checkpointing.data.cursor import Layout
+from checkpointing.data.stream import StreamPosition
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.manifest import Manifest, _self_digest
 from checkpointing.restore import ADAPTER_NAME, RestorePoint, Room, _propose, _read
@@ -106,7 +107,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     """Everything is written by the manager, as in a user's own loop; what the Trainer adds, by our Trainer's code."""
     from transformers import TrainerState
 
-    from checkpointing.transformers import _ResilientMixin, _state_bytes
+    from checkpointing.transformers.trainer import ResilientMixin
+    from checkpointing.transformers.trainer_state import state_bytes
 
     root = tmp_path_factory.mktemp("checkpoints")
     torch.manual_seed(1)
@@ -133,11 +135,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
         _total_train_tokens=1000,
         current_flos=7.5e9,
         _spikes=SpikeDetector(8.0, [2.5, 2.25]),
-        _configured_for=1,
+        _made_for=Layout(1, 4, 1),
+        _last_norm=None,
+        _last_rate=None,
+        _job=dict,
+        control=SimpleNamespace(should_training_stop=False),
+        state=SimpleNamespace(global_step=STEP, max_steps=40),
         _stream=SimpleNamespace(position=StreamPosition(1, 2, 3, {"epoch": 1, "shards": [0, 5]}, 50, 7)),
     )
-    own = {"loop_state_0.json": _ResilientMixin._capture_loop_state(loop)}  # type: ignore[arg-type]
-    shared = {"trainer_state.json": _state_bytes(state)}
+    own = {"loop_state_0.json": ResilientMixin._capture_loop_state(loop)}  # type: ignore[arg-type]
+    shared = {"trainer_state.json": state_bytes(state)}
     manager.save(STEP, 80, own, shared, metrics={"eval_loss": 2.0}, wait=True)
     manager.close()
     return Place(root, tmp_path_factory.mktemp("scratch"))
@@ -524,13 +531,13 @@ def generators(place: Place) -> Reader:
 def trainer_state(place: Place) -> Reader:
     from transformers import TrainerState
 
-    from checkpointing.transformers import _checked_directory
+    from checkpointing.transformers.trainer_state import checked_directory
 
     def read(data: bytes) -> bool:
         found = point("trainer_state.json", data)
         try:
             with refused("trainer_state.json", CheckpointError) as was:
-                directory = _checked_directory(found)
+                directory = checked_directory(found)
             if was():
                 return False
             state = TrainerState.load_from_json(str(Path(directory, "trainer_state.json")))
@@ -545,7 +552,7 @@ def trainer_state(place: Place) -> Reader:
 
 
 def loop_state(place: Place) -> Reader:
-    from checkpointing.transformers import _ResilientMixin
+    from checkpointing.transformers.trainer import ResilientMixin
 
     def read(data: bytes) -> bool:
         trainer = SimpleNamespace(
@@ -555,10 +562,15 @@ def loop_state(place: Place) -> Reader:
         with refused("loop_state_0.json", CheckpointError) as was:
             restored = point("loop_state_0.json", data)
             resumed: Any = SimpleNamespace(
-                _restore_point=restored, args=SimpleNamespace(world_size=1), _beginning={}, _keep_global_batch=list
+                _restore_point=restored,
+                args=SimpleNamespace(world_size=1),
+                _beginning={},
+                _keep_samples_per_step=list,
+                _check_job=lambda *_: None,
+                _stream_position=None,
             )
-            _ResilientMixin._look_into_loop_state(resumed)
-            state = _ResilientMixin._restore_loop_state(trainer, restored)  # type: ignore[arg-type]
+            ResilientMixin._look_into_loop_state(resumed)
+            state = ResilientMixin._restore_loop_state(trainer, restored)  # type: ignore[arg-type]
             state.get("evaluation_due")
             assert isinstance(trainer._tr_loss.item(), float)
             assert isinstance(trainer._globalstep_last_logged + 1, (int, float))

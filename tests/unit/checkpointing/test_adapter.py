@@ -14,7 +14,7 @@ from checkpointing.errors import CheckpointError
 from checkpointing.restore import RestorePoint
 from checkpointing.snapshot import pieces, safetensors_image
 from checkpointing.tracked import Tracked
-from checkpointing.transformers import _adapter_of
+from checkpointing.transformers.peft import adapter_of
 
 # Within PEFT.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -34,7 +34,7 @@ def tracked(base: Any, r: int = 4, **options: Any) -> Tracked:
     torch.manual_seed(1)
     adapted = get_peft_model(base, LoraConfig(r=r, target_modules="all-linear", task_type="CAUSAL_LM", **options))
     trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
-    return Tracked(adapted, torch.optim.AdamW(trained), adapter=_adapter_of(adapted))
+    return Tracked(adapted, torch.optim.AdamW(trained), adapter=adapter_of(adapted))
 
 
 def saved(source: Tracked) -> RestorePoint:
@@ -97,7 +97,7 @@ def test_what_an_adapter_does_not_hold_is_saved_with_the_whole_model() -> None:
     base = model()
     adapted = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     adapted.base_model.model.model.norm.weight.requires_grad_(True)
-    assert _adapter_of(adapted) is None
+    assert adapter_of(adapted) is None
 
 
 def test_an_adapter_is_no_whole_model_nor_the_other_way_round() -> None:

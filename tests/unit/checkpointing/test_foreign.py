@@ -7,7 +7,11 @@ import uuid
 from pathlib import Path
 
 import pytest
+import torch
 
+from checkpointing import CheckpointManager
+from checkpointing.catalog import Catalog
+from checkpointing.errors import CheckpointError, CommitFailed
 from checkpointing.storage import LocalStorage, open_storage
 from checkpointing.storage.base import Fence
 
@@ -69,3 +73,77 @@ def test_a_fence_that_is_listed_but_not_there_is_told(monkeypatch: pytest.Monkey
     monkeypatch.setattr(storage.store, "get", lambda key: None)  # type: ignore[attr-defined]
     with pytest.raises(OSError, match=r"fence/3\.json is listed, but cannot be read"):
         storage.fence()
+
+
+def stock_checkpoint(folder: Path, step: int) -> Path:
+    checkpoint = folder / f"checkpoint-{step}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    (checkpoint / "model.safetensors").write_bytes(b"weights")
+    return checkpoint
+
+
+def manager(folder: Path) -> CheckpointManager:
+    model = torch.nn.Linear(2, 2)
+    return CheckpointManager(
+        str(folder), model=model, optimizer=torch.optim.SGD(model.parameters()), snapshot_steps=None
+    )
+
+
+def test_a_stock_trainers_checkpoints_are_left_alone(tmp_path: Path) -> None:
+    """They were renamed to .invalid, and its own resumption found nothing any more."""
+    theirs = stock_checkpoint(tmp_path, 20)
+    mine = manager(tmp_path)
+    assert mine.resume() == 0
+    assert theirs.is_dir() and LocalStorage(tmp_path).set_aside_names() == []
+    with pytest.raises(CheckpointError, match=r"checkpoint-20\): they are left as they are\. Start from one"):
+        mine.check_way(0)
+    mine.check_way(20)  # started from it
+    mine.save(20, 20)
+    with pytest.raises(CommitFailed, match=r"checkpoint-20 was not written by this library and is kept"):
+        mine.close()
+    assert (theirs / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_ours_that_has_lost_its_manifest_is_damaged_not_foreign(tmp_path: Path) -> None:
+    (stock_checkpoint(tmp_path, 20) / "loop_state_0.json").write_text("{}")
+    assert LocalStorage(tmp_path).foreign_steps() == []
+    assert next(iter(LocalStorage(tmp_path).survey()))[0] == 20
+
+
+def test_a_place_that_was_moved_takes_no_commit(tmp_path: Path) -> None:
+    """The folder was made anew, without fence and lock, and the commits went there."""
+    folder = tmp_path / "checkpoints"
+    storage = LocalStorage(folder)
+    storage.begin_attempt(3)
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="is gone"):
+        storage.begin(10, 3)
+    assert not folder.exists()
+    # Nor one that somebody has made in its place.
+    folder.mkdir()
+    with pytest.raises(OSError, match="was emptied, moved or replaced since attempt 3 began"):
+        storage.check_fence(10, 3)
+
+
+def test_the_last_step_is_committed_though_saves_were_skipped(tmp_path: Path) -> None:
+    """With short steps memory was busy when the last one was due, and `close` said nothing."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    mine = CheckpointManager(str(tmp_path), model=model, optimizer=optimizer, save_steps=5, snapshot_steps=None)
+    for step in range(mine.resume(), 23):
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        mine.step(step + 1)
+    mine.close()
+    assert Catalog(LocalStorage(tmp_path)).committed_steps()[-1] == 23
+    again = CheckpointManager(str(tmp_path), model=model, optimizer=optimizer, save_steps=5)
+    assert again.resume() == 23
+    # Nothing was done, so nothing is to be committed; and not what is of no step.
+    again.close()
+    third = CheckpointManager(str(tmp_path), model=model, optimizer=optimizer, save_steps=50)
+    third.resume()
+    third.step(24)
+    optimizer.step()
+    third.close()
+    assert Catalog(LocalStorage(tmp_path)).committed_steps()[-1] == 23

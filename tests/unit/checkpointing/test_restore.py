@@ -157,7 +157,7 @@ def test_a_state_of_another_optimizer_is_named(state: object) -> None:
     model = torch.nn.Linear(2, 2)
     tracked = Tracked(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(CheckpointError, match=r"optimizer\.pt does not fit this AdamW"):
-        tracked.restore_optimizer(point("optimizer.pt", torch_bytes(state)))
+        tracked.restore_optimizer(point("optimizer.pt", torch_bytes(state)), 0)
 
 
 # -- generators ------------------------------------------------------------------------------------------------------

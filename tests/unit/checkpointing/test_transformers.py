@@ -14,7 +14,8 @@ from transformers import TrainerState
 
 from checkpointing.errors import InvalidCheckpoint
 from checkpointing.restore import RestorePoint
-from checkpointing.transformers import _checked_directory, _ResilientMixin, _state_bytes
+from checkpointing.transformers.trainer import ResilientMixin
+from checkpointing.transformers.trainer_state import checked_directory, state_bytes
 
 LOOP = {"tr_loss": 0.25, "last_logged": 10, "metrics": {"entropy": [0.5, 1]}, "train_tokens": 1000}
 
@@ -31,8 +32,8 @@ def trainer_state(**changes: Any) -> bytes:
 
 
 def test_a_sound_trainer_state_is_read_by_the_trainer() -> None:
-    here = point("trainer_state.json", _state_bytes(TrainerState(global_step=20, epoch=1.0)))
-    state = TrainerState.load_from_json(str(Path(_checked_directory(here), "trainer_state.json")))
+    here = point("trainer_state.json", state_bytes(TrainerState(global_step=20, epoch=1.0)))
+    state = TrainerState.load_from_json(str(Path(checked_directory(here), "trainer_state.json")))
     assert state.global_step == 20
     here.close()
 
@@ -57,12 +58,12 @@ def test_a_sound_trainer_state_is_read_by_the_trainer() -> None:
 )
 def test_a_trainer_state_that_makes_no_sense_is_named(data: bytes) -> None:
     with pytest.raises(InvalidCheckpoint, match=r"checkpoint-20: trainer_state\.json .* makes no sense"):
-        _checked_directory(point("trainer_state.json", data))
+        checked_directory(point("trainer_state.json", data))
 
 
 def test_a_checkpoint_of_a_bare_loop_is_told_to_a_trainer() -> None:
     with pytest.raises(InvalidCheckpoint, match=r"trainer_state\.json is not in it"):
-        _checked_directory(point("optimizer.pt", b""))
+        checked_directory(point("optimizer.pt", b""))
 
 
 def restore_loop(data: bytes) -> SimpleNamespace:
@@ -73,7 +74,7 @@ def restore_loop(data: bytes) -> SimpleNamespace:
         _metrics={"train": {"entropy": [], "x": [1]}},
         _spikes=None,
     )
-    _ResilientMixin._restore_loop_state(trainer, point("loop_state_0.json", data))  # type: ignore[arg-type]
+    ResilientMixin._restore_loop_state(trainer, point("loop_state_0.json", data))  # type: ignore[arg-type]
     return trainer
 
 

@@ -1,0 +1,93 @@
+"""Stages: several trainings one after the other in one process, each with checkpoints of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass
+
+# What a stage's folder may be named after: the end of the location that the script chose.
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]+")
+_LONGEST_NAME = 60
+STAGE_NAME = re.compile(r"stage-([2-9]|[1-9][0-9]{1,8})(?:-[A-Za-z0-9_.-]{1,60})?")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One training of a run.
+
+    Attributes:
+        name: folder inside the run's location; empty for the first stage, which has the location itself.
+        number: from 1, in the order in which stages are entered.
+        steps_before: steps that earlier stages of this run have finished.
+    """
+
+    name: str = ""
+    number: int = 1
+    steps_before: int = 0
+
+    def inside(self, location: str) -> str:
+        """Where the stage's checkpoints are kept."""
+        return f"{location.rstrip('/')}/{self.name}" if self.name else location
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Stage | None:
+        """What `to_json` made; None for anything else."""
+        try:
+            body = json.loads(data)
+            stage = cls(body["name"], body["number"], body["steps_before"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+        counts = (stage.number, stage.steps_before)
+        named = isinstance(stage.name, str) and STAGE_NAME.fullmatch(stage.name)
+        return stage if named and all(type(n) is int and 0 <= n < 2**63 for n in counts) else None
+
+
+FIRST_STAGE = Stage()
+
+
+class Stages:
+    """Those of one process. A script that is started again enters them in the same order."""
+
+    def __init__(self) -> None:
+        self._entered: list[tuple[str, int]] = []
+        self._steps: dict[tuple[str, int], int] = {}
+        self._finished: Counter[str] = Counter()
+
+    def enter(self, location: str, *, supervised: bool) -> Stage:
+        """The stage of a training that keeps its checkpoints at `location`, as the script says.
+
+        A location that is given again is the same stage, unless its training has finished: then it is a further one.
+
+        Args:
+            supervised: a supervisor has one location for all stages; otherwise each has its own, and only what uses
+                the same one again needs a folder inside it.
+        """
+        key = (location, self._finished[location])
+        if key not in self._entered:
+            self._entered.append(key)
+        index = self._entered.index(key)
+        before = sum(self._steps.get(earlier, 0) for earlier in self._entered[:index])
+        if not supervised:
+            number = key[1] + 1
+            return Stage(f"stage-{number}" if number > 1 else "", number, before)
+        number = index + 1
+        if number == 1:
+            return FIRST_STAGE
+        words = _NOT_IN_NAMES.sub("-", location.rstrip("/").rpartition("/")[2]).strip("-.")[:_LONGEST_NAME]
+        return Stage(f"stage-{number}-{words}" if words else f"stage-{number}", number, before)
+
+    def leave(self, location: str, step: int, *, finished: bool) -> None:
+        """The training has ended after `step`; if it is finished, the next one there is another stage."""
+        key = (location, self._finished[location])
+        self._steps[key] = step
+        if finished:
+            self._finished[location] += 1
+
+
+# A process is one script.
+STAGES = Stages()

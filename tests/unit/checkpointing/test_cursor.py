@@ -1,0 +1,308 @@
+"""The position in a loader's order: replayed, compared, divided in another way; and what is drawn by batch number."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
+
+from checkpointing import rng
+from checkpointing.data.cursor import Layout, LoaderCursor, RecutBatchSampler, drawing_by, fingerprint
+from checkpointing.errors import CheckpointError
+
+LAYOUTS = st.builds(Layout, st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
+
+
+def prepared(num_samples: int, layout: Layout, rank: int, epoch: int, drop_last: bool = False) -> Any:
+    """As the Trainer and accelerate make it."""
+    sampler = SeedableRandomSampler(range(num_samples), data_seed=7)
+    sampler.set_epoch(epoch)
+    batches = BatchSampler(sampler, layout.batch_size, drop_last)
+    return batches if layout.world_size == 1 else BatchSamplerShard(batches, layout.world_size, rank)
+
+
+def steps(samplers: list[Any], layout: Layout) -> list[list[int]]:
+    """The samples of each optimizer step, put together from what every rank draws."""
+    rounds = [list(itertools.chain(*batches)) for batches in zip(*map(list, samplers), strict=True)]
+    size = layout.accumulation
+    return [list(itertools.chain(*rounds[i : i + size])) for i in range(0, len(rounds), size)]
+
+
+@given(st.integers(1, 70), LAYOUTS, st.integers(0, 3), st.booleans())
+def test_another_division_gives_each_step_the_same_samples(n: int, was: Layout, epoch: int, drop_last: bool) -> None:
+    whole = steps([prepared(n, was, rank, epoch, drop_last) for rank in range(was.world_size)], was)
+    for world_size in range(1, was.samples_per_step + 1):
+        share, rest = divmod(was.samples_per_step, world_size)
+        if rest:
+            continue
+        for batch_size in (size for size in range(1, share + 1) if share % size == 0):
+            now = Layout(world_size, batch_size, share // batch_size)
+            recut = [
+                RecutBatchSampler(prepared(n, now, rank, epoch, drop_last), was, now, rank)
+                for rank in range(world_size)
+            ]
+            found = steps(recut, now)
+            assert [step[: len(other)] for step, other in zip(found, whole, strict=True)] == whole
+            # Filled only where the ranks could not share the last step.
+            assert all(len(step) - len(other) < world_size for step, other in zip(found, whole, strict=True))
+            assert {len(sampler) for sampler in recut} == {len(list(sampler)) for sampler in recut}
+
+
+def test_an_order_that_depends_on_the_division_is_refused() -> None:
+    class Pairs(BatchSampler):
+        pass
+
+    pairs = Pairs(RandomSampler(range(8)), 2, False)
+    with pytest.raises(CheckpointError, match=r"order of Pairs depends on the number of ranks.* were 2 x 2"):
+        RecutBatchSampler(pairs, Layout(2, 2, 1), Layout(1, 4, 1), 0)
+
+
+class Rows(Dataset[Any]):
+    """Each row draws from every kind of generator."""
+
+    def __init__(self) -> None:
+        self.own = np.random.default_rng(3)
+
+    def __len__(self) -> int:
+        return 17
+
+    def __getitem__(self, index: int) -> Any:
+        return index, random.random(), float(np.random.rand()), float(torch.rand(())), float(self.own.random())
+
+
+class Shuffled(Sampler[int]):
+    """Keeps a generator and a counter of its own, and draws from a global one when an epoch begins."""
+
+    def __init__(self) -> None:
+        self.generator, self.calls = torch.Generator().manual_seed(5), 0
+
+    def __len__(self) -> int:
+        return 17
+
+    def __iter__(self) -> Iterator[int]:
+        self.calls += 1
+        random.seed(random.random() + self.calls)
+        order = torch.randperm(17, generator=self.generator).tolist()
+        random.shuffle(order)
+        return iter(order)
+
+
+class Interleaved(Sampler[int]):
+    """Draws each index from a global generator as it is asked for."""
+
+    def __len__(self) -> int:
+        return 17
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(torch.randint(17, ())) for _ in range(17))
+
+
+def seeded() -> None:
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+
+
+def loader(sampler: Any, num_workers: int, persistent: bool = False) -> DataLoader[Any]:
+    return DataLoader(
+        Rows(), batch_size=3, sampler=sampler, num_workers=num_workers, persistent_workers=persistent, collate_fn=list
+    )
+
+
+def train(loader: Any, start: tuple[dict[str, Any], dict[str, Any]] | None, until: int, save_at: int) -> Any:
+    """A loop that draws as dropout does; returns batches, draws, and the state after `save_at` batches."""
+    cursor, seen, draws, saved = LoaderCursor(loader, seed=9, rank=0), [], [], None
+    epoch, num = 0, 0
+    if start is not None:
+        rng.set_host_state(start[1])
+        epoch, _ = cursor.resume(start[0])
+        num = save_at
+    while num < until:
+        cursor.set_epoch(epoch)
+        training = rng.host_state() if cursor.resumes_mid_epoch else None
+        for batch in cursor.iterate():
+            if training is not None:
+                rng.set_host_state(training)
+                training = None
+            cursor.consume(1)
+            num += 1
+            seen.append(batch)
+            draws.append((random.random(), float(torch.rand(()))))
+            if num == save_at:
+                saved = (cursor.state(), rng.host_state())
+            if num == until:
+                break
+        if training is not None:
+            rng.set_host_state(training)
+        epoch += 1
+    return seen, draws, saved
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", ["random", "weighted", "own"])
+@pytest.mark.parametrize("save_at", [1, 4, 6, 7, 11])
+def test_any_sampler_is_resumed_with_what_its_batches_drew(kind: str, num_workers: int, save_at: int) -> None:
+    def make() -> DataLoader[Any]:
+        samplers: dict[str, Any] = {
+            "random": lambda: RandomSampler(range(17)),
+            "weighted": lambda: WeightedRandomSampler([1.0 + n for n in range(17)], 17),
+            "own": Shuffled,
+        }
+        return loader(samplers[kind](), num_workers)
+
+    seeded()
+    whole, draws, saved = train(make(), None, 12, save_at)
+    seeded()  # a new process
+    rest, rest_draws, _ = train(make(), saved, 12, save_at)
+    assert rest == whole[save_at:]
+    assert rest_draws == draws[save_at:]
+
+
+def test_a_batch_draws_the_same_with_any_number_of_workers() -> None:
+    seen = []
+    for num_workers, persistent in ((0, False), (1, False), (2, True)):
+        seeded()
+        seen.append(train(loader(range(17), num_workers, persistent), None, 12, 1)[0])
+    assert seen[0] == seen[1] == seen[2]
+    # Not the same in another epoch.
+    assert seen[0][0] != seen[0][6]
+
+
+def test_order_and_training_are_those_of_the_loader_alone() -> None:
+    seeded()
+    # Rows that draw nothing: then nothing at all may differ.
+    rows: Any = list(range(17))
+    quiet: Any = DataLoader(rows, batch_size=3, sampler=RandomSampler(range(17)), collate_fn=list)
+    stock, stock_draws = [], []
+    for _ in range(2):
+        for batch in quiet:
+            stock.append(batch)
+            stock_draws.append((random.random(), float(torch.rand(()))))
+    seeded()
+    quiet = DataLoader(rows, batch_size=3, sampler=RandomSampler(range(17)), collate_fn=list)
+    seen, draws, _ = train(quiet, None, 12, 1)
+    assert (seen, draws) == (stock, stock_draws)
+
+
+def test_an_order_that_has_changed_is_refused_by_name() -> None:
+    seeded()
+    *_, saved = train(loader(Shuffled(), 0), None, 12, 4)
+    seeded()
+    sampler = Shuffled()
+    sampler.generator.manual_seed(6)
+    saved[0]["start"]["owned"] = {}
+    with pytest.raises(
+        CheckpointError, match=r"Shuffled gives other samples than before: the first 4 batches of epoch 0"
+    ):
+        train(loader(sampler, 0), saved, 12, 4)
+
+
+def test_an_order_that_has_become_shorter_is_refused() -> None:
+    seeded()
+    *_, saved = train(loader(range(17), 0), None, 12, 5)
+    with pytest.raises(CheckpointError, match=r"ended after 2 batches of an epoch; the checkpoint was made after 5"):
+        train(loader(range(6), 0), saved, 12, 5)
+
+
+def test_an_order_that_is_drawn_on_the_way_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    seeded()
+    followed = loader(Interleaved(), 0)
+    cursor = LoaderCursor(followed, seed=0, rank=0)
+    cursor.set_epoch(0)
+    list(cursor.iterate())
+    assert cursor.interleaves
+    assert len(caplog.records) == 1 and "Interleaved draws indices from the global random" in caplog.text
+
+
+def test_a_look_into_the_data_beside_training_moves_no_position() -> None:
+    seeded()
+    quiet: Any = DataLoader(list(range(17)), batch_size=3, collate_fn=list)  # type: ignore[arg-type]
+    cursor = LoaderCursor(quiet, seed=0, rank=0)
+    assert len(list(quiet)) == 6
+    cursor.set_epoch(0)
+    training = cursor.iterate()
+    for _ in range(3):
+        next(training)
+        cursor.consume(1)
+    expected = cursor.state()
+    assert next(iter(quiet)) == [0, 1, 2]
+    assert repr(cursor.state()) == repr(expected) and expected["order"] is not None
+    again: Any = DataLoader(list(range(17)), batch_size=3, collate_fn=list)  # type: ignore[arg-type]
+    resumed = LoaderCursor(again, seed=0, rank=0)
+    resumed.resume(expected)
+    assert next(iter(again)) == [0, 1, 2]
+    resumed.set_epoch(0)
+    assert next(resumed.iterate()) == [9, 10, 11]
+
+
+def test_the_generators_are_as_before_whatever_a_batch_draws() -> None:
+    def twice() -> list[float]:
+        return [float(np.random.normal()), random.random(), float(torch.rand(()))]
+
+    seeded()
+    expected = [twice() for _ in range(4)]
+    seeded()
+    found = []
+    for number in range(4):
+        found.append(twice())
+        # The second normal of a pair is not drawn again.
+        with drawing_by(number):
+            first = (np.random.normal(size=3).tolist(), random.random(), float(torch.rand(())))
+            with drawing_by(number):
+                assert (np.random.normal(size=3).tolist(), random.random(), float(torch.rand(()))) == first
+            np.random.rand()
+    assert found == expected
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return ((number, random.random(), float(torch.rand(()))) for number in range(17))
+
+
+@pytest.mark.parametrize("save_at", [1, 5, 6, 8])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_is_read_up_to_the_position(num_workers: int, save_at: int) -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(Stream(), batch_size=3, num_workers=num_workers, collate_fn=list)
+
+    seeded()
+    whole, draws, saved = train(make(), None, 12, save_at)
+    seeded()
+    rest, rest_draws, _ = train(make(), saved, 12, save_at)
+    assert rest == whole[save_at:]
+    assert rest_draws == draws[save_at:]
+
+
+def test_the_fingerprint_tells_data_sets_apart() -> None:
+    from datasets import Dataset as Rows
+
+    one = Rows.from_dict({"text": [f"row {n}" for n in range(50)]})
+    same, other = Rows.from_dict({"text": [f"row {n}" for n in range(50)]}), one.select(range(49))
+    assert fingerprint(one) == fingerprint(same)
+    assert fingerprint(one) != fingerprint(other)
+    # A transform may draw at random: rows are looked at as they are stored.
+    assert fingerprint(one.with_transform(lambda rows: {"x": [random.random() for _ in rows["text"]]})) == fingerprint(
+        one
+    )
+    tensors = [{"x": torch.arange(3) + n} for n in range(20)]
+    assert fingerprint(tensors) == fingerprint([dict(row) for row in tensors])
+    assert fingerprint(tensors) != fingerprint([{"x": row["x"] + 1} for row in tensors])
+    assert fingerprint(Stream()) is None
+    assert fingerprint([]) is None
