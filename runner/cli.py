@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -42,8 +43,17 @@ _POSITIVE = _Number(min=0, min_open=True)
 # Heavier imports stay inside the commands: `runner --help` answers in a blink.
 
 _CONFIG_OPTIONS = [
-    click.option("--config", "config_path", type=click.Path(), help="YAML file. Default: the bundled job."),
-    click.option("--output-dir", help="Folder of the run: checkpoints, journal, logs, best_model."),
+    click.option(
+        "--config",
+        "config_path",
+        type=click.Path(),
+        help="YAML file (default: the bundled job, unless a model, data or SCRIPT is given).",
+    ),
+    click.option(
+        "--output-dir",
+        help="Folder of the run: checkpoints, journal, logs, best_model (default: runs/ + name of the configuration or "
+        "script).",
+    ),
     click.option(
         "--set",
         "settings",
@@ -73,6 +83,7 @@ def _load(
     settings: tuple[str, ...],
     launch: dict[str, Any],
     restart: dict[str, Any] | None = None,
+    script: str | None = None,
 ) -> Any:
     from runner.config import load_config, parse_setting
 
@@ -86,7 +97,7 @@ def _load(
     for name, value in (restart or {}).items():
         if value is not None:
             overrides.append((f"restart.{name}", value, f"--{name.removesuffix('_s').replace('_', '-')} {value}"))
-    return load_config(config_path, os.environ, overrides)
+    return load_config(config_path, os.environ, overrides, script=script)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -96,7 +107,7 @@ def cli() -> None:
 
     \b
     Exit codes of `start`:  0 done · 2 usage · 75 checkpointed, start me again · 76 restarts spent ·
-    74 storage failed · 78 would fail again · 79 no progress · 80 bad node · 81 no valid checkpoint
+    74 storage failed · 78 would fail again · 79 no progress · 80 bad node · 81 no valid checkpoint, or not where it was
     """
 
 
@@ -104,6 +115,18 @@ def cli() -> None:
 @_config_options
 @click.option("--resume", default="auto", show_default=True, metavar="auto|never|STEP", help="Where to go on from.")
 @click.option("--overwrite", is_flag=True, help="With --resume never: move an existing run aside and start anew.")
+@click.option(
+    "--resume-from",
+    "--resume_from",
+    metavar="PATH",
+    help="Checkpoint to start from while the run has none of its own: ours, or a stock Trainer's folder.",
+)
+@click.option(
+    "--allow-changes",
+    "--allow_changes",
+    is_flag=True,
+    help="Resume from the checkpoints of a job that differs from this one, for example by an edited script.",
+)
 @click.option("--max-restarts", "--max_restarts", type=int, help="Restarts without a new checkpoint between them.")
 @click.option("--grace", type=_Number(min=0), metavar="SECONDS", help="From a stop request to the end of the ranks.")
 @click.option("--metrics-port", "--metrics_port", type=int, help="Answer Prometheus there, at /metrics.")
@@ -121,6 +144,8 @@ def start(
     settings: tuple[str, ...],
     resume: str,
     overwrite: bool,
+    resume_from: str | None,
+    allow_changes: bool,
     max_restarts: int | None,
     grace: float | None,
     metrics_port: int | None,
@@ -140,8 +165,10 @@ def start(
     stop = StopRequest()
     stop.count_signals()
 
+    from runner import preflight
     from runner.cache import discard_unsealed
     from runner.follower import Follower
+    from runner.identity import identify
     from runner.node import Job
     from runner.progress import ProgressDisplay
     from runner.summary import render
@@ -150,7 +177,7 @@ def start(
     restart = {"max_restarts": max_restarts, "grace_s": grace}
     if metrics_port is not None:
         settings = (*settings, f"monitoring.port={metrics_port}")
-    config = _load(config_path, output_dir, settings, launch, restart)
+    config = _load(config_path, output_dir, settings, launch, restart, script)
     if script is not None and not Path(script).is_file():
         raise UsageError(f"script {script!r} does not exist; give the path of a Python file")
     if debug:
@@ -164,24 +191,41 @@ def start(
         gpus = find_gpus()
         config, resume, overwrite = for_debugging(config, len(gpus)), "never", True
         os.environ.update(debugging_environment(os.environ, on_gpu=bool(gpus)))
-    directory = _directory(config)
-    directory.create()
-    directory.lock(lambda text: click.echo(f"runner: {text}"), lambda: bool(stop))
     step = _resume(resume)
     if overwrite and step != "never":
         raise UsageError("--overwrite goes with --resume never")
-    if step == "auto" and _finished(config, directory):
-        click.echo("runner: this run is finished; nothing to do (--resume never --overwrite starts it anew)")
+    starting_point = preflight.starting_point(resume_from) if resume_from is not None else ""
+
+    def say(text: str) -> None:
+        click.echo(f"runner: {text}")
+
+    directory = _directory(config)
+    directory.create()
+    directory.lock(say, lambda: bool(stop))
+    identity = _unless_stopped(stop, lambda: identify(config, script, args))
+    if step == "auto" and preflight.is_done(config, directory, identity):
+        say("this run is finished; nothing to do (--resume never --overwrite starts it over)")
         click.echo(render(_summary(directory), _places(config, directory)))
         return
-    caveats = _unless_stopped(stop, lambda: check_storage(config))
+    caveats, is_away = _unless_stopped(stop, lambda: check_storage(config))
     first_node = config.launch.node_rank == 0
-    # The places are the run's: the first machine's runner sees to them.
-    if step == "never" and first_node:
-        _start_anew(config, directory, overwrite)
-    elif isinstance(step, int) and first_node:
-        for kept in check_resume_step(config, step):
-            click.echo(f"runner: newer than step {step}, kept as {kept}")
+    place: str | None = None
+    if not first_node:
+        preflight.write_job(directory, identity)
+    elif not is_away or step != "auto":
+        # The location is the run's: the first node's runner checks and prepares it.
+        lock = preflight.LocationLock(config, say, None if directory.is_locked else 0.0)
+        _unless_stopped(stop, lock.hold)
+        if step == "never":
+            if _start_anew(config, directory, overwrite):
+                lock.hold()
+        else:
+            check = functools.partial(preflight.examine, config, directory, identity, allow_changes=allow_changes)
+            caveats += _unless_stopped(stop, check)
+        if isinstance(step, int):
+            for kept in check_resume_step(config, step):
+                say(f"newer than step {step}, kept as {kept}")
+        place = preflight.admit(config, directory, identity)
     if first_node:
         discard_unsealed(directory.cache)
     # A restart, or a script that changes its directory, must find the same places.
@@ -189,7 +233,11 @@ def start(
     directory.config.write_text(config.to_yaml())
     display = ProgressDisplay(quiet=not first_node)
     job = Job(
-        str(Path(script).absolute()) if script is not None else None, args, show_output=script is not None or debug
+        str(Path(script).absolute()) if script is not None else None,
+        args,
+        show_output=script is not None or debug,
+        resume_from=starting_point,
+        allow_changes=allow_changes,
     )
     display.message(f"run {directory.run_id()} in {directory.root}, resume {resume}")
     for caveat in caveats:
@@ -198,8 +246,10 @@ def start(
         from runner.monitoring import RunCollector, serve
 
         serve(config.monitoring.address, config.monitoring.port, RunCollector(directory.journal))
-    role = Supervisor if first_node else Follower
-    exit_code = role(config, directory, job, display, stop).run()
+    if first_node:
+        exit_code = Supervisor(config, directory, job, display, stop, place=place).run()
+    else:
+        exit_code = Follower(config, directory, job, display, stop).run()
     if first_node:
         summary = _summary(directory)
         click.echo(render(summary, _places(config, directory)))
@@ -255,8 +305,8 @@ def config(
 def status(location: str | None, watch: bool, as_json: bool) -> None:
     """Show where a run stands, from its journal.
 
-    LOCATION: the run's folder, or the directory or URL of its checkpoints (default: the configured folder). Works from
-    any machine that can read it; beside checkpoints the journal is some seconds old.
+    LOCATION: the run's folder, or the directory or URL of its checkpoints (default: $OUTPUT_DIR, or the newest run in
+    ./runs). Works from any machine that can read it; beside checkpoints the journal is some seconds old.
     """
     from rich.console import Console
     from rich.live import Live
@@ -265,7 +315,7 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
     from runner.status import is_over, panel
     from runner.summary import summarise
 
-    place = location if location is not None else _load(None, None, (), {}).output_dir
+    place = location if location is not None else _newest_run()
 
     # For people, what is at hand now.
     history = History(place, None if as_json else _STATUS_PATIENCE_S)
@@ -296,6 +346,25 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
                 live.update(page(), refresh=True)
     except KeyboardInterrupt:
         return
+
+
+def _newest_run() -> str:
+    """The run that somebody most likely means who names none.
+
+    Raises:
+        UsageError: there is none.
+    """
+    from runner.journal import JOURNAL_NAME
+
+    if folder := os.environ.get("OUTPUT_DIR"):
+        return folder
+    written: list[tuple[float, str]] = []
+    for journal in Path("runs").glob(f"*/{JOURNAL_NAME}"):
+        with contextlib.suppress(OSError):
+            written.append((journal.stat().st_mtime, str(journal.parent)))
+    if not written:
+        raise UsageError("there is no run in ./runs; give the output_dir of one, or the location of its checkpoints")
+    return max(written)[1]
 
 
 def _events_at(place: str) -> list[dict[str, Any]]:
@@ -487,7 +556,7 @@ def report(
     """
     from runner.report import render_page
 
-    place = location if location is not None else _load(None, None, (), {}).output_dir
+    place = location if location is not None else _newest_run()
     page = render_page(_events_at(place), place, time.time(), price_per_hour, spot_discount)
     own = "://" not in place and (Path(place) / "journal.jsonl").exists()
     output = output or (Path(place) if own else Path()) / "report.html"
@@ -588,17 +657,20 @@ def list_checkpoints(location: str) -> None:
     """
     from runner.status import duration
 
-    tiers = _tiers(location)
-    entries = tiers.catalog.entries()
-    if not entries:
+    first = _tiers(location)
+    parts = [("", first), *((stage.name, tiers) for stage, tiers in first.stages)]
+    if not any(tiers.catalog.entries() for _, tiers in parts):
         click.echo(f"no checkpoints at {location}")
         return
     click.echo(f"{'step':>8}  {'age':>12}  {'size':>12}  {'tier':<6}  valid")
-    for entry in entries:
-        tier = tiers.name(entry.storage)
-        if entry.manifest is None:
-            click.echo(f"{entry.step:>8}  {'':>12}  {'':>12}  {tier:<6}  no: {entry.problem}")
-        else:
+    for stage, tiers in parts:
+        if stage:
+            click.echo(f"{stage}:")
+        for entry in tiers.catalog.entries():
+            tier = tiers.name(entry.storage)
+            if entry.manifest is None:
+                click.echo(f"{entry.step:>8}  {'':>12}  {'':>12}  {tier:<6}  no: {entry.problem}")
+                continue
             age = duration(time.time() - entry.manifest.created_at)
             size = f"{entry.manifest.total_bytes / 1e6:.1f} MB"
             click.echo(f"{entry.step:>8}  {age:>12}  {size:>12}  {tier:<6}  yes (attempt {entry.manifest.attempt})")
@@ -612,13 +684,15 @@ def verify(location: str, step: int | None) -> None:
     from checkpointing.catalog import verify as verify_copy
     from checkpointing.errors import InvalidCheckpoint
 
-    tiers = _tiers(location)
-    entries = [entry for entry in tiers.catalog.entries() if step in (None, entry.step)]
-    if not entries:
+    first = _tiers(location)
+    parts = [("", first), *((stage.name, tiers) for stage, tiers in first.stages)]
+    found = [(stage, tiers, entry) for stage, tiers in parts for entry in tiers.catalog.entries()]
+    found = [(stage, tiers, entry) for stage, tiers, entry in found if step in (None, entry.step)]
+    if not found:
         raise UsageError(f"there is no {'checkpoint' if step is None else f'checkpoint-{step}'} at {location}")
     damaged = 0
-    for entry in entries:
-        name = f"{entry.step:>8}  {tiers.name(entry.storage):<6}"
+    for stage, tiers, entry in found:
+        name = f"{entry.step:>8}  {tiers.name(entry.storage):<6}" + (f"  {stage}" if stage else "")
         try:
             if entry.manifest is None:
                 raise InvalidCheckpoint(entry.storage.describe(entry.step), str(entry.problem))
@@ -745,7 +819,8 @@ def _resume(text: str) -> str | int:
     raise UsageError(f"--resume {text!r} is not allowed; use auto, never, or the number of a committed step")
 
 
-def _start_anew(config: Any, directory: Any, overwrite: bool) -> None:
+def _start_anew(config: Any, directory: Any, overwrite: bool) -> bool:
+    """Returns whether an earlier run was moved aside."""
     from checkpointing.storage import LocalStorage
 
     tiers = config.tiers
@@ -754,7 +829,7 @@ def _start_anew(config: Any, directory: Any, overwrite: bool) -> None:
         # What another run has failed of here does not concern this one.
         tiers.durable.write_note(b"{}")
     if not steps and not directory.journal.exists():
-        return
+        return False
     if not overwrite:
         raise UsageError(
             f"--resume never: {directory.root} already holds a run; add --overwrite to move it aside, or choose "
@@ -767,27 +842,7 @@ def _start_anew(config: Any, directory: Any, overwrite: bool) -> None:
             "checkpoint.location, or remove them yourself"
         )
     click.echo(f"runner: the earlier run is kept in {directory.move_aside(folders)}")
-
-
-def _finished(config: Any, directory: Any) -> bool:
-    """The run ended well, with the same configuration (how it is launched and restarted apart)."""
-    from runner.config import Config, load_config
-    from runner.journal import read_journal
-
-    events = [event for event in read_journal(directory.journal) if event["event"] in ("run_started", "run_ended")]
-    if not events or events[-1].get("state") != "finished" or not directory.config.exists():
-        return False
-
-    def essence(some: Config) -> dict[str, Any]:
-        absolute = some.model_copy(deep=True)
-        absolute.make_absolute()
-        shape = absolute.model_dump(exclude={"launch", "restart", "output_dir", "checkpoint"})
-        return {**shape, "location": absolute.checkpoint_location}
-
-    try:
-        return essence(load_config(str(directory.config), {})) == essence(config)
-    except UsageError:
-        return False
+    return True
 
 
 def _summary(directory: Any) -> Any:

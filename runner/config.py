@@ -30,7 +30,8 @@ class ModelConfig(_Section):
     """Which model is fine-tuned."""
 
     name_or_path: str | None = None
-    """Hub name or local folder. None builds a new SmolLM3 from `config`, with a tokenizer trained on the data."""
+    """Hub name or local folder. None builds a new SmolLM3 from `config`, with a tokenizer trained on the data; one of
+    the two must be given."""
     config: dict[str, Any] = Field(default_factory=dict)
     """SmolLM3Config fields for the model built from scratch (or overrides for a loaded one)."""
     attn_implementation: Literal["auto", "flash_attention_2", "sdpa", "eager"] = "auto"
@@ -261,7 +262,7 @@ class Config(_Section):
     """A run."""
 
     output_dir: str = "runs/default"
-    """Everything of the run lies here."""
+    """Folder of the run. Where it is not given: runs/NAME, by the name of the configuration file or the script."""
     scale_learning_rate: bool = True
     """Multiply trainer.learning_rate by the number of ranks."""
     strategy: Strategy = "ddp"
@@ -322,31 +323,41 @@ def load_config(
     settings: Sequence[tuple[str, Any, str]] = (),
     *,
     needs_data: bool = True,
+    script: str | None = None,
 ) -> Config:
     """Resolve a configuration.
 
     Args:
-        path: YAML file; None for the bundled default.
+        path: YAML file. Without one the bundled job is the base, unless `script`, or a model or data that the
+            environment or `settings` name, make it another job: nothing of the bundled one applies to that.
         environment: usually `os.environ`.
         settings: (dotted key, value, how the user wrote it) from the command line.
-        needs_data: whether the training data must be there.
+        needs_data: whether the model must be named and the training data exist.
+        script: The user's own training script, which needs no model here.
 
     Raises:
-        UsageError: a file is missing or malformed, a key unknown, a value of the wrong type.
+        UsageError: a file is missing or malformed, a key unknown, a value of the wrong type, or no model is given.
     """
-    file = Path(path) if path is not None else DEFAULT_CONFIG
-    document = _read_yaml(file)
     sources: dict[str, str] = {}
+    overrides: list[tuple[str, Any, str]] = []
     for key, (value, variable) in settings_from_environment(environment).items():
-        _set(document, key, value, variable)
+        overrides.append((key, value, variable))
         sources[key] = f"environment variable {variable}"
     for key, value, written in settings:
-        _set(document, key, value, written)
+        overrides.append((key, value, written))
         sources[key] = f"command line {written}"
+    document: dict[str, Any] = {}
+    if path is not None:
+        document = _read_yaml(Path(path))
+    elif script is None and not _names_a_job(overrides):
+        document = _read_yaml(DEFAULT_CONFIG)
+    for key, value, written in overrides:
+        _set(document, key, value, written)
 
     def source_of(key: str) -> str:
         return sources.get(key, str(path) if path is not None else "default configuration")
 
+    document.setdefault("output_dir", _default_folder(script, path, document))
     try:
         config = Config.model_validate(document)
     except ValidationError as error:
@@ -357,7 +368,42 @@ def load_config(
     config.trainer = options
     _resolve_nodes(config, source_of)
     _check_files(config, source_of, needs_data=needs_data)
+    if needs_data and script is None:
+        _check_model(config)
     return config
+
+
+def _names_a_job(overrides: Sequence[tuple[str, Any, str]]) -> bool:
+    """Whether the environment or the command line name a model or data."""
+    document: dict[str, Any] = {}
+    for key, value, written in overrides:
+        _set(document, key, value, written)
+    return bool(_value(document, "model", "name_or_path") or _value(document, "data", "path"))
+
+
+def _value(document: Mapping[str, Any], section: str, key: str) -> Any:
+    values = document.get(section)
+    return values.get(key) if isinstance(values, dict) else None
+
+
+def _default_folder(script: str | None, path: str | None, document: Mapping[str, Any]) -> str:
+    """The folder of a run that nobody has given one."""
+    data, model = _value(document, "data", "path"), _value(document, "model", "name_or_path")
+    if script is not None or path is not None:
+        name = Path(str(script or path)).stem
+    elif model:
+        name = Path(os.path.abspath(str(model))).name  # noqa: PTH100 - the name as given, not what it links to
+    else:
+        name = Path(str(data)).stem if data else ""
+    return f"runs/{name or 'default'}"
+
+
+def _check_model(config: Config) -> None:
+    if config.model.name_or_path is None and not config.model.config:
+        raise UsageError(
+            "no model is configured; set model.name_or_path (variable MODEL_NAME) to a hub name or a local folder, or "
+            f"model.config to build a new one. The bundled job's model is in {DEFAULT_CONFIG}, which --config accepts"
+        )
 
 
 def parse_setting(text: str) -> tuple[str, Any, str]:

@@ -5,6 +5,7 @@ RunnerError
 ├── RunBusy             2   another runner works on this run
 ├── LaunchError         78  the launcher or agent cannot be started at all
 │   └── HelperKilled        it was killed while it started: tried again
+├── CheckpointsMissing  81  the location does not hold what the journal says was committed
 └── PeersMissing        76  another machine of the run does not come (back)
 """
 
@@ -24,7 +25,7 @@ class ExitCode(IntEnum):
     DETERMINISTIC = 78  # it would fail the same way again
     NO_PROGRESS = 79  # the budget is spent and not one step was committed
     BAD_NODE = 80  # this machine is at fault: start me on another one
-    NO_VALID_CHECKPOINT = 81  # checkpoints exist, none can be loaded
+    NO_VALID_CHECKPOINT = 81  # checkpoints exist, none can be loaded; or they are not where they were
 
 
 class RunnerError(Exception):
@@ -49,6 +50,12 @@ class RunBusy(RunnerError):
     """Another runner works on this run."""
 
     exit_code = ExitCode.USAGE
+
+
+class CheckpointsMissing(RunnerError):
+    """The location does not hold what this run has committed: it is another place, or an empty one."""
+
+    exit_code = ExitCode.NO_VALID_CHECKPOINT
 
 
 class LaunchError(RunnerError):

@@ -50,9 +50,9 @@ class Follower:
 
     def run(self) -> ExitCode:
         """Follow until the first machine says that the run has ended, or cannot be reached any more."""
-        life = self._life
+        life, location = self._life, self._config.checkpoint_location
         with life:
-            life.record("run_started", run_id=life.run_id, pid=os.getpid(), committed_step=-1)
+            life.record("run_started", run_id=life.run_id, pid=os.getpid(), committed_step=-1, location=location)
             life.loop.every(_TURN_S, self._turn)
             try:
                 exit_code, reason = self._follow()

@@ -22,11 +22,13 @@ from checkpointing import protocol
 from checkpointing.arena import Heartbeat, Phase
 from checkpointing.client import ATTEMPT_ENV, SOCKET_ENV
 from checkpointing.manager_environment import (
+    ALLOW_CHANGES_ENV,
     BATCH_ENV,
     FAILURES_ENV,
     LOCAL_TIER_ENV,
     LOCATION_ENV,
     RESUME_ENV,
+    RESUME_FROM_ENV,
     SKIP_ENV,
 )
 from checkpointing.memory import oom_kills
@@ -75,11 +77,18 @@ Record = Callable[..., None]
 
 @dataclass(frozen=True)
 class Job:
-    """What to run: the default job, or a script of the user's; whether what its ranks print is shown."""
+    """What to run: the default job, or a script of the user's; whether what its ranks print is shown.
+
+    Attributes:
+        resume_from: A checkpoint to start from while the run has none of its own.
+        allow_changes: Checkpoints of a job that differs from this one are resumed from.
+    """
 
     script: str | None = None
     args: tuple[str, ...] = ()
     show_output: bool = False
+    resume_from: str = ""
+    allow_changes: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,6 +100,7 @@ class Order:
         skipped: windows of steps that are passed over, as `checkpointing.spikes.SkippedSteps` reads them.
         failure_history: "FAILURES:SECONDS" of the run so far.
         lineage, lost_steps, reached: see `RunRecord`.
+        resume_from, allow_changes: See `Job`; the first node's count for nodes that were not given their own.
     """
 
     attempt: int
@@ -101,6 +111,8 @@ class Order:
     lineage: str = ""
     lost_steps: int = 0
     reached: int = 0
+    resume_from: str = ""
+    allow_changes: bool = False
 
     def to_message(self) -> Message:
         return asdict(self)
@@ -461,6 +473,8 @@ class Node:
     def _launch_request(self, order: Order, nnodes: int) -> Message:
         assert self._agent is not None
         launch = self._config.launch
+        resume_from = self._job.resume_from or order.resume_from
+        allow_changes = self._job.allow_changes or order.allow_changes
         endpoint, own = launch.rendezvous(nnodes)
         return {
             "run_id": self.run_id,
@@ -486,6 +500,8 @@ class Node:
                     LOST_STEPS_ENV: f"{order.lost_steps}:{order.reached}",
                     BATCH_ENV: str(order.divisor),
                     SKIP_ENV: order.skipped,
+                    **({RESUME_FROM_ENV: resume_from} if resume_from else {}),
+                    **({ALLOW_CHANGES_ENV: "1"} if allow_changes else {}),
                 },
                 "events": self._events.path,
                 "config": str(self._directory.config),
@@ -796,8 +812,11 @@ class Node:
             case "committed":
                 self._failed_saves.pop(message["tier"], None)
                 self._commit_s = message.get("duration_s")
-                self.committed_step = max(self.committed_step, message["step"])
+                # Of a further stage, counted over all of them.
+                self.committed_step = max(self.committed_step, int(message.get("run_step") or message["step"]))
                 self._display.state.committed_step = message["step"]
+            case "stage":
+                say(f"stage {message['number']} of the script begins: its checkpoints are in {message['stage']}")
             case "commit_failed":
                 count, _ = self._failed_saves.get(message["tier"], (0, ""))
                 self._failed_saves[message["tier"]] = (count + 1, message["error"])

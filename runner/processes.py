@@ -154,6 +154,14 @@ def _alive(process: psutil.Process) -> bool:
         return False
 
 
+def start_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since the machine did; None where it does not live (proc(5))."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[19]) if fields[0] not in ("Z", "X") else None
+    return None
+
+
 def state(pid: int) -> str:
     """One letter, as in ps(1): R, S, D, T (stopped), t (traced), Z; a question mark where there is no such process."""
     with contextlib.suppress(OSError, IndexError):

@@ -3,14 +3,53 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
+from checkpointing import locking
+from runner import processes
 from runner.failure import Failure, FailureKind, Window, read_window
 from runner.policy import WHOLE_BATCHES, AttemptRecord, BatchShape
 
 # Of failures without a new checkpoint between them; more than any budget.
 _MAX_FAILURES = 100
+
+
+@dataclass(frozen=True)
+class RunnerProcess:
+    """A supervisor, known by its machine, its process number and when it started.
+
+    Attributes:
+        started: clock ticks since the machine started: a process number is used again, but not at the same tick.
+    """
+
+    host: str
+    pid: int
+    started: int
+
+    @classmethod
+    def current(cls) -> RunnerProcess:
+        pid = os.getpid()
+        return cls(locking.this_machine(), pid, processes.start_ticks(pid) or 0)
+
+    @property
+    def is_alive_here(self) -> bool:
+        """Whether it lives, on this machine, and is another process than this one."""
+        here = self.host == locking.this_machine() and self.pid != os.getpid()
+        return here and processes.start_ticks(self.pid) == self.started
+
+    @classmethod
+    def from_dict(cls, body: Any) -> RunnerProcess | None:
+        """None where it cannot be understood: a note of an older version has none."""
+        try:
+            host, pid, started = body["host"], body["pid"], body["started"]
+        except (KeyError, TypeError):
+            return None
+        if not isinstance(host, str) or type(pid) is not int or type(started) is not int or not 0 < pid < 2**31:
+            return None
+        return cls(host, pid, started)
 
 
 @dataclass
@@ -24,6 +63,7 @@ class RunRecord:
         reached: the newest step that the last attempt which trained has finished.
         lost_steps: steps that have been computed again, as far as their loss was seen by a runner that lived on.
         lineage: the id of the first life of this run that kept a record: the same on whatever machine it goes on.
+        runner: The supervisor that wrote it last.
     """
 
     history: list[AttemptRecord] = field(default_factory=list)
@@ -33,6 +73,7 @@ class RunRecord:
     reached: int = 0
     lost_steps: int = 0
     lineage: str = ""
+    runner: RunnerProcess | None = None
 
     def add(self, record: AttemptRecord) -> None:
         """Note down a failure; those before a newly committed step are forgotten.
@@ -63,6 +104,7 @@ class RunRecord:
         body = {"attempt": attempt, "history": history, "batch": asdict(self.batch), "running": self.running}
         body |= {"skipped": self.skipped, "lineage": self.lineage}
         body |= {"reached": self.reached, "lost_steps": self.lost_steps}
+        body |= {"runner": asdict(self.runner)} if self.runner is not None else {}
         return json.dumps(body)
 
     @classmethod
@@ -93,6 +135,7 @@ class RunRecord:
                 reached,
                 lost_steps,
                 lineage,
+                RunnerProcess.from_dict(body.get("runner")),
             )
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             return cls()

@@ -21,6 +21,45 @@ from runner.journal import JOURNAL_NAME
 _PATIENCE_S = 120.0
 
 
+def hold_lock(
+    path: Path,
+    what: str,
+    option: str,
+    tell: Callable[[str], None],
+    cancelled: Callable[[], bool] = lambda: False,
+    patience_s: float | None = None,
+) -> tuple[int, bool]:
+    """Take a runner's lock; see `RunDirectory.lock`.
+
+    Args:
+        what: What the holder of such a lock does, for messages.
+        option: The option that names another place.
+        patience_s: How long to wait for a runner of another machine (default: 120).
+
+    Returns:
+        A descriptor that holds the lock as long as it is open, and whether it does.
+
+    Raises:
+        RunBusy: A runner of this machine holds it.
+        OSError: The file cannot be written.
+    """
+    fd = locking.open_lock(path)
+    deadline, told = time.monotonic() + (_PATIENCE_S if patience_s is None else patience_s), False
+    while not locking.try_lock(fd):
+        holder = locking.holder(fd)
+        if not locking.is_elsewhere(holder):
+            os.close(fd)
+            raise RunBusy(f"another runner ({holder}) {what}; stop it first, or choose another {option}")
+        if not told:
+            told = True
+            tell(f"a runner on another machine ({holder}) {what}; waiting for it to end")
+        if time.monotonic() >= deadline or cancelled():
+            tell("it has not ended; going on, and shutting it out")
+            return fd, False
+        time.sleep(0.2)
+    return fd, True
+
+
 class RunDirectory:
     """Paths inside `output_dir`."""
 
@@ -34,8 +73,11 @@ class RunDirectory:
         self.cache = self.root / "cache"
         self.best_model = self.root / "best_model"
         self._identity = self.root / "run.json"
+        self.job = self._own / "job.json"
         self._lock_path = self._own / ".runner.lock"
         self._lock_fd: int | None = None
+        # False, too, where a runner on another machine has not ended in time.
+        self.is_locked = False
 
     def create(self) -> None:
         """Make the folders.
@@ -62,26 +104,10 @@ class RunDirectory:
             UsageError: output_dir cannot be written.
         """
         try:
-            fd = locking.open_lock(self._lock_path)
+            what = f"works on {self.root}"
+            self._lock_fd, self.is_locked = hold_lock(self._lock_path, what, "--output-dir", tell, cancelled)
         except OSError as error:
             raise UsageError(f"output_dir={str(self.root)!r} cannot be written: {error.strerror}") from None
-        deadline, told = time.monotonic() + _PATIENCE_S, False
-        while not locking.try_lock(fd):
-            holder = locking.holder(fd)
-            if locking.is_elsewhere(holder):
-                if not told:
-                    told = True
-                    tell(f"a runner on another machine ({holder}) works on {self.root}; waiting for it to end")
-                if time.monotonic() < deadline and not cancelled():
-                    time.sleep(0.2)
-                    continue
-                tell("it has not ended; going on, and shutting it out")
-                break
-            os.close(fd)
-            raise RunBusy(
-                f"another runner ({holder}) works on {self.root}; stop it first, or choose another --output-dir"
-            )
-        self._lock_fd = fd
 
     def run_id(self) -> str:
         """The run's identity, made on first use."""
@@ -116,7 +142,7 @@ class RunDirectory:
         while (aside := self.root / f"previous-{number}").exists():
             number += 1
         aside.mkdir(parents=True)
-        for path in (self.config, self.journal, self.logs, self.best_model, self._identity):
+        for path in (self.config, self.job, self.journal, self.logs, self.best_model, self._identity):
             if path.exists():
                 shutil.move(path, aside / path.name)
         for tier, path in zip(("checkpoints", "local-tier"), reversed(checkpoints), strict=False):

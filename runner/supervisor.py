@@ -16,9 +16,10 @@ from typing import Any
 
 import tenacity
 
-from checkpointing.catalog import Catalog
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, StorageUnreachable
+from checkpointing.storage import LocalStorage
 from checkpointing.storage.objects import StorageTimeout
+from checkpointing.tiers import Tiers
 from runner.config import Config
 from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError, StorageFull, UsageError
 from runner.failure import Failure, FailureKind, combine
@@ -31,7 +32,7 @@ from runner.node import Job, Node, Order, Outcome
 from runner.peers import Leader, Message
 from runner.policy import AttemptRecord, BatchShape, Restart, Stop, backoff_s, decide
 from runner.progress import ProgressDisplay
-from runner.record import RunRecord
+from runner.record import RunnerProcess, RunRecord
 from runner.run_directory import RunDirectory
 from runner.states import RunState, StateMachine
 from runner.summary import summarise
@@ -46,11 +47,23 @@ class Supervisor:
     """Runs one job to its end; `run` may be called once."""
 
     def __init__(
-        self, config: Config, directory: RunDirectory, job: Job, display: ProgressDisplay, stop: StopRequest
+        self,
+        config: Config,
+        directory: RunDirectory,
+        job: Job,
+        display: ProgressDisplay,
+        stop: StopRequest,
+        *,
+        place: str | None = None,
     ) -> None:
-        """`stop` counts signals already."""
+        """
+        Args:
+            stop: counts signals already.
+            place: id of the location; None where that could not be asked.
+        """
         self._config, self._directory, self._job, self._display = config, directory, job, display
         self._states = StateMachine()
+        self._place = place
         self._life = Life(config, directory, display, stop)
         self._leader: Leader | None = None
         self._num_nodes = 1
@@ -72,19 +85,22 @@ class Supervisor:
             catalog = config.tiers.catalog
             # The journal lies on this machine; another one may have gone on with the run meanwhile.
             life.attempt = max(life.attempt, catalog.newest_attempt())
-            committed = catalog.committed_steps()
+            newest, over_all_stages = config.tiers.newest_committed()
             self._memory = RunRecord.from_json(config.tiers.durable.read_note())
             self._memory.lineage = self._memory.lineage or life.run_id
+            self._memory.runner = RunnerProcess.current()
             if needs_copy(config):
                 self._journal_copy = JournalCopy(self._directory.journal, self._memory.lineage, life.run_id)
-            self._display.state.committed_step = committed[-1] if committed else None
+            self._display.state.committed_step = newest if newest >= 0 else None
             life.record(
                 "run_started",
                 run_id=life.run_id,
                 pid=os.getpid(),
-                committed_step=max([*committed, -1]),
+                committed_step=newest,
                 max_restarts=config.restart.max_restarts,
                 cost=config.cost.model_dump(),
+                location=config.checkpoint_location,
+                place=self._place,
             )
             self._node = Node(
                 config,
@@ -98,10 +114,15 @@ class Supervisor:
                 stop=life.stop,
                 runtime=life.runtime,
             )
-            self._node.committed_step = max([*committed, -1])
+            self._node.committed_step = over_all_stages
             decision: Stop | None = None
             try:
-                decision = self._spent_by_lost_runners() or self._supervise()
+                decision = self._spent_by_lost_runners()
+                if decision is None:
+                    if not isinstance(config.tiers.durable, LocalStorage) and self._place is not None:
+                        # There is no lock: a second runner must find this one's name as early as can be.
+                        self._keep_record()
+                    decision = self._supervise()
             except RunnerError as error:
                 decision = Stop(error.exit_code, str(error))
             except OSError as error:
@@ -135,7 +156,7 @@ class Supervisor:
     def _last_step_is_durable(self) -> bool:
         """An agent that was lost at the very end may have had nothing left to do but to remove older checkpoints."""
         try:
-            return Catalog(self._config.tiers.durable).committed_steps()[-1:] == [self._last_step]
+            return Tiers(self._config.tiers.durable).newest_committed()[0] == self._last_step
         except (CheckpointError, OSError):
             return False
 
@@ -254,6 +275,8 @@ class Supervisor:
             memory.lineage,
             memory.lost_steps,
             memory.reached,
+            self._job.resume_from,
+            self._job.allow_changes,
         )
         self._ended.clear()
         self._states.move(RunState.RUNNING)
@@ -399,15 +422,19 @@ class Supervisor:
         return combine([own, *(self._ended[number] for number in sorted(self._ended)), *lost])
 
 
-def check_storage(config: Config) -> list[str]:
-    """Try what the run will need, before anything is started; returns what the user ought to know about the places.
+def check_storage(config: Config) -> tuple[list[str], bool]:
+    """Try what the run will need, before anything is started.
+
+    Returns:
+        What the user ought to know about the places, and whether the location does not answer: then the run goes on
+        from its local tier.
 
     Raises:
         UsageError: one of them cannot be used; the text says why.
         StorageFull: there is no room.
         StorageUnreachable: it does not answer, and there is no local tier to go on from.
     """
-    tiers, caveats = config.tiers, []
+    tiers, caveats, is_away = config.tiers, [], False
     for storage in tiers.nearest_first:
         try:
             caveats.append(storage.probe())
@@ -420,8 +447,9 @@ def check_storage(config: Config) -> list[str]:
                 raise UsageError(text) from None
             if tiers.local is None or not tiers.local.steps():
                 raise StorageUnreachable(f"{text}; start again when it answers") from None
+            is_away = True
             caveats.append(f"{text}; going on from {tiers.local.location}, uploads follow when it answers")
-    return [caveat for caveat in caveats if caveat is not None]
+    return [caveat for caveat in caveats if caveat is not None], is_away
 
 
 def check_resume_step(config: Config, step: int) -> list[str]:

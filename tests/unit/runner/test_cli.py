@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import pty
 import subprocess
@@ -43,7 +44,11 @@ def test_help_loads_nothing_heavy(command: list[str]) -> None:
         (["start", "--set", "trainer.lr=1"], "trainer.lr=1 is not an SFTConfig option"),
         (["start", "--set", "nonsense"], "write key=value"),
         (["start", "--config", "missing.yaml"], "missing.yaml"),
+        (["plan", "--set", "data.path=org/set"], "no model is configured; set model.name_or_path"),
+        (["doctor", "--set", "data.path=org/set"], "no model is configured; set model.name_or_path"),
+        (["chaos", "--set", "data.path=org/set"], "no model is configured; set model.name_or_path"),
         (["start", "missing.py"], "script 'missing.py' does not exist"),
+        (["start", "--resume-from", "nowhere"], "--resume-from 'nowhere': no such folder"),
         (["start", "--resume", "sometimes"], "use auto, never, or the number"),
         (["start", "--overwrite"], "--overwrite goes with --resume never"),
         (["start", "--nproc-per-node", "0"], "launch.nproc_per_node=0"),
@@ -81,6 +86,28 @@ def test_resume_never_refuses_an_existing_run(tmp_path: Path) -> None:
     result = runner("start", "--resume", "never", "--output-dir", str(tmp_path / "run"))
     assert result.returncode == 2
     assert "already holds a run; add --overwrite" in result.stderr
+
+
+def test_the_newest_run_is_shown_where_none_is_named(tmp_path: Path) -> None:
+    def status(**environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [RUNNER, "status", "--json"],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "OUTPUT_DIR": "", **environment},
+        )
+
+    refused = status()
+    assert refused.returncode == 2 and "there is no run in ./runs; give the output_dir" in refused.stderr
+    for number, name in enumerate(("old", "new", "empty")):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        if name != "empty":
+            journal = Journal(tmp_path / "runs" / name / "journal.jsonl", time.time)
+            journal.append("run_started", 0, run_id=name, committed_step=-1)
+            os.utime(tmp_path / "runs" / name / "journal.jsonl", (number, number))
+    assert json.loads(status().stdout)["run_id"] == "new"
+    assert json.loads(status(OUTPUT_DIR="runs/old").stdout)["run_id"] == "old"
 
 
 def test_watching_outlasts_storage_that_is_away(tmp_path: Path) -> None:

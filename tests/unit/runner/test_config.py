@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from runner import trainer_options
-from runner.config import DEFAULT_CONFIG, load_config, parse_setting
+from runner.config import DEFAULT_CONFIG, ModelConfig, load_config, parse_setting
 from runner.errors import UsageError
 
 
@@ -17,8 +17,12 @@ def write(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
+# A model, for what says nothing of it.
+MODEL = "model: {name_or_path: org/model}\n"
+
+
 def test_precedence_is_defaults_yaml_environment_command_line(tmp_path: Path) -> None:
-    path = write(tmp_path, "trainer: {learning_rate: 1e-5, num_train_epochs: 2}\noutput_dir: from-yaml\n")
+    path = write(tmp_path, MODEL + "trainer: {learning_rate: 1e-5, num_train_epochs: 2}\noutput_dir: from-yaml\n")
     environment = {"LEARNING_RATE": "2e-5", "EPOCHS": "7", "BATCH_SIZE": "28", "UNRELATED": "x"}
     config = load_config(path, environment, [parse_setting("trainer.learning_rate=3e-5")])
     assert config.trainer == {"learning_rate": 3e-5, "num_train_epochs": 7.0, "per_device_train_batch_size": 28}
@@ -154,5 +158,64 @@ def test_what_cannot_be_evaluated_or_trained_is_told(settings: list[str], proble
 
 
 def test_a_hub_set_may_have_a_split_for_evaluations() -> None:
-    config = load_config(None, {}, [parse_setting("data.path=org/set"), parse_setting("data.validation_split=test")])
+    settings = ["model.name_or_path=org/model", "data.path=org/set", "data.validation_split=test"]
+    config = load_config(None, {}, [parse_setting(text) for text in settings])
     assert config.data.has_validation
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "script"),
+    [
+        (["model.name_or_path=org/model"], {}, None),
+        (["model={name_or_path: org/model}"], {}, None),
+        ([], {"MODEL_NAME": "org/model"}, None),
+        (["data.path=org/set", "model.config={hidden_size: 8}"], {}, None),
+        ([], {}, "train.py"),
+    ],
+)
+def test_naming_a_model_data_or_script_leaves_nothing_of_the_bundled_job(
+    settings: list[str], environment: dict[str, str], script: str | None
+) -> None:
+    config = load_config(None, environment, [parse_setting(text) for text in settings], script=script)
+    assert config.trainer == {} and "num_hidden_layers" not in config.model.config
+    assert config.model.vocab_size == ModelConfig().vocab_size
+
+
+def test_other_settings_change_the_bundled_job() -> None:
+    settings = ["data.max_rows=9", "model.name_or_path=null", "model.config={hidden_size: 64}", "method.type=lora"]
+    config = load_config(None, {"EPOCHS": "1"}, [parse_setting(text) for text in settings])
+    assert config.trainer["save_steps"] == 20 and config.model.config == {"hidden_size": 64}
+
+
+@pytest.mark.parametrize(("text", "settings"), [("trainer: {bf16: true}", []), (None, ["data.path=org/set"])])
+def test_a_job_without_a_model_is_refused(text: str | None, settings: list[str], tmp_path: Path) -> None:
+    path = write(tmp_path, text) if text is not None else None
+    overrides = [parse_setting(setting) for setting in settings]
+    with pytest.raises(UsageError, match=r"no model is configured; set model\.name_or_path \(variable MODEL_NAME\)"):
+        load_config(path, {}, overrides)
+    # A run that exists is only looked at; a script brings its own model.
+    load_config(path, {}, overrides, needs_data=False)
+    load_config(path, {}, overrides, script="train.py")
+
+
+@pytest.mark.parametrize(
+    ("path", "settings", "script", "folder"),
+    [
+        (None, [], None, "runs/default"),
+        (str(DEFAULT_CONFIG), [], None, "runs/default"),
+        ("qwen2.5-7b.yaml", [], None, "runs/qwen2.5-7b"),
+        ("job.yaml", [], "some/where/train.py", "runs/train"),
+        (None, [], "train.py", "runs/train"),
+        (None, ["model.name_or_path=Qwen/Qwen2.5-7B"], None, "runs/Qwen2.5-7B"),
+        (None, ["model.config={hidden_size: 8}", "data.path=org/set"], None, "runs/set"),
+        (None, ["output_dir=elsewhere"], "train.py", "elsewhere"),
+    ],
+)
+def test_the_default_folder_is_named_after_the_job(
+    path: str | None, settings: list[str], script: str | None, folder: str, tmp_path: Path
+) -> None:
+    if path is not None and not Path(path).is_absolute():
+        path = str(tmp_path / path)
+        Path(path).write_text(MODEL)
+    config = load_config(path, {}, [parse_setting(text) for text in settings], script=script)
+    assert config.output_dir == folder

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from checkpointing import protocol
-from runner.node import Node
+from runner.config import LaunchConfig
+from runner.node import Job, Node, Order
 
 
 @pytest.mark.parametrize(
@@ -27,3 +29,26 @@ def test_an_agent_that_only_complains_gets_nowhere(event: str, is_progress: bool
         protocol.send(theirs, {"event": event, **details})
         node._on_agent(ours)
     assert (node._heard_at > 0) == is_progress
+
+
+def launch_environment(job: Job, order: Order) -> dict[str, str]:
+    """What ranks are started with."""
+    node: Any = object.__new__(Node)
+    node._agent = SimpleNamespace(process=SimpleNamespace(socket_path="socket"))
+    checkpoint = SimpleNamespace(local_tier=None)
+    node._config = SimpleNamespace(launch=LaunchConfig(), checkpoint=checkpoint, checkpoint_location="place")
+    node._directory = SimpleNamespace(logs=Path("logs"), config=Path("config"), cache=Path("cache"))
+    node._events, node._job, node._nproc, node.run_id = SimpleNamespace(path="events"), job, 2, "run"
+    environment: dict[str, str] = node._launch_request(order, 1)["spec"]["env"]
+    return environment
+
+
+def test_ranks_learn_where_to_start_from_and_whether_the_job_may_differ() -> None:
+    names = {"CHECKPOINT_RESUME_FROM", "CHECKPOINT_ALLOW_CHANGES"}
+    assert not names & launch_environment(Job(), Order(1, 1)).keys()
+    told = launch_environment(Job(resume_from="/own", allow_changes=True), Order(1, 1, resume_from="/first"))
+    assert [told[name] for name in sorted(names)] == ["1", "/own"]
+    # Another node's ranks learn it from the first one.
+    message = Order(1, 1, resume_from="/first", allow_changes=True).to_message()
+    told = launch_environment(Job(), Order.from_message(message))
+    assert [told[name] for name in sorted(names)] == ["1", "/first"]

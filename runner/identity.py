@@ -1,0 +1,313 @@
+"""What makes a job the same job, so that checkpoints of one are never taken for another's.
+
+A job is a flat mapping of names to values: the script with its content and arguments, or the configured model, method,
+data and trainer options. What may change without making it another job is left out of that mapping. Where a job has run
+to its end, its `settings` (steps, epochs, arguments) say whether there is more to do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import xxhash
+
+from checkpointing.threads import in_background
+from runner.config import Config
+
+RECORD_NAME = "job.json"
+_VERSION = 1
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Options of the trainer that may change without making it another job. With them may change: `launch`, `restart`,
+# `strategy`, `checkpoint`, `guards`, `tracking`, `monitoring`, `cost` and `output_dir`.
+CHANGEABLE_OPTIONS = (
+    # How long it trains, and what of the learning rate's schedule follows from that.
+    _names("max_steps num_train_epochs warmup_steps warmup_ratio")
+    # How the samples of a step are split; the ranks themselves check how many these are.
+    | _names("per_device_train_batch_size gradient_accumulation_steps auto_find_batch_size")
+    # When it saves and evaluates, and what it keeps.
+    | _names(
+        """save_strategy save_steps save_total_limit save_on_each_node save_only_model metric_for_best_model
+        greater_is_better load_best_model_at_end output_dir overwrite_output_dir do_eval do_predict eval_strategy
+        eval_steps eval_delay eval_on_start eval_accumulation_steps eval_do_concat_batches eval_use_gather_object
+        per_device_eval_batch_size batch_eval_metrics prediction_loss_only include_for_metrics
+        include_num_input_tokens_seen"""
+    )
+    # What it logs, and where it reports to.
+    | _names(
+        """logging_strategy logging_steps logging_first_step logging_nan_inf_filter logging_dir log_level
+        log_level_replica log_on_each_node report_to run_name project disable_tqdm skip_memory_metrics push_to_hub
+        hub_model_id hub_strategy hub_private_repo hub_always_push hub_revision trackio_space_id trackio_bucket_id
+        trackio_static_space_id"""
+    )
+    # How it is computed, and on what.
+    | _names(
+        """dataloader_num_workers dataloader_prefetch_factor dataloader_persistent_workers dataloader_pin_memory
+        dataloader_multiprocessing_context dataset_num_proc ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb
+        ddp_find_unused_parameters ddp_static_graph ddp_timeout fsdp fsdp_config local_rank use_cpu
+        gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs
+        activation_offloading torch_compile torch_compile_backend torch_compile_mode torch_empty_cache_steps
+        full_determinism debug enable_jit_checkpoint resume_from_checkpoint restore_callback_states_from_checkpoint"""
+    )
+)
+# Arguments of a script with the same meaning, besides these names themselves; dashes count as underscores.
+CHANGEABLE_ARGUMENTS = CHANGEABLE_OPTIONS | _names(
+    """steps num_steps total_steps train_steps max_train_steps num_train_steps iterations max_iterations max_iters
+    epochs num_epochs max_epochs n_epochs train_epochs total_epochs
+    save_every save_interval save_freq checkpoint_every checkpointing_steps eval_every eval_interval
+    log_every log_interval logging_interval log_dir out_dir output_path save_dir checkpoint_dir
+    workers num_workers resume resume_from verbose"""
+)
+# Flags among them: the next argument is not their value.
+_FLAGS = _names("overwrite_output_dir disable_tqdm verbose push_to_hub")
+# Never written down.
+_SECRET = re.compile(r"(?:hub|hf|access|auth|api|bearer)?_?token|(?:.*_)?(?:api_?key|password|secret|secret_key)")
+
+_WHOLE_BYTES = 256 * 1024 * 1024
+_NUM_PIECES, _PIECE_BYTES = 64, 1024 * 1024
+# A server that says nothing about a file leaves the job known by the file's name.
+_PATIENCE_S = 5.0
+_CONTENT = " content"
+_SHOWN_CHARACTERS, _SHOWN_DIFFERENCES = 40, 6
+
+
+@dataclass(frozen=True)
+class JobIdentity:
+    """A job.
+
+    Attributes:
+        what: makes it the same job; names that end with " content" are digests, and absent where they are not known.
+        settings: what may change, and says how far it is to run.
+    """
+
+    what: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> bytes:
+        body = {"version": _VERSION, "job": dict(self.what), "settings": dict(self.settings)}
+        return json.dumps(body, indent=1).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, data: bytes | None) -> JobIdentity | None:
+        """Parse what `to_json` made; None where there is nothing, or it is damaged or of another version."""
+        try:
+            body = json.loads(data or b"")
+            what, settings = body["job"], body["settings"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+        if body.get("version") != _VERSION or not isinstance(what, dict) or not isinstance(settings, dict):
+            return None
+        return cls(what, settings) if isinstance(what.get("job"), str) else None
+
+    def completed_by(self, earlier: JobIdentity) -> JobIdentity:
+        """Keep digests that were known earlier and cannot be had now."""
+        known = {name: value for name, value in earlier.what.items() if name.endswith(_CONTENT)}
+        return JobIdentity({**known, **self.what}, self.settings) if known.keys() - self.what.keys() else self
+
+
+def differences(old: JobIdentity, new: JobIdentity) -> list[str]:
+    """Say what makes `new` another job than `old`, one text for each name; empty if it is the same."""
+    if old.what["job"] != new.what["job"]:
+        return [_change("job", old.what, new.what)]
+    found: list[str] = []
+    changed: set[str] = set()
+    for name in dict.fromkeys([*new.what, *old.what]):
+        before, after = old.what.get(name), new.what.get(name)
+        if before == after:
+            continue
+        subject = name.removesuffix(_CONTENT)
+        if subject == name:
+            changed.add(name)
+            found.append(_change(name, old.what, new.what))
+        elif before is not None and after is not None and subject not in changed:
+            found.append(f"{subject}: content changed")
+    return found
+
+
+def summarised(texts: Sequence[str]) -> str:
+    """Differences as a part of one line."""
+    shown = "; ".join(texts[:_SHOWN_DIFFERENCES])
+    return shown + (f"; and {len(texts) - _SHOWN_DIFFERENCES} more" if len(texts) > _SHOWN_DIFFERENCES else "")
+
+
+def identify(config: Config, script: str | None = None, arguments: Sequence[str] = ()) -> JobIdentity:
+    """Describe the job that this configuration, or this script with its arguments, is."""
+    return _identify_script(Path(script), arguments) if script is not None else _identify_configured(config)
+
+
+def _identify_script(script: Path, arguments: Sequence[str]) -> JobIdentity:
+    what: dict[str, Any] = {"job": f"script {script.name}"}
+    _add_content(what, script.name, digest_of_file(script))
+    settings: dict[str, Any] = {}
+    positional: list[str] = []
+    for name, value in parse_arguments(arguments):
+        if name is None:
+            positional.append(str(value))
+        elif not _SECRET.fullmatch(name):
+            # Given twice, both count.
+            target = settings if name in CHANGEABLE_ARGUMENTS else what
+            key = f"--{name}"
+            target[key] = f"{target[key]} {value}" if key in target else value
+    if positional:
+        what["arguments"] = " ".join(positional)
+    return JobIdentity(what, settings)
+
+
+def parse_arguments(arguments: Sequence[str]) -> list[tuple[str | None, str | bool]]:
+    """Split a script's arguments into options and others.
+
+    Returns:
+        For each option its name, with underscores and without leading dashes, and its value (True: none); for anything
+        else None and the argument itself. `name=value` without dashes, as Hydra has it, is an option by its last part.
+    """
+    found: list[tuple[str | None, str | bool]] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        name, separator, value = argument.partition("=")
+        if not argument.startswith("-") or not name.strip("-"):
+            key = name.lstrip("+").rpartition(".")[2] if separator else ""
+            is_option = re.fullmatch(r"[\w-]+", key) is not None and _normalised(key) in CHANGEABLE_ARGUMENTS
+            found.append((_normalised(key), value) if is_option else (None, argument))
+        elif _is_number(argument):
+            found.append((None, argument))
+        elif separator:
+            found.append((_normalised(name), value))
+        elif rest and (not rest[0].startswith("-") or _is_number(rest[0])) and _normalised(name) not in _FLAGS:
+            found.append((_normalised(name), rest.pop(0)))
+        else:
+            found.append((_normalised(name), True))
+    return found
+
+
+def _normalised(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"-\d*\.?\d+(?:[eE][+-]?\d+)?", text) is not None
+
+
+def _identify_configured(config: Config) -> JobIdentity:
+    what: dict[str, Any] = {"job": "the configured job"}
+    # Without defaults: a later version's new keys do not make it another job.
+    model = config.model.model_dump(mode="json", exclude_defaults=True)
+    name = model.pop("name_or_path", None)
+    if name is not None:
+        folder = Path(name)
+        what["model.name_or_path"] = folder.resolve().name if folder.is_dir() else name
+        _add_content(what, "model.name_or_path", _digest_of_folder(folder) if folder.is_dir() else None)
+    what |= _flat("model", model)
+    what |= _flat("method", config.method.model_dump(mode="json", exclude_defaults=True))
+    data = config.data.model_dump(mode="json", exclude_defaults=True)
+    for key in ("path", "validation_path"):
+        source = data.pop(key, None)
+        if source is not None:
+            what[f"data.{key}"], content = _describe_data(source)
+            _add_content(what, f"data.{key}", content)
+    what.setdefault("data.path", "the bundled data")
+    what |= _flat("data", data)
+    what["scale_learning_rate"] = config.scale_learning_rate
+    settings: dict[str, Any] = {}
+    for option, value in sorted(config.trainer.items()):
+        if value is not None and not _SECRET.fullmatch(option):
+            target = settings if option in CHANGEABLE_OPTIONS else what
+            target[f"trainer.{option}"] = json.loads(json.dumps(value, default=str))
+    return JobIdentity(what, settings)
+
+
+def _flat(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}.{key}"
+        found |= _flat(name, value) if isinstance(value, dict) else {name: value}
+    return found
+
+
+def _add_content(what: dict[str, Any], name: str, digest: str | None) -> None:
+    if digest is not None:
+        what[f"{name}{_CONTENT}"] = digest
+
+
+def _describe_data(source: str) -> tuple[str, str | None]:
+    """Name it, and tell its content where that can be known: of a local file or folder, or of one at a URL."""
+    local = source.removeprefix("file://") if source.startswith("file:///") else source
+    if "://" in local:
+        parts = urlsplit(local)
+        # Neither credentials nor the signature of a link, which is another one each time.
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}", _ask_server(source)
+    path = Path(local)
+    if path.is_dir():
+        return path.resolve().name, _digest_of_folder(path)
+    return (path.name, digest_of_file(path)) if path.is_file() else (source, None)
+
+
+def digest_of_file(path: Path) -> str | None:
+    """XXH3 of a file: of all its bytes, or, above 256 MB, of its size and 64 pieces of it; None if it is unreadable."""
+    state = xxhash.xxh3_64()
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size <= _WHOLE_BYTES:
+                while piece := file.read(16 * _PIECE_BYTES):
+                    state.update(piece)
+            else:
+                state.update(str(size).encode())
+                for number in range(_NUM_PIECES):
+                    file.seek((size - _PIECE_BYTES) * number // (_NUM_PIECES - 1))
+                    state.update(file.read(_PIECE_BYTES))
+    except OSError:
+        return None
+    return f"xxh3:{state.hexdigest()}"
+
+
+def _digest_of_folder(folder: Path) -> str | None:
+    """Of the names and sizes of its files, and of the content of config.json."""
+    state = xxhash.xxh3_64()
+    try:
+        paths = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+        for path in paths:
+            state.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+    except OSError:
+        return None
+    state.update((digest_of_file(folder / "config.json") or "").encode())
+    return f"xxh3:{state.hexdigest()}"
+
+
+def _ask_server(url: str) -> str | None:
+    """Size and entity tag of a file at a URL, if its server says so at once."""
+
+    def ask() -> str | None:
+        import fsspec
+
+        file_system, path = fsspec.core.url_to_fs(url)
+        info = file_system.info(path)
+        size, tag = info.get("size"), next((info[key] for key in ("ETag", "etag", "md5Hash") if info.get(key)), None)
+        return f"{size} bytes, tag {tag}" if size is not None and tag is not None else None
+
+    try:
+        return in_background(ask, "identity").result(_PATIENCE_S)
+    except Exception:  # any back end's own, or the time is over
+        return None
+
+
+def _change(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    return f"{name}: {_shown(old.get(name))} -> {_shown(new.get(name))}"
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "(not given)"
+    text = " ".join((value if isinstance(value, str) else json.dumps(value)).split())
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 1]}…"
