@@ -21,6 +21,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from runner.config import DEFAULT_CONFIG
+
 RUNNER = [str(Path(sys.executable).with_name("runner"))]
 # One epoch of the bundled job (dropout on), a checkpoint every 20 steps, all kept.
 SHORT_JOB = ["--set", "trainer.num_train_epochs=1", "--set", "trainer.save_total_limit=20"]
@@ -264,6 +266,13 @@ class Run:
     def _dead(self) -> str:
         assert self.process is not None and self.process.stdout is not None
         return f"the run ended early:\n{self.process.stdout.read()}"
+
+
+def bundled(run: Run) -> Run:
+    """Have it train the bundled model, also where its options name other data."""
+    at = run.command.index("start") + 1
+    run.command[at:at] = ["--config", str(DEFAULT_CONFIG)]
+    return run
 
 
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -69,8 +69,10 @@ def test_an_adapter_is_saved_without_its_base_and_refuses_another(tmp_path: Path
     # The base was made for this run: best_model stands alone.
     AutoModelForCausalLM.from_pretrained(run.folder / "best_model")
 
-    other_base = job(run.folder, *LORA, "trainer.max_steps=30", "trainer.seed=7").start()
-    assert other_base.finish() == 78, other_base.output
+    other_base = job(run.folder, *LORA, "trainer.max_steps=30", "trainer.seed=7")
+    assert other_base.start().finish() == 2 and "(trainer.seed: 42 -> 7)" in other_base.output, other_base.output
+    other_base.command.append("--allow-changes")
+    assert other_base.start().finish() == 78, other_base.output
     assert "was trained on another base model" in other_base.output and "Traceback" not in other_base.output
     assert run.checkpoint(24).exists(), "what is refused is not set aside"
 

@@ -45,9 +45,10 @@ ELSEWHERE = """#!/bin/bash
 if [ "$SLURMD_NODENAME" = n1 ]; then exec RUNNER "$@"; fi
 exec unshare --mount --uts --pid --fork --mount-proc --kill-child bash -c '
     hostname n2
-    touch "$OUTPUT_DIR/own.1" "$OUTPUT_DIR/own.2"
+    touch "$OUTPUT_DIR/own.1" "$OUTPUT_DIR/own.2" "$OUTPUT_DIR/own.3"
     mount --bind "$OUTPUT_DIR/own.1" "$OUTPUT_DIR/.runner.lock"
     mount --bind "$OUTPUT_DIR/own.2" "$OUTPUT_DIR/checkpoints/.agent.lock"
+    mount --bind "$OUTPUT_DIR/own.3" "$OUTPUT_DIR/checkpoints/.supervisor.lock"
     exec RUNNER "$@"' runner "$@"
 """
 

@@ -43,7 +43,7 @@ def test_a_full_disk_ends_the_run_in_good_order_and_more_room_lets_it_go_on(
     assert not run.leftovers()
 
     filler.unlink()
-    again = Run(tmp_path / "run", *options, script=script(tmp_path)).start()
+    again = Run(tmp_path / "run", *options, "--allow-changes", script=script(tmp_path)).start()
     assert again.finish() == 0, again.output
     assert state_hash(location / "checkpoint-60") == state_hash(untouched_script.checkpoint(60))
 
@@ -60,7 +60,7 @@ def test_a_second_runner_on_the_same_checkpoints_ends_the_first(tmp_path: Path, 
     assert "attempt 2 of this run has begun" in old.events("run_ended")[0]["reason"]
     before = {path.name for path in (tmp_path / "shared").glob("checkpoint-*")}
 
-    new = Run(tmp_path / "new", *options, script=script(tmp_path)).start()
+    new = Run(tmp_path / "new", *options, "--allow-changes", script=script(tmp_path)).start()
     assert new.finish() == 0, new.output
     assert new.events("attempt_started")[0]["attempt"] == 3
     assert before <= {path.name for path in (tmp_path / "shared").glob("checkpoint-*")}

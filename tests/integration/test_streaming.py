@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from integration.support import Run, history, state_hash
+from integration.support import Run, bundled, history, state_hash
 from integration.test_data_order import END, GLOBAL_BATCH, ROWS, listing_script, seen, wait_for_commit_in
 
 STREAMED = [
@@ -50,7 +50,9 @@ def streamed(folder: Path) -> list[str]:
     script = listing_script(folder)
     path = Path(script[0])
     text = path.read_text().replace("train_dataset=rows,", "train_dataset=rows.to_iterable_dataset(num_shards=3),")
-    path.write_text(text.replace("resilient(", "resilient(shuffle_samples=20, snapshot_steps=2, trainer="))
+    path.write_text(
+        text.replace("resilient(", "resilient(seekable_stream=True, shuffle_samples=20, snapshot_steps=2, trainer=")
+    )
     return script
 
 
@@ -88,7 +90,7 @@ def test_bad_streams_are_told(tmp_path: Path) -> None:
     )
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = job(tmp_path / "row", f"data.path={path}", "data.shuffle_samples=null").start()
+    run = bundled(job(tmp_path / "row", f"data.path={path}", "data.shuffle_samples=null")).start()
     assert run.finish() == 78 and "row 41: completion is ' '" in run.output, run.output
     run = job(tmp_path / "steps", "trainer.max_steps=-1").start()
     assert run.finish() == 2 and "data.streaming needs trainer.max_steps" in run.output, run.output
@@ -97,7 +99,9 @@ def test_bad_streams_are_told(tmp_path: Path) -> None:
 
     good = job(tmp_path / "changed", "trainer.max_steps=6").start()
     assert good.finish() == 0, good.output
-    changed = job(tmp_path / "changed", "data.streaming=false", "trainer.max_steps=12").start()
+    changed = job(tmp_path / "changed", "data.streaming=false", "trainer.max_steps=12")
+    changed.command.append("--allow-changes")
+    changed.start()
     assert (
         changed.finish() == 78
         and "was trained on data that was streamed (loop_state_0.json), now it is not" in changed.output

@@ -53,7 +53,9 @@ def test_the_nearest_valid_copy_is_resumed_from_and_s3_alone_is_enough(
     # A damaged copy on the local disk: the other one, of the same step.
     damaged = local / f"checkpoint-{newest}" / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-8] + b"damaged!")
-    again = Run(run.folder, *chosen, script=script(tmp_path, crawl=0, attempt=2)).start()
+    # The script's text says how slowly it trains.
+    changed = (*chosen, "--allow-changes")
+    again = Run(run.folder, *changed, script=script(tmp_path, crawl=0, attempt=2)).start()
     wait_until(again, lambda: again.events("resumed"))
     again.signal(signal.SIGTERM)
     assert again.finish() == 75, again.output
@@ -64,7 +66,7 @@ def test_the_nearest_valid_copy_is_resumed_from_and_s3_alone_is_enough(
     newest = steps(location)[-1]
     shutil.rmtree(local)
     shutil.rmtree(run.folder)
-    fresh = Run(tmp_path / "run", *chosen, script=script(tmp_path)).start()
+    fresh = Run(tmp_path / "run", *changed, script=script(tmp_path)).start()
     assert fresh.finish() == 0, fresh.output
     assert [(e["from"], e["step"]) for e in fresh.events("resumed")] == [("memory", newest)], (
         "fetched once for all ranks"
