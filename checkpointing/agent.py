@@ -94,10 +94,9 @@ class Agent:
         # One for each stage of the run, by name; and that of the stage which trains now.
         self._stage = FIRST_STAGE
         self._make_writer = functools.partial(Writer, commits=commits, local_keep_last=local_keep_last)
-        self._writer = self._make_writer(tiers, self._tell)
-        self._tiers, self._writers = tiers, {FIRST_STAGE.name: self._writer}
-        # Of the attempt, by stage.
-        self._fencings: dict[str, Fencing] = {}
+        self._tiers, self._writers = tiers, {FIRST_STAGE.name: self._make_writer(tiers, self._tell)}
+        # Of the attempt, in the stage that trains now.
+        self._fencing: Fencing | None = None
         # The newest checkpoint is to be read into memory before the ranks ask.
         self._fetch_wanted = False
         # The leader's latest decision: which request it answers (a step may be asked for again), and the arena, or None
@@ -129,7 +128,7 @@ class Agent:
 
     def run(self) -> bool:
         """Serve until told to stop; returns whether the newest snapshot is committed then."""
-        self._writer.start()
+        self._run_writer.start()
         with selectors.DefaultSelector() as selector:
             self._selector = selector
             selector.register(self._listener, selectors.EVENT_READ)
@@ -235,9 +234,9 @@ class Agent:
                 self._commit_newest()
                 self._reply(client, {"event": "attempt_over"})
             case "note":
-                self._writer.note(message["text"])
+                self._run_writer.note(message["text"])
             case "record":
-                self._writer.record(message["name"], message["path"], int(message["start"]), int(message["end"]))
+                self._run_writer.record(message["name"], message["path"], int(message["start"]), int(message["end"]))
             case "ping":
                 self._reply(client, {"event": "pong"})
             case "shutdown":
@@ -266,8 +265,7 @@ class Agent:
             return
         self._drop_unfinished()
         self._attempt = attempt
-        self._fencings.clear()
-        self._stage, self._writer = FIRST_STAGE, self._writers[FIRST_STAGE.name]
+        self._stage = FIRST_STAGE
         self._begin_stage(fetch=fetch)
         self._control.stop_requested = False
         self._control.clear()
@@ -284,18 +282,14 @@ class Agent:
         self._drop_unfinished()
         self._stage = stage
         if stage.name not in self._writers:
-            local = self._tiers.local
-            tiers = open_tiers(
-                stage.inside(self._tiers.durable.location), stage.inside(local.location) if local is not None else None
-            )
-            self._writers[stage.name] = self._make_writer(tiers, functools.partial(self._tell_of, stage))
+            tell = functools.partial(self._tell_of, stage)
+            self._writers[stage.name] = self._make_writer(self._tiers.inside(stage), tell)
             self._writers[stage.name].start()
-        self._writer = self._writers[stage.name]
         self._control.last_commit = CommitReport()
         self._begin_stage(fetch=fetch)
         event = {"event": "stage", "stage": stage.name, "number": stage.number, "steps_before": stage.steps_before}
         self._publish(event)
-        self._writers[FIRST_STAGE.name].keep(f"{stage.name}.json", stage.to_json())
+        self._run_writer.keep(f"{stage.name}.json", stage.to_json())
 
     def _begin_stage(self, *, fetch: bool) -> None:
         self._fetch_wanted = fetch
@@ -304,11 +298,17 @@ class Agent:
         # What is still held of older attempts stays ours to commit.
         whole = [arena for arena in self._of_stage() if arena.state is ArenaState.WHOLE]
         held = [(arena.step, arena.info.attempt) for arena in whole if arena.info]
-        self._fencings[self._stage.name] = self._writer.begin_attempt(self._attempt, held)
+        self._fencing = self._writer.begin_attempt(self._attempt, held)
 
     @property
-    def _fencing(self) -> Fencing | None:
-        return self._fencings.get(self._stage.name)
+    def _writer(self) -> Writer:
+        """Of the stage that trains now."""
+        return self._writers[self._stage.name]
+
+    @property
+    def _run_writer(self) -> Writer:
+        """Of the run's own location, where other machines look for what is kept of the run as a whole."""
+        return self._writers[FIRST_STAGE.name]
 
     def _of_stage(self) -> list[Arena]:
         """Arenas whose snapshot is of the stage that trains now."""
@@ -332,8 +332,7 @@ class Agent:
                 return
             self._decided = (request, arena)
             if arena is not None:
-                arena.begin(step)
-                arena.stage = self._stage.name
+                arena.begin(step, self._stage.name)
             elif self._pool.arenas:
                 self._publish({"event": "snapshot_skipped", "step": step, "reason": "all arenas are being written"})
         elif self._decided is None or self._decided[0] != request:
@@ -441,9 +440,7 @@ class Agent:
 
     def _discard(self, step: int, reason: str) -> None:
         """A rank read other bytes than were digested: never offer or publish them."""
-        for arena in self._pool.arenas:
-            if arena not in self._of_stage():
-                continue
+        for arena in self._of_stage():
             if arena.state is ArenaState.WHOLE and arena.step == step and not arena.damaged:
                 arena.damaged = True
                 self._publish({"event": "snapshot_damaged", "step": step, "reason": reason})
@@ -552,8 +549,7 @@ class Agent:
         arena = self._pool.take(end, num_wanted=1)
         if arena is None:
             return
-        arena.begin(entry.step, ArenaState.FETCHING)
-        arena.stage = self._stage.name
+        arena.begin(entry.step, self._stage.name, ArenaState.FETCHING)
         arena.files = files
         arena.info = manifest.info
         arena.commit_wanted = True  # it is committed

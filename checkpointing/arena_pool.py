@@ -59,9 +59,9 @@ class Arena:
         """It holds a whole snapshot that nobody has found damaged."""
         return self.state is ArenaState.WHOLE and not self.damaged
 
-    def begin(self, step: int, state: ArenaState = ArenaState.FILLING) -> None:
+    def begin(self, step: int, stage: str, state: ArenaState = ArenaState.FILLING) -> None:
         """Forget the last snapshot and let this step's be written."""
-        self.state, self.step = state, step
+        self.state, self.step, self.stage = state, step, stage
         self.copied_by.clear()
         self.digests = {}
         self.digested = threading.Event()

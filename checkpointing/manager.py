@@ -172,8 +172,7 @@ class CheckpointManager:
             raise ValueError("CheckpointManager needs a location: a directory for the checkpoints")
         if LOCATION_ENV in os.environ:
             local_tier = os.environ.get(LOCAL_TIER_ENV) or None
-        open_tiers(location, local_tier)  # raises for what is not usable
-        self._location, self._local_tier, self._local_keep_last = location, local_tier, local_keep_last
+        self._all_tiers, self._local_keep_last = open_tiers(location, local_tier), local_keep_last
         self._resume = resume_policy(os.environ.get(RESUME_ENV) or str(resume if resume is not None else "auto"))
         cadence = Cadence(snapshot_steps, save_steps, save_minutes, overhead_cap)
         num_failures, _, observed_s = os.environ.get(FAILURES_ENV, "0:0").partition(":")
@@ -232,21 +231,16 @@ class CheckpointManager:
     def _tiers(self) -> Tiers:
         return self._opened()[2]
 
-    def open(self) -> None:
-        """Reach the node's agent, or start one; every rank at the same time. Done by the first method that needs it.
+    def _opened(self) -> tuple[AgentClient, Snapshotter, Tiers]:
+        """Reach the node's agent, or start one; every rank at the same time.
 
         Raises:
             AgentUnavailable: the agent cannot be reached or started.
         """
-        self._opened()
-
-    def _opened(self) -> tuple[AgentClient, Snapshotter, Tiers]:
         if self._connection is None:
             self._stage = STAGES.enter(self._own_location, supervised=LOCATION_ENV in os.environ)
-            location, local_tier = self._stage.inside(self._location), self._local_tier
-            local_tier = self._stage.inside(local_tier) if local_tier is not None else None
-            tiers = open_tiers(location, local_tier)
-            client = self._connect(tiers, location, local_tier)
+            tiers = self._all_tiers.inside(self._stage)
+            client = self._connect(tiers)
             ranks = Ranks(self.rank, self.world_size, self.local_rank, self.local_world_size, self._copy_group)
             self._connection = (client, Snapshotter(client, tiers, ranks, **self._options), tiers)
         return self._connection
@@ -783,11 +777,11 @@ class CheckpointManager:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _connect(self, tiers: Tiers, location: str, local_tier: str | None) -> AgentClient:
+    def _connect(self, tiers: Tiers) -> AgentClient:
         socket_path = os.environ.get(SOCKET_ENV)
         attempt = int(os.environ.get(ATTEMPT_ENV, "0"))
         if socket_path is None:
-            socket_path, attempt = self._start_own_agent(tiers, location, local_tier)
+            socket_path, attempt = self._start_own_agent(tiers)
         return AgentClient(
             socket_path,
             attempt,
@@ -800,7 +794,7 @@ class CheckpointManager:
             on_detach=unpin,
         )
 
-    def _start_own_agent(self, tiers: Tiers, location: str, local_tier: str | None) -> tuple[str, int]:
+    def _start_own_agent(self, tiers: Tiers) -> tuple[str, int]:
         """Local rank 0 starts the node's agent; its peers learn the address from it."""
         mine: tuple[str, int] | str | None = None
         if self.local_rank == 0:
@@ -810,9 +804,9 @@ class CheckpointManager:
                 run_id = manifest.run_id if manifest is not None else uuid.uuid4().hex
                 attempt = catalog.newest_attempt() + 1
                 self._own_agent = AgentProcess.start(
-                    location,
+                    tiers.durable.location,
                     run_id,
-                    local_tier=local_tier,
+                    local_tier=tiers.local.location if tiers.local is not None else None,
                     local_keep_last=self._local_keep_last,
                     commits=self.rank == 0,
                     memory_limit=self._memory_limit,

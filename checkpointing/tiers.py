@@ -33,6 +33,11 @@ class Tiers:
     def catalog(self) -> Catalog:
         return Catalog(*self.nearest_first)
 
+    def inside(self, stage: Stage) -> Tiers:
+        """Where one of the run's trainings keeps its checkpoints."""
+        local = stage.inside(self.local.location) if self.local is not None else None
+        return open_tiers(stage.inside(self.durable.location), local)
+
     @property
     def stages(self) -> list[tuple[Stage, Tiers]]:
         """The run's trainings after its first one, in their order, and where their checkpoints lie.
@@ -44,8 +49,7 @@ class Tiers:
         for name in self.durable.records("stage-"):
             stage = Stage.from_json(self.durable.read_record(name))
             if stage is not None:
-                local = stage.inside(self.local.location) if self.local is not None else None
-                found.append((stage, open_tiers(stage.inside(self.durable.location), local)))
+                found.append((stage, self.inside(stage)))
         return sorted(found, key=lambda item: item[0].number)
 
     def newest_committed(self) -> tuple[int, int]:

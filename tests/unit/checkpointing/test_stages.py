@@ -123,6 +123,23 @@ def test_a_stage_has_checkpoints_and_snapshots_of_its_own(agent: AgentProcess, t
     }
 
 
+def test_what_is_kept_of_the_run_stays_at_its_location_in_later_stages(agent: AgentProcess, tmp_path: Path) -> None:
+    """There another machine looks for the supervisor's note and the journal's copy."""
+    (tmp_path / "journal").write_bytes(b"events")
+    monitor = protocol.connect(agent.socket_path)
+    protocol.send(monitor, {"do": "hello", "role": "monitor"})
+    second = rank(agent, SECOND)
+    second.offer()
+    protocol.send(monitor, {"do": "note", "text": "memory"})
+    record = {"name": "events-1.jsonl", "path": str(tmp_path / "journal"), "start": 0, "end": 6}
+    protocol.send(monitor, {"do": "record", **record})
+    second.close()
+    agent.close(10)
+    assert LocalStorage(tmp_path).read_note() == b"memory"
+    assert LocalStorage(tmp_path).records("events-") == {"events-1.jsonl": 6}
+    assert LocalStorage(tmp_path / SECOND.name).records("events-") == {}
+
+
 def test_only_the_runs_first_training_starts_from_another_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
