@@ -53,7 +53,7 @@ from checkpointing.snapshotter import Ranks, Request, SmallFile, Snapshotter, pi
 from checkpointing.spikes import SkippedSteps
 from checkpointing.stages import STAGES, Stage
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST, Tiers, open_tiers
-from checkpointing.tracked import Tracked
+from checkpointing.tracked import Tracked, hook_states
 
 logger = logging.getLogger("checkpointing")
 # All ranks agree on what to do about so often, and where steps are longer, at each.
@@ -266,8 +266,7 @@ class CheckpointManager:
             ValueError: a name in `states` is taken.
         """
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            hooks = getattr(model, "_comm_hooks", ())
-            self._hook_states = sorted({type(part).__name__ for pair in hooks for part in pair if _has_memory(part)})
+            self._hook_states = sorted({type(state).__name__ for state in hook_states(model) if _has_memory(state)})
             model = model.module
         self._tracked = Tracked(model, optimizer, scheduler, scaler, dict(states or {}), adapter)
 
@@ -734,6 +733,13 @@ class CheckpointManager:
             stop_signal.end_reading(stopped=False)
             return
         step = self._step
+        try:
+            self._close(step)
+        finally:
+            if self._own_agent is not None:
+                self._own_agent.close()
+
+    def _close(self, step: int) -> None:
         self._beat(Phase.SAVING, step)
         self._agreement.drain()
         self._commit_last_step()
@@ -745,8 +751,6 @@ class CheckpointManager:
         self._beat(Phase.DONE, step)
         stop_signal.end_reading(stopped=self._stopped)
         self._client.close()
-        if self._own_agent is not None:
-            self._own_agent.close()
         # Under a supervisor a loop that has ended is over: who makes another manager begins another stage.
         finished = not self._stopped and (self.finished or (self._ended_step > 0 and LOCATION_ENV in os.environ))
         STAGES.leave(self._own_location, step, finished=finished)
@@ -849,10 +853,9 @@ class CheckpointManager:
         callback_handler.register_end_callback(compiled)
 
 
-def _has_memory(part: object) -> bool:
+def _has_memory(hook_state: object) -> bool:
     """Whether a communication hook's state holds tensors, or is made to."""
-    kept = (torch.Tensor, torch.nn.Module, dict)
-    return not callable(part) and any(isinstance(value, kept) for value in getattr(part, "__dict__", {}).values())
+    return any(isinstance(value, (torch.Tensor, torch.nn.Module, dict)) for value in vars(hook_state).values())
 
 
 def _new_group(world_size: int) -> dist.ProcessGroup | None:

@@ -45,8 +45,8 @@ SAFETENSORS_DTYPES = {
 }
 
 
-# numpy's numbers that are Python's in every respect. Of others the type would be lost, and with it how they round.
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+# numpy's numbers that are Python's in every respect. Of others the type would be lost, and with it how they round.
 _EXACT: dict[type, type] = {np.float64: float, np.int64: int, np.bool_: bool}
 
 
@@ -379,11 +379,14 @@ def _refusal(path: str, value: object) -> CheckpointError:
     )
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided
+
+
 def _unreadable(obj: object, path: str) -> tuple[str, object] | None:
     """The innermost part that cannot be read back alone."""
     if isinstance(obj, torch.Tensor):
-        plain = type(obj) in _PLAIN_TENSORS and obj.layout is torch.strided
-        return None if plain else (path, obj)
+        return None if _is_plain(obj) else (path, obj)
     for step, value in _parts(obj):
         found = _unreadable(value, path + step)
         if found is not None:
@@ -408,7 +411,7 @@ def _parts(obj: object) -> Iterator[tuple[str, object]]:
 def _not_the_same(obj: object, found: object, path: str) -> tuple[str, object] | None:
     """The first part that is not as it was; None where all is."""
     if isinstance(obj, torch.Tensor):
-        if type(obj) not in _PLAIN_TENSORS or obj.layout is not torch.strided:
+        if not _is_plain(obj):
             return path, obj
         same = isinstance(found, torch.Tensor) and (obj.dtype, obj.shape) == (found.dtype, found.shape)
         return None if same else (path, obj)

@@ -278,3 +278,10 @@ def _clone_small_cpu_tensors(obj: Any) -> Any:
     if isinstance(obj, (list, tuple)):
         return type(obj)(_clone_small_cpu_tensors(value) for value in obj)
     return obj
+
+
+def hook_states(model: Any) -> list[object]:
+    """What the communication hooks of a DDP-wrapped model keep between steps; empty for any other model."""
+    # DDP keeps the pair of state and hook in either order, by release.
+    parts = (part for pair in getattr(model, "_comm_hooks", ()) for part in pair)
+    return [part for part in parts if hasattr(part, "__dict__") and not callable(part)]

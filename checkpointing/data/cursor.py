@@ -76,40 +76,38 @@ class Layout:
         return self.world_size * self.batch_size * self.accumulation
 
 
-class NumberedBatch(list[Any]):
-    """The indices of one batch, and the seed of what is drawn while it is made."""
+class _Seeded:
+    """An index with the seed of what is drawn while its batch is made."""
 
     seed: int
 
-    @classmethod
-    def of(cls, indices: Iterable[Any], seed: int) -> NumberedBatch:
-        batch = cls(indices)
-        batch.seed = seed
-        return batch
+
+class _SeededList(_Seeded, list[Any]):
+    pass
 
 
-class NumberedTuple(tuple[Any, ...]):
-    """As `NumberedBatch`, where the sampler gives tuples."""
-
-    seed: int
-
-    @classmethod
-    def of(cls, indices: Iterable[Any], seed: int) -> NumberedTuple:
-        batch = cls(indices)
-        batch.seed = seed
-        return batch
+class _SeededTuple(_Seeded, tuple[Any, ...]):
+    pass
 
 
-class NumberedIndex(int):
-    """A single index where the loader does not batch; see `NumberedBatch`."""
+class _SeededInt(_Seeded, int):
+    pass
 
-    seed: int
 
-    @classmethod
-    def of(cls, index: int, seed: int) -> NumberedIndex:
-        numbered = cls(index)
-        numbered.seed = seed
-        return numbered
+# What samplers give, by type. Keys of other types reach the data set as they are.
+_SEEDED: dict[type, Any] = {list: _SeededList, tuple: _SeededTuple, int: _SeededInt}
+_PLAIN: dict[type, Any] = {seeded: plain for plain, seeded in _SEEDED.items()}
+
+
+def with_seed(index: Any, seed: int) -> Any:
+    """The same index, carrying a seed to whatever process fetches it."""
+    # A list's subclass is as good as a list: batch samplers return what they like.
+    plain = list if isinstance(index, list) else type(index)
+    if plain not in _SEEDED:
+        return index
+    seeded = _SEEDED[plain](index)
+    seeded.seed = seed
+    return seeded
 
 
 @contextlib.contextmanager
@@ -147,16 +145,10 @@ _fetch_unseeded: Any = _MapDatasetFetcher.fetch
 
 
 def _fetch(self: Any, index: Any) -> Any:
-    if isinstance(index, NumberedBatch):
-        with drawing_by(index.seed, self.dataset, self.collate_fn):
-            return _fetch_unseeded(self, list(index))
-    if isinstance(index, NumberedTuple):
-        with drawing_by(index.seed, self.dataset, self.collate_fn):
-            return _fetch_unseeded(self, tuple(index))
-    if isinstance(index, NumberedIndex):
-        with drawing_by(index.seed, self.dataset, self.collate_fn):
-            return _fetch_unseeded(self, int(index))
-    return _fetch_unseeded(self, index)
+    if not isinstance(index, _Seeded):
+        return _fetch_unseeded(self, index)
+    with drawing_by(index.seed, self.dataset, self.collate_fn):
+        return _fetch_unseeded(self, _PLAIN[type(index)](index))
 
 
 # DataLoader offers no hook around the making of one batch. Indices that carry no seed are fetched as before. A worker
@@ -198,9 +190,10 @@ def generators_of(*owners: object) -> Iterator[tuple[str, Any]]:
 
 def _is_empty(cell: types.CellType) -> bool:
     try:
-        return cell.cell_contents is _END
+        cell.cell_contents  # noqa: B018
     except ValueError:
         return True
+    return False
 
 
 def _reseed(generator: Any, seed: int) -> None:
@@ -303,17 +296,7 @@ class _Numbered(BatchSampler):
                 return
             cursor.drawn(number, index)
             if number >= skip:
-                seed = cursor.seed_of(number)
-                yield NumberedBatch.of(index, seed) if isinstance(index, list) else _numbered(index, seed)
-
-
-def _numbered(index: Any, seed: int) -> Any:
-    if type(index) is int:
-        return NumberedIndex.of(index, seed)
-    if type(index) is tuple:
-        return NumberedTuple.of(index, seed)
-    # Keys of other types reach the data set as they are.
-    return index
+                yield with_seed(index, cursor.seed_of(number))
 
 
 def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -329,7 +312,7 @@ class LoaderCursor:
     """The position of training in one loader's order. Attaching it changes the loader in place.
 
     Attributes:
-        epoch: of the batches that are consumed now; whoever drives the loader sets it by `begin_epoch`.
+        epoch: of the batches that are consumed now; set by `begin_epoch`.
         consumed: batches of this epoch that training has used.
         is_left_out: of the resumed epoch no batch is drawn.
         interleaves: the sampler was seen to draw from the host's generators in the middle of an epoch.
@@ -395,12 +378,6 @@ class LoaderCursor:
         if self.is_stream:
             return type(self._base.dataset).__name__
         return type(self._samplers[-1][1]).__name__
-
-    @property
-    def num_samples(self) -> int | None:
-        """Of the data set; None where it has no length."""
-        dataset = self._base.dataset
-        return len(dataset) if isinstance(dataset, Sized) and not self.is_stream else None
 
     def begin_epoch(self, epoch: int) -> None:
         """Say that the next batches are of this epoch, from its beginning unless `resume` said otherwise."""
@@ -482,7 +459,7 @@ class LoaderCursor:
     def skip(self, num_batches: int) -> None:
         """Begin the next iteration behind so many batches, of which nothing else is known."""
         if num_batches:
-            self._resume_from = {"consumed": num_batches, "epoch": self.epoch, "order": None, "start": None}
+            self._resume_from = {"consumed": num_batches, "order": None, "start": None}
             self.consumed = num_batches
 
     def skipping(self) -> Any:
@@ -533,7 +510,7 @@ class LoaderCursor:
         self._digest.update(_index_bytes(index))
         self._digests[number + 1] = self._digest.hexdigest()
         if len(self._digests) > 4096:
-            # Nobody draws so far ahead of training; whoever only looks on must not collect them.
+            # No loader draws so far ahead of training; where nothing is saved, digests must not pile up.
             for old in sorted(self._digests)[:2048]:
                 del self._digests[old]
 
@@ -764,19 +741,14 @@ def fingerprint(dataset: Any) -> str | None:
     if isinstance(dataset, Mapping):
         parts = {name: fingerprint(part) for name, part in dataset.items()}
         return None if None in parts.values() else repr(parts)
-    rows: Any = None
     if hasattr(dataset, "with_format") and hasattr(dataset, "column_names"):
-        stored = dataset.with_format("arrow")
-        rows = lambda index: stored[index].to_pylist()  # noqa: E731
-    elif isinstance(dataset, (list, tuple, torch.utils.data.TensorDataset)):
-        rows = dataset.__getitem__
-    if rows is None:
+        dataset = dataset.with_format("arrow")
+    elif not isinstance(dataset, (list, tuple, torch.utils.data.TensorDataset)):
         return None
     length, digest = len(dataset), hashlib.blake2b(digest_size=16)
-    for index in sorted(
-        {round(number * (length - 1) / (_FINGERPRINT_ROWS - 1)) for number in range(_FINGERPRINT_ROWS)}
-    ):
-        _add(digest, rows(index))
+    for index in sorted({round(n * (length - 1) / (_FINGERPRINT_ROWS - 1)) for n in range(_FINGERPRINT_ROWS)}):
+        row = dataset[index]
+        _add(digest, row.to_pylist() if hasattr(row, "to_pylist") else row)
     return f"{length}:{digest.hexdigest()}"
 
 

@@ -101,7 +101,7 @@ class LocalTransaction:
         self._storage, self._step, self._attempt = storage, step, attempt
         root = storage.root
         if storage.has_begun(attempt) and not root.is_dir():
-            # Made anew it would be a place without fence and lock.
+            # A new folder of that name would have neither fence nor lock.
             raise OSError(errno.ENOENT, f"{root} was there when attempt {attempt} began, and is gone; put it back")
         self._target = root / f"{CHECKPOINT_PREFIX}{step}"
         self._temporary = root / f".{CHECKPOINT_PREFIX}{step}.{attempt}.tmp"

@@ -64,7 +64,7 @@ def resilient(
         snapshot_steps, save_minutes, overhead_cap, memory_limit, keep_every, local_tier, local_keep_last: see
             `CheckpointManager`.
         check_finite: raise NonFinite from `train` when a step's gradients are infinite or NaN, before anything of that
-            step is kept; under a supervisor training then goes on from the newest snapshot before it.
+            step is kept; under a supervisor training then resumes from the newest snapshot before it.
         spike_zscore: raise LossSpike likewise when a step's loss, averaged over all ranks, is further above the median
             of the last 64 than so many (robust) standard deviations; None does not look.
         seekable_stream: read a streamed data set by its own `state_dict`, so that a resumed run need not read it again
@@ -79,7 +79,7 @@ def resilient(
     How many checkpoints are kept is `args.save_total_limit`; the best by `args.metric_for_best_model` stays besides.
     Overrides of `_save_checkpoint`, `save_model` and `_save` run at every commit; the files that they add are part of
     the checkpoint. `on_save` is called once a checkpoint is committed, with the state of its step. A callback with
-    `on_checkpoint_staged(args, state, control)` is told of the snapshot that will be committed.
+    `on_checkpoint_staged(args, state, control)` is called when that commit begins.
 
     Raises:
         CheckpointError: the trainer uses a strategy that is not supported.

@@ -14,6 +14,7 @@ import torch
 from transformers.trainer_callback import ExportableState
 
 from checkpointing import snapshot
+from checkpointing.tracked import hook_states
 
 # Of their callbacks only tensors count.
 _KNOWN_PACKAGES = ("transformers.", "trl.", "checkpointing.", "runner.", "accelerate.", "sentence_transformers.")
@@ -43,12 +44,9 @@ def uncovered(trainer: Any, covered: Set[int]) -> dict[str, str]:
         # The Trainer's own are those of its loop, of which what counts is saved.
         if id(value) not in saved and not name.startswith("_"):
             _add(found, f"{type(trainer).__name__.removeprefix('Resilient')}.{name}", value, simple=False)
-    for number, (_, state) in enumerate(getattr(trainer.model_wrapped, "_comm_hooks", ())):
-        # DDP itself keeps the pair the other way round in some releases.
-        for part in (_, state):
-            if hasattr(part, "__dict__") and not callable(part):
-                for name, value in vars(part).items():
-                    _add(found, f"communication hook {number} ({type(part).__name__}).{name}", value, simple=True)
+    for number, state in enumerate(hook_states(trainer.model_wrapped)):
+        for name, value in vars(state).items():
+            _add(found, f"communication hook {number} ({type(state).__name__}).{name}", value, simple=True)
     return found
 
 

@@ -44,7 +44,7 @@ from checkpointing.transformers.trainer_state import TRAINER_STATE_NAME, checked
 logger = logging.getLogger("checkpointing")
 # Packages whose trainers are methods of their own.
 _TRAINERS = ("transformers.", "trl.", "sentence_transformers.")
-# Less than the least that a hang is told from.
+# Less than the smallest hang timeout.
 _PATIENCE_WITH_STREAM_S = 1.0
 
 # At run time the mixin stands before the trainer's own class; only the type checker needs a base.
@@ -64,8 +64,6 @@ class ResilientMixin(_Base):
     _made_for: Layout
     # The position in the trainer's own loader; None where that cannot be followed, and while there is none.
     _cursor: LoaderCursor | None
-    # Of the checkpoint: epoch, and how many of its batches were used.
-    _position: tuple[int, int] | None
     _shuffle_samples: int | None
     # Of a streamed data set: its state where an epoch begins, what reads it, and from where the resumed run reads on.
     _beginning: dict[str, Any] | None
@@ -144,7 +142,7 @@ class ResilientMixin(_Base):
 
     def _forget_last_training(self) -> None:
         self._restore_point = self._pending_restore = None
-        self._cursor = self._position = self._stream = self._stream_position = None
+        self._cursor = self._stream = self._stream_position = None
         self._stopping, self._due = False, Due()
         self._unchecked = self._own_norm = self._step_loss = self._loss_of_skipped = None
         self._spikes = SpikeDetector(self._spike_zscore) if self._spike_zscore is not None else None
@@ -222,7 +220,7 @@ class ResilientMixin(_Base):
         manager = self._manager
         self._track()
         if self._restore_point is not None:
-            # They may have begun anew just now.
+            # Callbacks may have reset themselves in on_train_begin.
             names = {name for name in self._further_states() if name.startswith("callback_")}
             manager.restore_states(self._restore_point, names)
         manager.announce_batch(self._train_batch_size, self.args.gradient_accumulation_steps)
@@ -251,7 +249,7 @@ class ResilientMixin(_Base):
         loader, args = super().get_train_dataloader(), self.args
         now = Layout(args.world_size, self._train_batch_size, args.gradient_accumulation_steps)
         if args.auto_find_batch_size and self._restore_point is None:
-            # The Trainer may begin anew with smaller batches.
+            # The Trainer may restart with smaller batches.
             self._made_for = now
         self._check_samples_per_step(now.samples_per_step)
         seed = args.data_seed if args.data_seed is not None else args.seed
@@ -367,7 +365,7 @@ class ResilientMixin(_Base):
             raise CheckpointError(
                 f"{point.place} was trained with {before} samples per step, now there are {samples}. Choose "
                 "per_device_train_batch_size and gradient_accumulation_steps so that batch x accumulation x ranks = "
-                f"{before}, or start anew in another output_dir."
+                f"{before}, or start from the beginning in another output_dir."
             )
 
     def _init_training_state(
@@ -392,8 +390,7 @@ class ResilientMixin(_Base):
                     "consumed": min(steps * accumulation, num_update_steps_per_epoch * accumulation),
                     "order": None,
                 }
-            self._position = cursor.resume(state)
-        return self._position
+            return cursor.resume(state)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         cursor, point, state = self._cursor, self._pending_restore, self.state
@@ -576,7 +573,7 @@ class ResilientMixin(_Base):
         if self.control.should_evaluate:
             self._manager.pause()
             # Where this step is saved already, what is cut short could not be saved as due; and without a position, the
-            # Trainer sets the generators only after it would have been done anew.
+            # Trainer sets the generators only after it would have been repeated.
             followed = self._cursor is not None or self._stream is not None
             if followed and self._manager.wants(self.state.global_step):
                 self._before_evaluation = rng.state(self.args.world_size)
@@ -721,7 +718,7 @@ class ResilientMixin(_Base):
             and self.state.global_step < self.state.max_steps,
         }
         if self._stopping and self._before_evaluation is not None:
-            # It was cut short, and is done anew by whoever goes on from here.
+            # The evaluation was cut short; the resumed run repeats it.
             state["evaluation_due"] = True
         # Counted since the Trainer added them up the last time, which it does at saves only.
         state["flos"] = self.current_flos
@@ -831,7 +828,7 @@ def _is_stream(dataset: Any) -> bool:
 
 
 def _beginning_of(dataset: Any) -> dict[str, Any]:
-    """A stream's state before its first sample, whoever has looked into it since it was made.
+    """A stream's state before its first sample, also where somebody has read from it since it was made.
 
     Raises:
         CheckpointError: it is divided among the ranks already.
@@ -852,7 +849,7 @@ def _beginning_of(dataset: Any) -> dict[str, Any]:
 def _cut_micro_batches(trainer: Trainer, divisor: int) -> None:
     """The same samples in each step, in smaller portions: so many, or as many as make equal ones.
 
-    The divisor is kept with the run; whoever has chosen smaller micro-batches since need not have them cut again.
+    The divisor is kept with the run; micro-batches that were configured smaller since are not cut again.
     """
     args = trainer.args
     divisor = math.gcd(args.per_device_train_batch_size, divisor)
@@ -887,5 +884,6 @@ def _skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     return cursor.skipping()
 
 
-# The Trainer's loop calls this name and offers no hook: it would make a loader anew, whose position nobody knows.
+# The Trainer's loop calls this name and offers no hook: accelerate's function would build
+# another loader, whose position nobody follows.
 transformers.trainer.skip_first_batches = _skip_first_batches
