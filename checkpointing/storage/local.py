@@ -281,11 +281,12 @@ class LocalStorage(Storage):
             return None
 
     def write_note(self, data: bytes) -> None:
+        # Not in a new folder: this one was there when the run began, and may have been moved away with its checkpoints.
         self._replace(_NOTE_NAME, data, os.getpid())
 
     def write_record(self, name: str, data: bytes) -> None:
         folder = self.root / _RECORDS_NAME
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=self._claim[0] < 0, exist_ok=True)
         replace_file(folder / name, data, folder / f".{name}.tmp")
 
     def records(self, prefix: str = "") -> dict[str, int]:
@@ -303,11 +304,11 @@ class LocalStorage(Storage):
             return b""
 
     def _put_fence(self, fence: Fence) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
         self._replace(_FENCE_NAME, fence.to_json(), fence.attempt, lambda: failpoint("fence.written"))
 
     def _replace(self, name: str, data: bytes, mark: int, written: Callable[[], object] = lambda: None) -> None:
         """`mark` is its writer's."""
-        self.root.mkdir(parents=True, exist_ok=True)
         replace_file(self.root / name, data, self.root / f"{name}.{mark}.tmp", written)
 
     def _sizes(self, step: int | None = None) -> dict[str, int]:

@@ -367,6 +367,7 @@ def test_damage_is_told_as_such_after_a_new_attempt_has_begun_and_can_be_repaire
 
 def test_a_supervisors_note_is_replaced_whole_and_not_by_an_older_one(storage: Storage, location: str) -> None:
     assert storage.read_note() is None
+    storage.probe()
     storage.replace_note(b'{"attempt": 2, "x": 1}')
     storage.replace_note(b'{"attempt": 2, "x": 2}')
     storage.replace_note(b'{"attempt": 1, "x": 3}')

@@ -106,6 +106,19 @@ def test_a_stock_trainers_checkpoints_are_left_alone(tmp_path: Path) -> None:
     assert mine._own_agent is not None and mine._own_agent.process.poll() is not None  # nothing is left running
 
 
+def test_a_folder_that_was_moved_away_is_not_created_again_for_a_note(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path / "checkpoints")
+    storage.probe()
+    storage.begin_attempt(1)
+    storage.write_note(b"{}")
+    (tmp_path / "checkpoints").rename(tmp_path / "moved")
+    with pytest.raises(FileNotFoundError):
+        storage.replace_note(b"{}")
+    with pytest.raises(FileNotFoundError):
+        storage.write_record("events", b"x")
+    assert not (tmp_path / "checkpoints").exists()
+
+
 def test_ours_that_has_lost_its_manifest_is_damaged_not_foreign(tmp_path: Path) -> None:
     (stock_checkpoint(tmp_path, 20) / "loop_state_0.json").write_text("{}")
     assert LocalStorage(tmp_path).foreign_steps() == []

@@ -112,6 +112,7 @@ def test_storage_that_is_away_hides_no_life_that_was_known(tmp_path: Path, monke
     monkeypatch.setattr(history, "COPY_INTERVAL_S", 0.0)
     place = tmp_path / "volume"
     storage = open_storage(str(place))
+    storage.probe()
     storage.write_note(RunRecord(lineage="abc").to_json(1).encode())
     storage.write_record("journal-abc-old.000000.jsonl", b'{"time": 1, "event": "run_started", "attempt": 0}\n')
     run = tmp_path / "run"
