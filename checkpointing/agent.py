@@ -221,7 +221,7 @@ class Agent:
                 self._writer.retention = Retention(**message["retention"])
                 self._writer.prune()
             case "announce":
-                self._publish(message["event"])
+                self._publish(self._of_run(self._stage, message["event"]))
             case "begin_attempt":
                 self._begin_attempt(int(message["attempt"]), fetch=bool(message["fetch"]))
                 self._reply(client, {"event": "attempt_begun", "attempt": self._attempt})
@@ -566,11 +566,16 @@ class Agent:
         self._publish({"event": "memory_short", "arenas": num_arenas, "reason": reason})
 
     def _tell_of(self, stage: Stage, event: Message, arena: Arena | None) -> None:
-        """As `_tell`, of a stage after the first: whose event it is, and the step counted over all stages."""
-        event["stage"] = stage.name
-        if "step" in event:
-            event["run_step"] = event["step"] + stage.steps_before
-        self._tell(event, arena)
+        self._tell(self._of_run(stage, event), arena)
+
+    @staticmethod
+    def _of_run(stage: Stage, event: Message) -> Message:
+        """An event of a stage after the first says so, and has the step counted over all stages."""
+        if stage.name:
+            event["stage"] = stage.name
+            if "step" in event:
+                event["run_step"] = event["step"] + stage.steps_before
+        return event
 
     def _tell(self, event: Message, arena: Arena | None) -> None:
         self._results.append((event, arena))

@@ -59,6 +59,8 @@ logger = logging.getLogger("checkpointing")
 # All ranks agree on what to do about so often, and where steps are longer, at each.
 _AGREE_EVERY_S = 1.0
 _MAX_INTERVAL = 100
+# Of what a loop measures at every step, so often a supervisor is told.
+_REPORT_EVERY_S = 1.0
 _END = object()
 
 
@@ -211,6 +213,7 @@ class CheckpointManager:
         # The last step that `step` was told of.
         self._ended_step = self._ended_samples = 0
         self._ended_metrics: Mapping[str, float] | None = None
+        self._reported_at = 0.0
         # Trained to its end, says who drives it.
         self.finished = False
         # A step whose commit somebody waits to be told of by `Due`, and the one of which all were told last.
@@ -282,9 +285,13 @@ class CheckpointManager:
         self._beat(Phase.RESTORING, 0)
         on_gpu = self._tracked.model is not None and self._tracked.on_gpu
         with self._restoring():
-            return choose(
+            point = choose(
                 self._tiers, self._resume, self._group, self.rank, self.world_size, self._client, private=not on_gpu
             )
+        if point is not None and self.rank == 0 and SOCKET_ENV not in os.environ:
+            # A supervisor says it itself.
+            print(f"checkpointing: resumed from step {point.step} ({point.place})", file=sys.stderr, flush=True)
+        return point
 
     @property
     def starting_folder(self) -> str | None:
@@ -313,8 +320,12 @@ class CheckpointManager:
         storage, step = found
         return read_checkpoint(storage, step, self.rank, self.world_size)
 
-    def resume(self) -> int:
-        """Restore everything tracked and the generators; returns the step to go on from, 0 for a fresh start."""
+    def resume(self, total_steps: int | None = None) -> int:
+        """Restore everything tracked and the generators; returns the step to continue from, 0 for a fresh start.
+
+        Args:
+            total_steps: steps that training is to have at its end, for progress displays; None if not known.
+        """
         point = self.choose() or self.starting_point()
         if point is not None:
             self.restore_model(point)
@@ -323,7 +334,7 @@ class CheckpointManager:
             self._restored_positions = self.positions_in(point)
             point.close()
         step = point.step if point is not None else 0
-        self.begin(step)
+        self.begin(step, total_steps)
         return step
 
     def positions_in(self, point: RestorePoint) -> list[Any]:
@@ -488,13 +499,18 @@ class CheckpointManager:
 
     # -- training ------------------------------------------------------------------------------------------------
 
-    def begin(self, start_step: int) -> None:
+    def begin(self, start_step: int, total_steps: int | None = None) -> None:
         """Say that the training loop starts, at this step.
+
+        Args:
+            total_steps: see `resume`.
 
         Raises:
             CheckpointError: the model is sharded over several machines, or something in `states` is sharded.
         """
         self._start = (start_step, machine_clock())
+        if self.rank == 0:
+            self._client.announce({"event": "training_started", "step": start_step, "total_steps": total_steps})
         if self.rank == 0 and self._restore_s:
             self._client.announce({"event": "restored", "step": start_step, "seconds": round(self._restore_s, 3)})
         self._restore_s = 0.0
@@ -638,12 +654,31 @@ class CheckpointManager:
         due = self.end_of_step(step)
         samples = step if samples_consumed is None else samples_consumed
         self._ended_step, self._ended_samples, self._ended_metrics = step, samples, metrics
+        now = time.monotonic()
+        if metrics and now - self._reported_at >= _REPORT_EVERY_S:
+            self._reported_at = now
+            self.report(step, metrics)
         if due.stop or due.save:
             self.save(step, samples, metrics=metrics, wait=due.stop)
         elif due.snapshot:
             self.save(step, samples, metrics=metrics, commit=False)
         if due.stop:
             self.stop(step)
+
+    def report(self, step: int, values: Mapping[str, Any]) -> None:
+        """Tell a supervisor what was measured at a step, for status, report and metrics; rank 0's values count.
+
+        Args:
+            values: by name; `loss`, `learning_rate`, `grad_norm` and `tokens_per_s` are known to them, and names that
+                begin with `eval_` are of an evaluation. What is no finite number is left out.
+        """
+        if self.rank != 0:
+            return
+        numbers = {name: float(value) for name, value in values.items() if _is_finite(value)}
+        if "loss" in numbers:
+            self._client.announce({**numbers, "event": "log", "step": step})
+        elif "eval_loss" in numbers:
+            self._client.announce({**numbers, "event": "evaluated", "step": step})
 
     def wants(self, step: int) -> bool:
         """Whether `save` would do anything: this step has not been saved yet."""
@@ -856,6 +891,13 @@ class CheckpointManager:
 def _has_memory(hook_state: object) -> bool:
     """Whether a communication hook's state holds tensors, or is made to."""
     return any(isinstance(value, (torch.Tensor, torch.nn.Module, dict)) for value in vars(hook_state).values())
+
+
+def _is_finite(value: object) -> bool:
+    """Whether it is a finite number, not a bool; a tensor with one element counts."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and math.isfinite(value.item())
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _new_group(world_size: int) -> dist.ProcessGroup | None:

@@ -20,6 +20,7 @@ from checkpointing.storage.objects import StorageTimeout
 from checkpointing.threads import in_background
 from runner import __version__
 from runner.errors import ExitCode, RunnerError, UsageError
+from runner.output import make_streams_lossy
 
 T = TypeVar("T")
 _WATCH_INTERVAL_S = 2.0
@@ -231,7 +232,7 @@ def start(
     # A restart, or a script that changes its directory, must find the same places.
     config.make_absolute()
     directory.config.write_text(config.to_yaml())
-    display = ProgressDisplay(quiet=not first_node)
+    display = ProgressDisplay(quiet=not first_node, live=script is None)
     job = Job(
         str(Path(script).absolute()) if script is not None else None,
         args,
@@ -246,15 +247,18 @@ def start(
         from runner.monitoring import RunCollector, serve
 
         serve(config.monitoring.address, config.monitoring.port, RunCollector(directory.journal))
-    if first_node:
-        exit_code = Supervisor(config, directory, job, display, stop, place=place).run()
-    else:
-        exit_code = Follower(config, directory, job, display, stop).run()
-    if first_node:
-        summary = _summary(directory)
+    if not first_node:
+        sys.exit(int(Follower(config, directory, job, display, stop).run()))
+    supervisor = Supervisor(config, directory, job, display, stop, place=place)
+    exit_code = supervisor.run()
+    summary = _summary(directory)
+    if summary.step > 0:
         click.echo(render(summary, _places(config, directory)))
-        if exit_code != ExitCode.DONE:
-            click.echo(f"runner: {summary.state}: {summary.reason} (exit code {int(exit_code)})")
+    if exit_code != ExitCode.DONE:
+        # Not by the journal, which may have been moved away, or its disk may be full.
+        state = "checkpointed" if exit_code == ExitCode.PREEMPTED else "failed"
+        log = f"; log: {supervisor.failed_log}" if supervisor.failed_log is not None else ""
+        click.echo(f"runner: {state}: {supervisor.reason} (exit code {int(exit_code)}{log})")
     sys.exit(int(exit_code))
 
 
@@ -864,6 +868,7 @@ def _places(config: Any, directory: Any) -> dict[str, str]:
 
 def main() -> None:
     """Entry point: every expected error is one line on stderr and its exit code."""
+    make_streams_lossy()
     try:
         cli(standalone_mode=False)
     except click.exceptions.Exit as error:

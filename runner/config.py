@@ -197,6 +197,9 @@ class RestartConfig(_Section):
 
     max_restarts: int = Field(default=5, ge=0)
     """Restarts without a newly committed checkpoint between them, before giving up."""
+    max_network_retries: int = Field(default=20, ge=0)
+    """Restarts after a rank failed because the network or a server did not answer (connection, time-out, DNS, HTTP 5xx
+    and 429), without a newly committed checkpoint between them. They do not count against max_restarts."""
     backoff_initial_s: float = Field(default=1.0, ge=0)
     """Wait before the second restart without progress; the first one comes at once, each further one waits twice as
     long."""

@@ -23,6 +23,7 @@ class FailureKind(Enum):
     NON_FINITE = "non-finite gradients"  # the second time at the same step: its data, or the learning rate
     SPIKE = "loss spike"  # likewise
     HUNG = "hung"  # no sign of life within the deadline of its phase
+    NETWORK = "network failure"  # a server or the network did not answer a rank; may have passed by the next attempt
     BOOT = "boot failure"  # a Python error before the first step: it would come again
     NO_VALID_CHECKPOINT = "no valid checkpoint"
     FENCED = "fenced"  # a newer attempt of this run has begun elsewhere
@@ -81,6 +82,7 @@ class RankEnd:
         frame: `file:line` of the exception's innermost frame.
         error_time: when the exception was recorded, seconds since the epoch.
         last_words: of a process without such an exception, ended by an abort or a fault of its own.
+        transient: the exception says that the network, or a server, has failed for the moment.
     """
 
     rank: int
@@ -90,6 +92,7 @@ class RankEnd:
     frame: str | None = None
     error_time: float | None = None
     last_words: str | None = None
+    transient: bool = False
 
 
 # First and last step.
@@ -240,7 +243,7 @@ def classify(
             return Failure(FailureKind.OUT_OF_MEMORY, cause, first.rank, step)
         own_fault = first.exit_code is not None and -first.exit_code not in _EXTERNAL_SIGNALS
         return Failure(FailureKind.CRASHED, cause, first.rank, step, f"{cause}|{step}" if own_fault else "")
-    cause = f"rank {first.rank}: {first.error}"
+    cause = f"rank {first.rank}: {first.error.removeprefix('SystemExit: ')}"
     fingerprint = "" if is_effect(first.error) else f"{first.error.partition(':')[0]}|{first.frame}|{step}"
     if first.error.startswith("NoValidCheckpoint"):
         kind = FailureKind.NO_VALID_CHECKPOINT
@@ -254,6 +257,8 @@ def classify(
         return Failure(kind, cause, first.rank, step, f"{found[1]}|{bad}", window)
     elif known := _kind_of(first.error):
         kind = known
+    elif first.transient and not is_effect(first.error):
+        return Failure(FailureKind.NETWORK, cause, first.rank, step)
     elif step == 0 and started_step == 0 and not is_effect(first.error):
         kind = FailureKind.BOOT
     else:

@@ -10,7 +10,6 @@ torchrun's own in-place restart shares one store between lives, and stale keys i
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import itertools
 import logging
@@ -42,8 +41,6 @@ _SHUTDOWN_TIMEOUT_S = 30
 _MONITOR_INTERVAL_S = 5.0
 # A rendezvous with nobody need not be told all the time that we live.
 _KEEP_ALIVE_ALONE_S = 60
-# torchrun looks for what a script has printed so often; its own 0.1 s take more processor time than all the rest here.
-_OUTPUT_INTERVAL_S = 0.5
 
 
 class Signal:
@@ -151,11 +148,10 @@ def _serve_forks(listener: int, alive: int) -> NoReturn:
 
 def _take_less_time() -> None:
     """Have torchrun wait for a rank to die or to be done, where it would sleep and look again: it sees either at once,
-    and takes no time from the ranks meanwhile. And have it look less often for what they have printed."""
+    and takes no time from the ranks meanwhile."""
     from torch.distributed.elastic import multiprocessing as elastic
     from torch.distributed.elastic.agent.server import api
     from torch.distributed.elastic.multiprocessing import api as output
-    from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
     # The ranks of the newest attempt.
     newest: list[Any] = []
@@ -180,7 +176,6 @@ def _take_less_time() -> None:
     clock = types.SimpleNamespace(sleep=wait, time=time.time, monotonic=time.monotonic, perf_counter=time.perf_counter)
     setattr(api, "time", clock)  # noqa: B010 - not exported, as the type checker knows
     setattr(elastic, "MultiprocessContext", Ranks)  # noqa: B010
-    setattr(output, "TailLog", functools.partial(TailLog, interval_sec=_OUTPUT_INTERVAL_S))  # noqa: B010
 
 
 def _leave_signals_to_the_supervisor() -> None:
@@ -214,7 +209,6 @@ def _launch(request: Message) -> Message:
         log_dir.mkdir(parents=True)
     except OSError as error:
         return {"finished": False, "failures": [], "error": f"{log_dir} cannot be made: {error.strerror}"}
-    tee = Std.ALL if request["show_output"] else Std.NONE
     config = LaunchConfig(
         min_nodes=request["nnodes"],
         max_nodes=request["nnodes"],
@@ -230,8 +224,7 @@ def _launch(request: Message) -> Message:
         max_restarts=0,
         monitor_interval=_MONITOR_INTERVAL_S,
         start_method="spawn" if request["cold"] else "forkserver",
-        logs_specs=DefaultLogsSpecs(log_dir=str(log_dir), redirects=Std.ALL, tee=tee),
-        log_line_prefix_template="[rank${rank}]:",
+        logs_specs=DefaultLogsSpecs(log_dir=str(log_dir), redirects=Std.ALL),
         shutdown_timeout=_SHUTDOWN_TIMEOUT_S,
         # By default it would take back those that the supervisor answers.
         signals_to_handle="SIGQUIT",

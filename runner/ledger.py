@@ -19,7 +19,7 @@ NO_FAILURE = ("finished", "running", "preempted", "ended at once")
 # How an attempt has ended of which the journal says nothing more.
 CUT_OFF = "cut off"
 
-TRAINING, LOST, WAITING = "training", "lost work", "waiting for a machine"
+TRAINING, LOST, WAITING = "training", "lost work", "not running"
 # In this order.
 CAUSES = [
     TRAINING,  # steps that count
@@ -32,7 +32,7 @@ CAUSES = [
     "teardown",  # to the end of the attempt, and of what was still to be committed
     "backoff",
     "start-up",  # of the runner's processes, and of an attempt's: imports, data, model
-    "rendezvous",  # an attempt's begin to its first rank; the wait for other machines is in it
+    "launch",  # an attempt's begin to its first rank; the wait for other machines is in it
     "restore",  # choosing, reading and loading a checkpoint or snapshot
     WAITING,  # no runner alive: preempted, killed, or not started again yet
 ]
@@ -86,7 +86,7 @@ class Attempt:
         match event["event"]:
             case "rank_started":
                 self.ranks_began = self.ranks_began or event["time"]
-            case "training_started":
+            case "training_started" if not event.get("stage"):
                 self.start_step = self.last_step = int(event["step"])
                 self.training_began = event["time"]
             case "restored":
@@ -96,7 +96,7 @@ class Attempt:
             case "evaluated":
                 self.evaluation_s += float(event["eval_runtime"])
             case "log":
-                self.last_step, self.last_step_at = int(event["step"]), event["time"]
+                self.last_step, self.last_step_at = int(event.get("run_step") or event["step"]), event["time"]
                 if event.get("data_wait_s") is not None:
                     self.data_wait.append((self.last_step, float(event["data_wait_s"])))
             case "attempt_ended":
@@ -242,7 +242,7 @@ def _between(book: _Book, before: Attempt | None, until: float) -> None:
 def _account_attempt(book: _Book, attempt: Attempt, end: float) -> None:
     number = attempt.number
     stop = min(attempt.ended if attempt.ended is not None else end, end)
-    book.spend("rendezvous", min(attempt.ranks_began or attempt.training_began or stop, stop), number)
+    book.spend("launch", min(attempt.ranks_began or attempt.training_began or stop, stop), number)
     trained = attempt.training_began is not None
     book.spend("start-up", min(attempt.training_began or stop, stop), number, {"restore": attempt.restore_s})
     if not trained:

@@ -21,9 +21,8 @@ from checkpointing.errors import AgentKilled, AgentUnavailable
 from checkpointing.protocol import Message
 from runner.errors import HelperKilled, LaunchError
 from runner.failure import RankEnd, is_effect, read_error_file, read_last_words
+from runner.output import STDERR_NAME
 
-# Beside the error file, by torchrun.
-_LOG_NAME = "stderr.log"
 # The agent has said that it listens.
 _HELLO_TIMEOUT_S = 60.0
 
@@ -164,6 +163,8 @@ class RankWatch:
     done: set[int] = field(default_factory=set)
     # Those that end in answer to a stop.
     preempted: set[int] = field(default_factory=set)
+    # Error, innermost frame, and whether it may have passed by the next attempt, as ranks have said.
+    errors: dict[int, tuple[str, str | None, bool]] = field(default_factory=dict)
     deaths: list[int] = field(default_factory=list)
     error_files: dict[int, str] = field(default_factory=dict)
 
@@ -196,7 +197,8 @@ class RankWatch:
         for rank in self.failures:
             file = Path(self.error_files.get(rank) or "/nonexistent")
             found = read_error_file(file)
-            said = found[0] if found is not None else read_last_words(file.with_name(_LOG_NAME))
+            own = found or self.errors.get(rank)
+            said = own[0] if own is not None else read_last_words(file.with_name(STDERR_NAME))
             if said is None or not is_effect(said):
                 return True
         return False
@@ -217,17 +219,20 @@ class RankWatch:
         for position, rank in enumerate(order):
             file = Path(files.get(rank) or "/nonexistent")
             found = read_error_file(file)
+            error, frame, transient = self.errors.get(rank, (None, None, False))
             if found is not None:
-                ends.append(RankEnd(rank, position, exit_codes.get(rank), *found))
+                ends.append(RankEnd(rank, position, exit_codes.get(rank), *found, transient=transient))
+            elif error is not None:
+                ends.append(RankEnd(rank, position, exit_codes.get(rank), error, frame, transient=transient))
             else:
-                words = read_last_words(file.with_name(_LOG_NAME))
+                words = read_last_words(file.with_name(STDERR_NAME))
                 ends.append(RankEnd(rank, position, exit_codes.get(rank), last_words=words))
         return ends
 
     def log(self, rank: int | None) -> Path | None:
         """Where a rank's standard error was kept."""
         file = self.error_files.get(rank) if rank is not None else None
-        return Path(file).with_name(_LOG_NAME) if file else None
+        return Path(file).with_name(STDERR_NAME) if file else None
 
     def close(self) -> None:
         for pidfd in self.pidfds:

@@ -41,6 +41,7 @@ from runner.failure import Failure, FailureKind, classify
 from runner.journal import SteadyClock
 from runner.links import AgentLink, LauncherLink, RankEvents, RankWatch
 from runner.loop import EventLoop, StopRequest
+from runner.output import OutputRelay
 from runner.progress import ProgressDisplay
 from runner.run_directory import RunDirectory
 from runner.stacks import dump_stacks
@@ -69,6 +70,7 @@ _PONG_TIMEOUT_S = 120.0
 # Whoever was stopped himself for longer than this must not blame others for their silence.
 _GAP_S = 3.0
 _STATES_EVERY_S = 1.0
+_PROGRESS_EVERY_S = 10.0
 # SIGKILL ends a process at once, unless the kernel holds it: a hung driver, a dead file server.
 _KILL_TIMEOUT_S = 30.0
 
@@ -175,7 +177,9 @@ class _Attempt:
     # Since when a word of the launcher's is due.
     quiet_since: float = field(default_factory=time.monotonic)
     stop_deadline: float | None = None
-    announced: bool = False
+    # The newest step that the journal has been told of, and when.
+    recorded_step: int = 0
+    recorded_at: float = 0.0
     # Ranks that say that they were asked to stop.
     signalled: set[int] = field(default_factory=set)
     # Why it was ended from outside; goes before what its ranks then say.
@@ -184,6 +188,8 @@ class _Attempt:
     stacks_wanted: bool = False
     # A script was told to stop as torchrun would tell it.
     script_told: bool = False
+    # Shows what the ranks print.
+    relay: OutputRelay | None = None
 
     @property
     def asked(self) -> set[int]:
@@ -408,6 +414,8 @@ class Node:
         attempt.watch.close()
         processes.kill_all(self._strays)
         processes.reap_strays({self._agent.pid, self._launcher.pid})
+        if attempt.relay is not None:
+            attempt.relay.finish()
         self._attempt_over = False
         self._agent.tell("end_attempt")
         self._let_agent_work(lambda: self._attempt_over)
@@ -460,6 +468,8 @@ class Node:
             )
         limits = Limits(restart.hang_timeout_s, restart.first_step_timeout_s, restart.quiet_timeout_s)
         attempt = _Attempt(order, Watchdog(limits, watch_start=self._job.script is None, now=now), oom_kills())
+        if self._job.show_output:
+            attempt.relay = OutputRelay(self._display.pass_on)
         self._turned_at = self._ponged_at = now
         # It may not come so far as to say.
         self.batch = None
@@ -486,7 +496,6 @@ class Node:
             "local_addr": own,
             "join_timeout_s": launch.rendezvous_timeout_s,
             "cold": launch.cold,
-            "show_output": self._job.show_output,
             "log_dir": str(self._log_dir(order.attempt)),
             "spec": {
                 "env": {
@@ -733,6 +742,8 @@ class Node:
             match message["event"]:
                 case "rank_started":
                     self._record("rank_started", rank=message["rank"], pid=message["pid"])
+                    if self._attempt.relay is not None and message["error_file"]:
+                        self._attempt.relay.follow(Path(message["error_file"]).parent)
                     pidfd = watch.started(message)
                     if pidfd is not None:
                         self._loop.register(pidfd, self._on_rank_death)
@@ -740,6 +751,9 @@ class Node:
                     watch.done.add(int(message["rank"]))
                 case "rank_preempted":
                     watch.preempted.add(int(message["rank"]))
+                case "rank_failed":
+                    rank = int(message["rank"])
+                    watch.errors[rank] = (str(message["error"]), message["frame"], bool(message["transient"]))
                 case "stop_signal":
                     self._attempt.signalled.add(int(message["rank"]))
                 case name:
@@ -802,6 +816,7 @@ class Node:
                 message.pop("attempt", None)
                 self._record(event, **message)
                 self._act_on(event, message)
+                self._show_training({"event": event, **message})
 
     def _act_on(self, event: str, message: Message) -> None:
         """What an event of the agent's means to us, and to the user."""
@@ -864,11 +879,16 @@ class Node:
         if beats:
             self._display.state.step = max(beat.step for beat in beats)
             self._display.state.activity = f"step {self._display.state.step}"
-            if self._job.script is not None and self._attempt is not None and not self._attempt.announced:
-                # The default job says this itself, with the number of steps to come.
-                self._attempt.announced = True
-                self._record("training_started", step=beats[0].start_step, total_steps=None)
+            self._record_progress(beats)
         self._display.refresh()
+
+    def _record_progress(self, beats: list[Heartbeat]) -> None:
+        """Of scripts that log no loss, or seldom: status elsewhere knows the journal alone."""
+        attempt, now, step = self._attempt, time.monotonic(), self._display.state.step
+        if attempt is None or step == attempt.recorded_step or now - attempt.recorded_at < _PROGRESS_EVERY_S:
+            return
+        attempt.recorded_step, attempt.recorded_at = step, now
+        self._record("progress", step=step)
 
     def _beats(self) -> list[Heartbeat]:
         if self._agent is None or self._attempt is None:

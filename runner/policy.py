@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from runner.errors import ExitCode
@@ -84,11 +85,16 @@ _ENDINGS = {
 }
 
 
+# By what can be halved, and by a number of their own.
+_OWN_BOUNDS = {FailureKind.OUT_OF_MEMORY, FailureKind.NETWORK}
+
+
 def decide(
     history: Sequence[AttemptRecord],
     *,
     max_restarts: int,
     stop_requested: bool,
+    max_network_retries: int = 0,
     batch: BatchShape = WHOLE_BATCHES,
     skips_left: int = 0,
 ) -> Restart | Stop:
@@ -97,6 +103,8 @@ def decide(
     The budget of restarts refills whenever a new step has been committed.
 
     Args:
+        max_network_retries: restarts after a network failure, without a new checkpoint between them; they cost no
+            budget.
         skips_left: windows of steps that may be passed over yet.
     """
     failure = history[-1].failure
@@ -109,7 +117,7 @@ def decide(
     if failure.kind is FailureKind.BAD_NODE:
         return Stop(ExitCode.BAD_NODE, f"this machine is at fault, start the run on another one: {failure.cause}")
     if failure.kind is FailureKind.BOOT:
-        return Stop(ExitCode.DETERMINISTIC, f"failed before its first step, and would again: {failure.cause}")
+        return Stop(ExitCode.DETERMINISTIC, f"{failure.cause}; failed before the first step, not retried")
     in_a_row = failures_in_a_row(history)
     if failure.kind is FailureKind.OUT_OF_MEMORY:
         smaller = batch.halved()
@@ -121,6 +129,12 @@ def decide(
             )
         # Bounded by itself, so that it needs no budget.
         return Restart(in_a_row, f"{failure.cause}: retrying with {smaller}", smaller)
+    if failure.kind is FailureKind.NETWORK:
+        tries = _in_a_row(history, lambda kind: kind is FailureKind.NETWORK)
+        if tries > max_network_retries:
+            return Stop(ExitCode.BUDGET_SPENT, f"{tries} network failures without a new checkpoint: {failure.cause}")
+        # Unlike other failures, the first one waits, too: at once, the server would only give the same answer.
+        return Restart(tries + 1, failure.cause, batch)
     if len(history) > 1 and failure.fingerprint and history[-2].failure.fingerprint == failure.fingerprint:
         if failure.window is not None and skips_left > 0:
             # Bounded by itself, too.
@@ -137,14 +151,14 @@ def decide(
 
 
 def failures_in_a_row(history: Sequence[AttemptRecord]) -> int:
-    """Failures at the end of `history` with the same newest committed step; running out of memory costs none."""
+    """Failures at the end of `history` with the same newest committed step; those bounded in another way cost none."""
+    return _in_a_row(history, lambda kind: kind not in _OWN_BOUNDS)
+
+
+def _in_a_row(history: Sequence[AttemptRecord], counts: Callable[[FailureKind], bool]) -> int:
     last = history[-1].committed_step
-    count = 0
-    for record in reversed(history):
-        if record.committed_step != last:
-            break
-        count += record.failure.kind is not FailureKind.OUT_OF_MEMORY
-    return count
+    since_commit = itertools.takewhile(lambda record: record.committed_step == last, reversed(history))
+    return sum(counts(record.failure.kind) for record in since_commit)
 
 
 def backoff_s(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -36,30 +36,44 @@ class ProgressState:
         self.transfer = f"{message['what']} of step {message['step']}: {percent}" if done < total else ""
 
 
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Go on in silence: `runner start | head` must not end the run, which is what rich would do."""
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 class ProgressDisplay:
     """Shows a `ProgressState` and messages between. Only the supervisor of the first node has one that speaks."""
 
-    def __init__(self, *, quiet: bool = False) -> None:
+    def __init__(self, *, quiet: bool = False, live: bool = True) -> None:
+        """
+        Args:
+            quiet: Shows nothing but what ranks print.
+            live: Keep a line at the bottom of a terminal; not where a script prints what it likes.
+        """
         self.state = ProgressState()
-        self._console = _Console(stderr=False, highlight=False, quiet=quiet, soft_wrap=True)
+        self._console = Console(stderr=False, highlight=False, quiet=quiet, soft_wrap=True)
         self._live: Live | None = None
         self._shown = ""
         self._shown_at = 0.0
         self._began = time.monotonic()
-        if self._console.is_terminal:
+        # Ranks' output comes from another thread.
+        self._lock = threading.Lock()
+        self._mid_line = False
+        if self._console.is_terminal and live:
             self._live = Live(Text(""), console=self._console, auto_refresh=False, transient=True)
             self._live.start()
 
     def message(self, text: str) -> None:
         """A line that stays."""
-        self._console.print(f"[{time.monotonic() - self._began:7.1f}s] {text}", markup=False)
+        with self._lock:
+            if self._mid_line and not self._console.quiet:
+                # A rank's progress bar.
+                self._console.file.write("\n")
+                self._mid_line = False
+            self._console.print(f"[{time.monotonic() - self._began:7.1f}s] {text}", markup=False)
+
+    def pass_on(self, stream: int, data: bytes) -> None:
+        """What a rank has written to its standard output (1) or error (2), as it is."""
+        target = sys.stdout if stream == 1 else sys.stderr
+        with self._lock:
+            target.buffer.write(data)
+            target.buffer.flush()
+            self._mid_line = not data.endswith(b"\n")
 
     def refresh(self) -> None:
         """Show the state, if it has changed; call it as often as you like."""

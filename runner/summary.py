@@ -111,6 +111,8 @@ def _fold(run: RunSummary, event: Event) -> None:
             run.last_loss = float(event["loss"])
             run.first_loss = run.last_loss if run.first_loss is None else run.first_loss
             run.tokens_per_s = float(event.get("tokens_per_s") or 0.0) or run.tokens_per_s
+        case "progress":
+            run.step = int(event["step"])
         case "committed":
             step, tier = int(event["step"]), str(event.get("tier", "local"))
             if step not in run.committed:
@@ -140,15 +142,16 @@ def render(run: RunSummary, places: dict[str, str]) -> str:
     total = f" of {run.total_steps}" if run.total_steps else ""
     restarts = [attempt for attempt in run.attempts if attempt.kind not in NO_FAILURE]
     lines = [
-        f"run {run.run_id}: {run.state}" + (f" - {run.reason}" if run.reason else ""),
+        f"run {run.run_id}: {run.state}",
         f"  steps        {run.step}{total}",
     ]
     if run.first_loss is not None and run.last_loss is not None:
         lines.append(f"  loss         {run.first_loss:.4f} -> {run.last_loss:.4f}")
     lines.append(f"  attempts     {len(run.attempts)}")
-    lines += [
-        f"    {attempt.number}: {attempt.kind} at step {attempt.last_step}: {attempt.cause}" for attempt in restarts
-    ]
+    for attempt in restarts:
+        # What ended the run is said with its exit code.
+        cause = f": {attempt.cause}" if attempt.cause not in run.reason else ""
+        lines.append(f"    {attempt.number}: {attempt.kind} at step {attempt.last_step}{cause}")
     tiers = ", ".join(f"{step} ({tier})" for tier, step in run.newest_by_tier.items())
     newest = f", newest step {tiers}" if tiers else ""
     lines.append(f"  checkpoints  {len(run.committed)} committed{newest}")

@@ -75,6 +75,10 @@ class Supervisor:
         self._busy_told = False
         # Of the newest attempt.
         self._last_step = 0
+        # Why the run has ended.
+        self.reason = ""
+        # What the rank that ended the run had written to its standard error.
+        self.failed_log: Path | None = None
         # Where checkpoints outlive the run's folder.
         self._journal_copy: JournalCopy | None = None
 
@@ -147,6 +151,7 @@ class Supervisor:
             if state is RunState.PREEMPTED:
                 self._states.move(RunState.STOPPING)
             self._states.move(state)
+            self.reason = decision.reason
             life.record("run_ended", state=state.value, exit_code=int(decision.exit_code), reason=decision.reason)
             if self._journal_copy is not None:
                 self._journal_copy.finish(config.tiers.durable)
@@ -231,9 +236,10 @@ class Supervisor:
             if decision.skip is not None:
                 self._memory.skipped.append(decision.skip)
                 self._life.record("steps_skipped", first=decision.skip[0], last=decision.skip[1])
-            self._display.message(f"step {failure.step}: {decision.reason}; starting again")
-        if log is not None:
-            self._display.message(f"its log: {log}")
+            where = f" (log: {log})" if log is not None else ""
+            self._display.message(f"step {failure.step}: {decision.reason}; starting again{where}")
+        elif log is not None:
+            self.failed_log = log
         self._keep_record()
         return decision
 
@@ -248,6 +254,7 @@ class Supervisor:
             history,
             max_restarts=self._config.restart.max_restarts,
             stop_requested=bool(self._life.stop),
+            max_network_retries=self._config.restart.max_network_retries,
             batch=self._memory.batch,
             skips_left=self._config.guards.max_skipped_windows - len(self._memory.skipped),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ class StepCallback(TrainerCallback):
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        # When how many tokens had been seen.
+        self._tokens_at: tuple[float, float] | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -66,6 +69,28 @@ class StepCallback(TrainerCallback):
             control.should_training_stop = True
         if due.stop or due.save or (trainer._saves_by_price and state.global_step >= state.max_steps):
             control.should_save = True
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if logs and self._trainer.is_in_train:
+            self._trainer._manager.report(state.global_step, {**self._speed(logs), **logs})
+
+    def _speed(self, logs: dict[str, Any]) -> dict[str, float]:
+        """Of all ranks, since the last entry; the Trainer and TRL count tokens under different names."""
+        tokens = logs.get("num_tokens", logs.get("num_input_tokens_seen"))
+        if "loss" not in logs or not isinstance(tokens, (int, float)):
+            return {}
+        now, before = time.monotonic(), self._tokens_at
+        self._tokens_at = (now, tokens)
+        if before is None or now <= before[0]:
+            return {}
+        return {"tokens_per_s": round((tokens - before[1]) / (now - before[0]), 1)}
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -224,7 +224,7 @@ class ResilientMixin(_Base):
             names = {name for name in self._further_states() if name.startswith("callback_")}
             manager.restore_states(self._restore_point, names)
         manager.announce_batch(self._train_batch_size, self.args.gradient_accumulation_steps)
-        manager.begin(self.state.global_step)
+        manager.begin(self.state.global_step, self.state.max_steps)
         self._uncovered = uncovered(self, self._covered())
 
     def _on_train_end(self) -> None:

@@ -24,7 +24,7 @@ COLOURS = {
     "teardown": "#b8860b",
     "backoff": "#8c6bb1",
     "start-up": "#8da0cb",
-    "rendezvous": "#5f7fbf",
+    "launch": "#5f7fbf",
     "restore": "#66c2a5",
     WAITING: "#9e9e9e",
 }

@@ -12,7 +12,7 @@ from runner.summary import RunSummary, summarise
 
 # Of an attempt, what a run without interruptions would have spent, too.
 _IN_STEPS = (TRAINING, "checkpoint stall", "data wait", "evaluation")
-_BEFORE_STEPS = ("start-up", "rendezvous", "restore")
+_BEFORE_STEPS = ("start-up", "launch", "restore")
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,8 @@ def _logs(events: Sequence[Event], attempts: Sequence[Attempt]) -> list[LogEntry
             continue
         # What a disk has damaged is passed over.
         with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
-            number, step = int(event["attempt"]), int(event["step"])
+            # Counted over all trainings of the script.
+            number, step = int(event["attempt"]), int(event.get("run_step") or event["step"])
             logs.append(
                 LogEntry(
                     number,

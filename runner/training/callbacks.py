@@ -13,7 +13,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from checkpointing.client import ATTEMPT_ENV
 from runner.environment import LOST_STEPS_ENV
-from runner.training.events import EventSender
 
 # Dense bf16 or fp16 operations per second, by NVIDIA's data sheets; the first name that the device's contains.
 _PEAK_FLOPS = {
@@ -30,14 +29,13 @@ _PEAK_FLOPS = {
 
 
 class MetricsCallback(TrainerCallback):
-    """Adds to every log entry of rank 0 what the Trainer does not measure, and tells the supervisor.
+    """Adds to every log entry of rank 0 what the Trainer does not measure.
 
     It must stand before those that pass entries on to a tracker. What it adds is in no checkpoint: `log_history` of a
     resumed run equals the uninterrupted one's.
     """
 
-    def __init__(self, sender: EventSender) -> None:
-        self._sender = sender
+    def __init__(self) -> None:
         self._last: tuple[float, float] | None = None
         self._data_wait_s, self._stall_s, self._num_steps = 0.0, 0.0, 0
         self._attempt = int(os.environ.get(ATTEMPT_ENV, "0"))
@@ -63,8 +61,6 @@ class MetricsCallback(TrainerCallback):
     ) -> None:
         lost, _, reached = os.environ.get(LOST_STEPS_ENV, "0:0").partition(":")
         self._lost_steps = int(lost) + max(int(reached) - state.global_step, 0)
-        if state.is_world_process_zero:
-            self._sender.send("training_started", step=state.global_step, total_steps=state.max_steps)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._num_steps += 1
@@ -81,7 +77,6 @@ class MetricsCallback(TrainerCallback):
             return
         if "eval_loss" in logs:
             logs |= perplexities(logs)
-            self._sender.send("evaluated", step=state.global_step, **_numbers(logs, "eval_"))
         elif "loss" in logs:
             measured = {
                 **perplexities(logs),
@@ -97,17 +92,6 @@ class MetricsCallback(TrainerCallback):
             self._data_wait_s, self._stall_s, self._num_steps = 0.0, stall_s, 0
             measured |= _communication(self._trainer.model_wrapped)
             logs |= measured
-            self._sender.send(
-                "log",
-                step=state.global_step,
-                loss=logs["loss"],
-                learning_rate=logs.get("learning_rate"),
-                grad_norm=logs.get("grad_norm"),
-                **{
-                    "tokens_per_s": None,
-                    **{name: value for name, value in measured.items() if name not in ("attempt", "lost_steps")},
-                },
-            )
 
     def _speed(self, logs: dict[str, float], world_size: int) -> dict[str, float]:
         """Since the last entry; TRL counts the tokens of all ranks."""
@@ -174,7 +158,3 @@ def _communication(model: Any) -> dict[str, float]:
     exposed = max(communication - data.get("avg_backward_compute_comm_overlap_time", 0), 0)
     total = forward + backward + exposed
     return {"communication_share": round(exposed / total, 4)} if total else {}
-
-
-def _numbers(logs: dict[str, Any], prefix: str) -> dict[str, float]:
-    return {name: value for name, value in logs.items() if name.startswith(prefix) and isinstance(value, (int, float))}

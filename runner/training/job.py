@@ -52,7 +52,7 @@ def run_job(config_path: str, cache: str, sender: EventSender) -> None:
     with args.main_process_first(desc="data"):
         dataset, held_back = load_training_data(config.data, Path(cache), seed=args.seed)
     model, tokenizer = build(config.model, config.method, dataset, Path(cache), bf16=args.bf16, seed=args.seed)
-    trackers, metrics = _trackers(config, rank), MetricsCallback(sender)
+    trackers, metrics = _trackers(config, rank), MetricsCallback()
     trainer = _trainer_class(args)(
         model=model,
         args=args,

@@ -16,6 +16,9 @@ from checkpointing.client import ATTEMPT_ENV
 from checkpointing.errors import EXIT_PREEMPTED
 from runner import processes
 from runner.training.events import EventSender
+from runner.training.failure_report import describe, is_transient, print_traceback
+
+_MAX_ERROR = 4000
 
 
 def run_rank(spec: dict[str, Any]) -> None:
@@ -52,8 +55,22 @@ def run_rank(spec: dict[str, Any]) -> None:
         if error.code == EXIT_PREEMPTED:
             # In good order: the others are to be left the time to do the same.
             sender.send_surely("rank_preempted", rank=rank)
+        elif isinstance(error.code, str):
+            # Printed by Python, as for any script.
+            _say_failed(sender, rank, f"SystemExit: {error.code}", None, transient=False)
+        raise
+    except Exception as error:
+        # torchrun keeps it in a file for itself, and prints nothing.
+        print_traceback(error, spec["script"])
+        text, frame = describe(error)
+        _say_failed(sender, rank, text, frame, transient=is_transient(error))
         raise
     sender.send_surely("rank_done", rank=rank)
+
+
+def _say_failed(sender: EventSender, rank: int, error: str, frame: str | None, *, transient: bool) -> None:
+    """A datagram holds so much; the rest is in the rank's log."""
+    sender.send_surely("rank_failed", rank=rank, error=error[:_MAX_ERROR], frame=frame, transient=transient)
 
 
 def _take_back_signals() -> None:

@@ -28,14 +28,12 @@ import torch.distributed as dist
 import transformers
 from trl import SFTTrainer
 
-from checkpointing.client import SOCKET_ENV
 from checkpointing.manager import Due
 from checkpointing.transformers import resilient
 from checkpointing.transformers.callback import StepCallback
 from runner.config import load_config
 from runner.training.callbacks import MetricsCallback
 from runner.training.data import load_training_data
-from runner.training.events import EventSender
 from runner.training.job import training_arguments
 from runner.training.model import build
 
@@ -66,7 +64,7 @@ class Switch:
     """Leaves a rank's part of supervision out, and takes it up again; keeps account of the time that it takes."""
 
     def __init__(self, trainer: Any, reports: SupervisedReports) -> None:
-        self._manager, self._reports = trainer._manager, reports
+        self._manager, self._reports, self._report = trainer._manager, reports, trainer._manager.report
         self._end_of_step = trainer._manager.end_of_step
         self._supervised = False
         self._taken_s, self._num_steps, self._num_exchanges = 0.0, 0, 0
@@ -81,6 +79,7 @@ class Switch:
         """For the steps to come. All ranks have the same plan, so that they need not talk about it."""
         self._supervised = self._reports.supervised = supervised
         self._manager.end_of_step = self._counted_end_of_step if supervised else self._leave_out
+        self._manager.report = self._report if supervised else lambda *_: None
 
     def account(self) -> dict[str, float]:
         """Of one step with supervision: seconds in our callbacks in the slowest rank, and in the agreement's threads.
@@ -212,17 +211,13 @@ def main() -> None:
     }
     config = load_config(None, {}, [(key, value, key) for key, value in settings.items()])
     cache = output.parent / "cache"
-    # Where the default job would report: beside the agent's own folder.
-    folders = Path(os.environ[SOCKET_ENV]).parents
-    events = next(folder / "events.sock" for folder in folders if (folder / "events.sock").exists())
-
     transformers.utils.logging.set_verbosity_error()
     datasets.utils.logging.disable_progress_bar()
     args = training_arguments(config)
     with args.main_process_first(desc="data"):
         dataset, _ = load_training_data(config.data, cache, seed=args.seed)
     model, tokenizer = build(config.model, config.method, dataset, cache, bf16=args.bf16, seed=args.seed)
-    reports = SupervisedReports(EventSender(str(events)))
+    reports = SupervisedReports()
     trainer = SFTTrainer(model=model, args=args, train_dataset=dataset, processing_class=tokenizer, callbacks=[reports])
     trainer.remove_callback(transformers.PrinterCallback)
     trainer = resilient(trainer, snapshot_steps=None)

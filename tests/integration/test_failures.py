@@ -403,7 +403,7 @@ def test_the_same_error_at_the_same_step_twice(tmp_path: Path) -> None:
 def test_an_error_before_the_first_step(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", script=troubled(tmp_path, "import no_such_module")).start()
     assert run.finish() == 78, run.output
-    assert kinds(run) == ["boot failure"] and "no_such_module" in last_line(run) and "its log:" in run.output
+    assert kinds(run) == ["boot failure"] and "no_such_module" in last_line(run) and "; log: " in run.output
 
 
 def test_a_scripts_own_status_75_is_no_stop_request(tmp_path: Path) -> None:

@@ -133,14 +133,14 @@ def test_the_numbers_on_the_page_are_the_journals(opened: Any, struck: Run) -> N
     expected = by_hand(events)
     groups = {
         "steps": ("training", "checkpoint stall", "data wait", "evaluation", "lost work"),
-        "before steps": ("start-up", "rendezvous", "restore"),
+        "before steps": ("start-up", "launch", "restore"),
         "after steps": ("detection", "hang wait", "teardown", "backoff"),
-        "nobody": ("waiting for a machine",),
+        "nobody": ("not running",),
     }
     assert set(seconds) <= {name for names in groups.values() for name in names}
     for group, names in groups.items():
         assert sum(seconds.get(name, 0.0) for name in names) == pytest.approx(expected[group], abs=0.01), group
-    assert seconds["hang wait"] > 4 and seconds["waiting for a machine"] > 0 and seconds["restore"] > 0
+    assert seconds["hang wait"] > 4 and seconds["not running"] > 0 and seconds["restore"] > 0
     assert opened.locator("#goodput").inner_text() == f"{100 * seconds['training'] / wall:.1f} %"
 
     ends = [event for event in events if event["event"] == "attempt_ended"]
@@ -163,7 +163,7 @@ def test_the_numbers_on_the_page_are_the_journals(opened: Any, struck: Run) -> N
     assert opened.locator("#steps").inner_text() == f"{total} of {total}"
     # 36 an hour, half of it off: half a cent a second, of all seconds in which there was a runner.
     paid = float(opened.locator("#cost tr", has_text="paid").first.locator("td").inner_text().split()[0])
-    assert paid == pytest.approx((wall - seconds["waiting for a machine"]) * 0.005, abs=0.0002)
+    assert paid == pytest.approx((wall - seconds["not running"]) * 0.005, abs=0.0002)
     blocked = {(e["attempt"], e["step"]): e["blocked_s"] for e in events if e["event"] == "snapshot_cost"}
     opened.locator("summary").click()
     for row in opened.locator("#saves-table tbody tr").all():

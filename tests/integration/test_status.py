@@ -58,7 +58,7 @@ def test_any_machine_can_tell(kind: str, rclone_s3: Server, tmp_path: Path, monk
         "crashed",
         "goodput",
         "where the time went",
-        "rendezvous",
+        "launch",
     ):
         assert part in text, text
 

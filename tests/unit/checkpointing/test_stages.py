@@ -94,6 +94,7 @@ def test_a_stage_has_checkpoints_and_snapshots_of_its_own(agent: AgentProcess, t
     second = rank(agent, SECOND)
     assert second.offer()[0] == []
     save(second, 10)
+    second.announce({"event": "log", "step": 12, "loss": 1.0})
     save(second, 15, commit=False)
     second.close()
     assert committed(tmp_path) == [10, 20]
@@ -113,11 +114,12 @@ def test_a_stage_has_checkpoints_and_snapshots_of_its_own(agent: AgentProcess, t
             message, _ = protocol.receive(monitor)
         except OSError:
             break
-        if message.get("event") in ("committed", "stage"):
+        if message.get("event") in ("committed", "stage", "log"):
             told.append((message["event"], message.get("stage"), message.get("run_step", message.get("step"))))
     assert told[:2] == [("committed", None, 10), ("committed", None, 20)]
     # Counted over all stages, so that progress is seen.
     assert ("stage", "stage-2-dpo", None) in told and ("committed", "stage-2-dpo", 30) in told
+    assert ("log", "stage-2-dpo", 32) in told
     assert LocalStorage(tmp_path).records("stage-") == {
         "stage-2-dpo.json": len(b'{"name": "stage-2-dpo", "number": 2, "steps_before": 20}')
     }

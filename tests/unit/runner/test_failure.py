@@ -32,6 +32,11 @@ PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by p
         ([RankEnd(0, 0, 75), RankEnd(1, 1)], 30, K.PREEMPTED, None, "stopped on request"),
         ([RankEnd(0, 0, 1, "NoValidCheckpoint: none is valid")], 0, K.NO_VALID_CHECKPOINT, 0, "none is valid"),
         ([RankEnd(0, 0, 1, "StorageUnreachable: no answer")], 0, K.CRASHED, 0, "no answer"),
+        ([RankEnd(0, 0, 1, "ConnectionError: the Hub (503)", transient=True)], 0, K.NETWORK, 0, "the Hub (503)"),
+        ([RankEnd(0, 0, 1, "HTTPError: 502", transient=True)], 30, K.NETWORK, 0, "502"),
+        # What a lost peer leads to is no word about a server.
+        ([RankEnd(0, 0, 1, PEER, transient=True), RankEnd(1, 1, -9)], 30, K.CRASHED, 1, "SIGKILL"),
+        ([RankEnd(0, 0, 1, "SystemExit: no rows in /data")], 0, K.BOOT, 0, "rank 0: no rows in /data"),
         ([RankEnd(0, 0, 3)], 30, K.CRASHED, 0, "exited with status 3"),
         ([], 0, K.LAUNCHER_LOST, None, "without a word"),
         (

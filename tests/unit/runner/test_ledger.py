@@ -74,9 +74,9 @@ def test_every_second_has_one_cause() -> None:
             "teardown": 1.0 + 1.0 + 1.0 + 1.0,
             "backoff": 3.0,
             "start-up": 1.0 + 5.0 + 0.5 + 1.0 + 2.0,
-            "rendezvous": 2.0 + 0.5 + 1.0,
+            "launch": 2.0 + 0.5 + 1.0,
             "restore": 1.0 + 1.0,
-            "waiting for a machine": 20.0,
+            "not running": 20.0,
         },
         abs=0.002,
     )

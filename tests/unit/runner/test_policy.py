@@ -39,6 +39,12 @@ def record(kind: FailureKind = K.CRASHED, committed: int = -1, fingerprint: str 
         ([record(), record()], False, 2),
         ([record(), record(), record()], False, ExitCode.NO_PROGRESS),
         ([record(committed=10)] * 3, False, ExitCode.BUDGET_SPENT),
+        # Bounded by a number of its own, and the first one waits, too.
+        ([record(K.NETWORK)], False, 2),
+        ([record(K.NETWORK)] * 4, False, 5),
+        ([record(K.NETWORK)] * 5, False, ExitCode.BUDGET_SPENT),
+        ([record(K.NETWORK)] * 4 + [record()], False, 1),
+        ([record(K.NETWORK)] * 4 + [record(K.NETWORK, 10)], False, 2),
         # A new commit refills the budget.
         ([record(committed=10), record(committed=10), record(committed=20)], False, 1),
         ([record(committed=c) for c in range(50)], False, 1),
@@ -48,7 +54,7 @@ def record(kind: FailureKind = K.CRASHED, committed: int = -1, fingerprint: str 
     ],
 )
 def test_decision(history: list[AttemptRecord], stop_requested: bool, expected: ExitCode | int) -> None:
-    decision = decide(history, max_restarts=2, stop_requested=stop_requested)
+    decision = decide(history, max_restarts=2, stop_requested=stop_requested, max_network_retries=4)
     if isinstance(expected, ExitCode):
         assert isinstance(decision, Stop) and decision.exit_code is expected
     else:

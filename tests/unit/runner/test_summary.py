@@ -50,11 +50,11 @@ def test_every_second_has_one_cause() -> None:
             **dict.fromkeys(CAUSES, 0.0),
             "start-up": 3.0,
             # No rank has said that it was there.
-            "rendezvous": 17.0,
+            "launch": 17.0,
             "training": 8.0 + 6.0 + 5.0,
             "lost work": 2.0,
             "teardown": 5.0,
-            "waiting for a machine": 20.0,
+            "not running": 20.0,
         }
     )
     assert run.goodput == pytest.approx(19 / 66, abs=1e-5)

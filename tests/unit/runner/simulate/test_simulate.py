@@ -63,7 +63,7 @@ def test_a_lost_machine_goes_back_to_storage() -> None:
     )
     out = simulate(scenario, random.Random(0), iter([350.0, 1e9]))
     assert out.seconds["lost work"] == pytest.approx(340 - 202)
-    assert out.seconds["waiting for a machine"] == 60 and out.seconds["restore"] == 7
+    assert out.seconds["not running"] == 60 and out.seconds["restore"] == 7
     assert out.seconds["start-up"] == 20 and out.seconds["training"] == pytest.approx(1000)
     # Not durable yet: all is lost.
     early = simulate(scenario, random.Random(0), iter([10 + 202 + 19.0, 1e9]))
