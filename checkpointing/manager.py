@@ -167,6 +167,7 @@ class CheckpointManager:
 
         Raises:
             ValueError: location, local_tier, resume, a cadence or the memory limit is not usable.
+            CheckpointError: the model or the optimizer is of a kind that cannot be saved.
         """
         self._own_location = location or ""
         location = os.environ.get(LOCATION_ENV) or location
@@ -267,6 +268,7 @@ class CheckpointManager:
 
         Raises:
             ValueError: a name in `states` is taken.
+            CheckpointError: the model or the optimizer is of a kind that cannot be saved.
         """
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             self._hook_states = sorted({type(state).__name__ for state in hook_states(model) if _has_memory(state)})
@@ -445,13 +447,14 @@ class CheckpointManager:
         finally:
             self._restore_s += time.monotonic() - began
 
-    def load_best(self, last_step: int, *, together: bool = False) -> int | None:
+    def load_best(self, last_step: int, *, together: bool = False, preferred: int | None = None) -> int | None:
         """Load the model of the best checkpoint by `best_metric`, and nothing else of it.
 
         One that was damaged is passed over, with a warning.
 
         Args:
             last_step: of the weights that the model has now; they need not be read.
+            preferred: the step that is the best, where the caller knows; others are taken where it cannot be read.
             together: all ranks call it, and all load the same; else this rank alone.
 
         Returns:
@@ -464,7 +467,8 @@ class CheckpointManager:
         order: list[list[int]] = [[]]
         if group is None or self.rank == 0:
             manifests = (entry.manifest for entry in self._tiers.catalog.entries() if entry.manifest is not None)
-            order = [list(best_first(manifests, self.retention))]
+            best = best_first(manifests, self.retention)
+            order = [[preferred, *(step for step in best if step != preferred)] if preferred is not None else best]
         if group is not None:
             dist.broadcast_object_list(order, src=0, group=group)
         for step in order[0]:
@@ -482,6 +486,10 @@ class CheckpointManager:
             if all(found):
                 return step
         return None
+
+    def folder_of(self, step: int) -> str:
+        """Where the durable checkpoint of a step lies: a path or a URL."""
+        return f"{self._tiers.durable.location}/checkpoint-{step}"
 
     def _read_valid(self, step: int) -> RestorePoint | None:
         """A checkpoint from whichever tier has it whole."""

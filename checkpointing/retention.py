@@ -38,10 +38,10 @@ def best_by(metric: str | None, greater_is_better: bool | None) -> tuple[str | N
 
 
 def best_first(manifests: Iterable[Manifest], retention: Retention) -> list[int]:
-    """The steps that carry the metric, the best first, of equals the newest."""
-    metric, sign = retention.best_metric, 1 if retention.greater_is_better else -1
+    """The steps that carry the metric, the best first, of equals the oldest, as the Trainer counts a best one."""
+    metric, sign = retention.best_metric, -1 if retention.greater_is_better else 1
     rated = {(sign * m.metrics[metric], m.step) for m in manifests if metric is not None and metric in m.metrics}
-    return [step for _, step in sorted(rated, reverse=True)]
+    return [step for _, step in sorted(rated)]
 
 
 def steps_to_remove(committed: Iterable[Manifest], retention: Retention) -> list[int]:

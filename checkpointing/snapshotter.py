@@ -237,7 +237,9 @@ class Snapshotter:
             replicated = {
                 name: state.model[name] for name in whole if not sharded.is_stand_in(state.model[name], state.parts)
             }
-            self._compare_replicas(request.step, replicated, images[num_foreign + 1])
+            if not self._compare_replicas(pending, state, replicated, images[num_foreign + 1]):
+                copy.copied()
+                return
         acquired = self._client.acquire(request.step, nbytes, wait=request.wait)
         if isinstance(acquired, Refusal):
             pending.has_outcome = False
@@ -254,14 +256,7 @@ class Snapshotter:
         copy.copied_s = time.thread_time() - cpu_began if copy.ready is None else time.perf_counter() - wall_began
         copy.copied()
         if changed and pending.overlapped:
-            self._torn = True
-            pending.has_outcome = False
-            reason = (
-                f"{changed} tensors were changed in place between the snapshot and the next optimizer step; from now "
-                "on training waits for the copy"
-            )
-            logger.warning("the snapshot of step %d is dropped: %s", request.step, reason)
-            self._client.abandon(request.step, number, reason)
+            self._client.abandon(request.step, number, self._note_torn(pending, changed))
             return
         if ranks.local_rank == 0:
             snapshot.copy_literals(placed, buffer)
@@ -276,6 +271,17 @@ class Snapshotter:
             metrics=request.metrics,
             commit=request.commit,
         )
+
+    def _note_torn(self, pending: _Pending, changed: int) -> str:
+        """What was copied, or compared, is not the state of one step; returns why."""
+        self._torn = True
+        pending.has_outcome = False
+        reason = (
+            f"{changed} tensors were changed in place between the snapshot and the next optimizer step; from now "
+            "on training waits for the copy"
+        )
+        logger.warning("the snapshot of step %d is dropped: %s", pending.request.step, reason)
+        return reason
 
     def _layout(self, name: str) -> TorchFileLayout:
         return self._layouts.setdefault(name, TorchFileLayout(name))
@@ -311,8 +317,10 @@ class Snapshotter:
         names = [*buffers, *foreign]
         return frozenset(names[number] for number in (extremes[0] != -extremes[1]).nonzero().flatten().tolist())
 
-    def _compare_replicas(self, step: int, parameters: Mapping[str, torch.Tensor], optimizer: FileImage) -> None:
-        """All ranks together.
+    def _compare_replicas(
+        self, pending: _Pending, state: State, parameters: Mapping[str, torch.Tensor], optimizer: FileImage
+    ) -> bool:
+        """All ranks together. False where some rank has changed its state meanwhile, so that nothing can be said.
 
         Raises:
             ReplicasDrifted: they do not hold equal state.
@@ -325,12 +333,19 @@ class Snapshotter:
         differing = (extremes[0] != -extremes[1]).nonzero().flatten().tolist()
         if differing:
             everyone: list[Any] = [None] * self._ranks.world_size
-            dist.all_gather_object(everyone, mine[differing].tolist(), group=self._ranks.group)
+            changed = state.changed() if pending.overlapped else 0
+            dist.all_gather_object(everyone, (changed, mine[differing].tolist()), group=self._ranks.group)
+            most = max(changed for changed, _ in everyone)
+            if most:
+                self._note_torn(pending, most)
+                return False
+            who = _who_differs([sums for _, sums in everyone])
             raise ReplicasDrifted(
-                f"step {step}: {_who_differs(everyone)} in {len(differing)} of {len(names)} tensors, first in "
+                f"step {pending.request.step}: {who} in {len(differing)} of {len(names)} tensors, first in "
                 f"{names[differing[0]]}. No checkpoint is made of this state; go on from the one before. If it happens "
                 "again, look for code that changes parameters on one rank only, or for faulty memory."
             )
+        return True
 
     def _commit_directly(self, pending: _Pending, images: Sequence[FileImage]) -> None:
         """Without memory for a snapshot rank 0 writes the files itself, while the optimizer waits."""

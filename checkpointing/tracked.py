@@ -22,6 +22,7 @@ from checkpointing.restore import (
     rank_state_name,
 )
 from checkpointing.snapshot import tensors_in, torch_bytes
+from checkpointing.supported import check_model, check_optimizer
 
 # Buffers above this are too large to be cloned for every snapshot; their version counters guard them instead.
 _CLONE_BYTES = 64 * 1024 * 1024
@@ -69,6 +70,8 @@ class Tracked:
     adapter: Adapter | None = None
 
     def __post_init__(self) -> None:
+        check_model(self.model)
+        check_optimizer(self.torch_optimizer)
         for name in self.states:
             if not name.isidentifier() or name in ("optimizer", "scheduler", "scaler", "rng_state"):
                 raise ValueError(f"states: the name {name!r} is not allowed; use another identifier")

@@ -92,8 +92,10 @@ def resilient(
             raise CheckpointError("FSDP1 is not supported by resilient(); use FSDP2: fsdp_config version 2")
         if accelerate.utils.is_peft_model(trainer.model):
             raise CheckpointError("adapters under FSDP are not supported by resilient() yet; use DDP for them")
-    if trainer.args.load_best_model_at_end:
-        raise CheckpointError("load_best_model_at_end is not supported by resilient() yet; leave it off")
+    if trainer.args.load_best_model_at_end and save_steps == "auto":
+        raise ValueError(
+            "resilient(save_steps='auto') does not go with load_best_model_at_end, which needs save_strategy"
+        )
     if spike_zscore is not None and (spike_zscore <= 0 or trainer.args.fp16):
         raise ValueError(
             f"resilient(spike_zscore={spike_zscore}) is not allowed; write a number above 0, 8 for example, and use "

@@ -28,7 +28,7 @@ from checkpointing import rng, sharded
 from checkpointing.adapter import Adapter
 from checkpointing.data.cursor import Layout, LoaderCursor, fingerprint
 from checkpointing.data.stream import StreamBatches, StreamDataLoader, StreamPosition
-from checkpointing.errors import CheckpointError, LossSpike, NonFinite, Preempted
+from checkpointing.errors import CheckpointError, CommitFailed, LossSpike, NonFinite, Preempted
 from checkpointing.failpoints import failpoint
 from checkpointing.manager import CheckpointManager, Due, skipped_steps
 from checkpointing.manager_environment import ALLOW_CHANGES_ENV
@@ -226,6 +226,32 @@ class ResilientMixin(_Base):
         manager.announce_batch(self._train_batch_size, self.args.gradient_accumulation_steps)
         manager.begin(self.state.global_step, self.state.max_steps)
         self._uncovered = uncovered(self, self._covered())
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """`load_best_model_at_end` by our checkpoints. The Trainer would look for folders, and remove some of them."""
+        if not self.args.load_best_model_at_end:
+            return super()._finalize_training(*args, **kwargs)
+        self.args.load_best_model_at_end, best = False, self.state.best_global_step
+        # Of a checkpoint that a stock Trainer has begun with.
+        self.state.best_model_checkpoint = None
+        try:
+            if best and not self._stopping:
+                best = self._load_best_of(best)
+            return super()._finalize_training(*args, **kwargs)
+        finally:
+            self.args.load_best_model_at_end = True
+            if best and not self._stopping:
+                self.state.best_model_checkpoint = self._manager.folder_of(best)
+
+    def _load_best_of(self, step: int) -> int | None:
+        """Returns the step whose weights the model has then."""
+        manager = self._manager
+        try:
+            manager.wait_for_commit()
+        except CommitFailed as error:
+            logger.warning("the last checkpoint was not committed (%s); the best one of those before is loaded", error)
+        self._track()
+        return manager.load_best(self.state.global_step, together=True, preferred=step)
 
     def _on_train_end(self) -> None:
         manager = self._manager
@@ -613,7 +639,10 @@ class ResilientMixin(_Base):
             state.stateful_callbacks = copy.deepcopy(state.stateful_callbacks)
             shared[TRAINER_STATE_NAME] = lambda: state_bytes(state)
         samples = step * self._made_for.samples_per_step
-        last = step >= self.state.max_steps
+        # Also the best one so far, if it is to be loaded at the end: it must not be skipped as memory is busy.
+        last = step >= self.state.max_steps or (
+            self.args.load_best_model_at_end and commit and step == self.state.best_global_step
+        )
         manager.save(
             step,
             samples,

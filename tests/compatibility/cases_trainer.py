@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from compatibility import tiny
 from compatibility.ranks import Run
-from compatibility.table import case, differs, refused
+from compatibility.table import case, differs
 from transformers import EarlyStoppingCallback, GPT2LMHeadModel, Trainer, TrainerCallback, default_data_collator
 from transformers.trainer_callback import ExportableState
 
@@ -100,7 +100,24 @@ _simple(
     eval_strategy="steps",
     eval_steps=3,
     eval_dataset=tiny.Rows(6),
-    verdict=refused("load_best_model_at_end is not supported"),
+)
+_simple(
+    "load_best_model_at_end, the first is best",
+    load_best_model_at_end=True,
+    metric_for_best_model="loss",
+    greater_is_better=True,
+    save_total_limit=1,
+    eval_strategy="steps",
+    eval_steps=3,
+    eval_dataset=tiny.Rows(6),
+)
+_simple(
+    "schedule-free, evaluation",
+    optim="schedule_free_adamw",
+    lr_scheduler_type="constant",
+    eval_strategy="steps",
+    eval_steps=2,
+    eval_dataset=tiny.Rows(6),
 )
 _simple("FSDP2", fsdp="full_shard", fsdp_config={"version": 2, "reshard_after_forward": True})
 _simple(

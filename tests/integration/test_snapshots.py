@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from integration.support import Run, loss_curve, script, state_hash, wait_for_commit, wait_until
 
+from checkpointing.storage import LocalStorage
+
 NUM_SNAPSHOTS = 1000
 
 TORN = """
@@ -260,6 +262,39 @@ for step in range(manager.resume(), 6):
         model.weight.mul_(0.5)  # behind the optimizer's back
 manager.close()
 """
+
+
+CHANGES_STATE_AT_TIMES = """
+import os, sys, time, torch, torch.distributed as dist
+from checkpointing import CheckpointManager
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = torch.nn.Linear(100, 100)
+ddp = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+manager = CheckpointManager(sys.argv[1], model=ddp, optimizer=optimizer, snapshot_steps=None)
+for step in range(manager.resume(), 6):
+    ddp(torch.ones(2, 100)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    manager.save(step + 1, step + 1, wait=True)
+    time.sleep(0.5 * rank)
+    with torch.no_grad():
+        model.weight.mul_(0.5)  # as a schedule-free optimizer does for an evaluation
+manager.close()
+"""
+
+
+def test_ranks_that_change_their_state_at_different_times_have_not_drifted(tmp_path: Path) -> None:
+    """What one rank had changed already, and the other had not, was taken for replicas that differ."""
+    (tmp_path / "train.py").write_text(CHANGES_STATE_AT_TIMES)
+    command = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
+    command += [str(tmp_path / "train.py"), str(tmp_path / "checkpoints")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0 and "ReplicasDrifted" not in result.stderr, result.stderr
+    assert "changed in place" in result.stderr, "the race was not even met"
+    assert LocalStorage(tmp_path / "checkpoints").steps()[-1] == 6
 
 
 def test_state_that_changes_behind_the_optimizers_back_is_noticed(tmp_path: Path) -> None:

@@ -33,9 +33,10 @@ def test_multiples_and_the_best_stay() -> None:
     assert steps_to_remove(saved, Retention(1, best_metric="never_measured")) == [10, 20, 30, 40]
 
 
-def test_of_equals_the_newest_is_the_best() -> None:
+def test_of_equals_the_oldest_is_the_best() -> None:
+    """As the Trainer counts: a new best one is better than those before it."""
     saved = [manifest(10, 1.0), manifest(20, 1.0), manifest(30)]
-    assert steps_to_remove(saved, Retention(1, best_metric="eval_loss")) == [10]
+    assert steps_to_remove(saved, Retention(1, best_metric="eval_loss")) == [20]
 
 
 @pytest.mark.parametrize(
