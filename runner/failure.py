@@ -27,7 +27,9 @@ class FailureKind(Enum):
     BOOT = "boot failure"  # a Python error before the first step: it would come again
     NO_VALID_CHECKPOINT = "no valid checkpoint"
     FENCED = "fenced"  # a newer attempt of this run has begun elsewhere
-    STORAGE_FAILED = "storage failed"  # too many saves in a row; training ended in good order
+    STORAGE_FAILED = (
+        "storage failed"  # too many saves in a row, training ended in good order; or a rank met a full disk
+    )
     AGENT_LOST = "checkpoint agent lost"
     LAUNCHER_LOST = "launcher lost"
     NODE_LOST = "node lost"  # another machine is silent or gone
@@ -55,6 +57,9 @@ _BAD_NODE = re.compile(
     r"|nvmlInit.*fail|devices? .*unavailable",
     re.IGNORECASE,
 )
+
+# Python's, and Rust's (tokenizers, safetensors).
+_DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded|\(os error (28|122)\)|\[Errno (28|122)\]")
 
 # What a process that is ended by its own C++ code, or by a fault of it, leaves on its standard error.
 _TERMINATED = re.compile(r"terminate called after throwing an instance of '([^'\n]+)'\s+what\(\):\s+([^\n]+)")
@@ -255,6 +260,8 @@ def classify(
         kind, bad = _BAD_STEPS[found[1]], int(found[2])
         window = (min(started_step + 1, bad), bad)
         return Failure(kind, cause, first.rank, step, f"{found[1]}|{bad}", window)
+    elif _DISK_FULL.search(first.error):
+        return Failure(FailureKind.STORAGE_FAILED, f"{cause}; make room, then start again", first.rank, step)
     elif known := _kind_of(first.error):
         kind = known
     elif first.transient and not is_effect(first.error):

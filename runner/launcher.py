@@ -189,6 +189,8 @@ def _leave_signals_to_the_supervisor() -> None:
 
 def _log_to_file(path: Path) -> None:
     """torchrun logs a traceback for every rank that dies; the user is told the cause in one line instead."""
+    # A full disk: what cannot be logged is lost, not printed.
+    logging.raiseExceptions = False
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in ["torch", *(name for name in logging.root.manager.loggerDict if name.startswith("torch."))]:

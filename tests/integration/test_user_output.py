@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from integration.support import RUNNER, Run
+from integration.support import RUNNER, SHORT_JOB, Run, wait_until
+from servers import small_disk
 
 from runner.journal import read_journal
 from runner.run_directory import RunDirectory
@@ -140,3 +141,27 @@ def test_an_own_loop_is_seen_and_says_where_it_resumes(tmp_path: Path) -> None:
     ended = subprocess.run(plain, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stderr
     assert f"checkpointing: resumed from step 40 ({run.folder}/checkpoints/checkpoint-40)" in ended.stderr
+
+
+@pytest.mark.parametrize("size", ["200k", "1200k"])
+def test_a_full_output_folder_is_named_and_ends_with_74(tmp_path: Path, size: str) -> None:
+    """945 lines, "died without an error message", and a code that the journal did not know."""
+    with small_disk(tmp_path / "volume", size) as folder:
+        run = Run(folder / "run", *SHORT_JOB, "--nproc-per-node", "2")
+        assert run.start().finish() == 74, run.output
+        assert "Traceback" not in run.output and len(run.output.splitlines()) < 40, run.output
+        verdict = run.output.splitlines()[-1]
+        assert "No space left on device; make room, then start again (exit code 74" in verdict
+        assert [event["exit_code"] for event in run.events("run_ended")] == [74]
+
+
+def test_an_output_folder_that_is_moved_away_is_named(tmp_path: Path) -> None:
+    job = ["trainer.num_train_epochs=9", "trainer.save_steps=10", "checkpoint.max_failed_saves=1"]
+    run = Run(tmp_path / "run", *(part for setting in job for part in ("--set", setting))).start()
+    wait_until(run, run.checkpoint(10).exists)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert run.finish() == 74 and "Traceback" not in run.output, run.output
+    verdict = run.output.splitlines()[-1]
+    assert "was there when attempt" in verdict and "put it back (exit code 74" in verdict
+    assert not (tmp_path / "run").exists()
+    assert '"exit_code": 74' in (tmp_path / "moved" / "journal.jsonl").read_text().splitlines()[-1]

@@ -37,6 +37,8 @@ PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by p
         # What a lost peer leads to is no word about a server.
         ([RankEnd(0, 0, 1, PEER, transient=True), RankEnd(1, 1, -9)], 30, K.CRASHED, 1, "SIGKILL"),
         ([RankEnd(0, 0, 1, "SystemExit: no rows in /data")], 0, K.BOOT, 0, "rank 0: no rows in /data"),
+        ([RankEnd(0, 0, 1, "Exception: No space left on device (os error 28)")], 0, K.STORAGE_FAILED, 0, "make room"),
+        ([RankEnd(0, 0, 1, "OSError: [Errno 122] Disk quota exceeded: 'x'")], 9, K.STORAGE_FAILED, 0, "quota"),
         ([RankEnd(0, 0, 3)], 30, K.CRASHED, 0, "exited with status 3"),
         ([], 0, K.LAUNCHER_LOST, None, "without a word"),
         (
