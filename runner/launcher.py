@@ -80,7 +80,10 @@ def main() -> int:
     _leave_signals_to_the_supervisor()
     # multiprocessing's own folders (sockets of the fork server, of workers' queues): processes that are killed cannot
     # remove theirs, so they lie where the supervisor removes them. Ranks inherit this.
-    multiprocessing.current_process()._config["tempdir"] = sys.argv[3]  # type: ignore[attr-defined]
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    config["tempdir"] = sys.argv[3]
+    # Semaphores likewise: by their names the next start finds them.
+    config["semprefix"] = f"/{processes.semaphore_prefix(os.environ[processes.RUN_ID_ENV])}"
     # torch's own: each rank that dies of an exception leaves a file.
     tempfile.tempdir = sys.argv[3]
     # See `runner.training.preload`, which goes on from here.

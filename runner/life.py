@@ -65,6 +65,9 @@ class Life:
         strays = processes.kill_all(lambda: processes.processes_of_run(self.run_id, rank))
         if strays:
             self.display.message(f"ended {strays} processes that an earlier life of this run had left")
+        mark = processes.mark(self.run_id, rank)
+        processes.remove_semaphores(mark)
+        self._stack.callback(processes.remove_semaphores, mark)
         self._journal = Journal(self.directory.journal, self.clock)
         self._stack.callback(self._journal.close)
         # Short, and no other run's.

@@ -71,6 +71,8 @@ _PONG_TIMEOUT_S = 120.0
 _GAP_S = 3.0
 _STATES_EVERY_S = 1.0
 _PROGRESS_EVERY_S = 10.0
+# Beside the ranks' numbers.
+_AGENT, _LAUNCHER = -1, -2
 # SIGKILL ends a process at once, unless the kernel holds it: a hung driver, a dead file server.
 _KILL_TIMEOUT_S = 30.0
 
@@ -592,14 +594,15 @@ class Node:
             self.end_attempt(Failure(FailureKind.FENCED, self.fenced))
 
     def _check_hang(self, attempt: _Attempt, now: float) -> None:
-        rank_of = {local: rank for rank, local in attempt.watch.local_ranks.items()}
+        watch, stopped = attempt.watch, self._stopped(attempt, now)
+        if _AGENT in stopped or _LAUNCHER in stopped:
+            # Ranks that wait for it are not to blame.
+            self._end_stopped_helper(_AGENT if _AGENT in stopped else _LAUNCHER)
+            return
+        rank_of = {local: rank for rank, local in watch.local_ranks.items()}
         hang = attempt.watchdog.look(self._beats(), now, others_busy=self.others_busy)
-        watch = attempt.watch
-        if hang is None and now - attempt.states_seen_at >= _STATES_EVERY_S:
-            attempt.states_seen_at = now
-            states = {rank: processes.state(watch.pids[rank]) for rank in watch.pidfds.values()}
-            if stopped := attempt.stopped.look(states, now):
-                hang = Hang(tuple(watch.local_ranks[rank] for rank in stopped), "somebody has stopped it (SIGSTOP)")
+        if hang is None and stopped:
+            hang = Hang(tuple(watch.local_ranks[rank] for rank in stopped), "somebody has stopped it (SIGSTOP)")
         if hang is None or attempt.result is not None:
             return
         ranks = [rank_of[slot] for slot in hang.slots if slot in rank_of]
@@ -610,6 +613,25 @@ class Node:
         where = f"; stacks: {files[0].parent}/stacks-*.txt" if files else ""
         rank = ranks[0] if ranks else None
         self.end_attempt(Failure(FailureKind.HUNG, f"{names} hung: {hang.reason}{where}", rank))
+
+    def _stopped(self, attempt: _Attempt, now: float) -> list[int]:
+        """Ranks and helpers that somebody has stopped; looked for about once a second."""
+        assert self._agent is not None and self._launcher is not None
+        if now - attempt.states_seen_at < _STATES_EVERY_S:
+            return []
+        attempt.states_seen_at = now
+        pids = {rank: attempt.watch.pids[rank] for rank in attempt.watch.pidfds.values()}
+        pids |= {_AGENT: self._agent.pid, _LAUNCHER: self._launcher.pid}
+        return attempt.stopped.look({name: processes.state(pid) for name, pid in pids.items()}, now)
+
+    def _end_stopped_helper(self, name: int) -> None:
+        assert self._agent is not None and self._launcher is not None
+        helper, what, kind = {
+            _AGENT: (self._agent.process.process, "checkpoint agent", FailureKind.AGENT_LOST),
+            _LAUNCHER: (self._launcher.process, "launcher", FailureKind.LAUNCHER_LOST),
+        }[name]
+        helper.kill()
+        self.end_attempt(Failure(kind, f"somebody has stopped the {what} (SIGSTOP to pid {helper.pid}); it was killed"))
 
     def _write_stacks(self, attempt: _Attempt) -> list[Path]:
         pids = {f"rank{rank}": pid for rank, pid in sorted(attempt.watch.pids.items())}

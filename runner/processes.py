@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import os
 import signal
 import time
@@ -21,6 +22,8 @@ RUN_ID_ENV = "RUNNER_RUN_ID"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 FORK_SERVER_NAME = "fork-server"
 _TRACKER_PATIENCE_S = 1.0
+# Where glibc keeps POSIX semaphores (sem_overview(7)).
+_SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
@@ -81,6 +84,18 @@ def descendants() -> list[psutil.Process]:
 def mark(run_id: str, node_rank: int) -> str:
     """The value of `RUN_ID_ENV`: two nodes of a run may share a machine, and must not sweep each other."""
     return f"{run_id}/{node_rank}"
+
+
+def semaphore_prefix(mark: str) -> str:
+    """How the names of the POSIX semaphores begin that multiprocessing makes for the processes of this mark."""
+    return f"mp-{hashlib.blake2b(mark.encode(), digest_size=5).hexdigest()}"
+
+
+def remove_semaphores(mark: str) -> None:
+    """What killed processes of this mark have left, where multiprocessing's tracker was killed with them."""
+    for left in _SHARED_MEMORY.glob(f"sem.{semaphore_prefix(mark)}-*"):
+        with contextlib.suppress(OSError):
+            left.unlink()
 
 
 def processes_of_run(run_id: str, node_rank: int) -> list[psutil.Process]:

@@ -278,12 +278,18 @@ def test_slow_evaluation_saving_and_compiling_are_no_hangs(tmp_path: Path) -> No
 def test_a_stopped_agent_or_launcher_costs_an_attempt(name: str, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", "--set", "restart.quiet_timeout_s=60", script=troubled(tmp_path, crawl=20)).start()
     wait_for_commit(run, 20)
+    stopped_at = time.time()
     os.kill({"agent": run.agent_pid, "launcher": run.launcher_pid}[name](), signal.SIGSTOP)
     if name == "launcher":
         os.kill(run.rank_pid(0), signal.SIGKILL)
     assert run.finish() == 0, run.output
     assert kinds(run)[-1] == "finished" and len(kinds(run)) == 2
     assert not run.leftovers()
+    if name == "agent":
+        # Within seconds, and by its name: the ranks that wait for it were blamed, or two minutes passed.
+        ended = run.events("attempt_ended")[0]
+        assert ended["cause"].startswith("somebody has stopped the checkpoint agent (SIGSTOP to pid ")
+        assert ended["failed_at"] - stopped_at < 8
 
 
 def test_a_launcher_or_agent_that_is_killed_while_it_starts_is_tried_again(tmp_path: Path) -> None:
