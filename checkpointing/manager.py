@@ -167,7 +167,8 @@ class CheckpointManager:
 
         Raises:
             ValueError: location, local_tier, resume, a cadence or the memory limit is not usable.
-            CheckpointError: the model or the optimizer is of a kind that cannot be saved.
+            CheckpointError: the model or the optimizer is of a kind that cannot be saved; or this is one of several
+                processes without a process group.
         """
         self._own_location = location or ""
         location = os.environ.get(LOCATION_ENV) or location
@@ -183,6 +184,13 @@ class CheckpointManager:
         self._memory_limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
         self.retention = Retention(keep_last, keep_every, best_metric, greater_is_better)
         distributed = dist.is_available() and dist.is_initialized()
+        if not distributed and "LOCAL_RANK" in os.environ and int(os.environ.get("WORLD_SIZE") or 1) > 1:
+            # Each of them would take itself for rank 0 of one, and write the same checkpoints.
+            raise CheckpointError(
+                f"{os.environ['WORLD_SIZE']} processes were started (WORLD_SIZE), but torch.distributed is not "
+                "initialized: call torch.distributed.init_process_group() before the CheckpointManager is made, or "
+                "start one process (--nproc-per-node 1)"
+            )
         self.rank = dist.get_rank() if distributed else 0
         self.world_size = dist.get_world_size() if distributed else 1
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0")) if distributed else 0

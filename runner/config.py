@@ -264,7 +264,7 @@ class CostConfig(_Section):
 class Config(_Section):
     """A run."""
 
-    output_dir: str = "runs/default"
+    output_dir: Annotated[str, Field(min_length=1)] = "runs/default"
     """Folder of the run. Where it is not given: runs/NAME, by the name of the configuration file or the script."""
     scale_learning_rate: bool = True
     """Multiply trainer.learning_rate by the number of ranks."""

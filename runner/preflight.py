@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from checkpointing.manifest import Manifest
 from checkpointing.storage import LocalStorage
 from checkpointing.storage.local import replace_file
 from runner import identity, place
@@ -145,6 +146,26 @@ def admit(config: Config, directory: RunDirectory, job: JobIdentity) -> str:
 def write_job(directory: RunDirectory, job: JobIdentity) -> None:
     """Write the job down in the folder of this node alone."""
     replace_file(directory.job, job.to_json(), directory.job.with_name(f".{directory.job.name}.tmp"))
+
+
+def check_world_size(newest: Manifest | None, world_size: int) -> None:
+    """That this many ranks can share the samples of the run's steps equally, as its first ones did.
+
+    Args:
+        newest: of the newest checkpoint; None where there is none.
+
+    Raises:
+        UsageError: they cannot; the text says which numbers can.
+    """
+    if newest is None or newest.step == 0:
+        return
+    samples = newest.samples_consumed // newest.step
+    if samples % world_size:
+        fitting = ", ".join(str(number) for number in range(1, samples + 1) if samples % number == 0)
+        raise UsageError(
+            f"a step of this run has {samples} samples, which {world_size} ranks cannot share equally; start {fitting} "
+            "ranks in all (--nproc-per-node, --nnodes), or begin again in another --output-dir"
+        )
 
 
 def recorded_in(directory: RunDirectory) -> JobIdentity | None:

@@ -31,6 +31,7 @@ from runner.loop import StopRequest
 from runner.node import Job, Node, Order, Outcome
 from runner.peers import Leader, Message
 from runner.policy import AttemptRecord, BatchShape, Restart, Stop, backoff_s, decide
+from runner.preflight import check_world_size
 from runner.progress import ProgressDisplay
 from runner.record import RunnerProcess, RunRecord
 from runner.run_directory import RunDirectory
@@ -90,6 +91,7 @@ class Supervisor:
             # The journal lies on this machine; another one may have gone on with the run meanwhile.
             life.attempt = max(life.attempt, catalog.newest_attempt())
             newest, over_all_stages = config.tiers.newest_committed()
+            self._newest_manifest = next((entry.manifest for entry in catalog.scan() if entry.manifest), None)
             self._memory = RunRecord.from_json(config.tiers.durable.read_note())
             self._memory.lineage = self._memory.lineage or life.run_id
             self._memory.runner = RunnerProcess.current()
@@ -342,10 +344,13 @@ class Supervisor:
         """Wait until all machines are there and ready.
 
         Raises:
-            UsageError: the port is taken.
+            UsageError: the port is taken, or the ranks cannot share the samples of a step.
             PeersMissing: not all have come in time.
         """
-        self._num_nodes, _ = self._node.shape
+        self._num_nodes, nproc = self._node.shape
+        if self._job.script is None:
+            # A script may count samples in its own way.
+            check_world_size(self._newest_manifest, self._num_nodes * nproc)
         if self._num_nodes == 1:
             return
         launch = self._config.launch

@@ -65,6 +65,18 @@ def test_what_can_be_saved_is_not_refused() -> None:
     check_optimizer(quantizing(8))  # nothing of it is large enough
 
 
+def test_processes_without_a_group_are_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them trained the same, and each wrote over the other's checkpoints."""
+    for name, value in {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        CheckpointError, match=r"2 processes were started .* is not initialized: call .*--nproc-per-node 1"
+    ):
+        CheckpointManager(str(tmp_path), model=linear())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    CheckpointManager(str(tmp_path), model=linear()).close()
+
+
 def test_refused_when_the_manager_is_made(tmp_path: Any) -> None:
     models: Any = [linear(), linear()]
     with pytest.raises(CheckpointError, match="join several models"):

@@ -32,6 +32,12 @@ def test_precedence_is_defaults_yaml_environment_command_line(tmp_path: Path) ->
     assert load_config(path, {}).trainer["learning_rate"] == 1e-5
 
 
+def test_an_empty_output_dir_is_refused() -> None:
+    """It was the current directory, into which a run wrote its folders."""
+    with pytest.raises(UsageError, match="output_dir='' is not allowed"):
+        load_config(None, {}, [parse_setting("output_dir=")])
+
+
 def test_reference_variables() -> None:
     config = load_config(
         None,

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from runner.errors import CheckpointsMissing, RunBusy, UsageError
 from runner.identity import JobIdentity, identify
 from runner.journal import Journal, read_journal
 from runner.place import ensure_id, read_id
-from runner.preflight import LocationLock, admit, examine, is_done, recorded_in, starting_point
+from runner.preflight import LocationLock, admit, check_world_size, examine, is_done, recorded_in, starting_point
 from runner.record import RunnerProcess, RunRecord
 from runner.run_directory import RunDirectory
 
@@ -292,3 +293,12 @@ def test_the_tiers_are_all_written_to(tmp_path: Path) -> None:
     tiers: Tiers = run.config.tiers
     assert {storage.read_record("job.json") for storage in tiers.nearest_first} == {run.job.to_json()}
     assert read_journal(run.directory.journal)[0]["place"] == read_id(tiers.durable)
+
+
+def test_ranks_that_cannot_share_a_step_are_refused_before_anything_is_started() -> None:
+    newest: Any = SimpleNamespace(step=6, samples_consumed=48)
+    for ranks in (1, 2, 4, 8):
+        check_world_size(newest, ranks)
+    with pytest.raises(UsageError, match=r"a step of this run has 8 samples, which 3 ranks .* start 1, 2, 4, 8"):
+        check_world_size(newest, 3)
+    check_world_size(None, 3)
