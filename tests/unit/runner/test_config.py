@@ -35,7 +35,7 @@ def test_precedence_is_defaults_yaml_environment_command_line(tmp_path: Path) ->
 def test_an_empty_output_dir_is_refused() -> None:
     """It was the current directory, into which a run wrote its folders."""
     with pytest.raises(UsageError, match="output_dir='' is not allowed"):
-        load_config(None, {}, [parse_setting("output_dir=")])
+        load_config(None, {}, [("output_dir", "", "--output-dir")])
 
 
 def test_reference_variables() -> None:
