@@ -606,6 +606,7 @@ def base_model(place: Place) -> Reader:
 def note(place: Place) -> Reader:
     """What cannot be understood is an empty record; the next note takes its place."""
     storage = LocalStorage(place.scratch / "note")
+    storage.probe()
     crash = Failure(FailureKind.CRASHED, "cause", 0, 12, "print")
     record = RunRecord([AttemptRecord(crash, 10), AttemptRecord(crash, 10)], BatchShape(4, 2, 2), running=5)
     record.skipped, record.lineage = [(3, 9), (12, 12)], "4f1c"
