@@ -11,7 +11,7 @@ import re
 import reprlib
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -28,6 +28,19 @@ _LONGEST_NAME = 255
 _MOST_PARTS = 8
 # Numbers go through pages and messages of 64 bits.
 _TOO_MANY = 2**63
+
+
+# What every checkpoint of this format version has: one of each of these, by how the names begin.
+_REQUIRED = {1: (("model.safetensors", "adapter_model.safetensors"), ("optimizer.pt",), ("rng_state",))}
+
+
+def missing_member(names: Iterable[str]) -> str | None:
+    """The first kind of file that a checkpoint must have and these are not; None where all are there."""
+    names = list(names)
+    for kinds in _REQUIRED[FORMAT_VERSION]:
+        if not any(name.startswith(kinds) for name in names):
+            return kinds[0]
+    return None
 
 
 @dataclass(frozen=True)

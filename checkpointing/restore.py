@@ -32,7 +32,7 @@ from checkpointing.client import AgentClient, OfferedSnapshot
 from checkpointing.data.cursor import state_name as data_state_name
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, NoValidCheckpoint, StorageUnreachable
 from checkpointing.failpoints import failpoint
-from checkpointing.manifest import MANIFEST_NAME
+from checkpointing.manifest import MANIFEST_NAME, missing_member
 from checkpointing.reading import MemoryFile, fault, private_memory, read_private, read_shared
 from checkpointing.snapshot import SAFETENSORS_DTYPES, storage_records
 from checkpointing.storage import LocalStorage, Storage
@@ -442,6 +442,9 @@ def _read(
         else:
             place, info = f"the snapshot of step {source.info.step} in memory", source.info
             found = {name: (view, source.digests[name]) for name, view in source.files.items()}
+
+        if (lacking := missing_member(found)) is not None:
+            raise InvalidCheckpoint(place, f"{lacking} is not among its files")
 
         def verified(name: str) -> memoryview:
             bytes_of, digest = found[name]

@@ -687,6 +687,7 @@ def verify(location: str, step: int | None) -> None:
     """Read the checkpoints at LOCATION again and compare every digest; exit 1 if one is damaged."""
     from checkpointing.catalog import verify as verify_copy
     from checkpointing.errors import InvalidCheckpoint
+    from checkpointing.manifest import missing_member
 
     first = _tiers(location)
     parts = [("", first), *((stage.name, tiers) for stage, tiers in first.stages)]
@@ -702,6 +703,8 @@ def verify(location: str, step: int | None) -> None:
                 raise InvalidCheckpoint(entry.storage.describe(entry.step), str(entry.problem))
             with _progress_bar(f"checkpoint-{entry.step}", entry.manifest.total_bytes) as advance:
                 manifest = verify_copy(entry.storage, entry.step, advance)
+            if (lacking := missing_member(file.name for file in manifest.files)) is not None:
+                raise InvalidCheckpoint(entry.storage.describe(entry.step), f"{lacking} is not among its files")
             click.echo(f"{name}  ok       {len(manifest.files)} files, {manifest.total_bytes / 1e6:.1f} MB")
         except InvalidCheckpoint as error:
             if entry.manifest is not None and entry.step not in entry.storage.steps():

@@ -22,6 +22,8 @@ CHECKPOINT_PREFIX = "checkpoint-"
 NUMBER = r"(?:0|[1-9][0-9]{0,17})"
 # More than anybody keeps; a fence is read often.
 _MAX_ACCEPTED = 1000
+# In place of its size, for what lies where a file should: a symbolic link, a pipe, a device.
+IRREGULAR = -1
 
 
 class Transaction(Protocol):
@@ -285,6 +287,8 @@ class Storage(ABC):
             size = sizes.get(f"{folder}/{file.name}")
             if size is None:
                 raise InvalidCheckpoint(place, f"{file.name} cannot be read (it is missing)")
+            if size == IRREGULAR:
+                raise InvalidCheckpoint(place, f"{file.name} is not a regular file of its folder (a link, a pipe)")
             if size != file.size:
                 raise InvalidCheckpoint(place, f"{file.name} has {size} bytes, the manifest says {file.size}")
         return manifest

@@ -12,6 +12,7 @@ import errno
 import os
 import re
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from pathlib import Path
 from checkpointing.errors import CommitConflict, InvalidCheckpoint
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
-from checkpointing.storage.base import CHECKPOINT_PREFIX, NUMBER, Fence, Storage
+from checkpointing.storage.base import CHECKPOINT_PREFIX, IRREGULAR, NUMBER, Fence, Storage
 from checkpointing.storage.writing import write_file
 
 _CHECKPOINT = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})\Z")
@@ -85,7 +86,8 @@ def _add_sizes(folder: Path, prefix: str, sizes: dict[str, int]) -> None:
             with contextlib.suppress(OSError):
                 if entry.is_dir(follow_symlinks=False):
                     _add_sizes(Path(entry.path), f"{prefix}{entry.name}/", sizes)
-                sizes[f"{prefix}{entry.name}"] = entry.stat().st_size
+                status = entry.stat(follow_symlinks=False)
+                sizes[f"{prefix}{entry.name}"] = status.st_size if stat.S_ISREG(status.st_mode) else IRREGULAR
 
 
 def _watched(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
@@ -267,6 +269,8 @@ class LocalStorage(Storage):
     def _manifest(self, step: int) -> Manifest:
         path = self.directory(step)
         try:
+            if not stat.S_ISREG((path / MANIFEST_NAME).lstat().st_mode):
+                raise InvalidCheckpoint(str(path), f"{MANIFEST_NAME} is not a regular file")
             data = (path / MANIFEST_NAME).read_bytes()
         except FileNotFoundError:
             raise InvalidCheckpoint(str(path), f"no {MANIFEST_NAME}: it was never committed") from None

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,8 @@ import torch
 
 from checkpointing import CheckpointManager
 from checkpointing.catalog import Catalog
-from checkpointing.errors import CheckpointError, CommitFailed
+from checkpointing.errors import CheckpointError, CommitFailed, InvalidCheckpoint
+from checkpointing.manifest import Manifest
 from checkpointing.storage import LocalStorage, open_storage
 from checkpointing.storage.base import Fence
 
@@ -161,3 +166,53 @@ def test_the_last_step_is_committed_though_saves_were_skipped(tmp_path: Path) ->
     optimizer.step()
     third.close()
     assert Catalog(LocalStorage(tmp_path)).committed_steps()[-1] == 23
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    """A folder with checkpoint-1 and checkpoint-2."""
+    mine = manager(tmp_path)
+    mine.resume()
+    for step in (1, 2):
+        mine.save(step, step, wait=True)
+    mine.close()
+    assert [found for _, found in LocalStorage(tmp_path).survey() if isinstance(found, InvalidCheckpoint)] == []
+    return tmp_path
+
+
+def verified(folder: Path) -> str:
+    """What `runner checkpoints verify` prints; killed where it hangs."""
+    command = [str(Path(sys.executable).with_name("runner")), "checkpoints", "verify", str(folder)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and not ended.stderr, ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "manifest.json"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_only_regular_files_of_its_folder_are_a_checkpoints(name: str, kind: str, whole: Path) -> None:
+    """A link to the outside was followed, a pipe was waited for."""
+    path = whole / "checkpoint-2" / name
+    path.rename(whole / "outside")
+    if kind == "link":
+        path.symlink_to(whole / "outside")
+    else:
+        os.mkfifo(path)
+    told = verified(whole)
+    assert f"{name} is not a regular file" in told and told.count("INVALID") == 1
+    mine = manager(whole)
+    assert mine.resume() == 1
+    mine.close()
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "model.safetensors", "rng_state.pth"])
+def test_a_manifest_that_lacks_what_every_checkpoint_has_is_not_valid(name: str, whole: Path) -> None:
+    """Its own digest was right, so that it was whole, and training resumed without an optimizer's state."""
+    path = whole / "checkpoint-2" / "manifest.json"
+    manifest = Manifest.from_json(path.read_bytes(), "")
+    path.write_bytes(replace(manifest, files=tuple(f for f in manifest.files if f.name != name)).to_json())
+    told = verified(whole)
+    assert "is not among its files" in told and name.partition(".")[0] in told and told.count("INVALID") == 1
+    mine = manager(whole)
+    assert mine.resume() == 1
+    mine.close()

@@ -37,7 +37,8 @@ def run(tmp_path: Path) -> Path:
     (folder / "journal.jsonl").touch()
     for step, loss in LOSSES.items():
         data = b"state" * step
-        files = [StagedFile("model.safetensors", [memoryview(data)], partial(digest_buffer, data))]
+        names = ("model.safetensors", "optimizer.pt", "rng_state.pth")
+        files = [StagedFile(name, [memoryview(data)], partial(digest_buffer, data)) for name in names]
         info = SnapshotInfo("run", 1, step, 1, step, {"eval_loss": loss})
         commit_snapshot(LocalStorage(folder / "checkpoints"), info, files)
     return folder
