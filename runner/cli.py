@@ -62,7 +62,12 @@ _CONFIG_OPTIONS = [
         metavar="KEY=VALUE",
         help="Any setting, e.g. trainer.learning_rate=1e-4.",
     ),
-    click.option("--nproc-per-node", "--nproc_per_node", metavar="auto|N", help="Ranks on this machine."),
+    click.option(
+        "--nproc-per-node",
+        "--nproc_per_node",
+        metavar="auto|N",
+        help="Ranks on this machine; auto (default): one per GPU, or 2 where there is none.",
+    ),
     click.option("--nnodes", type=int, help="Number of machines."),
     click.option("--node-rank", "--node_rank", type=int, help="This machine's number, from 0."),
     click.option("--rdzv-endpoint", "--rdzv_endpoint", metavar="HOST:PORT", help="Where the machines meet."),
@@ -246,10 +251,13 @@ def start(
     if first_node and config.monitoring.port is not None:
         from runner.monitoring import RunCollector, serve
 
-        serve(config.monitoring.address, config.monitoring.port, RunCollector(directory.journal))
+        # Others can reach it only where there are others, or the user says so.
+        address = config.monitoring.address or ("127.0.0.1" if config.launch.nnodes == 1 else "0.0.0.0")
+        serve(address, config.monitoring.port, RunCollector(directory.journal))
     if not first_node:
-        sys.exit(int(Follower(config, directory, job, display, stop).run()))
-    supervisor = Supervisor(config, directory, job, display, stop, place=place)
+        compared = None if allow_changes else identity
+        sys.exit(int(Follower(config, directory, job, display, stop, identity=compared).run()))
+    supervisor = Supervisor(config, directory, job, display, stop, place=place, identity=identity)
     exit_code = supervisor.run()
     summary = _summary(directory)
     if summary.step > 0:
@@ -666,7 +674,7 @@ def list_checkpoints(location: str) -> None:
     if not any(tiers.catalog.entries() for _, tiers in parts):
         click.echo(f"no checkpoints at {location}")
         return
-    click.echo(f"{'step':>8}  {'age':>12}  {'size':>12}  {'tier':<6}  valid")
+    click.echo(f"{'step':>8}  {'age':>12}  {'size':>12}  {'tier':<6}  whole")
     for stage, tiers in parts:
         if stage:
             click.echo(f"{stage}:")
@@ -677,7 +685,9 @@ def list_checkpoints(location: str) -> None:
                 continue
             age = duration(time.time() - entry.manifest.created_at)
             size = f"{entry.manifest.total_bytes / 1e6:.1f} MB"
-            click.echo(f"{entry.step:>8}  {age:>12}  {size:>12}  {tier:<6}  yes (attempt {entry.manifest.attempt})")
+            click.echo(
+                f"{entry.step:>8}  {age:>12}  {size:>12}  {tier:<6}  sizes ok (attempt {entry.manifest.attempt})"
+            )
 
 
 @checkpoints.command()

@@ -247,8 +247,9 @@ class MonitoringConfig(_Section):
 
     port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """Where the first machine's runner answers at /metrics (`--metrics-port`). None: nowhere."""
-    address: str = "0.0.0.0"
-    """Of this machine, that it answers at; 127.0.0.1 keeps it to this machine."""
+    address: str | None = None
+    """Of this machine, that it answers at. None: 127.0.0.1 where the run has one machine (0.0.0.0 lets others scrape
+    it), 0.0.0.0 where it has several."""
 
 
 class CostConfig(_Section):
@@ -407,6 +408,11 @@ def _check_model(config: Config) -> None:
             "no model is configured; set model.name_or_path (variable MODEL_NAME) to a hub name or a local folder, or "
             f"model.config to build a new one. The bundled job's model is in {DEFAULT_CONFIG}, which --config accepts"
         )
+    name = config.model.name_or_path
+    # The Hub has names of one part, or of two; asking it for a path takes seconds, and answers beside the point.
+    is_path = name is not None and (name.startswith((".", "/", "~")) or name.count("/") > 1)
+    if is_path and not Path(str(name)).is_dir():
+        raise UsageError(f"model.name_or_path={name!r} does not exist; give a model's folder, or a name on the Hub")
 
 
 def parse_setting(text: str) -> tuple[str, Any, str]:

@@ -11,10 +11,12 @@ from typing import Any
 from runner.config import Config
 from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError
 from runner.failure import Failure, FailureKind
+from runner.identity import JobIdentity
 from runner.life import Life
 from runner.loop import StopRequest
 from runner.node import Job, Node, Order
-from runner.peers import Member, Message
+from runner.peer_messages import Message
+from runner.peers import Member
 from runner.progress import ProgressDisplay
 from runner.run_directory import RunDirectory
 
@@ -29,12 +31,24 @@ class Follower:
     """Runs this machine's part of one job to its end; `run` may be called once."""
 
     def __init__(
-        self, config: Config, directory: RunDirectory, job: Job, display: ProgressDisplay, stop: StopRequest
+        self,
+        config: Config,
+        directory: RunDirectory,
+        job: Job,
+        display: ProgressDisplay,
+        stop: StopRequest,
+        *,
+        identity: JobIdentity | None = None,
     ) -> None:
-        """`stop` counts signals already."""
+        """
+        Args:
+            stop: counts signals already.
+            identity: of the job, for the first node to compare with its own; None where it may differ.
+        """
         self._config, self._directory, self._job, self._display = config, directory, job, display
         self._life = Life(config, directory, display, stop)
-        hello = {"do": "hello", "node_rank": config.launch.node_rank}
+        described = identity.to_json().decode() if identity is not None else ""
+        hello = {"do": "hello", "node_rank": config.launch.node_rank, "job": described}
         self._member = Member(config.launch.peer_address, hello, self._life.loop, self._on_message)
         self._node: Node | None = None
         self._run_id: str | None = None
@@ -173,8 +187,7 @@ class Follower:
     def _ending(self) -> tuple[ExitCode, str]:
         if self._finish is None:
             return ExitCode.PREEMPTED, "stopped on request"
-        code = ExitCode(int(self._finish["exit_code"]))
-        return code, str(self._finish.get("reason", "as the first machine's runner has ended"))
+        return ExitCode(self._finish["exit_code"]), self._finish["reason"]
 
     def _new_node(self) -> Node:
         assert self._run_id is not None

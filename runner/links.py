@@ -132,6 +132,8 @@ class RankEvents:
 
     def __init__(self, directory: Path) -> None:
         self.path = str(directory / "events.sock")
+        # Of an earlier one in this folder: a follower whose leader was replaced makes another.
+        Path(self.path).unlink(missing_ok=True)
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.sock.bind(self.path)
         self.sock.setblocking(False)

@@ -17,13 +17,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from runner.errors import ExitCode
 from runner.loop import EventLoop
-
-Message = dict[str, Any]
+from runner.peer_messages import Message, read_by_leader, read_by_member
 
 PING_INTERVAL_S = 2.0
 SILENCE_S = 10.0
 _MAX_LINE_BYTES = 1 << 20
+# Connections that have not said who they are.
+_MAX_STRANGERS = 64
 # Whoever was stopped himself for longer than this must not blame others for their silence.
 _GAP_S = 3.0
 
@@ -31,15 +33,25 @@ _GAP_S = 3.0
 class Connection:
     """One established connection. `lost` is true once it has been closed, by whomever."""
 
-    def __init__(self, sock: socket.socket, loop: EventLoop, receive: Callable[[Connection, Message], None]) -> None:
-        """`receive` is called in the loop for every message but signs of life."""
+    def __init__(
+        self,
+        sock: socket.socket,
+        loop: EventLoop,
+        read: Callable[[bytes], Message],
+        receive: Callable[[Connection, Message], None],
+    ) -> None:
+        """
+        Args:
+            read: makes a message of a line; raises ValueError for what is none.
+            receive: called in the loop for every message but signs of life.
+        """
         sock.setblocking(False)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._sock, self._loop, self._receive = sock, loop, receive
+        self._sock, self._loop, self._read_line, self._receive = sock, loop, read, receive
         self._buffer = b""
         self._unsent = b""
-        self._heard_at = self._pinged_at = self._checked_at = time.monotonic()
+        self.heard_at = self._pinged_at = self._checked_at = time.monotonic()
         self.lost = False
         loop.register(sock, lambda _: self._read())
 
@@ -56,10 +68,10 @@ class Connection:
         gap, self._checked_at = now - self._checked_at, now
         if gap > _GAP_S:
             # What has come meanwhile is read before anybody is blamed.
-            self._heard_at += gap
+            self.heard_at += gap
         if self.lost:
             return
-        if now - self._heard_at > SILENCE_S:
+        if now - self.heard_at > SILENCE_S:
             self.close()
         elif now - self._pinged_at >= PING_INTERVAL_S:
             self._pinged_at = now
@@ -100,33 +112,44 @@ class Connection:
         if not data or len(self._buffer) > _MAX_LINE_BYTES:
             self.close()
             return
-        self._heard_at = time.monotonic()
+        self.heard_at = time.monotonic()
         *lines, self._buffer = self._buffer.split(b"\n")
         for line in lines:
             try:
-                message = json.loads(line)
-                if message["do"] != "ping":
-                    self._receive(self, message)
-            except (ValueError, KeyError, TypeError):
+                message = self._read_line(line)
+            except ValueError:
                 # Not one of ours: somebody else has found the port.
                 self.close()
                 return
+            if message["do"] != "ping" and not self.lost:
+                self._receive(self, message)
 
 
 class Leader:
     """The first machine's side: listens, and knows who is there."""
 
-    def __init__(self, address: tuple[str, int], loop: EventLoop, receive: Callable[[int, Message], None]) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        num_nodes: int,
+        loop: EventLoop,
+        receive: Callable[[int, Message], None],
+        refusal: Callable[[Message], str | None] = lambda hello: None,
+    ) -> None:
         """Listen on the port, on all of this machine's addresses.
 
         Args:
-            receive: called with a machine's number and its message; `hello` is answered here.
+            num_nodes: of the run; the others are 1 to num_nodes - 1.
+            receive: called with a machine's number and its message.
+            refusal: why the sender of a `hello` is not taken in; None where it is.
 
         Raises:
             OSError: the port is taken.
         """
-        self._loop, self._receive = loop, receive
+        self._loop, self._receive, self._refusal, self._num_nodes = loop, receive, refusal, num_nodes
         self._connections: dict[int, Connection] = {}
+        # Who says to be a machine that is connected already, with its hello, and since when: one of both is not there.
+        self._claims: dict[int, tuple[Connection, Message, float]] = {}
         self._strangers: list[Connection] = []
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
         self._listener = socket.create_server(
@@ -151,6 +174,18 @@ class Leader:
         for connection in [*self._connections.values(), *self._strangers]:
             connection.check()
         self._strangers = [stranger for stranger in self._strangers if not stranger.lost]
+        for number, (claimant, hello, since) in list(self._claims.items()):
+            known = self._connections[number]
+            if claimant.lost or known.lost or known.heard_at > since:
+                del self._claims[number]
+            if claimant.lost:
+                continue
+            if known.lost:
+                self._take_in(number, claimant, hello)
+            elif known.heard_at > since:
+                self._refuse(
+                    claimant, f"node rank {number} is taken by a live node; give each node its own --node-rank"
+                )
 
     def close(self) -> None:
         for connection in self._connections.values():
@@ -163,23 +198,42 @@ class Leader:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             sock, _ = self._listener.accept()
-            self._strangers.append(Connection(sock, self._loop, self._on_message))
+            self._strangers.append(Connection(sock, self._loop, read_by_leader, self._on_message))
+            if len(self._strangers) > _MAX_STRANGERS:
+                self._strangers.pop(0).close()
 
     def _on_message(self, connection: Connection, message: Message) -> None:
         number = next((n for n, known in self._connections.items() if known is connection), None)
         if number is not None:
             self._receive(number, message)
         elif message["do"] == "hello":
-            number = int(message["node_rank"])
-            if connection in self._strangers:
-                self._strangers.remove(connection)
-            # A machine that comes back replaces what is left of its earlier connection.
-            if number in self._connections:
-                self._connections[number].close()
-            self._connections[number] = connection
-            self._receive(number, message)
+            self._on_hello(connection, message)
         else:
             connection.close()
+
+    def _on_hello(self, connection: Connection, hello: Message) -> None:
+        number = hello["node_rank"]
+        if not 0 < number < self._num_nodes:
+            self._refuse(connection, f"node rank {number} is not one of the {self._num_nodes} machines' (--nnodes)")
+        elif (reason := self._refusal(hello)) is not None:
+            self._refuse(connection, reason)
+        elif number in self._claims and not self._claims[number][0].lost:
+            self._refuse(connection, f"several nodes say that they are node rank {number}; give each its own")
+        elif number in self._connections and not self._connections[number].lost:
+            # It has come back and its old connection is not known to be dead yet, or there are two of them.
+            self._claims[number] = (connection, hello, time.monotonic())
+        else:
+            self._take_in(number, connection, hello)
+
+    def _take_in(self, number: int, connection: Connection, hello: Message) -> None:
+        if connection in self._strangers:
+            self._strangers.remove(connection)
+        self._connections[number] = connection
+        self._receive(number, hello)
+
+    def _refuse(self, connection: Connection, reason: str) -> None:
+        """It ends by itself when it has read that; else by its silence, as any stranger."""
+        connection.send({"do": "finish", "exit_code": int(ExitCode.USAGE), "reason": reason})
 
 
 class Member:
@@ -225,7 +279,7 @@ class Member:
             self._fail(error)
         elif self._is_through():
             sock, self._connecting = self._connecting, None
-            self._connection = Connection(sock, self._loop, lambda _, message: self._receive(message))
+            self._connection = Connection(sock, self._loop, read_by_member, lambda _, message: self._receive(message))
             self._connection.send(self._hello)
         elif now > self._give_up_at:
             self._fail(errno.ETIMEDOUT)

@@ -123,8 +123,12 @@ def _causes(run: RunSummary) -> Table:
 def duration(seconds: float) -> str:
     """As people say it: 42 s, 3 min 20 s, 5 h 12 min, 2 d 4 h."""
     seconds = max(seconds, 0.0)
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    # Rounded once: 119.7 s are two minutes, not one and 60 s.
+    seconds = round(seconds)
     if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+        return f"{seconds:.0f} s"
     minutes, hours, days = seconds // 60, seconds // 3600, seconds // 86400
     if minutes < 60:
         return f"{minutes:.0f} min {seconds % 60:.0f} s"

@@ -24,12 +24,14 @@ from runner.config import Config
 from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError, StorageFull, UsageError
 from runner.failure import Failure, FailureKind, combine
 from runner.history import JournalCopy, needs_copy
+from runner.identity import JobIdentity, differences, summarised
 from runner.journal import read_journal
 from runner.ledger import NO_FAILURE, WAITING
 from runner.life import Life
 from runner.loop import StopRequest
 from runner.node import Job, Node, Order, Outcome
-from runner.peers import Leader, Message
+from runner.peer_messages import Message
+from runner.peers import Leader
 from runner.policy import AttemptRecord, BatchShape, Restart, Stop, backoff_s, decide
 from runner.preflight import check_world_size
 from runner.progress import ProgressDisplay
@@ -56,15 +58,17 @@ class Supervisor:
         stop: StopRequest,
         *,
         place: str | None = None,
+        identity: JobIdentity | None = None,
     ) -> None:
         """
         Args:
             stop: counts signals already.
+            identity: of the job; the other nodes' must be the same.
             place: id of the location; None where that could not be asked.
         """
         self._config, self._directory, self._job, self._display = config, directory, job, display
         self._states = StateMachine()
-        self._place = place
+        self._place, self._identity = place, identity
         self._life = Life(config, directory, display, stop)
         self._leader: Leader | None = None
         self._num_nodes = 1
@@ -76,6 +80,7 @@ class Supervisor:
         self._busy_told = False
         # Of the newest attempt.
         self._last_step = 0
+        self._learning_rate_told = False
         # Why the run has ended.
         self.reason = ""
         # What the rank that ended the run had written to its standard error.
@@ -351,12 +356,15 @@ class Supervisor:
         if self._job.script is None:
             # A script may count samples in its own way.
             check_world_size(self._newest_manifest, self._num_nodes * nproc)
+            self._tell_learning_rate(self._num_nodes * nproc)
         if self._num_nodes == 1:
             return
         launch = self._config.launch
         if self._leader is None:
             try:
-                self._leader = Leader(launch.peer_address, self._life.loop, self._on_peer)
+                self._leader = Leader(
+                    launch.peer_address, self._num_nodes, self._life.loop, self._on_peer, self._refusal
+                )
                 self._life.loop.every(_TURN_S, self._check_peers)
             except OSError as error:
                 raise UsageError(
@@ -377,6 +385,27 @@ class Supervisor:
                     "(launch.rendezvous_timeout_s); start the same command there with its --node-rank"
                 )
 
+    def _tell_learning_rate(self, world_size: int) -> None:
+        """Once: it is not the number that the user has written."""
+        rate = self._config.trainer.get("learning_rate")
+        if world_size == 1 or not self._config.scale_learning_rate or self._learning_rate_told or rate is None:
+            return
+        self._learning_rate_told = True
+        self._display.message(
+            f"learning rate {rate:g} x {world_size} ranks = {rate * world_size:g} (scale_learning_rate=false leaves it)"
+        )
+
+    def _refusal(self, hello: Message) -> str | None:
+        """Another node must do the same job; each was told of it by its own command."""
+        theirs = JobIdentity.from_json(hello["job"].encode())
+        found = differences(self._identity, theirs) if self._identity is not None and theirs is not None else []
+        if not found:
+            return None
+        return (
+            f"this node was started for another job than the first one ({summarised(found)}); give the same command "
+            "and files everywhere, or pass --allow-changes here"
+        )
+
     def _check_peers(self) -> None:
         if self._leader is not None:
             self._leader.check()
@@ -391,11 +420,7 @@ class Supervisor:
                     # Its runner is a new one, or was cut off: what it had of this attempt is over.
                     lost = Failure(FailureKind.NODE_LOST, f"machine {number} was lost and has come back")
                     self._ended.setdefault(number, lost)
-                if number in self._others:
-                    self._leader.send({"do": "welcome", "run_id": self._life.run_id}, number)
-                else:
-                    reason = f"node rank {number} is not one of the {self._num_nodes} machines' (--nnodes)"
-                    self._leader.send({"do": "finish", "exit_code": int(ExitCode.USAGE), "reason": reason}, number)
+                self._leader.send({"do": "welcome", "run_id": self._life.run_id}, number)
             case "ready":
                 self._ready.add(number)
             case "busy":

@@ -32,6 +32,15 @@ def test_precedence_is_defaults_yaml_environment_command_line(tmp_path: Path) ->
     assert load_config(path, {}).trainer["learning_rate"] == 1e-5
 
 
+@pytest.mark.parametrize("name", ["./missing", "/nowhere/model", "~/model", "a/b/c"])
+def test_a_models_folder_that_is_missing_is_not_looked_up_on_the_hub(name: str) -> None:
+    with pytest.raises(
+        UsageError, match=re.escape(f"model.name_or_path={name!r} does not exist; give a model's folder")
+    ):
+        load_config(None, {}, [("model.name_or_path", name, "--set")])
+    assert load_config(None, {}, [("model.name_or_path", "org/model", "--set")]).model.name_or_path == "org/model"
+
+
 def test_an_empty_output_dir_is_refused() -> None:
     """It was the current directory, into which a run wrote its folders."""
     with pytest.raises(UsageError, match="output_dir='' is not allowed"):

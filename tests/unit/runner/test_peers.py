@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from runner import peers
+from runner.failure import Failure, FailureKind
 from runner.loop import EventLoop
-from runner.peers import Leader, Member, Message
+from runner.node import Order
+from runner.peer_messages import Message, read_by_leader, read_by_member
+from runner.peers import Leader, Member
 
 
 class Pair:
@@ -24,10 +31,17 @@ class Pair:
         self.heard: list[tuple[int, Message]] = []
         self.told: list[Message] = []
         self.leader: Leader | None = None
+        self.refusal: str | None = None
         self.members: list[Member] = []
 
     def lead(self) -> Leader:
-        self.leader = Leader(("127.0.0.1", self.port), self.loop, lambda n, message: self.heard.append((n, message)))
+        self.leader = Leader(
+            ("127.0.0.1", self.port),
+            3,
+            self.loop,
+            lambda n, message: self.heard.append((n, message)),
+            lambda hello: self.refusal,
+        )
         return self.leader
 
     def join(self, number: int) -> Member:
@@ -64,12 +78,12 @@ def pair() -> Iterator[Pair]:
 def test_messages_go_both_ways(pair: Pair) -> None:
     leader, first, second = pair.lead(), pair.join(1), pair.join(2)
     pair.until(lambda: leader.present == {1, 2})
-    leader.send({"do": "begin", "attempt": 3})
-    leader.send({"do": "end"}, 2)
+    leader.send({"do": "welcome", "run_id": "abc"})
+    leader.send({"do": "end", "attempt": 3, "stacks": True}, 2)
     first.send({"do": "ready"})
-    second.send({"do": "ended", "text": "x" * 300_000})
+    second.send({"do": "ended", "attempt": 3, "failure": Failure(FailureKind.CRASHED, "x" * 300_000).to_dict()})
     pair.until(lambda: len(pair.told) == 3 and len(pair.heard) == 4)
-    assert sorted(message["do"] for message in pair.told) == ["begin", "begin", "end"]
+    assert sorted(message["do"] for message in pair.told) == ["end", "welcome", "welcome"]
     assert (1, {"do": "ready"}) in pair.heard
 
 
@@ -118,7 +132,20 @@ def test_signs_of_life_keep_a_quiet_connection(pair: Pair, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    "noise", [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100 + b"\n", b'{"do": "ready"}\n', b"[]\n", b"3\n"]
+    "noise",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\0" * 100 + b"\n",
+        b'{"do": "ready"}\n',
+        b"[]\n",
+        b"3\n",
+        # Each of these ended the first machine's runner.
+        pytest.param(b"[" * 200_000 + b"\n", id="deep"),
+        b'{"do": "hello", "node_rank": 1e999}\n',
+        b'{"do": "hello", "node_rank": true}\n',
+        b'{"do": "stop", "reason": "says a stranger"}\n',
+        b'{"do": "ended", "attempt": 1, "failure": {}}\n',
+    ],
 )
 def test_a_stranger_is_shown_out(pair: Pair, noise: bytes) -> None:
     leader, _ = pair.lead(), pair.join(1)
@@ -139,13 +166,96 @@ def test_a_stranger_is_shown_out(pair: Pair, noise: bytes) -> None:
     assert leader.present == {1} and all(number == 1 for number, _ in pair.heard)
 
 
-def test_a_machine_that_comes_back_replaces_its_old_connection(pair: Pair) -> None:
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"do": "event", "event": "log", "attempt": 1},
+        {"do": "event", "event": "log", "attempt": 1, "details": {"step": 3, "loss": "low"}},
+        {"do": "event", "event": "committed", "attempt": 1, "details": {"step": 3}},
+        {"do": "event", "event": "batch_shape", "attempt": 1, "details": {"micro_batch": 0, "accumulation": 1}},
+        {"do": "ended", "attempt": 1, "failure": {"kind": "unheard of"}},
+        {"do": "ended", "attempt": "1", "failure": Failure(FailureKind.CRASHED, "x").to_dict()},
+        {"do": "finish", "exit_code": 0},
+        {"do": "stop"},
+    ],
+)
+def test_a_machine_whose_message_is_not_of_its_type_loses_its_connection(pair: Pair, message: Message) -> None:
+    """And is one that comes back: nothing of it is acted on."""
+    leader, member = pair.lead(), pair.join(1)
+    pair.until(lambda: leader.present == {1})
+    member.send(message)
+    pair.until(lambda: sum(heard["do"] == "hello" for _, heard in pair.heard) == 2)
+    assert {heard["do"] for _, heard in pair.heard} == {"hello"}
+
+
+@pytest.mark.parametrize("number", [0, 3, 99])
+def test_a_node_rank_that_the_run_does_not_have_is_refused(pair: Pair, number: int) -> None:
+    leader = pair.lead()
+    pair.join(number)
+    pair.until(lambda: pair.told)
+    assert pair.told[0]["exit_code"] == 2 and f"node rank {number} is not one of the 3" in pair.told[0]["reason"]
+    assert not leader.present and not pair.heard
+
+
+def test_another_job_is_refused(pair: Pair) -> None:
+    pair.refusal = "another job"
+    leader = pair.lead()
+    pair.join(1)
+    pair.until(lambda: pair.told)
+    assert pair.told == [{"do": "finish", "exit_code": 2, "reason": "another job"}] and not leader.present
+
+
+def test_a_second_live_machine_of_the_same_rank_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They replaced each other until the run was given up."""
+    monkeypatch.setattr(peers, "PING_INTERVAL_S", 0.2)
+    leader, first = pair.lead(), pair.join(1)
+    pair.until(lambda: leader.present == {1})
+    second = pair.join(1)
+    pair.until(lambda: pair.told)
+    assert pair.told[0]["exit_code"] == 2 and "node rank 1 is taken by a live node" in pair.told[0]["reason"]
+    assert [message["do"] for _, message in pair.heard] == ["hello"]
+    first.send({"do": "ready"})
+    pair.until(lambda: (1, {"do": "ready"}) in pair.heard)
+    second.close()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
+    max_leaves=8,
+)
+NAMES = ["do", "node_rank", "job", "attempt", "failure", "event", "details", "reason", "busy", "exit_code", "stacks"]
+WORDS = ["hello", "ready", "ended", "event", "stop", "busy", "ping", "welcome", "begin", "end", "finish", "log"]
+FORGED = st.dictionaries(st.sampled_from(NAMES), JSON | st.sampled_from(WORDS), max_size=6)
+
+
+@given(st.binary(max_size=200) | (JSON | FORGED).map(lambda value: json.dumps(value).encode()))
+def test_whatever_comes_is_a_message_or_refused(line: bytes) -> None:
+    for read in (read_by_leader, read_by_member):
+        with contextlib.suppress(ValueError):
+            assert isinstance(read(line)["do"], str)
+
+
+def test_every_message_that_we_send_is_one() -> None:
+    order = Order(3, 2, 2, "3-5", "1:20", "abc", 4, 40, "/from", True)
+    assert Order.from_message(read_by_member(json.dumps({"do": "begin", **order.to_message()}).encode())) == order
+    details = {"step": 3, "loss": 1.5, "tokens_per_s": None, "stage": "stage-2", "run_step": 9}
+    event = {"do": "event", "event": "log", "attempt": 1, "details": details}
+    assert read_by_leader(json.dumps(event).encode()) == event
+    resumed = {"do": "event", "event": "resumed", "attempt": 1, "details": {"step": 3, "from": "memory"}}
+    assert read_by_leader(json.dumps(resumed).encode()) == resumed
+
+
+def test_a_machine_that_comes_back_replaces_its_old_connection(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "SILENCE_S", 1.0)
+    monkeypatch.setattr(peers, "PING_INTERVAL_S", 0.2)
+    monkeypatch.setattr(peers, "_GAP_S", 0.5)
     leader, first = pair.lead(), pair.join(1)
     pair.until(lambda: leader.present == {1})
     pair.members.clear()
     second = pair.join(1)
     pair.until(lambda: sum(message["do"] == "hello" for _, message in pair.heard) == 2)
-    leader.send({"do": "begin"})
+    leader.send({"do": "welcome", "run_id": "abc"})
     pair.until(lambda: pair.told)
     assert second.connected and len(pair.told) == 1
     first.close()
