@@ -255,7 +255,21 @@ class CheckpointManager:
             client = self._connect(tiers)
             ranks = Ranks(self.rank, self.world_size, self.local_rank, self.local_world_size, self._copy_group)
             self._connection = (client, Snapshotter(client, tiers, ranks, **self._options), tiers)
+            self._say_where(tiers)
         return self._connection
+
+    def _say_where(self, tiers: Tiers) -> None:
+        """Where a supervisor has chosen another place than the script: there the script by itself would not look."""
+        kept, own = tiers.durable.location, self._own_location
+        elsewhere = LOCATION_ENV in os.environ and own and Path(own).absolute() != Path(kept).absolute()
+        # Once in a run's life, not at each restart.
+        if self.rank == 0 and elsewhere and os.environ.get(ATTEMPT_ENV) == "1":
+            print(
+                f"checkpointing: checkpoints are kept at {kept}, not at {own}, as this runs under a supervisor; "
+                f"with {LOCATION_ENV}={kept} plain torchrun or python resumes from them, too",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def track(
         self,

@@ -139,6 +139,7 @@ class Outcome:
         training_began, last_step_at: seconds since the epoch; 0 where it did not come so far.
         failed_at: likewise, the first sign of a failure; 0 where there was none.
         log: what the rank that failed had written to its standard error.
+        used_manager: some rank has made a checkpoint manager.
     """
 
     failure: Failure
@@ -147,6 +148,7 @@ class Outcome:
     last_step_at: float = 0.0
     failed_at: float = 0.0
     log: Path | None = None
+    used_manager: bool = False
 
     def event(self, failure: Failure, committed_step: int) -> dict[str, Any]:
         """What the journal keeps of it; `failure` is that of all machines."""
@@ -680,6 +682,7 @@ class Node:
             self._told(max((beat.time for beat in beats if beat.start_time), default=0.0)),
             attempt.failed_at,
             attempt.watch.log(failure.rank),
+            any(beat.phase is not Phase.STARTING for beat in beats),
         )
 
     def _told(self, machine_time: float) -> float:

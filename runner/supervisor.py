@@ -44,6 +44,8 @@ _TURN_S = 0.5
 # Once this machine's part of an attempt is over, the others' runners kill theirs; longer, and they count as lost.
 _PEER_END_S = 30.0
 _GOOD = (FailureKind.FINISHED, FailureKind.PREEMPTED)
+# Ends of a script that say nothing about its checkpoints: it may have got no further.
+_NOTHING_DONE = (*_GOOD, FailureKind.BOOT, FailureKind.NETWORK)
 
 
 class Supervisor:
@@ -80,7 +82,7 @@ class Supervisor:
         self._busy_told = False
         # Of the newest attempt.
         self._last_step = 0
-        self._learning_rate_told = False
+        self._learning_rate_told = self._unsaved_told = False
         # Why the run has ended.
         self.reason = ""
         # What the rank that ended the run had written to its standard error.
@@ -301,6 +303,13 @@ class Supervisor:
         outcome = self._node.run_attempt(order, self._each_turn)
         failure = self._join(outcome)
         self._running = False
+        unsaved = self._job.script is not None and not outcome.used_manager and failure.kind not in _NOTHING_DONE
+        if unsaved and not self._unsaved_told:
+            self._unsaved_told = True
+            self._display.message(
+                "the script has used neither resilient() nor a CheckpointManager: nothing is saved, and each attempt "
+                "starts from the beginning"
+            )
         if outcome.training_began:
             memory.account_for_steps(outcome.start_step, failure.step or outcome.start_step)
         life.record("attempt_ended", **outcome.event(failure, self._node.committed_step))

@@ -136,6 +136,8 @@ def test_an_own_loop_is_seen_and_says_where_it_resumes(tmp_path: Path) -> None:
     status = json.loads(subprocess.check_output([*RUNNER, "status", str(run.folder), "--json"]))
     assert (status["step"], status["total_steps"]) == (40, 40) and 0 < status["last_loss"] < 10
     assert status["goodput"] > 0
+    where = f"checkpoints are kept at {run.folder}/checkpoints, not at {tmp_path}/own, as this runs under a supervisor"
+    assert run.output.count(where) == 1
 
     plain = [sys.executable, str(tmp_path / "loop.py"), str(run.folder / "checkpoints"), "60"]
     ended = subprocess.run(plain, capture_output=True, text=True, timeout=200)
@@ -165,3 +167,10 @@ def test_an_output_folder_that_is_moved_away_is_named(tmp_path: Path) -> None:
     assert "was there when attempt" in verdict and "put it back (exit code 74" in verdict
     assert not (tmp_path / "run").exists()
     assert '"exit_code": 74' in (tmp_path / "moved" / "journal.jsonl").read_text().splitlines()[-1]
+
+
+def test_a_script_that_saves_nothing_is_told_so(tmp_path: Path) -> None:
+    text = "import os, signal\nif os.environ['CHECKPOINT_ATTEMPT'] == '1':\n    os.kill(os.getpid(), signal.SIGKILL)"
+    ended = start(tmp_path, text)
+    assert ended.returncode == 0
+    assert ended.stdout.count(b"has used neither resilient() nor a CheckpointManager: nothing is saved") == 1
