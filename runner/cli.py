@@ -265,7 +265,8 @@ def start(
     if exit_code != ExitCode.DONE:
         # Not by the journal, which may have been moved away, or its disk may be full.
         state = "checkpointed" if exit_code == ExitCode.PREEMPTED else "failed"
-        log = f"; log: {supervisor.failed_log}" if supervisor.failed_log is not None else ""
+        shown = supervisor.failed_log is not None and exit_code != ExitCode.PREEMPTED
+        log = f"; log: {supervisor.failed_log}" if shown else ""
         click.echo(f"runner: {state}: {supervisor.reason} (exit code {int(exit_code)}{log})")
     sys.exit(int(exit_code))
 

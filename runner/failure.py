@@ -66,6 +66,7 @@ _TERMINATED = re.compile(r"terminate called after throwing an instance of '([^'\
 _FATAL = re.compile(r"^(Fatal Python error: [^\n]+)", re.MULTILINE)
 _LAST_BYTES = 256 * 1024
 _MAX_WORDS = 300
+_MAX_CAUSE = 500
 
 # Steps of which nothing is kept: `NonFinite` and `LossSpike` of `checkpointing.errors`.
 _BAD_STEP = re.compile(r"(NonFinite|LossSpike): .*? of step (\d{1,15}) ")
@@ -248,7 +249,7 @@ def classify(
             return Failure(FailureKind.OUT_OF_MEMORY, cause, first.rank, step)
         own_fault = first.exit_code is not None and -first.exit_code not in _EXTERNAL_SIGNALS
         return Failure(FailureKind.CRASHED, cause, first.rank, step, f"{cause}|{step}" if own_fault else "")
-    cause = f"rank {first.rank}: {first.error.removeprefix('SystemExit: ')}"
+    cause = f"rank {first.rank}: {_one_line(first.error.removeprefix('SystemExit: '))}"
     fingerprint = "" if is_effect(first.error) else f"{first.error.partition(':')[0]}|{first.frame}|{step}"
     if first.error.startswith("NoValidCheckpoint"):
         kind = FailureKind.NO_VALID_CHECKPOINT
@@ -271,6 +272,12 @@ def classify(
     else:
         kind = FailureKind.CRASHED
     return Failure(kind, cause, first.rank, step, fingerprint)
+
+
+def _one_line(error: str) -> str:
+    """The whole text is in the rank's log; an exception without one has a colon at its end."""
+    text = " ".join(error.split()).removesuffix(":")
+    return text if len(text) <= _MAX_CAUSE else f"{text[:_MAX_CAUSE]} …"
 
 
 def _kind_of(error: str) -> FailureKind | None:

@@ -59,7 +59,7 @@ def run_rank(spec: dict[str, Any]) -> None:
             # Printed by Python, as for any script.
             _say_failed(sender, rank, f"SystemExit: {error.code}", None, transient=False)
         raise
-    except Exception as error:
+    except BaseException as error:
         # torchrun keeps it in a file for itself, and prints nothing.
         print_traceback(error, spec["script"])
         text, frame = describe(error)

@@ -39,6 +39,9 @@ PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by p
         ([RankEnd(0, 0, 1, "SystemExit: no rows in /data")], 0, K.BOOT, 0, "rank 0: no rows in /data"),
         ([RankEnd(0, 0, 1, "Exception: No space left on device (os error 28)")], 0, K.STORAGE_FAILED, 0, "make room"),
         ([RankEnd(0, 0, 1, "OSError: [Errno 122] Disk quota exceeded: 'x'")], 9, K.STORAGE_FAILED, 0, "quota"),
+        ([RankEnd(0, 0, 1, "ValueError: first\n  second")], 0, K.BOOT, 0, "rank 0: ValueError: first second"),
+        ([RankEnd(0, 0, 1, "ValueError: ")], 0, K.BOOT, 0, "rank 0: ValueError"),
+        ([RankEnd(0, 0, 1, f"ValueError: {'x' * 20_000}")], 0, K.BOOT, 0, "x …"),
         ([RankEnd(0, 0, 3)], 30, K.CRASHED, 0, "exited with status 3"),
         ([], 0, K.LAUNCHER_LOST, None, "without a word"),
         (
