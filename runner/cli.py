@@ -167,6 +167,8 @@ def start(
     """
     from runner.loop import StopRequest
 
+    # Only here: `status --watch | head` is to end with its reader.
+    make_streams_lossy()
     # From here on; what comes before the first attempt is not lost.
     stop = StopRequest()
     stop.count_signals()
@@ -882,7 +884,6 @@ def _places(config: Any, directory: Any) -> dict[str, str]:
 
 def main() -> None:
     """Entry point: every expected error is one line on stderr and its exit code."""
-    make_streams_lossy()
     try:
         cli(standalone_mode=False)
     except click.exceptions.Exit as error:

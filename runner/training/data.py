@@ -53,7 +53,7 @@ def _load(key: str, source: str, split: str, cache: Path) -> Any:
             cause = error.__cause__ or error
             where = _first_bad_line(source) if suffix == ".jsonl" else ""
             text = " ".join(str(cause).split())
-            raise ValueError(f"{name} cannot be read{where}: {type(cause).__name__}: {text[:300]}") from None
+            raise ValueError(f"{name} cannot be read{where}: {type(cause).__name__}: {text[:300]}") from error
     columns = set(rows.column_names)
     _check_columns(name, columns)
     if len(rows) == 0:
@@ -86,7 +86,7 @@ def _stream(source: str, split: str) -> Any:
             raise
         cause = error.__cause__ or error
         text = " ".join(str(cause).split())
-        raise ValueError(f"{name} cannot be read: {type(cause).__name__}: {text[:300]}") from None
+        raise ValueError(f"{name} cannot be read: {type(cause).__name__}: {text[:300]}") from error
     if first is None:
         raise ValueError(f"{name} has no rows")
     _check_columns(name, set(first))

@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from datasets import Dataset
 
 from runner.config import DataConfig
 from runner.training.data import load_training_data
+from runner.training.failure_report import is_transient
 
 GOOD = {"prompt": "a", "completion": "b"}
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
@@ -94,3 +96,20 @@ def test_another_file_is_for_evaluations(tmp_path: Path) -> None:
     other.write_text(lines(GOOD, {"prompt": "", "completion": "b"}))
     with pytest.raises(ValueError, match=r"data\.validation_path='.*held\.jsonl', row 2: prompt is ''"):
         load(tmp_path, lines(GOOD, GOOD), validation_path=str(other))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_server_that_is_away_is_seen_as_that(
+    streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cause was cut off, so that it looked like a file that cannot be read at any time."""
+
+    def away(*_: Any, **__: Any) -> Any:
+        raise datasets.exceptions.DatasetGenerationError("it went wrong") from ConnectionError("503")
+
+    monkeypatch.setattr(datasets, "load_dataset", away)
+    (tmp_path / "rows.jsonl").write_text("{}")
+    config = DataConfig(path=str(tmp_path / "rows.jsonl"), streaming=streaming)
+    with pytest.raises(ValueError, match="cannot be read.*: ConnectionError: 503") as caught:
+        load_training_data(config, tmp_path / "cache", seed=1)
+    assert is_transient(caught.value)
