@@ -110,6 +110,6 @@ def test_a_server_that_is_away_is_seen_as_that(
     monkeypatch.setattr(datasets, "load_dataset", away)
     (tmp_path / "rows.jsonl").write_text("{}")
     config = DataConfig(path=str(tmp_path / "rows.jsonl"), streaming=streaming)
-    with pytest.raises(ValueError, match="cannot be read.*: ConnectionError: 503") as caught:
+    with pytest.raises(ValueError, match=r"cannot be read.*: ConnectionError: 503") as caught:
         load_training_data(config, tmp_path / "cache", seed=1)
     assert is_transient(caught.value)
