@@ -239,7 +239,7 @@ def start(
     # A restart, or a script that changes its directory, must find the same places.
     config.make_absolute()
     directory.config.write_text(config.to_yaml())
-    display = ProgressDisplay(quiet=not first_node, live=script is None)
+    display = ProgressDisplay(quiet=not first_node, live=script is None and not debug)
     job = Job(
         str(Path(script).absolute()) if script is not None else None,
         args,

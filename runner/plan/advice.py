@@ -22,12 +22,16 @@ _RUNS = 200
 
 @dataclass(frozen=True)
 class Option:
-    """One way to train. `fits`: within what a rank has."""
+    """One way to train. `obstacle`: why it cannot be used; empty where it can."""
 
     name: str
     job: Job
     need: Need
-    fits: bool
+    obstacle: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return not self.obstacle
 
 
 @dataclass(frozen=True)
@@ -61,10 +65,17 @@ def options(model: Anatomy, job: Job, memory_bytes: int) -> list[Option]:
     ):
         one = job.by(method, strategy)
         need = estimate(model, one)
-        possible = (strategy == "ddp" or job.local_ranks > 1) and (method != "qlora" or (job.on_gpu and job.loaded))
         # Without GPUs all ranks share this machine's memory, and its arenas.
         own = need.peak_bytes if job.on_gpu else need.host_bytes + need.arenas // job.local_ranks
-        found.append(Option(name, one, need, possible and own <= _USABLE_SHARE * memory_bytes))
+        if strategy == "fsdp" and job.local_ranks == 1:
+            obstacle = "one rank"
+        elif method == "qlora" and not job.on_gpu:
+            obstacle = "needs a GPU"
+        elif method == "qlora" and not job.loaded:
+            obstacle = "no model to quantise"
+        else:
+            obstacle = "" if own <= _USABLE_SHARE * memory_bytes else "too large"
+        found.append(Option(name, one, need, obstacle))
     return found
 
 

@@ -72,7 +72,13 @@ class Plan:
             "machines": self.machines,
             "ranks_per_machine": self.local_ranks,
             "options": [
-                {"name": o.name, "fits": o.fits, "peak_bytes": o.need.peak_bytes, "bytes": asdict(o.need)}
+                {
+                    "name": o.name,
+                    "fits": o.fits,
+                    "obstacle": o.obstacle,
+                    "peak_bytes": o.need.peak_bytes,
+                    "bytes": asdict(o.need),
+                }
                 for o in self.options
             ],
             "chosen": self.chosen.name if self.chosen else None,
@@ -190,7 +196,7 @@ def render(plan: Plan) -> RenderableType:
     for name in ("weights", "gradients", "optimizer", "buckets", "activations", "logits", "base", "arenas"):
         table.add_row(name, *(gb(getattr(option.need, name)) for option in plan.options))
     table.add_row("peak", *(gb(option.need.peak_bytes) for option in plan.options))
-    marks = (Text("yes", "green") if option.fits else Text("no", "red") for option in plan.options)
+    marks = (Text("yes", "green") if option.fits else Text(f"no: {option.obstacle}", "red") for option in plan.options)
     table.add_row("fits", *marks)
     parts: list[RenderableType] = [title, Text(), table, Text()]
     verdict = plan.chosen.name if plan.chosen else "none"

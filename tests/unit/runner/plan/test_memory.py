@@ -73,4 +73,5 @@ def test_the_simplest_that_fits(gigabytes: int, chosen: str | None) -> None:
     assert (option.name if option else None) == chosen, {o.name: o.need.peak_bytes for o in found}
     assert why
     # What is made from scratch is in no checkpoint that could be quantised.
-    assert not any(o.fits for o in options(MODEL, job(loaded=False), 9 * 10**9) if o.name == "QLoRA, DDP")
+    obstacles = {o.name: o.obstacle for o in options(MODEL, job(loaded=False), 9 * 10**9)}
+    assert obstacles["QLoRA, DDP"] == "no model to quantise" and obstacles["full, DDP"] == "too large"
