@@ -434,6 +434,7 @@ class _Round:
         if code not in (ExitCode.PREEMPTED, ExitCode.DONE, -9):
             strike.violations.append(f"the runner ended with {code}: {subject.tail(500)}")
             raise _Over
+        strike.violations += invariants.exit_code_is_the_journals(subject.events, subject.process.pid, code)
         # An agent whose supervisor was killed first commits what is whole.
         settle_s = END_LIMIT_S if code == -9 else SETTLE_S
         strike.violations += [f"left over: {left}" for left in subject.leftovers(settle_s)]
@@ -484,6 +485,7 @@ class _Round:
             ended = f"ended with {code}" if code is not None else f"did not end within {limit:.0f} s"
             self._violations.append(f"without further faults it {ended}: {subject.tail(800)}")
             return False
+        self._violations += invariants.exit_code_is_the_journals(subject.events, subject.process.pid, code)
         self._violations += [f"left over: {left}" for left in subject.leftovers()]
         try:
             steps = self._scene.tiers.catalog.committed_steps()

@@ -85,6 +85,23 @@ def restarts_are_those_injected(events: Sequence[Event], at_least: int, at_most:
     return wrong
 
 
+def exit_code_is_the_journals(events: Sequence[Event], pid: int, code: int) -> list[str]:
+    """A runner that has ended by itself ends with the code that its journal tells.
+
+    Args:
+        events: of the run; a runner that was stopped before it had anything to tell has none.
+        pid, code: of the runner's process.
+    """
+    begun = [number for number, event in enumerate(events) if event["event"] == "run_started"]
+    begun = [number for number in begun if events[number]["pid"] == pid]
+    if code < 0 or not begun:
+        return []
+    told = [event["exit_code"] for event in events[begun[-1] :] if event["event"] == "run_ended"][:1]
+    return (
+        [] if told == [code] else [f"the runner ended with {code}; its journal says {told[0] if told else 'nothing'}"]
+    )
+
+
 def ledger_adds_up(events: Sequence[Event]) -> list[str]:
     """Every second of the wall time belongs to one cause."""
     if not events:

@@ -85,3 +85,16 @@ def test_a_checkpoint_that_is_not_whole_is_seen(tmp_path: Path) -> None:
     transaction = tiers.durable.begin(3, 1)
     transaction.abort()
     assert invariants.newest_is_whole(tiers, set()) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "told", "wrong"),
+    [(0, 0, False), (75, 75, False), (0, 75, True), (76, None, True), (-9, None, False)],
+)
+def test_a_runner_ends_with_the_code_of_its_journal(code: int, told: int | None, wrong: bool) -> None:
+    before = [("run_started", {"pid": 6}), ("run_ended", {"exit_code": 75})]
+    ended = [("run_ended", {"exit_code": told})] if told is not None else []
+    events = journal(*before, ("run_started", {"pid": 7}), *ended)
+    assert bool(invariants.exit_code_is_the_journals(events, 7, code)) is wrong
+    # It was stopped before it had begun to tell.
+    assert invariants.exit_code_is_the_journals(events, 8, code) == []
