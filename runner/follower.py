@@ -112,7 +112,8 @@ class Follower:
                 if not self._life.stop:
                     raise
             if not self._life.stop:
-                self._member.send({"do": "ready"})
+                assert self._node is not None
+                self._member.send({"do": "ready", "nproc": self._node.shape[1]})
             if not self._wait(lambda: self._order is not None or self._run_id is None):
                 return self._ending()
             num_killed = 0

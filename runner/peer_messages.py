@@ -54,7 +54,10 @@ class _Hello(_Strict):
 
 
 class _Ready(_Strict):
+    """`nproc`: ranks on this node."""
+
     do: Literal["ready"]
+    nproc: _Positive
 
 
 class _Ended(_Strict):

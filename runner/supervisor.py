@@ -73,7 +73,7 @@ class Supervisor:
         self._place, self._identity = place, identity
         self._life = Life(config, directory, display, stop)
         self._leader: Leader | None = None
-        self._num_nodes = 1
+        self._num_nodes = self._local_ranks = 1
         # Of the other machines: those whose processes are up, and how the attempt that runs has ended there.
         self._ready: set[int] = set()
         self._ended: dict[int, Failure] = {}
@@ -361,11 +361,12 @@ class Supervisor:
             UsageError: the port is taken, or the ranks cannot share the samples of a step.
             PeersMissing: not all have come in time.
         """
-        self._num_nodes, nproc = self._node.shape
+        self._num_nodes, self._local_ranks = self._node.shape
         if self._job.script is None:
             # A script may count samples in its own way.
-            check_world_size(self._newest_manifest, self._num_nodes * nproc)
-            self._tell_learning_rate(self._num_nodes * nproc)
+            world_size = self._num_nodes * self._local_ranks
+            check_world_size(self._newest_manifest, world_size)
+            self._tell_learning_rate(world_size)
         if self._num_nodes == 1:
             return
         launch = self._config.launch
@@ -430,6 +431,12 @@ class Supervisor:
                     lost = Failure(FailureKind.NODE_LOST, f"machine {number} was lost and has come back")
                     self._ended.setdefault(number, lost)
                 self._leader.send({"do": "welcome", "run_id": self._life.run_id}, number)
+            case "ready" if message["nproc"] != self._local_ranks:
+                reason = (
+                    f"this node has {message['nproc']} ranks, the first one {self._local_ranks}; give the same "
+                    "--nproc-per-node everywhere"
+                )
+                self._leader.send({"do": "finish", "exit_code": int(ExitCode.USAGE), "reason": reason}, number)
             case "ready":
                 self._ready.add(number)
             case "busy":

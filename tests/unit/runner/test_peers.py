@@ -80,11 +80,11 @@ def test_messages_go_both_ways(pair: Pair) -> None:
     pair.until(lambda: leader.present == {1, 2})
     leader.send({"do": "welcome", "run_id": "abc"})
     leader.send({"do": "end", "attempt": 3, "stacks": True}, 2)
-    first.send({"do": "ready"})
+    first.send({"do": "ready", "nproc": 2})
     second.send({"do": "ended", "attempt": 3, "failure": Failure(FailureKind.CRASHED, "x" * 300_000).to_dict()})
     pair.until(lambda: len(pair.told) == 3 and len(pair.heard) == 4)
     assert sorted(message["do"] for message in pair.told) == ["end", "welcome", "welcome"]
-    assert (1, {"do": "ready"}) in pair.heard
+    assert (1, {"do": "ready", "nproc": 2}) in pair.heard
 
 
 def test_a_member_may_come_first_and_waits_for_the_leader(pair: Pair) -> None:
@@ -136,7 +136,7 @@ def test_signs_of_life_keep_a_quiet_connection(pair: Pair, monkeypatch: pytest.M
     [
         b"GET / HTTP/1.1\r\n\r\n",
         b"\0" * 100 + b"\n",
-        b'{"do": "ready"}\n',
+        b'{"do": "ready", "nproc": 2}\n',
         b"[]\n",
         b"3\n",
         # Each of these ended the first machine's runner.
@@ -214,8 +214,8 @@ def test_a_second_live_machine_of_the_same_rank_is_refused(pair: Pair, monkeypat
     pair.until(lambda: pair.told)
     assert pair.told[0]["exit_code"] == 2 and "node rank 1 is taken by a live node" in pair.told[0]["reason"]
     assert [message["do"] for _, message in pair.heard] == ["hello"]
-    first.send({"do": "ready"})
-    pair.until(lambda: (1, {"do": "ready"}) in pair.heard)
+    first.send({"do": "ready", "nproc": 2})
+    pair.until(lambda: (1, {"do": "ready", "nproc": 2}) in pair.heard)
     second.close()
 
 

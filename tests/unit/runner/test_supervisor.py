@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from runner.identity import JobIdentity
 from runner.links import RankEvents
@@ -35,3 +38,15 @@ def test_a_follower_may_make_its_ends_again_in_the_same_folder(tmp_path: Path) -
     again = RankEvents(tmp_path)
     assert again.receive() == []
     again.close()
+
+
+@pytest.mark.parametrize(("nproc", "ready"), [(2, {1}), (3, set())])
+def test_another_node_must_have_as_many_ranks(nproc: int, ready: set[int]) -> None:
+    sent: list[Any] = []
+    supervisor: Any = object.__new__(Supervisor)
+    supervisor._leader = SimpleNamespace(send=lambda message, number: sent.append((number, message["reason"])))
+    supervisor._local_ranks, supervisor._ready = 2, set()
+    supervisor._on_peer(1, {"do": "ready", "nproc": nproc})
+    assert supervisor._ready == ready
+    wanted = "this node has 3 ranks, the first one 2; give the same --nproc-per-node everywhere"
+    assert sent == ([] if ready else [(1, wanted)])
