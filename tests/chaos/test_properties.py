@@ -309,8 +309,8 @@ def test_what_retention_promises_to_keep_stays(saved: list[Manifest], retention:
     milestones = {step for step in steps if retention.keep_every and step % retention.keep_every == 0}
     if ratings and retention.best_metric == "eval_loss":
         best = (max if retention.greater_is_better else min)(ratings.values())
-        # Of equals the newest.
-        step = max(step for step, rating in ratings.items() if rating == best)
+        # Of equals the oldest, as the Trainer counts.
+        step = min(step for step, rating in ratings.items() if rating == best)
         assert step not in removed
         milestones.add(step)
     # And nothing else, so that a disk does not fill up.
@@ -336,8 +336,8 @@ def test_whatever_is_added_between_two_prunings_the_newest_and_the_best_are_ther
             assert max(seen) in there
         rated = [manifest for manifest in seen.values() if manifest.metrics]
         if rated and retention.best_metric == "eval_loss":
-            sign = 1 if retention.greater_is_better else -1
-            assert max(rated, key=lambda m: (sign * m.metrics["eval_loss"], m.step)).step in there
+            sign = -1 if retention.greater_is_better else 1
+            assert min(rated, key=lambda m: (sign * m.metrics["eval_loss"], m.step)).step in there
 
 
 @given(committed(), committed(), RETENTIONS)

@@ -127,7 +127,7 @@ def test_a_low_memory_limit(little_memory: Path, tmp_path: Path) -> None:
 
 
 def test_an_unknown_model(tmp_path: Path) -> None:
-    nowhere = f"model.name_or_path={tmp_path}/nothing"
+    nowhere = "model.name_or_path=nobody/nothing"
     wrong = failed(doctor(tmp_path, "--set", nowhere, code=1, environment={"HF_HUB_OFFLINE": "1"}))
     assert list(wrong) == ["model"] and "nothing" in wrong["model"]
 

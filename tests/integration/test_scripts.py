@@ -52,9 +52,13 @@ def test_the_same_script_under_plain_torchrun(tmp_path: Path, untouched_script: 
 
 
 def test_a_missing_model_is_told_in_one_line(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", "--set", f"model.name_or_path={tmp_path}/nothing").start(HF_HUB_OFFLINE="1")
+    run = Run(tmp_path / "run", "--set", "model.name_or_path=nobody/nothing").start(HF_HUB_OFFLINE="1")
     assert run.finish() == 78, run.output
     assert "nothing" in run.output and "Traceback" not in run.output
+    # A folder is looked for before anything is started.
+    run = Run(tmp_path / "other", "--set", f"model.name_or_path={tmp_path}/nothing").start()
+    assert run.finish() == 2, run.output
+    assert "nothing' does not exist" in run.output and len(run.output.splitlines()) == 1
 
 
 def test_one_rank_and_cold_start(tmp_path: Path) -> None:
