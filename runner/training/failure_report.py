@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -36,6 +37,9 @@ _TRANSIENT_STATUS = {408, 425, 429}
 _PROGRAMMING_ERRORS = (NameError, SyntaxError, ImportError, AttributeError, TypeError)
 
 
+_TRUE = {"1", "ON", "YES", "TRUE"}
+
+
 def describe(error: BaseException) -> tuple[str, str | None]:
     """Type and message, and `file:line` of the innermost frame; as torchelastic's error file has them."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -49,7 +53,12 @@ def is_transient(error: BaseException) -> bool:
     The outermost exception that says anything about it decides.
     """
     chain = list(_chain(error))
-    if isinstance(error, _PROGRAMMING_ERRORS) or any(type(one).__name__ == "OfflineModeIsEnabled" for one in chain):
+    names = {base.__name__ for one in chain for base in type(one).__mro__}
+    # Not in the cache: that is final where the user has asked for no network (huggingface_hub's own reading of it).
+    offline = os.environ.get("HF_HUB_OFFLINE", os.environ.get("TRANSFORMERS_OFFLINE", "")).upper() in _TRUE
+    if "OfflineModeIsEnabled" in names or (offline and "LocalEntryNotFoundError" in names):
+        return False
+    if isinstance(error, _PROGRAMMING_ERRORS):
         return False
     for one in chain:
         status = _http_status(one)

@@ -50,10 +50,14 @@ def build(
     options = _quantized() if method.type == "qlora" else {}
     if config.name_or_path is not None:
         dtype = torch.bfloat16 if bf16 else torch.float32
-        tokenizer = AutoTokenizer.from_pretrained(config.name_or_path)
-        model = AutoModelForCausalLM.from_pretrained(
-            config.name_or_path, dtype=dtype, attn_implementation=attention, **options, **config.config
-        )
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(config.name_or_path)
+            model = AutoModelForCausalLM.from_pretrained(
+                config.name_or_path, dtype=dtype, attn_implementation=attention, **options, **config.config
+            )
+        except OSError as error:
+            # It does not always say of what.
+            raise OSError(f"model.name_or_path={config.name_or_path!r} cannot be loaded: {error}") from error
         # Adapters are drawn at random next.
         torch.manual_seed(seed)
         return model, tokenizer

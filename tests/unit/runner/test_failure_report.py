@@ -66,6 +66,15 @@ def test_what_may_have_passed_at_the_next_try(error: BaseException, transient: b
     assert is_transient(error) is transient
 
 
+def test_what_is_not_in_the_cache_is_final_where_there_is_to_be_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was retried twenty times."""
+    error = chained(OSError("We couldn't connect to the Hub"), LocalEntryNotFoundError("not in the cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert not is_transient(error)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    assert is_transient(error)
+
+
 def test_an_exception_that_follows_from_itself_ends() -> None:
     one, other = ValueError("a"), ValueError("b")
     one.__context__, other.__context__ = other, one
