@@ -1,6 +1,6 @@
 """Messages between the runners of one run's nodes, each checked against its type before anybody looks at it.
 
-The ports are open to whoever reaches them: a line that is none of these ends its connection, and nothing else.
+Anybody on the network can connect to the ports: a line that is no valid message closes its connection, nothing else.
 """
 
 from __future__ import annotations

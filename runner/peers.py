@@ -51,7 +51,9 @@ class Connection:
         self._sock, self._loop, self._read_line, self._receive = sock, loop, read, receive
         self._buffer = b""
         self._unsent = b""
-        self.heard_at = self._pinged_at = self._checked_at = time.monotonic()
+        self._heard_at = self._pinged_at = self._checked_at = time.monotonic()
+        # Times that the other side was heard: unlike `_heard_at`, not moved on where this process was stopped itself.
+        self.num_heard = 0
         self.lost = False
         loop.register(sock, lambda _: self._read())
 
@@ -68,10 +70,10 @@ class Connection:
         gap, self._checked_at = now - self._checked_at, now
         if gap > _GAP_S:
             # What has come meanwhile is read before anybody is blamed.
-            self.heard_at += gap
+            self._heard_at += gap
         if self.lost:
             return
-        if now - self.heard_at > SILENCE_S:
+        if now - self._heard_at > SILENCE_S:
             self.close()
         elif now - self._pinged_at >= PING_INTERVAL_S:
             self._pinged_at = now
@@ -112,7 +114,8 @@ class Connection:
         if not data or len(self._buffer) > _MAX_LINE_BYTES:
             self.close()
             return
-        self.heard_at = time.monotonic()
+        self._heard_at = time.monotonic()
+        self.num_heard += 1
         *lines, self._buffer = self._buffer.split(b"\n")
         for line in lines:
             try:
@@ -148,8 +151,9 @@ class Leader:
         """
         self._loop, self._receive, self._refusal, self._num_nodes = loop, receive, refusal, num_nodes
         self._connections: dict[int, Connection] = {}
-        # Who says to be a machine that is connected already, with its hello, and since when: one of both is not there.
-        self._claims: dict[int, tuple[Connection, Message, float]] = {}
+        # A second connection for a machine that is connected already, its hello, and `num_heard` of the first one then:
+        # either that one is dead, or two machines have the same number.
+        self._claims: dict[int, tuple[Connection, Message, int]] = {}
         self._strangers: list[Connection] = []
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
         self._listener = socket.create_server(
@@ -174,15 +178,17 @@ class Leader:
         for connection in [*self._connections.values(), *self._strangers]:
             connection.check()
         self._strangers = [stranger for stranger in self._strangers if not stranger.lost]
-        for number, (claimant, hello, since) in list(self._claims.items()):
+        for number, (claimant, hello, num_heard) in list(self._claims.items()):
             known = self._connections[number]
-            if claimant.lost or known.lost or known.heard_at > since:
-                del self._claims[number]
+            lives = known.num_heard > num_heard
+            if not (claimant.lost or known.lost or lives):
+                continue
+            del self._claims[number]
             if claimant.lost:
                 continue
             if known.lost:
                 self._take_in(number, claimant, hello)
-            elif known.heard_at > since:
+            else:
                 self._refuse(
                     claimant, f"node rank {number} is taken by a live node; give each node its own --node-rank"
                 )
@@ -221,7 +227,7 @@ class Leader:
             self._refuse(connection, f"several nodes say that they are node rank {number}; give each its own")
         elif number in self._connections and not self._connections[number].lost:
             # It has come back and its old connection is not known to be dead yet, or there are two of them.
-            self._claims[number] = (connection, hello, time.monotonic())
+            self._claims[number] = (connection, hello, self._connections[number].num_heard)
         else:
             self._take_in(number, connection, hello)
 

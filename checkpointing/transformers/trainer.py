@@ -850,7 +850,7 @@ class _Attributes:
 
 
 def _is_stream(dataset: Any) -> bool:
-    """Without a length, and able to go on from where it was."""
+    """Without a length, and able to continue from where it was."""
     return (
         isinstance(dataset, IterableDataset) and hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
     )

@@ -111,7 +111,7 @@ def test_an_agent_that_lies_about_its_commits_is_found(tmp_path: Path) -> None:
         PYTHONPATH=path,
     )
     assert code == 1, output
-    # The journal knows of it, so the runner itself refuses to begin anew.
+    # The journal knows of it, so the runner itself refuses to start from the beginning.
     assert verdict["violations"] > 0 and "holds no checkpoint, but this run's journal says that step" in output
 
 

@@ -131,7 +131,7 @@ def test_ours_that_has_lost_its_manifest_is_damaged_not_foreign(tmp_path: Path) 
 
 
 def test_a_place_that_was_moved_takes_no_commit(tmp_path: Path) -> None:
-    """The folder was made anew, without fence and lock, and the commits went there."""
+    """The folder was created again, without fence and lock, and the commits went there."""
     folder = tmp_path / "checkpoints"
     storage = LocalStorage(folder)
     storage.begin_attempt(3)

@@ -246,6 +246,24 @@ def test_every_message_that_we_send_is_one() -> None:
     assert read_by_leader(json.dumps(resumed).encode()) == resumed
 
 
+def test_a_leader_that_was_stopped_does_not_take_a_dead_machine_for_a_live_one(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For its own absence nobody is blamed; nor is that a word from the old connection."""
+    leader, first = pair.lead(), pair.join(1)
+    pair.until(lambda: leader.present == {1})
+    pair.members.clear()
+    second = pair.join(1)
+    pair.until(lambda: leader._claims)
+    later = time.monotonic() + 9.0
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    leader.check()
+    assert leader._claims
+    monkeypatch.undo()
+    second.close()
+    first.close()
+
+
 def test_a_machine_that_comes_back_replaces_its_old_connection(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "SILENCE_S", 1.0)
     monkeypatch.setattr(peers, "PING_INTERVAL_S", 0.2)
