@@ -265,7 +265,7 @@ def classify(
         return Failure(FailureKind.STORAGE_FAILED, f"{cause}; make room, then start again", first.rank, step)
     elif known := _kind_of(first.error):
         kind = known
-    elif first.transient and not is_effect(first.error):
+    elif first.transient:
         return Failure(FailureKind.NETWORK, cause, first.rank, step)
     elif step == 0 and started_step == 0 and not is_effect(first.error):
         kind = FailureKind.BOOT

@@ -34,6 +34,14 @@ PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by p
         ([RankEnd(0, 0, 1, "StorageUnreachable: no answer")], 0, K.CRASHED, 0, "no answer"),
         ([RankEnd(0, 0, 1, "ConnectionError: the Hub (503)", transient=True)], 0, K.NETWORK, 0, "the Hub (503)"),
         ([RankEnd(0, 0, 1, "HTTPError: 502", transient=True)], 30, K.NETWORK, 0, "502"),
+        # Its text is that of a lost peer, too; its type is not.
+        (
+            [RankEnd(0, 0, 1, "ReadTimeout: huggingface.co: Read timed out.", transient=True)],
+            0,
+            K.NETWORK,
+            0,
+            "timed out",
+        ),
         # What a lost peer leads to is no word about a server.
         ([RankEnd(0, 0, 1, PEER, transient=True), RankEnd(1, 1, -9)], 30, K.CRASHED, 1, "SIGKILL"),
         ([RankEnd(0, 0, 1, "SystemExit: no rows in /data")], 0, K.BOOT, 0, "rank 0: no rows in /data"),
