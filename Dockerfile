@@ -5,7 +5,7 @@
 ARG BASE=python:3.11-slim
 FROM ${BASE}
 
-# Extras of pyproject.toml, separated by spaces: --build-arg EXTRAS=aim
+# Extras of pyproject.toml besides sft and s3, separated by spaces: --build-arg EXTRAS=aim
 ARG EXTRAS=""
 WORKDIR /opt/runner
 
@@ -15,7 +15,7 @@ RUN useradd --uid 1000 --user-group --create-home runner \
 
 # Dependencies: cached until pyproject.toml or constraints.txt change.
 COPY pyproject.toml constraints.txt scripts/requirements.py ./
-RUN python3 requirements.py ${EXTRAS} >requirements.txt \
+RUN python3 requirements.py sft s3 ${EXTRAS} >requirements.txt \
     && python3 -m venv /opt/venv \
     && /opt/venv/bin/pip install --no-cache-dir --disable-pip-version-check --constraint constraints.txt \
         --requirement requirements.txt
@@ -25,7 +25,7 @@ COPY README.md LICENSE ./
 COPY runner runner
 COPY checkpointing checkpointing
 RUN /opt/venv/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps --no-build-isolation . \
-    && rm -r build runner.egg-info
+    && rm -r build resilient_training.egg-info
 COPY deploy/configs configs
 COPY deploy/kubernetes/kubeflow-start /usr/local/bin/
 

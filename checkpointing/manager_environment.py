@@ -13,3 +13,5 @@ FAILURES_ENV = "CHECKPOINT_FAILURE_HISTORY"
 RESUME_FROM_ENV = "CHECKPOINT_RESUME_FROM"
 # "1": the user says that a job which differs from the one that wrote the checkpoints is to resume from them.
 ALLOW_CHANGES_ENV = "CHECKPOINT_ALLOW_CHANGES"
+# What the run is called on whatever machine it goes on.
+LINEAGE_ENV = "CHECKPOINT_LINEAGE"

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from checkpointing.extras import not_installed
 from checkpointing.memory import parse_bytes
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST, Tiers, open_tiers
 from runner import trainer_options
@@ -485,6 +486,20 @@ def _resolve_nodes(config: Config, source_of: Any) -> None:
         )
 
 
+def _unknown_scheme(url: str) -> str | None:
+    """Why no file can be read at this URL, if so: nobody knows its scheme, or the package for it is missing."""
+    import fsspec
+
+    scheme = urlsplit(url).scheme
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except ValueError as error:
+        return str(error)
+    except ImportError as error:
+        return not_installed("s3fs", "s3") if scheme == "s3" else str(error)
+    return None
+
+
 def _check_files(config: Config, source_of: Any, *, needs_data: bool) -> None:
     try:
         _ = config.launch.peer_address
@@ -501,7 +516,11 @@ def _check_files(config: Config, source_of: Any, *, needs_data: bool) -> None:
         raise UsageError(f"{source_of('checkpoint.memory_limit')}: checkpoint.memory_limit: {error}") from None
     for name in ("path", "validation_path"):
         path = getattr(config.data, name)
-        if path is None or Path(path).suffix not in DATA_LOADERS or "://" in path:
+        if path is None or Path(path).suffix not in DATA_LOADERS:
+            continue
+        if "://" in path:
+            if needs_data and (problem := _unknown_scheme(path)) is not None:
+                raise UsageError(f"{source_of(f'data.{name}')}: data.{name}={path!r}: {problem}")
             continue
         if needs_data and not Path(path).is_file():
             raise UsageError(

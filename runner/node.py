@@ -25,6 +25,7 @@ from checkpointing.manager_environment import (
     ALLOW_CHANGES_ENV,
     BATCH_ENV,
     FAILURES_ENV,
+    LINEAGE_ENV,
     LOCAL_TIER_ENV,
     LOCATION_ENV,
     RESUME_ENV,
@@ -35,7 +36,7 @@ from checkpointing.memory import oom_kills
 from checkpointing.protocol import Message
 from runner import processes
 from runner.config import Config
-from runner.environment import LINEAGE_ENV, LOST_STEPS_ENV, TORCHRUN_VARIABLES
+from runner.environment import LOST_STEPS_ENV, TORCHRUN_VARIABLES
 from runner.errors import HelperKilled, LaunchError, UsageError
 from runner.failure import Failure, FailureKind, classify
 from runner.journal import SteadyClock

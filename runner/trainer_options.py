@@ -14,6 +14,7 @@ from typing import Any, Literal, Optional, Union
 
 from pydantic import TypeAdapter, ValidationError
 
+from checkpointing.extras import not_installed
 from runner.errors import UsageError
 
 _SOURCES = [
@@ -62,7 +63,7 @@ def fields() -> dict[str, Any]:
     for package, file, _ in _SOURCES:
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
-            raise UsageError(f"{package} is not installed; run scripts/start, or pip install runner")
+            raise UsageError(not_installed(package, "sft"))
         root = Path(next(iter(spec.submodule_search_locations)))
         for name in [*_BASES.get(package, []), file]:
             if (root / name).exists():

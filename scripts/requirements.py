@@ -7,6 +7,7 @@ Usage: python requirements.py [EXTRA …]
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -24,8 +25,18 @@ def requirements(pyproject: Path, extras: list[str]) -> list[str]:
     for extra in extras:
         if extra not in optional:
             raise SystemExit(f"requirements.py: there is no extra {extra!r}; choose from {', '.join(sorted(optional))}")
-    wanted = [*document["build-system"]["requires"], *project["dependencies"]]
-    return wanted + [name for extra in extras for name in optional[extra]]
+    # An extra may be made of others: "this-package[one,two]".
+    ours = re.compile(re.escape(project["name"]) + r"\[([\w,-]+)\]")
+    wanted, left, seen = [*document["build-system"]["requires"], *project["dependencies"]], list(extras), set(extras)
+    while left:
+        for line in optional[left.pop(0)]:
+            if match := ours.fullmatch(line):
+                more = [extra for extra in match[1].split(",") if extra not in seen]
+                left += more
+                seen.update(more)
+            else:
+                wanted.append(line)
+    return wanted
 
 
 if __name__ == "__main__":

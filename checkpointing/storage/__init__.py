@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from checkpointing.extras import not_installed
 from checkpointing.storage.base import Storage, Transaction
 from checkpointing.storage.local import LocalStorage
 
@@ -27,7 +28,10 @@ def open_storage(location: str) -> Storage:
     from checkpointing.storage.remote import RemoteStorage
 
     if scheme == "s3":
-        from checkpointing.storage.s3 import S3Store
+        try:
+            from checkpointing.storage.s3 import S3Store
+        except ModuleNotFoundError as error:
+            raise ValueError(f"checkpoint.location {location!r}: {not_installed(error.name, 's3')}") from None
 
         return RemoteStorage(S3Store(location))
     from checkpointing.storage.filesystem import FilesystemStore

@@ -2,7 +2,9 @@
 or a thread.
 """
 
+import contextlib
 import gc
+import importlib
 
 from runner import processes
 
@@ -12,13 +14,12 @@ processes.die_with_parent(lambda: False)
 # What is imported stays; looking through it again and again takes a seventh of the time.
 gc.disable()
 try:
-    import datasets  # noqa: F401
-    import trl.trainer.sft_trainer  # noqa: F401
-
-    import runner.training.job  # noqa: F401
+    # Where something cannot be imported, the fork server goes on without it, and a rank that needs it says so.
+    for name in ("transformers.trainer", "datasets", "trl.trainer.sft_trainer", "runner.training.job"):
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
 finally:
-    # Nor need any rank's collection look at it (0.3 s for each that a Trainer asks for), or copy its pages. Also where
-    # something cannot be imported: the fork server goes on without it, and a rank that needs it says so.
+    # Nor need any rank's collection look at it (0.3 s for each that a Trainer asks for), or copy its pages.
     gc.collect()
     gc.freeze()
     gc.enable()

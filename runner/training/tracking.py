@@ -17,7 +17,8 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from checkpointing.client import ATTEMPT_ENV
-from runner.environment import LINEAGE_ENV
+from checkpointing.extras import not_installed
+from checkpointing.manager_environment import LINEAGE_ENV
 from runner.training.callbacks import perplexities
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class AimTracker(TrainerCallback):
             ImportError: Aim is not installed.
         """
         if importlib.util.find_spec("aim") is None:
-            raise ImportError("tracking.aim_repo is set, but Aim is not installed: pip install runner[aim]")
+            raise ImportError(f"tracking.aim_repo is set, but {not_installed('Aim', 'aim')}")
         self._repo, self._experiment, self._location = repo, experiment, location
         self._lineage = os.environ.get(LINEAGE_ENV, "")
         self._hash = hashlib.sha256(self._lineage.encode()).hexdigest()[:_HASH_LENGTH]

@@ -6,17 +6,15 @@ import textwrap
 from pathlib import Path
 
 
-def test_a_module_that_cannot_be_imported_leaves_ranks_their_garbage_collection(tmp_path: Path) -> None:
+def test_a_module_that_cannot_be_imported_leaves_ranks_the_others_and_their_garbage_collection(tmp_path: Path) -> None:
     """The fork server goes on without it, and what a rank has is what the server had."""
     (tmp_path / "trl.py").write_text("raise ImportError('a version that does not fit')")
     code = """
         import gc, sys
         sys.path.insert(0, sys.argv[1])
-        try:
-            import runner.training.preload
-        except ImportError as error:
-            print(error, gc.isenabled())
+        import runner.training.preload
+        print(gc.isenabled(), "transformers.trainer" in sys.modules)
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert "does not fit True" in done.stdout, done.stderr
+    assert done.stdout == "True True\n", done.stderr
