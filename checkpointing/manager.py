@@ -318,6 +318,12 @@ class CheckpointManager:
         return point
 
     @property
+    def stage_name(self) -> str:
+        """Of a supervised run's later trainings; empty for its first one."""
+        self._opened()
+        return self._stage.name
+
+    @property
     def starting_folder(self) -> str | None:
         """The checkpoint of another run that the user wants to start from (`CHECKPOINT_RESUME_FROM`).
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import hashlib
 import json
 import logging
 import math
 import os
 import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +33,7 @@ from checkpointing.data.stream import StreamBatches, StreamDataLoader, StreamPos
 from checkpointing.errors import CheckpointError, CommitFailed, LossSpike, NonFinite, Preempted
 from checkpointing.failpoints import failpoint
 from checkpointing.manager import CheckpointManager, Due, skipped_steps
-from checkpointing.manager_environment import ALLOW_CHANGES_ENV
+from checkpointing.manager_environment import ALLOW_CHANGES_ENV, LINEAGE_ENV
 from checkpointing.restore import RestorePoint, loop_state_name, own_checkpoint, read_checkpoint
 from checkpointing.snapshotter import SmallFile
 from checkpointing.spikes import SkippedSteps, SpikeDetector
@@ -39,11 +41,13 @@ from checkpointing.transformers.callback import EvaluationCutShort, Saves, StepC
 from checkpointing.transformers.coverage import changed, uncovered
 from checkpointing.transformers.overrides import added_files, overrides_saving
 from checkpointing.transformers.peft import adapter_of, save_adapter_config
+from checkpointing.transformers.trackers import continue_trackers
 from checkpointing.transformers.trainer_state import TRAINER_STATE_NAME, checked_directory, is_number, state_bytes
 
 logger = logging.getLogger("checkpointing")
 # Packages whose trainers are methods of their own.
 _TRAINERS = ("transformers.", "trl.", "sentence_transformers.")
+_ID_LENGTH = 16
 # Less than the smallest hang timeout.
 _PATIENCE_WITH_STREAM_S = 1.0
 
@@ -99,6 +103,9 @@ class ResilientMixin(_Base):
     # Where overrides of the user's write while they are to be looked at.
     _staging: str | None
     _known_job: dict[str, str | None] | None
+    # What trackers call the run that this training is part of.
+    _tracked_as: str
+    _has_trackers: bool
     # What could change without being saved, as training began; None once that was looked at.
     _uncovered: dict[str, str] | None
 
@@ -163,6 +170,7 @@ class ResilientMixin(_Base):
         # As the script gives the data: trainers may leave some out when training begins.
         self._job()
         self._restore_point = self._manager.choose()
+        self._tracked_as = self._name_for_trackers(self._restore_point)
         start: str | bool | None = None
         if self._restore_point is None:
             start = resume_from_checkpoint or self._manager.starting_folder
@@ -175,6 +183,7 @@ class ResilientMixin(_Base):
         if self._restore_point is not None:
             start = checked_directory(self._restore_point)
         self._look_into_loop_state()
+        self._has_trackers = continue_trackers(self.callback_handler.callbacks, self._tracked_as)
         first_step = self._restore_point.step if self._restore_point is not None else _step_of(start)
         self._manager.check_way(first_step)
         self._pending_restore = self._restore_point
@@ -187,6 +196,17 @@ class ResilientMixin(_Base):
             self.args.eval_on_start = evaluates_first
             if self._restore_point is not None:
                 self._restore_point.close()
+
+    def _name_for_trackers(self, point: RestorePoint | None) -> str:
+        """A supervisor knows the run from its first attempt on; without one, its checkpoints do."""
+        lineage, name = os.environ.get(LINEAGE_ENV), loop_state_name(0)
+        if lineage:
+            return hashlib.sha256(f"{lineage}/{self._manager.stage_name}".encode()).hexdigest()[:_ID_LENGTH]
+        if point is not None and point.has(name):
+            known = point.json(name).get("tracked_as")
+            if isinstance(known, str) and known.isalnum():
+                return known
+        return uuid.uuid4().hex[:_ID_LENGTH]
 
     def _track(self) -> None:
         self._manager.track(
@@ -751,6 +771,9 @@ class ResilientMixin(_Base):
             state["evaluation_due"] = True
         # Counted since the Trainer added them up the last time, which it does at saves only.
         state["flos"] = self.current_flos
+        if self._has_trackers and not os.environ.get(LINEAGE_ENV):
+            # Two runs differ in it; where a supervisor knows it, checkpoints of equal runs stay equal.
+            state["tracked_as"] = self._tracked_as
         if self._stream is not None:
             state["stream"] = self._stream.position.to_json()
         if self._spikes is not None:

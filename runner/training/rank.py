@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import multiprocessing
@@ -65,6 +66,9 @@ def run_rank(spec: dict[str, Any]) -> None:
         text, frame = describe(error)
         _say_failed(sender, rank, text, frame, transient=is_transient(error))
         raise
+    finally:
+        # What multiprocessing starts ends without them, and a script's own (wandb's, say) are to run as under torchrun.
+        atexit._run_exitfuncs()
     sender.send_surely("rank_done", rank=rank)
 
 

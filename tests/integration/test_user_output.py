@@ -19,6 +19,8 @@ BUG = """
 def load(path):
     raise ValueError("bad thing in " + path)
 
+import atexit
+atexit.register(print, "goodbye")
 print("hello")
 load("rows.json")
 """
@@ -70,12 +72,12 @@ def test_a_bug_shows_its_traceback_then_one_line(tmp_path: Path) -> None:
     assert ended.returncode == 78
     traceback = err[err.index("Traceback (most recent call last):") :]
     assert traceback.startswith(
-        f'Traceback (most recent call last):\n  File "{tmp_path}/train.py", line 6, in <module>'
+        f'Traceback (most recent call last):\n  File "{tmp_path}/train.py", line 8, in <module>'
     )
     assert traceback.endswith("ValueError: bad thing in rows.json\n") and "runner/" not in traceback
     (log,) = (tmp_path / "run" / "logs").rglob("stderr.log")
     assert log.read_text() == traceback
-    assert "\nhello\n" in out
+    assert "\nhello\n" in out and "\ngoodbye\n" in out
     assert (out + err).count("bad thing in rows.json") == 2
     verdict = out.splitlines()[-1]
     assert verdict == (

@@ -1,0 +1,338 @@
+"""The Trainer's own trackers (`report_to`) over all attempts of a run: one run of the tracker, each step in it once.
+
+By themselves they begin another run whenever a process starts, and what was computed again is plotted twice. Here
+every attempt opens the run of the first one, asks the tracker what it holds, adds from the Trainer's history what is
+missing (a killed process takes along what it had not written), and logs only what is new.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import json
+import logging
+import os
+import re
+import struct
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations import integration_utils as integrations
+
+logger = logging.getLogger("checkpointing")
+
+# The x-axis that the Trainer gives wandb and trackio.
+_STEP = "train/global_step"
+# In every entry, also in two of one step.
+_IN_EVERY_ENTRY = {"epoch"}
+_MLFLOW_TAG = "resilient.run"
+
+# All of them, not the newest: some write in no order, and a killed process leaves gaps.
+_Held = dict[str, Collection[int]]
+
+_Base: Any = TrainerCallback if TYPE_CHECKING else object
+
+
+def continue_trackers(callbacks: list[Any], run: str) -> bool:
+    """Have the trackers among `callbacks` go on with a run of theirs. Others are left alone.
+
+    Args:
+        run: its name, the same in all attempts: letters and digits.
+
+    Returns:
+        Whether there are any.
+    """
+    found = False
+    for callback in callbacks:
+        if not isinstance(callback, _Continued):
+            for name, mixin in _MIXINS.items():
+                kind = getattr(integrations, name, None)
+                if kind is not None and isinstance(callback, kind):
+                    callback.__class__ = type(f"Continued{type(callback).__name__}", (mixin, type(callback)), {})
+        if isinstance(callback, _Continued):
+            callback.run_name, found = run, True
+    return found
+
+
+class _Continued(_Base):
+    """Put in front of a tracker's class."""
+
+    run_name: str
+    # The steps of each name that the tracker holds; None: that cannot be told, and nothing is left out.
+    _held: _Held | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._held = None
+        if not state.is_world_process_zero or state.is_hyper_param_search:
+            super().on_train_begin(args, state, control, **kwargs)
+            return
+        self._prepare(args, state)
+        super().on_train_begin(args, state, control, **kwargs)
+        try:
+            self._held = self._find_held(args, state)
+        except Exception as error:  # the tracker's own
+            logger.warning("%s: what it holds cannot be read (%s)", type(self).__name__, error)
+        if self._held is not None:
+            for entry in state.log_history:
+                self.on_log(args, _at(state, entry["step"]), control, logs=dict(entry), **kwargs)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        logs = {name: value for name, value in (logs or {}).items() if name != "step"}
+        if self._held is not None:
+            step = state.global_step
+            logs = {
+                name: value
+                for name, value in logs.items()
+                if name in _IN_EVERY_ENTRY or not self._holds(name, step, value)
+            }
+            if not logs.keys() - _IN_EVERY_ENTRY:
+                return
+        super().on_log(args, state, control, logs=logs, **kwargs)
+
+    def _holds(self, name: str, step: int, value: Any) -> bool:
+        assert self._held is not None
+        return step in self._held.get(self._called(name), ())
+
+    def _called(self, name: str) -> str:
+        """What the tracker calls an entry of the Trainer's."""
+        (called,) = integrations.rewrite_logs({name: None})
+        return str(called)
+
+    def _prepare(self, args: TrainingArguments, state: TrainerState) -> None:
+        raise NotImplementedError
+
+    def _find_held(self, args: TrainingArguments, state: TrainerState) -> _Held | None:
+        raise NotImplementedError
+
+
+class _TensorBoard(_Continued):
+    """One folder of event files; readers drop what an earlier file has from the step on with which a later begins."""
+
+    logging_dir: str | None
+    _SummaryWriter: Any
+    _is_new = False
+
+    def _prepare(self, args: TrainingArguments, state: TrainerState) -> None:
+        if self.tb_writer is not None:
+            return  # the user's own
+        self.logging_dir = self.logging_dir or str(Path(args.output_dir) / "runs" / self.run_name)
+        self._is_new = not any(Path(self.logging_dir).glob("events.out.tfevents.*"))
+        writer: Any = self._SummaryWriter
+        if isinstance(writer, functools.partial):
+            writer = writer.func
+        # Of a new machine everything is written again, from the Trainer's history.
+        purge = {} if self._is_new else {"purge_step": state.global_step + 1}
+        self._SummaryWriter = functools.partial(writer, **purge)
+
+    def _find_held(self, args: TrainingArguments, state: TrainerState) -> _Held | None:
+        return {} if self._is_new else None
+
+
+class _Wandb(_Continued):
+    """By the run's id. Offline, the attempts are files of one run, which `wandb sync` sends one after the other."""
+
+    _wandb: Any
+    # Runs of this process that were opened here.
+    _opened: ClassVar[set[str]] = set()
+    _last: tuple[int, dict[str, Any]] | None = None
+
+    def _prepare(self, args: TrainingArguments, state: TrainerState) -> None:
+        wandb = self._wandb = _own(self._wandb)
+        run = os.environ.get("WANDB_RUN_ID") or self.run_name
+        if wandb.run is not None and wandb.run.id in self._opened - {run}:
+            # An earlier training of this script.
+            wandb.finish()
+            self._initialized = False
+        if wandb.run is None:
+            self._opened.add(run)
+            resume = os.environ.get("WANDB_RESUME") or "allow"
+            self._wandb = _Module(wandb, init=functools.partial(wandb.init, id=run, resume=resume))
+
+    def _find_held(self, args: TrainingArguments, state: TrainerState) -> _Held | None:
+        run = self._wandb.run
+        if run.id not in self._opened:
+            return None  # the script has opened it
+        if run.offline:
+            held, rows = _held_in_files(Path(run.settings.wandb_dir), run.id, besides=Path(run.settings.sync_file))
+            if rows:
+                # It would count from 0 again.
+                run.log({}, step=rows, commit=False)
+            return held
+        last = run.summary.get(_STEP)
+        if not run.resumed or last is None:
+            return {}
+        # Of the last step some rows may not have arrived.
+        self._last = int(last), dict(run.summary)
+        return {name: range(int(last)) for name in self._last[1]}
+
+    def _holds(self, name: str, step: int, value: Any) -> bool:
+        if super()._holds(name, step, value):
+            return True
+        return self._last is not None and self._last[0] == step and self._last[1].get(self._called(name)) == value
+
+
+class _Trackio(_Continued):
+    """By the run's name. What a remote server holds cannot be asked."""
+
+    _trackio: Any
+
+    def _prepare(self, args: TrainingArguments, state: TrainerState) -> None:
+        trackio = _own(self._trackio)
+        name = args.run_name or self.run_name
+
+        def init(**options: Any) -> Any:
+            return trackio.init(**options | {"name": name})
+
+        self._trackio = _Module(trackio, init=init)
+
+    def _find_held(self, args: TrainingArguments, state: TrainerState) -> _Held | None:
+        from trackio.sqlite_storage import SQLiteStorage
+
+        context = self._trackio.context_vars
+        if context.current_space_id.get() is not None or context.current_server.get() is not None:
+            return None
+        held: dict[str, set[int]] = {}
+        for row in SQLiteStorage.get_logs(context.current_project.get(), context.current_run.get().name):
+            if _STEP in row:
+                _note(held, row, int(row[_STEP]))
+        return dict(held)
+
+
+class _MLflow(_Continued):
+    """By a tag: a run's id is the server's choice."""
+
+    _ml_flow: Any
+    _resumed: str | None = None
+
+    def _prepare(self, args: TrainingArguments, state: TrainerState) -> None:
+        mlflow = self._ml_flow = _own(self._ml_flow)
+        self._resumed, run = None, os.environ.get("MLFLOW_RUN_ID")
+        if run is None and mlflow.active_run() is not None:
+            return  # the script has opened it
+        if uri := os.environ.get("MLFLOW_TRACKING_URI"):
+            mlflow.set_tracking_uri(uri)
+        client = mlflow.MlflowClient()
+        if run is None:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "Default"
+            experiment = client.get_experiment_by_name(name)
+            place = experiment.experiment_id if experiment is not None else client.create_experiment(name)
+            found = client.search_runs([place], f"tags.`{_MLFLOW_TAG}` = '{self.run_name}'", max_results=1)
+            if found:
+                run = self._resumed = found[0].info.run_id
+            else:
+                tags = {_MLFLOW_TAG: self.run_name}
+                run = client.create_run(place, tags=tags, run_name=args.run_name).info.run_id
+        else:
+            self._resumed = run
+        replaced: dict[str, Any] = {"start_run": functools.partial(_start_mlflow, mlflow, run)}
+        if self._resumed is not None:
+            # They are those of the first attempt, and the server refuses others.
+            replaced["log_params"] = lambda *args, **kwargs: None
+        self._initialized = False
+        self._ml_flow = _Module(mlflow, **replaced)
+
+    def _find_held(self, args: TrainingArguments, state: TrainerState) -> _Held | None:
+        if not isinstance(self._ml_flow, _Module):
+            return None
+        held: dict[str, set[int]] = {}
+        if self._resumed is not None:
+            client = self._ml_flow.MlflowClient()
+            for name in client.get_run(self._resumed).data.metrics:
+                held[name] = {point.step for point in client.get_metric_history(self._resumed, name)}
+        return dict(held)
+
+    def _called(self, name: str) -> str:
+        # As its `on_log`.
+        return re.sub(r"[^0-9A-Za-z_\-\.\ :/]", "_", name)
+
+
+_MIXINS: dict[str, type[_Continued]] = {
+    "TensorBoardCallback": _TensorBoard,
+    "WandbCallback": _Wandb,
+    "TrackioCallback": _Trackio,
+    "MLflowCallback": _MLflow,
+}
+
+
+class _Module:
+    """A tracker's module with some of its functions replaced, for one callback."""
+
+    def __init__(self, module: Any, **replaced: Callable[..., Any]) -> None:
+        self.module = module
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+def _own(module: Any) -> Any:
+    return module.module if isinstance(module, _Module) else module
+
+
+def _start_mlflow(mlflow: Any, run: str, *, nested: bool = False, **options: Any) -> Any:
+    return mlflow.start_run(run_id=run, nested=nested)
+
+
+def _at(state: TrainerState, step: int) -> TrainerState:
+    then = copy.copy(state)
+    then.global_step = step
+    return then
+
+
+def _note(held: dict[str, set[int]], names: Iterable[str], step: int) -> None:
+    for name in names:
+        held.setdefault(name, set()).add(step)
+
+
+def _held_in_files(folder: Path, run: str, besides: Path) -> tuple[_Held, int]:
+    """What the files of a wandb run on this machine hold, and the number of their rows."""
+    held: dict[str, set[int]] = {}
+    rows = 0
+    for path in sorted(folder.glob(f"*run-*-{run}/run-{run}.wandb")):
+        if path.samefile(besides):
+            continue
+        for row in _wandb_rows(path):
+            if _STEP in row:
+                _note(held, row, int(row[_STEP]))
+            rows = max(rows, int(row.get("_step", -1)) + 1)
+    return dict(held), rows
+
+
+def _wandb_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The history in a file of wandb's: a header of 7 bytes, then LevelDB's log format around protobuf records
+    (https://github.com/google/leveldb/blob/main/doc/log_format.md). It ends where a process was killed."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, whole = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (rest := 32768 - at % 32768) < 7:
+            at += rest
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        part = data[at + 7 : at + 7 + length]
+        if kind not in (1, 2, 3, 4) or len(part) < length:
+            return
+        at += 7 + length
+        # Whole, first, middle, last.
+        whole = part if kind in (1, 2) else whole + part
+        if kind in (1, 4):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(whole)
+            if record.HasField("history"):
+                row = {}
+                for item in record.history.item:
+                    with contextlib.suppress(ValueError):
+                        row["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
+                yield row
