@@ -214,6 +214,9 @@ def _launch(request: Message) -> Message:
         log_dir.mkdir(parents=True)
     except OSError as error:
         return {"finished": False, "failures": [], "error": f"{log_dir} cannot be made: {error.strerror}"}
+    # Before torch 2.13 it could not be set, and was as long.
+    newer: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_TIMEOUT_S}
+    newer = {name: value for name, value in newer.items() if hasattr(LaunchConfig, name)}
     config = LaunchConfig(
         min_nodes=request["nnodes"],
         max_nodes=request["nnodes"],
@@ -230,7 +233,7 @@ def _launch(request: Message) -> Message:
         monitor_interval=_MONITOR_INTERVAL_S,
         start_method="spawn" if request["cold"] else "forkserver",
         logs_specs=DefaultLogsSpecs(log_dir=str(log_dir), redirects=Std.ALL),
-        shutdown_timeout=_SHUTDOWN_TIMEOUT_S,
+        **newer,
         # By default it would take back those that the supervisor answers.
         signals_to_handle="SIGQUIT",
     )

@@ -35,6 +35,11 @@ _TYPES: dict[str, Any] = {
     "Literal": Literal,
     "None": None,
 }
+# Names that transformers 5.23 has given to options: with an older one a configuration's new name means the old one.
+_FORMER_NAMES = {
+    "activation_checkpointing": "gradient_checkpointing",
+    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
+}
 # Decided by the runner itself; setting them would work against it.
 RESERVED = {
     "output_dir": "set the top-level output_dir",
@@ -82,6 +87,8 @@ def validate(options: dict[str, Any], source: str) -> dict[str, Any]:
     for name, value in options.items():
         if name in RESERVED:
             raise UsageError(f"{source}: trainer.{name} cannot be set: {RESERVED[name]}")
+        if name not in known and _FORMER_NAMES.get(name) in known:
+            name = _FORMER_NAMES[name]
         if name not in known:
             import difflib
 

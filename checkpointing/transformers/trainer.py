@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 import logging
 import math
@@ -21,6 +22,7 @@ import accelerate
 import torch
 import torch.distributed as dist
 import transformers.trainer
+from packaging.version import Version
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState, TrainerControl
@@ -883,8 +885,15 @@ def _beginning_of(dataset: Any) -> dict[str, Any]:
     """A stream's state before its first sample, also where somebody has read from it since it was made.
 
     Raises:
-        CheckpointError: it is divided among the ranks already.
+        CheckpointError: it is divided among the ranks already, or its library resumes streams with other samples.
     """
+    if type(dataset).__module__.startswith("datasets."):
+        version = Version(importlib.metadata.version("datasets"))
+        # Tried with 4.7.0, 4.8.0, 4.8.5, 5.0.0, 5.1.0, 5.2.0: those without the fix went on elsewhere in the stream.
+        if version < Version("4.8.5") or version.release[:2] == (5, 0):
+            raise CheckpointError(
+                f"datasets {version} does not resume a stream where it was; install datasets 4.8.5, or 5.1 or newer"
+            )
     if getattr(dataset, "_distributed", None) is not None:
         raise CheckpointError(
             "the streamed data set was given through split_dataset_by_node; give it whole: each rank takes its share "

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import itertools
 import json
 from collections import Counter
@@ -147,3 +149,14 @@ good = StreamPosition(1, 2, 3, {}, None, 0).to_json()
 def test_a_position_that_is_none_is_refused(document: Any) -> None:
     with pytest.raises(ValueError, match=r"position|state|count"):
         StreamPosition.from_json(document)
+
+
+@pytest.mark.parametrize(("version", "works"), [("4.7.0", False), ("4.8.5", True), ("5.0.1", False), ("5.1.0", True)])
+def test_a_library_that_resumes_streams_elsewhere_is_refused(
+    version: str, works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from checkpointing.transformers.trainer import _beginning_of
+
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    with contextlib.nullcontext() if works else pytest.raises(CheckpointError, match=f"datasets {version}"):
+        _beginning_of(stream())

@@ -234,3 +234,11 @@ def test_the_default_folder_is_named_after_the_job(
         Path(path).write_text(MODEL)
     config = load_config(path, {}, [parse_setting(text) for text in settings], script=script)
     assert config.output_dir == folder
+
+
+def test_an_option_by_its_new_name_means_the_old_one_of_an_older_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_options, "fields", lambda: {"gradient_checkpointing": bool})
+    options = {"activation_checkpointing": False}
+    assert trainer_options.validate(options, "a.yaml") == {"gradient_checkpointing": False}
+    monkeypatch.setattr(trainer_options, "fields", lambda: {"activation_checkpointing": bool})
+    assert trainer_options.validate(options, "a.yaml") == options
