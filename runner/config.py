@@ -161,8 +161,8 @@ class LaunchConfig(_Section):
 
     def rendezvous(self, nnodes: int) -> tuple[str, str | None]:
         """host:port where so many machines meet, and this one's name there; one machine needs neither."""
-        # A pod's name may not resolve.
-        own = self.local_addr or ("127.0.0.1" if nnodes == 1 else None)
+        # Nobody else is to reach a single one; nor may a pod's name resolve.
+        own = "127.0.0.1" if nnodes == 1 else self.local_addr
         return self.endpoint if nnodes > 1 or self.rdzv_endpoint else "localhost:0", own
 
     @property

@@ -181,6 +181,28 @@ def _take_less_time() -> None:
     setattr(elastic, "MultiprocessContext", Ranks)  # noqa: B010
 
 
+def _listen_on_loopback_only() -> None:
+    """For a run on one machine: torch's stores listen on all interfaces, and unpickle what anybody sends."""
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+    def store(host_name: str, port: int, *, is_master: bool = False, **options: Any) -> TCPStore:
+        if is_master:
+            listener = socket.create_server(("127.0.0.1", port))
+            port = listener.getsockname()[1]
+            options["master_listen_fd"] = listener.detach()
+        return TCPStore("127.0.0.1", port, is_master=is_master, **options)
+
+    # Neither the store's address nor a listening socket can be given to them.
+    setattr(c10d_rendezvous_backend, "TCPStore", store)  # noqa: B010
+    setattr(  # noqa: B010
+        DynamicRendezvousHandler,
+        "_create_tcp_store_server",
+        lambda self, host, port: store(host, port, is_master=True, multi_tenant=True),
+    )
+
+
 def _leave_signals_to_the_supervisor() -> None:
     """Some clusters tell every process of a job to stop (Slurm signals all that a step has started).
 
@@ -237,6 +259,8 @@ def _launch(request: Message) -> Message:
         # By default it would take back those that the supervisor answers.
         signals_to_handle="SIGQUIT",
     )
+    if request["nnodes"] == 1:
+        _listen_on_loopback_only()
     failures: list[Message] = []
     try:
         elastic_launch(config, rank_main)(request["spec"])

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -226,6 +226,11 @@ def shape_of(config: Config, accelerators: int) -> tuple[int, int]:
             "ranks; check --nnodes, WORLD_SIZE and --nproc-per-node"
         )
     return nnodes, nproc
+
+
+def _on_loopback(environment: Mapping[str, str]) -> dict[str, str]:
+    """Where the ranks of a single machine listen for each other, unless the user says so."""
+    return {name: "lo" for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in environment}
 
 
 class Node:
@@ -504,6 +509,7 @@ class Node:
             "log_dir": str(self._log_dir(order.attempt)),
             "spec": {
                 "env": {
+                    **(_on_loopback(os.environ) if nnodes == 1 else {}),
                     SOCKET_ENV: self._agent.process.socket_path,
                     ATTEMPT_ENV: str(order.attempt),
                     LOCATION_ENV: self._config.checkpoint_location,

@@ -10,6 +10,7 @@ import subprocess
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 from integration.support import SHORT_JOB, TOTAL_STEPS, Run, wait_for_commit
 from prometheus_client.parser import text_string_to_metric_families
@@ -30,9 +31,17 @@ def scrape(port: int) -> tuple[str, dict[tuple[str, str], float]]:
     return text, samples
 
 
+def listening(run: Run) -> set[str]:
+    """The addresses at which the run's processes can be reached."""
+    assert run.process is not None
+    processes = [psutil.Process(run.process.pid), *run.processes()]
+    found = [connection for process in processes for connection in process.net_connections("inet")]
+    return {connection.laddr.ip for connection in found if connection.status == psutil.CONN_LISTEN}
+
+
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of a run that has been killed once; it stands still while it is looked at."""
+def monitored(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, set[str]]:
+    """The page of a run that has been killed once, and where it listens; it stands still while it is looked at."""
     port, folder = free_port(), tmp_path_factory.mktemp("monitored")
     run = Run(folder / "run", *SHORT_JOB, "--metrics-port", str(port)).start_held(30, "training.loss=kill@25")
     run.wait_for_step(30, attempt=2)
@@ -44,8 +53,19 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     assert figures["runner_checkpoint_step", "local"] >= 20 and figures["runner_checkpoint_age_seconds", "local"] >= 0
     assert 0 < figures["runner_goodput_ratio", ""] < 1 and figures["runner_loss", ""] > 0
     assert figures["runner_restarts_left", ""] in (4, 5) and figures["runner_time_seconds", "start-up"] > 0
+    addresses = listening(run)
     run.end()
-    return text
+    return text, addresses
+
+
+@pytest.fixture(scope="module")
+def page(monitored: tuple[str, set[str]]) -> str:
+    return monitored[0]
+
+
+def test_a_run_on_one_machine_cannot_be_reached_from_another(monitored: tuple[str, set[str]]) -> None:
+    """torch's two stores listened on all interfaces, and unpickle what they are sent."""
+    assert monitored[1] == {"127.0.0.1"}
 
 
 def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path: Path) -> None:
