@@ -655,7 +655,9 @@ class Node:
         if not watch.pids and not ended:
             # It has yet to fork the first rank, or waits for the other machines.
             patience = self._config.restart.quiet_timeout_s
+            cause = f"no rank was started within {patience:g} s (restart.quiet_timeout_s); the launcher was killed"
         else:
+            cause = "the launcher did not end with its ranks, and was killed"
             patience = _LAUNCHER_PATIENCE_S if ended else _LAUNCHER_END_PATIENCE_S
             if watch.pidfds or not over:
                 attempt.quiet_since = now
@@ -664,6 +666,8 @@ class Node:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._launcher.process.wait(_KILL_TIMEOUT_S)
             attempt.result = {"finished": finished, "failures": [], "launcher_lost": not over}
+            if not over and attempt.verdict is None:
+                attempt.verdict = Failure(FailureKind.LAUNCHER_LOST, cause)
 
     @property
     def _storage_failed(self) -> bool:

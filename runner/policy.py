@@ -100,7 +100,8 @@ def decide(
 ) -> Restart | Stop:
     """The decision after the last attempt of `history` (oldest first, at least one; preemptions are not in it).
 
-    The budget of restarts refills whenever a new step has been committed.
+    The budget of restarts refills whenever a new step has been committed, unless the next failure is at the same step
+    as the last one: checkpoints that come nearer to it are no way past it.
 
     Args:
         max_network_retries: restarts after a network failure, without a new checkpoint between them; they cost no
@@ -146,19 +147,28 @@ def decide(
     if in_a_row > max_restarts:
         if history[-1].committed_step < 0:
             return Stop(ExitCode.NO_PROGRESS, f"{in_a_row} failures and not one checkpoint: {failure.cause}")
-        return Stop(ExitCode.BUDGET_SPENT, f"{in_a_row} failures without a new checkpoint: {failure.cause}")
+        stuck = history[-2:-1] and _same_place(history[-2].failure, failure)
+        where = f"at step {failure.step}" if stuck else "without a new checkpoint"
+        return Stop(ExitCode.BUDGET_SPENT, f"{in_a_row} failures {where}: {failure.cause}")
     return Restart(in_a_row, failure.cause, batch)
 
 
 def failures_in_a_row(history: Sequence[AttemptRecord]) -> int:
-    """Failures at the end of `history` with the same newest committed step; those bounded in another way cost none."""
+    """Failures at the end of `history` that brought the run no further; those bounded in another way cost none."""
     return _in_a_row(history, lambda kind: kind not in _OWN_BOUNDS)
 
 
 def _in_a_row(history: Sequence[AttemptRecord], counts: Callable[[FailureKind], bool]) -> int:
-    last = history[-1].committed_step
-    since_commit = itertools.takewhile(lambda record: record.committed_step == last, reversed(history))
-    return sum(counts(record.failure.kind) for record in since_commit)
+    last = history[-1]
+    no_further = itertools.takewhile(
+        lambda record: record.committed_step == last.committed_step or _same_place(record.failure, last.failure),
+        reversed(history),
+    )
+    return sum(counts(record.failure.kind) for record in no_further)
+
+
+def _same_place(one: Failure, other: Failure) -> bool:
+    return one.step > 0 and one.kind not in _OWN_BOUNDS and (one.kind, one.step) == (other.kind, other.step)
 
 
 def backoff_s(

@@ -44,7 +44,11 @@ def describe(error: BaseException) -> tuple[str, str | None]:
     """Type and message, and `file:line` of the innermost frame; as torchelastic's error file has them."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
-    return f"{type(error).__name__}: {error}", frame
+    try:
+        message = str(error)
+    except Exception:  # its class's own; Python says as much in a traceback
+        message = "<exception str() failed>"
+    return f"{type(error).__name__}: {message}", frame
 
 
 def is_transient(error: BaseException) -> bool:

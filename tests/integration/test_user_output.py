@@ -176,20 +176,3 @@ def test_a_script_that_saves_nothing_is_told_so(tmp_path: Path) -> None:
     ended = start(tmp_path, text)
     assert ended.returncode == 0
     assert ended.stdout.count(b"has used neither resilient() nor a CheckpointManager: nothing is saved") == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "cause"),
-    [
-        ("raise KeyboardInterrupt", "rank 0: KeyboardInterrupt; failed before the first step"),
-        ("class Stop(BaseException): pass\nraise Stop('own')", "rank 0: Stop: own; failed before the first step"),
-        ("import ctypes\nctypes.string_at(0)", "Fatal Python error: Segmentation fault"),
-        ("import argparse\nargparse.ArgumentParser().parse_args(['--oops'])", "unrecognized arguments: --oops"),
-    ],
-    ids=["interrupt", "own", "segfault", "argparse"],
-)
-def test_the_cause_is_in_the_last_lines(text: str, cause: str, tmp_path: Path) -> None:
-    """multiprocessing takes a KeyboardInterrupt for the parent's and says nothing; argparse's status says little."""
-    ended = start(tmp_path, text, stderr=subprocess.STDOUT)
-    assert ended.returncode == 78
-    assert any(cause in line for line in ended.stdout.decode().splitlines()[-5:]), ended.stdout

@@ -91,3 +91,48 @@ def test_the_traceback_begins_in_the_users_script(tmp_path: Any, capsys: pytest.
     assert told.startswith("Traceback (most recent call last):\n  File ") and told.endswith("ValueError: bad thing\n")
     assert "test_failure_report" not in told and 'train.py", line 3' in told and 'train.py", line 2' in told
     assert describe(caught.value)[0] == "ValueError: bad thing"
+
+
+WORKER = """
+import os, torch
+class Rows(torch.utils.data.Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, i): os.kill(os.getpid(), 9)
+list(torch.utils.data.DataLoader(Rows(), num_workers=1))
+"""
+# Besides those of tests/integration/test_script_faults.py.
+FAULTS = {
+    "exception": ("raise ValueError('bad value')", "ValueError: bad value"),
+    "import": ("import nosuchpackage", "No module named 'nosuchpackage'"),
+    "missing file": ("open('rows.jsonl')", "FileNotFoundError: [Errno 2] No such file or directory: 'rows.jsonl'"),
+    "a folder": ("open('/', 'w')", "IsADirectoryError: [Errno 21] Is a directory: '/'"),
+    "host memory": ("bytearray(1 << 60)", "MemoryError"),
+    "GPU memory": ("import torch\nraise torch.OutOfMemoryError('CUDA out of memory. Tried')", "CUDA out of memory"),
+    "recursion": ("def f(): return f()\nf()", "RecursionError: maximum recursion depth exceeded"),
+    "assertion": ("assert 1 == 2", "AssertionError"),
+    "encoding": ("b'\\xff'.decode()", "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff"),
+    "missing column": ("{}['text']", "KeyError: 'text'"),
+    "chained": (
+        "try: {}['a']\nexcept KeyError as e: raise RuntimeError('no column') from e",
+        "RuntimeError: no column",
+    ),
+    "group": ("raise ExceptionGroup('two', [ValueError('a'), TypeError('b')])", "ExceptionGroup: two"),
+    "subprocess": (
+        "import subprocess\nsubprocess.run(['false'], check=True)",
+        "CalledProcessError: Command '['false']'",
+    ),
+    "JSON": ("import json\njson.loads('{')", "JSONDecodeError: Expecting property name"),
+    "shapes": ("import torch\ntorch.ones(2, 3) @ torch.ones(2, 3)", "mat1 and mat2 shapes cannot be multiplied"),
+    "worker killed": (WORKER, "RuntimeError: DataLoader worker"),
+    "many lines": ("raise ValueError('first line\\n' * 50)", "ValueError: first line"),
+    "own class": ("class Stop(BaseException): pass\nraise Stop('own')", "Stop: own"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_cause_of_what_a_script_raises(name: str) -> None:
+    text, cause = FAULTS[name]
+    with pytest.raises(BaseException) as raised:
+        exec(compile(text, "train.py", "exec"), {})
+    said, _ = describe(raised.value)
+    assert said.startswith(cause) or cause in said.splitlines()[0]

@@ -9,8 +9,8 @@ from runner.policy import AttemptRecord, BatchShape, Restart, Stop, backoff_s, d
 K = FailureKind
 
 
-def record(kind: FailureKind = K.CRASHED, committed: int = -1, fingerprint: str = "") -> AttemptRecord:
-    return AttemptRecord(Failure(kind, "cause", 0, 5, fingerprint), committed)
+def record(kind: FailureKind = K.CRASHED, committed: int = -1, fingerprint: str = "", step: int = 5) -> AttemptRecord:
+    return AttemptRecord(Failure(kind, "cause", 0, step, fingerprint), committed)
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,13 @@ def record(kind: FailureKind = K.CRASHED, committed: int = -1, fingerprint: str 
         ([record(K.NETWORK)] * 4 + [record()], False, 1),
         ([record(K.NETWORK)] * 4 + [record(K.NETWORK, 10)], False, 2),
         # A new commit refills the budget.
-        ([record(committed=10), record(committed=10), record(committed=20)], False, 1),
-        ([record(committed=c) for c in range(50)], False, 1),
+        ([record(committed=10), record(committed=10), record(committed=20, step=21)], False, 1),
+        ([record(committed=c, step=c + 1) for c in range(50)], False, 1),
+        # Checkpoints that come nearer to where it hangs are no way past it (27 attempts were made at one step).
+        ([record(K.HUNG, c, step=51) for c in (2, 4)], False, 2),
+        ([record(K.HUNG, c, step=51) for c in (2, 4, 6)], False, ExitCode.BUDGET_SPENT),
+        ([record(K.HUNG, 2, step=51), record(K.CRASHED, 4, step=51), record(K.HUNG, 6, step=51)], False, 1),
+        ([record(K.HUNG, c, step=0) for c in (2, 4, 6)], False, 1),
         # The same error at the same step twice is no accident; another one in between starts anew.
         ([record(fingerprint="a"), record(fingerprint="a")], False, ExitCode.DETERMINISTIC),
         ([record(fingerprint="a"), record(fingerprint="b")], False, 2),
