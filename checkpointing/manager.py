@@ -31,6 +31,7 @@ from checkpointing.adapter import Adapter
 from checkpointing.agreement import Agreement, Flag
 from checkpointing.arena import Heartbeat, Phase
 from checkpointing.cadence import DEFAULT_OVERHEAD_CAP, Auto, Cadence, CadenceClock
+from checkpointing.catalog import Catalog
 from checkpointing.client import ATTEMPT_ENV, SOCKET_ENV, AgentClient, AgentProcess
 from checkpointing.clock import machine_clock
 from checkpointing.data.cursor import LoaderCursor, state_name
@@ -52,6 +53,7 @@ from checkpointing.snapshot import torch_bytes
 from checkpointing.snapshotter import Ranks, Request, SmallFile, Snapshotter, pin, unpin
 from checkpointing.spikes import SkippedSteps
 from checkpointing.stages import STAGES, Stage
+from checkpointing.storage import LocalStorage
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST, Tiers, open_tiers
 from checkpointing.tracked import Tracked, hook_states
 
@@ -264,12 +266,16 @@ class CheckpointManager:
         elsewhere = LOCATION_ENV in os.environ and own and Path(own).absolute() != Path(kept).absolute()
         # Once in a run's life, not at each restart.
         if self.rank == 0 and elsewhere and os.environ.get(ATTEMPT_ENV) == "1":
-            print(
-                f"checkpointing: checkpoints are kept at {kept}, not at {own}, as this runs under a supervisor; "
-                f"with {LOCATION_ENV}={kept} plain torchrun or python resumes from them, too",
-                file=sys.stderr,
-                flush=True,
+            text = (
+                f"checkpoints are kept at {kept}, not at {own}, as this runs under a supervisor; "
+                f"with {LOCATION_ENV}={kept} plain torchrun or python resumes from them, too"
             )
+            if Path(own).is_dir() and (steps := Catalog(LocalStorage(Path(own))).committed_steps()):
+                text += (
+                    f". {own} holds checkpoints up to step {steps[-1]}, from which this run does not resume; "
+                    f"for that, runner start --set checkpoint.location={own}"
+                )
+            print(f"checkpointing: {text}", file=sys.stderr, flush=True)
 
     def track(
         self,

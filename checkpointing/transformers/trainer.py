@@ -105,6 +105,9 @@ class ResilientMixin(_Base):
     # Where overrides of the user's write while they are to be looked at.
     _staging: str | None
     _known_job: dict[str, str | None] | None
+    # The loss added up by the Trainer is that of the steps from here on.
+    _loss_since: int
+    _finalizing: bool
     # What trackers call the run that this training is part of.
     _tracked_as: str
     _has_trackers: bool
@@ -158,6 +161,7 @@ class ResilientMixin(_Base):
         self._last_norm = self._last_rate = None
         self._before_evaluation = self._after_evaluation = None
         self._uncovered = self._known_job = None
+        self._finalizing = False
         self._saves.forget()
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
@@ -247,10 +251,29 @@ class ResilientMixin(_Base):
             manager.restore_states(self._restore_point, names)
         manager.announce_batch(self._train_batch_size, self.args.gradient_accumulation_steps)
         manager.begin(self.state.global_step, self.state.max_steps)
+        self._loss_since = self.state.global_step
         self._uncovered = uncovered(self, self._covered())
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """`load_best_model_at_end` by our checkpoints. The Trainer would look for folders, and remove some of them."""
+        """`train_loss` is that of the run, not of its last process; `load_best_model_at_end` by our checkpoints."""
+        self._finalizing = True
+        try:
+            output = self._finalize_with_best(*args, **kwargs)
+        finally:
+            self._finalizing = False
+        return output._replace(training_loss=self._loss_of_run())
+
+    def _loss_of_run(self) -> float:
+        num_steps: int = self.state.global_step - self._loss_since
+        return float(self._total_loss_scalar) / max(num_steps, 0.001)
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if self._finalizing and "train_loss" in logs:
+            logs["train_loss"] = self._loss_of_run()
+        super().log(logs, *args, **kwargs)
+
+    def _finalize_with_best(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer would look for folders of its own, and remove some of them."""
         if not self.args.load_best_model_at_end:
             return super()._finalize_training(*args, **kwargs)
         self.args.load_best_model_at_end, best = False, self.state.best_global_step
@@ -773,6 +796,7 @@ class ResilientMixin(_Base):
             state["evaluation_due"] = True
         # Counted since the Trainer added them up the last time, which it does at saves only.
         state["flos"] = self.current_flos
+        state["total_loss"], state["loss_since"] = self._total_loss_scalar, self._loss_since
         if self._has_trackers and not os.environ.get(LINEAGE_ENV):
             # Two runs differ in it; where a supervisor knows it, checkpoints of equal runs stay equal.
             state["tracked_as"] = self._tracked_as
@@ -798,6 +822,8 @@ class ResilientMixin(_Base):
             tokens = state["train_tokens"] if "metrics" in state else 0
             lists = all(isinstance(values, list) for values in metrics.values())
             flos = state.get("flos", 0)
+            # Older checkpoints know neither.
+            total_loss, loss_since = float(state.get("total_loss", 0.0)), state.get("loss_since", point.step)
             recent = state.get("recent_losses", [])
             last = [state.get("grad_norm"), state.get("learning_rate")]
             last = [value for value in last if value is not None and value == value and abs(value) < math.inf]
@@ -805,6 +831,7 @@ class ResilientMixin(_Base):
                 last_logged,
                 tokens,
                 flos,
+                loss_since,
                 *recent,
                 *last,
                 *(value for values in metrics.values() for value in values),
@@ -812,6 +839,7 @@ class ResilientMixin(_Base):
             if not lists or not all(is_number(number) for number in numbers):
                 raise ValueError("something in it is no number")
         self._tr_loss += loss
+        self._total_loss_scalar, self._loss_since = total_loss, loss_since
         self._globalstep_last_logged = last_logged
         self._last_norm, self._last_rate = state.get("grad_norm"), state.get("learning_rate")
         self.current_flos = flos

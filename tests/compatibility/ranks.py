@@ -29,7 +29,7 @@ from checkpointing.transformers import resilient
 _COMMIT_TIMEOUT_S = 5.0
 _EARLIER_COMMIT_TIMEOUT_S = 1.0
 # Of log entries: what a clock has a part in.
-_TIMES = ("time", "per_second", "train_loss", "total_flos")
+_TIMES = ("time", "per_second", "total_flos")
 
 
 class Mismatch(Exception):

@@ -133,6 +133,7 @@ def test_an_own_loop_is_seen_and_says_where_it_resumes(tmp_path: Path) -> None:
     """Its status said steps 0; under plain python nothing said that it had been resumed."""
     (tmp_path / "loop.py").write_text(LOOP)
     script = [str(tmp_path / "loop.py"), str(tmp_path / "own"), "40"]
+    subprocess.run([sys.executable, *script[:2], "20"], check=True, timeout=200)
     run = Run(tmp_path / "run", "--nproc-per-node", "1", script=script)
     assert run.start().finish() == 0, run.output
     status = json.loads(subprocess.check_output([*RUNNER, "status", str(run.folder), "--json"]))
@@ -140,6 +141,10 @@ def test_an_own_loop_is_seen_and_says_where_it_resumes(tmp_path: Path) -> None:
     assert status["goodput"] > 0
     where = f"checkpoints are kept at {run.folder}/checkpoints, not at {tmp_path}/own, as this runs under a supervisor"
     assert run.output.count(where) == 1
+    left = (
+        f"{tmp_path}/own holds checkpoints up to step 20, from which this run does not resume; for that, runner start"
+    )
+    assert left in run.output
 
     plain = [sys.executable, str(tmp_path / "loop.py"), str(run.folder / "checkpoints"), "60"]
     ended = subprocess.run(plain, capture_output=True, text=True, timeout=200)

@@ -98,6 +98,8 @@ def test_the_loops_own_state_goes_on() -> None:
         {"metrics": {"entropy": ["a"]}},
         {"metrics": {"entropy": [10**400]}},
         {"train_tokens": "many"},
+        {"total_loss": None},
+        {"loss_since": "0"},
     ],
 )
 def test_a_loop_state_that_makes_no_sense_is_named(changes: dict[str, Any]) -> None:
