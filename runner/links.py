@@ -127,6 +127,16 @@ class LauncherLink:
         self.process.wait()
 
 
+# What is acted upon, with the types of its fields; anything else goes into the journal.
+_RANK_EVENTS: dict[str, dict[str, type]] = {
+    "rank_started": {"rank": int, "local_rank": int, "pid": int, "error_file": str},
+    "rank_done": {"rank": int},
+    "rank_preempted": {"rank": int},
+    "rank_failed": {"rank": int, "error": str, "transient": bool},
+    "stop_signal": {"rank": int},
+}
+
+
 class RankEvents:
     """A datagram socket on which the ranks report."""
 
@@ -139,17 +149,26 @@ class RankEvents:
         self.sock.setblocking(False)
 
     def receive(self) -> list[Message]:
-        """Everything that has arrived."""
+        """Everything that has arrived, but for what is no event: any process of the user can write here."""
         messages = []
         with contextlib.suppress(BlockingIOError):
             while True:
                 data = self.sock.recv(protocol.MAX_MESSAGE_BYTES)
-                with contextlib.suppress(ValueError):
-                    messages.append(json.loads(data))
+                with contextlib.suppress(ValueError, RecursionError):
+                    message = json.loads(data)
+                    if _is_rank_event(message):
+                        messages.append(message)
         return messages
 
     def close(self) -> None:
         self.sock.close()
+
+
+def _is_rank_event(message: Any) -> bool:
+    if not isinstance(message, dict) or not isinstance(message.get("event"), str):
+        return False
+    fields = _RANK_EVENTS.get(message["event"], {})
+    return all(type(message.get(name)) is kind for name, kind in fields.items())
 
 
 @dataclass

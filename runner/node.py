@@ -789,7 +789,7 @@ class Node:
                     watch.preempted.add(int(message["rank"]))
                 case "rank_failed":
                     rank = int(message["rank"])
-                    watch.errors[rank] = (str(message["error"]), message["frame"], bool(message["transient"]))
+                    watch.errors[rank] = (message["error"], message.get("frame"), message["transient"])
                 case "stop_signal":
                     self._attempt.signalled.add(int(message["rank"]))
                 case name:

@@ -11,6 +11,8 @@ from checkpointing.arena import Heartbeat, Phase
 # A step may take so many times the 99th percentile of this run's own steps, and so many seconds more.
 _STEP_FACTOR = 3.0
 _STEP_MARGIN_S = 5.0
+# With a look a second, what somebody has stopped is found within 5 s.
+_STOPPED_S = 3.5
 _MIN_SAMPLES = 3
 _NUM_SAMPLES = 1000
 # Whoever looks was stopped himself (SIGSTOP, a suspended machine) if he has not looked for longer than this.
@@ -143,7 +145,7 @@ class Watchdog:
 class StoppedProcesses:
     """Ranks that somebody has stopped (SIGSTOP): whatever they were doing, they will say nothing more by themselves."""
 
-    def __init__(self, patience_s: float = _STEP_MARGIN_S) -> None:
+    def __init__(self, patience_s: float = _STOPPED_S) -> None:
         self._patience_s = patience_s
         self._since: dict[int, float] = {}
         self._looked = 0.0

@@ -75,6 +75,16 @@ def pair() -> Iterator[Pair]:
     pair.close()
 
 
+@pytest.fixture(scope="module")
+def crowd() -> Iterator[Pair]:
+    """A leader with one member, for many strangers."""
+    pair = Pair()
+    leader, _ = pair.lead(), pair.join(1)
+    pair.until(lambda: leader.present == {1})
+    yield pair
+    pair.close()
+
+
 def test_messages_go_both_ways(pair: Pair) -> None:
     leader, first, second = pair.lead(), pair.join(1), pair.join(2)
     pair.until(lambda: leader.present == {1, 2})
@@ -234,6 +244,26 @@ def test_whatever_comes_is_a_message_or_refused(line: bytes) -> None:
     for read in (read_by_leader, read_by_member):
         with contextlib.suppress(ValueError):
             assert isinstance(read(line)["do"], str)
+
+
+@given(st.lists(st.binary(max_size=50) | FORGED.map(lambda value: json.dumps(value).encode()), min_size=1, max_size=20))
+def test_a_run_goes_on_whatever_strangers_say(crowd: Pair, lines: list[bytes]) -> None:
+    """Each on a connection of its own, as the first one that is no message ends it."""
+    assert crowd.leader is not None
+    strangers = []
+    for line in lines:
+        strangers.append(socket.create_connection(("127.0.0.1", crowd.port)))
+        with contextlib.suppress(OSError):
+            strangers[-1].sendall(line + b"\n")
+        # Who waits to be taken in waits in a queue that has an end.
+        crowd.loop.pump(0.01)
+    # Node 2 is not there: whoever says to be it, is it, until nodes prove who they are.
+    crowd.heard.clear()
+    crowd.members[0].send({"do": "ready", "nproc": 2})
+    crowd.until(lambda: (1, {"do": "ready", "nproc": 2}) in crowd.heard)
+    for stranger in strangers:
+        stranger.close()
+    assert 1 in crowd.leader.present and {number for number, _ in crowd.heard} <= {1, 2}
 
 
 def test_every_message_that_we_send_is_one() -> None:
