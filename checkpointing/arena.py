@@ -55,6 +55,8 @@ class SharedMemory:
         self.fd = fd
         self.nbytes = nbytes
         self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        # A rank that dumps core is not to write a copy of the model (NCCL's abort of one did 60 GB) before it is dead.
+        self._map.madvise(mmap.MADV_DONTDUMP)
         self.buffer = memoryview(self._map)
         self._populated = False
 

@@ -44,6 +44,10 @@ _CASCADE = re.compile(
     re.IGNORECASE,
 )
 
+# A rank's own, also where NCCL's watchdog is the one that tells: "Process group watchdog thread terminated with
+# exception: CUDA error: an illegal memory access was encountered".
+_OF_OWN_DEVICE = re.compile(r"CUDA error: |HIP error: ")
+
 # Of the device, of the host, and of a process that may not have more.
 _OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|out of memory|^MemoryError|bad_alloc|can.t allocate memory|Cannot allocate memory"
@@ -54,7 +58,7 @@ _OUT_OF_MEMORY = re.compile(
 _BAD_NODE = re.compile(
     r"uncorrectable (ECC|NVLink) error|ECC error|GPU (has )?fallen off the bus|device is lost|hardware error"
     r"|CUDA driver version is insufficient|Unable to determine the device handle|system not yet initialized"
-    r"|nvmlInit.*fail|devices? .*unavailable",
+    r"|nvmlInit.*fail|busy or unavailable|GPU is lost|No CUDA GPUs are available|CUDA unknown error",
     re.IGNORECASE,
 )
 
@@ -288,7 +292,7 @@ def _kind_of(error: str) -> FailureKind | None:
 
 def is_effect(error: str) -> bool:
     """Whether a rank's error is what it says when another rank has gone."""
-    return bool(_CASCADE.search(error))
+    return bool(_CASCADE.search(error)) and not _OF_OWN_DEVICE.search(error)
 
 
 def _first_cause(ends: Sequence[RankEnd]) -> RankEnd:

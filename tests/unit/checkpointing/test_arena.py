@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
-from checkpointing.arena import CommitReport, ControlPage, Heartbeat, Phase
+from checkpointing.arena import CommitReport, ControlPage, Heartbeat, Phase, SharedMemory
 
 
 def test_a_heartbeat_is_never_seen_half_written() -> None:
@@ -32,3 +33,14 @@ def test_a_heartbeat_is_never_seen_half_written() -> None:
         os.kill(writer, signal.SIGKILL)
         os.waitpid(writer, 0)
         page.close()
+
+
+def test_an_arena_is_in_no_core_file() -> None:
+    """As proc(5) has it, `dd`: an aborted rank would write a copy of the model before it is dead."""
+    memory = SharedMemory.create("arena", 1 << 20)
+    try:
+        _, _, maps = Path("/proc/self/smaps").read_text().partition(f"{memory.address:x}-")
+        flags = next(line for line in maps.splitlines() if line.startswith("VmFlags:"))
+        assert " dd" in flags
+    finally:
+        memory.close()

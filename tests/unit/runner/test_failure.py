@@ -8,6 +8,11 @@ import pytest
 from runner.failure import Failure, FailureKind, RankEnd, classify, combine, read_error_file, read_last_words
 
 K = FailureKind
+BUSY = "CUDA-capable device(s) is/are busy or unavailable"
+WATCHDOG = (
+    "[PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog thread terminated with exception: CUDA error: "
+    "an illegal memory access was encountered"
+)
 PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234"
 
 
@@ -73,6 +78,45 @@ PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by p
         ([RankEnd(0, 0, 1, "LossSpike: the loss of step 33 is a spike: 9")], 30, K.SPIKE, 0, "step 33"),
         ([RankEnd(0, 0, 1, "AcceleratorError: CUDA error: uncorrectable ECC error")], 30, K.BAD_NODE, 0, "ECC"),
         ([RankEnd(0, 0, 1, "RuntimeError: CUDA error: GPU has fallen off the bus")], 0, K.BAD_NODE, 0, "bus"),
+        # As torch words them (pytorch issues 100691, 2704, and nvidia-smi).
+        ([RankEnd(0, 0, 1, f"RuntimeError: CUDA error: {BUSY}")], 0, K.BAD_NODE, 0, "busy"),
+        (
+            [RankEnd(0, 0, 1, "RuntimeError: CUDA error: all CUDA-capable devices are busy or unavailable")],
+            0,
+            K.BAD_NODE,
+            0,
+            "busy",
+        ),
+        ([RankEnd(0, 0, 1, "RuntimeError: No CUDA GPUs are available")], 0, K.BAD_NODE, 0, "No CUDA GPUs"),
+        (
+            [
+                RankEnd(
+                    0, 0, 1, "RuntimeError: CUDA unknown error - this may be due to an incorrectly set up environment"
+                )
+            ],
+            0,
+            K.BAD_NODE,
+            0,
+            "unknown",
+        ),
+        (
+            [RankEnd(0, 0, 1, "RuntimeError: Unable to determine: GPU is lost. Reboot the system")],
+            0,
+            K.BAD_NODE,
+            0,
+            "lost",
+        ),
+        # NCCL's watchdog tells of the rank's own error; the other rank only of the connection.
+        (
+            [
+                RankEnd(1, 0, 1, "DistBackendError: NCCL error: remote process exited or there was a network error"),
+                RankEnd(0, 1, 1, f"DistBackendError: {WATCHDOG}"),
+            ],
+            30,
+            K.CRASHED,
+            0,
+            "illegal memory access",
+        ),
     ],
 )
 def test_cause(ends: list[RankEnd], step: int, kind: FailureKind, rank: int | None, text: str) -> None:
