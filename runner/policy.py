@@ -147,8 +147,8 @@ def decide(
     if in_a_row > max_restarts:
         if history[-1].committed_step < 0:
             return Stop(ExitCode.NO_PROGRESS, f"{in_a_row} failures and not one checkpoint: {failure.cause}")
-        stuck = history[-2:-1] and _same_place(history[-2].failure, failure)
-        where = f"at step {failure.step}" if stuck else "without a new checkpoint"
+        nearer = any(record.committed_step != history[-1].committed_step for record in history[-in_a_row:])
+        where = f"at step {failure.step}" if nearer else "without a new checkpoint"
         return Stop(ExitCode.BUDGET_SPENT, f"{in_a_row} failures {where}: {failure.cause}")
     return Restart(in_a_row, failure.cause, batch)
 

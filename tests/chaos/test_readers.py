@@ -128,6 +128,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     state = TrainerState(epoch=1.0, global_step=STEP, max_steps=40, log_history=history, train_batch_size=4)
     loop = SimpleNamespace(
         _tr_loss=torch.tensor(0.25),
+        _total_loss_scalar=1.5,
+        _loss_since=0,
+        _has_trackers=False,
         _globalstep_last_logged=10,
         _stopping=False,
         _before_evaluation=None,
