@@ -221,13 +221,11 @@ class _MLflow(_Continued):
         self._resumed, run = None, os.environ.get("MLFLOW_RUN_ID")
         if run is None and mlflow.active_run() is not None:
             return  # the script has opened it
-        if uri := os.environ.get("MLFLOW_TRACKING_URI"):
-            mlflow.set_tracking_uri(uri)
-        client = mlflow.MlflowClient()
         if run is None:
-            name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "Default"
-            experiment = client.get_experiment_by_name(name)
-            place = experiment.experiment_id if experiment is not None else client.create_experiment(name)
+            if name := os.environ.get("MLFLOW_EXPERIMENT_NAME"):
+                # As its own `setup` does later; without it the script's choice counts.
+                mlflow.set_experiment(name)
+            client, place = mlflow.MlflowClient(), mlflow.tracking.fluent._get_experiment_id()
             found = client.search_runs([place], f"tags.`{_MLFLOW_TAG}` = '{self.run_name}'", max_results=1)
             if found:
                 run = self._resumed = found[0].info.run_id

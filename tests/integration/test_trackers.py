@@ -27,6 +27,8 @@ class Dies(TrainerCallback):
                 died.touch()
                 os.kill(os.getpid(), 9)
 
+import mlflow
+mlflow.set_experiment("mine")
 torch.manual_seed(0)
 model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
     num_attention_heads=2))
@@ -81,7 +83,9 @@ def mlflow(folder: Path) -> tuple[int, Points]:
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
-    runs = client.search_runs(["0"])
+    experiment = client.get_experiment_by_name("mine")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id])
     assert runs[0].info.status == "FINISHED" and runs[0].data.params["max_steps"] == "40"
     names = ("loss", "eval_loss")
     points = {name: [(m.step, m.value) for m in client.get_metric_history(runs[0].info.run_id, name)] for name in names}
