@@ -237,8 +237,9 @@ def _launch(request: Message) -> Message:
     except OSError as error:
         return {"finished": False, "failures": [], "error": f"{log_dir} cannot be made: {error.strerror}"}
     # Before torch 2.13 it could not be set, and was as long.
-    newer: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_TIMEOUT_S}
-    newer = {name: value for name, value in newer.items() if hasattr(LaunchConfig, name)}
+    newer: dict[str, Any] = (
+        {"shutdown_timeout": _SHUTDOWN_TIMEOUT_S} if hasattr(LaunchConfig, "shutdown_timeout") else {}
+    )
     config = LaunchConfig(
         min_nodes=request["nnodes"],
         max_nodes=request["nnodes"],
