@@ -227,6 +227,23 @@ def _set_generator_state(generator: Any, state: Any) -> None:
         generator.setstate(state)
 
 
+def _new_generator(state: Any) -> Any:
+    """A generator of the kind that a state is of, in that state.
+
+    Raises:
+        ValueError, TypeError, KeyError, RuntimeError: it is no generator's state.
+    """
+    if isinstance(state, torch.Tensor):
+        generator: Any = torch.Generator()
+    elif isinstance(state, Mapping):
+        kinds = (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
+        generator = np.random.Generator({kind.__name__: kind for kind in kinds}[state["bit_generator"]]())
+    else:
+        generator = np.random.RandomState() if isinstance(state[0], str) else random.Random()
+    _set_generator_state(generator, state)
+    return generator
+
+
 def _without_arrays(state: Any) -> Any:
     """A numpy generator's state without arrays, which the reader of checkpoints restricts."""
     if isinstance(state, Mapping):
@@ -553,9 +570,18 @@ class LoaderCursor:
         return {path: value for path, value in now.items() if self._baseline.get(path, value) != value}
 
     def _set_owned(self, owned: Mapping[str, Any], counters: Mapping[str, Any]) -> None:
+        missing = dict(owned)
         for path, generator in generators_of(*[sampler for _, sampler in self._samplers]):
-            if path in owned:
-                _set_generator_state(generator, owned[path])
+            if path in missing:
+                _set_generator_state(generator, missing.pop(path))
+        for path, state in missing.items():
+            # Samplers may make a generator when their first epoch begins; in this process none has begun.
+            number, *names = path.split(".")
+            owner: Any = self._samplers[int(number)][1] if int(number) < len(self._samplers) else None
+            for name in names[:-1]:
+                owner = getattr(owner, "__dict__", {}).get(name)
+            if names and hasattr(owner, "__dict__") and owner.__dict__.get(names[-1]) is None:
+                setattr(owner, names[-1], _new_generator(state))
         samplers = dict(self._samplers)
         for path, value in counters.items():
             name, _, attribute = path.rpartition(".")

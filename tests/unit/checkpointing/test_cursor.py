@@ -104,6 +104,32 @@ class Shuffled(Sampler[int]):
         return iter(order)
 
 
+class Lazy(Sampler[int]):
+    """Makes its generators when the first epoch begins, and draws from them in every epoch."""
+
+    def __init__(self) -> None:
+        self.torch: Any = None
+        self.numpy: Any = None
+        self.old_numpy: Any = None
+        self.python: Any = None
+
+    def __len__(self) -> int:
+        return 17
+
+    def __iter__(self) -> Iterator[int]:
+        if self.torch is None:
+            self.torch = torch.Generator().manual_seed(5)
+            self.numpy = np.random.Generator(np.random.Philox(5))
+            self.old_numpy = np.random.RandomState(5)
+            self.python = random.Random(5)
+        order = torch.randperm(17, generator=self.torch).numpy()
+        self.numpy.shuffle(order)
+        self.old_numpy.shuffle(order)
+        order = order.tolist()
+        self.python.shuffle(order)
+        return iter(order)
+
+
 class Interleaved(Sampler[int]):
     """Draws each index from a global generator as it is asked for."""
 
@@ -120,6 +146,13 @@ def seeded() -> None:
     torch.manual_seed(1)
 
 
+def readable(value: Any) -> Any:
+    """Tensors as lists, so that trees of them can be compared."""
+    if isinstance(value, dict):
+        return {name: readable(part) for name, part in value.items()}
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
 def loader(sampler: Any, num_workers: int, persistent: bool = False) -> DataLoader[Any]:
     return DataLoader(
         Rows(), batch_size=3, sampler=sampler, num_workers=num_workers, persistent_workers=persistent, collate_fn=list
@@ -127,8 +160,9 @@ def loader(sampler: Any, num_workers: int, persistent: bool = False) -> DataLoad
 
 
 def train(loader: Any, start: tuple[dict[str, Any], dict[str, Any]] | None, until: int, save_at: int) -> Any:
-    """A loop that draws as dropout does; returns batches, draws, and the state after `save_at` batches."""
+    """A loop that draws as dropout does; returns batches, draws, and the state after `save_at` and `until` batches."""
     cursor, seen, draws, saved = LoaderCursor(loader, seed=9, rank=0), [], [], None
+    at_end: Any = None
     epoch, num = 0, 0
     if start is not None:
         rng.set_host_state(start[1])
@@ -148,15 +182,16 @@ def train(loader: Any, start: tuple[dict[str, Any], dict[str, Any]] | None, unti
             if num == save_at:
                 saved = (cursor.state(), rng.host_state())
             if num == until:
+                at_end = cursor.state()
                 break
         if training is not None:
             rng.set_host_state(training)
         epoch += 1
-    return seen, draws, saved
+    return seen, draws, saved, at_end
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", ["random", "weighted", "own"])
+@pytest.mark.parametrize("kind", ["random", "weighted", "own", "lazy", "seedable"])
 @pytest.mark.parametrize("save_at", [1, 4, 6, 7, 11])
 def test_any_sampler_is_resumed_with_what_its_batches_drew(kind: str, num_workers: int, save_at: int) -> None:
     def make() -> DataLoader[Any]:
@@ -164,15 +199,18 @@ def test_any_sampler_is_resumed_with_what_its_batches_drew(kind: str, num_worker
             "random": lambda: RandomSampler(range(17)),
             "weighted": lambda: WeightedRandomSampler([1.0 + n for n in range(17)], 17),
             "own": Shuffled,
+            "lazy": Lazy,
+            "seedable": lambda: SeedableRandomSampler(range(17)),
         }
         return loader(samplers[kind](), num_workers)
 
     seeded()
-    whole, draws, saved = train(make(), None, 12, save_at)
+    whole, draws, saved, at_end = train(make(), None, 14, save_at)
     seeded()  # a new process
-    rest, rest_draws, _ = train(make(), saved, 12, save_at)
+    rest, rest_draws, _, rest_at_end = train(make(), saved, 14, save_at)
     assert rest == whole[save_at:]
     assert rest_draws == draws[save_at:]
+    assert readable(rest_at_end) == readable(at_end)
 
 
 def test_a_batch_draws_the_same_with_any_number_of_workers() -> None:
@@ -197,13 +235,13 @@ def test_order_and_training_are_those_of_the_loader_alone() -> None:
             stock_draws.append((random.random(), float(torch.rand(()))))
     seeded()
     quiet = DataLoader(rows, batch_size=3, sampler=RandomSampler(range(17)), collate_fn=list)
-    seen, draws, _ = train(quiet, None, 12, 1)
+    seen, draws, _, _ = train(quiet, None, 12, 1)
     assert (seen, draws) == (stock, stock_draws)
 
 
 def test_an_order_that_has_changed_is_refused_by_name() -> None:
     seeded()
-    *_, saved = train(loader(Shuffled(), 0), None, 12, 4)
+    *_, saved, _ = train(loader(Shuffled(), 0), None, 12, 4)
     seeded()
     sampler = Shuffled()
     sampler.generator.manual_seed(6)
@@ -216,7 +254,7 @@ def test_an_order_that_has_changed_is_refused_by_name() -> None:
 
 def test_an_order_that_has_become_shorter_is_refused() -> None:
     seeded()
-    *_, saved = train(loader(range(17), 0), None, 12, 5)
+    *_, saved, _ = train(loader(range(17), 0), None, 12, 5)
     with pytest.raises(CheckpointError, match=r"ended after 2 batches of an epoch; the checkpoint was made after 5"):
         train(loader(range(6), 0), saved, 12, 5)
 
@@ -283,9 +321,9 @@ def test_a_stream_is_read_up_to_the_position(num_workers: int, save_at: int) -> 
         return DataLoader(Stream(), batch_size=3, num_workers=num_workers, collate_fn=list)
 
     seeded()
-    whole, draws, saved = train(make(), None, 12, save_at)
+    whole, draws, saved, _ = train(make(), None, 12, save_at)
     seeded()
-    rest, rest_draws, _ = train(make(), saved, 12, save_at)
+    rest, rest_draws, _, _ = train(make(), saved, 12, save_at)
     assert rest == whole[save_at:]
     assert rest_draws == draws[save_at:]
 

@@ -22,7 +22,7 @@ def checkpoint(folder: Path, **changes: Any) -> Path:
     entry = {
         "step": 5,
         "loss": changes.get("loss", 1.5),
-        "num_tokens": changes.get("tokens", 9),
+        "num_tokens": changes.get("tokens", 9.0),
         "train_runtime": changes.get("runtime", 1.0),
     }
     (folder / "trainer_state.json").write_text(json.dumps({"log_history": [entry], "global_step": 5}))
@@ -68,7 +68,8 @@ def test_a_tolerance_is_a_share_of_the_norm(tmp_path: Path) -> None:
     [
         ({"scale": 1.5, "loss": 1.51, "generators": b"other"}, ""),
         ({"loss": 1.56}, "trainer_state.json: log_history.0.loss: 1.5 and 1.56"),
-        ({"tokens": 10}, "trainer_state.json: log_history.0.num_tokens: 9 and 10"),
+        ({"tokens": 9.1}, ""),
+        ({"tokens": 10.0}, "trainer_state.json: log_history.0.num_tokens: 9.0 and 10.0"),
         ({"scale": float("nan")}, "model.safetensors: layer.weight is not finite"),
     ],
 )
