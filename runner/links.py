@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import errno
 import os
 import signal
 import socket
@@ -19,6 +19,7 @@ from checkpointing.arena import ControlPage, Heartbeat
 from checkpointing.client import AgentProcess
 from checkpointing.errors import AgentKilled, AgentUnavailable
 from checkpointing.protocol import Message
+from runner import rank_messages
 from runner.errors import HelperKilled, LaunchError
 from runner.failure import RankEnd, is_effect, read_error_file, read_last_words
 from runner.output import STDERR_NAME
@@ -127,16 +128,6 @@ class LauncherLink:
         self.process.wait()
 
 
-# What is acted upon, with the types of its fields; anything else goes into the journal.
-_RANK_EVENTS: dict[str, dict[str, type]] = {
-    "rank_started": {"rank": int, "local_rank": int, "pid": int, "error_file": str},
-    "rank_done": {"rank": int},
-    "rank_preempted": {"rank": int},
-    "rank_failed": {"rank": int, "error": str, "transient": bool},
-    "stop_signal": {"rank": int},
-}
-
-
 class RankEvents:
     """A datagram socket on which the ranks report."""
 
@@ -154,21 +145,12 @@ class RankEvents:
         with contextlib.suppress(BlockingIOError):
             while True:
                 data = self.sock.recv(protocol.MAX_MESSAGE_BYTES)
-                with contextlib.suppress(ValueError, RecursionError):
-                    message = json.loads(data)
-                    if _is_rank_event(message):
-                        messages.append(message)
+                with contextlib.suppress(ValueError):
+                    messages.append(rank_messages.read(data))
         return messages
 
     def close(self) -> None:
         self.sock.close()
-
-
-def _is_rank_event(message: Any) -> bool:
-    if not isinstance(message, dict) or not isinstance(message.get("event"), str):
-        return False
-    fields = _RANK_EVENTS.get(message["event"], {})
-    return all(type(message.get(name)) is kind for name, kind in fields.items())
 
 
 @dataclass
@@ -197,7 +179,10 @@ class RankWatch:
         self.error_files[rank] = message["error_file"]
         try:
             pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:
+        except OSError as error:
+            # EINVAL: a number that is a thread's by now.
+            if error.errno not in (errno.ESRCH, errno.EINVAL):
+                raise
             self.deaths.append(rank)
             return None
         self.pidfds[pidfd] = rank

@@ -772,7 +772,7 @@ class Node:
     def _on_rank_events(self) -> None:
         for message in self._events.receive():
             # What an earlier attempt's ranks have left unread is over.
-            if self._attempt is None or message.pop("in_attempt", None) != self._attempt.order.attempt:
+            if self._attempt is None or message["in_attempt"] != self._attempt.order.attempt:
                 continue
             watch = self._attempt.watch
             match message["event"]:
@@ -784,17 +784,15 @@ class Node:
                     if pidfd is not None:
                         self._loop.register(pidfd, self._on_rank_death)
                 case "rank_done":
-                    watch.done.add(int(message["rank"]))
+                    watch.done.add(message["rank"])
                 case "rank_preempted":
-                    watch.preempted.add(int(message["rank"]))
+                    watch.preempted.add(message["rank"])
                 case "rank_failed":
-                    rank = int(message["rank"])
-                    watch.errors[rank] = (message["error"], message.get("frame"), message["transient"])
+                    watch.errors[message["rank"]] = (message["error"], message["frame"], message["transient"])
                 case "stop_signal":
-                    self._attempt.signalled.add(int(message["rank"]))
-                case name:
-                    self._record(name, **{key: value for key, value in message.items() if key != "event"})
-                    self._show_training(message)
+                    self._attempt.signalled.add(message["rank"])
+                case "best_model":
+                    self._record("best_model", step=message["step"])
 
     def take_in(self, event: str, details: Message) -> None:
         """Show what rank 0 or an agent of another machine has said, as if it had been said here."""

@@ -11,13 +11,15 @@ from wire import cut, wire
 
 __all__ = ["cut", "wire"]
 
-# The same cases every time: a run of the tests does not fail by chance. Whoever wants others sets HYPOTHESIS_EXPLORE=1.
+# The same cases every time: a run of the tests does not fail by chance. HYPOTHESIS_EXPLORE=1 draws others, and
+# HYPOTHESIS_EXAMPLES=500000 so many for each property.
 settings.register_profile(
     "tests",
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     derandomize="HYPOTHESIS_EXPLORE" not in os.environ,
     database=None,
+    max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", "100")),
 )
 settings.load_profile("tests")
 # Before anybody imports it.

@@ -3,6 +3,7 @@ journal; each check returns what it finds wrong, in words."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from runner.summary import summarise
 
 # Shares of the wall time, and seconds.
 _LEDGER_TOLERANCE = 0.001
-# torch's own, for whatever runs next.
-_CACHES = ("torchinductor_",)
+# torch's own, for whatever runs next; and what wandb makes when it is imported, and removes unless it is killed.
+_OF_OTHERS = re.compile(r"torchinductor_|\w+wandb-(media|artifacts)$")
 
 
 def newest_is_whole(tiers: Tiers, damaged: set[int]) -> list[str]:
@@ -125,5 +126,5 @@ def nothing_is_left(tiers: Tiers, temporary: Path, shared_memory: Collection[Pat
             # What is set aside, and the files that say who may write, are there on purpose.
             left = [path.name for path in storage.root.iterdir() if ".tmp" in path.name]
             wrong += [f"{storage.root}: {name} is left over" for name in left]
-    wrong += [f"{path} is left over" for path in sorted(temporary.iterdir()) if not path.name.startswith(_CACHES)]
+    wrong += [f"{path} is left over" for path in sorted(temporary.iterdir()) if not _OF_OTHERS.match(path.name)]
     return wrong + [f"{path} is left over" for path in sorted(shared_memory) if path.exists()]

@@ -38,5 +38,11 @@ class EventSender:
                     time.sleep(0.001)
 
     def _send(self, event: str, details: dict[str, Any]) -> None:
-        message = {"event": event, "in_attempt": self._attempt, **details}
+        # An exception's text may quote a name that is not UTF-8.
+        texts = {name: _utf8(value) for name, value in details.items() if isinstance(value, str)}
+        message = {"event": event, "in_attempt": self._attempt, **details, **texts}
         self._sock.sendto(json.dumps(message).encode(), self._path)
+
+
+def _utf8(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()

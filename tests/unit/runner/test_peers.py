@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import pytest
+from forged import forged
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -229,24 +230,19 @@ def test_a_second_live_machine_of_the_same_rank_is_refused(pair: Pair, monkeypat
     second.close()
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
-    max_leaves=8,
-)
 NAMES = ["do", "node_rank", "job", "attempt", "failure", "event", "details", "reason", "busy", "exit_code", "stacks"]
 WORDS = ["hello", "ready", "ended", "event", "stop", "busy", "ping", "welcome", "begin", "end", "finish", "log"]
-FORGED = st.dictionaries(st.sampled_from(NAMES), JSON | st.sampled_from(WORDS), max_size=6)
+FORGED = forged(NAMES, WORDS)
 
 
-@given(st.binary(max_size=200) | (JSON | FORGED).map(lambda value: json.dumps(value).encode()))
+@given(FORGED)
 def test_whatever_comes_is_a_message_or_refused(line: bytes) -> None:
     for read in (read_by_leader, read_by_member):
         with contextlib.suppress(ValueError):
             assert isinstance(read(line)["do"], str)
 
 
-@given(st.lists(st.binary(max_size=50) | FORGED.map(lambda value: json.dumps(value).encode()), min_size=1, max_size=20))
+@given(st.lists(FORGED, min_size=1, max_size=20))
 def test_a_run_goes_on_whatever_strangers_say(crowd: Pair, lines: list[bytes]) -> None:
     """Each on a connection of its own, as the first one that is no message ends it."""
     assert crowd.leader is not None
