@@ -19,6 +19,20 @@ _MAX_NAMES = 3
 Tensors = Mapping[str, torch.Tensor]
 
 
+def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers that a model saves, by their names in its state dict.
+
+    Not `state_dict` itself: modules of a quantised base would compute there what nobody asks for (bitsandbytes' nested
+    quantisation makes the host wait for the device once for each layer).
+    """
+    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
 class Adapter:
     """What of a model is saved. One per training: the base is looked at once."""
 
@@ -34,7 +48,7 @@ class Adapter:
     def identify(self, model: torch.nn.Module) -> bytes:
         """The contents of BASE_NAME: name and digest of everything that is not trained. Reads all of it, once."""
         if self._identity is None:
-            live = model.state_dict(keep_vars=True)
+            live = live_tensors(model)
             saved = {id(tensor) for tensor in self.select(live).values()}
             # A callback may have added others beside it: a teacher that follows the model.
             adapters = set(getattr(model, "peft_config", ()))
@@ -65,7 +79,7 @@ class Adapter:
         """
         state = point.model_state(ADAPTER_NAME)
         now, then = json.loads(self.identify(model)), point.json(BASE_NAME)
-        own = self.select(model.state_dict(keep_vars=True))
+        own = self.select(live_tensors(model))
         differing = sorted(
             name for name in own.keys() | state.keys() if name not in own or name not in state
             or own[name].shape != state[name].shape

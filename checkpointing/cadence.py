@@ -149,8 +149,14 @@ class CadenceClock:
             isinstance(save, int) and step % save == 0,
         )
 
-    def due_by_time(self, now: float, snapshot_s: float | None, commit: CommitReport) -> tuple[bool, bool]:
-        """Whether a snapshot and a commit are due by their measured price. Times are seconds, `now` is monotonic."""
+    def due_by_time(
+        self, now: float, snapshot_s: float | None, commit: CommitReport, *, preparing: bool = False
+    ) -> tuple[bool, bool]:
+        """Whether a snapshot and a commit are due by their measured price. Times are seconds, `now` is monotonic.
+
+        Args:
+            preparing: memory for snapshots is being made ready; what goes by price waits until then.
+        """
         mtbf = mtbf_s(self._num_failures, self._observed_s + now - self._began)
         cadence = self._cadence
         # The first of each kind is what the price is learnt from.
@@ -163,8 +169,8 @@ class CadenceClock:
             else:
                 price = snapshot_s + commit.cpu_s
                 interval = max(best_interval_s(price, mtbf, cadence.overhead_cap), commit.duration_s)
-            save = save or now - self._last_commit >= interval
-        return snapshot, save
+            save = save or (now - self._last_commit >= interval and not preparing)
+        return snapshot and not preparing, save
 
     def done(self, now: float, *, commit: bool) -> None:
         """A snapshot was made, to be committed or not."""

@@ -142,7 +142,6 @@ class AgentClient:
         *,
         fetch: bool = True,
         stage: Stage = FIRST_STAGE,
-        on_attach: Callable[[SharedMemory], None] = lambda _: None,
         on_detach: Callable[[SharedMemory], None] = lambda _: None,
     ) -> None:
         """Connect and introduce this rank.
@@ -151,7 +150,7 @@ class AgentClient:
             fetch: the newest checkpoint is what will be resumed from; where it is not on this machine, the agent may
                 begin to read it.
             stage: which of the run's trainings this is.
-            on_attach, on_detach: told of every arena that is mapped, or about to go.
+            on_detach: told of every arena that is about to go.
 
         Raises:
             AgentUnavailable: nobody listens, or the agent serves a newer attempt.
@@ -163,7 +162,7 @@ class AgentClient:
         self._lock = threading.Lock()
         self._arenas: dict[int, SharedMemory] = {}
         self._is_leader = local_rank == 0
-        self._on_attach, self._on_detach = on_attach, on_detach
+        self._on_detach = on_detach
         self._num_acquired = 0
         self.attempt = attempt
         self.directory = Path(socket_path).parent
@@ -293,7 +292,6 @@ class AgentClient:
     def _attach(self, numbers: Sequence[int], fds: Sequence[int], live: set[int] | None) -> None:
         for number, fd in zip(numbers, fds, strict=True):
             self._arenas[number] = SharedMemory.attach(fd)
-            self._on_attach(self._arenas[number])
         for stale in self._arenas.keys() - live if live is not None else set():
             self._on_detach(self._arenas[stale])
             self._arenas.pop(stale).close()

@@ -18,7 +18,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointing import rng, stop_signal
+from checkpointing import device, rng, stop_signal
 from checkpointing.adapter import Adapter
 from checkpointing.agreement import Agreement, Flag
-from checkpointing.arena import Heartbeat, Phase
+from checkpointing.arena import Heartbeat, Phase, SharedMemory
 from checkpointing.cadence import DEFAULT_OVERHEAD_CAP, Auto, Cadence, CadenceClock
 from checkpointing.catalog import Catalog
 from checkpointing.client import ATTEMPT_ENV, SOCKET_ENV, AgentClient, AgentProcess
@@ -47,10 +47,11 @@ from checkpointing.manager_environment import (
     SKIP_ENV,
 )
 from checkpointing.memory import parse_bytes
+from checkpointing.pinning import Pinning
 from checkpointing.restore import RestorePoint, choose, own_checkpoint, read_checkpoint
 from checkpointing.retention import Retention, best_first
 from checkpointing.snapshot import torch_bytes
-from checkpointing.snapshotter import Ranks, Request, SmallFile, Snapshotter, pin, unpin
+from checkpointing.snapshotter import Ranks, Request, SmallFile, Snapshotter
 from checkpointing.spikes import SkippedSteps
 from checkpointing.stages import STAGES, Stage
 from checkpointing.storage import LocalStorage
@@ -115,7 +116,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        location: str | None = None,
+        location: str | os.PathLike[str] | None = None,
         *,
         model: torch.nn.Module | None = None,
         optimizer: Any = None,
@@ -130,7 +131,7 @@ class CheckpointManager:
         keep_every: int | None = None,
         best_metric: str | None = None,
         greater_is_better: bool = False,
-        local_tier: str | None = None,
+        local_tier: str | os.PathLike[str] | None = None,
         local_keep_last: int = DEFAULT_LOCAL_KEEP_LAST,
         resume: str | int | None = None,
         memory_limit: int | str | None = None,
@@ -172,13 +173,14 @@ class CheckpointManager:
             CheckpointError: the model or the optimizer is of a kind that cannot be saved; or this is one of several
                 processes without a process group.
         """
-        self._own_location = location or ""
-        location = os.environ.get(LOCATION_ENV) or location
+        self._own_location = os.fspath(location or "")
+        location = os.environ.get(LOCATION_ENV) or self._own_location
         if not location:
             raise ValueError("CheckpointManager needs a location: a directory for the checkpoints")
         if LOCATION_ENV in os.environ:
             local_tier = os.environ.get(LOCAL_TIER_ENV) or None
-        self._all_tiers, self._local_keep_last = open_tiers(location, local_tier), local_keep_last
+        self._all_tiers = open_tiers(location, os.fspath(local_tier) if local_tier is not None else None)
+        self._local_keep_last = local_keep_last
         self._resume = resume_policy(os.environ.get(RESUME_ENV) or str(resume if resume is not None else "auto"))
         cadence = Cadence(snapshot_steps, save_steps, save_minutes, overhead_cap)
         num_failures, _, observed_s = os.environ.get(FAILURES_ENV, "0:0").partition(":")
@@ -254,11 +256,19 @@ class CheckpointManager:
         if self._connection is None:
             self._stage = STAGES.enter(self._own_location, supervised=LOCATION_ENV in os.environ)
             tiers = self._all_tiers.inside(self._stage)
-            client = self._connect(tiers)
+            pinning = Pinning(device.register, device.unregister, self._say_pinned) if device.can_pin() else None
+            client = self._connect(tiers, pinning.release if pinning is not None else lambda _: None)
             ranks = Ranks(self.rank, self.world_size, self.local_rank, self.local_world_size, self._copy_group)
-            self._connection = (client, Snapshotter(client, tiers, ranks, **self._options), tiers)
+            self._connection = (client, Snapshotter(client, tiers, ranks, pinning=pinning, **self._options), tiers)
             self._say_where(tiers)
         return self._connection
+
+    def _say_pinned(self, nbytes: int, seconds: float, complete: bool) -> None:
+        if self.rank == 0:
+            event = {"event": "pinned", "nbytes": nbytes, "seconds": round(seconds, 3), "complete": complete}
+            # Training finds out by itself that the agent is gone.
+            with contextlib.suppress(CheckpointError):
+                self._client.announce(event)
 
     def _say_where(self, tiers: Tiers) -> None:
         """Where a supervisor has chosen another place than the script: there the script by itself would not look."""
@@ -305,18 +315,23 @@ class CheckpointManager:
 
     # -- resuming ------------------------------------------------------------------------------------------------
 
-    def choose(self) -> RestorePoint | None:
+    def choose(self, *, on_device: bool | None = None) -> RestorePoint | None:
         """Agree with all ranks on the checkpoint to go on from; None starts afresh. Changes no training state.
+
+        Args:
+            on_device: the model will be on an accelerator, to which its state is copied from memory that all ranks
+                share; None: by where it is now.
 
         Raises:
             NoValidCheckpoint: there are checkpoints, but none can be loaded.
         """
         self._snapshotter.settle()
         self._beat(Phase.RESTORING, 0)
-        on_gpu = self._tracked.model is not None and self._tracked.on_gpu
+        if on_device is None:
+            on_device = self._tracked.model is not None and self._tracked.on_gpu
         with self._restoring():
             point = choose(
-                self._tiers, self._resume, self._group, self.rank, self.world_size, self._client, private=not on_gpu
+                self._tiers, self._resume, self._group, self.rank, self.world_size, self._client, private=not on_device
             )
         if point is not None and self.rank == 0 and SOCKET_ENV not in os.environ:
             # A supervisor says it itself.
@@ -595,7 +610,8 @@ class CheckpointManager:
             return wanted, 1
         now = time.monotonic()
         price = self._snapshotter.costs.snapshot_s
-        due = self._clock.due_by_time(now, price, self._client.control.last_commit)
+        preparing = self._snapshotter.is_preparing
+        due = self._clock.due_by_time(now, price, self._client.control.last_commit, preparing=preparing)
         wanted |= {flag for flag, wish in zip((Flag.SNAPSHOT, Flag.SAVE), due, strict=True) if wish}
         if self.awaited is not None and self.awaited != self._answered:
             last = self._client.control.last_commit.step
@@ -858,7 +874,7 @@ class CheckpointManager:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _connect(self, tiers: Tiers) -> AgentClient:
+    def _connect(self, tiers: Tiers, on_detach: Callable[[SharedMemory], None]) -> AgentClient:
         socket_path = os.environ.get(SOCKET_ENV)
         attempt = int(os.environ.get(ATTEMPT_ENV, "0"))
         if socket_path is None:
@@ -871,8 +887,7 @@ class CheckpointManager:
             self.local_world_size,
             fetch=self._resume == "auto",
             stage=self._stage,
-            on_attach=pin,
-            on_detach=unpin,
+            on_detach=on_detach,
         )
 
     def _start_own_agent(self, tiers: Tiers) -> tuple[str, int]:

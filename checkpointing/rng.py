@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from checkpointing import device
+
 # Of whatever such arrays hold, any bytes are a value.
 _PLAIN_TYPES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
 
@@ -66,10 +68,7 @@ def host_state() -> dict[str, Any]:
 
 def state(world_size: int) -> dict[str, Any]:
     """Python's, numpy's, torch's and, where there is one, the GPUs' generator states."""
-    states = host_state()
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state_all() if world_size > 1 else torch.cuda.get_rng_state()
-    return states
+    return {**host_state(), **device.generator_states(world_size)}
 
 
 def set_state(states: dict[str, Any]) -> None:
@@ -79,14 +78,7 @@ def set_state(states: dict[str, Any]) -> None:
         Exception: of any kind, where these are no states; then none of the CPU's has been touched.
     """
     set_host_state(states)
-    if torch.cuda.is_available() and "cuda" in states:
-        cuda = states["cuda"]
-        if isinstance(cuda, torch.Tensor):
-            torch.cuda.set_rng_state(cuda)
-        else:
-            # Each rank uses one device; a state of more or fewer devices is of another machine.
-            for device, device_state in enumerate(cuda[: torch.cuda.device_count()]):
-                torch.cuda.set_rng_state(device_state, device)
+    device.set_generator_states(states)
 
 
 def set_host_state(states: dict[str, Any]) -> None:

@@ -6,13 +6,15 @@ arena holds the file images themselves. Only headers, and state too small to mat
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import ctypes
+import hashlib
 import io
 import json
 import os
 import re
 import sys
+import threading
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ from torch.serialization import get_crc32_options, set_crc32_options, skip_data
 
 from checkpointing import rng
 from checkpointing.arena import PAGE_BYTES, round_up
+from checkpointing.device import Device
 from checkpointing.errors import CheckpointError
 
 # https://github.com/huggingface/safetensors#format
@@ -129,6 +132,31 @@ def safetensors_image(name: str, state: Mapping[str, torch.Tensor], differing: S
     return image
 
 
+_tagging = threading.local()
+
+
+def _tag(storage: Any) -> str | None:
+    return "cpu" if getattr(_tagging, "portable", False) else None
+
+
+# Asked before torch's own (10 for the CPU, 20 for CUDA); answers only inside `_portable_tags`, and reads nothing.
+torch.serialization.register_package(1, _tag, lambda _storage, _tag: None)
+
+
+@contextlib.contextmanager
+def _portable_tags() -> Iterator[None]:
+    """In this thread, `torch.save` does not write which device a tensor is on.
+
+    Ranks are on different ones, whose names differ, also in their length (`cuda:7`, `cuda:10`); but each writes a part
+    of one file, at offsets that must be the same on all.
+    """
+    _tagging.portable = True
+    try:
+        yield
+    finally:
+        _tagging.portable = False
+
+
 class TorchFileLayout:
     """Makes images of a `torch.save` file without its data passing through Python.
 
@@ -161,7 +189,7 @@ class TorchFileLayout:
             checksums = get_crc32_options()
             set_crc32_options(False)
             try:
-                with skip_data():
+                with skip_data(), _portable_tags():
                     torch.save(obj, path)
             finally:
                 set_crc32_options(checksums)
@@ -239,38 +267,47 @@ def place(images: Sequence[FileImage]) -> tuple[list[PlacedFile], int]:
     return placed, max(end, PAGE_BYTES)
 
 
-def copy_tensors(placed: Sequence[PlacedFile], buffer: memoryview, share: int, num_shares: int) -> None:
-    """Copy one of `num_shares` equal parts (by bytes) of the tensors into the arena.
+def layout_digest(images: Sequence[FileImage]) -> dict[str, str]:
+    """By file, a digest of where its tensors are: equal on ranks that write parts of the same file."""
+    return {
+        image.name: hashlib.blake2b(
+            repr((image.nbytes, [(offset, tensor.numel()) for offset, tensor in image.tensors])).encode(),
+            digest_size=16,
+        ).hexdigest()
+        for image in images
+    }
 
-    State that DDP replicates is equal on all ranks, so N ranks copy 1/N each; what is a rank's own, it copies whole.
-    Copies from a GPU are enqueued on the current stream.
+
+def shares(placed: Sequence[PlacedFile], share: int, num_shares: int) -> list[tuple[int, torch.Tensor]]:
+    """What one of `num_shares` ranks copies: offset in the arena, and the bytes there.
+
+    State that DDP replicates is equal on all ranks, so N ranks copy 1/N each (by bytes); what is a rank's own, it
+    copies whole.
     """
-    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-
-    def copy(offset: int, tensor: torch.Tensor) -> None:
-        if tensor.device.type == "cpu":
-            # Not `copy_`: that would wake torch's thread pool, which belongs to training.
-            ctypes.memmove(address + offset, tensor.data_ptr(), tensor.numel())
-        else:
-            target = torch.frombuffer(buffer, dtype=torch.uint8, offset=offset, count=tensor.numel())
-            target.copy_(tensor, non_blocking=True)
-
     extents = [(file.offset + offset, tensor) for file in placed for offset, tensor in file.image.tensors]
     total = sum(tensor.numel() for _, tensor in extents)
     begin, end = total * share // num_shares, total * (share + 1) // num_shares
+    found = []
     position = 0
     for offset, tensor in extents:
         first, last = max(begin - position, 0), min(end - position, tensor.numel())
         if first < last:
-            copy(offset + first, tensor[first:last])
+            found.append((offset + first, tensor[first:last]))
         position += tensor.numel()
     for file in placed:
         for offset, tensor in [*file.image.own, *(file.image.alone if share == 0 else ())]:
             if tensor.numel():
-                copy(file.offset + offset, tensor)
+                found.append((file.offset + offset, tensor))
+    return found
 
 
-def pieces(image: FileImage, window: memoryview) -> Iterator[memoryview]:
+def copy_tensors(parts: Sequence[tuple[int, torch.Tensor]], buffer: memoryview, device: Device) -> None:
+    """Copy `shares` into the arena; from an accelerator, enqueued on its current stream."""
+    for offset, tensor in parts:
+        device.copy(buffer, offset, tensor)
+
+
+def pieces(image: FileImage, window: memoryview, device: Device) -> Iterator[memoryview]:
     """The file's bytes in order, through a small window of memory that is used again for every piece."""
     position = 0
     while position < image.nbytes:
@@ -285,10 +322,9 @@ def pieces(image: FileImage, window: memoryview) -> Iterator[memoryview]:
             if first < last:
                 part.tensors.append((offset + first - position, tensor[first:last]))
         placed = [PlacedFile(part, 0)]
-        copy_tensors(placed, window, 0, 1)
+        copy_tensors(shares(placed, 0, 1), window, device)
         copy_literals(placed, window)
-        if any(tensor.is_cuda for _, tensor in part.tensors):
-            torch.cuda.current_stream().synchronize()
+        device.mark().wait()
         yield window[:nbytes]
         position += nbytes
 
@@ -306,7 +342,12 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         sums.append(total + flat[words * 8 :].sum(dtype=torch.int64))
     if not sums:
         return torch.zeros(0, dtype=torch.int64)
-    return torch.stack(sums).cpu()
+    # Part of an optimizer's state may be on the host, and the device is waited for once.
+    found = torch.empty(len(sums), dtype=torch.int64)
+    for device in {total.device for total in sums}:
+        numbers = [number for number, total in enumerate(sums) if total.device == device]
+        found[numbers] = torch.stack([sums[number] for number in numbers]).cpu()
+    return found
 
 
 def freeze(obj: Any) -> Any:

@@ -8,22 +8,24 @@ import hashlib
 import logging
 import mmap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from checkpointing import device as devices
 from checkpointing import sharded, snapshot
-from checkpointing.arena import SharedMemory
 from checkpointing.cadence import CostModel
 from checkpointing.client import AgentClient, Refusal
 from checkpointing.commit import StagedFile, commit_snapshot
+from checkpointing.device import Device
 from checkpointing.digest import RunningDigest, digesting
 from checkpointing.errors import CheckpointError, ReplicasDrifted
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import SnapshotInfo
+from checkpointing.pinning import Pinning
 from checkpointing.restore import OPTIMIZER_NAME, rank_state_name
 from checkpointing.retention import Retention
 from checkpointing.snapshot import FileImage, TorchFileLayout, blob_image, safetensors_image
@@ -72,6 +74,7 @@ class _Pending:
     overlapped: bool
     has_outcome: bool = True
     cost_known: bool = False
+    is_typical: bool = True
 
 
 class Snapshotter:
@@ -93,8 +96,12 @@ class Snapshotter:
         *,
         overlap: bool | None,
         check_replicas: bool,
+        device_of: Callable[[Iterable[torch.Tensor]], Device] = devices.of,
+        pinning: Pinning | None = None,
     ) -> None:
+        """`pinning`: where the driver can be given memory to copy into."""
         self._client, self._tiers, self._ranks = client, tiers, ranks
+        self._device_of, self._pinning = device_of, pinning
         self._overlap, self._check_replicas = overlap, check_replicas
         self._layouts: dict[str, TorchFileLayout] = {}
         self._stager = Stager(on_gate=self._note_gate)
@@ -102,6 +109,8 @@ class Snapshotter:
         self._captured = False
         # Something changes the state outside the optimizer: never copy beside training again.
         self._torn = False
+        # In the last step, an optimizer was seen to pass the gate (or none has ended yet).
+        self._gate_works = True
         self._step_at = self._gate_at = 0.0
         self._settled_stall_s = 0.0
         self.costs = CostModel()
@@ -122,19 +131,21 @@ class Snapshotter:
 
     def take(self, tracked: Tracked, request: Request, static_files: Mapping[str, bytes]) -> None:
         """Snapshot the tracked state; returns when training may go on."""
-        began = time.perf_counter()
+        # What is waited for here is the price of what went before: the last snapshot, or memory for the first one.
         self.settle()
+        began = time.perf_counter()
         overlapped = self.costs.overlap if self._overlap is None else self._overlap
-        overlapped = overlapped and not self._torn and tracked.has_gate
+        overlapped = overlapped and not self._torn and self._gate_works and tracked.has_gate
         pending = self._pending = _Pending(request, overlapped)
         state = tracked.capture(check=not self._captured)
         self._captured = True
-        copy = self._stager.submit(functools.partial(self._make, pending, state, dict(static_files)))
+        work = functools.partial(self._make, pending, state, dict(static_files))
+        copy = self._stager.submit(work, self._device_of(state.tensors))
         self.last_step = request.step
         if not overlapped:
-            copy.enqueued.wait()
+            copy.hold()
         elif state.states:
-            copy.volatile.wait()
+            copy.hold_volatile()
         self._step_at = time.perf_counter()
         copy.blocked_s += self._step_at - began
 
@@ -162,14 +173,18 @@ class Snapshotter:
 
     def end_of_step(self) -> None:
         """A step has ended: learn from it what snapshots cost."""
-        compute_s = max(self._gate_at - self._step_at, 0.0)
-        self._gate_at, self._step_at = 0.0, time.perf_counter()
+        now = time.perf_counter()
+        compute_s = max((self._gate_at or now) - self._step_at, 0.0)
+        self._gate_works = self._gate_at > 0
+        self._gate_at, self._step_at = 0.0, now
         pending, copy = self._pending, self._stager.current
+        if copy is not None:
+            copy.end_step()
         if pending is None or pending.cost_known or copy is None:
             self.costs.plain_step(compute_s)
             return
         pending.cost_known = True
-        if not pending.has_outcome or not compute_s or not copy.enqueued.is_set():
+        if not (pending.has_outcome and pending.is_typical) or not compute_s or not copy.enqueued.is_set():
             return
         cost = self.costs.snapshot(
             blocked_s=copy.blocked_s, compute_s=compute_s, copy_s=copy.copied_s, overlapped=pending.overlapped
@@ -187,13 +202,22 @@ class Snapshotter:
             )
 
     @property
+    def is_preparing(self) -> bool:
+        """Memory is being reserved or pinned: a snapshot would cost more than later ones."""
+        copy = self._stager.current
+        reserving = copy is not None and self._pending is None and not copy.finished.is_set()
+        return reserving or (self._pinning is not None and self._pinning.is_busy)
+
+    @property
     def optimizer_has_stepped(self) -> bool:
         """An optimizer has stepped since the last step ended."""
         return self._gate_at > 0
 
     def close(self) -> None:
-        """End the copying thread; the last snapshot must be settled."""
+        """End the threads; the last snapshot must be settled."""
         self._stager.close()
+        if self._pinning is not None:
+            self._pinning.close()
 
     def _note_gate(self) -> None:
         """An optimizer is about to step: forward and backward are done."""
@@ -209,7 +233,7 @@ class Snapshotter:
         static_files: dict[str, bytes],
         copy: Copy,
     ) -> None:
-        cpu_began, wall_began = time.thread_time(), time.perf_counter()
+        cpu_began = time.thread_time()
         request, ranks = pending.request, self._ranks
         # Foreign state first: the training thread waits for it.
         foreign = {name: self._layout(f"{name}.pt").image(value) for name, value in state.states.items()}
@@ -226,7 +250,8 @@ class Snapshotter:
         num_foreign = len(images)
         images.append(safetensors_image(state.weights_name, state.model, differing))
         images.append(self._layout(OPTIMIZER_NAME).image(state.optimizer))
-        small = {**static_files, **state.small, **_made(request.shared_files), **self._gather(own)}
+        everyone = self._gather(pending, own, snapshot.layout_digest(images))
+        small = {**static_files, **state.small, **_made(request.shared_files), **everyone}
         if ranks.local_rank == 0:
             images += [blob_image(name, data) for name, data in small.items()]
         if state.parts:
@@ -244,19 +269,31 @@ class Snapshotter:
         if isinstance(acquired, Refusal):
             pending.has_outcome = False
             if acquired is Refusal.NO_MEMORY and request.commit and ranks.rank == 0:
-                self._commit_directly(pending, images)
+                self._commit_directly(pending, images, copy.device)
             copy.copied()
             return
         number, buffer = acquired
         failpoint("snapshot.copying")
-        for part in (placed[:num_foreign], placed[num_foreign:]):
-            snapshot.copy_tensors(part, buffer, ranks.local_rank, ranks.local_world_size)
-            copy.volatile_done()
-        changed = state.changed()
-        copy.copied_s = time.thread_time() - cpu_began if copy.ready is None else time.perf_counter() - wall_began
-        copy.copied()
-        if changed and pending.overlapped:
-            self._client.abandon(request.step, number, self._note_torn(pending, changed))
+        volatile, rest = (
+            snapshot.shares(part, ranks.local_rank, ranks.local_world_size)
+            for part in (placed[:num_foreign], placed[num_foreign:])
+        )
+        if copy.device.is_asynchronous and self._pinning is not None:
+            extents = [(offset, offset + tensor.numel()) for offset, tensor in volatile + rest]
+            # What is copied into memory that is not pinned yet says nothing of what later snapshots cost.
+            pending.is_typical = not self._pinning.want(buffer, extents)
+        snapshot.copy_tensors(volatile, buffer, copy.device)
+        copy.volatile_done()
+        snapshot.copy_tensors(rest, buffer, copy.device)
+        copy.copied_s = time.thread_time() - cpu_began
+        copy.copied(state.changed)
+        if pending.overlapped and copy.changed:
+            self._client.abandon(request.step, number, self._note_torn(pending, copy.changed))
+            return
+        if pending.overlapped and copy.is_doubtful:
+            pending.has_outcome = False
+            reason = "while it was copied, a step ended in which no optimizer stepped: one that was skipped, or a graph"
+            self._client.abandon(request.step, number, reason)
             return
         if ranks.local_rank == 0:
             snapshot.copy_literals(placed, buffer)
@@ -286,13 +323,25 @@ class Snapshotter:
     def _layout(self, name: str) -> TorchFileLayout:
         return self._layouts.setdefault(name, TorchFileLayout(name))
 
-    def _gather(self, own: dict[str, bytes]) -> dict[str, bytes]:
-        """All ranks' own files."""
+    def _gather(self, pending: _Pending, own: dict[str, bytes], layouts: dict[str, str]) -> dict[str, bytes]:
+        """All ranks' own files.
+
+        Raises:
+            ReplicasDrifted: the ranks lay a file out in different ways, so that each would write its part elsewhere.
+        """
         if self._ranks.group is None:
             return own
         everyone: list[Any] = [None] * self._ranks.world_size
-        dist.all_gather_object(everyone, own, group=self._ranks.group)
-        return {name: data for files in everyone for name, data in files.items()}
+        dist.all_gather_object(everyone, (own, layouts), group=self._ranks.group)
+        for name in layouts:
+            who = _who_differs([[theirs.get(name)] for _, theirs in everyone])
+            if who is not None:
+                raise ReplicasDrifted(
+                    f"step {pending.request.step}: {who} in the shapes or names of what {name} holds. No checkpoint is "
+                    "made of this state; go on from the one before. Look for code that gives the ranks different "
+                    "optimizer options, parameters or further states."
+                )
+        return {name: data for files, _ in everyone for name, data in files.items()}
 
     def _differing(self, state: State, foreign: Mapping[str, FileImage]) -> frozenset[str]:
         """Names of buffers and of further states that are not equal on all ranks; called by all of them."""
@@ -347,7 +396,7 @@ class Snapshotter:
             )
         return True
 
-    def _commit_directly(self, pending: _Pending, images: Sequence[FileImage]) -> None:
+    def _commit_directly(self, pending: _Pending, images: Sequence[FileImage], device: Device) -> None:
         """Without memory for a snapshot rank 0 writes the files itself, while the optimizer waits."""
         began, request, client = time.monotonic(), pending.request, self._client
         tier = {"tier": self._tiers.name(self._tiers.first)}
@@ -371,7 +420,8 @@ class Snapshotter:
         files = []
         for image in images:
             digest = RunningDigest()
-            files.append(StagedFile(image.name, digesting(snapshot.pieces(image, window), digest), digest.result))
+            pieces = snapshot.pieces(image, window, device)
+            files.append(StagedFile(image.name, digesting(pieces, digest), digest.result))
         try:
             manifest = commit_snapshot(storage, info, files)
         except CheckpointError as error:
@@ -385,29 +435,17 @@ class Snapshotter:
         client.prune(request.retention)
 
 
-def _who_differs(sums: Sequence[Sequence[int]]) -> str:
-    """The ranks that are not as most are, in words; `sums` are all ranks', by rank."""
+def _who_differs(sums: Sequence[Sequence[object]]) -> str | None:
+    """The ranks that are not as most are, in words; None where all are alike. `sums` are all ranks', by rank."""
     counted = collections.Counter(map(tuple, sums))
+    if len(counted) == 1:
+        return None
     usual, number = counted.most_common(1)[0]
     odd = [str(rank) for rank, own in enumerate(sums) if tuple(own) != usual]
     if 2 * number <= len(sums):
         return f"the {len(sums)} ranks hold different values"
     one = len(odd) == 1
     return f"rank{'' if one else 's'} {', '.join(odd)} hold{'s' if one else ''} other values than the others"
-
-
-def pin(memory: SharedMemory) -> None:
-    """Register an arena with CUDA, where that is in use, so that copies into it run beside everything else."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        return
-    if torch.cuda.cudart().cudaHostRegister(memory.address, memory.nbytes, 0) != 0:
-        logger.warning("the arena could not be pinned; copies from the GPU will be slower (see `ulimit -l`)")
-
-
-def unpin(memory: SharedMemory) -> None:
-    """Undo `pin`, before the memory goes."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.cudart().cudaHostUnregister(memory.address)
 
 
 def _made(files: Mapping[str, SmallFile]) -> dict[str, bytes]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from checkpointing import sharded, snapshot
-from checkpointing.adapter import BASE_NAME, Adapter
+from checkpointing.adapter import BASE_NAME, Adapter, live_tensors
 from checkpointing.errors import CheckpointError
 from checkpointing.restore import (
     ADAPTER_NAME,
@@ -53,6 +53,13 @@ class State:
     parts: sharded.Parts
     versions: list[tuple[torch.Tensor, int]]
 
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All tensors of it, wherever they are."""
+        yield from (tensor for tensor, _ in self.versions)
+        for state in self.states.values():
+            yield from tensors_in(state)
+
     def changed(self) -> int:
         """How many tensors were changed in place since, by something else than an optimizer that passed the gate."""
         return sum(tensor._version != version for tensor, version in self.versions)
@@ -89,7 +96,7 @@ class Tracked:
     @property
     def on_gpu(self) -> bool:
         first = next(self.model.parameters(), None)
-        return first is not None and first.is_cuda
+        return first is not None and first.device.type not in ("cpu", "meta")
 
     @property
     def has_gate(self) -> bool:
@@ -110,11 +117,12 @@ class Tracked:
             objects[SCHEDULER_NAME] = snapshot.freeze(self.scheduler.state_dict())
         if self.scaler is not None:
             objects[SCALER_NAME] = snapshot.freeze(self.scaler.state_dict())
-        live = self.model.state_dict(keep_vars=True)
         small: dict[str, bytes] = {}
         if self.adapter is not None:
             small[BASE_NAME] = self.adapter.identify(self.model)
-            live = self.adapter.select(live)
+            live: dict[str, Any] = self.adapter.select(live_tensors(self.model))
+        else:
+            live = self.model.state_dict(keep_vars=True)
         # What a module's `get_extra_state` gives need not be a tensor.
         extra = {name: snapshot.freeze(value) for name, value in live.items() if not isinstance(value, torch.Tensor)}
         if extra:
@@ -158,7 +166,7 @@ class Tracked:
     def expected_bytes(self) -> int:
         """What a snapshot will take, as far as it can be known before the first optimizer step."""
         parameters = list(self.model.parameters())
-        saved = self.adapter.select(self.model.state_dict(keep_vars=True)).values() if self.adapter else None
+        saved = self.adapter.select(live_tensors(self.model)).values() if self.adapter else None
         model = sum(value.nbytes for value in (saved or [*parameters, *self.model.buffers()]))
         optimizer = self.torch_optimizer
         tensors = tensors_in(optimizer.state_dict())

@@ -66,6 +66,12 @@ class HelperKilled(LaunchError):
     """The launcher or the checkpoint agent was killed while it started, by somebody or for want of memory."""
 
 
+class GpuMissing(RunnerError):
+    """This machine has GPUs, and none of them can be used."""
+
+    exit_code = ExitCode.BAD_NODE
+
+
 class PeersMissing(RunnerError):
     """Another machine of the run did not come, or did not come back, in time."""
 

@@ -62,6 +62,9 @@ _BAD_NODE = re.compile(
     re.IGNORECASE,
 )
 
+# In exclusive mode, while a process that was killed is not gone yet.
+_BUSY = re.compile(r"busy or unavailable", re.IGNORECASE)
+
 # Python's, and Rust's (tokenizers, safetensors).
 _DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded|\(os error (28|122)\)|\[Errno (28|122)\]")
 
@@ -117,6 +120,8 @@ class Failure:
         step: last finished step of the attempt.
         fingerprint: equal for equal failures at the same step; empty for what says nothing about the next attempt.
         window: first and last step to be passed over should it come again; None where that would not help.
+        may_pass: what has failed may be as it should be a moment later, though it is not the kind that is: memory that
+            was short before a step had ended, a GPU that another process still held. Worth one more try, unchanged.
     """
 
     kind: FailureKind
@@ -125,6 +130,7 @@ class Failure:
     step: int = 0
     fingerprint: str = ""
     window: Window | None = None
+    may_pass: bool = False
 
     @property
     def is_effect(self) -> bool:
@@ -149,6 +155,7 @@ class Failure:
             int(fields["step"]),
             str(fields["fingerprint"]),
             read_window(fields["window"]) if fields.get("window") is not None else None,
+            fields.get("may_pass") is True,
         )
 
 
@@ -237,7 +244,13 @@ def classify(
         return Failure(FailureKind.PREEMPTED, "stopped on request, checkpoint committed", step=step)
     if not ends:
         return Failure(FailureKind.LAUNCHER_LOST, "the attempt ended without a word from any rank", step=step)
-    first = _first_cause(ends)
+    failure = _classify_cause(_first_cause(ends), started_step, step, kernel_oom_kills)
+    early = failure.kind is FailureKind.OUT_OF_MEMORY and step <= started_step
+    busy = failure.kind is FailureKind.BAD_NODE and bool(_BUSY.search(failure.cause))
+    return replace(failure, may_pass=early or busy)
+
+
+def _classify_cause(first: RankEnd, started_step: int, step: int, kernel_oom_kills: int) -> Failure:
     if first.error is None and first.last_words is not None:
         cause = f"rank {first.rank} was aborted: {first.last_words}"
         # A connection that breaks may do so at any step, and again.

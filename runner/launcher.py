@@ -95,7 +95,8 @@ def main() -> int:
     control = socket.socket(fileno=int(sys.argv[1]))
     _log_to_file(Path(sys.argv[2]))
     _take_less_time()
-    protocol.send(control, {"event": "ready", "accelerators": torch.cuda.device_count()})
+    num_devices = torch.accelerator.device_count()
+    protocol.send(control, {"event": "ready", "accelerators": num_devices, "cuda": torch.version.cuda is not None})
     while True:
         try:
             request, _ = protocol.receive(control)

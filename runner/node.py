@@ -37,7 +37,7 @@ from checkpointing.protocol import Message
 from runner import processes
 from runner.config import Config
 from runner.environment import LOST_STEPS_ENV, TORCHRUN_VARIABLES
-from runner.errors import HelperKilled, LaunchError, UsageError
+from runner.errors import GpuMissing, HelperKilled, LaunchError, UsageError
 from runner.failure import Failure, FailureKind, classify
 from runner.journal import SteadyClock
 from runner.links import AgentLink, LauncherLink, RankEvents, RankWatch
@@ -204,6 +204,22 @@ class _Attempt:
         return self.signalled & set(first) if first else self.signalled
 
 
+def promised_gpu(environment: Mapping[str, str], devices: Path) -> str | None:
+    """What says that this machine or container has NVIDIA GPUs to use; None where nothing does.
+
+    Args:
+        devices: the folder of device files, `/dev`.
+    """
+    if environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return None
+    nodes = sorted(path for path in devices.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit())
+    if nodes:
+        return f"there is {nodes[0]}"
+    # Set by who starts the container, for the runtime that makes the devices.
+    wanted = environment.get("NVIDIA_VISIBLE_DEVICES", "")
+    return f"NVIDIA_VISIBLE_DEVICES={wanted}" if wanted not in ("", "none", "void") else None
+
+
 def shape_of(config: Config, accelerators: int) -> tuple[int, int]:
     """Machines, and ranks on this one, by options, variables and GPUs.
 
@@ -279,6 +295,7 @@ class Node:
         self._agent: AgentLink | None = None
         self._launcher: LauncherLink | None = None
         self._accelerators: int | None = None
+        self._torch_has_cuda = False
         self._nproc = 1
         self._pinged_at = self._ponged_at = self._turned_at = time.monotonic()
         self._events = RankEvents(runtime)
@@ -342,9 +359,16 @@ class Node:
         """Machines, and ranks on this one; once the processes are there.
 
         Raises:
-            UsageError: processes and machines do not fit together.
+            UsageError: processes and machines do not fit together. GpuMissing: the GPUs of this one cannot be used.
         """
         assert self._accelerators is not None
+        if not self._accelerators and self._torch_has_cuda and self._config.trainer.get("use_cpu") is not True:
+            promised = promised_gpu(os.environ, Path("/dev"))
+            if promised:
+                raise GpuMissing(
+                    f"{promised}, but torch finds no GPU: the driver is missing, too old for this torch, or has lost "
+                    "them (nvidia-smi). To train on the CPU: --set trainer.use_cpu=true, or CUDA_VISIBLE_DEVICES=-1"
+                )
         return shape_of(self._config, self._accelerators)
 
     @property
@@ -398,6 +422,9 @@ class Node:
         for name in TORCHRUN_VARIABLES:
             environment.pop(name, None)
         environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+        # Libraries ask when they are imported whether there is a GPU, in the process that ranks are forked from. Asked
+        # of the driver's monitor, that leaves CUDA alone; else no rank could start it.
+        environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         # Counting downloads is not for every restart.
         environment.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
         return environment
@@ -820,7 +847,7 @@ class Node:
             self._loop.unregister(sock)
             return
         if message["event"] == "ready":
-            self._accelerators = int(message["accelerators"])
+            self._accelerators, self._torch_has_cuda = int(message["accelerators"]), bool(message["cuda"])
         elif self._attempt is not None:
             self._on_rank_events()
             self._attempt.result = message

@@ -115,6 +115,9 @@ def decide(
         return Stop(_ENDINGS[failure.kind], failure.cause)
     if failure.kind in (FailureKind.PREEMPTED, FailureKind.ENDED) or stop_requested:
         return Stop(ExitCode.PREEMPTED, "stopped on request; the same command goes on from the last checkpoint")
+    if failure.may_pass and not (len(history) > 1 and history[-2].failure.may_pass):
+        # Memory that the attempt before had not given back yet, or somebody else's for a moment.
+        return Restart(1, f"{failure.cause}: retrying once as it is", batch)
     if failure.kind is FailureKind.BAD_NODE:
         return Stop(ExitCode.BAD_NODE, f"this machine is at fault, start the run on another one: {failure.cause}")
     if failure.kind is FailureKind.BOOT:

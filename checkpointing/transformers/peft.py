@@ -8,7 +8,7 @@ from typing import Any
 
 import accelerate
 
-from checkpointing.adapter import Adapter
+from checkpointing.adapter import Adapter, live_tensors
 from checkpointing.errors import CheckpointError
 
 
@@ -28,7 +28,7 @@ def adapter_of(model: Any) -> Adapter | None:
     select: Any = functools.partial(
         get_peft_model_state_dict, model, adapter_name=model.active_adapter, save_embedding_layers=False
     )
-    saved = {id(tensor) for tensor in select(state_dict=model.state_dict(keep_vars=True)).values()}
+    saved = {id(tensor) for tensor in select(state_dict=live_tensors(model)).values()}
     if any(parameter.requires_grad and id(parameter) not in saved for parameter in model.parameters()):
         # Prompts that are computed, or weights that were unfrozen beside the adapter: all of it is saved, as it is.
         return None

@@ -32,6 +32,7 @@ from checkpointing import rng, sharded
 from checkpointing.adapter import Adapter
 from checkpointing.data.cursor import Layout, LoaderCursor, fingerprint
 from checkpointing.data.stream import StreamBatches, StreamDataLoader, StreamPosition
+from checkpointing.device import Later
 from checkpointing.errors import CheckpointError, CommitFailed, LossSpike, NonFinite, Preempted
 from checkpointing.failpoints import failpoint
 from checkpointing.manager import CheckpointManager, Due, skipped_steps
@@ -87,7 +88,7 @@ class ResilientMixin(_Base):
     _due: Due
     _check_finite: bool
     # Step, norm of its gradients and its loss that nobody has looked at yet.
-    _unchecked: tuple[int, torch.Tensor | float | None, torch.Tensor | None] | None
+    _unchecked: tuple[int, Later | None, Later | None] | None
     # Of the step that runs; this rank's.
     _step_loss: torch.Tensor | None
     _spikes: SpikeDetector | None
@@ -175,7 +176,8 @@ class ResilientMixin(_Base):
         self._track()
         # As the script gives the data: trainers may leave some out when training begins.
         self._job()
-        self._restore_point = self._manager.choose()
+        # The model may be put there later only (FSDP2).
+        self._restore_point = self._manager.choose(on_device=self.args.device.type != "cpu")
         self._tracked_as = self._name_for_trackers(self._restore_point)
         start: str | bool | None = None
         if self._restore_point is None:
@@ -559,14 +561,17 @@ class ResilientMixin(_Base):
             loss = loss.clone()
             dist.all_reduce(loss)
             loss /= self.args.world_size
+        step_loss = Later(loss) if loss is not None else None
         if loss is None and known is not None and known[0] == step:
-            loss = known[2]  # asked twice, as at the end of an epoch
-        # A scaler skips such a step itself, and goes on with a smaller scale.
+            step_loss = known[2]  # asked twice, as at the end of an epoch
+        # A scaler skips a step without finite gradients, and goes on with a smaller scale. Of a fused optimizer, which
+        # does that itself, nobody hears whether it did: the norm says nothing then.
+        looks_at_norm = self._check_finite and self.accelerator.scaler is None
         if not self.accelerator.optimizer_step_was_skipped:
-            self._unchecked = (step, norm if self._check_finite else None, loss)
+            self._unchecked = (step, Later(norm) if norm is not None and looks_at_norm else None, step_loss)
         if known is not None and known[0] != step:
             self._assert_good(*known)
-        at_hand = all(not isinstance(value, torch.Tensor) or value.device.type == "cpu" for value in (norm, loss))
+        at_hand = self._unchecked is not None and all(one is None or one.is_at_hand for one in self._unchecked[1:])
         control = self.control
         # An evaluation may lead to a save; and it waits for the device anyway.
         kept = control.should_save or control.should_evaluate or self._due.snapshot or step >= self.state.max_steps
@@ -574,7 +579,7 @@ class ResilientMixin(_Base):
             self._assert_good(*self._unchecked)
             self._unchecked = None
 
-    def _assert_good(self, step: int, norm: torch.Tensor | float | None, loss: torch.Tensor | None) -> None:
+    def _assert_good(self, step: int, norm: Later | None, loss: Later | None) -> None:
         if norm is not None and not math.isfinite(float(norm)):
             raise NonFinite(step)
         if loss is not None and self._spikes is not None:

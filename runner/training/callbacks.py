@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import resource
 import time
 from typing import Any
@@ -11,16 +12,22 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from checkpointing import device
 from checkpointing.client import ATTEMPT_ENV
 from runner.environment import LOST_STEPS_ENV
 
 # Dense bf16 or fp16 operations per second, by NVIDIA's data sheets; the first name that the device's contains.
 _PEAK_FLOPS = {
     "B200": 2250e12,
+    "H200 NVL": 836e12,
     "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "A100": 312e12,
+    "A30": 165e12,
     "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
     "A10G": 70e12,
     "A10": 125e12,
@@ -128,21 +135,18 @@ def flops_per_token(model: Any, length: int) -> float:
 
 
 def _peak_flops() -> float | None:
-    if not torch.cuda.is_available():
-        return None
-    device = torch.cuda.get_device_name()
-    return next((flops for name, flops in _PEAK_FLOPS.items() if name in device), None)
+    found = device.name_of() or ""
+    # Whole words, the longer ones first: an L40 is no L4.
+    return next((flops for name, flops in _PEAK_FLOPS.items() if re.search(rf"\b{name}\b", found)), None)
 
 
 def _memory() -> dict[str, float]:
     """Peak of this process so far, in GB, and how busy its GPU is, in percent."""
-    if not torch.cuda.is_available():
+    on_device = device.peak_memory_bytes()
+    if on_device is None:
         return {"peak_memory_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 3)}
-    found = {"peak_memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3)}
-    try:
-        return {**found, "gpu_utilization": float(torch.cuda.utilization())}
-    except Exception:
-        return found  # nvidia-ml-py is not there, or the driver does not say, in errors of its own
+    busy = device.utilization_percent()
+    return {"peak_memory_gb": round(on_device / 1e9, 3), **({"gpu_utilization": busy} if busy is not None else {})}
 
 
 def _communication(model: Any) -> dict[str, float]:

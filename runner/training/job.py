@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import torch
 import transformers
 from accelerate.state import AcceleratorState, DistributedType
 from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig, is_peft_model
 from trl import SFTConfig, SFTTrainer
 
+from checkpointing import device
 from checkpointing.sharded import is_sharded
 from checkpointing.storage.local import fsync_directory, fsync_tree, replace_file
 from checkpointing.transformers import load_best, resilient
@@ -110,13 +110,13 @@ def training_arguments(config: Config) -> SFTConfig:
     options = dict(config.trainer)
     if config.scale_learning_rate:
         options["learning_rate"] = options.get("learning_rate", 2e-5) * world_size
-    if not torch.cuda.is_available():
+    if device.kind() is None:
         options["use_cpu"] = True
         # SFTConfig turns bf16 on by itself; on a CPU that is slow and less exact.
         options.setdefault("bf16", False)
         options.setdefault("dataloader_pin_memory", False)
     if world_size > 1:
-        options["ddp_backend"] = "nccl" if torch.cuda.is_available() else "gloo"
+        options.setdefault("ddp_backend", device.collective_backend())
         options.setdefault("ddp_find_unused_parameters", False)
         # DDP's own default, where it can be seen and changed.
         options.setdefault("ddp_bucket_cap_mb", 25)

@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.utils import is_flash_attn_2_available
 
+from checkpointing import device
 from runner.config import MethodConfig, ModelConfig
 
 # Of a stream, whose end nobody may see.
@@ -94,7 +95,7 @@ def adapter_config(method: MethodConfig) -> Any:
 
 def _quantized() -> dict[str, Any]:
     """4-bit NormalFloat with double quantisation, as in the QLoRA paper (arXiv 2305.14314)."""
-    if not torch.cuda.is_available():
+    if device.kind() != "cuda":
         raise ValueError("method.type='qlora' needs a CUDA GPU, and there is none here: use lora")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError("method.type='qlora' needs bitsandbytes: pip install bitsandbytes")
@@ -111,12 +112,7 @@ def choose_attention(wanted: str, *, bf16: bool) -> str:
     """`auto` takes flash-attn where it is importable, a GPU of compute capability ≥ 8.0 is there and bf16 is used."""
     if wanted != "auto":
         return wanted
-    if (
-        bf16
-        and is_flash_attn_2_available()
-        and torch.cuda.is_available()
-        and torch.cuda.get_device_capability()[0] >= 8
-    ):
+    if bf16 and is_flash_attn_2_available() and (device.capability() or (0, 0)) >= (8, 0):
         return "flash_attention_2"
     return "sdpa"
 

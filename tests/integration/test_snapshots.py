@@ -153,13 +153,13 @@ make, copy_tensors, copied = snapshotter.Snapshotter._make, snapshotter.snapshot
 def noted(self, pending, *arguments):
     copied.append(pending.request.step)
     make(self, pending, *arguments)
-def stuck(placed, *arguments):
+def stuck(parts, *arguments):
     # In attempt 1, the copy of step 25, or the next that is made, never ends: half of the bytes are there.
-    if os.environ["CHECKPOINT_ATTEMPT"] == "1" and placed and copied[-1] >= 25:
-        copy_tensors(placed[: len(placed) // 2], *arguments)
+    if os.environ["CHECKPOINT_ATTEMPT"] == "1" and parts and copied[-1] >= 25:
+        copy_tensors(parts[: len(parts) // 2], *arguments)
         open({marker!r} + os.environ["RANK"], "w").close()
         time.sleep(600)
-    copy_tensors(placed, *arguments)
+    copy_tensors(parts, *arguments)
 snapshotter.Snapshotter._make, snapshotter.snapshot.copy_tensors = noted, stuck
 """
 

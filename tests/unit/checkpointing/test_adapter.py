@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
 from checkpointing.adapter import BASE_NAME
+from checkpointing.device import Host
 from checkpointing.errors import CheckpointError
 from checkpointing.restore import RestorePoint
 from checkpointing.snapshot import pieces, safetensors_image
@@ -40,7 +41,7 @@ def tracked(base: Any, r: int = 4, **options: Any) -> Tracked:
 def saved(source: Tracked) -> RestorePoint:
     state = source.capture()
     image = safetensors_image(state.weights_name, state.model)
-    data = b"".join(bytes(piece) for piece in pieces(image, memoryview(bytearray(4096))))
+    data = b"".join(bytes(piece) for piece in pieces(image, memoryview(bytearray(4096)), Host()))
     files = {image.name: data, **state.small}
     views = {name: memoryview(bytearray(content)) for name, content in files.items()}
     return RestorePoint(

@@ -8,8 +8,17 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from checkpointing.device import Host
 from checkpointing.errors import CheckpointError
-from checkpointing.snapshot import FileImage, TorchFileLayout, copy_literals, copy_tensors, place, safetensors_image
+from checkpointing.snapshot import (
+    FileImage,
+    TorchFileLayout,
+    copy_literals,
+    copy_tensors,
+    place,
+    safetensors_image,
+    shares,
+)
 from checkpointing.snapshotter import _who_differs
 
 
@@ -17,7 +26,7 @@ def materialise(images: list[FileImage], folder: Path, num_shares: int = 1) -> N
     placed, nbytes = place(images)
     buffer = memoryview(bytearray(nbytes))
     for share in range(num_shares):
-        copy_tensors(placed, buffer, share, num_shares)
+        copy_tensors(shares(placed, share, num_shares), buffer, Host())
     copy_literals(placed, buffer)
     for file in placed:
         (folder / file.image.name).write_bytes(buffer[file.offset : file.offset + file.image.nbytes])

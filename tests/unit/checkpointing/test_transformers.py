@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import TrainerState
 
-from checkpointing.errors import InvalidCheckpoint
+from checkpointing.errors import InvalidCheckpoint, NonFinite
 from checkpointing.restore import RestorePoint
 from checkpointing.transformers.trainer import ResilientMixin
 from checkpointing.transformers.trainer_state import checked_directory, state_bytes
@@ -105,3 +105,33 @@ def test_the_loops_own_state_goes_on() -> None:
 def test_a_loop_state_that_makes_no_sense_is_named(changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidCheckpoint, match=r"checkpoint-20: loop_state_0\.json .* makes no sense"):
         restore_loop(json.dumps({**LOOP, **changes}).encode())
+
+
+class Scaler:
+    """In its place: what is asked is whether there is one."""
+
+
+def judge(norm: float, *, scaler: Scaler | None, skipped: bool = False) -> None:
+    flags = SimpleNamespace(should_save=False, should_evaluate=False)
+    trainer: Any = SimpleNamespace(
+        state=SimpleNamespace(global_step=5, max_steps=100),
+        args=SimpleNamespace(world_size=1),
+        accelerator=SimpleNamespace(scaler=scaler, optimizer_step_was_skipped=skipped),
+        control=flags,
+        _due=SimpleNamespace(snapshot=False),
+        _unchecked=None,
+        _step_loss=None,
+        _check_finite=True,
+        _spikes=None,
+    )
+    trainer._assert_good = lambda *known: ResilientMixin._assert_good(trainer, *known)
+    ResilientMixin._judge_step(trainer, torch.tensor(norm))
+
+
+def test_an_overflow_under_a_scaler_is_the_scalers() -> None:
+    """A fused optimizer is called all the same, and skips the step itself: accelerate does not hear of it."""
+    judge(float("inf"), scaler=Scaler(), skipped=False)
+    judge(float("inf"), scaler=Scaler(), skipped=True)
+    judge(1.0, scaler=None)
+    with pytest.raises(NonFinite):
+        judge(float("inf"), scaler=None)

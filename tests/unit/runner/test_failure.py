@@ -279,3 +279,19 @@ def test_a_lost_peer_goes_before_a_machine_that_is_gone_nowhere() -> None:
     effect = Failure(K.CRASHED, PEER, 0, 5)
     assert combine([effect, Failure(K.NODE_LOST, "machine 1 is gone", None, 0)]).kind is K.NODE_LOST
     assert combine([effect, Failure(K.CRASHED, "rank 2: ValueError: x", 2, 5)]).rank == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "started", "step", "may_pass"),
+    [
+        ("OutOfMemoryError: CUDA out of memory. Tried", 20, 20, True),
+        ("OutOfMemoryError: CUDA out of memory. Tried", 20, 21, False),
+        (f"RuntimeError: CUDA error: {BUSY}", 20, 25, True),
+        ("RuntimeError: No CUDA GPUs are available", 0, 0, False),
+        ("ValueError: no", 20, 20, False),
+    ],
+)
+def test_what_may_pass_by_itself(error: str, started: int, step: int, may_pass: bool) -> None:
+    failure = classify([RankEnd(0, 0, 1, error)], finished=False, started_step=started, step=step)
+    assert failure.may_pass is may_pass
+    assert Failure.from_dict(failure.to_dict()) == failure

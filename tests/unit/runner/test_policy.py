@@ -13,6 +13,10 @@ def record(kind: FailureKind = K.CRASHED, committed: int = -1, fingerprint: str 
     return AttemptRecord(Failure(kind, "cause", 0, step, fingerprint), committed)
 
 
+def passing(kind: FailureKind) -> AttemptRecord:
+    return AttemptRecord(Failure(kind, "cause", 0, 0, may_pass=True), -1)
+
+
 @pytest.mark.parametrize(
     ("history", "stop_requested", "expected"),
     [
@@ -29,6 +33,9 @@ def record(kind: FailureKind = K.CRASHED, committed: int = -1, fingerprint: str 
         ([record(K.NODE_LOST)], False, 1),
         ([record(K.RUNNER_LOST)] * 3, False, ExitCode.NO_PROGRESS),
         ([record(K.HUNG, 10), record(K.RUNNER_LOST, 10), record(K.NODE_LOST, 10)], False, ExitCode.BUDGET_SPENT),
+        # Once more as it is, where that may have passed; then as ever.
+        ([passing(K.BAD_NODE)], False, 1),
+        ([passing(K.BAD_NODE)] * 2, False, ExitCode.BAD_NODE),
         # Bounded by what can be halved, not by the budget.
         ([record(K.OUT_OF_MEMORY, fingerprint="a")] * 9, False, 0),
         ([record(K.OUT_OF_MEMORY), record()], False, 1),
@@ -91,6 +98,14 @@ def test_out_of_memory_halves_until_nothing_is_left() -> None:
         assert f"micro-batch {shape.micro_batch} x accumulation {shape.accumulation}" in decision.reason
     assert seen == [(4, 2, 2), (2, 4, 4), (1, 8, 8)]
     assert decision.exit_code is ExitCode.DETERMINISTIC and "nothing left to halve" in decision.reason
+
+
+def test_memory_that_was_short_before_a_step_had_ended_halves_nothing_the_first_time() -> None:
+    early, shape = passing(K.OUT_OF_MEMORY), BatchShape(8, 1)
+    first = decide([early], max_restarts=0, stop_requested=False, batch=shape)
+    assert isinstance(first, Restart) and first.batch == shape and first.reason == "cause: retrying once as it is"
+    second = decide([early, early], max_restarts=0, stop_requested=False, batch=shape)
+    assert isinstance(second, Restart) and second.batch == BatchShape(4, 2, 2)
 
 
 def test_a_script_that_does_not_say_its_batch_is_halved_a_bounded_number_of_times() -> None:

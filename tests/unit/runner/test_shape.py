@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from runner.config import load_config
 from runner.errors import UsageError
-from runner.node import shape_of
+from runner.node import promised_gpu, shape_of
 
 
 def shape(accelerators: int, settings: dict[str, object], **environment: str) -> tuple[int, int]:
@@ -41,3 +43,25 @@ def test_what_does_not_fit_is_told() -> None:
         shape(2, {}, WORLD_SIZE="3")
     with pytest.raises(UsageError, match=r"node rank 1 .* needs more than 1 machine"):
         shape(2, {}, WORLD_SIZE="2", RANK="1")
+
+
+@pytest.mark.parametrize(
+    ("files", "environment", "told"),
+    [
+        ([], {}, None),
+        # Without a GPU, these may be there all the same.
+        (["nvidiactl", "nvidia-uvm"], {}, None),
+        (["nvidiactl", "nvidia0", "nvidia1"], {}, "/nvidia0"),
+        (["nvidia0"], {"CUDA_VISIBLE_DEVICES": "-1"}, None),
+        (["nvidia0"], {"CUDA_VISIBLE_DEVICES": ""}, None),
+        ([], {"NVIDIA_VISIBLE_DEVICES": "all"}, "NVIDIA_VISIBLE_DEVICES=all"),
+        ([], {"NVIDIA_VISIBLE_DEVICES": "void"}, None),
+    ],
+)
+def test_a_machine_that_has_gpus_says_so(
+    files: list[str], environment: dict[str, str], told: str | None, tmp_path: Path
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    found = promised_gpu(environment, tmp_path)
+    assert (found is None) if told is None else told in str(found)

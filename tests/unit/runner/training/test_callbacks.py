@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
+from checkpointing import device
 from runner.training import callbacks
 
 
@@ -30,18 +30,22 @@ def test_operations_of_a_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "peak"),
+    ("name", "peak"),
     [
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA L40S", 362e12),
         ("NVIDIA L4", 121e12),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("AMD Instinct MI300X", None),
         ("Tesla T4", 65e12),
         ("?", None),
     ],
 )
-def test_peak_of_a_device(device: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+def test_peak_of_a_device(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "name_of", lambda: name)
     assert callbacks._peak_flops() == peak
 
 

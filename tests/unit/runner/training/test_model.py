@@ -3,9 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from datasets import Dataset
 
+from checkpointing import device
 from runner.config import DataConfig
 from runner.training.data import BUNDLED, load_training_data
 from runner.training.model import choose_attention, trained_tokenizer
@@ -51,7 +51,6 @@ def test_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("runner.training.model.is_flash_attn_2_available", lambda: importable)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(device, "capability", lambda: capability if gpu else None)
     assert choose_attention("auto", bf16=bf16) == expected
     assert choose_attention("eager", bf16=bf16) == "eager"

@@ -1,0 +1,335 @@
+"""The accelerator, over `torch.accelerator`, `torch.Stream` and `torch.Event`: CUDA, ROCm, XPU and others are one path.
+
+Everything that depends on the kind of device is here: streams and events, copies to the host, pinned memory,
+generators, memory figures and names. Other modules of `checkpointing` and `runner.training` do not name `torch.cuda`.
+
+Work on a device runs later than the host asks for it. A copy that was *enqueued* has not read anything yet; what the
+host enqueues next on another stream may run first. Order comes from marks alone: `mark` records a point in the work of
+the current streams, `hold` makes the current streams wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+# Memory is pinned in pieces that end at multiples of this in an arena; no copy crosses such a line.
+CHUNK_BYTES = 256 * 1024 * 1024
+# Between two looks at a device that has not come so far yet.
+_LOOK_EVERY_S = 0.0005
+
+
+class Mark(Protocol):
+    """A point in the work that was enqueued on a device."""
+
+    def wait(self) -> None:
+        """Wait, on the host, until the device has passed it."""
+
+    def seconds_since(self, earlier: Any) -> float | None:
+        """Device time between two marks that have been passed; None where the device has no clock of its own."""
+
+
+class Device(Protocol):
+    """Where a training state is, as far as copying it to the host is concerned."""
+
+    is_asynchronous: bool
+
+    def mark(self) -> Mark:
+        """A mark behind what is enqueued on the current streams of this thread."""
+
+    def hold(self, mark: Mark) -> None:
+        """Have the current streams of this thread wait for a mark; the host does not wait."""
+
+    def beside(self, mark: Mark) -> contextlib.AbstractContextManager[None]:
+        """Work inside runs on streams of its own, behind a mark."""
+
+    def copy(self, buffer: memoryview, offset: int, source: torch.Tensor) -> None:
+        """Copy a flat uint8 tensor into host memory, in the order of this thread's current streams."""
+
+
+class _Past:
+    """Behind everything: the host's own work is done when it is asked for."""
+
+    def wait(self) -> None:
+        pass
+
+    def seconds_since(self, earlier: Any) -> float | None:
+        return None
+
+
+class Host:
+    """The CPU's memory: copied at once."""
+
+    is_asynchronous = False
+
+    def mark(self) -> Mark:
+        return _Past()
+
+    def hold(self, mark: Mark) -> None:
+        pass
+
+    def beside(self, mark: Mark) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def copy(self, buffer: memoryview, offset: int, source: torch.Tensor) -> None:
+        # Not `copy_`: that would wake torch's thread pool, which belongs to training.
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        ctypes.memmove(address + offset, source.data_ptr(), source.numel())
+
+
+class _Events:
+    """An event on each device that a process uses."""
+
+    def __init__(self, events: Sequence[Any]) -> None:
+        self._events = events
+
+    def wait(self) -> None:
+        # Not `synchronize`, which keeps a core busy that training wants.
+        for event in self._events:
+            while not event.query():
+                time.sleep(_LOOK_EVERY_S)
+
+    def hold(self, devices: Sequence[torch.device]) -> None:
+        for event, device in zip(self._events, devices, strict=True):
+            torch.accelerator.current_stream(device).wait_event(event)
+
+    def seconds_since(self, earlier: _Events) -> float | None:
+        try:
+            pairs = zip(earlier._events, self._events, strict=True)
+            return max(float(first.elapsed_time(last)) for first, last in pairs) / 1e3
+        except (RuntimeError, NotImplementedError):
+            # Events of some back ends have no time.
+            return None
+
+
+class Accelerator:
+    """One or several accelerators of a process, of one kind. What is on the host among it is copied at once."""
+
+    is_asynchronous = True
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = list(devices)
+        self._streams: list[Any] = []
+        self._host = Host()
+
+    def mark(self) -> _Events:
+        events = []
+        for device in self._devices:
+            event = torch.Event(device=device, enable_timing=True)
+            event.record(torch.accelerator.current_stream(device))
+            events.append(event)
+        return _Events(events)
+
+    def hold(self, mark: Mark) -> None:
+        assert isinstance(mark, _Events)
+        mark.hold(self._devices)
+
+    @contextlib.contextmanager
+    def beside(self, mark: Mark) -> Iterator[None]:
+        if not self._streams:
+            self._streams = [torch.Stream(device=device) for device in self._devices]
+        before = [torch.accelerator.current_stream(device) for device in self._devices]
+        index = torch.accelerator.current_device_index()
+        try:
+            for stream in reversed(self._streams):
+                torch.accelerator.set_stream(stream)
+            self.hold(mark)
+            yield
+        finally:
+            for stream in before:
+                torch.accelerator.set_stream(stream)
+            torch.accelerator.set_device_index(index)
+
+    def copy(self, buffer: memoryview, offset: int, source: torch.Tensor) -> None:
+        if source.device.type == "cpu":
+            self._host.copy(buffer, offset, source)
+            return
+        for first, last in _cut(offset, source.numel()):
+            target = torch.frombuffer(buffer, dtype=torch.uint8, offset=offset + first, count=last - first)
+            target.copy_(source[first:last], non_blocking=True)
+
+
+def _cut(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Parts of a copy to `offset` of an arena, none of which crosses a multiple of `CHUNK_BYTES`."""
+    first = 0
+    while first < nbytes:
+        last = min(nbytes, ((offset + first) // CHUNK_BYTES + 1) * CHUNK_BYTES - offset)
+        yield first, last
+        first = last
+
+
+def of(tensors: Iterable[torch.Tensor]) -> Device:
+    """The device that holds these tensors, as far as any are on one."""
+    found = dict.fromkeys(tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta"))
+    return Accelerator(list(found)) if found else Host()
+
+
+class Replays:
+    """Somebody who is told before a graph of recorded work runs; see `before_replays`."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self.callback = callback
+        _TOLD.append(self)
+
+    def close(self) -> None:
+        """Be told no more."""
+        _TOLD.remove(self)
+
+
+_TOLD: list[Replays] = []
+
+
+def before_replays(callback: Callable[[], None]) -> Replays:
+    """Have a function called before any CUDA graph (XPU graph, ...) is replayed in this process.
+
+    A replay runs no hook of the optimizer that was recorded in it, and changes tensors without counting their versions.
+    """
+    kinds = (("cuda", "CUDAGraph"), ("xpu", "XPUGraph"), ("accelerator", "Graph"))
+    for module, name in kinds:
+        graph = getattr(getattr(torch, module, None), name, None)
+        if graph is not None and "replay" in vars(graph) and not hasattr(graph.replay, _WRAPPED):
+            graph.replay = _telling(graph.replay)
+    return Replays(callback)
+
+
+def tell_of_replay() -> None:
+    """To be called before a graph is replayed that is of no class that `before_replays` knows."""
+    for one in list(_TOLD):
+        one.callback()
+
+
+_WRAPPED = "_checkpointing_wrapped"
+
+
+def _telling(replay: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(replay)
+    def tell_and_replay(*args: Any, **kwargs: Any) -> Any:
+        tell_of_replay()
+        return replay(*args, **kwargs)
+
+    setattr(tell_and_replay, _WRAPPED, True)
+    return tell_and_replay
+
+
+# -- the process's accelerator ---------------------------------------------------------------------------------------
+
+
+def kind() -> str | None:
+    """The accelerator's type ("cuda", which is ROCm's name, too; "xpu", ...); None where there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found is not None else None
+
+
+def generator_states(world_size: int) -> dict[str, Any]:
+    """The accelerators' generator states, named and shaped as the Hugging Face Trainer saves them."""
+    name = kind()
+    if name is None:
+        return {}
+    module = torch.get_device_module(name)
+    return {name: module.get_rng_state_all() if world_size > 1 else module.get_rng_state()}
+
+
+def set_generator_states(states: Mapping[str, Any]) -> None:
+    """Put the accelerators' generators where `generator_states` found them; nothing where there are none."""
+    name = kind()
+    if name is None or name not in states:
+        return
+    module, state = torch.get_device_module(name), states[name]
+    if isinstance(state, torch.Tensor):
+        module.set_rng_state(state)
+        return
+    # Each rank uses one device; a state of more or fewer devices is of another machine.
+    for index, device_state in enumerate(state[: torch.accelerator.device_count()]):
+        module.set_rng_state(device_state, index)
+
+
+def collective_backend() -> str:
+    """The process group's back end for tensors where the model is."""
+    name = kind()
+    return dist.get_default_backend_for_device(name) if name is not None else "gloo"
+
+
+def name_of() -> str | None:
+    """The accelerator as its vendor calls it."""
+    name = kind()
+    ask = getattr(torch.get_device_module(name), "get_device_name", None) if name is not None else None
+    return str(ask()) if ask is not None else None
+
+
+def capability() -> tuple[int, int] | None:
+    """CUDA's compute capability; None for other accelerators, and without one."""
+    found = torch.cuda.get_device_capability() if kind() == "cuda" else None
+    return (found[0], found[1]) if found is not None else None
+
+
+def peak_memory_bytes() -> int | None:
+    """The most that this process has had on its accelerator; None without one."""
+    return int(torch.accelerator.max_memory_allocated()) if kind() is not None else None
+
+
+def utilization_percent() -> float | None:
+    """How busy the accelerator is; None where nobody says."""
+    try:
+        return float(torch.cuda.utilization()) if kind() == "cuda" else None
+    except Exception:
+        return None  # nvidia-ml-py is not there, or the driver does not say, in errors of its own
+
+
+class Later:
+    """A number that the device is still to compute; read without waiting for what was enqueued after it."""
+
+    def __init__(self, value: torch.Tensor | float) -> None:
+        self._mark: Mark | None = None
+        self._value: torch.Tensor | float
+        if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
+            self._value = float(value)
+        else:
+            # Into other memory the copy would wait for the device.
+            self._value = torch.empty((), dtype=value.dtype, pin_memory=True)
+            self._value.copy_(value.detach().reshape(()), non_blocking=True)
+            self._mark = Accelerator([value.device]).mark()
+
+    @property
+    def is_at_hand(self) -> bool:
+        """It costs nothing to read."""
+        return self._mark is None
+
+    def __float__(self) -> float:
+        if self._mark is not None:
+            self._mark.wait()
+        return float(self._value)
+
+
+# -- pinned memory ---------------------------------------------------------------------------------------------------
+
+
+def can_pin() -> bool:
+    """Whether host memory can be registered with the accelerator's driver (CUDA and ROCm)."""
+    return kind() == "cuda"
+
+
+def register(address: int, nbytes: int) -> bool:
+    """Pin host memory that torch has not allocated; returns whether the driver did."""
+    cudart: Any = torch.cuda.cudart
+    return int(cudart().cudaHostRegister(address, nbytes, 0)) == 0 or _clear_error()
+
+
+def unregister(address: int) -> None:
+    """Undo `register`."""
+    cudart: Any = torch.cuda.cudart
+    if int(cudart().cudaHostUnregister(address)) != 0:
+        _clear_error()
+
+
+def _clear_error() -> Literal[False]:
+    """Take the error that the runtime keeps: the next kernel of this thread would raise it, as "out of memory"."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda").neg()
+    return False

@@ -1,0 +1,140 @@
+"""Registers with the GPU's driver what this rank copies into, beside training.
+
+A copy into pinned memory runs at the full rate of the link and needs no processor; but registering memory costs about
+0.1 s per GB, under a lock of the driver that kernels being launched wait for. So nothing is registered to restore, nor
+before the first snapshot shows which part of an arena this rank writes; only that part is, in small chunks, by a thread
+of its own. What is copied before that is copied unpinned.
+
+A copy must lie in one registered range: registrations end at multiples of `CHUNK_BYTES` of an arena, and copies are cut
+there (`checkpointing.device`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from checkpointing.arena import PAGE_BYTES, SharedMemory
+from checkpointing.device import CHUNK_BYTES
+
+logger = logging.getLogger("checkpointing")
+
+# Between two registrations: for launches that wait for the driver's lock.
+_PAUSE_S = 0.005
+
+Range = tuple[int, int]
+
+
+def ranges_to_pin(extents: Sequence[Range]) -> list[Range]:
+    """Begin and end, in bytes of the arena, of what is to be registered so that these extents are.
+
+    Whole pages, merged where they touch, and cut at multiples of `CHUNK_BYTES`.
+    """
+    merged: list[list[int]] = []
+    for begin, end in sorted(extents):
+        if begin == end:
+            continue
+        begin, end = begin // PAGE_BYTES * PAGE_BYTES, -(-end // PAGE_BYTES) * PAGE_BYTES
+        if merged and begin <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([begin, end])
+    cut: list[Range] = []
+    for begin, end in merged:
+        while begin < end:
+            stop = min(end, (begin // CHUNK_BYTES + 1) * CHUNK_BYTES)
+            cut.append((begin, stop))
+            begin = stop
+    return cut
+
+
+class Pinning:
+    """One per rank. `want`, `release` and `close` may be called by any thread."""
+
+    def __init__(
+        self,
+        register: Callable[[int, int], bool],
+        unregister: Callable[[int], None],
+        report: Callable[[int, float, bool], None] = lambda nbytes, seconds, complete: None,
+    ) -> None:
+        """
+        Args:
+            register, unregister: the driver's; `register` takes address and bytes, and says whether it did.
+            report: told, for each arena, of the bytes registered, the seconds that took, and whether it is all.
+        """
+        self._register, self._unregister, self._report = register, unregister, report
+        self._lock = threading.Lock()
+        # By the arena's address: addresses of its registered ranges.
+        self._registered: dict[int, list[int]] = {}
+        self._work: queue.SimpleQueue[tuple[int, list[Range]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._num_queued = 0
+        self._given_up = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Something is being registered: a copy takes longer than later ones will."""
+        return self._num_queued > 0
+
+    def want(self, arena: memoryview, extents: Sequence[Range]) -> bool:
+        """Have the parts of an arena registered that this rank copies into; returns whether some are not yet."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(arena))
+        with self._lock:
+            if address in self._registered or self._given_up:
+                return self.is_busy
+            self._registered[address] = []
+            self._num_queued += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="checkpoint-pin", daemon=True)
+                self._thread.start()
+            self._work.put((address, ranges_to_pin(extents)))
+            return True
+
+    def release(self, arena: SharedMemory) -> None:
+        """The arena is about to go."""
+        self._release(arena.address)
+
+    def close(self) -> None:
+        """End the thread, and release everything."""
+        with self._lock:
+            addresses = list(self._registered)
+        for address in addresses:
+            self._release(address)
+        if self._thread is not None:
+            self._work.put(None)
+            self._thread.join()
+
+    def _release(self, address: int) -> None:
+        with self._lock:
+            for begin in self._registered.pop(address, []):
+                self._unregister(begin)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            began = time.monotonic()
+            nbytes, complete = self._pin(*work)
+            self._num_queued -= 1
+            self._report(nbytes, time.monotonic() - began, complete)
+
+    def _pin(self, address: int, ranges: Sequence[Range]) -> tuple[int, bool]:
+        nbytes = 0
+        for begin, end in ranges:
+            with self._lock:
+                # Not of an arena that went meanwhile.
+                if address not in self._registered:
+                    return nbytes, False
+                if not self._register(address + begin, end - begin):
+                    self._given_up = True
+                    logger.warning(
+                        "the driver has not pinned memory for snapshots: copies from the GPU will be slower (see "
+                        "`ulimit -l`)"
+                    )
+                    return nbytes, False
+                self._registered[address].append(address + begin)
+            nbytes += end - begin
+            time.sleep(_PAUSE_S)
+        return nbytes, True

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import second_device
+
+
+@pytest.fixture(scope="session")
+def sim() -> Any:
+    """A second device on this machine, as `torch.sim`; the process has an accelerator from then on."""
+    if not second_device.can_build():
+        pytest.skip("no C++ compiler or no ninja here (apt-get install g++; pip install ninja)")
+    return second_device.load()
+
+
+@pytest.fixture(params=["cpu", "sim"])
+def on(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where the tensors are."""
+    if request.param == "cpu":
+        yield "cpu"
+        return
+    module = request.getfixturevalue("sim")
+    # Copies to the host run late enough for whoever does not wait for them to be seen.
+    module.set_delay_us(300)
+    yield "sim:0"
+    module.set_delay_us(0)

@@ -1,0 +1,155 @@
+"""The engine on a device whose memory the host may not read, and whose streams run late (`tests/second_device`).
+
+    python -m pytest -m device
+
+In processes of their own: once it is loaded, torch has an accelerator.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_training import SmallTraining
+
+from checkpointing import CheckpointManager, rng, snapshot
+from checkpointing import device as devices
+from checkpointing.device import Later
+from checkpointing.snapshot import FileImage, TorchFileLayout, fingerprint, pieces, tensors_in
+
+pytestmark = pytest.mark.device
+
+CHANGES = ["optimizer_step", "replayed_step", "skipped_step", "update_average", "forward_in_training", "write_directly"]
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_what_is_staged_is_the_state_of_one_step(number: int, on: str) -> None:
+    draw = random.Random(number)
+    job = SmallTraining(overlap=draw.choice([None, True, False]), foreign=draw.random() < 0.2, on=on)
+    # A graph's replay writes where no host may write.
+    changes = draw.sample([change for change in CHANGES if change != "replayed_step"], draw.randint(1, 5))
+    for _ in range(draw.randint(2, 10)):
+        if draw.random() < 0.4:
+            job.snapshot()
+        else:
+            getattr(job, draw.choice(changes))()
+    job.close()
+    assert job.torn() == []
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(
+        torch.nn.Linear(16, 32), torch.nn.BatchNorm1d(32), torch.nn.Dropout(0.3), torch.nn.Linear(32, 4)
+    )
+
+
+def train(folder: Path, on: str, until: int, **options: Any) -> tuple[int, list[torch.Tensor]]:
+    """A bare loop, with randomness on the device; returns the step that it began from, and its final state."""
+    model = network().to(on)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    manager = CheckpointManager(folder, model=model, optimizer=optimizer, snapshot_steps=2, save_steps=4, **options)
+    torch.manual_seed(11)
+    start = manager.resume()
+    for step in range(start + 1, until + 1):
+        data = torch.randn(8, 16).to(on)
+        loss = model(data + 0.1 * torch.empty(8, 16, device=on).normal_()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        manager.step(step)
+    manager.close()
+    return start, [tensor.detach().cpu() for tensor in tensors_in([model.state_dict(), optimizer.state_dict()])]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_resumed_run_equals_the_uninterrupted_one(overlap: bool, on: str, tmp_path: Path) -> None:
+    _, whole = train(tmp_path / "whole", on, 13, overlap=overlap)
+    train(tmp_path / "cut", on, 8, overlap=overlap)
+    start, resumed = train(tmp_path / "cut", on, 13, overlap=overlap)
+    assert start == 8
+    assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+
+
+def test_a_checkpoint_of_one_device_goes_on_on_the_other(sim: Any, tmp_path: Path) -> None:
+    train(tmp_path, "sim:1", 8)
+    start, _ = train(tmp_path, "cpu", 9)
+    assert start == 8
+    train(tmp_path, "sim:0", 10)
+
+
+def test_without_memory_for_snapshots_rank_0_writes_them_itself(on: str, tmp_path: Path) -> None:
+    start, whole = train(tmp_path, on, 8, memory_limit=1)
+    again, resumed = train(tmp_path, on, 8, memory_limit=1)
+    assert (start, again) == (0, 8)
+    assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+
+
+def test_generators_are_put_back(on: str) -> None:
+    states = rng.state(world_size=1)
+    first = torch.empty(100, device=on).uniform_().cpu()
+    other = torch.empty(100, device=on).uniform_().cpu()
+    rng.set_state(states)
+    assert torch.equal(torch.empty(100, device=on).uniform_().cpu(), first) and not torch.equal(first, other)
+
+
+def test_files_are_laid_out_alike_on_every_device(sim: Any) -> None:
+    """Their names are in `torch.save`'s pickle: `cuda:7` and `cuda:10` would shift all that follows."""
+    layouts = []
+    for on in ("cpu", "sim:0", "sim:1"):
+        state = {"moments": torch.arange(1000.0).to(on), "step": torch.tensor(3.0)}
+        image = TorchFileLayout("optimizer.pt").image(state)
+        layouts.append((image.nbytes, image.literals, [(offset, t.numel()) for offset, t in image.tensors]))
+        data = b"".join(
+            bytes(piece) for piece in pieces(image, memoryview(bytearray(512)), devices.of([state["moments"]]))
+        )
+        loaded = torch.load(io.BytesIO(data), weights_only=True)
+        assert torch.equal(loaded["moments"], torch.arange(1000.0)) and loaded["moments"].device.type == "cpu"
+    assert layouts[0] == layouts[1] == layouts[2]
+
+
+def test_the_fingerprint_of_state_on_host_and_device(on: str) -> None:
+    """A fused optimizer keeps everything on the device; others keep `step` on the host."""
+    tensors = [torch.arange(64, dtype=torch.uint8), torch.arange(64, 131, dtype=torch.uint8)]
+    expected = fingerprint(tensors)
+    assert torch.equal(fingerprint([tensors[0], tensors[1].to(on)]), expected)
+    assert torch.equal(fingerprint([tensors[0].to(on), tensors[1]]), expected)
+
+
+def test_a_number_is_read_later(on: str) -> None:
+    value = torch.tensor(2.5, device=on)
+    later = Later(value)
+    value.add_(1)
+    assert float(later) == 2.5 and later.is_at_hand == (on == "cpu")
+
+
+def test_a_copy_is_cut_where_pinned_memory_ends(on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "CHUNK_BYTES", 4096)
+    source, buffer = torch.arange(10_000).view(torch.uint8), memoryview(bytearray(100_000))
+    there = source.to(on)
+    device = devices.of([there])
+    device.copy(buffer, 123, there)
+    device.mark().wait()
+    assert bytes(buffer[123 : 123 + source.numel()]) == source.numpy().tobytes()
+
+
+def test_the_seam_says_what_there_is(sim: Any) -> None:
+    assert devices.kind() == "sim" and devices.name_of() == "Second Device"
+    assert devices.capability() is None and not devices.can_pin() and devices.utilization_percent() is None
+    assert isinstance(snapshot.blob_image("x", b""), FileImage)
+
+
+def test_device_time_is_measured(sim: Any) -> None:
+    sim.set_delay_us(20_000)
+    source, buffer = torch.zeros(64, dtype=torch.uint8, device="sim:0"), memoryview(bytearray(64))
+    device = devices.of([source])
+    first = device.mark()
+    device.copy(buffer, 0, source)
+    last = device.mark()
+    last.wait()
+    sim.set_delay_us(0)
+    assert 0.015 < (last.seconds_since(first) or 0.0) < 1.0

@@ -1,0 +1,89 @@
+"""A device whose copies run late: when somebody waits for them, or at a moment that the test chooses.
+
+Its tensors are the host's, and what training computes runs at once: the worst that a GPU may do with a copy that was
+only enqueued.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from checkpointing.device import Host, Mark
+
+
+class LateMark:
+    def __init__(self, device: LateDevice, position: int) -> None:
+        self._device, self._position = device, position
+
+    def wait(self) -> None:
+        self._device.wait(self._position)
+
+    def hold(self) -> None:
+        self._device.run(self._position)
+
+    def seconds_since(self, earlier: Any) -> float | None:
+        return 0.0
+
+
+class LateDevice:
+    is_asynchronous = True
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._copies: list[tuple[memoryview, int, torch.Tensor]] = []
+        self._num_run = 0
+        self._host = Host()
+        # Whoever waits, on the host, for a copy has it run at once; else it waits until the test lets it run.
+        self.is_hurried = False
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._copies) - self._num_run
+
+    def mark(self) -> Mark:
+        with self._changed:
+            return LateMark(self, len(self._copies))
+
+    def hold(self, mark: Mark) -> None:
+        assert isinstance(mark, LateMark)
+        mark.hold()
+
+    @contextlib.contextmanager
+    def beside(self, mark: Mark) -> Iterator[None]:
+        yield
+
+    def copy(self, buffer: memoryview, offset: int, source: torch.Tensor) -> None:
+        with self._changed:
+            self._copies.append((buffer, offset, source))
+
+    def run(self, position: int) -> None:
+        """Run the copies before a position."""
+        with self._changed:
+            while self._num_run < position:
+                self._host.copy(*self._copies[self._num_run])
+                self._num_run += 1
+            self._changed.notify_all()
+
+    def run_some(self, number: int) -> None:
+        """Run so many of the copies that wait."""
+        self.run(min(self._num_run + number, len(self._copies)))
+
+    def wait(self, position: int) -> None:
+        """Wait, on the host, until the copies before a position have run."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_hurried or self._num_run >= position)
+        self.run(position)
+
+    @contextlib.contextmanager
+    def hurried(self) -> Iterator[None]:
+        """Inside, whoever waits does not wait for the test."""
+        with self._changed:
+            self.is_hurried = True
+            self._changed.notify_all()
+        yield
+        self.is_hurried = False

@@ -1,0 +1,176 @@
+"""A small training with a Snapshotter and no agent, for tests that change its state at awkward moments."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from checkpointing import device as devices
+from checkpointing.client import Refusal
+from checkpointing.device import Device
+from checkpointing.restore import MODEL_NAME, OPTIMIZER_NAME
+from checkpointing.retention import Retention
+from checkpointing.snapshot import tensors_in
+from checkpointing.snapshotter import Ranks, Request, Snapshotter
+from checkpointing.tracked import Tracked
+
+Tensors = list[torch.Tensor]
+
+
+class Arenas:
+    """In place of the agent: one arena; what is staged is read back at once."""
+
+    def __init__(self) -> None:
+        self.memory = bytearray(1 << 16)
+        self.staged_steps: dict[int, dict[str, Any]] = {}
+        self.abandoned: list[str] = []
+
+    def acquire(self, step: int, nbytes: int, *, wait: bool) -> tuple[int, memoryview] | Refusal:
+        assert nbytes <= len(self.memory)
+        self.memory[:] = b"\xaa" * len(self.memory)
+        return 0, memoryview(self.memory)
+
+    def staged(self, step: int, arena: int, files: list[tuple[str, int, int]], *args: Any, **kwargs: Any) -> None:
+        self.staged_steps[step] = {name: bytes(self.memory[offset : offset + n]) for name, offset, n in files}
+
+    def abandon(self, step: int, arena: int, reason: str) -> None:
+        self.abandoned.append(reason)
+
+    def announce(self, event: dict[str, Any]) -> None:
+        pass
+
+
+class Average:
+    """Changes whenever the script likes, as an EMA does."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.tensors = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def update(self) -> None:
+        for tensor in self.tensors:
+            tensor.add_(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensors": list(self.tensors)}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise NotImplementedError
+
+
+class Foreign:
+    """An optimizer that is not torch's: nobody hears when it steps."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._parameters = list(model.parameters())
+        self.moments = [torch.zeros_like(parameter) for parameter in self._parameters]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter, moment in zip(self._parameters, self.moments, strict=True):
+            moment.add_(1)
+            parameter.add_(moment)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moments": list(self.moments)}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise NotImplementedError
+
+
+class SmallTraining:
+    """Its methods are what a script may do."""
+
+    def __init__(
+        self, *, overlap: bool | None, foreign: bool = False, on: str = "cpu", device: Device | None = None
+    ) -> None:
+        """
+        Args:
+            on: where the tensors are.
+            device: stands for it.
+        """
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).to(on)
+        self.optimizer: Any = Foreign(self.model) if foreign else torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.average, self.arenas, self._on = Average(self.model), Arenas(), on
+        self.tracked = Tracked(self.model, self.optimizer, states={"average": self.average})
+        client: Any = self.arenas
+        tiers: Any = None
+        self.snapshotter = Snapshotter(
+            client,
+            tiers,
+            Ranks(0, 1, 0, 1, None),
+            overlap=overlap,
+            check_replicas=True,
+            device_of=devices.of if device is None else lambda _: device,
+        )
+        self.step_number = 0
+        self.expected: dict[int, Tensors] = {}
+        for parameter in self.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizer_step()
+
+    def state(self) -> Tensors:
+        """All that a snapshot holds, in the order of its files."""
+        states = [part.state_dict() for part in (self.model, self.optimizer, self.average)]
+        return [tensor.detach().cpu().clone() for tensor in tensors_in(states)]
+
+    def optimizer_step(self) -> None:
+        self.optimizer.step()
+        self._end_step()
+
+    def replayed_step(self) -> None:
+        """A CUDA graph with the whole step in it: no hook, no versions."""
+        devices.tell_of_replay()
+        self._change_unseen()
+        self._end_step()
+
+    def skipped_step(self) -> None:
+        """A gradient scaler has found an overflow."""
+        self._end_step()
+
+    def update_average(self) -> None:
+        self.average.update()
+
+    @torch.no_grad()
+    def forward_in_training(self) -> None:
+        """The running mean and variance move on."""
+        self.model(torch.randn(5, 3).to(self._on))
+
+    @torch.no_grad()
+    def write_directly(self) -> None:
+        next(self.model.parameters()).add_(1)
+
+    def snapshot(self) -> None:
+        self.snapshotter.settle()
+        self.step_number += 1
+        self.expected[self.step_number] = self.state()
+        request = Request(self.step_number, 0, {}, {}, Retention(1), {}, wait=True, commit=False)
+        self.snapshotter.take(self.tracked, request, {})
+
+    def close(self) -> None:
+        self.snapshotter.settle()
+        self.snapshotter.close()
+
+    def _end_step(self) -> None:
+        self.snapshotter.end_of_step()
+
+    @torch.no_grad()
+    def _change_unseen(self) -> None:
+        for tensor in [*self.model.parameters(), *tensors_in(self.optimizer.state_dict())]:
+            # Not through torch, which would count it.
+            tensor.detach().numpy()[...] += 1
+
+    def torn(self) -> list[int]:
+        """Steps whose snapshot was staged with other bytes than their state had."""
+        found = []
+        for step, files in self.arenas.staged_steps.items():
+            model = safetensors.torch.load(files[MODEL_NAME])
+            ordered = [model[name] for name in self.model.state_dict()]
+            parts = [torch.load(io.BytesIO(files[name]), weights_only=True) for name in (OPTIMIZER_NAME, "average.pt")]
+            tensors = tensors_in([ordered, *parts])
+            same = [torch.equal(a, b) for a, b in zip(tensors, self.expected[step], strict=True)]
+            found += [] if all(same) else [step]
+        return found

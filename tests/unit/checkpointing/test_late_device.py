@@ -1,0 +1,128 @@
+"""Snapshots of a device that copies late: what is staged is the state of one step, whatever changes it meanwhile."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterable
+
+import pytest
+from late_device import LateDevice
+from small_training import SmallTraining
+
+from checkpointing import device as devices
+from checkpointing import staging
+
+
+class Job(SmallTraining):
+    """On a device that copies late; whoever waits for a snapshot's end does not wait for the test."""
+
+    def __init__(self, *, overlap: bool | None, foreign: bool) -> None:
+        self.device = LateDevice()
+        super().__init__(overlap=overlap, foreign=foreign, device=self.device)
+
+    def snapshot(self) -> None:
+        with self.device.hurried():
+            self.snapshotter.settle()
+        super().snapshot()
+
+    def close(self) -> None:
+        with self.device.hurried():
+            super().close()
+
+
+# What a script may do between two looks of ours at the device.
+CHANGES = ["optimizer_step", "replayed_step", "skipped_step", "update_average", "forward_in_training", "write_directly"]
+
+
+def interleave(number: int) -> Job:
+    """Train, snapshot and let the device copy, in an order drawn from a seed; returns the job, closed."""
+    draw = random.Random(number)
+    job = Job(overlap=draw.choice([None, True, False]), foreign=draw.random() < 0.2)
+    changes = draw.sample(CHANGES, draw.randint(1, len(CHANGES)))
+    for _ in range(draw.randint(2, 12)):
+        match draw.choice(["snapshot", "change", "change", "run", "enqueue"]):
+            case "snapshot":
+                job.snapshot()
+            case "change":
+                getattr(job, draw.choice(changes))()
+            case "run":
+                job.device.run_some(draw.randint(1, 8))
+            case "enqueue":
+                copy = job.snapshotter._stager.current
+                if copy is not None:
+                    copy.enqueued.wait()
+    job.close()
+    return job
+
+
+def explore(seeds: Iterable[int]) -> tuple[int | None, int]:
+    """The first seed of which a torn snapshot was staged, and how many snapshots were staged up to it."""
+    num_staged = 0
+    for number in seeds:
+        job = interleave(number)
+        num_staged += len(job.arenas.staged_steps)
+        if job.torn():
+            return number, num_staged
+    return None, num_staged
+
+
+def test_what_is_staged_is_the_state_of_one_step() -> None:
+    """`LATE_DEVICE_RUNS=20000` for more; `LATE_DEVICE_SEED` is the first seed."""
+    runs, first = int(os.environ.get("LATE_DEVICE_RUNS", "300")), int(os.environ.get("LATE_DEVICE_SEED", "0"))
+    torn, num_staged = explore(range(first, first + runs))
+    print(f"{runs} interleavings from seed {first}: {num_staged} snapshots were staged")
+    assert torn is None
+    assert num_staged > runs / 2
+
+
+def enqueued_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host goes on when a copy is enqueued, and the device with it."""
+    monkeypatch.setattr(staging.Copy, "hold", lambda copy: copy.enqueued.wait())
+    monkeypatch.setattr(staging.Copy, "hold_volatile", lambda copy: copy.volatile.wait())
+
+
+def counted_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Version counters are compared before the device has copied."""
+    copied = staging.Copy.copied
+
+    def count_first(copy: staging.Copy, count: Callable[[], int] = int) -> None:
+        copy.changed = count()
+        copied(copy, count)
+
+    monkeypatch.setattr(staging.Copy, "copied", count_first)
+
+
+def replays_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody hears of a graph, and a step that ends without the gate is nothing special."""
+    monkeypatch.setattr(devices, "tell_of_replay", lambda: None)
+    monkeypatch.setattr(staging.Copy, "end_step", lambda copy: None)
+
+
+@pytest.mark.parametrize("broken", [enqueued_is_copied, counted_too_early, replays_pass])
+def test_the_exploration_finds(broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch)
+    torn, _ = explore(range(600))
+    assert torn is not None
+
+
+def test_a_step_without_an_optimizer_drops_what_is_being_copied() -> None:
+    job = Job(overlap=True, foreign=False)
+    job.snapshot()
+    job.skipped_step()
+    job.close()
+    assert not job.arenas.staged_steps and "no optimizer stepped" in job.arenas.abandoned[0]
+
+
+def test_after_it_training_waits_until_an_optimizer_has_stepped() -> None:
+    job = Job(overlap=True, foreign=False)
+    job.skipped_step()
+    job.snapshot()
+    # Not beside training: the copy is at its end, as far as the device is concerned.
+    assert job.device.num_waiting == 0
+    job.optimizer_step()
+    job.snapshot()
+    job.snapshotter._stager.current.enqueued.wait()  # type: ignore[union-attr]
+    assert job.device.num_waiting > 0
+    job.close()
+    assert job.torn() == [] and set(job.arenas.staged_steps) == {1, 2}

@@ -1,0 +1,137 @@
+"""Pinned memory: registered beside training, in pieces that no copy crosses; a driver that refuses does no harm."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import threading
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpointing import device, pinning
+from checkpointing.arena import PAGE_BYTES, CommitReport
+from checkpointing.cadence import Cadence, CadenceClock
+from checkpointing.device import CHUNK_BYTES
+from checkpointing.pinning import Pinning, ranges_to_pin
+
+EXTENTS = st.lists(
+    st.tuples(st.integers(0, 4 * CHUNK_BYTES), st.integers(0, 2 * CHUNK_BYTES)).map(lambda t: (t[0], t[0] + t[1])),
+    max_size=8,
+)
+
+
+@given(EXTENTS)
+def test_every_piece_of_a_copy_lies_in_one_registered_range(extents: list[tuple[int, int]]) -> None:
+    ranges = ranges_to_pin(extents)
+    assert all(begin % PAGE_BYTES == 0 == end % PAGE_BYTES and begin < end for begin, end in ranges)
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(ranges))
+    assert all(end - begin <= CHUNK_BYTES for begin, end in ranges)
+    for begin, end in extents:
+        pieces = [(begin + first, begin + last) for first, last in device._cut(begin, end - begin)]
+        assert sum(last - first for first, last in pieces) == end - begin
+        for first, last in pieces:
+            assert sum(low <= first and last <= high for low, high in ranges) == 1
+
+
+class Driver:
+    """Registers memory, or refuses after so many bytes; registering waits until it is let go."""
+
+    def __init__(self, limit: int = 1 << 60) -> None:
+        self.registered: dict[int, int] = {}
+        self.may_go, self.limit = threading.Event(), limit
+
+    def register(self, address: int, nbytes: int) -> bool:
+        self.may_go.wait()
+        if sum(self.registered.values()) + nbytes > self.limit:
+            return False
+        assert address not in self.registered
+        self.registered[address] = nbytes
+        return True
+
+    def unregister(self, address: int) -> None:
+        del self.registered[address]
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (device, pinning):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 2 * PAGE_BYTES)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_only_the_own_share_is_registered_and_nobody_waits_for_it() -> None:
+    driver, reports = Driver(), []
+    done = threading.Event()
+
+    def report(*values: Any) -> None:
+        reports.append(values)
+        done.set()
+
+    pins = Pinning(driver.register, driver.unregister, report)
+    arena = memoryview(mmap.mmap(-1, 16 * PAGE_BYTES))
+    share = [(3 * PAGE_BYTES + 5, 8 * PAGE_BYTES)]
+    assert pins.want(arena, share)
+    # The driver has not answered: the copy is made all the same, and its price is not taken for the usual one.
+    assert pins.is_busy and pins.want(arena, share)
+    driver.may_go.set()
+    assert done.wait(10)
+    assert not pins.is_busy and not pins.want(arena, share)
+    assert sorted(driver.registered.values()) == [PAGE_BYTES, 2 * PAGE_BYTES, 2 * PAGE_BYTES]
+    assert [(nbytes, complete) for nbytes, _, complete in reports] == [(5 * PAGE_BYTES, True)]
+    pins.close()
+    assert driver.registered == {}
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_driver_that_refuses_is_asked_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    done = threading.Event()
+    driver = Driver(limit=2 * PAGE_BYTES)
+    driver.may_go.set()
+    pins = Pinning(driver.register, driver.unregister, lambda *values: done.set())
+    arenas = [memoryview(mmap.mmap(-1, 8 * PAGE_BYTES)) for _ in range(2)]
+    pins.want(arenas[0], [(0, 8 * PAGE_BYTES)])
+    assert done.wait(10)
+    assert not pins.want(arenas[1], [(0, 8 * PAGE_BYTES)])
+    assert len(driver.registered) == 1 and [r.levelname for r in caplog.records] == ["WARNING"]
+    pins.close()
+    assert driver.registered == {}
+
+
+class Runtime:
+    """CUDA's: an error that a call has returned stays, until a kernel's launch looks for it."""
+
+    def __init__(self) -> None:
+        self.error = 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.error = 2
+        return 2
+
+    def ones(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        error, self.error = self.error, 0
+        if error:
+            raise torch.OutOfMemoryError("CUDA error: out of memory")
+        return torch.zeros(1)
+
+
+def test_a_failed_registration_leaves_no_error_for_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "ones", runtime.ones)
+    assert not device.register(0, 1)
+    assert runtime.error == 0
+
+
+def test_auto_waits_for_memory_that_is_being_made_ready() -> None:
+    """Else the price of pinning would be taken for that of a snapshot."""
+    clock = CadenceClock(Cadence(snapshot_steps="auto", save_steps="auto"), 0.0)
+    commit = CommitReport(5, 0.1, 0.1)
+    assert clock.due_by_time(10.0, None, commit) == (True, True)
+    assert clock.due_by_time(10.0, None, commit, preparing=True) == (False, False)
+    # What the user has asked for by the clock is made at any price.
+    clock = CadenceClock(Cadence(save_minutes=0.1), 0.0)
+    assert clock.due_by_time(10.0, None, commit, preparing=True) == (False, True)
