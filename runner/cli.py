@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -176,7 +178,7 @@ def start(
     from runner import preflight
     from runner.cache import discard_unsealed
     from runner.follower import Follower
-    from runner.identity import identify
+    from runner.identity import between_nodes, identify
     from runner.node import Job
     from runner.progress import ProgressDisplay
     from runner.summary import render
@@ -257,16 +259,17 @@ def start(
         address = config.monitoring.address or ("127.0.0.1" if config.launch.nnodes == 1 else "0.0.0.0")
         serve(address, config.monitoring.port, RunCollector(directory.journal))
     if not first_node:
-        compared = None if allow_changes else identity
+        compared = None if allow_changes else between_nodes(identity, config.checkpoint.location)
         sys.exit(int(Follower(config, directory, job, display, stop, identity=compared).run()))
-    supervisor = Supervisor(config, directory, job, display, stop, place=place, identity=identity)
+    shared = between_nodes(identity, config.checkpoint.location)
+    supervisor = Supervisor(config, directory, job, display, stop, place=place, identity=shared)
     exit_code = supervisor.run()
     summary = _summary(directory)
     if summary.step > 0:
         click.echo(render(summary, _places(config, directory)))
     if exit_code != ExitCode.DONE:
         # Not by the journal, which may have been moved away, or its disk may be full.
-        state = "checkpointed" if exit_code == ExitCode.PREEMPTED else "failed"
+        state = "stopped" if exit_code == ExitCode.PREEMPTED else "failed"
         shown = supervisor.failed_log is not None and exit_code != ExitCode.PREEMPTED
         log = f"; log: {supervisor.failed_log}" if shown else ""
         click.echo(f"runner: {state}: {supervisor.reason} (exit code {int(exit_code)}{log})")
@@ -702,6 +705,8 @@ def verify(location: str, step: int | None) -> None:
     from checkpointing.errors import InvalidCheckpoint
     from checkpointing.manifest import missing_member
 
+    if step is None and (one := re.fullmatch(r"(.*)/checkpoint-(\d{1,15})/?", location)) is not None:
+        location, step = one[1], int(one[2])
     first = _tiers(location)
     parts = [("", first), *((stage.name, tiers) for stage, tiers in first.stages)]
     found = [(stage, tiers, entry) for stage, tiers in parts for entry in tiers.catalog.entries()]
@@ -884,6 +889,10 @@ def _places(config: Any, directory: Any) -> dict[str, str]:
 
 def main() -> None:
     """Entry point: every expected error is one line on stderr and its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal or log of another character set gets a question mark.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         cli(standalone_mode=False)
     except click.exceptions.Exit as error:
@@ -903,6 +912,19 @@ def main() -> None:
         click.echo(f"runner: error: {error}", err=True)
         sys.exit(ExitCode.BUDGET_SPENT)
     except OSError as error:
+        if not error.filename and not _can_be_written(1):
+            click.echo(f"runner: error: standard output cannot be written: {error.strerror or error}", err=True)
+            # What is left in its buffer would be tried again at the end.
+            os._exit(int(ExitCode.STORAGE_FAILED))
         place = f"{error.filename}: " if error.filename else ""
         click.echo(f"runner: error: {place}{error.strerror or error}", err=True)
         sys.exit(ExitCode.USAGE)
+
+
+def _can_be_written(stream: int) -> bool:
+    # What failed is gone from Python's buffers, so one more byte is tried.
+    try:
+        os.write(stream, b"\n")
+    except OSError:
+        return False
+    return True

@@ -67,6 +67,8 @@ class Follower:
         life, location = self._life, self._config.checkpoint_location
         with life:
             life.record("run_started", run_id=life.run_id, pid=os.getpid(), committed_step=-1, location=location)
+            host, port = self._config.launch.peer_address
+            self._say(f"connecting to the first node at {host}:{port}")
             life.loop.every(_TURN_S, self._turn)
             try:
                 exit_code, reason = self._follow()
@@ -82,9 +84,12 @@ class Follower:
                     self._node.close()
             state = {ExitCode.DONE: "finished", ExitCode.PREEMPTED: "preempted"}.get(exit_code, "failed")
             life.record("run_ended", state=state, exit_code=int(exit_code), reason=reason)
-        if exit_code not in (ExitCode.DONE, ExitCode.PREEMPTED):
-            # Its display is silent: what there is to see is at the first machine.
-            print(f"runner: error: {reason}", file=sys.stderr)
+        # What there is to see besides is at the first node.
+        if exit_code == ExitCode.DONE:
+            self._say("the run has finished")
+        else:
+            state = "stopped" if exit_code == ExitCode.PREEMPTED else "failed"
+            print(f"runner: {state}: {reason} (exit code {int(exit_code)})", file=sys.stderr)
         self._display.close()
         return exit_code
 
@@ -124,13 +129,19 @@ class Follower:
         assert self._node is not None
         self._order = None
         self._life.attempt = order.attempt
+        self._say(f"run {self._node.run_id}: attempt {order.attempt} begins")
         outcome = self._node.run_attempt(order, self._each_turn)
         failure = outcome.failure
+        if failure.kind not in (FailureKind.FINISHED, FailureKind.PREEMPTED):
+            self._say(f"attempt {order.attempt} has ended here: {failure.cause}")
         if failure.kind in (FailureKind.FINISHED, FailureKind.PREEMPTED):
             # The others may still publish, or save.
             self._stop_patience_s = _STOP_PATIENCE_S + self._config.restart.grace_s
         self._life.record("attempt_ended", **outcome.event(failure, self._node.committed_step))
         self._member.send({"do": "ended", "attempt": order.attempt, "failure": failure.to_dict()})
+
+    def _say(self, text: str) -> None:
+        print(f"runner: node {self._config.launch.node_rank}: {text}", flush=True)
 
     def _each_turn(self) -> None:
         assert self._node is not None

@@ -116,6 +116,30 @@ class JobIdentity:
         return JobIdentity({**known, **self.what}, self.settings) if known.keys() - self.what.keys() else self
 
 
+# What each node of a run may have in its own way, though it takes part in one attempt.
+_PER_NODE = _names(
+    """dataloader_num_workers dataloader_prefetch_factor dataloader_persistent_workers dataloader_pin_memory
+    dataset_num_proc local_rank output_dir overwrite_output_dir disable_tqdm logging_dir log_level log_level_replica
+    log_on_each_node report_to run_name project skip_memory_metrics debug log_dir out_dir output_path save_dir
+    checkpoint_dir workers num_workers verbose"""
+)
+
+
+def between_nodes(job: JobIdentity, location: str | None) -> JobIdentity:
+    """What must be the same on all nodes of one attempt: more than makes it the same job.
+
+    Args:
+        location: of the checkpoints, as the user gave it; None: each node's own folder.
+    """
+    settings = {
+        name: value
+        for name, value in job.settings.items()
+        if name.removeprefix("trainer.").removeprefix("--") not in _PER_NODE
+    }
+    place = {"checkpoint.location": location} if location is not None else {}
+    return JobIdentity({**job.what, **settings, **place}, {})
+
+
 def differences(old: JobIdentity, new: JobIdentity) -> list[str]:
     """Say what makes `new` another job than `old`, one text for each name; empty if it is the same."""
     if old.what["job"] != new.what["job"]:

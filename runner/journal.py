@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import time
@@ -15,6 +16,10 @@ from checkpointing.clock import machine_clock
 Event = dict[str, Any]
 JOURNAL_NAME = "journal.jsonl"
 _HEAD_BYTES = 256
+# For the events with which a run ends.
+_ROOM_BYTES = 32 * 1024
+_KEEP_SIZE = 1  # linux/falloc.h
+_libc: Any = ctypes.CDLL(None, use_errno=True)
 
 
 class SteadyClock:
@@ -38,13 +43,16 @@ class SteadyClock:
 class Journal:
     """Appends events; each one carries `time` (seconds since the epoch), `event`, `attempt`, often `step`.
 
-    One writer. An event is one write(2), so a reader never sees half of one that was finished.
+    One writer. An event is one write(2), so a reader never sees half of one that was finished. Room for the next ones
+    is held, where the file system can (fallocate(2)): a disk that others have filled does not swallow how a run ended.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._pending = b""
+        self._room = 0
+        self._hold_room()
         # A torn last line (power cut in mid-write) must not swallow the next event.
         size = os.fstat(self._fd).st_size
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
@@ -55,13 +63,29 @@ class Journal:
         self._pending += (json.dumps(entry) + "\n").encode()
         # A full disk must not end the run: what could not be written goes out with the next event.
         with contextlib.suppress(OSError):
-            self._pending = self._pending[os.write(self._fd, self._pending) :]
+            written = os.write(self._fd, self._pending)
+            self._pending = self._pending[written:]
+            self._room -= written
+        if self._room < _ROOM_BYTES // 2:
+            self._hold_room()
         return entry
+
+    @property
+    def is_complete(self) -> bool:
+        """All that was appended is in the file."""
+        return not self._pending
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
+            # Gives back the room that is held.
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size)
             os.fsync(self._fd)
         os.close(self._fd)
+
+    def _hold_room(self) -> None:
+        size = os.fstat(self._fd).st_size
+        if _libc.fallocate(self._fd, _KEEP_SIZE, ctypes.c_int64(size), ctypes.c_int64(_ROOM_BYTES)) == 0:
+            self._room = _ROOM_BYTES
 
 
 def read_journal(path: Path) -> list[Event]:

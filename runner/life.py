@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -69,7 +70,7 @@ class Life:
         processes.remove_semaphores(mark)
         self._stack.callback(processes.remove_semaphores, mark)
         self._journal = Journal(self.directory.journal, self.clock)
-        self._stack.callback(self._journal.close)
+        self._stack.callback(self._close_journal)
         # Short, and no other run's.
         mine = hashlib.blake2b(f"{self.run_id}/{rank}".encode(), digest_size=5).digest()
         folder, prefix = _temporary_folder(), f"runner-{base64.b32encode(mine).decode().lower()}"
@@ -95,6 +96,15 @@ class Life:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+
+    def _close_journal(self) -> None:
+        if not self._journal.is_complete:
+            print(
+                f"runner: warning: {self.directory.journal} could not be written to the end (is the disk full?): "
+                "runner status will not know how this run ended",
+                file=sys.stderr,
+            )
+        self._journal.close()
 
     def record(self, event: str, **details: Any) -> None:
         """Append to the journal."""

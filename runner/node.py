@@ -926,6 +926,7 @@ class Node:
             + f" ({'held in memory' if message['from'] == 'memory' else message['from'] + ' checkpoint'})"
             + (f", {lost} steps to compute again" if lost > 0 else "")
         )
+        state.step = message["step"]
 
     def _show_training(self, message: Message) -> None:
         state = self._display.state

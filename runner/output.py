@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import sys
@@ -22,7 +23,7 @@ class _Lossy(io.RawIOBase):
     """A file descriptor to write to, of which a failure is forgotten: a run must not end with its log's volume."""
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
+        self._fd, self._told = fd, False
 
     def writable(self) -> bool:
         return True
@@ -37,11 +38,21 @@ class _Lossy(io.RawIOBase):
         # The buffer on top of this one passes a memoryview.
         view = memoryview(data)  # type: ignore[arg-type]
         # ENOSPC, EPIPE, EIO, a full pipe that does not block: what is not taken now is lost; the rest may not be.
-        with contextlib.suppress(OSError):
+        try:
             left = view
             while left:
                 left = left[os.write(self._fd, left) :]
+        except OSError as error:
+            self._tell(error)
         return len(view)
+
+    def _tell(self, error: OSError) -> None:
+        """Once, where the other stream is; a closed pipe (`| head`) is what its reader wants."""
+        if self._fd != 1 or self._told or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            return
+        self._told = True
+        with contextlib.suppress(OSError):
+            os.write(2, f"runner: warning: standard output cannot be written: {error.strerror}\n".encode())
 
 
 def make_streams_lossy() -> None:

@@ -114,7 +114,8 @@ def decide(
     if failure.kind in _ENDINGS:
         return Stop(_ENDINGS[failure.kind], failure.cause)
     if failure.kind in (FailureKind.PREEMPTED, FailureKind.ENDED) or stop_requested:
-        return Stop(ExitCode.PREEMPTED, "stopped on request; the same command goes on from the last checkpoint")
+        after = "goes on from the last checkpoint" if history[-1].committed_step >= 0 else "starts from the beginning"
+        return Stop(ExitCode.PREEMPTED, f"stopped on request; the same command {after}")
     if failure.may_pass and not (len(history) > 1 and history[-2].failure.may_pass):
         # Memory that the attempt before had not given back yet, or somebody else's for a moment.
         return Restart(1, f"{failure.cause}: retrying once as it is", batch)

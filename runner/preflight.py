@@ -107,7 +107,7 @@ def examine(config: Config, directory: RunDirectory, job: JobIdentity, *, allow_
         What the user should know.
 
     Raises:
-        UsageError: they hold another job.
+        UsageError: they hold another job, or the ranks cannot share the samples of its steps.
         CheckpointsMissing: the location is another place than before, or an empty one.
         OSError: storage refused.
     """
@@ -122,6 +122,12 @@ def examine(config: Config, directory: RunDirectory, job: JobIdentity, *, allow_
     if in_folder is not None and (remembered.step is not None or has_finished(events)):
         recorded.append(Recorded(in_folder, str(directory.root)))
     notes = compare_jobs(job, recorded, allow_changes=allow_changes)
+    launch = config.launch
+    if launch.nproc_per_node != "auto" and launch.world_size is None:
+        # Others are known, and checked, when torch has counted this machine's GPUs.
+        newest = next((entry.manifest for entry in tiers.catalog.scan() if entry.manifest is not None), None)
+        if counts_samples(job, RunRecord.from_json(tiers.durable.read_note())):
+            check_world_size(newest, launch.nnodes * launch.nproc_per_node)
     note = place.compare(remembered, place.look(tiers, remembered.step), tiers.durable.location)
     return [*notes, *([note] if note is not None else [])]
 
@@ -146,6 +152,14 @@ def admit(config: Config, directory: RunDirectory, job: JobIdentity) -> str:
 def write_job(directory: RunDirectory, job: JobIdentity) -> None:
     """Write the job down in the folder of this node alone."""
     replace_file(directory.job, job.to_json(), directory.job.with_name(f".{directory.job.name}.tmp"))
+
+
+def counts_samples(job: JobIdentity, record: RunRecord) -> bool:
+    """Whether a checkpoint's number of samples is of those that all ranks together have drawn.
+
+    A script may count in its own way, unless it has said how its steps are cut.
+    """
+    return job.what["job"] == "the configured job" or record.batch.micro_batch is not None
 
 
 def check_world_size(newest: Manifest | None, world_size: int) -> None:

@@ -83,7 +83,7 @@ class ProgressDisplay:
             if line != self._shown:
                 self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
                 self._shown = line
-        elif line != self._shown and self.state.loss is not None and now - self._shown_at >= _PLAIN_INTERVAL_S:
+        elif line != self._shown and self.state.step > 0 and now - self._shown_at >= _PLAIN_INTERVAL_S:
             self.message(line)
             self._shown, self._shown_at = line, now
 

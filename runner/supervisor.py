@@ -33,7 +33,7 @@ from runner.node import Job, Node, Order, Outcome
 from runner.peer_messages import Message
 from runner.peers import Leader
 from runner.policy import AttemptRecord, BatchShape, Restart, Stop, backoff_s, decide
-from runner.preflight import check_world_size
+from runner.preflight import check_world_size, counts_samples
 from runner.progress import ProgressDisplay
 from runner.record import RunnerProcess, RunRecord
 from runner.run_directory import RunDirectory
@@ -82,7 +82,7 @@ class Supervisor:
         self._busy_told = False
         # Of the newest attempt.
         self._last_step = 0
-        self._learning_rate_told = self._unsaved_told = False
+        self._learning_rate_told = self._unsaved_told = self._used_manager = False
         # Why the run has ended.
         self.reason = ""
         # What the rank that ended the run had written to its standard error.
@@ -149,7 +149,8 @@ class Supervisor:
                 if self._leader is not None:
                     # Before the last commit: the others are needed for that no more.
                     if decision is not None:
-                        self._leader.send({"do": "finish", "exit_code": int(decision.exit_code)})
+                        end = {"do": "finish", "exit_code": int(decision.exit_code), "reason": decision.reason[:5000]}
+                        self._leader.send(end)
                     self._leader.close()
                 drained = self._node.close()
             if not drained and decision.exit_code is ExitCode.DONE and not self._last_step_is_durable():
@@ -240,6 +241,11 @@ class Supervisor:
         elif failure.kind not in (FailureKind.PREEMPTED, FailureKind.ENDED):
             self._memory.add(AttemptRecord(failure, self._node.committed_step))
         decision = self._decide(failure)
+        durable = self._config.tiers.durable
+        if isinstance(decision, Restart) and isinstance(durable, LocalStorage) and not durable.root.is_dir():
+            # Another attempt would begin anew in another folder of that name.
+            gone = f"{durable.root} was there when attempt {self._life.attempt} began, and is gone; put it back"
+            decision = Stop(ExitCode.STORAGE_FAILED, gone)
         if isinstance(decision, Restart):
             self._memory.batch = decision.batch
             if decision.skip is not None:
@@ -303,8 +309,10 @@ class Supervisor:
         outcome = self._node.run_attempt(order, self._each_turn)
         failure = self._join(outcome)
         self._running = False
-        unsaved = self._job.script is not None and not outcome.used_manager and failure.kind not in _NOTHING_DONE
-        if unsaved and not self._unsaved_told:
+        self._used_manager |= outcome.used_manager
+        unsaved = self._job.script is not None and not self._used_manager and failure.kind not in _NOTHING_DONE
+        # One that was stopped may not have come so far.
+        if unsaved and not self._unsaved_told and not life.stop:
             self._unsaved_told = True
             self._display.message(
                 "the script has used neither resilient() nor a CheckpointManager: nothing is saved, and each attempt "
@@ -362,10 +370,10 @@ class Supervisor:
             PeersMissing: not all have come in time.
         """
         self._num_nodes, self._local_ranks = self._node.shape
-        if self._job.script is None:
-            # A script may count samples in its own way.
-            world_size = self._num_nodes * self._local_ranks
+        world_size = self._num_nodes * self._local_ranks
+        if self._identity is None or counts_samples(self._identity, self._memory):
             check_world_size(self._newest_manifest, world_size)
+        if self._job.script is None:
             self._tell_learning_rate(world_size)
         if self._num_nodes == 1:
             return

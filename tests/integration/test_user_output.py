@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from integration.support import RUNNER, SHORT_JOB, Run, wait_until
 from servers import small_disk
 
-from runner.journal import read_journal
+from runner.journal import Journal, read_journal
 from runner.run_directory import RunDirectory
 
 BUG = """
@@ -125,8 +126,30 @@ def test_a_console_that_takes_nothing_ends_no_run(tmp_path: Path, stdout: str) -
         os.close(writer)
     assert ended.returncode == 0, ended.stderr
     assert b"Traceback" not in ended.stderr and b"Exception ignored" not in ended.stderr
+    told = b"standard output cannot be written: No space left on device"
+    assert ended.stderr.count(told) == (stdout == "/dev/full")
     events = read_journal(RunDirectory(str(tmp_path / "läuft"), 0).journal)
     assert [event["exit_code"] for event in events if event["event"] == "run_ended"] == [0]
+
+
+def test_status_ends_with_one_line_where_it_cannot_be_written(tmp_path: Path) -> None:
+    """It has an arrow between two losses, which not every terminal can show."""
+    journal = Journal(tmp_path / "journal.jsonl", time.time)
+    journal.append("run_started", 1, run_id="r", pid=1, committed_step=-1)
+    journal.append("attempt_started", 1, nnodes=1)
+    journal.append("training_started", 1, step=0, total_steps=9)
+    for step in (1, 2):
+        journal.append("log", 1, step=step, loss=1.0 / step)
+    journal.append("run_ended", 1, state="finished", exit_code=0, reason="all ranks finished")
+    journal.close()
+    command = [*RUNNER, "status", str(tmp_path)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    plain = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    assert plain.returncode == 0 and "Traceback" not in plain.stderr and "1.0000 ? 0.5000" in plain.stdout
+    with Path("/dev/full").open("wb") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=200)
+    assert ended.returncode == 74
+    assert ended.stderr == "runner: error: standard output cannot be written: No space left on device\n"
 
 
 def test_an_own_loop_is_seen_and_says_where_it_resumes(tmp_path: Path) -> None:

@@ -79,6 +79,9 @@ def test_a_renamed_run_is_found_also_by_a_url(run: Path) -> None:
         code, output = checkpoints("list", name)
         assert code == 0 and len(output.splitlines()) == 1 + len(LOSSES), output
     assert checkpoints("verify", moved)[0] == 0
+    newest = max(moved.rglob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    code, output = checkpoints("verify", newest)
+    assert code == 0 and len(output.splitlines()) == 1 and "ok" in output
 
 
 def test_a_run_that_lives_prunes_by_itself(run: Path) -> None:

@@ -12,6 +12,7 @@ from runner.config import Config, DataConfig, MethodConfig, ModelConfig
 from runner.identity import (
     CHANGEABLE_OPTIONS,
     JobIdentity,
+    between_nodes,
     differences,
     digest_of_file,
     identify,
@@ -237,3 +238,19 @@ def test_it_survives_being_written_down() -> None:
 )
 def test_what_cannot_be_read_is_no_identity(damaged: bytes | None) -> None:
     assert JobIdentity.from_json(damaged) is None
+
+
+def test_nodes_of_one_attempt_must_agree_on_more_than_makes_the_job() -> None:
+    def job(**settings: object) -> JobIdentity:
+        return JobIdentity({"job": "x"}, {f"trainer.{name}": value for name, value in settings.items()})
+
+    one = between_nodes(job(per_device_train_batch_size=4, dataloader_num_workers=2, max_steps=9), "/mnt/run")
+    assert not differences(job(max_steps=9), job(max_steps=10))
+    same = between_nodes(job(per_device_train_batch_size=4, dataloader_num_workers=0, max_steps=9), "/mnt/run")
+    assert differences(one, same) == []
+    smaller = between_nodes(job(per_device_train_batch_size=2, dataloader_num_workers=2, max_steps=9), "/mnt/run")
+    assert differences(one, smaller) == ["trainer.per_device_train_batch_size: 4 -> 2"]
+    elsewhere = between_nodes(job(per_device_train_batch_size=4, max_steps=9), "/mnt/other")
+    assert differences(one, elsewhere) == ["checkpoint.location: /mnt/run -> /mnt/other"]
+    arguments = JobIdentity({"job": "script"}, {"--epochs": "3", "--workers": "2"})
+    assert between_nodes(arguments, None).what == {"job": "script", "--epochs": "3"}

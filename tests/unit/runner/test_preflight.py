@@ -20,7 +20,17 @@ from runner.errors import CheckpointsMissing, RunBusy, UsageError
 from runner.identity import JobIdentity, identify
 from runner.journal import Journal, read_journal
 from runner.place import ensure_id, read_id
-from runner.preflight import LocationLock, admit, check_world_size, examine, is_done, recorded_in, starting_point
+from runner.policy import BatchShape
+from runner.preflight import (
+    LocationLock,
+    admit,
+    check_world_size,
+    counts_samples,
+    examine,
+    is_done,
+    recorded_in,
+    starting_point,
+)
 from runner.record import RunnerProcess, RunRecord
 from runner.run_directory import RunDirectory
 
@@ -302,3 +312,9 @@ def test_ranks_that_cannot_share_a_step_are_refused_before_anything_is_started()
     with pytest.raises(UsageError, match=r"a step of this run has 8 samples, which 3 ranks .* start 1, 2, 4, 8"):
         check_world_size(newest, 3)
     check_world_size(None, 3)
+
+
+def test_samples_are_counted_where_it_is_known_how_steps_are_cut() -> None:
+    own, configured = JobIdentity({"job": "script train.py"}), JobIdentity({"job": "the configured job"})
+    assert counts_samples(configured, RunRecord()) and not counts_samples(own, RunRecord())
+    assert counts_samples(own, RunRecord(batch=BatchShape(4, 1)))
