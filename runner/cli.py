@@ -330,7 +330,7 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
     from rich.live import Live
 
     from runner.history import History
-    from runner.status import is_over, panel
+    from runner.status import is_over, panel, runner_is_gone
     from runner.summary import summarise
 
     place = location if location is not None else _newest_run()
@@ -338,19 +338,19 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
     # For people, what is at hand now.
     history = History(place, None if as_json else _STATUS_PATIENCE_S)
 
-    def look() -> tuple[Any, float]:
+    def look() -> tuple[Any, bool, float]:
         """And what it has taken to sum up, in seconds: a journal of weeks takes its time."""
         events, began = history.events(), time.thread_time()
-        return summarise(events, now=time.time()), time.thread_time() - began
+        return summarise(events, now=time.time()), runner_is_gone(events), time.thread_time() - began
 
-    run, took_s = look()
+    run, gone, took_s = look()
     if as_json:
-        click.echo(json.dumps(run.to_dict(), indent=1))
+        click.echo(json.dumps({**run.to_dict(), "runner_gone": gone}, indent=1))
         return
 
     def page() -> Any:
         unread = {"out of date": history.unread} if history.unread else {}
-        return panel(run, time.time(), {"location": place, **unread})
+        return panel(run, time.time(), {"location": place, **unread}, gone=gone)
 
     console = Console(highlight=False)
     if not watch:
@@ -358,9 +358,9 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
         return
     try:
         with Live(page(), console=console, auto_refresh=False) as live:
-            while not is_over(run):
+            while not is_over(run) and not gone:
                 time.sleep(max(_WATCH_INTERVAL_S, _WATCH_SHARE * took_s))
-                run, took_s = look()
+                run, gone, took_s = look()
                 live.update(page(), refresh=True)
     except KeyboardInterrupt:
         return

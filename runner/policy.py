@@ -97,6 +97,7 @@ def decide(
     max_network_retries: int = 0,
     batch: BatchShape = WHOLE_BATCHES,
     skips_left: int = 0,
+    can_cut: bool = True,
 ) -> Restart | Stop:
     """The decision after the last attempt of `history` (oldest first, at least one; preemptions are not in it).
 
@@ -107,6 +108,7 @@ def decide(
         max_network_retries: restarts after a network failure, without a new checkpoint between them; they cost no
             budget.
         skips_left: windows of steps that may be passed over yet.
+        can_cut: the job cuts its batches as it is told.
     """
     failure = history[-1].failure
     if failure.kind is FailureKind.FINISHED:
@@ -123,8 +125,9 @@ def decide(
         return Stop(ExitCode.BAD_NODE, f"this machine is at fault, start the run on another one: {failure.cause}")
     if failure.kind is FailureKind.BOOT:
         return Stop(ExitCode.DETERMINISTIC, f"{failure.cause}; failed before the first step, not retried")
-    in_a_row = failures_in_a_row(history)
-    if failure.kind is FailureKind.OUT_OF_MEMORY:
+    bounded = _OWN_BOUNDS if can_cut else _OWN_BOUNDS - {FailureKind.OUT_OF_MEMORY}
+    in_a_row = _in_a_row(history, lambda kind: kind not in bounded)
+    if failure.kind is FailureKind.OUT_OF_MEMORY and can_cut:
         smaller = batch.halved()
         if smaller is None:
             return Stop(

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from checkpointing import locking
@@ -40,6 +41,11 @@ class RunnerProcess:
         here = self.host == locking.this_machine() and self.pid != os.getpid()
         return here and processes.start_ticks(self.pid) == self.started
 
+    @property
+    def is_gone_here(self) -> bool:
+        """Whether it ran on this machine, and has ended."""
+        return self.host == locking.this_machine() and processes.start_ticks(self.pid) != self.started
+
     @classmethod
     def from_dict(cls, body: Any) -> RunnerProcess | None:
         """None where it cannot be understood: a note of an older version has none."""
@@ -50,6 +56,14 @@ class RunnerProcess:
         if not isinstance(host, str) or type(pid) is not int or type(started) is not int or not 0 < pid < 2**31:
             return None
         return cls(host, pid, started)
+
+
+def process_namespace() -> str:
+    """Where process numbers mean the same (pid_namespaces(7)); containers of one machine may have the same name."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
 
 
 @dataclass

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from runner.journal import Event
 from runner.ledger import LOST, TRAINING, Attempt
+from runner.record import RunnerProcess, process_namespace
 from runner.summary import RunSummary
 
 _COLOURS = {"finished": "green", "running": "cyan", "failed": "red", "preempted": "yellow", "stopping": "yellow"}
@@ -27,18 +29,32 @@ def is_over(run: RunSummary) -> bool:
     return run.state in _ENDED
 
 
-def panel(run: RunSummary, now: float, places: dict[str, str]) -> RenderableType:
-    """The run as it stands at a time, in seconds since the epoch."""
-    return Group(*_parts(run, now, places))
+def runner_is_gone(events: Sequence[Event]) -> bool:
+    """Whether the journal's last runner ran on this machine, and is there no more."""
+    last = next((event for event in reversed(events) if event["event"] == "run_started"), {})
+    runner = RunnerProcess.from_dict(last.get("runner"))
+    return runner is not None and last.get("namespace") == process_namespace() and runner.is_gone_here
 
 
-def _parts(run: RunSummary, now: float, places: dict[str, str]) -> Iterator[RenderableType]:
+def panel(run: RunSummary, now: float, places: dict[str, str], *, gone: bool = False) -> RenderableType:
+    """The run as it stands at a time, in seconds since the epoch.
+
+    Args:
+        gone: its runner has ended without reporting.
+    """
+    return Group(*_parts(run, now, places, gone))
+
+
+def _parts(run: RunSummary, now: float, places: dict[str, str], gone: bool) -> Iterator[RenderableType]:
     colour = _COLOURS.get(run.state, "white")
     title = Text.assemble(("run ", "bold"), (run.run_id, "bold"), "  ", (run.state, f"bold {colour}"))
-    if run.reason:
+    if gone and not is_over(run):
+        title = Text.assemble(("run ", "bold"), (run.run_id, "bold"), "  ", ("not running", "bold red"))
+        title.append("  its runner ended without reporting; the same command continues it")
+    elif run.reason:
         title.append(f"  {run.reason}")
     silence_s = now - run.heard_at if run.heard_at is not None else 0.0
-    if silence_s > _SILENCE_S and not is_over(run):
+    if silence_s > _SILENCE_S and not is_over(run) and not gone:
         title.append(f"  nothing heard for {duration(silence_s)}", "yellow")
     yield title
 

@@ -8,6 +8,7 @@ is left when `run` returns.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import os
 import time
@@ -35,7 +36,7 @@ from runner.peers import Leader
 from runner.policy import AttemptRecord, BatchShape, Restart, Stop, backoff_s, decide
 from runner.preflight import check_world_size, counts_samples
 from runner.progress import ProgressDisplay
-from runner.record import RunnerProcess, RunRecord
+from runner.record import RunnerProcess, RunRecord, process_namespace
 from runner.run_directory import RunDirectory
 from runner.states import RunState, StateMachine
 from runner.summary import summarise
@@ -109,6 +110,8 @@ class Supervisor:
                 "run_started",
                 run_id=life.run_id,
                 pid=os.getpid(),
+                runner=dataclasses.asdict(self._memory.runner),
+                namespace=process_namespace(),
                 committed_step=newest,
                 max_restarts=config.restart.max_restarts,
                 cost=config.cost.model_dump(),
@@ -272,6 +275,8 @@ class Supervisor:
             max_network_retries=self._config.restart.max_network_retries,
             batch=self._memory.batch,
             skips_left=self._config.guards.max_skipped_windows - len(self._memory.skipped),
+            # A script without this library does not hear of it.
+            can_cut=self._job.script is None or self._used_manager,
         )
 
     def _keep_record(self) -> None:

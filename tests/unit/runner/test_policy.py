@@ -117,6 +117,17 @@ def test_a_script_that_does_not_say_its_batch_is_halved_a_bounded_number_of_time
     assert count == 6 and decision.exit_code is ExitCode.DETERMINISTIC
 
 
+def test_a_script_that_does_not_cut_its_batches_fails_as_any_other() -> None:
+    short = record(K.OUT_OF_MEMORY, fingerprint="a")
+    first = decide([short], max_restarts=3, stop_requested=False, can_cut=False)
+    assert isinstance(first, Restart) and first.batch == BatchShape() and first.reason == "cause"
+    second = decide([short, short], max_restarts=3, stop_requested=False, can_cut=False)
+    assert isinstance(second, Stop) and second.exit_code is ExitCode.DETERMINISTIC
+    # The kernel's kills look alike at every step; they cost budget.
+    last = decide([record(K.OUT_OF_MEMORY)] * 4, max_restarts=3, stop_requested=False, can_cut=False)
+    assert isinstance(last, Stop) and last.exit_code is ExitCode.NO_PROGRESS
+
+
 def test_other_failures_leave_the_batch_as_it_is() -> None:
     decision = decide([record()], max_restarts=1, stop_requested=False, batch=BatchShape(2, 2, 2))
     assert isinstance(decision, Restart) and decision.batch == BatchShape(2, 2, 2)

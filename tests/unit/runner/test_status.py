@@ -1,8 +1,16 @@
 from __future__ import annotations
 
-import pytest
+import io
+import subprocess
 
-from runner.status import duration
+import pytest
+from rich.console import Console
+
+from checkpointing.locking import this_machine
+from runner import processes
+from runner.record import process_namespace
+from runner.status import duration, panel, runner_is_gone
+from runner.summary import summarise
 
 
 @pytest.mark.parametrize(
@@ -22,3 +30,21 @@ from runner.status import duration
 def test_durations_are_rounded_once(seconds: float, text: str) -> None:
     """119.7 s were 1 min 60 s."""
     assert duration(seconds) == text
+
+
+def test_a_runner_that_is_gone_is_not_running() -> None:
+    """For two minutes it was said to run, with the time that it would take yet."""
+    with subprocess.Popen(["sleep", "100"]) as other:
+        alive = {"host": this_machine(), "pid": other.pid, "started": processes.start_ticks(other.pid)}
+        started = {"time": 1.0, "event": "run_started", "attempt": 0, "run_id": "r", "committed_step": -1}
+        events = [{**started, "runner": alive, "namespace": process_namespace()}]
+        assert not runner_is_gone(events)
+        other.kill()
+    assert runner_is_gone(events)
+    console = Console(record=True, width=100, file=io.StringIO())
+    console.print(panel(summarise(events, now=2.0), 2.0, {}, gone=True))
+    assert "not running  its runner ended without reporting" in console.export_text()
+    # Nobody here can know of those.
+    for change in ({"namespace": "pid:[1]"}, {"runner": {**alive, "host": "elsewhere"}}, {"runner": None}):
+        assert not runner_is_gone([{**events[0], **change}])
+    assert not runner_is_gone([])
