@@ -667,6 +667,8 @@ def main(argv: list[str] | None = None) -> int:
     written = agent.run()
     with contextlib.suppress(OSError):
         Path(arguments.socket).unlink()
+        # Its folder, which who started it removes, unless it was killed.
+        Path(arguments.socket).parent.rmdir()
     return 0 if written else 1
 
 

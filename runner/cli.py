@@ -267,6 +267,8 @@ def start(
     summary = _summary(directory)
     if summary.step > 0:
         click.echo(render(summary, _places(config, directory)))
+    elif exit_code == ExitCode.DONE:
+        click.echo("runner: finished")
     if exit_code != ExitCode.DONE:
         # Not by the journal, which may have been moved away, or its disk may be full.
         state = "stopped" if exit_code == ExitCode.PREEMPTED else "failed"

@@ -266,7 +266,7 @@ class CostConfig(_Section):
 class Config(_Section):
     """A run."""
 
-    output_dir: Annotated[str, Field(min_length=1)] = "runs/default"
+    output_dir: Annotated[str, Field(min_length=1, pattern=r"\S")] = "runs/default"
     """Folder of the run. Where it is not given: runs/NAME, by the name of the configuration file or the script."""
     scale_learning_rate: bool = True
     """Multiply trainer.learning_rate by the number of ranks."""
@@ -410,10 +410,15 @@ def _check_model(config: Config) -> None:
             f"model.config to build a new one. The bundled job's model is in {DEFAULT_CONFIG}, which --config accepts"
         )
     name = config.model.name_or_path
-    # The Hub has names of one part, or of two; asking it for a path takes seconds, and answers beside the point.
-    is_path = name is not None and (name.startswith((".", "/", "~")) or name.count("/") > 1)
-    if is_path and not Path(str(name)).is_dir():
+    if name is not None and _is_path(name) and not Path(name).is_dir():
         raise UsageError(f"model.name_or_path={name!r} does not exist; give a model's folder, or a name on the Hub")
+
+
+def _is_path(name: str) -> bool:
+    """Of what is on this machine, or the Hub's: asking that for a path takes a minute, and answers beside the point."""
+    first, separator, rest = name.partition("/")
+    # The Hub's names have one part, or two.
+    return name.startswith((".", "/", "~")) or "/" in rest or (bool(separator) and Path(first).is_dir())
 
 
 def parse_setting(text: str) -> tuple[str, Any, str]:
@@ -516,6 +521,11 @@ def _check_files(config: Config, source_of: Any, *, needs_data: bool) -> None:
         raise UsageError(f"{source_of('checkpoint.memory_limit')}: checkpoint.memory_limit: {error}") from None
     for name in ("path", "validation_path"):
         path = getattr(config.data, name)
+        if needs_data and path and "://" not in path and _is_path(path) and not Path(path).exists():
+            raise UsageError(
+                f"{source_of(f'data.{name}')}: data.{name}={path!r} does not exist; give a .parquet, .jsonl, .json or "
+                ".csv file, a folder, or the name of a hub data set"
+            )
         if path is None or Path(path).suffix not in DATA_LOADERS:
             continue
         if "://" in path:

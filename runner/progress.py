@@ -53,7 +53,8 @@ class ProgressDisplay:
         self._began = time.monotonic()
         # Ranks' output comes from another thread.
         self._lock = threading.Lock()
-        self._mid_line = False
+        # The stream whose last line has no end yet: 1, 2, or 0 for none.
+        self._mid_line = 0
         if self._console.is_terminal and live:
             self._live = Live(Text(""), console=self._console, auto_refresh=False, transient=True)
             self._live.start()
@@ -61,10 +62,10 @@ class ProgressDisplay:
     def message(self, text: str) -> None:
         """A line that stays."""
         with self._lock:
-            if self._mid_line and not self._console.quiet:
+            if self._mid_line and not self._console.quiet and (self._mid_line == 1 or self._console.is_terminal):
                 # A rank's progress bar.
                 self._console.file.write("\n")
-                self._mid_line = False
+                self._mid_line = 0
             self._console.print(f"[{time.monotonic() - self._began:7.1f}s] {text}", markup=False)
 
     def pass_on(self, stream: int, data: bytes) -> None:
@@ -73,7 +74,7 @@ class ProgressDisplay:
         with self._lock:
             target.buffer.write(data)
             target.buffer.flush()
-            self._mid_line = not data.endswith(b"\n")
+            self._mid_line = 0 if data.endswith(b"\n") else stream
 
     def refresh(self) -> None:
         """Show the state, if it has changed; call it as often as you like."""

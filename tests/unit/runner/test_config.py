@@ -41,10 +41,27 @@ def test_a_models_folder_that_is_missing_is_not_looked_up_on_the_hub(name: str) 
     assert load_config(None, {}, [("model.name_or_path", "org/model", "--set")]).model.name_or_path == "org/model"
 
 
+def test_a_folder_that_is_missing_in_one_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both were looked for on the Hub, for a minute."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("models", "data"):
+        Path(folder).mkdir()
+    given = {"model.name_or_path": "org/model", "data.path": "org/data"}
+    load_config(None, {}, [(key, name, "--set") for key, name in given.items()])
+    for wrong, folder in (("model.name_or_path", "models/llama"), ("data.path", "data/train")):
+        settings = [(key, name, "--set") for key, name in {**given, wrong: folder}.items()]
+        with pytest.raises(UsageError, match=rf"{wrong}='{folder}' does not exist"):
+            load_config(None, {}, settings)
+        Path(folder).mkdir()
+        load_config(None, {}, settings)
+
+
 def test_an_empty_output_dir_is_refused() -> None:
     """It was the current directory, into which a run wrote its folders."""
     with pytest.raises(UsageError, match="output_dir='' is not allowed"):
         load_config(None, {}, [("output_dir", "", "--output-dir")])
+    with pytest.raises(UsageError, match="output_dir='  ' is not allowed"):
+        load_config(None, {}, [("output_dir", "  ", "--output-dir")])
 
 
 def test_reference_variables() -> None:
