@@ -132,9 +132,24 @@ def _visible(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def _query() -> list[dict[str, str]]:
-    text = _run("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
-    rows = csv.reader(io.StringIO(text), skipinitialspace=True)
-    return [dict(zip(_FIELDS, row, strict=True)) for row in rows if len(row) == len(_FIELDS)]
+    """Each GPU's values by field; empty for a field that this driver does not know: they come and go with releases.
+
+    Raises:
+        CalledProcessError: the driver does not answer.
+    """
+    known = list(_FIELDS)
+    while True:
+        try:
+            text = _run("nvidia-smi", f"--query-gpu={','.join(known)}", "--format=csv,noheader,nounits")
+        except subprocess.CalledProcessError as error:
+            unknown = re.search(r'Field "([^"]+)" is not a valid field', f"{error.stdout}{error.stderr}")
+            if unknown is None or unknown[1] not in known:
+                raise
+            known.remove(unknown[1])
+            continue
+        rows = csv.reader(io.StringIO(text), skipinitialspace=True)
+        none = dict.fromkeys(_FIELDS, "")
+        return [{**none, **dict(zip(known, row, strict=True))} for row in rows if len(row) == len(known)]
 
 
 def _run(*command: str) -> str:

@@ -23,6 +23,9 @@ _RANK_OWN_BYTES = 40_000_000
 # Layers' worth of activations beyond those that are kept: gradients of the layer that is on its way back, what the
 # forward pass holds for a moment, and on a CPU the allocator's gaps (measured there: docs/plan.md).
 _PASSING_LAYERS_GPU, _PASSING_LAYERS_CPU = 1, 3
+# TRL's loss takes so many tokens and words of the vocabulary at a time; on a CPU with so many copies in fp32 beside it
+# (fitted: docs/plan.md).
+_TILE_TOKENS, _TILE_WORDS, _TILE_COPIES_CPU = 4096, 32_768, 3
 # SFTConfig's own defaults.
 _MICRO_BATCH = 8
 _MAX_LENGTH = 1024
@@ -190,8 +193,14 @@ def _activations(model: Anatomy, job: Job) -> int:
 
 
 def _logits(model: Anatomy, job: Job) -> int:
-    """The output, the same in fp32, its log-softmax and its gradient."""
-    return job.micro_batch * job.length * model.vocab * (job.compute_bytes + 3 * 4)
+    """What TRL's loss holds: a tile of the output at a time, and its gradients, which are added up in fp32.
+
+    On a GPU a kernel computes the tile's gradient in place (`ChunkedLogProbFunction` of trl 1.16).
+    """
+    tokens = job.micro_batch * job.length
+    tile = min(tokens, _TILE_TOKENS) * min(model.vocab, _TILE_WORDS)
+    sums = 4 * tokens * model.hidden + (4 * model.vocab * model.hidden if job.method == "full" else 0)
+    return tile * (job.compute_bytes + (0 if job.on_gpu else _TILE_COPIES_CPU * 4)) + sums
 
 
 def _optimizer_bytes(name: str, element_bytes: int) -> int:

@@ -130,8 +130,14 @@ def flops_per_token(model: Any, length: int) -> float:
     arXiv 2204.02311, appendix B). What a frozen base saves in the backward is not taken off."""
     # Of one that sees images, too.
     config = model.config.get_text_config()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = sum(map(_num_elements, model.parameters()))
     return float(6 * parameters + 12 * config.num_hidden_layers * config.hidden_size * length)
+
+
+def _num_elements(parameter: Any) -> int:
+    # bitsandbytes packs two weights of 4 bits into a byte, and knows what shape they had.
+    packed = getattr(parameter, "quant_state", None)
+    return math.prod(packed.shape) if packed is not None else int(parameter.numel())
 
 
 def _peak_flops() -> float | None:

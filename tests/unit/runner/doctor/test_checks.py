@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -133,6 +134,29 @@ def test_gpus_as_the_driver_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not find_gpus()
     (broken,) = check_devices(2)
     assert broken.level is Level.FAIL and "version mismatch" in broken.text
+
+
+# It knows the older name of what slows a clock down only by another one, as drivers from 535 on do.
+NEWER_TOOL = """#!{python}
+import sys
+NAMES = "index uuid name driver_version memory.total memory.used"
+KNOWN = dict(zip(NAMES.split(), "0 GPU-a L4 580.65 23034 1".split()))
+fields = sys.argv[1].partition("=")[2].split(",")
+for field in fields:
+    if field not in KNOWN:
+        print(f'Field "{{field}}" is not a valid field to query.\\n')
+        sys.exit(2)
+print(", ".join(KNOWN[field] for field in fields))
+"""
+
+
+def test_a_field_that_a_driver_does_not_know_hides_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(NEWER_TOOL.format(python=sys.executable))
+    tool.chmod(0o755)
+    assert [gpu.memory_bytes for gpu in find_gpus()] == [23034 * 2**20]
+    assert [one.level for one in check_devices(1)] == [Level.OK]
 
 
 def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:

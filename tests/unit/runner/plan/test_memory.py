@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from runner.config import Config
+from runner.config import Config, load_config
 from runner.plan.advice import choose, options
 from runner.plan.anatomy import Anatomy
 from runner.plan.memory import Job, estimate
@@ -18,6 +19,7 @@ MODEL = Anatomy(
     base_bytes=500_000_000,
 )  # fmt: skip
 P = MODEL.parameters
+CONFIG = Path(__file__).parents[4] / "deploy" / "configs" / "smollm3-3b.yaml"
 
 
 def job(loaded: bool = True, ranks: int = 8, **trainer: Any) -> Job:
@@ -58,6 +60,19 @@ def test_adapters() -> None:
 )
 def test_optimizers(optim: str, bytes_each: int) -> None:
     assert estimate(MODEL, job(optim=optim)).optimizer == bytes_each * P
+
+
+def test_the_reference_job_fits_the_card_that_it_was_run_on() -> None:
+    """SmolLM3-3B, batch 28 on L40S cards of 48 GB: 42 GB were reported. The whole output alone would take 51 GB."""
+    smollm3 = Anatomy(
+        parameters=3_075_098_624, tensors=326, linear=2_812_280_832, largest_layer=78_123_008, layers=36, hidden=2048,
+        intermediate=11008, heads=16, kv_heads=4, vocab=128_256, adapter=30_000_000, adapter_tensors=504,
+        base_bytes=500_000_000,
+    )  # fmt: skip
+    config = load_config(str(CONFIG), {}, [])
+    need = estimate(smollm3, Job.of(config, 2, 1, on_gpu=True))
+    assert need.peak_bytes == pytest.approx(42e9, rel=0.15) and need.peak_bytes < 48e9
+    assert need.logits < 2e9
 
 
 def test_no_length_is_the_default_one() -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
 from checkpointing import device
@@ -27,6 +28,11 @@ def test_operations_of_a_token() -> None:
     model = SmolLM3ForCausalLM(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     assert callbacks.flops_per_token(model, 96) == 6 * parameters + 12 * 2 * 32 * 96
+    # Packed as bitsandbytes does it, two weights in a byte.
+    weight: Any = model.lm_head.weight
+    packed: Any = torch.nn.Parameter(torch.zeros(weight.numel() // 2, 1, dtype=torch.uint8), requires_grad=False)
+    packed.quant_state = SimpleNamespace(shape=weight.shape)
+    assert callbacks._num_elements(packed) == weight.numel() == callbacks._num_elements(weight)
 
 
 @pytest.mark.parametrize(
