@@ -84,16 +84,24 @@ class SmallTraining:
     """Its methods are what a script may do."""
 
     def __init__(
-        self, *, overlap: bool | None, foreign: bool = False, on: str = "cpu", device: Device | None = None
+        self,
+        *,
+        overlap: bool | None,
+        foreign: bool = False,
+        on: str = "cpu",
+        device: Device | None = None,
+        capturable: bool = False,
     ) -> None:
         """
         Args:
             on: where the tensors are.
             device: stands for it.
+            capturable: the optimizer's step can be a part of a CUDA graph.
         """
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).to(on)
-        self.optimizer: Any = Foreign(self.model) if foreign else torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        adamw = torch.optim.AdamW(self.model.parameters(), lr=0.1, capturable=capturable)
+        self.optimizer: Any = Foreign(self.model) if foreign else adamw
         self.average, self.arenas, self._on = Average(self.model), Arenas(), on
         self.tracked = Tracked(self.model, self.optimizer, states={"average": self.average})
         client: Any = self.arenas

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import second_device
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,3 +21,27 @@ def test_the_engine_on_a_second_device() -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
     assert " passed" in result.stdout and "skipped" not in result.stdout
+
+
+def proof(*options: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    command = [str(ROOT / "scripts" / "gpu-proof"), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here: scripts/gpu-proof")
+def test_the_proof_says_that_there_is_no_gpu() -> None:
+    done = proof()
+    assert done.returncode == 0 and done.stdout.count("no GPU: skipped") == 5, done.stdout + done.stderr
+    assert proof("--stages", "memory,nothing").returncode == 2
+
+
+@pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler or no ninja here")
+def test_the_stages_of_the_proof_on_a_second_device(tmp_path: Path) -> None:
+    done = proof("--on", "sim:0", "--quick", "--json", str(tmp_path / "a.json"), "--report", str(tmp_path / "a.md"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    stages = {stage["stage"]: stage for stage in json.loads((tmp_path / "a.json").read_text())["stages"]}
+    assert all(stages["order"]["verdicts"].values()) and len(stages["order"]["verdicts"]) == 7
+    assert stages["engine"]["verdicts"] == {"trains and snapshots": True}
+    assert "needs a GPU" in stages["memory"]["skipped"]
+    assert "not torn by buffers | yes" in (tmp_path / "a.md").read_text()

@@ -1,0 +1,162 @@
+"""The GPU paths on a real GPU: each stage in a process of its own, with a budget, the most telling first.
+
+    scripts/gpu-proof [--stages memory,order,fork,engine,recovery] [--on cuda:0] [--json FILE] [--report FILE]
+
+Prints each stage's figures and verdicts, and ends with 1 if a verdict is bad. Without a GPU every stage says so, and it
+ends with 0. `--on sim:0` takes the tests' second device (`tests/second_device`), on which the logic of some stages is
+tested on any machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, machine
+
+STAGES = Path(__file__).with_name("gpu_stages.py")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What is run in a process of its own.
+
+    Attributes:
+        budget_s: after which it is ended.
+        shows: for the report.
+        on_any: also on a device that is no GPU.
+    """
+
+    name: str
+    budget_s: float
+    shows: str
+    on_any: bool = False
+
+
+ALL = [
+    Stage("memory", 180, "what pinning costs, and what it brings"),
+    Stage("order", 300, "no snapshot is torn, whatever is enqueued after it", on_any=True),
+    Stage("fork", 180, "preloading starts no CUDA in the process that ranks are forked from"),
+    Stage("engine", 600, "what a snapshot costs a step", on_any=True),
+    Stage("recovery", 600, "from a kill to the next step, and the same bits at the end"),
+]
+
+
+@dataclass
+class Result:
+    """Of one stage. `verdicts`: what was to be shown, and whether it was."""
+
+    stage: str
+    skipped: str = ""
+    seconds: float = 0.0
+    figures: dict[str, Any] = field(default_factory=dict)
+    verdicts: dict[str, bool] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        return not self.error and all(self.verdicts.values())
+
+
+def run_stage(stage: Stage, on: str, quick: bool) -> Result:
+    """Run it to its end, or to the end of its budget."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="gpu-proof-") as folder:
+        answer = Path(folder, "answer.json")
+        command = [sys.executable, str(STAGES), stage.name, on, str(answer), *(["--quick"] if quick else [])]
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "TMPDIR": folder}
+        try:
+            done = subprocess.run(command, env=environment, timeout=stage.budget_s, capture_output=True, text=True)
+            error = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        except subprocess.TimeoutExpired:
+            error = f"not done within {stage.budget_s:.0f} s"
+        found: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {}
+    seconds = round(time.monotonic() - began, 1)
+    return Result(stage.name, "", seconds, found.get("figures", {}), found.get("verdicts", {}), error)
+
+
+def device_in_words(on: str) -> str | None:
+    """The device, driver and versions; None where there is no GPU."""
+    code = (
+        "import torch; assert torch.cuda.is_available(); "
+        "print(torch.cuda.get_device_name(), torch.__version__, torch.version.cuda or torch.version.hip, sep=', ')"
+    )
+    if not on.startswith("cuda"):
+        return f"{on}: no GPU, figures say nothing about one"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def report(results: list[Result], device: str) -> str:
+    """The page `docs/gpu-proof.md`."""
+    today = datetime.date.today().isoformat()
+    lines = [
+        "# GPU paths on a GPU",
+        "",
+        f"`scripts/gpu-proof`, {today}, on {device}; {machine()}; Python {sys.version.split()[0]}.",
+        "",
+    ]
+    for stage in ALL:
+        result = next((one for one in results if one.stage == stage.name), None)
+        if result is None:
+            continue
+        lines += [f"## {stage.name}: {stage.shows}", ""]
+        if result.skipped or result.error:
+            lines += [result.skipped or f"**failed**: {result.error}", ""]
+        if result.verdicts or result.figures:
+            lines += ["| | |", "|---|---|"]
+            lines += [f"| {name} | {'yes' if good else '**no**'} |" for name, good in result.verdicts.items()]
+            lines += [f"| {name} | {value} |" for name, value in result.figures.items()]
+            lines += [""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", default=",".join(stage.name for stage in ALL), help="which, by comma")
+    parser.add_argument("--on", default="cuda:0", help="the device (default: cuda:0)")
+    parser.add_argument("--quick", action="store_true", help="small models and few steps")
+    parser.add_argument("--json", type=Path, help="write figures and verdicts there")
+    parser.add_argument("--report", type=Path, help="write the page there, e.g. docs/gpu-proof.md")
+    options = parser.parse_args()
+    wanted = options.stages.split(",")
+    unknown = set(wanted) - {stage.name for stage in ALL}
+    if unknown:
+        parser.error(f"there is no stage {', '.join(sorted(unknown))}; choose from {', '.join(s.name for s in ALL)}")
+    device = device_in_words(options.on)
+    results = []
+    for stage in ALL:
+        if stage.name not in wanted:
+            continue
+        if device is None:
+            result = Result(stage.name, skipped="no GPU: skipped")
+        elif not options.on.startswith("cuda") and not stage.on_any:
+            result = Result(stage.name, skipped=f"skipped: needs a GPU, not {options.on}")
+        else:
+            result = run_stage(stage, options.on, options.quick)
+        results.append(result)
+        verdict = result.skipped or ("good" if result.is_good else f"BAD {result.error}".strip())
+        print(f"{stage.name:9} {verdict} ({result.seconds:.0f} s)", flush=True)
+        for name, good in result.verdicts.items():
+            print(f"    {'yes' if good else 'NO '} {name}")
+        for name, value in result.figures.items():
+            print(f"    {name}: {value}")
+    if options.json is not None:
+        document = {"device": device, "machine": machine(), "stages": [asdict(result) for result in results]}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    if options.report is not None and device is not None:
+        options.report.write_text(report(results, device))
+    return 0 if all(result.is_good for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

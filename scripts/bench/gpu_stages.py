@@ -1,0 +1,413 @@
+"""The stages of `gpu_proof.py`, each in a process of its own: gpu_stages.py STAGE DEVICE ANSWER_FILE [--quick]."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+import mmap
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from small_training import SmallTraining
+
+from checkpointing import CheckpointManager, staging
+from checkpointing import device as devices
+from checkpointing.arena import populate_pages
+from runner.journal import read_journal
+
+ROOT = Path(__file__).resolve().parents[2]
+Figures = dict[str, Any]
+Verdicts = dict[str, bool]
+
+_GB = 1e9
+_SLEEP_CYCLES = 400_000_000  # some 0.2 s of a GPU's clock
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    torch.accelerator.synchronize()
+    began = time.perf_counter()
+    work()
+    torch.accelerator.synchronize()
+    return time.perf_counter() - began
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def memory(on: str, quick: bool) -> tuple[Figures, Verdicts]:
+    """Registering host memory, and copies into it."""
+    figures: Figures = {}
+    torch.zeros(1, device=on)
+    for size in (1, 2) if quick else (1, 8, 32):
+        nbytes = size << 30
+        if nbytes > 0.5 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+            figures[f"register {size} GiB"] = "not enough memory"
+            continue
+        with _mapped(nbytes) as address:
+            whole = _seconds(functools.partial(devices.register, address, nbytes))
+            devices.unregister(address)
+        with _mapped(nbytes) as address:
+            touch = _seconds(functools.partial(populate_pages, address, nbytes, shared=True))
+            chunks = range(0, nbytes, devices.CHUNK_BYTES)
+            register = functools.partial(devices.register, nbytes=devices.CHUNK_BYTES)
+            each = [_seconds(functools.partial(register, address + chunk)) for chunk in chunks]
+            for chunk in chunks:
+                devices.unregister(address + chunk)
+        figures[f"register {size} GiB, s"] = (
+            f"whole {whole:.3f}; after {touch:.3f} of pre-faulting, "
+            f"in chunks {sum(each):.3f}, the longest {max(each):.4f}"
+        )
+    nbytes = 256 << 20 if quick else 1 << 30
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=on)
+    pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    with _mapped(nbytes) as address:
+        populate_pages(address, nbytes, shared=True)
+        target = torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+        pageable = _rate(lambda: target.copy_(source, non_blocking=True), nbytes)
+        registered_ok = devices.register(address, nbytes)
+        registered = _rate(lambda: target.copy_(source, non_blocking=True), nbytes)
+        devices.unregister(address)
+    ceiling = _rate(lambda: pinned.copy_(source, non_blocking=True), nbytes)
+    figures["copies to the host, GB/s"] = (
+        f"torch's pinned memory {ceiling:.1f}, registered {registered:.1f}, pageable {pageable:.1f}"
+    )
+    # Memory that is not mapped cannot be registered; the kernel after it must not hear of that.
+    refused = not devices.register(1 << 46, 4096)
+    after = float((torch.ones(1000, device=on) * 2).sum())
+    verdicts = {
+        "the driver registers memory of ours": registered_ok,
+        "registered memory is as fast as torch's own (within 10 %)": registered >= 0.9 * ceiling,
+        "a refused registration leaves no error behind": refused and after == 2000.0,
+    }
+    return figures, verdicts
+
+
+@contextlib.contextmanager
+def _mapped(nbytes: int) -> Iterator[int]:
+    memory = mmap.mmap(-1, nbytes)
+    anchor = ctypes.c_char.from_buffer(memory)
+    try:
+        yield ctypes.addressof(anchor)
+    finally:
+        del anchor
+        with contextlib.suppress(BufferError):
+            memory.close()
+
+
+def _rate(copy: Callable[[], object], nbytes: int) -> float:
+    _seconds(copy)
+    return nbytes / _GB / statistics.median(_seconds(copy) for _ in range(5))
+
+
+# -- order -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _slow_copies(on: str) -> Iterator[None]:
+    """Copies of snapshots run long after they were enqueued."""
+    if not on.startswith("cuda"):
+        module = torch.get_device_module(on.partition(":")[0])
+        module.set_delay_us(3_000)
+        yield
+        module.set_delay_us(0)
+        return
+    beside = devices.Accelerator.beside
+
+    @contextlib.contextmanager
+    def slow(self: devices.Accelerator, mark: Any) -> Iterator[None]:
+        with beside(self, mark):
+            sleep: Any = torch.cuda._sleep
+            sleep(_SLEEP_CYCLES)
+            yield
+
+    devices.Accelerator.beside = slow  # type: ignore[method-assign]
+    yield
+    devices.Accelerator.beside = beside  # type: ignore[method-assign]
+
+
+def _is_torn(change: str, on: str, **options: Any) -> bool:
+    job = SmallTraining(on=on, **options)
+    replay = _graph_of(job) if change == "replay" else None
+    job.snapshot()
+    if replay is not None:
+        replay()
+        job.snapshotter.end_of_step()
+    else:
+        getattr(job, change)()
+    job.close()
+    return bool(job.torn())
+
+
+def _graph_of(job: SmallTraining) -> Callable[[], None]:
+    """An optimizer's step as a CUDA graph."""
+    make_stream: Any = torch.cuda.Stream
+    stream = make_stream()
+    with torch.cuda.stream(stream):
+        job.optimizer.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        job.optimizer.step()
+    job.optimizer_step()
+    return graph.replay
+
+
+def order(on: str, quick: bool) -> tuple[Figures, Verdicts]:
+    """A slow copy, and at once whatever may change the state."""
+    times = 2 if quick else 5
+    cases: dict[str, tuple[str, dict[str, Any]]] = {
+        "an optimizer's step, beside the copy": ("optimizer_step", {"overlap": True}),
+        "an optimizer's step, after a blocking snapshot": ("optimizer_step", {"overlap": False}),
+        "a moving average": ("update_average", {"overlap": True}),
+        "buffers": ("forward_in_training", {"overlap": True}),
+        "a direct write, which drops the snapshot": ("write_directly", {"overlap": True}),
+        "an optimizer that is not torch's": ("optimizer_step", {"overlap": None, "foreign": True}),
+    }
+    if on.startswith("cuda"):
+        cases["the replay of a CUDA graph"] = ("replay", {"overlap": True, "capturable": True})
+    verdicts: Verdicts = {}
+    with _slow_copies(on):
+        for name, (change, options) in cases.items():
+            verdicts[f"not torn by {name}"] = not any(_is_torn(change, on, **options) for _ in range(times))
+        hold, staging.Copy.hold = staging.Copy.hold, lambda copy: copy.enqueued.wait()  # type: ignore[assignment,method-assign]
+        control = _is_torn("optimizer_step", on, overlap=False)
+        staging.Copy.hold = hold  # type: ignore[method-assign]
+    verdicts["control: without the wait it is torn"] = control
+    return {"snapshots of each kind": times}, verdicts
+
+
+# -- fork ------------------------------------------------------------------------------------------------------------
+
+_FORK = """
+import os, sys
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+import torch
+import runner.training.preload
+started = torch.cuda.is_initialized()
+pid = os.fork()
+if pid == 0:
+    try:
+        ok = float(torch.ones(10, device="cuda").sum()) == 10.0
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        ok = False
+    os._exit(0 if ok else 1)
+print(int(started), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def fork(on: str, quick: bool) -> tuple[Figures, Verdicts]:
+    """What the fork server loads, and a rank that is forked from it."""
+    done = subprocess.run([sys.executable, "-c", _FORK], capture_output=True, text=True, timeout=150)
+    started, status = (done.stdout.split() or ["1", "1"])[-2:]
+    installed = [
+        name for name in ("flash_attn", "triton", "kernels", "liger_kernel", "torchao", "bitsandbytes") if _has(name)
+    ]
+    verdicts = {"preloading starts no CUDA": started == "0", "a forked rank can use CUDA": status == "0"}
+    return {"installed": ", ".join(installed) or "none of the GPU libraries"}, verdicts
+
+
+def _has(name: str) -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec(name) is not None
+
+
+# -- engine ----------------------------------------------------------------------------------------------------------
+
+
+def _model(on: str, parameters: float) -> torch.nn.Module:
+    """Linear layers of SmolLM3-3B's shape, as many as make so many parameters."""
+    width, inner = (2048, 11008) if parameters > 1e8 else (256, 1024)
+    blocks = max(round(parameters / (2 * width * inner)), 1)
+    torch.manual_seed(0)
+    layers: list[torch.nn.Module] = []
+    for _ in range(blocks):
+        into, out = torch.nn.Linear(width, inner, bias=False), torch.nn.Linear(inner, width, bias=False)
+        layers += [into, torch.nn.SiLU(), out]
+    dtype = torch.bfloat16 if on.startswith("cuda") else torch.float32
+    model = torch.nn.Sequential(*layers)
+    return model.to(device=on, dtype=dtype)
+
+
+def _steps(on: str, parameters: float, num_steps: int, tokens: int, every: int | None) -> dict[str, float]:
+    """Train; with a snapshot every so many steps. Times are seconds."""
+    model = _model(on, parameters)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True if on.startswith("cuda") else None)
+    width = next(model.parameters()).shape[1]
+    data = torch.randn(tokens, width, device=on, dtype=next(model.parameters()).dtype)
+    times: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        manager = CheckpointManager(
+            folder, model=model, optimizer=optimizer, snapshot_steps=every or 10**9, save_steps=None
+        )
+        manager.resume()
+        for step in range(1, num_steps + 1):
+            began = time.perf_counter()
+            model(data).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            manager.step(step)
+            torch.accelerator.synchronize()
+            times.append(time.perf_counter() - began)
+        # Behind the first snapshots, whose memory is reserved and pinned meanwhile.
+        settled = times[num_steps // 3 :]
+        copies = list(manager._snapshotter.costs._copies)
+        nbytes = manager._tracked.expected_bytes()
+        stall_s, price = manager.stall_s, manager._snapshotter.costs.snapshot_s
+        manager.close()
+    return {
+        "p50": statistics.median(settled),
+        "p99": sorted(settled)[int(0.99 * (len(settled) - 1))],
+        "mean": statistics.fmean(settled),
+        "stall": stall_s / max(num_steps // every, 1) if every else 0.0,
+        "rate": nbytes / _GB / statistics.median(copies) if copies else 0.0,
+        "price": price or 0.0,
+        "gigabytes": nbytes / _GB,
+    }
+
+
+def engine(on: str, quick: bool) -> tuple[Figures, Verdicts]:
+    """Steps with a snapshot every tenth, against steps without."""
+    on_gpu = on.startswith("cuda")
+    parameters, num_steps, tokens = (3e9, 60, 8192) if on_gpu and not quick else (1e6, 24, 64)
+    if on_gpu:
+        free, _ = torch.cuda.mem_get_info()
+        parameters = min(parameters, 0.7 * free / 8)
+    plain = _steps(on, parameters, num_steps, tokens, None)
+    ours = _steps(on, parameters, num_steps, tokens, 10 if on_gpu else 4)
+    share = ours["mean"] / plain["mean"] - 1
+    figures: Figures = {
+        "state": f"{ours['gigabytes']:.2f} GB, {parameters / 1e9:.2f} billion parameters",
+        "step without snapshots, s": f"p50 {plain['p50']:.4f}, p99 {plain['p99']:.4f}",
+        "step with one every tenth, s": f"p50 {ours['p50']:.4f}, p99 {ours['p99']:.4f}",
+        "training is slower by": f"{100 * share:.2f} %",
+        "host waits per snapshot, s": f"{ours['stall']:.4f}",
+        "copy to the host, GB/s": f"{ours['rate']:.1f}",
+        "price that `auto` learns, s": f"{ours['price']:.4f}",
+    }
+    if not on_gpu:
+        return figures, {"trains and snapshots": ours["p50"] > 0}
+    nbytes = 1 << 30
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=on)
+    pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    ceiling = _rate(lambda: pinned.copy_(source, non_blocking=True), nbytes)
+    figures["pinned ceiling, GB/s"] = f"{ceiling:.1f}"
+    verdicts = {
+        "training is slower by 1 % at most": share <= 0.01,
+        "copies reach 80 % of the pinned ceiling": ours["rate"] >= 0.8 * ceiling,
+    }
+    return figures, verdicts
+
+
+# -- recovery --------------------------------------------------------------------------------------------------------
+
+_JOB = """
+import hashlib, os, sys, time
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+import torch
+torch.use_deterministic_algorithms(True)
+sys.path.insert(0, {bench!r})
+from gpu_stages import _model
+from checkpointing import CheckpointManager
+model = _model("cuda:0", {parameters})
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+manager = CheckpointManager("unused", model=model, optimizer=optimizer, snapshot_steps=5, save_steps=40)
+start = manager.resume(total_steps={steps})
+for step in range(start + 1, {steps} + 1):
+    torch.manual_seed(step)
+    data = torch.randn(2048, next(model.parameters()).shape[1], device="cuda:0", dtype=torch.bfloat16)
+    loss = model(data).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    manager.step(step, metrics={{"loss": loss.item()}})
+manager.close()
+digest = hashlib.sha256()
+for parameter in model.parameters():
+    digest.update(parameter.detach().cpu().view(torch.uint8).numpy().tobytes())
+open({answer!r}, "w").write(digest.hexdigest())
+"""
+
+
+def recovery(on: str, quick: bool) -> tuple[Figures, Verdicts]:
+    """`runner start`, SIGKILL to the rank in mid-training, five times."""
+    free, _ = torch.cuda.mem_get_info()
+    torch.cuda.empty_cache()
+    parameters = min(1e7 if quick else 3e9, 0.7 * free / 8)
+    steps, kills = (60, 2) if quick else (200, 5)
+    with tempfile.TemporaryDirectory() as folder:
+        peaceful, _ = _supervised(Path(folder, "plain"), parameters, steps, 0)
+        killed, times = _supervised(Path(folder, "killed"), parameters, steps, kills)
+    figures = {f"recovery {number}, s": text for number, (_, text) in enumerate(times, 1)}
+    median = statistics.median(total for total, _ in times) if times else float("inf")
+    figures["from death to the next step, median s"] = f"{median:.2f}"
+    verdicts = {
+        "the same bits as the run that nobody touched": bool(peaceful) and peaceful == killed,
+        "recovery takes 6 s at most": median <= 6.0,
+        "every kill was survived": len(times) == kills,
+    }
+    return figures, verdicts
+
+
+def _supervised(folder: Path, parameters: float, steps: int, kills: int) -> tuple[str, list[tuple[float, str]]]:
+    """The digest of the final weights; and for each kill what recovery took, whole and in words."""
+    folder.mkdir()
+    script, answer, run = folder / "job.py", folder / "digest", folder / "run"
+    bench = str(Path(__file__).parent)
+    script.write_text(_JOB.format(bench=bench, parameters=parameters, steps=steps, answer=str(answer)))
+    command = [sys.executable, "-m", "runner", "start", "--nproc-per-node", "1", "--output-dir", str(run), str(script)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
+    journal, struck = run / "journal.jsonl", 0
+    while process.poll() is None:
+        time.sleep(0.2)
+        events = read_journal(journal)
+        begun = [event for event in events if event["event"] == "training_started"]
+        snapshots = [event for event in events if event["event"] == "snapshot" and event["attempt"] == struck + 1]
+        if struck < kills and len(begun) > struck and len(snapshots) >= 2:
+            pid = [event["pid"] for event in events if event["event"] == "rank_started"][-1]
+            os.kill(pid, signal.SIGKILL)
+            struck += 1
+    times = []
+    events = read_journal(journal)
+    for attempt in range(1, struck + 1):
+        end = next(e for e in events if e["event"] == "attempt_ended" and e["attempt"] == attempt)
+        after = {e["event"]: e for e in reversed(events) if e["attempt"] == attempt + 1}
+        first = after.get("snapshot", after.get("log"))
+        if first is None or "rank_started" not in after:
+            continue
+        died = end["failed_at"]
+        parts = {
+            "rank there": after["rank_started"]["time"] - died,
+            "state read": after.get("restored", {}).get("seconds", 0.0),
+            "training begins": after["training_started"]["time"] - died,
+        }
+        total = parts["training begins"]
+        times.append((total, "; ".join(f"{name} {value:.2f}" for name, value in parts.items())))
+    return (answer.read_text() if answer.exists() else ""), times
+
+
+def main() -> None:
+    name, on, answer = sys.argv[1:4]
+    if on.startswith("sim"):
+        import second_device
+
+        second_device.load()
+    stage: Callable[[str, bool], tuple[Figures, Verdicts]] = globals()[name]
+    figures, verdicts = stage(on, "--quick" in sys.argv)
+    Path(answer).write_text(json.dumps({"figures": figures, "verdicts": verdicts}))
+
+
+if __name__ == "__main__":
+    main()
