@@ -98,5 +98,6 @@ def test_ranks_that_cannot_share_a_step_are_told(tmp_path: Path) -> None:
     run.signal(signal.SIGTERM)
     assert run.finish() == 75, run.output
     three = Run(tmp_path / "run", "--nproc-per-node", "3", script=script).start()
-    assert three.finish() == 78, three.output
-    assert "was trained with 8 samples per step" in three.output and "Traceback" not in three.output
+    assert three.finish() == 2, three.output
+    assert "a step of this run has 8 samples, which 3 ranks cannot share equally; start 1, 2, 4, 8" in three.output
+    assert len(three.output.splitlines()) == 1 and len(three.events("attempt_started")) == 1
