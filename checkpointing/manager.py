@@ -223,6 +223,7 @@ class CheckpointManager:
         # Positions in the loaders that `batches` was given, in that order; and those of the checkpoint.
         self._cursors: list[LoaderCursor] = []
         self._restored_positions: list[Any] = []
+        self._restored_ranks = self.world_size
         # The last step that `step` was told of.
         self._ended_step = self._ended_samples = 0
         self._ended_metrics: Mapping[str, float] | None = None
@@ -382,7 +383,7 @@ class CheckpointManager:
             self.restore_model(point)
             self.restore_optimizer(point)
             self.restore_rng(point)
-            self._restored_positions = self.positions_in(point)
+            self._restored_positions, self._restored_ranks = self.positions_in(point), point.world_size
             point.close()
         step = point.step if point is not None else 0
         self.begin(step, total_steps)
@@ -421,6 +422,8 @@ class CheckpointManager:
             CheckpointError: it is another kind of loader; or, while iterating, the resumed order is another one.
         """
         cursor = LoaderCursor(loader, seed=torch.initial_seed(), rank=self.rank)
+        if self._restored_ranks != self.world_size:
+            cursor.other_ranks = (self._restored_ranks, self.world_size)
         number = len(self._cursors)
         self._cursors.append(cursor)
         positions = self._restored_positions

@@ -333,6 +333,7 @@ class LoaderCursor:
         consumed: batches of this epoch that training has used.
         is_left_out: of the resumed epoch no batch is drawn.
         interleaves: the sampler was seen to draw from the host's generators in the middle of an epoch.
+        other_ranks: how many there were when the checkpoint was made, and are now, where these differ; for messages.
     """
 
     def __init__(self, loader: Any, *, seed: int, rank: int, made_for: Layout | None = None, now: Layout | None = None):
@@ -355,6 +356,7 @@ class LoaderCursor:
         self._base, self._seed, self._rank = base, seed, rank
         self.is_stream = isinstance(base.dataset, IterableDataset)
         self.epoch, self.consumed, self.interleaves, self.is_left_out = 0, 0, False, False
+        self.other_ranks: tuple[int, int] | None = None
         self._over = self._is_awaited = False
         self._start: dict[str, Any] = {}
         self._resume_from: dict[str, Any] | None = None
@@ -546,6 +548,12 @@ class LoaderCursor:
         if os.environ.get(ALLOW_CHANGES_ENV) == "1":
             logger.warning("%s gives other samples than before the change", self.name)
             return
+        if self.other_ranks is not None:
+            then, now = self.other_ranks
+            raise CheckpointError(
+                f"{self.name} gives other samples than before: it divides them by the number of ranks, which was "
+                f"{then} and is {now}. Start {then} ranks, or train in another output_dir"
+            )
         raise CheckpointError(
             f"{self.name} gives other samples than before: the first {state['consumed']} batches of epoch "
             f"{state['epoch']} differ from those that the checkpoint recorded. The data set, the seed or the sampler "

@@ -17,6 +17,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -250,6 +251,18 @@ def test_an_order_that_has_changed_is_refused_by_name() -> None:
         CheckpointError, match=r"Shuffled gives other samples than before: the first 4 batches of epoch 0"
     ):
         train(loader(sampler, 0), saved, 12, 4)
+
+
+def test_an_order_that_is_divided_by_ranks_names_them() -> None:
+    rows: Any = range(17)
+    *_, saved, _ = train(loader(DistributedSampler(rows, 2, 0), 0), None, 12, 4)
+    again = loader(DistributedSampler(rows, 3, 0), 0)
+    cursor = LoaderCursor(again, seed=9, rank=0)
+    cursor.other_ranks = (2, 3)
+    epoch, _ = cursor.resume(saved[0])
+    cursor.set_epoch(epoch)
+    with pytest.raises(CheckpointError, match=r"DistributedSampler .* the number of ranks, which was 2 and is 3"):
+        list(cursor.iterate())
 
 
 def test_an_order_that_has_become_shorter_is_refused() -> None:
