@@ -158,6 +158,8 @@ class ResilientMixin(_Base):
         self._cursor = self._stream = self._stream_position = None
         self._stopping, self._due = False, Due()
         self._unchecked = self._own_norm = self._step_loss = self._loss_of_skipped = None
+        # Token ids that all ranks have computed, padding among them, if they had as many as this one.
+        self._num_ids = 0
         self._spikes = SpikeDetector(self._spike_zscore) if self._spike_zscore is not None else None
         self._last_norm = self._last_rate = None
         self._before_evaluation = self._after_evaluation = None
@@ -527,6 +529,9 @@ class ResilientMixin(_Base):
             # Without gradients the optimizer changes nothing.
             skipped: torch.Tensor = self._mean_loss() / self.current_gradient_accumulation_steps
             return skipped
+        ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+        if isinstance(ids, torch.Tensor):
+            self._num_ids += ids.numel() * self.args.world_size
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         if self._spikes is not None:
             self._step_loss = loss if self._step_loss is None else self._step_loss + loss

@@ -14,6 +14,7 @@ from transformers import TrainerState
 
 from checkpointing.errors import InvalidCheckpoint, NonFinite
 from checkpointing.restore import RestorePoint
+from checkpointing.transformers.callback import StepCallback
 from checkpointing.transformers.trainer import ResilientMixin
 from checkpointing.transformers.trainer_state import checked_directory, state_bytes
 
@@ -105,6 +106,23 @@ def test_the_loops_own_state_goes_on() -> None:
 def test_a_loop_state_that_makes_no_sense_is_named(changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidCheckpoint, match=r"checkpoint-20: loop_state_0\.json .* makes no sense"):
         restore_loop(json.dumps({**LOOP, **changes}).encode())
+
+
+def test_tokens_are_counted_where_nobody_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr("checkpointing.transformers.callback.time.monotonic", lambda: now[0])
+    trainer: Any = SimpleNamespace(_num_ids=0)
+    callback = StepCallback(trainer)
+    assert callback._speed({"loss": 1.0}) == {}
+    trainer._num_ids = 1000
+    assert callback._speed({"loss": 1.0}) == {}
+    now[0], trainer._num_ids = 12.0, 4000
+    assert callback._speed({"eval_loss": 1.0}) == {} and callback._speed({"loss": 1.0}) == {"tokens_per_s": 1500.0}
+    # TRL's own count, without padding, goes first.
+    now[0] = 13.0
+    assert callback._speed({"loss": 1.0, "num_tokens": 4100.0}) == {"tokens_per_s": 100.0}
+    now[0], trainer._num_ids = 14.0, 50
+    assert callback._speed({"loss": 1.0}) == {}
 
 
 class Scaler:
