@@ -41,7 +41,7 @@ class Found:
         place: its id, if it has one.
         newest: the newest step that is whole, at any tier.
         is_empty: there is nothing that is or was a checkpoint, at any tier.
-        set_aside: the remembered step was set aside here: its absence is known.
+        set_aside: the remembered step was set aside here, or will be, as it is damaged: the ranks say so.
     """
 
     place: str | None
@@ -85,7 +85,9 @@ def look(tiers: Tiers, step: int | None) -> Found:
     committed = tiers.catalog.committed_steps()
     aside = [name for storage in tiers.nearest_first for name in storage.set_aside_names()]
     is_empty = not aside and not any(storage.steps() for storage in tiers.nearest_first)
-    known = any(re.match(rf"checkpoint-{step}[./]", name) for name in aside)
+    # There, and not whole: the ranks say what is wrong with it.
+    damaged = any(step in storage.steps() for storage in tiers.nearest_first)
+    known = damaged or any(re.match(rf"checkpoint-{step}[./]", name) for name in aside)
     return Found(read_id(tiers.durable), max(committed, default=None), is_empty, known)
 
 

@@ -107,9 +107,19 @@ def test_what_is_at_a_location(tmp_path: Path) -> None:
     place = ensure_id(storage)
     assert look(tiers, 5).is_empty, "its id is no checkpoint"
     (tmp_path / "checkpoint-5").mkdir()
-    assert look(tiers, 5) == Found(place, None, False)
+    assert look(tiers, 5) == Found(place, None, False, set_aside=True)
     kept = storage.set_aside(5)
     assert look(tiers, 5) == Found(place, None, False, set_aside=True)
     assert not look(tiers, 15).set_aside
     shutil.rmtree(kept)
     assert look(tiers, 5).is_empty
+
+
+def test_a_damaged_checkpoint_is_not_a_missing_one(tmp_path: Path) -> None:
+    """It was said to be missing, and then what is wrong with it."""
+    tiers = Tiers(LocalStorage(tmp_path), None)
+    assert not look(tiers, 30).set_aside
+    (tmp_path / "checkpoint-30").mkdir()
+    (tmp_path / "checkpoint-30" / "manifest.json").write_text("{")
+    found = look(tiers, 30)
+    assert found.newest is None and found.set_aside
