@@ -64,9 +64,11 @@ class Pinning:
         """
         Args:
             register, unregister: the driver's; `register` takes address and bytes, and says whether it did.
-            report: told, for each arena, of the bytes registered, the seconds that took, and whether it is all.
+            report: receives, for each arena, the bytes registered, the seconds that took, and whether it is all.
         """
         self._register, self._unregister, self._report = register, unregister, report
+        # Held while the driver works. `want`, which training may wait for, takes only the other one.
+        self._driver = threading.Lock()
         self._lock = threading.Lock()
         # By the arena's address: addresses of its registered ranges.
         self._registered: dict[int, list[int]] = {}
@@ -109,22 +111,25 @@ class Pinning:
             self._thread.join()
 
     def _release(self, address: int) -> None:
-        with self._lock:
-            for begin in self._registered.pop(address, []):
+        with self._driver:
+            with self._lock:
+                begins = self._registered.pop(address, [])
+            for begin in begins:
                 self._unregister(begin)
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             began = time.monotonic()
             nbytes, complete = self._pin(*work)
-            self._num_queued -= 1
+            with self._lock:
+                self._num_queued -= 1
             self._report(nbytes, time.monotonic() - began, complete)
 
     def _pin(self, address: int, ranges: Sequence[Range]) -> tuple[int, bool]:
         nbytes = 0
         for begin, end in ranges:
-            with self._lock:
-                # Not of an arena that went meanwhile.
+            with self._driver:
+                # Not of an arena that was released meanwhile; none is while the driver works.
                 if address not in self._registered:
                     return nbytes, False
                 if not self._register(address + begin, end - begin):

@@ -103,7 +103,7 @@ class Copy:
     def end_step(self) -> None:
         """In the training thread: a step has ended. Whatever has changed the state should have passed the gate."""
         with self._counting:
-            self.is_doubtful = not self.passed_gate and self.changed is None
+            self.is_doubtful |= not self.passed_gate and self.changed is None
 
     def hold_volatile(self) -> None:
         """In the training thread: what may change at any moment may be changed by what is enqueued after this."""

@@ -114,6 +114,15 @@ def test_a_step_without_an_optimizer_drops_what_is_being_copied() -> None:
     assert not job.arenas.staged_steps and "no optimizer stepped" in job.arenas.abandoned[0]
 
 
+def test_a_later_step_does_not_clear_the_doubt() -> None:
+    """Where the helper thread looks only after the next step has ended."""
+    copy = staging.Copy(lambda _: None)
+    copy.end_step()
+    copy.passed_gate = True
+    copy.end_step()
+    assert copy.is_doubtful
+
+
 def test_after_it_training_waits_until_an_optimizer_has_stepped() -> None:
     job = Job(overlap=True, foreign=False)
     job.skipped_step()

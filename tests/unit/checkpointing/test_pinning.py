@@ -42,9 +42,10 @@ class Driver:
 
     def __init__(self, limit: int = 1 << 60) -> None:
         self.registered: dict[int, int] = {}
-        self.may_go, self.limit = threading.Event(), limit
+        self.asked, self.may_go, self.limit = threading.Event(), threading.Event(), limit
 
     def register(self, address: int, nbytes: int) -> bool:
+        self.asked.set()
         self.may_go.wait()
         if sum(self.registered.values()) + nbytes > self.limit:
             return False
@@ -75,7 +76,8 @@ def test_only_the_own_share_is_registered_and_nobody_waits_for_it() -> None:
     arena = memoryview(mmap.mmap(-1, 16 * PAGE_BYTES))
     share = [(3 * PAGE_BYTES + 5, 8 * PAGE_BYTES)]
     assert pins.want(arena, share)
-    # The driver has not answered: the copy is made all the same, and its price is not taken for the usual one.
+    assert driver.asked.wait(10)
+    # The driver does not answer: the copy is made all the same, and its price is not taken for the usual one.
     assert pins.is_busy and pins.want(arena, share)
     driver.may_go.set()
     assert done.wait(10)
