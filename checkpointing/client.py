@@ -150,7 +150,7 @@ class AgentClient:
             fetch: the newest checkpoint is what will be resumed from; where it is not on this machine, the agent may
                 begin to read it.
             stage: which of the run's trainings this is.
-            on_detach: told of every arena that is about to go.
+            on_detach: called with every arena before it is unmapped.
 
         Raises:
             AgentUnavailable: nobody listens, or the agent serves a newer attempt.

@@ -168,54 +168,52 @@ def _cut(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
 def of(tensors: Iterable[torch.Tensor]) -> Device:
     """The device that holds these tensors, as far as any are on one."""
     found = dict.fromkeys(tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta"))
-    return Accelerator(list(found)) if found else Host()
+    return _accelerator(tuple(found)) if found else Host()
 
 
-class Replays:
-    """Somebody who is told before a graph of recorded work runs; see `before_replays`."""
-
-    def __init__(self, callback: Callable[[], None]) -> None:
-        self.callback = callback
-        _TOLD.append(self)
-
-    def close(self) -> None:
-        """Be told no more."""
-        _TOLD.remove(self)
+@functools.cache
+def _accelerator(devices: tuple[torch.device, ...]) -> Accelerator:
+    """One for each set of devices, as it keeps their streams."""
+    return Accelerator(devices)
 
 
-_TOLD: list[Replays] = []
+_replay_hooks: list[Callable[[], None]] = []
 
 
-def before_replays(callback: Callable[[], None]) -> Replays:
-    """Have a function called before any CUDA graph (XPU graph, ...) is replayed in this process.
+def before_replays(callback: Callable[[], None]) -> Callable[[], None]:
+    """Call a function before any CUDA graph (XPU graph, ...) is replayed in this process.
 
     A replay runs no hook of the optimizer that was recorded in it, and changes tensors without counting their versions.
+
+    Returns:
+        A function that removes the callback.
     """
     kinds = (("cuda", "CUDAGraph"), ("xpu", "XPUGraph"), ("accelerator", "Graph"))
     for module, name in kinds:
         graph = getattr(getattr(torch, module, None), name, None)
         if graph is not None and "replay" in vars(graph) and not hasattr(graph.replay, _WRAPPED):
-            graph.replay = _telling(graph.replay)
-    return Replays(callback)
+            graph.replay = _hooked(graph.replay)
+    _replay_hooks.append(callback)
+    return functools.partial(_replay_hooks.remove, callback)
 
 
-def tell_of_replay() -> None:
-    """To be called before a graph is replayed that is of no class that `before_replays` knows."""
-    for one in list(_TOLD):
-        one.callback()
+def announce_replay() -> None:
+    """Call the hooks; for a graph that is of no class that `before_replays` knows."""
+    for callback in list(_replay_hooks):
+        callback()
 
 
 _WRAPPED = "_checkpointing_wrapped"
 
 
-def _telling(replay: Callable[..., Any]) -> Callable[..., Any]:
+def _hooked(replay: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(replay)
-    def tell_and_replay(*args: Any, **kwargs: Any) -> Any:
-        tell_of_replay()
+    def announce_and_replay(*args: Any, **kwargs: Any) -> Any:
+        announce_replay()
         return replay(*args, **kwargs)
 
-    setattr(tell_and_replay, _WRAPPED, True)
-    return tell_and_replay
+    setattr(announce_and_replay, _WRAPPED, True)
+    return announce_and_replay
 
 
 # -- the process's accelerator ---------------------------------------------------------------------------------------
@@ -294,7 +292,7 @@ class Later:
             # Into other memory the copy would wait for the device.
             self._value = torch.empty((), dtype=value.dtype, pin_memory=True)
             self._value.copy_(value.detach().reshape(()), non_blocking=True)
-            self._mark = Accelerator([value.device]).mark()
+            self._mark = _accelerator((value.device,)).mark()
 
     @property
     def is_at_hand(self) -> bool:

@@ -250,7 +250,7 @@ class Snapshotter:
         num_foreign = len(images)
         images.append(safetensors_image(state.weights_name, state.model, differing))
         images.append(self._layout(OPTIMIZER_NAME).image(state.optimizer))
-        everyone = self._gather(pending, own, snapshot.layout_digest(images))
+        everyone = self._gather(pending, own, images)
         small = {**static_files, **state.small, **_made(request.shared_files), **everyone}
         if ranks.local_rank == 0:
             images += [blob_image(name, data) for name, data in small.items()]
@@ -323,7 +323,7 @@ class Snapshotter:
     def _layout(self, name: str) -> TorchFileLayout:
         return self._layouts.setdefault(name, TorchFileLayout(name))
 
-    def _gather(self, pending: _Pending, own: dict[str, bytes], layouts: dict[str, str]) -> dict[str, bytes]:
+    def _gather(self, pending: _Pending, own: dict[str, bytes], images: Sequence[FileImage]) -> dict[str, bytes]:
         """All ranks' own files.
 
         Raises:
@@ -331,6 +331,7 @@ class Snapshotter:
         """
         if self._ranks.group is None:
             return own
+        layouts = snapshot.layout_digest(images)
         everyone: list[Any] = [None] * self._ranks.world_size
         dist.all_gather_object(everyone, (own, layouts), group=self._ranks.group)
         for name in layouts:
@@ -338,7 +339,7 @@ class Snapshotter:
             if who is not None:
                 raise ReplicasDrifted(
                     f"step {pending.request.step}: {who} in the shapes or names of what {name} holds. No checkpoint is "
-                    "made of this state; go on from the one before. Look for code that gives the ranks different "
+                    "made of this state; resume from the one before. Look for code that gives the ranks different "
                     "optimizer options, parameters or further states."
                 )
         return {name: data for files, _ in everyone for name, data in files.items()}

@@ -128,7 +128,7 @@ class Stager:
         self._work: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._hook: Any = register_optimizer_step_pre_hook(self._before_step)
-        self._replays = devices.before_replays(self._before_replay)
+        self._remove_replay_hook = devices.before_replays(self._before_change)
 
     def submit(self, work: Callable[[Copy], None], device: Device | None = None) -> Copy:
         """Start copying; the one before must be settled."""
@@ -162,11 +162,9 @@ class Stager:
         self._on_gate()
         self._before_change()
 
-    def _before_replay(self) -> None:
-        """A graph may hold an optimizer's step as well as a forward pass, which says nothing of a step's end."""
-        self._before_change()
-
     def _before_change(self) -> None:
+        # Also before a graph's replay, which may hold a forward pass as well as an optimizer's step: `on_gate` is for
+        # optimizers alone.
         copy = self._copy
         if copy is None:
             return
@@ -198,7 +196,7 @@ class Stager:
     def close(self) -> None:
         """End the thread; nothing may be in flight."""
         self._hook.remove()
-        self._replays.close()
+        self._remove_replay_hook()
         if self._thread is not None:
             self._work.put(None)
             self._thread.join()

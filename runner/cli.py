@@ -258,10 +258,10 @@ def start(
         # Others can reach it only where there are others, or the user says so.
         address = config.monitoring.address or ("127.0.0.1" if config.launch.nnodes == 1 else "0.0.0.0")
         serve(address, config.monitoring.port, RunCollector(directory.journal))
-    if not first_node:
-        compared = None if allow_changes else between_nodes(identity, config.checkpoint.location)
-        sys.exit(int(Follower(config, directory, job, display, stop, identity=compared).run()))
     shared = between_nodes(identity, config.checkpoint.location)
+    if not first_node:
+        compared = None if allow_changes else shared
+        sys.exit(int(Follower(config, directory, job, display, stop, identity=compared).run()))
     supervisor = Supervisor(config, directory, job, display, stop, place=place, identity=shared)
     exit_code = supervisor.run()
     summary = _summary(directory)

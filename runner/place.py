@@ -84,11 +84,10 @@ def look(tiers: Tiers, step: int | None) -> Found:
     """
     committed = tiers.catalog.committed_steps()
     aside = [name for storage in tiers.nearest_first for name in storage.set_aside_names()]
-    is_empty = not aside and not any(storage.steps() for storage in tiers.nearest_first)
+    steps = {number for storage in tiers.nearest_first for number in storage.steps()}
     # There, and not whole: the ranks say what is wrong with it.
-    damaged = any(step in storage.steps() for storage in tiers.nearest_first)
-    known = damaged or any(re.match(rf"checkpoint-{step}[./]", name) for name in aside)
-    return Found(read_id(tiers.durable), max(committed, default=None), is_empty, known)
+    known = step in steps or any(re.match(rf"checkpoint-{step}[./]", name) for name in aside)
+    return Found(read_id(tiers.durable), max(committed, default=None), not aside and not steps, known)
 
 
 def compare(remembered: Remembered, found: Found, location: str) -> str | None:

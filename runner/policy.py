@@ -108,7 +108,7 @@ def decide(
         max_network_retries: restarts after a network failure, without a new checkpoint between them; they cost no
             budget.
         skips_left: windows of steps that may be passed over yet.
-        can_cut: the job cuts its batches as it is told.
+        can_cut: the job cuts its batches into the parts that it is given.
     """
     failure = history[-1].failure
     if failure.kind is FailureKind.FINISHED:
@@ -116,7 +116,7 @@ def decide(
     if failure.kind in _ENDINGS:
         return Stop(_ENDINGS[failure.kind], failure.cause)
     if failure.kind in (FailureKind.PREEMPTED, FailureKind.ENDED) or stop_requested:
-        after = "goes on from the last checkpoint" if history[-1].committed_step >= 0 else "starts from the beginning"
+        after = "continues from the last checkpoint" if history[-1].committed_step >= 0 else "starts from the beginning"
         return Stop(ExitCode.PREEMPTED, f"stopped on request; the same command {after}")
     if failure.may_pass and not (len(history) > 1 and history[-2].failure.may_pass):
         # Memory that the attempt before had not given back yet, or somebody else's for a moment.
@@ -125,8 +125,7 @@ def decide(
         return Stop(ExitCode.BAD_NODE, f"this machine is at fault, start the run on another one: {failure.cause}")
     if failure.kind is FailureKind.BOOT:
         return Stop(ExitCode.DETERMINISTIC, f"{failure.cause}; failed before the first step, not retried")
-    bounded = _OWN_BOUNDS if can_cut else _OWN_BOUNDS - {FailureKind.OUT_OF_MEMORY}
-    in_a_row = _in_a_row(history, lambda kind: kind not in bounded)
+    in_a_row = failures_in_a_row(history, can_cut=can_cut)
     if failure.kind is FailureKind.OUT_OF_MEMORY and can_cut:
         smaller = batch.halved()
         if smaller is None:
@@ -160,9 +159,10 @@ def decide(
     return Restart(in_a_row, failure.cause, batch)
 
 
-def failures_in_a_row(history: Sequence[AttemptRecord]) -> int:
+def failures_in_a_row(history: Sequence[AttemptRecord], *, can_cut: bool = True) -> int:
     """Failures at the end of `history` that brought the run no further; those bounded in another way cost none."""
-    return _in_a_row(history, lambda kind: kind not in _OWN_BOUNDS)
+    bounded = _OWN_BOUNDS if can_cut else _OWN_BOUNDS - {FailureKind.OUT_OF_MEMORY}
+    return _in_a_row(history, lambda kind: kind not in bounded)
 
 
 def _in_a_row(history: Sequence[AttemptRecord], counts: Callable[[FailureKind], bool]) -> int:

@@ -122,11 +122,12 @@ def examine(config: Config, directory: RunDirectory, job: JobIdentity, *, allow_
     if in_folder is not None and (remembered.step is not None or has_finished(events)):
         recorded.append(Recorded(in_folder, str(directory.root)))
     notes = compare_jobs(job, recorded, allow_changes=allow_changes)
-    newest = next((entry.manifest for entry in tiers.catalog.scan() if entry.manifest is not None), None)
-    is_known = newest is not None and config.launch.world_size is None
-    # Once more when torch has counted the GPUs: by then a launcher runs, and the journal says that the run began.
-    if is_known and counts_samples(job, RunRecord.from_json(tiers.durable.read_note())):
-        check_world_size(newest, config.launch.nnodes * _ranks_here(config))
+    launch = config.launch
+    # `auto` is checked by the supervisor, once torch has counted the accelerators: no other tool counts all kinds.
+    if launch.nproc_per_node != "auto" and launch.world_size is None:
+        newest = next((entry.manifest for entry in tiers.catalog.scan() if entry.manifest is not None), None)
+        if newest is not None and counts_samples(job, RunRecord.from_json(tiers.durable.read_note())):
+            check_world_size(newest, launch.nnodes * launch.nproc_per_node)
     note = place.compare(remembered, place.look(tiers, remembered.step), tiers.durable.location)
     return [*notes, *([note] if note is not None else [])]
 
@@ -151,14 +152,6 @@ def admit(config: Config, directory: RunDirectory, job: JobIdentity) -> str:
 def write_job(directory: RunDirectory, job: JobIdentity) -> None:
     """Write the job down in the folder of this node alone."""
     replace_file(directory.job, job.to_json(), directory.job.with_name(f".{directory.job.name}.tmp"))
-
-
-def _ranks_here(config: Config) -> int:
-    from runner.doctor.devices import find_gpus
-
-    wanted = config.launch.nproc_per_node
-    # As `runner.node.shape_of` does, by the driver's own tool.
-    return wanted if wanted != "auto" else (len(find_gpus()) or 2)
 
 
 def counts_samples(job: JobIdentity, record: RunRecord) -> bool:

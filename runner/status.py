@@ -46,13 +46,16 @@ def panel(run: RunSummary, now: float, places: dict[str, str], *, gone: bool = F
 
 
 def _parts(run: RunSummary, now: float, places: dict[str, str], gone: bool) -> Iterator[RenderableType]:
-    colour = _COLOURS.get(run.state, "white")
-    title = Text.assemble(("run ", "bold"), (run.run_id, "bold"), "  ", (run.state, f"bold {colour}"))
+    state, colour, reason = run.state, _COLOURS.get(run.state, "white"), run.reason
     if gone and not is_over(run):
-        title = Text.assemble(("run ", "bold"), (run.run_id, "bold"), "  ", ("not running", "bold red"))
-        title.append("  its runner ended without reporting; the same command continues it")
-    elif run.reason:
-        title.append(f"  {run.reason}")
+        state, colour, reason = (
+            "not running",
+            "red",
+            "its runner ended without reporting; the same command continues it",
+        )
+    title = Text.assemble(("run ", "bold"), (run.run_id, "bold"), "  ", (state, f"bold {colour}"))
+    if reason:
+        title.append(f"  {reason}")
     silence_s = now - run.heard_at if run.heard_at is not None else 0.0
     if silence_s > _SILENCE_S and not is_over(run) and not gone:
         title.append(f"  nothing heard for {duration(silence_s)}", "yellow")

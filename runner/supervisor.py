@@ -246,7 +246,7 @@ class Supervisor:
         decision = self._decide(failure)
         durable = self._config.tiers.durable
         if isinstance(decision, Restart) and isinstance(durable, LocalStorage) and not durable.root.is_dir():
-            # Another attempt would begin anew in another folder of that name.
+            # Another attempt would start from the beginning, in another folder of that name.
             gone = f"{durable.root} was there when attempt {self._life.attempt} began, and is gone; put it back"
             decision = Stop(ExitCode.STORAGE_FAILED, gone)
         if isinstance(decision, Restart):

@@ -38,7 +38,7 @@ class LateDevice:
         self._copies: list[tuple[memoryview, int, torch.Tensor]] = []
         self._num_run = 0
         self._host = Host()
-        # Whoever waits, on the host, for a copy has it run at once; else it waits until the test lets it run.
+        # Waiting for a copy on the host runs it at once; otherwise it blocks until the test runs it.
         self.is_hurried = False
 
     @property
@@ -81,7 +81,7 @@ class LateDevice:
 
     @contextlib.contextmanager
     def hurried(self) -> Iterator[None]:
-        """Inside, whoever waits does not wait for the test."""
+        """Within this context, waiting does not block on the test."""
         with self._changed:
             self.is_hurried = True
             self._changed.notify_all()

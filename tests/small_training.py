@@ -131,7 +131,7 @@ class SmallTraining:
 
     def replayed_step(self) -> None:
         """A CUDA graph with the whole step in it: no hook, no versions."""
-        devices.tell_of_replay()
+        devices.announce_replay()
         self._change_unseen()
         self._end_step()
 

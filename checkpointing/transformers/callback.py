@@ -82,13 +82,13 @@ class StepCallback(TrainerCallback):
             self._trainer._manager.report(state.global_step, {**self._speed(logs), **logs})
 
     def _speed(self, logs: dict[str, Any]) -> dict[str, float]:
-        """Of all ranks, since the last entry. TRL counts tokens, the Trainer if it is told to; else ids are counted."""
+        """Of all ranks, since the last entry. TRL counts tokens, the Trainer on request; otherwise ids are counted."""
         tokens = logs.get("num_tokens", logs.get("num_input_tokens_seen", self._trainer._num_ids or None))
         if "loss" not in logs or not isinstance(tokens, (int, float)):
             return {}
         now, before = time.monotonic(), self._tokens_at
         self._tokens_at = (now, tokens)
-        # A second training counts anew.
+        # A second training starts from 0.
         if before is None or now <= before[0] or tokens < before[1]:
             return {}
         return {"tokens_per_s": round((tokens - before[1]) / (now - before[0]), 1)}

@@ -569,8 +569,8 @@ class ResilientMixin(_Base):
         step_loss = Later(loss) if loss is not None else None
         if loss is None and known is not None and known[0] == step:
             step_loss = known[2]  # asked twice, as at the end of an epoch
-        # A scaler skips a step without finite gradients, and goes on with a smaller scale. Of a fused optimizer, which
-        # does that itself, nobody hears whether it did: the norm says nothing then.
+        # A scaler skips a step without finite gradients and continues with a smaller scale. A fused optimizer skips it
+        # itself, and accelerate does not report that: the norm says nothing then.
         looks_at_norm = self._check_finite and self.accelerator.scaler is None
         if not self.accelerator.optimizer_step_was_skipped:
             self._unchecked = (step, Later(norm) if norm is not None and looks_at_norm else None, step_loss)

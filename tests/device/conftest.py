@@ -22,7 +22,7 @@ def on(request: pytest.FixtureRequest) -> Iterator[str]:
         yield "cpu"
         return
     module = request.getfixturevalue("sim")
-    # Copies to the host run late enough for whoever does not wait for them to be seen.
+    # Copies to the host run so late that reading without waiting for them fails.
     module.set_delay_us(300)
     yield "sim:0"
     module.set_delay_us(0)

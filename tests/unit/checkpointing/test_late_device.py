@@ -15,7 +15,7 @@ from checkpointing import staging
 
 
 class Job(SmallTraining):
-    """On a device that copies late; whoever waits for a snapshot's end does not wait for the test."""
+    """On a device that copies late; waiting for the end of a snapshot does not block on the test."""
 
     def __init__(self, *, overlap: bool | None, foreign: bool) -> None:
         self.device = LateDevice()
@@ -77,7 +77,7 @@ def test_what_is_staged_is_the_state_of_one_step() -> None:
 
 
 def enqueued_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host goes on when a copy is enqueued, and the device with it."""
+    """The host continues when a copy is enqueued, and so does the device."""
     monkeypatch.setattr(staging.Copy, "hold", lambda copy: copy.enqueued.wait())
     monkeypatch.setattr(staging.Copy, "hold_volatile", lambda copy: copy.volatile.wait())
 
@@ -95,7 +95,7 @@ def counted_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def replays_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody hears of a graph, and a step that ends without the gate is nothing special."""
-    monkeypatch.setattr(devices, "tell_of_replay", lambda: None)
+    monkeypatch.setattr(devices, "announce_replay", lambda: None)
     monkeypatch.setattr(staging.Copy, "end_step", lambda copy: None)
 
 
