@@ -225,6 +225,19 @@ def kind() -> str | None:
     return found.type if found is not None else None
 
 
+def check_fork() -> None:
+    """
+    Raises:
+        RuntimeError: the accelerator cannot be used here, since its runtime was started in a process that this one was
+            forked from.
+    """
+    found = torch.accelerator.current_accelerator()
+    is_lost = getattr(torch.get_device_module(found), "_is_in_bad_fork", None) if found is not None else None
+    if found is not None and is_lost is not None and is_lost():
+        # torch's own words; it would say so only when the model is moved.
+        raise RuntimeError(f"Cannot re-initialize {found.type.upper()} in forked subprocess")
+
+
 def generator_states(world_size: int) -> dict[str, Any]:
     """The accelerators' generator states, named and shaped as the Hugging Face Trainer saves them."""
     name = kind()

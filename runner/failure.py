@@ -65,6 +65,11 @@ _BAD_NODE = re.compile(
 # In exclusive mode, while a process that was killed is not gone yet.
 _BUSY = re.compile(r"busy or unavailable", re.IGNORECASE)
 
+# The driver was started in the process that ranks are forked from: torch's words, and the driver's own.
+_BAD_FORK = re.compile(
+    r"Cannot re-initialize (CUDA|XPU|\w+) in forked subprocess|(CUDA|HIP) error: initialization error"
+)
+
 # Python's, and Rust's (tokenizers, safetensors).
 _DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded|\(os error (28|122)\)|\[Errno (28|122)\]")
 
@@ -122,6 +127,7 @@ class Failure:
         window: first and last step to be passed over should it come again; None where that would not help.
         may_pass: what has failed may be as it should be a moment later, though it is not the kind that is: memory that
             was short before a step had ended, a GPU that another process still held. Worth one more try, unchanged.
+        in_fork: an accelerator cannot be used in a process that was forked: ranks are to be fresh interpreters.
     """
 
     kind: FailureKind
@@ -131,6 +137,7 @@ class Failure:
     fingerprint: str = ""
     window: Window | None = None
     may_pass: bool = False
+    in_fork: bool = False
 
     @property
     def is_effect(self) -> bool:
@@ -156,6 +163,7 @@ class Failure:
             str(fields["fingerprint"]),
             read_window(fields["window"]) if fields.get("window") is not None else None,
             fields.get("may_pass") is True,
+            fields.get("in_fork") is True,
         )
 
 
@@ -247,7 +255,8 @@ def classify(
     failure = _classify_cause(_first_cause(ends), started_step, step, kernel_oom_kills)
     early = failure.kind is FailureKind.OUT_OF_MEMORY and step <= started_step
     busy = failure.kind is FailureKind.BAD_NODE and bool(_BUSY.search(failure.cause))
-    return replace(failure, may_pass=early or busy)
+    in_fork = bool(_BAD_FORK.search(failure.cause))
+    return replace(failure, may_pass=early or busy or in_fork, in_fork=in_fork)
 
 
 def _classify_cause(first: RankEnd, started_step: int, step: int, kernel_oom_kills: int) -> Failure:

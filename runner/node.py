@@ -296,6 +296,8 @@ class Node:
         self._launcher: LauncherLink | None = None
         self._accelerators: int | None = None
         self._torch_has_cuda = False
+        # Ranks are fresh interpreters, not forks of a preloaded one.
+        self._cold = config.launch.cold
         self._nproc = 1
         self._pinged_at = self._ponged_at = self._turned_at = time.monotonic()
         self._events = RankEvents(runtime)
@@ -532,7 +534,7 @@ class Node:
             "is_host": launch.node_rank == 0,
             "local_addr": own,
             "join_timeout_s": launch.rendezvous_timeout_s,
-            "cold": launch.cold,
+            "cold": self._cold,
             "log_dir": str(self._log_dir(order.attempt)),
             "spec": {
                 "env": {
@@ -713,6 +715,17 @@ class Node:
         start_step = max((beat.start_step for beat in beats), default=0)
         step = max((beat.step for beat in beats), default=0)
         failure = self._failure(attempt, start_step, step)
+        if self._cold:
+            # A fork is not what it failed by.
+            failure = replace(failure, may_pass=failure.may_pass and not failure.in_fork, in_fork=False)
+        elif failure.in_fork:
+            self._cold = True
+            self._record("cold_start", reason=failure.cause)
+            self._display.message(
+                "something that is imported before the ranks are forked has started the GPU's driver, so that no fork "
+                "can use it: from now on ranks start as fresh interpreters, some seconds slower (with --cold, from the "
+                "beginning)"
+            )
         return Outcome(
             replace(failure, step=step),
             start_step,

@@ -46,6 +46,11 @@ def run_rank(spec: dict[str, Any]) -> None:
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     sender.send_surely("rank_started", rank=rank, local_rank=local_rank, pid=os.getpid(), error_file=error_file)
     try:
+        # A fresh interpreter has not imported it yet, and has nothing to lose.
+        if "torch" in sys.modules:
+            from checkpointing import device
+
+            device.check_fork()
         if spec["script"] is None:
             from runner.training.job import run_job
 

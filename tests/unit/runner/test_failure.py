@@ -288,10 +288,13 @@ def test_a_lost_peer_goes_before_a_machine_that_is_gone_nowhere() -> None:
         ("OutOfMemoryError: CUDA out of memory. Tried", 20, 21, False),
         (f"RuntimeError: CUDA error: {BUSY}", 20, 25, True),
         ("RuntimeError: No CUDA GPUs are available", 0, 0, False),
+        ("RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use", 0, 0, True),
+        ("AcceleratorError: CUDA error: initialization error", 20, 20, True),
         ("ValueError: no", 20, 20, False),
     ],
 )
 def test_what_may_pass_by_itself(error: str, started: int, step: int, may_pass: bool) -> None:
     failure = classify([RankEnd(0, 0, 1, error)], finished=False, started_step=started, step=step)
     assert failure.may_pass is may_pass
+    assert failure.in_fork is (may_pass and ("fork" in error or "initialization" in error))
     assert Failure.from_dict(failure.to_dict()) == failure

@@ -38,7 +38,8 @@ def launch_environment(job: Job, order: Order) -> dict[str, str]:
     checkpoint = SimpleNamespace(local_tier=None)
     node._config = SimpleNamespace(launch=LaunchConfig(), checkpoint=checkpoint, checkpoint_location="place")
     node._directory = SimpleNamespace(logs=Path("logs"), config=Path("config"), cache=Path("cache"))
-    node._events, node._job, node._nproc, node.run_id = SimpleNamespace(path="events"), job, 2, "run"
+    node._events, node._job, node._nproc, node._cold = SimpleNamespace(path="events"), job, 2, False
+    node.run_id = "run"
     environment: dict[str, str] = node._launch_request(order, 1)["spec"]["env"]
     return environment
 
