@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+from checkpointing.memory import interleaved
+
 PAGE_BYTES = mmap.PAGESIZE
 # madvise(2), Linux 5.14. Pages that are there already are mapped three times faster for reading, and can be written to.
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
@@ -86,7 +88,8 @@ class SharedMemory:
             size = round_up(nbytes)
             os.ftruncate(fd, size)
             # Reserve now: a full memory then fails here with ENOSPC instead of killing a rank with SIGBUS later.
-            os.posix_fallocate(fd, 0, size)
+            with interleaved():
+                os.posix_fallocate(fd, 0, size)
             return cls(fd, size)
         except BaseException:
             os.close(fd)
