@@ -60,6 +60,8 @@ class CostModel:
         self._copies: deque[float] = deque(maxlen=_WINDOW)
         self._trying_blocking = False
         self.overlap = True
+        # How the last one was made: not always as is chosen here (a script's choice, a state that was torn).
+        self._overlapped = True
 
     def plain_step(self, compute_s: float) -> None:
         """A step without a snapshot: seconds from its start to the optimizer."""
@@ -70,14 +72,15 @@ class CostModel:
         usual = statistics.median(self._plain) if self._plain else compute_s
         cost = blocked_s + max(compute_s - usual, 0.0)
         self._costs[overlapped].append(cost)
+        self._overlapped = overlapped
         self._copies.append(copy_s)
         self._choose()
         return cost
 
     @property
     def snapshot_s(self) -> float | None:
-        """Seconds that a snapshot costs, as they are made now; None before the first."""
-        costs = self._costs[self.overlap]
+        """Seconds that a snapshot costs, made as the last one was; None before the first."""
+        costs = self._costs[self._overlapped]
         return statistics.median(costs) if costs else None
 
     def _choose(self) -> None:

@@ -11,6 +11,7 @@ import torch
 from checkpointing import device as devices
 from checkpointing.client import Refusal
 from checkpointing.device import Device
+from checkpointing.pinning import Pinning
 from checkpointing.restore import MODEL_NAME, OPTIMIZER_NAME
 from checkpointing.retention import Retention
 from checkpointing.snapshot import tensors_in
@@ -91,6 +92,7 @@ class SmallTraining:
         on: str = "cpu",
         device: Device | None = None,
         capturable: bool = False,
+        pinning: Pinning | None = None,
     ) -> None:
         """
         Args:
@@ -113,6 +115,7 @@ class SmallTraining:
             overlap=overlap,
             check_replicas=True,
             device_of=devices.of if device is None else lambda _: device,
+            pinning=pinning,
         )
         self.step_number = 0
         self.expected: dict[int, Tensors] = {}

@@ -86,6 +86,14 @@ def test_overlapping_stays_where_it_costs_little() -> None:
     assert model.snapshot_s == pytest.approx(0.021)
 
 
+def test_the_price_is_that_of_the_way_in_which_snapshots_are_made() -> None:
+    """A script may forbid overlapping, and a state that something else changes cannot be copied beside training."""
+    model = CostModel()
+    model.plain_step(1.0)
+    model.snapshot(blocked_s=0.3, compute_s=1.0, copy_s=0.2, overlapped=False)
+    assert model.overlap and model.snapshot_s == pytest.approx(0.3)
+
+
 def test_blocking_is_chosen_where_it_is_measured_to_be_cheaper() -> None:
     chosen = feed(CostModel(), 0.9, 0.25)
     assert chosen[:3] == [True] * 3 and not any(chosen[3:])

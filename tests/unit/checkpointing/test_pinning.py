@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import mmap
 import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from small_training import SmallTraining
 
-from checkpointing import device, pinning
+from checkpointing import device, pinning, snapshotter, staging
 from checkpointing.arena import PAGE_BYTES, CommitReport
 from checkpointing.cadence import Cadence, CadenceClock
 from checkpointing.device import CHUNK_BYTES
@@ -137,3 +140,67 @@ def test_auto_waits_for_memory_that_is_being_made_ready() -> None:
     # What the user has asked for by the clock is made at any price.
     clock = CadenceClock(Cadence(save_minutes=0.1), 0.0)
     assert clock.due_by_time(10.0, None, commit, preparing=True) == (False, True)
+
+
+class ThirtyGigabytes(device.Host):
+    """A device whose state is 30 GB, and the driver of it, in virtual seconds: little memory stands for much."""
+
+    is_asynchronous = True
+    UNPINNED_S, PINNED_S = 30 / 8, 30 / 50
+
+    def __init__(self, register_s_per_gb: float) -> None:
+        self.now, self.register_s = 0.0, 30 * register_s_per_gb
+        # Of the state.
+        self.nbytes = 1
+        self.registered_at: float | None = None
+        self._may_go, self.pinning = threading.Event(), Pinning(self._register, lambda address: None)
+
+    def _register(self, address: int, nbytes: int) -> bool:
+        self.registered_at = self.now + self.register_s
+        self._may_go.wait()
+        return True
+
+    def copy(self, buffer: memoryview, offset: int, source: torch.Tensor) -> None:
+        super().copy(buffer, offset, source)
+        self.now += (
+            (self.UNPINNED_S if self.register_s and self.pinning.is_busy else self.PINNED_S)
+            * source.numel()
+            / self.nbytes
+        )
+
+    def step(self) -> None:
+        """A second of training, and of the driver's work."""
+        self.now += 1.0
+        while self.pinning.is_busy and (self.registered_at is None or self.now >= self.registered_at):
+            self._may_go.set()
+            time.sleep(0)
+
+
+def snapshot_times(register_s_per_gb: float, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When `auto` snapshots in the first hour of a run, in seconds from its start."""
+    gpu = ThirtyGigabytes(register_s_per_gb)
+    clocks = {name: lambda: gpu.now for name in ("perf_counter", "thread_time", "monotonic", "time")}
+    for module in (snapshotter, staging):
+        monkeypatch.setattr(module, "time", SimpleNamespace(**clocks))
+    job = SmallTraining(overlap=False, device=gpu, pinning=gpu.pinning)
+    gpu.nbytes = sum(tensor.nbytes for tensor in job.state())
+    cadence, times = CadenceClock(Cadence(snapshot_steps="auto"), 0.0), []
+    while gpu.now < 3600:
+        gpu.step()
+        job.optimizer_step()
+        price = job.snapshotter.costs.snapshot_s
+        if cadence.due_by_time(gpu.now, price, CommitReport(), preparing=job.snapshotter.is_preparing)[0]:
+            cadence.done(gpu.now, commit=False)
+            times.append(gpu.now)
+            job.snapshot()
+    job.close()
+    return times
+
+
+def test_auto_goes_by_the_price_of_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.1 s per GB are no part of any snapshot's price, nor are copies into memory that is not pinned yet."""
+    free, priced = (snapshot_times(seconds, monkeypatch) for seconds in (0.0, 0.1))
+    assert len(free) > 9 and len(free) - len(priced) <= 1
+    # The one slow copy, what the driver takes, and the step that is then under way.
+    most_s = ThirtyGigabytes.UNPINNED_S + 30 * 0.1 + 1
+    assert all(late - early <= most_s for early, late in zip(free, priced, strict=False)), (free, priced)
