@@ -28,7 +28,10 @@ _FIELDS = [
     "pcie.link.width.current",
     "pcie.link.width.max",
     "clocks_throttle_reasons.hw_thermal_slowdown",
+    "mig.mode.current",
 ]
+# In place of a value, of a card that hangs or is to be reset; "[N/A]" and "[Not Supported]" are what it does not have.
+_SICK = re.compile(r"\[?(GPU requires reset|Unknown Error|GPU is lost)\]?|ERR!")
 _TIMEOUT_S = 30.0
 _MIB = 1024 * 1024
 # Somebody else's, or a process that was left over.
@@ -83,6 +86,12 @@ def check_devices(num_ranks: int) -> Iterator[Finding]:
 
 def _health(row: dict[str, str]) -> Iterator[Finding]:
     subject = f"GPU {row['index']}"
+    sick = next((value for value in row.values() if _SICK.fullmatch(value)), None)
+    if sick is not None:
+        yield fail(subject, f"the driver says {sick.strip('[]')!r}", "reset it, or start the run on another machine")
+    if row["mig.mode.current"] == "Enabled":
+        text = "MIG is on: CUDA gives a process one slice, and slices share no NCCL communicator"
+        yield warn(subject, text, "give each slice a run of one rank (--nproc-per-node 1), or switch MIG off")
     errors = _number(row["ecc.errors.uncorrected.volatile.total"])
     if errors:
         yield fail(subject, f"{errors} uncorrected ECC errors since it was reset", "start the run on another machine")
@@ -99,19 +108,19 @@ def _health(row: dict[str, str]) -> Iterator[Finding]:
 
 
 def _topology(text: str) -> Iterator[Finding]:
-    """nvidia-smi's matrix: which GPUs are joined how."""
+    """nvidia-smi's matrix: which GPUs are joined how. Columns of network cards and affinities come behind the GPUs'."""
+    plain = (re.sub(r"\x1b?\[[0-9;]*m", "", line).split() for line in text.splitlines())
+    # Not the header, which may begin with GPU0 as well.
+    rows = [line for line in plain if re.match(r"GPU\d+ (?!GPU)", " ".join(line[:2]))]
     joined: Counter[str] = Counter()
-    for line in text.splitlines():
-        cells = re.split(r"\s+", re.sub(r"\x1b\[[0-9;]*m", "", line).strip())
-        if not re.fullmatch(r"GPU\d+", cells[0]) or len(cells) < 2 or cells[1].startswith("GPU"):
-            continue
-        for cell in cells[int(cells[0][3:]) + 2 :]:
+    for number, cells in enumerate(rows):
+        for cell in cells[number + 2 : len(rows) + 1]:
             link = next((name for name in _LINKS if re.fullmatch(rf"{name}\d*", cell)), None)
             if link is None:
                 break
             joined[_LINKS[link]] += 1
     if joined:
-        pairs = ", ".join(f"{count} pairs by {name}" for name, count in joined.most_common())
+        pairs = ", ".join(f"{count} pair{'s' * (count > 1)} by {name}" for name, count in joined.most_common())
         yield ok("topology", pairs)
         if "NVLink" in joined and len(joined) > 1:
             yield warn("topology", f"not all GPUs are joined alike: {pairs}", "ask for a whole machine, or part of one")

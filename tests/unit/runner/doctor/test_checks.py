@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
@@ -13,7 +13,7 @@ import pytest
 
 from runner.config import Config, LaunchConfig
 from runner.doctor.collectives import judge
-from runner.doctor.devices import check_devices, find_gpus
+from runner.doctor.devices import _topology, check_devices, find_gpus
 from runner.doctor.findings import Finding, Level
 from runner.doctor.settings import check_settings
 
@@ -100,8 +100,8 @@ def test_ranks_are_judged() -> None:
 
 # As the tool prints them; no GPU is at hand here.
 QUERY = """\
-0, GPU-aaaa, NVIDIA H100 80GB HBM3, 550.54.15, 81559, 3, 0, 5, 5, 16, 16, Not Active
-1, GPU-bbbb, NVIDIA H100 80GB HBM3, 550.54.15, 81559, 70000, 2, 1, 5, 8, 16, Active
+0, GPU-aaaa, NVIDIA H100 80GB HBM3, 550.54.15, 81559, 3, 0, 5, 5, 16, 16, Not Active, Disabled
+1, GPU-bbbb, NVIDIA H100 80GB HBM3, 550.54.15, 81559, 70000, 2, 1, 5, 8, 16, Active, Disabled
 """
 TOPOLOGY = """\
 	\x1b[4mGPU0	GPU1	CPU Affinity	NUMA Affinity	GPU NUMA ID\x1b[0m
@@ -129,11 +129,135 @@ def test_gpus_as_the_driver_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (Level.FAIL, "GPU 1"), (Level.WARN, "GPU 1"), (Level.WARN, "GPU 1"), (Level.WARN, "GPU 1"),
         (Level.OK, "topology"),
     ]  # fmt: skip
-    assert found[-1].text == "1 pairs by NVLink"
+    assert found[-1].text == "1 pair by NVLink"
     tool.write_text("#!/bin/sh\necho Driver/library version mismatch; exit 18\n")
     assert not find_gpus()
     (broken,) = check_devices(2)
     assert broken.level is Level.FAIL and "version mismatch" in broken.text
+
+
+def matrix(num_gpus: int, link: Callable[[int, int], str], nics: int = 0, header: str = "\t", gap: str = "\t") -> str:
+    """`nvidia-smi topo -m` of a machine whose GPUs are joined so, with columns for so many network cards."""
+    gpus = [f"GPU{number}" for number in range(num_gpus)]
+    cards = [f"NIC{number}" for number in range(nics)]
+    lines = [header + gap.join([*gpus, *cards, "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"]) + "\x1b[0m"]
+    for one in range(num_gpus):
+        cells = [" X " if one == other else link(min(one, other), max(one, other)) for other in range(num_gpus)]
+        to_cards = ["PIX" if card == one else ("NODE" if card // 4 == one // 4 else "SYS") for card in range(nics)]
+        lines.append(gap.join([gpus[one], *cells, *to_cards, "0-55,112-167", "0", "", "N/A"]))
+    for card in range(nics):
+        lines.append(
+            gap.join([cards[card], *["SYS"] * num_gpus, *[" X " if card == n else "SYS" for n in range(nics)]])
+        )
+    return "\n".join([*lines, "", "NIC Legend:", "", "  NIC0: mlx5_0", ""])
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        # HGX boards of H100, H200 and B200 (NV18) and A100 (NV12), with and without their network cards.
+        (matrix(8, lambda one, other: "NV18"), "28 pairs by NVLink"),
+        (matrix(8, lambda one, other: "NV18", nics=16, header="\t\x1b[4m"), "28 pairs by NVLink"),
+        (matrix(8, lambda one, other: "NV12", nics=10), "28 pairs by NVLink"),
+        # L40S and L4 have no NVLink: pairs behind one switch, the rest over the host bridge or the other processor.
+        (
+            matrix(4, lambda one, other: "PIX" if one // 2 == other // 2 else "NODE", header=""),
+            "4 pairs by PCIe, 2 pairs by one PCIe switch",
+        ),
+        (matrix(2, lambda one, other: "PHB", nics=2, gap="   "), "1 pair by PCIe"),
+        # A100 and H100 PCIe cards with bridges between two each.
+        (
+            matrix(4, lambda one, other: "NV12" if one // 2 == other // 2 else "SYS"),
+            "4 pairs by PCIe and the processors' own link, 2 pairs by NVLink",
+        ),
+        ("GPU0\n", None),
+        ("", None),
+    ],
+)
+def test_links_between_gpus(text: str, told: str | None) -> None:
+    """In the forms that drivers since 525 print; columns of network cards say nothing about the GPUs."""
+    found = list(_topology(text))
+    assert [one.text for one in found[:1]] == ([told] if told is not None else [])
+    unequal = told is not None and "NVLink" in told and "," in told
+    assert [one.level for one in found[1:]] == [Level.WARN] * unequal
+
+
+CARDS = {
+    "NVIDIA L4": 23034, "NVIDIA L40S": 46068, "NVIDIA A100-SXM4-40GB": 40960, "NVIDIA A100-SXM4-80GB": 81920,
+    "NVIDIA A100 80GB PCIe": 81920, "NVIDIA H100 80GB HBM3": 81559, "NVIDIA H100 PCIe": 81559,
+    "NVIDIA H100 NVL": 95830, "NVIDIA H200": 143771, "NVIDIA B200": 183359,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mebibytes"), CARDS.items())
+def test_cards(name: str, mebibytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names and sizes as `nvidia-smi` has them; L4 and L40S know no NVLink, a virtual machine no link width."""
+    answer(
+        f"0, GPU-a, {name}, 580.95.05, {mebibytes}, 1, [N/A], 4, 4, [N/A], [N/A], Not Active, [N/A]",
+        tmp_path,
+        monkeypatch,
+    )
+    assert [gpu.memory_bytes for gpu in find_gpus()] == [mebibytes * 2**20]
+    assert [(one.level, one.text) for one in check_devices(1)] == [(Level.OK, f"1 x {name}, driver 580.95.05")]
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "told"),
+    [
+        ({5: "[GPU requires reset]"}, Level.FAIL, "GPU requires reset"),
+        ({9: "[Unknown Error]"}, Level.FAIL, "Unknown Error"),
+        ({6: "ERR!"}, Level.FAIL, "ERR!"),
+        ({12: "Enabled"}, Level.WARN, "MIG is on"),
+        ({12: "Disabled", 6: "[Not Supported]"}, None, ""),
+    ],
+)
+def test_what_a_card_says_of_itself(
+    changed: dict[int, str], level: Level | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = [
+        "0",
+        "GPU-a",
+        "NVIDIA H100 80GB HBM3",
+        "580.95.05",
+        "81559",
+        "1",
+        "0",
+        "5",
+        "5",
+        "16",
+        "16",
+        "Not Active",
+        "Disabled",
+    ]
+    answer(", ".join(changed.get(number, value) for number, value in enumerate(row)), tmp_path, monkeypatch)
+    found = list(check_devices(1))[1:]
+    assert [one.level for one in found] == ([level] if level is not None else [])
+    assert all(told in one.text for one in found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.",
+        "Unable to determine the device handle for GPU0000:C3:00.0: GPU is lost. Reboot the system",
+        "Failed to initialize NVML: Driver/library version mismatch",
+    ],
+)
+def test_a_driver_that_does_not_answer(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(text, tmp_path, monkeypatch, status=9)
+    assert not find_gpus()
+    (found,) = check_devices(1)
+    assert found.level is Level.FAIL and " ".join(text.split()) in found.text
+
+
+def answer(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int = 0) -> None:
+    """Have a tool that prints this."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        f"#!/bin/sh\necho '{text.replace(chr(39), chr(39) + chr(92) + chr(39) + chr(39))}'; exit {status}\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
 
 
 # It knows the older name of what slows a clock down only by another one, as drivers from 535 on do.
