@@ -35,6 +35,20 @@ RUN_OPTIONS = [
 ]
 # Half a minute on two quiet cores; stopped after five steps, then finished.
 JOB = ["--output-dir=/data/run", "--set=restart.grace_s=60"]
+# That of torch 2.13.
+TRITON = "triton==3.7.1"
+LAUNCHER = r"""
+import bitsandbytes, pynvml, triton
+from triton.runtime.build import compile_module_from_src
+source = r'''
+#include <Python.h>
+static PyObject *answer(PyObject *self, PyObject *args) { return PyLong_FromLong(42); }
+static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, ""}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "launcher", "", -1, methods};
+PyMODINIT_FUNC PyInit_launcher(void) { return PyModule_Create(&module); }
+'''
+print("compiled", compile_module_from_src(source, "launcher").answer())
+"""
 
 
 def missing() -> str | None:
@@ -211,6 +225,20 @@ def test_the_image_answers_as_a_user_without_rights(containers: Containers) -> N
     # Errors keep their exit code on the way out, by either entry point; a PyTorchJob's is there.
     assert containers.run(IMAGE, "start", "--config=/none.yaml")[0] == 2
     assert containers.run("--entrypoint=kubeflow-start", IMAGE, "--config=/none.yaml")[0] == 2
+
+
+def test_the_image_has_what_gpu_kernels_are_compiled_with(containers: Containers) -> None:
+    """As Triton, which comes with a torch for CUDA, compiles the launcher of a kernel: against Python's headers.
+
+    No GPU is needed for that, nor for importing what quantises.
+    """
+    name = containers.buildah("from", IMAGE).strip()
+    pip = ["/opt/venv/bin/pip", "install", "--quiet", "--disable-pip-version-check", TRITON]
+    mounts = pip_as_here(containers.folder)
+    containers.buildah("run", "--isolation=chroot", "--user=0", *mounts, name, "--", *pip)
+    containers.buildah("commit", "--quiet", "--rm", name, f"{IMAGE}-triton")
+    code, output = containers.run("--entrypoint=python", f"{IMAGE}-triton", "-c", LAUNCHER)
+    assert code == 0 and output.endswith("compiled 42\n"), output
 
 
 def test_a_stopped_container_has_committed_and_the_next_one_goes_on(containers: Containers, tmp_path: Path) -> None:
