@@ -1,6 +1,7 @@
 """The GPU paths on a real GPU: each stage in a process of its own, with a budget, the most telling first.
 
-    scripts/gpu-proof [--stages memory,order,fork,engine,recovery] [--on cuda:0] [--json FILE] [--report FILE]
+    scripts/gpu-proof [--stages memory,order,fork,engine,ranks,recovery,faults,sft] [--on cuda:0]
+                      [--json FILE] [--report FILE]
 
 Prints each stage's figures and verdicts, and ends with 1 if a verdict is bad. Without a GPU every stage says so, and it
 ends with 0. `--on sim:0` takes the tests' second device (`tests/second_device`), on which the logic of some stages is
@@ -47,7 +48,10 @@ ALL = [
     Stage("order", 300, "no snapshot is torn, whatever is enqueued after it", on_any=True),
     Stage("fork", 180, "preloading starts no CUDA in the process that ranks are forked from"),
     Stage("engine", 600, "what a snapshot costs a step", on_any=True),
+    Stage("ranks", 360, "two ranks on one GPU: shares of one file, replicas compared, drift found", on_any=True),
     Stage("recovery", 600, "from a kill to the next step, and the same bits at the end"),
+    Stage("faults", 360, "what real faults of a GPU are taken for, and what follows", on_any=True),
+    Stage("sft", 900, "the bundled job by several methods, each killed once; doctor and plan", on_any=True),
 ]
 
 

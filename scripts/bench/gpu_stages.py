@@ -1,4 +1,7 @@
-"""The stages of `gpu_proof.py`, each in a process of its own: gpu_stages.py STAGE DEVICE ANSWER_FILE [--quick]."""
+"""The stages of `gpu_proof.py`, each in a process of its own: gpu_stages.py STAGE DEVICE ANSWER_FILE [--quick].
+
+Those that start jobs of their own are in `gpu_jobs.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import functools
 import json
 import mmap
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -18,15 +20,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gpu_jobs
 import torch
 from small_training import SmallTraining
 
 from checkpointing import CheckpointManager, staging
 from checkpointing import device as devices
 from checkpointing.arena import populate_pages
-from runner.journal import read_journal
 
-ROOT = Path(__file__).resolve().parents[2]
 Figures = dict[str, Any]
 Verdicts = dict[str, bool]
 
@@ -311,101 +312,14 @@ def engine(on: str, quick: bool) -> tuple[Figures, Verdicts]:
     return figures, verdicts
 
 
-# -- recovery --------------------------------------------------------------------------------------------------------
-
-_JOB = """
-import hashlib, os, sys, time
-os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-import torch
-torch.use_deterministic_algorithms(True)
-sys.path.insert(0, {bench!r})
-from gpu_stages import _model
-from checkpointing import CheckpointManager
-model = _model("cuda:0", {parameters})
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-manager = CheckpointManager("unused", model=model, optimizer=optimizer, snapshot_steps=5, save_steps=40)
-start = manager.resume(total_steps={steps})
-for step in range(start + 1, {steps} + 1):
-    torch.manual_seed(step)
-    data = torch.randn(2048, next(model.parameters()).shape[1], device="cuda:0", dtype=torch.bfloat16)
-    loss = model(data).float().square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    manager.step(step, metrics={{"loss": loss.item()}})
-manager.close()
-digest = hashlib.sha256()
-for parameter in model.parameters():
-    digest.update(parameter.detach().cpu().view(torch.uint8).numpy().tobytes())
-open({answer!r}, "w").write(digest.hexdigest())
-"""
-
-
-def recovery(on: str, quick: bool) -> tuple[Figures, Verdicts]:
-    """`runner start`, SIGKILL to the rank in mid-training, five times."""
-    free, _ = torch.cuda.mem_get_info()
-    torch.cuda.empty_cache()
-    parameters = min(1e7 if quick else 3e9, 0.7 * free / 8)
-    steps, kills = (60, 2) if quick else (200, 5)
-    with tempfile.TemporaryDirectory() as folder:
-        peaceful, _ = _supervised(Path(folder, "plain"), parameters, steps, 0)
-        killed, times = _supervised(Path(folder, "killed"), parameters, steps, kills)
-    figures = {f"recovery {number}, s": text for number, (_, text) in enumerate(times, 1)}
-    median = statistics.median(total for total, _ in times) if times else float("inf")
-    figures["from death to the next step, median s"] = f"{median:.2f}"
-    verdicts = {
-        "the same bits as the run that nobody touched": bool(peaceful) and peaceful == killed,
-        "recovery takes 6 s at most": median <= 6.0,
-        "every kill was survived": len(times) == kills,
-    }
-    return figures, verdicts
-
-
-def _supervised(folder: Path, parameters: float, steps: int, kills: int) -> tuple[str, list[tuple[float, str]]]:
-    """The digest of the final weights; and for each kill what recovery took, whole and in words."""
-    folder.mkdir()
-    script, answer, run = folder / "job.py", folder / "digest", folder / "run"
-    bench = str(Path(__file__).parent)
-    script.write_text(_JOB.format(bench=bench, parameters=parameters, steps=steps, answer=str(answer)))
-    command = [sys.executable, "-m", "runner", "start", "--nproc-per-node", "1", "--output-dir", str(run), str(script)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
-    journal, struck = run / "journal.jsonl", 0
-    while process.poll() is None:
-        time.sleep(0.2)
-        events = read_journal(journal)
-        begun = [event for event in events if event["event"] == "training_started"]
-        snapshots = [event for event in events if event["event"] == "snapshot" and event["attempt"] == struck + 1]
-        if struck < kills and len(begun) > struck and len(snapshots) >= 2:
-            pid = [event["pid"] for event in events if event["event"] == "rank_started"][-1]
-            os.kill(pid, signal.SIGKILL)
-            struck += 1
-    times = []
-    events = read_journal(journal)
-    for attempt in range(1, struck + 1):
-        end = next(e for e in events if e["event"] == "attempt_ended" and e["attempt"] == attempt)
-        after = {e["event"]: e for e in reversed(events) if e["attempt"] == attempt + 1}
-        first = after.get("snapshot", after.get("log"))
-        if first is None or "rank_started" not in after:
-            continue
-        died = end["failed_at"]
-        parts = {
-            "rank there": after["rank_started"]["time"] - died,
-            "state read": after.get("restored", {}).get("seconds", 0.0),
-            "training begins": after["training_started"]["time"] - died,
-        }
-        total = parts["training begins"]
-        times.append((total, "; ".join(f"{name} {value:.2f}" for name, value in parts.items())))
-    return (answer.read_text() if answer.exists() else ""), times
-
-
 def main() -> None:
     name, on, answer = sys.argv[1:4]
     if on.startswith("sim"):
         import second_device
 
         second_device.load()
-    stage: Callable[[str, bool], tuple[Figures, Verdicts]] = globals()[name]
-    figures, verdicts = stage(on, "--quick" in sys.argv)
+    stages = {"memory": memory, "order": order, "fork": fork, "engine": engine, **gpu_jobs.STAGES}
+    figures, verdicts = stages[name](on, "--quick" in sys.argv)
     Path(answer).write_text(json.dumps({"figures": figures, "verdicts": verdicts}))
 
 

@@ -32,7 +32,7 @@ def proof(*options: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here: scripts/gpu-proof")
 def test_the_proof_says_that_there_is_no_gpu() -> None:
     done = proof()
-    assert done.returncode == 0 and done.stdout.count("no GPU: skipped") == 5, done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.count("no GPU: skipped") == 8, done.stdout + done.stderr
     assert proof("--stages", "memory,nothing").returncode == 2
 
 
@@ -43,5 +43,13 @@ def test_the_stages_of_the_proof_on_a_second_device(tmp_path: Path) -> None:
     stages = {stage["stage"]: stage for stage in json.loads((tmp_path / "a.json").read_text())["stages"]}
     assert all(stages["order"]["verdicts"].values()) and len(stages["order"]["verdicts"]) == 7
     assert stages["engine"]["verdicts"] == {"trains and snapshots": True}
+    assert all(stage["skipped"] or all(stage["verdicts"].values()) for stage in stages.values())
+    assert {name for name, stage in stages.items() if not stage["skipped"]} == {
+        "order",
+        "engine",
+        "ranks",
+        "faults",
+        "sft",
+    }
     assert "needs a GPU" in stages["memory"]["skipped"]
     assert "not torn by buffers | yes" in (tmp_path / "a.md").read_text()

@@ -1,0 +1,293 @@
+"""The stages of `gpu_proof.py` that start jobs and kill them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.journal import read_journal
+
+ROOT = Path(__file__).resolve().parents[2]
+Figures = dict[str, Any]
+Verdicts = dict[str, bool]
+Events = list[dict[str, Any]]
+
+
+def _supervised(folder: Path, *arguments: str, kills: int = 0, snapshots: int = 2) -> tuple[int, Events]:
+    """`runner start` in a new folder; so many attempts are killed, each after its first snapshots.
+
+    Returns:
+        Its exit code, and its journal.
+    """
+    command = [sys.executable, "-m", "runner", "start", "--output-dir", str(folder), *arguments]
+    with folder.with_suffix(".out").open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=ROOT)
+        try:
+            struck = 0
+            while process.poll() is None:
+                time.sleep(0.05)
+                events = read_journal(folder / "journal.jsonl")
+                of_attempt = [event for event in events if event.get("attempt") == struck + 1]
+                staged = [event for event in of_attempt if event["event"] == "snapshot"]
+                if struck < kills and len(staged) >= snapshots:
+                    pids = [event["pid"] for event in of_attempt if event["event"] == "rank_started"]
+                    os.kill(pids[-1], signal.SIGKILL)
+                    struck += 1
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    return process.returncode, read_journal(folder / "journal.jsonl")
+
+
+def _ends(events: Events) -> list[str]:
+    """How the attempts ended."""
+    return [event["kind"] for event in events if event["event"] == "attempt_ended"]
+
+
+# -- two ranks on one GPU --------------------------------------------------------------------------------------------
+
+
+def ranks(on: str, quick: bool) -> tuple[Figures, Verdicts]:
+    """Shares of one file, the comparison of replicas, and what happens to ranks that have drifted apart."""
+    import two_ranks
+
+    devices = [on, on] if on.startswith("cuda") else [f"{on.partition(':')[0]}:{rank}" for rank in (0, 1)]
+    verdicts: Verdicts = {}
+    with tempfile.TemporaryDirectory() as folder:
+        results = [two_ranks.run("plain", Path(folder, "run"), devices) for _ in range(2)]
+        verdicts["two runs of two ranks end well"] = all(result.returncode == 0 for result in results)
+        whole = two_ranks.run("whole", Path(folder, "whole"), devices)
+        verdicts["resumed and uninterrupted weights are equal"] = whole.returncode == 0 and two_ranks.are_equal(
+            Path(folder, "run"), Path(folder, "whole")
+        )
+        drifted = two_ranks.run("drift", Path(folder, "drift"), devices)
+        verdicts["ranks that differ make no checkpoint"] = bool(re.search(two_ranks.DRIFT, drifted.stderr))
+    return {"devices": ", ".join(devices)}, verdicts
+
+
+# -- recovery --------------------------------------------------------------------------------------------------------
+
+_JOB = """
+import hashlib, os, sys, time
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+import torch
+torch.use_deterministic_algorithms(True)
+sys.path[:0] = [{bench!r}, {tests!r}]
+from gpu_stages import _model
+from checkpointing import CheckpointManager
+print("free of the GPU before the first use:", *torch.cuda.mem_get_info(), flush=True)
+model = _model("cuda:0", {parameters})
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+manager = CheckpointManager("unused", model=model, optimizer=optimizer, snapshot_steps=5, save_steps=40)
+start = manager.resume(total_steps={steps})
+for step in range(start + 1, {steps} + 1):
+    torch.manual_seed(step)
+    data = torch.randn(2048, next(model.parameters()).shape[1], device="cuda:0", dtype=torch.bfloat16)
+    loss = model(data).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    manager.step(step, metrics={{"loss": loss.item()}})
+manager.close()
+digest = hashlib.sha256()
+for parameter in model.parameters():
+    digest.update(parameter.detach().cpu().view(torch.uint8).numpy().tobytes())
+open({answer!r}, "w").write(digest.hexdigest())
+"""
+# Other processes' contexts, and the allocator's rounding.
+_FREE_SHARE = 0.9
+
+
+def recovery(on: str, quick: bool) -> tuple[Figures, Verdicts]:
+    """`runner start`, SIGKILL to the rank in mid-training, five times."""
+    free, _ = torch.cuda.mem_get_info()
+    torch.cuda.empty_cache()
+    parameters = min(1e7 if quick else 3e9, 0.7 * free / 8)
+    steps, kills = (60, 2) if quick else (200, 5)
+    with tempfile.TemporaryDirectory() as folder:
+        peaceful, _, _ = _trained(Path(folder, "plain"), parameters, steps, 0)
+        killed, times, found_free = _trained(Path(folder, "killed"), parameters, steps, kills)
+    figures = {f"recovery {number}, s": text for number, (_, text) in enumerate(times, 1)}
+    median = statistics.median(total for total, _ in times) if times else float("inf")
+    figures["from death to the next step, median s"] = f"{median:.2f}"
+    figures["free at the beginning of each attempt, GB"] = ", ".join(f"{nbytes / 1e9:.1f}" for nbytes in found_free)
+    verdicts = {
+        "the same bits as the run that nobody touched": bool(peaceful) and peaceful == killed,
+        "recovery takes 6 s at most": median <= 6.0,
+        "every kill was survived": len(times) == kills,
+        "the memory of the dead is free before the next attempt begins": bool(found_free)
+        and min(found_free) >= _FREE_SHARE * max(found_free),
+    }
+    return figures, verdicts
+
+
+def _trained(folder: Path, parameters: float, steps: int, kills: int) -> tuple[str, list[tuple[float, str]], list[int]]:
+    """The digest of the final weights; for each kill what recovery took, whole and in words; free bytes by attempt."""
+    folder.mkdir()
+    script, answer, run = folder / "job.py", folder / "digest", folder / "run"
+    paths = {"bench": str(Path(__file__).parent), "tests": str(ROOT / "tests"), "answer": str(answer)}
+    script.write_text(_JOB.format(parameters=parameters, steps=steps, **paths))
+    _, events = _supervised(run, "--nproc-per-node", "1", str(script), kills=kills)
+    times = []
+    for attempt in range(1, kills + 1):
+        end = next((e for e in events if e["event"] == "attempt_ended" and e["attempt"] == attempt), None)
+        after = {e["event"]: e for e in reversed(events) if e["attempt"] == attempt + 1}
+        if end is None or "rank_started" not in after or "training_started" not in after:
+            continue
+        died = end["failed_at"]
+        parts = {
+            "rank there": after["rank_started"]["time"] - died,
+            "state read": after.get("restored", {}).get("seconds", 0.0),
+            "training begins": after["training_started"]["time"] - died,
+        }
+        total = parts["training begins"]
+        times.append((total, "; ".join(f"{name} {value:.2f}" for name, value in parts.items())))
+    logs = (path.read_text() for path in sorted(run.glob("logs/attempt-*/**/stdout.log")))
+    free = [int(found[1]) for text in logs if (found := re.search(r"before the first use: (\d+)", text))]
+    return (answer.read_text() if answer.exists() else ""), times, free
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+
+# On a device that is no GPU, what torch and the driver say stands for the fault itself.
+_FAULTY = """
+import os, sys, time
+import torch
+from checkpointing import CheckpointManager
+fault, on, at, once = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+is_gpu = on.startswith("cuda")
+where = on if is_gpu else "cpu"
+
+def strike():
+    if once:
+        if os.path.exists(once):
+            return
+        open(once, "w").close()
+    if fault == "assert":
+        if not is_gpu:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        torch.nn.functional.embedding(torch.tensor([10], device=on), torch.zeros(2, 2, device=on))
+        torch.cuda.synchronize()
+    elif fault == "memory":
+        if not is_gpu:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1024.00 GiB.")
+        torch.empty(1 << 40, dtype=torch.uint8, device=on)
+    elif fault == "hang":
+        if not is_gpu:
+            time.sleep(10_000)
+        while True:
+            torch.cuda._sleep(1 << 40)
+            torch.cuda.synchronize()
+
+model = torch.nn.Linear(64, 64).to(where)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+manager = CheckpointManager("unused", model=model, optimizer=optimizer, snapshot_steps=1, save_steps=5)
+start = manager.resume(total_steps=12)
+if at == 0:
+    strike()
+for step in range(start + 1, 13):
+    model(torch.randn(8, 64, device=where)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.02)
+    if step == at:
+        strike()
+    manager.step(step)
+manager.close()
+"""
+
+# Fault, at which step (0: before the first), once or always; what the attempts end as, and the run's exit code.
+_FAULTS: dict[str, tuple[str, int, bool, list[str], int]] = {
+    "a device assert, at each try": ("assert", 6, False, ["crashed", "crashed"], 78),
+    "memory short once, before the first step": ("memory", 0, True, ["out of memory", "finished"], 0),
+    "memory short always, at step 6": ("memory", 6, False, ["out of memory", "out of memory"], 78),
+    "a kernel that hangs once": ("hang", 6, True, ["hung", "finished"], 0),
+}
+
+
+def faults(on: str, quick: bool) -> tuple[Figures, Verdicts]:
+    """Real faults of a GPU: how they are classified, and what follows."""
+    figures: Figures = {}
+    verdicts: Verdicts = {}
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "faulty.py")
+        script.write_text(_FAULTY)
+        for number, (name, (fault, at, is_once, kinds, code)) in enumerate(_FAULTS.items()):
+            once = str(Path(folder, f"struck-{number}")) if is_once else ""
+            options = ["--nproc-per-node", "1", "--set", "restart.hang_timeout_s=8"]
+            begun = time.monotonic()
+            got, events = _supervised(Path(folder, str(number)), *options, str(script), fault, on, str(at), once)
+            ends = _ends(events)
+            # Halving, or the first try as it is, may lie between.
+            verdicts[f"{name}: exit code {code}"] = got == code and ends[:1] == kinds[:1] and ends[-1:] == kinds[-1:]
+            figures[name] = f"{', '.join(ends)}; exit code {got}; {time.monotonic() - begun:.0f} s"
+    return figures, verdicts
+
+
+# -- SFT -------------------------------------------------------------------------------------------------------------
+
+
+def sft(on: str, quick: bool) -> tuple[Figures, Verdicts]:
+    """The bundled job by several methods, each killed once; `doctor` and `plan` on this machine."""
+    figures: Figures = {}
+    verdicts: Verdicts = {}
+    is_gpu = on.startswith("cuda")
+    steps = ["--nproc-per-node", "1", "--set", "trainer.max_steps=24", "--set", "checkpoint.snapshot_steps=2"]
+    with tempfile.TemporaryDirectory() as folder:
+        for name, options in _variants(Path(folder), is_gpu).items():
+            begun = time.monotonic()
+            code, events = _supervised(Path(folder, name), *steps, *_set(options), kills=1)
+            resumed = [event["step"] for event in events if event["event"] == "resumed"]
+            verdicts[f"{name}: killed, resumed, finished"] = code == 0 and bool(resumed) and resumed[0] > 0
+            losses = [event["loss"] for event in events if event["event"] == "log" and event.get("loss") is not None]
+            last = f", last loss {losses[-1]:.3f}" if losses else ""
+            figures[name] = f"exit code {code}, resumed from step {resumed}{last}; {time.monotonic() - begun:.0f} s"
+        for command in ("doctor", "plan"):
+            done = subprocess.run(
+                [sys.executable, "-m", "runner", command, "--output-dir", str(Path(folder, command))],
+                capture_output=True,
+                text=True,
+                timeout=300,
+                cwd=ROOT,
+            )
+            verdicts[f"runner {command} answers"] = done.returncode in (0, 1) and "Traceback" not in done.stderr
+            figures[f"runner {command}"] = " / ".join(line.strip() for line in done.stdout.splitlines() if line.strip())
+    return figures, verdicts
+
+
+def _set(options: Sequence[str]) -> list[str]:
+    return [word for option in options for word in ("--set", option)]
+
+
+def _variants(folder: Path, is_gpu: bool) -> dict[str, list[str]]:
+    """Name and options of each; `full` is the first, as others load the model that it publishes."""
+    found = {"full": [], "lora": ["method.type=lora"]}
+    if is_gpu:
+        found["fp16"] = ["trainer.bf16=false", "trainer.fp16=true"]
+        found["compile"] = ["trainer.torch_compile=true"]
+        if importlib.util.find_spec("bitsandbytes") is not None:
+            found["qlora"] = ["method.type=qlora", f"model.name_or_path={folder / 'full' / 'best_model'}"]
+        if importlib.util.find_spec("flash_attn") is not None:
+            found["flash-attn"] = ["model.attn_implementation=flash_attention_2"]
+    return found
+
+
+STAGES: dict[str, Callable[[str, bool], tuple[Figures, Verdicts]]] = {
+    "ranks": ranks,
+    "recovery": recovery,
+    "faults": faults,
+    "sft": sft,
+}
