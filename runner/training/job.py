@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -21,10 +22,11 @@ from checkpointing.storage.local import fsync_directory, fsync_tree, replace_fil
 from checkpointing.transformers import load_best, resilient
 from runner.cache import seal
 from runner.config import Config, load_config
+from runner.training.base_weights import BaseWeights
 from runner.training.callbacks import MetricsCallback, perplexities
 from runner.training.data import load_training_data
 from runner.training.events import EventSender
-from runner.training.model import adapter_config, build
+from runner.training.model import adapter_config, build, load_model
 from runner.training.tracking import AimTracker
 
 # A tracker that is slow must not make recovery slow.
@@ -33,12 +35,13 @@ _PATIENCE_AT_FAILURE_S = 1.0
 HISTORY_NAME = "training_history.json"
 
 
-def run_job(config_path: str, cache: str, sender: EventSender) -> None:
+def run_job(config_path: str, cache: str, sender: EventSender, *, resumes: bool = False) -> None:
     """Train to the end, or to an agreed stop; rank 0 then publishes `best_model`.
 
     Args:
         config_path: the resolved configuration of the run.
         cache: folder for what is computed once: tokenizer, tokenised data.
+        resumes: there is likely something to resume from; what that replaces need not be loaded.
     """
     # The supervisor has merged everything into this file; reading variables again could only contradict it.
     config = load_config(config_path, environment={})
@@ -53,6 +56,10 @@ def run_job(config_path: str, cache: str, sender: EventSender) -> None:
         dataset, held_back = load_training_data(config.data, Path(cache), seed=args.seed)
     model, tokenizer = build(config.model, config.method, dataset, Path(cache), bf16=args.bf16, seed=args.seed)
     trackers, metrics = _trackers(config, rank), MetricsCallback()
+    callbacks: list[transformers.TrainerCallback] = [metrics, *trackers]
+    if resumes and config.model.name_or_path is not None and config.method.type == "full" and not args.fsdp:
+        load = functools.partial(load_model, config.model, bf16=args.bf16)
+        callbacks.append(BaseWeights(model, load, args.device))
     trainer = _trainer_class(args)(
         model=model,
         args=args,
@@ -60,7 +67,7 @@ def run_job(config_path: str, cache: str, sender: EventSender) -> None:
         eval_dataset=held_back,
         processing_class=tokenizer,
         peft_config=adapter_config(config.method),
-        callbacks=[metrics, *trackers],
+        callbacks=callbacks,
     )
     if rank == 0:
         seal(Path(cache))

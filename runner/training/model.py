@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -47,18 +48,11 @@ def build(
     Raises:
         ValueError: the method cannot be used with this model, or on this machine.
     """
-    attention = choose_attention(config.attn_implementation, bf16=bf16)
     options = _quantized() if method.type == "qlora" else {}
     if config.name_or_path is not None:
-        dtype = torch.bfloat16 if bf16 else torch.float32
-        try:
+        with _naming(config.name_or_path):
             tokenizer = AutoTokenizer.from_pretrained(config.name_or_path)
-            model = AutoModelForCausalLM.from_pretrained(
-                config.name_or_path, dtype=dtype, attn_implementation=attention, **options, **config.config
-            )
-        except OSError as error:
-            # It does not always say of what.
-            raise OSError(f"model.name_or_path={config.name_or_path!r} cannot be loaded: {error}") from error
+        model = load_model(config, bf16=bf16, **options)
         # Adapters are drawn at random next.
         torch.manual_seed(seed)
         return model, tokenizer
@@ -71,10 +65,33 @@ def build(
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.eos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        attn_implementation=attention,
+        attn_implementation=choose_attention(config.attn_implementation, bf16=bf16),
         **config.config,
     )
     return SmolLM3ForCausalLM(model_config), tokenizer
+
+
+def load_model(config: ModelConfig, *, bf16: bool, **options: Any) -> Any:
+    """The model that is configured by name.
+
+    Raises:
+        OSError: it cannot be had.
+    """
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    attention = choose_attention(config.attn_implementation, bf16=bf16)
+    with _naming(config.name_or_path):
+        return AutoModelForCausalLM.from_pretrained(
+            config.name_or_path, dtype=dtype, attn_implementation=attention, **options, **config.config
+        )
+
+
+@contextlib.contextmanager
+def _naming(name: str | None) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        # It does not always say of what.
+        raise OSError(f"model.name_or_path={name!r} cannot be loaded: {error}") from error
 
 
 def adapter_config(method: MethodConfig) -> Any:

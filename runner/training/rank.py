@@ -26,7 +26,8 @@ def run_rank(spec: dict[str, Any]) -> None:
     """Set the rank up and run its job.
 
     Args:
-        spec: `env` to set, `events` socket, `config` file; `script` and `args` where the user has an own script.
+        spec: `env` to set, `events` socket, `config` file; `script` and `args` where the user has an own script;
+            `resumes`, of `run_job`.
     """
     launcher = multiprocessing.parent_process()
     # The fork server dies with the launcher, and this process with the fork server.
@@ -54,7 +55,7 @@ def run_rank(spec: dict[str, Any]) -> None:
         if spec["script"] is None:
             from runner.training.job import run_job
 
-            run_job(spec["config"], spec["cache"], sender)
+            run_job(spec["config"], spec["cache"], sender, resumes=spec["resumes"])
         else:
             _run_script(spec["script"], spec["args"])
     except SystemExit as error:
