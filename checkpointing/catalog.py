@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from checkpointing.digest import algorithm_of
 from checkpointing.errors import ForeignCheckpoint, InvalidCheckpoint
 from checkpointing.manifest import Manifest
 from checkpointing.reading import digest_of, fault
@@ -98,7 +99,7 @@ def verify(storage: Storage, step: int, read: Callable[[int], None] = lambda nby
     place = storage.describe(step)
     for file in manifest.files:
         try:
-            actual = digest_of(storage.file(manifest, file.name))
+            actual = digest_of(storage.file(manifest, file.name), algorithm_of(file.digest))
         except OSError as error:
             raise fault(place, file.name, error) from None
         if actual != file.digest:

@@ -2,17 +2,24 @@
 
 XXH3-128 (https://github.com/Cyan4973/xxHash): memory speed, and every single-bit flip and truncation changes it. It
 guards against faults of disks, networks and software, not against forgery.
+
+Files are digested in parts of 32 MiB: the file's digest is that of its parts' digests, one behind the other. Several
+threads, or the ranks of a node, can each take a share of the parts.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import xxhash
 
-ALGORITHM = "xxh3_128"
+ALGORITHM = "xxh3_128_32m"
+# One digest over the whole file: of the manifest itself, and of checkpoints from before files were digested in parts.
+PLAIN = "xxh3_128"
+PART_BYTES = 32 * 1024 * 1024
 _CHUNK_BYTES = 16 * 1024 * 1024
 
 
@@ -22,18 +29,72 @@ def chunks(buffer: memoryview, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[memo
         yield buffer[start : start + chunk_bytes]
 
 
+def algorithm_of(digest: str) -> str:
+    """How a recorded digest was computed.
+
+    Raises:
+        ValueError: this release does not know the algorithm.
+    """
+    name = digest.partition(":")[0]
+    if name not in (ALGORITHM, PLAIN):
+        raise ValueError(f"digest {digest[:60]!r} is of an algorithm that this release does not know")
+    return name
+
+
 class RunningDigest:
     """A digest of bytes that come piece by piece."""
 
-    def __init__(self) -> None:
-        self._state = xxhash.xxh3_128()
+    def __init__(self, algorithm: str = ALGORITHM) -> None:
+        self._algorithm = algorithm
+        self._state, self._parts = xxhash.xxh3_128(), xxhash.xxh3_128()
+        # Bytes of the part that has begun.
+        self._begun = 0
 
     def update(self, piece: memoryview) -> None:
         for chunk in chunks(piece):
-            self._state.update(chunk)
+            if self._algorithm == PLAIN:
+                self._state.update(chunk)
+                continue
+            while len(chunk):
+                taken = chunk[: PART_BYTES - self._begun]
+                self._state.update(taken)
+                self._begun += len(taken)
+                chunk = chunk[len(taken) :]
+                if self._begun == PART_BYTES:
+                    self._end_part()
 
     def result(self) -> str:
-        return f"{ALGORITHM}:{self._state.hexdigest()}"
+        """`algorithm:hex`; nothing can be added afterwards."""
+        if self._algorithm == PLAIN:
+            return f"{PLAIN}:{self._state.hexdigest()}"
+        if self._begun:
+            self._end_part()
+        return f"{ALGORITHM}:{self._parts.hexdigest()}"
+
+    def _end_part(self) -> None:
+        self._parts.update(self._state.digest())
+        self._state, self._begun = xxhash.xxh3_128(), 0
+
+
+def num_parts(nbytes: int) -> int:
+    """Of a file of so many bytes."""
+    return -(-nbytes // PART_BYTES)
+
+
+def part_digests(buffer: memoryview, numbers: Iterable[int], num_threads: int = 1) -> dict[int, bytes]:
+    """The digests of some of a file's parts, by number."""
+
+    def digest(number: int) -> tuple[int, bytes]:
+        # The call lets other threads run.
+        return number, xxhash.xxh3_128_digest(buffer[number * PART_BYTES : (number + 1) * PART_BYTES])
+
+    with ThreadPoolExecutor(num_threads, "checkpoint-digest") as pool:
+        return dict(pool.map(digest, numbers))
+
+
+def digest_of_parts(parts: Iterable[bytes]) -> str:
+    """A file's digest from those of its parts, in order."""
+    return f"{ALGORITHM}:{xxhash.xxh3_128_hexdigest(b''.join(parts))}"
 
 
 def digesting(pieces: Iterable[memoryview], digest: RunningDigest) -> Iterator[memoryview]:
@@ -43,14 +104,14 @@ def digesting(pieces: Iterable[memoryview], digest: RunningDigest) -> Iterator[m
         yield piece
 
 
-def digest_buffer(buffer: memoryview | bytes) -> str:
+def digest_buffer(buffer: memoryview | bytes, algorithm: str = ALGORITHM) -> str:
     """Digest of the bytes, as `algorithm:hex`."""
-    digest = RunningDigest()
+    digest = RunningDigest(algorithm)
     digest.update(memoryview(buffer))
     return digest.result()
 
 
-def digest_file(path: Path) -> str:
+def digest_file(path: Path, algorithm: str = ALGORITHM) -> str:
     """Digest of a file's bytes, as `algorithm:hex`.
 
     Raises:
@@ -58,6 +119,6 @@ def digest_file(path: Path) -> str:
     """
     with path.open("rb") as file:
         if path.stat().st_size == 0:
-            return digest_buffer(b"")
+            return digest_buffer(b"", algorithm)
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
-            return digest_buffer(view)
+            return digest_buffer(view, algorithm)

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from checkpointing.digest import RunningDigest, digesting
+from checkpointing.digest import RunningDigest, algorithm_of, digesting
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.manifest import Manifest
 from checkpointing.reading import pieces_of
@@ -42,7 +42,7 @@ def export_checkpoint(
     try:
         temporary.mkdir(parents=True)
         for file in manifest.files:
-            digest = RunningDigest()
+            digest = RunningDigest(algorithm_of(file.digest))
             (temporary / file.name).parent.mkdir(parents=True, exist_ok=True)
             write_file(temporary / file.name, digesting(counted(pieces_of(storage.file(manifest, file.name))), digest))
             if digest.result() != file.digest:

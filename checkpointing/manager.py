@@ -332,7 +332,15 @@ class CheckpointManager:
             on_device = self._tracked.model is not None and self._tracked.on_gpu
         with self._restoring():
             point = choose(
-                self._tiers, self._resume, self._group, self.rank, self.world_size, self._client, private=not on_device
+                self._tiers,
+                self._resume,
+                self._group,
+                self.rank,
+                self.world_size,
+                self._client,
+                private=not on_device,
+                local_rank=self.local_rank,
+                local_world_size=self.local_world_size,
             )
         if point is not None and self.rank == 0 and SOCKET_ENV not in os.environ:
             # A supervisor says it itself.

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from checkpointing.digest import digest_buffer
+from checkpointing.digest import PLAIN, algorithm_of, digest_buffer
 from checkpointing.errors import InvalidCheckpoint
 
 MANIFEST_NAME = "manifest.json"
@@ -152,7 +152,7 @@ class Manifest:
 
 
 def _self_digest(body: Mapping[str, Any]) -> str:
-    return digest_buffer(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+    return digest_buffer(json.dumps(body, sort_keys=True, separators=(",", ":")).encode(), PLAIN)
 
 
 def _typed(document: Mapping[str, Any], key: str, kind: type) -> Any:
@@ -216,4 +216,6 @@ def _file_entry(entry: Any) -> FileEntry:
     # A name is a plain file inside the checkpoint: nothing read from it may point elsewhere.
     if "\\" in name or "\0" in name or name == MANIFEST_NAME or not {"", ".", ".."}.isdisjoint(parts):
         raise ValueError(f"file name {reprlib.repr(name)} is not allowed")
-    return FileEntry(name, _count(entry, "size"), _text(entry, "digest"))
+    digest = _text(entry, "digest")
+    algorithm_of(digest)
+    return FileEntry(name, _count(entry, "size"), digest)

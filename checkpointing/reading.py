@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from checkpointing.arena import populate_pages
-from checkpointing.digest import RunningDigest, digest_file
+from checkpointing.digest import ALGORITHM, RunningDigest, digest_file
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, StorageUnreachable
 from checkpointing.storage.base import RemoteFile
 from checkpointing.storage.objects import ObjectMissing, StorageError
@@ -72,15 +72,15 @@ def pieces_of(source: Path | RemoteFile) -> Iterator[memoryview]:
         yield from _read_ahead(nbytes, read, lambda start: windows[start // _PIECE_BYTES % _READERS])
 
 
-def digest_of(source: Path | RemoteFile) -> str:
+def digest_of(source: Path | RemoteFile, algorithm: str = ALGORITHM) -> str:
     """Digest of a file, as `algorithm:hex`.
 
     Raises:
         OSError: it cannot be read.
     """
     if isinstance(source, Path):
-        return digest_file(source)
-    digest = RunningDigest()
+        return digest_file(source, algorithm)
+    digest = RunningDigest(algorithm)
     for piece in pieces_of(source):
         digest.update(piece)
     return digest.result()
@@ -102,13 +102,16 @@ def _populate(memory: memoryview, enough: Callable[[], bool] = lambda: False) ->
         populate_pages(ctypes.addressof(ctypes.c_char.from_buffer(memory)), memory.nbytes, enough)
 
 
-def read_private(source: Path | RemoteFile | memoryview, memory: memoryview | None = None) -> tuple[memoryview, str]:
+def read_private(
+    source: Path | RemoteFile | memoryview, memory: memoryview | None = None, algorithm: str | None = ALGORITHM
+) -> tuple[memoryview, str]:
     """A copy of a file's or a buffer's bytes that is the caller's own, and their digest.
 
     Reading runs ahead of the digest, in threads; each byte is read once.
 
     Args:
         memory: where the copy goes; by default it is made now.
+        algorithm: of the digest; None for none.
 
     Raises:
         OSError: the file cannot be read.
@@ -117,26 +120,27 @@ def read_private(source: Path | RemoteFile | memoryview, memory: memoryview | No
         memory = private_memory(source.stat().st_size if isinstance(source, Path) else source.nbytes)
     else:
         _populate(memory)
-    return memory, read_into(source, memory)
+    return memory, read_into(source, memory, algorithm)
 
 
-def read_into(source: Path | RemoteFile | memoryview, target: memoryview) -> str:
-    """Fill `target` with all of a file's or a buffer's bytes; returns their digest.
+def read_into(source: Path | RemoteFile | memoryview, target: memoryview, algorithm: str | None = ALGORITHM) -> str:
+    """Fill `target` with all of a file's or a buffer's bytes; returns their digest, empty where none is wanted.
 
     Raises:
         OSError: the file cannot be read, or is of another size.
     """
-    digest = RunningDigest()
+    digest = RunningDigest(algorithm) if algorithm is not None else None
     with _reader(source) as (nbytes, read):
         if nbytes != len(target):
             raise OSError(0, f"it has {nbytes} bytes, not {len(target)}")
         for piece in _read_ahead(nbytes, read, lambda start: target[start : start + _PIECE_BYTES]):
-            digest.update(piece)
-    return digest.result()
+            if digest is not None:
+                digest.update(piece)
+    return digest.result() if digest is not None else ""
 
 
-def read_shared(source: Path | RemoteFile | memoryview) -> tuple[memoryview, str]:
-    """A file's or a buffer's bytes where they lie, not to be written to, and their digest.
+def read_shared(source: Path | RemoteFile | memoryview, algorithm: str | None = ALGORITHM) -> tuple[memoryview, str]:
+    """A file's or a buffer's bytes where they lie, not to be written to, and their digest, empty where none is wanted.
 
     What is not on this machine is read into memory.
 
@@ -144,7 +148,7 @@ def read_shared(source: Path | RemoteFile | memoryview) -> tuple[memoryview, str
         OSError: the file cannot be read.
     """
     if not isinstance(source, (Path, memoryview)):
-        return read_private(source)
+        return read_private(source, algorithm=algorithm)
     if isinstance(source, Path):
         with source.open("rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
@@ -154,7 +158,9 @@ def read_shared(source: Path | RemoteFile | memoryview) -> tuple[memoryview, str
                 mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
                 mapped.madvise(mmap.MADV_WILLNEED)
                 source = memoryview(mapped)
-    digest = RunningDigest()
+    if algorithm is None:
+        return source, ""
+    digest = RunningDigest(algorithm)
     digest.update(source)
     return source, digest.result()
 

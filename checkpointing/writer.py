@@ -20,7 +20,7 @@ from typing import Literal
 from checkpointing.arena_pool import Arena
 from checkpointing.catalog import Catalog, CatalogEntry
 from checkpointing.commit import StagedFile, commit_snapshot
-from checkpointing.digest import RunningDigest, digest_buffer, digesting
+from checkpointing.digest import RunningDigest, algorithm_of, digest_buffer, digesting
 from checkpointing.errors import CheckpointError, Fenced, InvalidCheckpoint
 from checkpointing.manifest import FileEntry, Manifest, SnapshotInfo
 from checkpointing.protocol import Message
@@ -422,7 +422,7 @@ class Writer:
         problem: InvalidCheckpoint | None = None
 
         def staged(file: FileEntry) -> StagedFile:
-            digest = RunningDigest()
+            digest = RunningDigest(algorithm_of(file.digest))
 
             def compared() -> str:
                 nonlocal problem
@@ -453,13 +453,14 @@ class Writer:
         assert manifest is not None
         storage.watch(self._progress("download", entry.step, manifest.total_bytes))
 
-        def read(placed: tuple[str, int, int]) -> str:
+        def read(placed: tuple[str, int, int], recorded: FileEntry) -> str:
             name, offset, nbytes = placed
-            return read_into(storage.file(manifest, name), arena.view(offset, nbytes))
+            algorithm = algorithm_of(recorded.digest)
+            return read_into(storage.file(manifest, name), arena.view(offset, nbytes), algorithm)
 
         try:
             with ThreadPoolExecutor(_FETCHED_AT_ONCE, "checkpoint-fetch") as pool:
-                digests = list(pool.map(read, arena.files))
+                digests = list(pool.map(read, arena.files, manifest.files))
             altered = [file.name for file, digest in zip(manifest.files, digests, strict=True) if digest != file.digest]
             if altered:
                 raise InvalidCheckpoint(storage.describe(entry.step), f"{altered[0]} was altered: its digest differs")

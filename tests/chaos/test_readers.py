@@ -44,7 +44,7 @@ from checkpointing.data.cursor import Layout
 from checkpointing.data.stream import StreamPosition
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.manifest import Manifest, _self_digest
-from checkpointing.restore import ADAPTER_NAME, RestorePoint, Room, _propose, _read
+from checkpointing.restore import ADAPTER_NAME, RestorePoint, Room, Shares, _propose, _read
 from checkpointing.spikes import SpikeDetector
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.base import Fence
@@ -353,7 +353,7 @@ def any_file(place: Place) -> Reader:
         path = storage.directory(STEP) / name
         path.write_bytes(damaged)
         try:
-            found, problem = _read(storage, STEP, 0, 1, private=number % 2 == 0, room=Room(""))
+            found, problem = _read(storage, STEP, 0, 1, private=number % 2 == 0, room=Room(""), shares=Shares())
         finally:
             path.write_bytes(original)
         if found is None:

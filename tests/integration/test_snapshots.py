@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from integration.support import Run, loss_curve, script, state_hash, wait_for_commit, wait_until
 
 from checkpointing.storage import LocalStorage
@@ -375,3 +376,71 @@ def test_a_slow_disk_skips_snapshots_and_holds_no_step_up(tmp_path: Path) -> Non
     )  # close() makes up for the last, and for no other
     assert len(skipped) > 15
     assert trained_s < 75
+
+
+LARGE = """
+import os, sys, time
+import torch, torch.distributed as dist
+import checkpointing.client as client, checkpointing.digest as digest, checkpointing.restore as restore
+from checkpointing import CheckpointManager
+
+folder, flips = sys.argv[1], sys.argv[2] == "flipped"
+rank, offer, digested = os.environ["RANK"], client.AgentClient.offer, []
+def flipped(self, *arguments):
+    snapshots, reachable = offer(self, *arguments)
+    for snapshot in snapshots:
+        # In the third part, which rank 0 looks at, as ranks take turns.
+        snapshot.files["model.safetensors"][2 * digest.PART_BYTES + 77] ^= 1
+    return snapshots, reachable
+def noted(buffer, numbers, num_threads):
+    if len(buffer) > digest.PART_BYTES:
+        digested.extend(numbers)
+    return digest.part_digests(buffer, numbers, num_threads)
+restore.part_digests = noted
+if flips and rank == "1":
+    client.AgentClient.offer = flipped
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(5000, 5000)
+manager = CheckpointManager("unused", model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                            snapshot_steps=5, save_steps=5)
+start = manager.resume(total_steps=12)
+open(f"{folder}/digested-{rank}-{os.environ['CHECKPOINT_ATTEMPT']}", "w").write(str(digested))
+for step in range(start + 1, 13):
+    with torch.no_grad():
+        model.weight.add_(1)
+        model.bias.add_(step)
+    manager.step(step)
+    while step == 10 and os.environ["CHECKPOINT_ATTEMPT"] == "1":
+        open(f"{folder}/held-{rank}", "w").close()
+        time.sleep(0.1)
+manager.close()
+if rank == "0":
+    torch.save(model.state_dict(), f"{folder}/final.pt")
+"""
+
+
+@pytest.mark.parametrize("flips", ["whole", "flipped"])
+def test_ranks_of_a_node_verify_a_share_of_what_they_see_together(flips: str, tmp_path: Path) -> None:
+    path = tmp_path / "large.py"
+    path.write_text(LARGE)
+    run = Run(tmp_path / "run", "--set", "restart.hang_timeout_s=600", script=[str(path), str(tmp_path), flips]).start()
+    wait_until(run, lambda: all((tmp_path / f"held-{rank}").exists() for rank in (0, 1)))
+    wait_for_commit(run, 10)
+    kill_all_ranks(run)
+    assert run.finish() == 0, run.output
+    torch.manual_seed(0)
+    expected = torch.nn.Linear(5000, 5000)
+    with torch.no_grad():
+        for step in range(1, 13):
+            expected.weight.add_(1)
+            expected.bias.add_(step)
+    found = torch.load(tmp_path / "final.pt", weights_only=True)
+    assert all(torch.equal(found[name], value) for name, value in expected.state_dict().items())
+    sources = [event["from"] for event in run.events("resumed")]
+    if flips == "flipped":
+        # Rank 1 has met the flipped bit; rank 0 has found it, in its own share.
+        assert sources == ["local"] and run.events("snapshot_damaged")
+    else:
+        assert sources == ["memory"]
+        assert [(tmp_path / f"digested-{rank}-2").read_text() for rank in (0, 1)] == ["[0, 2]", "[1]"]

@@ -153,15 +153,19 @@ class ThirtyGigabytes(device.Host):
         # Of the state.
         self.nbytes = 1
         self.registered_at: float | None = None
-        self._may_go, self.pinning = threading.Event(), Pinning(self._register, lambda address: None)
+        self._asked, self._may_go = threading.Event(), threading.Event()
+        self.pinning = Pinning(self._register, lambda address: None)
 
     def _register(self, address: int, nbytes: int) -> bool:
         self.registered_at = self.now + self.register_s
+        self._asked.set()
         self._may_go.wait()
         return True
 
     def copy(self, buffer: memoryview, offset: int, source: torch.Tensor) -> None:
         super().copy(buffer, offset, source)
+        # Virtual time stands still until the driver was asked.
+        self._asked.wait()
         self.now += (
             (self.UNPINNED_S if self.register_s and self.pinning.is_busy else self.PINNED_S)
             * source.numel()
@@ -171,7 +175,7 @@ class ThirtyGigabytes(device.Host):
     def step(self) -> None:
         """A second of training, and of the driver's work."""
         self.now += 1.0
-        while self.pinning.is_busy and (self.registered_at is None or self.now >= self.registered_at):
+        while self.pinning.is_busy and self.registered_at is not None and self.now >= self.registered_at:
             self._may_go.set()
             time.sleep(0)
 
@@ -184,7 +188,10 @@ def snapshot_times(register_s_per_gb: float, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(module, "time", SimpleNamespace(**clocks))
     job = SmallTraining(overlap=False, device=gpu, pinning=gpu.pinning)
     gpu.nbytes = sum(tensor.nbytes for tensor in job.state())
-    cadence, times = CadenceClock(Cadence(snapshot_steps="auto"), 0.0), []
+    for _ in range(9):
+        gpu.step()
+        job.optimizer_step()
+    cadence, times = CadenceClock(Cadence(snapshot_steps="auto"), gpu.now), []
     while gpu.now < 3600:
         gpu.step()
         job.optimizer_step()
