@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointing import device, rng, stop_signal
+from checkpointing import broadcast, device, rng, stop_signal
 from checkpointing.adapter import Adapter
 from checkpointing.agreement import Agreement, Flag
 from checkpointing.arena import Heartbeat, Phase, SharedMemory
@@ -50,6 +50,7 @@ from checkpointing.memory import parse_bytes
 from checkpointing.pinning import Pinning
 from checkpointing.restore import RestorePoint, choose, own_checkpoint, read_checkpoint
 from checkpointing.retention import Retention, best_first
+from checkpointing.sharded import has_sharded
 from checkpointing.snapshot import torch_bytes
 from checkpointing.snapshotter import Ranks, Request, SmallFile, Snapshotter
 from checkpointing.spikes import SkippedSteps
@@ -468,13 +469,23 @@ class CheckpointManager:
         """
         self._snapshotter.settle()
         with self._restoring():
-            self._tracked.restore_model(point)
+            self._tracked.restore_model(point, self._place)
 
     def restore_optimizer(self, point: RestorePoint) -> None:
         """Load the state of optimizer, scheduler, scaler, and of the further `states`."""
         self._snapshotter.settle()
         with self._restoring():
-            self._tracked.restore_optimizer(point, self.rank)
+            self._tracked.restore_optimizer(point, self.rank, self._place)
+
+    def _place(self, state: Any) -> Any:
+        """Bring a state that all ranks have to the model's device, where each would have to copy all of it."""
+        model, optimizer = self._tracked.model, self._tracked.optimizer
+        if model is None or has_sharded(model) or not isinstance(optimizer, torch.optim.Optimizer):
+            return state
+        where = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        if not broadcast.is_worthwhile(where, self.world_size, self.local_world_size):
+            return state
+        return broadcast.to_device(state, where, self.rank, self.world_size)
 
     def restore_states(self, point: RestorePoint, names: Set[str]) -> None:
         """Load some of the further `states` again, as `restore_optimizer` has done."""

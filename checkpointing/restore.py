@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.serialization import skip_data
+from torch.torch_version import TorchVersion
 
 from checkpointing import rng
 from checkpointing.catalog import Catalog
@@ -37,7 +38,7 @@ from checkpointing.errors import CheckpointError, InvalidCheckpoint, NoValidChec
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import MANIFEST_NAME, missing_member
 from checkpointing.reading import MemoryFile, fault, private_memory, read_private, read_shared
-from checkpointing.snapshot import SAFETENSORS_DTYPES, storage_records
+from checkpointing.snapshot import SAFETENSORS_DTYPES, replaced, storage_records
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.base import CHECKPOINT_PREFIX, NUMBER, RemoteFile
 from checkpointing.tiers import Tiers
@@ -72,6 +73,8 @@ _PER_RANK_PREFIXES = ("rng_state", "data_state", "rank_state", LOOP_STATE_PREFIX
 _IS_FOLDER = 0x10
 # Larger files are kept out of a directory that is made of a snapshot for others to read.
 _SMALL_BYTES = 64 * 1024 * 1024
+# Where it leaves out the bytes, torch before 2.11 takes a storage's size times that of an element once too often.
+_COUNTS_TWICE = TorchVersion(torch.__version__) < "2.11"
 # Model and optimizer are verified side by side.
 _FILES_AT_ONCE = 2
 # Of one rank, for each file: some 20 GB/s each (2 cores, 2026-11-23).
@@ -182,7 +185,7 @@ class RestorePoint:
             _check_archive(buffer)
             if len(buffer) <= _SMALL_BYTES and name != OPTIMIZER_NAME:
                 found = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
-                return _replaced(found, _plain, {})
+                return replaced(found, _plain)
             # Everything but the tensors' bytes; no memory is touched for those.
             with skip_data():
                 skeleton = torch.load(io.BufferedReader(MemoryFile(buffer)), map_location="cpu", weights_only=True)
@@ -605,31 +608,6 @@ def _tensor(buffer: memoryview, offset: int, nbytes: int, dtype: torch.dtype) ->
     return torch.frombuffer(buffer, dtype=dtype, offset=offset, count=nbytes // dtype.itemsize)
 
 
-def _replaced(obj: Any, change: Callable[[Any], Any], done: dict[int, Any]) -> Any:
-    """The same dicts, lists and tuples, with what `change` makes of everything in them. `done`: those made already.
-
-    Raises:
-        ValueError: a key holds a tensor: nobody's state does, and it could not be filled.
-    """
-    if id(obj) in done:
-        return done[id(obj)]
-    if isinstance(obj, dict):
-        if any(_holds_tensor(key) for key in obj):
-            raise ValueError("a key of a dict is a tensor")
-        made: Any = {key: _replaced(value, change, done) for key, value in obj.items()}
-        made = made if type(obj) is dict else type(obj)(made)
-    elif type(obj) in (list, tuple):
-        made = type(obj)(_replaced(value, change, done) for value in obj)
-    else:
-        return change(obj)
-    done[id(obj)] = made
-    return made
-
-
-def _holds_tensor(key: Any) -> bool:
-    return isinstance(key, torch.Tensor) or (isinstance(key, tuple) and any(map(_holds_tensor, key)))
-
-
 def _plain(obj: Any) -> Any:
     """What stood for something while the file was read gives place to it."""
     return obj.array if isinstance(obj, rng.Words) else obj
@@ -656,14 +634,17 @@ def _filled(skeleton: Any, buffer: memoryview, records: Sequence[tuple[int, int]
             return obj
         if storage._cdata not in storages:
             offset, nbytes = next(remaining, (0, 0))
-            if nbytes != storage.nbytes():
-                raise ValueError(f"a storage of {storage.nbytes()} bytes, where {nbytes} are recorded")
+            size = storage.nbytes()
+            if _COUNTS_TWICE and size != nbytes:
+                size //= obj.element_size()
+            if nbytes != size:
+                raise ValueError(f"a storage of {size} bytes, where {nbytes} are recorded")
             storages[storage._cdata] = _tensor(buffer, offset, nbytes, torch.uint8).untyped_storage()
         tensor = torch.empty(0, dtype=obj.dtype)
         tensor.set_(storages[storage._cdata], obj.storage_offset(), obj.size(), obj.stride())
         return tensor.requires_grad_(obj.requires_grad)
 
-    filled = _replaced(skeleton, fill, {})
+    filled = replaced(skeleton, fill)
     if next(remaining, None) is not None:
         raise ValueError("there are more storages than tensors to fill")
     return filled

@@ -16,7 +16,7 @@ import re
 import sys
 import threading
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -508,3 +508,33 @@ def _collect(obj: object, found: list[torch.Tensor]) -> None:
     elif isinstance(obj, Mapping):
         for value in obj.values():
             _collect(value, found)
+
+
+def replaced(obj: Any, change: Callable[[Any], Any]) -> Any:
+    """The same dicts, lists and tuples, with what `change` makes of everything in them.
+
+    Raises:
+        ValueError: a key holds a tensor: nobody's state does, and it could not be filled.
+    """
+    return _replaced(obj, change, {})
+
+
+def _replaced(obj: Any, change: Callable[[Any], Any], done: dict[int, Any]) -> Any:
+    """`done`: containers that were made already, by the identity of the old ones."""
+    if id(obj) in done:
+        return done[id(obj)]
+    if isinstance(obj, dict):
+        if any(_holds_tensor(key) for key in obj):
+            raise ValueError("a key of a dict is a tensor")
+        made: Any = {key: _replaced(value, change, done) for key, value in obj.items()}
+        made = made if type(obj) is dict else type(obj)(made)
+    elif type(obj) in (list, tuple):
+        made = type(obj)(_replaced(value, change, done) for value in obj)
+    else:
+        return change(obj)
+    done[id(obj)] = made
+    return made
+
+
+def _holds_tensor(key: Any) -> bool:
+    return isinstance(key, torch.Tensor) or (isinstance(key, tuple) and any(map(_holds_tensor, key)))

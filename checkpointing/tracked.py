@@ -190,8 +190,11 @@ class Tracked:
                     f"states: {name!r} holds sharded tensors, which is not supported yet: only of model and optimizer"
                 )
 
-    def restore_model(self, point: RestorePoint) -> None:
+    def restore_model(self, point: RestorePoint, place: Callable[[Any], Any] = lambda state: state) -> None:
         """Load the weights.
+
+        Args:
+            place: brings a state dict to where it is wanted.
 
         Raises:
             CheckpointError: the checkpoint is of another model.
@@ -199,7 +202,7 @@ class Tracked:
         if self.adapter is not None:
             self.adapter.restore(self.model, point)
             return
-        state: dict[str, Any] = dict(point.model_state())
+        state: dict[str, Any] = place(dict(point.model_state()))
         if point.has(EXTRA_STATE_NAME):
             state |= point.torch_object(EXTRA_STATE_NAME)
         # Asking for it shards again what an evaluation has left whole.
@@ -233,8 +236,13 @@ class Tracked:
                 _put(stateful, point, own, ranks["states"][name])
         return ranks
 
-    def restore_optimizer(self, point: RestorePoint, rank: int) -> None:
+    def restore_optimizer(
+        self, point: RestorePoint, rank: int, place: Callable[[Any], Any] = lambda state: state
+    ) -> None:
         """Load the state of optimizer, scheduler, scaler, of the further `states`, and what is this rank's own.
+
+        Args:
+            place: of `restore_model`.
 
         Raises:
             CheckpointError: a file makes no sense, or is of another optimizer.
@@ -243,7 +251,7 @@ class Tracked:
             self.optimizer,
             point,
             OPTIMIZER_NAME,
-            lambda state: sharded.cut_optimizer_state(state, self.torch_optimizer),
+            lambda state: sharded.cut_optimizer_state(place(state), self.torch_optimizer),
         )
         if not point.private:
             # What stayed on the CPU is still a view of the checkpoint, which is not ours to change.

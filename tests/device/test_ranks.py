@@ -25,6 +25,16 @@ def test_ranks_write_shares_of_one_file_and_resume(sim: Any, tmp_path: Path) -> 
         assert all(torch.equal(saved[name], final[name]) for name in final)
 
 
+def test_a_restored_state_is_copied_by_shares_and_broadcast(sim: Any, tmp_path: Path) -> None:
+    """Two of four large moments and one of two large weights each, and in the end the same bits."""
+    for case, folder in (("plain", "one"), ("plain", "one"), ("plain", "two"), ("broadcast", "two")):
+        result = two_ranks.run(case, tmp_path / folder, DEVICES)
+        assert result.returncode == 0, result.stderr
+    assert two_ranks.are_equal(tmp_path / "one", tmp_path / "two")
+    for rank in (0, 1):
+        assert [result.stdout.count(f"rank {rank} has 16384 bytes from {owner}") for owner in (0, 1)] == [3, 3]
+
+
 @pytest.mark.parametrize(
     ("case", "told"),
     [
