@@ -282,7 +282,11 @@ def capability() -> tuple[int, int] | None:
 
 def peak_memory_bytes() -> int | None:
     """The most that this process has had on its accelerator; None without one."""
-    return int(torch.accelerator.max_memory_allocated()) if kind() is not None else None
+    if kind() is None:
+        return None
+    # The same for all devices as of torch 2.9.
+    module = torch.accelerator if hasattr(torch.accelerator, "max_memory_allocated") else torch.get_device_module()
+    return int(module.max_memory_allocated())
 
 
 def utilization_percent() -> float | None:

@@ -163,6 +163,8 @@ def _take_less_time() -> None:
     class Ranks(output.MultiprocessContext):
         def _start(self) -> None:
             newest[:] = [self]
+            # Torch before 2.10 cannot be told to leave them alone; it has just taken them.
+            _leave_signals_to_the_supervisor()
             self._worker_finished_event = Signal()  # type: ignore[assignment]
             super()._start()  # type: ignore[no-untyped-call]
 
@@ -237,10 +239,12 @@ def _launch(request: Message) -> Message:
         log_dir.mkdir(parents=True)
     except OSError as error:
         return {"finished": False, "failures": [], "error": f"{log_dir} cannot be made: {error.strerror}"}
-    # Before torch 2.13 it could not be set, and was as long.
-    newer: dict[str, Any] = (
-        {"shutdown_timeout": _SHUTDOWN_TIMEOUT_S} if hasattr(LaunchConfig, "shutdown_timeout") else {}
-    )
+    newer: dict[str, Any] = {
+        # Before torch 2.13 it could not be set, and was as long.
+        "shutdown_timeout": _SHUTDOWN_TIMEOUT_S,
+        # By default it would take back those that the supervisor answers.
+        "signals_to_handle": "SIGQUIT",
+    }
     config = LaunchConfig(
         min_nodes=request["nnodes"],
         max_nodes=request["nnodes"],
@@ -257,9 +261,7 @@ def _launch(request: Message) -> Message:
         monitor_interval=_MONITOR_INTERVAL_S,
         start_method="spawn" if request["cold"] else "forkserver",
         logs_specs=DefaultLogsSpecs(log_dir=str(log_dir), redirects=Std.ALL),
-        **newer,
-        # By default it would take back those that the supervisor answers.
-        signals_to_handle="SIGQUIT",
+        **{name: value for name, value in newer.items() if hasattr(LaunchConfig, name)},
     )
     if request["nnodes"] == 1:
         _listen_on_loopback_only()

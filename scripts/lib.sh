@@ -23,3 +23,17 @@ setup() {
     --constraint "$root/constraints.txt" --editable "$root$extras"
   echo "$wanted" >"$stamp"
 }
+
+# setup_exactly FILE: make the virtual environment hold these versions, and the package.
+setup_exactly() {
+  local wanted stamp=$venv/.installed
+  wanted=$(cat "$root/pyproject.toml" "$root/$1" <("$python" --version) | sha256sum)
+  if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
+    return
+  fi
+  echo "scripts: installing into $venv (once; some minutes)" >&2
+  [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+  "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-cache-dir --requirement "$root/$1" "setuptools>=77"
+  "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation --editable "$root"
+  echo "$wanted" >"$stamp"
+}

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import accelerate
+import transformers
 from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy
 
@@ -82,9 +83,15 @@ def resilient(
     `on_checkpoint_staged(args, state, control)` is called when that commit begins.
 
     Raises:
-        CheckpointError: the trainer uses a strategy that is not supported.
+        CheckpointError: the trainer uses a strategy that is not supported, or transformers is too old.
         ValueError: a cadence or the memory limit is not usable.
     """
+    # Before 5.3 its training loop is one method, which offers no place to stand.
+    if not hasattr(Trainer, "_run_epoch"):
+        raise CheckpointError(
+            f"transformers {transformers.__version__} is too old for resilient(); install 5.3 or newer, or use "
+            "CheckpointManager in a loop of your own"
+        )
     if trainer.is_deepspeed_enabled:
         raise CheckpointError("DeepSpeed is not supported by resilient() yet; use DDP or FSDP2")
     if trainer.is_fsdp_enabled:

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerState
+from transformers import Trainer, TrainerState, TrainingArguments
 
-from checkpointing.errors import InvalidCheckpoint, NonFinite
+from checkpointing.errors import CheckpointError, InvalidCheckpoint, NonFinite
 from checkpointing.restore import RestorePoint
+from checkpointing.transformers import resilient
 from checkpointing.transformers.callback import StepCallback
 from checkpointing.transformers.trainer import ResilientMixin
 from checkpointing.transformers.trainer_state import checked_directory, state_bytes
@@ -30,6 +31,13 @@ def point(name: str, data: bytes) -> RestorePoint:
 
 def trainer_state(**changes: Any) -> bytes:
     return json.dumps({**dataclasses.asdict(TrainerState(global_step=20, epoch=1.0)), **changes}).encode()
+
+
+def test_a_transformers_without_the_loops_hooks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It trained, and failed at the first save."""
+    monkeypatch.delattr(Trainer, "_run_epoch")
+    with pytest.raises(CheckpointError, match="too old for resilient"):
+        resilient(Trainer(model=torch.nn.Linear(1, 1), args=TrainingArguments(str(tmp_path), report_to="none")))
 
 
 def test_a_sound_trainer_state_is_read_by_the_trainer() -> None:

@@ -6,12 +6,17 @@ from email.message import Message
 from typing import Any
 
 import botocore.exceptions
-import httpx2 as httpx
 import pytest
 import requests
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from runner.training.failure_report import describe, is_transient, print_traceback
+
+try:
+    import httpx2 as httpx
+except ImportError:
+    # What huggingface_hub 1 uses.
+    import httpx  # type: ignore[no-redef]
 
 
 def answer(status: int) -> requests.Response:

@@ -7,6 +7,7 @@ import torch
 from transformers import Trainer
 
 from runner.config import CheckpointConfig, Config
+from runner.trainer_options import validate
 from runner.training.job import training_arguments
 
 
@@ -19,7 +20,7 @@ def test_the_trainer_makes_folders_in_the_runs_own_alone(
     monkeypatch.setenv("WORLD_SIZE", "1")
     config = Config(
         output_dir=str(tmp_path / "run"),
-        trainer={"activation_checkpointing": False},
+        trainer=validate({"activation_checkpointing": False}, "test"),
         checkpoint=CheckpointConfig(location=location),
     )
     Trainer(model=torch.nn.Linear(1, 1), args=training_arguments(config))
