@@ -555,6 +555,7 @@ class Node:
                 "events": self._events.path,
                 "config": str(self._directory.config),
                 "cache": str(self._directory.cache),
+                "accelerators": self._accelerators or 0,
                 "resumes": order.attempt > 1 or self.committed_step >= 0,
                 "script": self._job.script,
                 "args": list(self._job.args),

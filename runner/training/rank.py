@@ -27,7 +27,7 @@ def run_rank(spec: dict[str, Any]) -> None:
 
     Args:
         spec: `env` to set, `events` socket, `config` file; `script` and `args` where the user has an own script;
-            `resumes`, of `run_job`.
+            `resumes`, of `run_job`; `accelerators`, how many this machine has.
     """
     launcher = multiprocessing.parent_process()
     # The fork server dies with the launcher, and this process with the fork server.
@@ -47,8 +47,9 @@ def run_rank(spec: dict[str, Any]) -> None:
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     sender.send_surely("rank_started", rank=rank, local_rank=local_rank, pid=os.getpid(), error_file=error_file)
     try:
-        # A fresh interpreter has not imported it yet, and has nothing to lose.
-        if "torch" in sys.modules:
+        # A fresh interpreter has not imported torch yet. On a machine without a GPU, a torch for CUDA has asked the
+        # driver for one in the process that this one was forked from, to no harm.
+        if spec["accelerators"] and "torch" in sys.modules:
             from checkpointing import device
 
             device.check_fork()

@@ -39,7 +39,7 @@ def launch_environment(job: Job, order: Order) -> dict[str, str]:
     node._config = SimpleNamespace(launch=LaunchConfig(), checkpoint=checkpoint, checkpoint_location="place")
     node._directory = SimpleNamespace(logs=Path("logs"), config=Path("config"), cache=Path("cache"))
     node._events, node._job, node._nproc, node._cold = SimpleNamespace(path="events"), job, 2, False
-    node.run_id, node.committed_step = "run", -1
+    node.run_id, node.committed_step, node._accelerators = "run", -1, 0
     environment: dict[str, str] = node._launch_request(order, 1)["spec"]["env"]
     return environment
 
