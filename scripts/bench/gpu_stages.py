@@ -32,6 +32,7 @@ Figures = dict[str, Any]
 Verdicts = dict[str, bool]
 
 _GB = 1e9
+_RING_BYTES = 32 * 1024 * 1024
 _SLEEP_CYCLES = 400_000_000  # some 0.2 s of a GPU's clock
 
 
@@ -79,10 +80,19 @@ def memory(on: str, quick: bool) -> tuple[Figures, Verdicts]:
         registered_ok = devices.register(address, nbytes)
         registered = _rate(lambda: target.copy_(source, non_blocking=True), nbytes)
         devices.unregister(address)
+        ring = _rate(lambda: _by_ring(source, target), nbytes)
+    took = []
+    for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_NOHUGEPAGE):
+        with _mapped(nbytes, advice=advice) as address:
+            populate_pages(address, nbytes)
+            took.append(_seconds(functools.partial(devices.register, address, nbytes)))
+            devices.unregister(address)
     ceiling = _rate(lambda: pinned.copy_(source, non_blocking=True), nbytes)
     figures["copies to the host, GB/s"] = (
-        f"torch's pinned memory {ceiling:.1f}, registered {registered:.1f}, pageable {pageable:.1f}"
+        f"torch's pinned memory {ceiling:.1f}, registered {registered:.1f}, by a pinned ring {ring:.1f}, "
+        f"pageable {pageable:.1f}"
     )
+    figures[f"register {nbytes >> 20} MiB that is there, s"] = f"huge pages {took[0]:.4f}, pages of 4 KiB {took[1]:.4f}"
     # Memory that is not mapped cannot be registered; the kernel after it must not hear of that.
     refused = not devices.register(1 << 46, 4096)
     after = float((torch.ones(1000, device=on) * 2).sum())
@@ -94,9 +104,33 @@ def memory(on: str, quick: bool) -> tuple[Figures, Verdicts]:
     return figures, verdicts
 
 
+def _by_ring(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Through two pinned buffers: one is filled by the device while the other is copied on by the host."""
+    buffers = [torch.empty(_RING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    before: tuple[torch.Tensor, torch.Tensor, torch.Event] | None = None
+    for start in range(0, source.numel(), _RING_BYTES):
+        piece = source[start : start + _RING_BYTES]
+        buffer = buffers[start // _RING_BYTES % 2][: piece.numel()]
+        buffer.copy_(piece, non_blocking=True)
+        event = torch.Event(device=source.device)
+        event.record()
+        if before is not None:
+            before[2].synchronize()
+            before[1].copy_(before[0])
+        before = (buffer, target[start : start + _RING_BYTES], event)
+    if before is not None:
+        before[2].synchronize()
+        before[1].copy_(before[0])
+
+
 @contextlib.contextmanager
-def _mapped(nbytes: int) -> Iterator[int]:
-    memory = mmap.mmap(-1, nbytes)
+def _mapped(nbytes: int, *, advice: int | None = None) -> Iterator[int]:
+    """Memory that others can map, as an arena's; with an advice about its pages, of our own."""
+    if advice is None:
+        memory = mmap.mmap(-1, nbytes)
+    else:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(advice)
     anchor = ctypes.c_char.from_buffer(memory)
     try:
         yield ctypes.addressof(anchor)
