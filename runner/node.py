@@ -556,7 +556,8 @@ class Node:
                 "config": str(self._directory.config),
                 "cache": str(self._directory.cache),
                 "accelerators": self._accelerators or 0,
-                "resumes": order.attempt > 1 or self.committed_step >= 0,
+                # Not what a stock Trainer wrote: it need not hold every weight.
+                "resumes": (order.attempt > 1 or self.committed_step >= 0) and not resume_from,
                 "script": self._job.script,
                 "args": list(self._job.args),
             },
