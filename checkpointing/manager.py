@@ -238,6 +238,11 @@ class CheckpointManager:
         stop_signal.begin_reading()
 
     @property
+    def scratch(self) -> Path:
+        """A folder on this machine for what this process may not live to remove."""
+        return self._client.directory
+
+    @property
     def _client(self) -> AgentClient:
         return self._opened()[0]
 

@@ -612,7 +612,7 @@ class ResilientMixin(_Base):
     def _staged(self) -> Iterator[None]:
         """Let the trainer's own methods write a checkpoint into a folder that nobody resumes from."""
         state, output_dir = self.state.stateful_callbacks, self.args.output_dir
-        with tempfile.TemporaryDirectory(prefix="checkpoint-staging-") as folder:
+        with tempfile.TemporaryDirectory(prefix="checkpoint-staging-", dir=self._manager.scratch) as folder:
             self._staging = self.args.output_dir = folder
             # Ranks that write nothing may look into it, too.
             Path(folder, f"checkpoint-{self.state.global_step}").mkdir()
@@ -761,7 +761,7 @@ class ResilientMixin(_Base):
 
     def _configuration_files(self) -> dict[str, bytes]:
         """Model configuration and tokenizer, in the form that `from_pretrained` reads."""
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir=self._manager.scratch) as folder:
             if self._adapter is not None:
                 save_adapter_config(self.model, folder)
             else:

@@ -466,7 +466,7 @@ class _Round:
         if subject.wait(progress, RECOVERY_LIMIT_S):
             return True
         code = subject.process.poll()
-        if code == ExitCode.DONE:
+        if code == ExitCode.DONE or self._wants_room(code):
             return True
         how = f"the runner ended with {code}" if code is not None else f"no step within {RECOVERY_LIMIT_S:.0f} s"
         strike.violations.append(f"did not come back: {how}: {subject.tail(800)}")
@@ -475,12 +475,24 @@ class _Round:
     def _began_after(self, events: int) -> bool:
         return any(event["event"] == "training_started" for event in self._subject.events[events:])
 
+    def _wants_room(self, code: int | None) -> bool:
+        """It has ended for a disk that was full for a moment."""
+        struck = (strike.fault for strike in self._campaign.result.strikes if strike.run == self._number)
+        return code == ExitCode.STORAGE_FAILED and any(fault.startswith("disk full") for fault in struck)
+
     def _finish(self) -> bool:
         """Let it end by itself; whether it ended well."""
         subject, campaign = self._subject, self._campaign
         limit = RECOVERY_LIMIT_S + 4 * campaign.result.steps * campaign.step_s
         subject.wait(lambda: None, limit)
         code = subject.process.poll()
+        if self._wants_room(code):
+            # Its last save met the full disk: whoever reads that makes room, and starts it again.
+            self._lives += 1
+            subject.start()
+            campaign.say(f"run {self._number}: exit {code}, started again")
+            subject.wait(lambda: None, limit)
+            code = subject.process.poll()
         if code != ExitCode.DONE:
             ended = f"ended with {code}" if code is not None else f"did not end within {limit:.0f} s"
             self._violations.append(f"without further faults it {ended}: {subject.tail(800)}")

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from checkpointing.catalog import Catalog
+from checkpointing.digest import ALGORITHM, PLAIN
 from checkpointing.errors import CommitConflict, Fenced, InvalidCheckpoint
 from checkpointing.manifest import FileEntry, Manifest
 from checkpointing.restore import _propose
@@ -229,7 +230,8 @@ FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
     names = draw(st.lists(NAMES, max_size=5, unique=True))
-    files = tuple(FileEntry(name, draw(NUMBERS), draw(TEXT)) for name in names)
+    digests = st.builds("{}:{}".format, st.sampled_from([ALGORITHM, PLAIN]), TEXT)
+    files = tuple(FileEntry(name, draw(NUMBERS), draw(digests)) for name in names)
     metrics = draw(st.dictionaries(TEXT, FLOATS, max_size=3))
     step, attempt = draw(NUMBERS), draw(NUMBERS)
     folder = draw(st.sampled_from(["", f"checkpoint-{step}/{attempt}.0123456789ab"]))
