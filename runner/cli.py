@@ -260,8 +260,8 @@ def start(
         serve(address, config.monitoring.port, RunCollector(directory.journal))
     shared = between_nodes(identity, config.checkpoint.location)
     if not first_node:
-        compared = None if allow_changes else shared
-        sys.exit(int(Follower(config, directory, job, display, stop, identity=compared).run()))
+        follower = Follower(config, directory, job, display, stop, identity=shared, compared=not allow_changes)
+        sys.exit(int(follower.run()))
     supervisor = Supervisor(config, directory, job, display, stop, place=place, identity=shared)
     exit_code = supervisor.run()
     summary = _summary(directory)

@@ -8,16 +8,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from checkpointing.errors import CheckpointError
 from runner.config import Config
 from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError
 from runner.failure import Failure, FailureKind
-from runner.identity import JobIdentity
+from runner.identity import JobIdentity, key_of
 from runner.life import Life
 from runner.loop import StopRequest
 from runner.node import Job, Node, Order
 from runner.peer_messages import Message
 from runner.peers import Member
 from runner.progress import ProgressDisplay
+from runner.record import FINISHED_PATIENCE_S, RunRecord
 from runner.run_directory import RunDirectory
 
 _TURN_S = 0.5
@@ -38,16 +40,19 @@ class Follower:
         display: ProgressDisplay,
         stop: StopRequest,
         *,
-        identity: JobIdentity | None = None,
+        identity: JobIdentity,
+        compared: bool = True,
     ) -> None:
         """
         Args:
             stop: counts signals already.
-            identity: of the job, for the first node to compare with its own; None where it may differ.
+            identity: of the job.
+            compared: the first node's job must be the same.
         """
         self._config, self._directory, self._job, self._display = config, directory, job, display
         self._life = Life(config, directory, display, stop)
-        described = identity.to_json().decode() if identity is not None else ""
+        self._job_key = key_of(identity)
+        described = identity.to_json().decode() if compared else ""
         hello = {"do": "hello", "node_rank": config.launch.node_rank, "job": described}
         self._member = Member(config.launch.peer_address, hello, self._life.loop, self._on_message)
         self._node: Node | None = None
@@ -59,8 +64,8 @@ class Follower:
         self._stop_patience_s = _STOP_PATIENCE_S
         self._finish: Message | None = None
         self._stop_sent = False
-        # When the first machine was heard of last, or when waiting for it began.
-        self._heard_at = time.monotonic()
+        # When the first machine was heard of last, or when waiting for it began; when the record was looked at.
+        self._heard_at = self._asked_at = time.monotonic()
 
     def run(self) -> ExitCode:
         """Follow until the first machine says that the run has ended, or cannot be reached any more."""
@@ -177,7 +182,7 @@ class Follower:
         """
         stop_at: float | None = None
         limit = self._config.launch.rendezvous_timeout_s
-        self._heard_at = time.monotonic()
+        self._heard_at = self._asked_at = time.monotonic()
         while not done():
             self._life.loop.pump(_TURN_S)
             self._turn()
@@ -188,6 +193,12 @@ class Follower:
                 stop_at = stop_at or now + self._stop_patience_s
                 if self._life.stop.at_once or now > stop_at or not self._member.connected:
                     return False
+            if self._has_finished(now):
+                self._finish = {
+                    "exit_code": int(ExitCode.DONE),
+                    "reason": "had finished before; the first node is gone",
+                }
+                return False
             if now - self._heard_at > limit:
                 host, port = self._config.launch.peer_address
                 raise PeersMissing(
@@ -195,6 +206,17 @@ class Follower:
                     f"(launch.rendezvous_timeout_s): {self._member.last_error}"
                 )
         return True
+
+    def _has_finished(self, now: float) -> bool:
+        """The first node has left for good, by the record that it keeps beside the checkpoints; asked now and then."""
+        if now - max(self._heard_at, self._asked_at) < FINISHED_PATIENCE_S:
+            return False
+        self._asked_at = now
+        try:
+            note = self._config.tiers.durable.read_note()
+        except (CheckpointError, OSError):
+            return False
+        return RunRecord.from_json(note).finished == self._job_key
 
     def _ending(self) -> tuple[ExitCode, str]:
         if self._finish is None:

@@ -116,6 +116,12 @@ class JobIdentity:
         return JobIdentity({**known, **self.what}, self.settings) if known.keys() - self.what.keys() else self
 
 
+def key_of(job: JobIdentity) -> str:
+    """A short name of a job, equal for equal jobs."""
+    text = json.dumps({"job": dict(job.what), "settings": dict(job.settings)}, sort_keys=True)
+    return xxhash.xxh3_128_hexdigest(text.encode(errors="surrogatepass"))
+
+
 # What each node of a run may have in its own way, though it takes part in one attempt.
 _PER_NODE = _names(
     """dataloader_num_workers dataloader_prefetch_factor dataloader_persistent_workers dataloader_pin_memory

@@ -16,6 +16,8 @@ from runner.policy import WHOLE_BATCHES, AttemptRecord, BatchShape
 
 # Of failures without a new checkpoint between them; more than any budget.
 _MAX_FAILURES = 100
+# Of a node whose job is on record as finished, for nodes that may have left for good: from now and then on.
+FINISHED_PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class RunRecord:
         lost_steps: steps that have been computed again, as far as their loss was seen by a runner that lived on.
         lineage: the id of the first life of this run that kept a record: the same on whatever machine it goes on.
         runner: The supervisor that wrote it last.
+        finished: the job that has run to its end, with all of it durable (`identity.key_of`); empty before, and while
+            it goes further.
     """
 
     history: list[AttemptRecord] = field(default_factory=list)
@@ -88,6 +92,7 @@ class RunRecord:
     lost_steps: int = 0
     lineage: str = ""
     runner: RunnerProcess | None = None
+    finished: str = ""
 
     def add(self, record: AttemptRecord) -> None:
         """Note down a failure; those before a newly committed step are forgotten.
@@ -116,7 +121,7 @@ class RunRecord:
         """`attempt`: the newest; an older runner's record does not replace a newer one's."""
         history = [{"failure": r.failure.to_dict(), "committed_step": r.committed_step} for r in self.history]
         body = {"attempt": attempt, "history": history, "batch": asdict(self.batch), "running": self.running}
-        body |= {"skipped": self.skipped, "lineage": self.lineage}
+        body |= {"skipped": self.skipped, "lineage": self.lineage, "finished": self.finished}
         body |= {"reached": self.reached, "lost_steps": self.lost_steps}
         body |= {"runner": asdict(self.runner)} if self.runner is not None else {}
         return json.dumps(body)
@@ -133,10 +138,12 @@ class RunRecord:
                 AttemptRecord(Failure.from_dict(entry["failure"]), int(entry["committed_step"]))
                 for entry in body.get("history", [])
             ]
-            running, lineage = body.get("running"), body.get("lineage", "")
+            running, lineage, finished = body.get("running"), body.get("lineage", ""), body.get("finished", "")
             # Files are named by it.
             if not isinstance(lineage, str) or not re.fullmatch(r"[\w.-]{0,100}", lineage, re.ASCII):
                 raise ValueError(f"no id of a run: {lineage!r}")
+            if not isinstance(finished, str):
+                raise ValueError(f"no key of a job: {finished!r}")
             skipped = [read_window(window) for window in body.get("skipped", [])]
             reached, lost_steps = body.get("reached", 0), body.get("lost_steps", 0)
             if not all(type(number) is int and 0 <= number < 2**63 for number in (reached, lost_steps)):
@@ -150,6 +157,7 @@ class RunRecord:
                 lost_steps,
                 lineage,
                 RunnerProcess.from_dict(body.get("runner")),
+                finished,
             )
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             return cls()

@@ -18,8 +18,8 @@ class RunState(Enum):
 _ENDS = {RunState.FINISHED, RunState.PREEMPTED, RunState.FAILED}
 _MOVES: dict[RunState, set[RunState]] = {
     # A stop before the first attempt has nothing to save; a launcher that does not start is a failure.
-    # A helper that was killed meanwhile is tried again.
-    RunState.STARTING: {RunState.RUNNING, RunState.BACKOFF, RunState.STOPPING, RunState.FAILED},
+    # A helper that was killed meanwhile is tried again. An earlier runner may have had the run finished.
+    RunState.STARTING: {RunState.RUNNING, RunState.BACKOFF, RunState.STOPPING, RunState.FINISHED, RunState.FAILED},
     # All ranks ended well, one died, or someone asked to stop.
     RunState.RUNNING: {RunState.FINISHED, RunState.BACKOFF, RunState.STOPPING, RunState.FAILED},
     # The next attempt, a stop in mid-wait, or a launcher that cannot be brought back.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import math
 import os
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import tenacity
 
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, StorageUnreachable
+from checkpointing.failpoints import failpoint
 from checkpointing.storage import LocalStorage
 from checkpointing.storage.objects import StorageTimeout
 from checkpointing.tiers import Tiers
@@ -25,7 +27,7 @@ from runner.config import Config
 from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError, StorageFull, UsageError
 from runner.failure import Failure, FailureKind, combine
 from runner.history import JournalCopy, needs_copy
-from runner.identity import JobIdentity, differences, summarised
+from runner.identity import JobIdentity, differences, key_of, summarised
 from runner.journal import read_journal
 from runner.ledger import NO_FAILURE, WAITING
 from runner.life import Life
@@ -36,7 +38,7 @@ from runner.peers import Leader
 from runner.policy import AttemptRecord, BatchShape, Restart, Stop, backoff_s, decide
 from runner.preflight import check_world_size, counts_samples
 from runner.progress import ProgressDisplay
-from runner.record import RunnerProcess, RunRecord, process_namespace
+from runner.record import FINISHED_PATIENCE_S, RunnerProcess, RunRecord, process_namespace
 from runner.run_directory import RunDirectory
 from runner.states import RunState, StateMachine
 from runner.summary import summarise
@@ -149,15 +151,19 @@ class Supervisor:
                 self._keep_record()
                 if self._journal_copy is not None:
                     self._journal_copy.flush(self._node.keep_file)
-                if self._leader is not None:
-                    # Before the last commit: the others are needed for that no more.
-                    if decision is not None:
-                        end = {"do": "finish", "exit_code": int(decision.exit_code), "reason": decision.reason[:5000]}
-                        self._leader.send(end)
-                    self._leader.close()
+                # The others are started again after any end but the good one, and are needed for no commit.
+                if decision is None or decision.exit_code is not ExitCode.DONE:
+                    self._dismiss_others(decision)
                 drained = self._node.close()
-            if not drained and decision.exit_code is ExitCode.DONE and not self._last_step_is_durable():
-                decision = Stop(ExitCode.STORAGE_FAILED, "trained to the end, but the last checkpoint was not written")
+            if decision.exit_code is ExitCode.DONE:
+                if not drained and not self._last_step_is_durable():
+                    why = "trained to the end, but the last checkpoint was not written"
+                    decision = Stop(ExitCode.STORAGE_FAILED, why)
+                elif self._leader is not None:
+                    failpoint("leader.drained")
+                    self._record_end()
+                    failpoint("leader.recorded")
+                self._dismiss_others(decision)
             state = {ExitCode.DONE: RunState.FINISHED, ExitCode.PREEMPTED: RunState.PREEMPTED}.get(
                 decision.exit_code, RunState.FAILED
             )
@@ -170,6 +176,34 @@ class Supervisor:
                 self._journal_copy.finish(config.tiers.durable)
         self._display.close()
         return decision.exit_code
+
+    def _dismiss_others(self, decision: Stop | None) -> None:
+        """Tell the other nodes how the run has ended; None where it is not known."""
+        if self._leader is None:
+            return
+        if decision is not None:
+            end = {"do": "finish", "exit_code": int(decision.exit_code), "reason": decision.reason[:5000]}
+            self._leader.send(end)
+        self._leader.close()
+        self._leader = None
+        failpoint("leader.told")
+
+    def _record_end(self) -> None:
+        """Have it on record that the run has finished, before any node leaves for good.
+
+        Whoever comes back after that, this runner or another node's, waits for nobody.
+        """
+        if self._identity is None or self._node.fenced is not None:
+            return
+        self._memory.finished = key_of(self._identity)
+        # The agent, which keeps the record otherwise, has ended.
+        with contextlib.suppress(OSError):
+            self._config.tiers.durable.replace_note(self._memory.to_json(self._life.attempt).encode())
+
+    @property
+    def _has_finished(self) -> bool:
+        """An earlier runner had this very job finished."""
+        return self._identity is not None and self._memory.finished == key_of(self._identity)
 
     def _last_step_is_durable(self) -> bool:
         """An agent that was lost at the very end may have had nothing left to do but to remove older checkpoints."""
@@ -226,7 +260,12 @@ class Supervisor:
         except HelperKilled as error:
             if not self._life.stop:
                 return self._note_down(Failure(FailureKind.LAUNCHER_LOST, str(error)), None)
-        except (LaunchError, PeersMissing):
+        except PeersMissing:
+            if not self._life.stop:
+                if not self._has_finished:
+                    raise
+                return Stop(ExitCode.DONE, "had finished before; the other nodes are gone")
+        except LaunchError:
             if not self._life.stop:
                 raise
         if self._life.stop:
@@ -289,7 +328,7 @@ class Supervisor:
     def _run_attempt(self) -> tuple[Failure, Path | None]:
         life = self._life
         life.attempt += 1
-        self._memory.running = life.attempt
+        self._memory.running, self._memory.finished = life.attempt, ""
         self._keep_record()
         memory = self._memory
         skipped = ",".join(f"{first}-{last}" for first, last in memory.skipped)
@@ -394,7 +433,9 @@ class Supervisor:
                     f"launch.peer_port: port {launch.peer_address[1]} cannot be used ({error.strerror}); it is the "
                     "rendezvous port + 1 unless you set it"
                 ) from None
-        deadline, told = time.monotonic() + launch.rendezvous_timeout_s, False
+        # Nodes that have left for good do not come back.
+        patience_s = min(launch.rendezvous_timeout_s, FINISHED_PATIENCE_S if self._has_finished else math.inf)
+        deadline, told = time.monotonic() + patience_s, False
         while not self._life.stop and self._others - self._ready:
             self._life.loop.pump(_TURN_S)
             self._check_peers()
@@ -404,7 +445,7 @@ class Supervisor:
                 self._display.message(f"waiting for machine {missing} at port {launch.peer_address[1]}")
             if missing and time.monotonic() > deadline:
                 raise PeersMissing(
-                    f"machine {missing} of {self._num_nodes} has not come within {launch.rendezvous_timeout_s:.0f} s "
+                    f"machine {missing} of {self._num_nodes} has not come within {patience_s:.0f} s "
                     "(launch.rendezvous_timeout_s); start the same command there with its --node-rank"
                 )
 

@@ -46,7 +46,7 @@ REMOTE = {
 
 
 def test_every_failpoint_of_the_storages_is_tried() -> None:
-    others = {name for name in NAMES if name.startswith(("training.", "snapshot.", "restore."))}
+    others = {name for name in NAMES if name.startswith(("training.", "snapshot.", "restore.", "leader."))}
     assert {*LOCAL, *REMOTE} | others == {*NAMES}
 
 

@@ -82,6 +82,36 @@ def test_the_first_machine_is_lost_and_comes_back(wire: None, calm: Run, tmp_pat
     assert_nobody_is_left(machines)
 
 
+@pytest.mark.parametrize("where", ["leader.drained", "leader.recorded", "leader.told"])
+def test_the_first_machine_is_lost_at_the_very_end(where: str, wire: None, calm: Run, tmp_path: Path) -> None:
+    """The other one had left for good before the last commit was there; the first one then waited for it for ever."""
+    machines = pair(tmp_path)
+    machines[1].start()
+    machines[0].start(CHECKPOINT_FAILPOINTS=f"{where}=kill")
+    assert machines[0].finish() == -signal.SIGKILL, machines[0].output
+    has_left = where == "leader.told"
+    if has_left:
+        assert machines[1].finish() == 0, machines[1].output
+    assert state_hash(machines[0].checkpoint(END)) == state_hash(calm.checkpoint(END))
+    began = time.monotonic()
+    machines[0].start()
+    assert finish(machines[:1] if has_left else machines)[-1] == 0, outputs(machines)
+    # Not after launch.rendezvous_timeout_s.
+    assert time.monotonic() - began < 300
+    assert ("had finished before" in str(machines[0].events("run_ended")[-1]["reason"])) is has_left
+    assert state_hash(machines[0].checkpoint(END)) == state_hash(calm.checkpoint(END))
+    assert_nobody_is_left(machines)
+
+
+def test_the_other_machine_is_lost_at_the_very_end(wire: None, tmp_path: Path) -> None:
+    """Started again, it finds nobody to ask: the first one has left for good."""
+    machines = pair(tmp_path)
+    start(machines)
+    assert finish(machines) == [0, 0], outputs(machines)
+    assert machines[1].start().finish() == 0, machines[1].output
+    assert_nobody_is_left(machines)
+
+
 def test_both_machines_are_lost_and_come_back(wire: None, calm: Run, tmp_path: Path) -> None:
     """At once, with all that ran there; the second one is back first, and waits."""
     machines = pair(tmp_path, crawl=20)

@@ -17,7 +17,7 @@ def failure(step: int = 3) -> Failure:
 def test_it_survives_being_written_down() -> None:
     spike = Failure(FailureKind.SPIKE, "cause", 0, 3, "LossSpike|3", (2, 3))
     history = [AttemptRecord(failure(), 2), AttemptRecord(spike, 2)]
-    record = RunRecord(history, BatchShape(2, 4, 2), running=7, skipped=[(5, 9), (12, 12)])
+    record = RunRecord(history, BatchShape(2, 4, 2), running=7, skipped=[(5, 9), (12, 12)], finished="ab12")
     assert RunRecord.from_json(record.to_json(7).encode()) == record
     assert RunRecord.from_json(RunRecord().to_json(0)) == RunRecord()
 
@@ -50,6 +50,7 @@ def test_it_survives_being_written_down() -> None:
         b'{"skipped": [["1", 2]]}',
         b'{"skipped": [[1, 2, 3]]}',
         b'{"skipped": 7}',
+        b'{"finished": 1}',
         b'{"history": [{"failure": {"kind": "crashed", "cause": "\\ud800", "rank": 0, "step": 1, "fingerprint": ""},'
         b' "committed_step": 1}]}',
     ],

@@ -8,8 +8,13 @@ from typing import Any
 
 import pytest
 
-from runner.identity import JobIdentity
+from checkpointing.storage import LocalStorage
+from runner.errors import ExitCode, PeersMissing
+from runner.follower import Follower
+from runner.identity import JobIdentity, key_of
 from runner.links import RankEvents
+from runner.policy import Stop
+from runner.record import FINISHED_PATIENCE_S, RunRecord
 from runner.supervisor import Supervisor
 
 OURS = JobIdentity({"job": "the configured job", "data.path": "a.parquet", "trainer.learning_rate": 1e-4})
@@ -50,3 +55,45 @@ def test_another_node_must_have_as_many_ranks(nproc: int, ready: set[int]) -> No
     assert supervisor._ready == ready
     wanted = "this node has 3 ranks, the first one 2; give the same --nproc-per-node everywhere"
     assert sent == ([] if ready else [(1, wanted)])
+
+
+LONGER = JobIdentity({**OURS.what, "trainer.max_steps": 200})
+
+
+@pytest.mark.parametrize(("finished", "is_done"), [(OURS, True), (LONGER, False), (None, False)])
+def test_a_finished_run_waits_for_nobody_for_long(finished: JobIdentity | None, is_done: bool) -> None:
+    """Unless it is to go further: then the other nodes are needed."""
+    supervisor: Any = object.__new__(Supervisor)
+    supervisor._identity = OURS
+    supervisor._memory = RunRecord(finished=key_of(finished) if finished is not None else "")
+    supervisor._life = SimpleNamespace(stop=None)
+    supervisor._node = SimpleNamespace(ensure_processes=lambda: None)
+
+    def gather() -> None:
+        raise PeersMissing("machine 1 of 2 has not come")
+
+    supervisor._gather = gather
+    if is_done:
+        decision = supervisor._attempt_and_decide()
+        assert isinstance(decision, Stop) and decision.exit_code is ExitCode.DONE
+    else:
+        with pytest.raises(PeersMissing):
+            supervisor._attempt_and_decide()
+
+
+@pytest.mark.parametrize(("finished", "is_done"), [(OURS, True), (LONGER, False)])
+def test_a_follower_that_finds_nobody_looks_at_the_record(finished: JobIdentity, is_done: bool, tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    storage.replace_note(RunRecord(finished=key_of(finished)).to_json(3).encode())
+    follower: Any = object.__new__(Follower)
+    follower._job_key, follower._heard_at, follower._asked_at = key_of(OURS), 0.0, 0.0
+    follower._config = SimpleNamespace(tiers=SimpleNamespace(durable=storage))
+    assert not follower._has_finished(FINISHED_PATIENCE_S - 1)
+    assert follower._has_finished(FINISHED_PATIENCE_S + 1) is is_done
+    # It is not asked at each turn.
+    assert not follower._has_finished(FINISHED_PATIENCE_S + 2)
+
+
+def test_the_key_of_a_job_is_that_of_equal_jobs_alone() -> None:
+    again = JobIdentity(dict(reversed(list(OURS.what.items()))))
+    assert key_of(OURS) == key_of(again) != key_of(LONGER)
