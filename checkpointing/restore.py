@@ -370,16 +370,13 @@ def choose(
             storage, source, rank, world_size, private=private, room=room, scratch=scratch, shares=shares
         )
         mine = (str(problem), isinstance(problem, StorageUnreachable)) if problem is not None else None
-        said: list[tuple[tuple[str, bool] | None, Shares]] = [(mine, shares)]
+        verdicts: list[Any] = [(mine, shares)] * world_size
         if group is not None:
-            everyone_said: list[Any] = [None] * world_size
-            dist.all_gather_object(everyone_said, (mine, shares), group=group)
-            said = everyone_said
-        problems = [problem for problem, _ in said]
-        if not any(problems):
-            place = storage.describe(step) if storage is not None else f"the snapshot of step {step} in memory"
-            for first, name in _altered_files([shares for _, shares in said]):
-                problems[first] = (str(InvalidCheckpoint(place, f"{name} {_ALTERED}")), False)
+            dist.all_gather_object(verdicts, (mine, shares), group=group)
+        problems = [problem for problem, _ in verdicts]
+        if point is not None and not any(problems):
+            for first, name in _altered_files([shares for _, shares in verdicts]):
+                problems[first] = (str(InvalidCheckpoint(point.place, f"{name} {_ALTERED}")), False)
         finder = next((number for number, text in enumerate(problems) if text is not None), None)
         if finder is None:
             assert point is not None

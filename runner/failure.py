@@ -66,9 +66,7 @@ _BAD_NODE = re.compile(
 _BUSY = re.compile(r"busy or unavailable", re.IGNORECASE)
 
 # The driver was started in the process that ranks are forked from: torch's words, and the driver's own.
-_BAD_FORK = re.compile(
-    r"Cannot re-initialize (CUDA|XPU|\w+) in forked subprocess|(CUDA|HIP) error: initialization error"
-)
+_BAD_FORK = re.compile(r"Cannot re-initialize \w+ in forked subprocess|(CUDA|HIP) error: initialization error")
 
 # Python's, and Rust's (tokenizers, safetensors).
 _DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded|\(os error (28|122)\)|\[Errno (28|122)\]")

@@ -208,7 +208,7 @@ class Follower:
         return True
 
     def _has_finished(self, now: float) -> bool:
-        """The first node has left for good, by the record that it keeps beside the checkpoints; asked now and then."""
+        """Whether the record beside the checkpoints says that this job has finished; read every 30 s of silence."""
         if now - max(self._heard_at, self._asked_at) < FINISHED_PATIENCE_S:
             return False
         self._asked_at = now

@@ -16,7 +16,7 @@ from runner.policy import WHOLE_BATCHES, AttemptRecord, BatchShape
 
 # Of failures without a new checkpoint between them; more than any budget.
 _MAX_FAILURES = 100
-# Of a node whose job is on record as finished, for nodes that may have left for good: from now and then on.
+# How long a node waits for others before it looks whether the job has finished without it.
 FINISHED_PATIENCE_S = 30.0
 
 

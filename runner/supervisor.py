@@ -189,9 +189,9 @@ class Supervisor:
         failpoint("leader.told")
 
     def _record_end(self) -> None:
-        """Have it on record that the run has finished, before any node leaves for good.
+        """Record that the run has finished, before any node exits with 0.
 
-        Whoever comes back after that, this runner or another node's, waits for nobody.
+        A runner that is restarted after that, on this node or another, does not wait for the others.
         """
         if self._identity is None or self._node.fenced is not None:
             return
@@ -433,7 +433,7 @@ class Supervisor:
                     f"launch.peer_port: port {launch.peer_address[1]} cannot be used ({error.strerror}); it is the "
                     "rendezvous port + 1 unless you set it"
                 ) from None
-        # Nodes that have left for good do not come back.
+        # Nodes that have exited with 0 are not restarted.
         patience_s = min(launch.rendezvous_timeout_s, FINISHED_PATIENCE_S if self._has_finished else math.inf)
         deadline, told = time.monotonic() + patience_s, False
         while not self._life.stop and self._others - self._ready:

@@ -487,7 +487,7 @@ class _Round:
         subject.wait(lambda: None, limit)
         code = subject.process.poll()
         if self._wants_room(code):
-            # Its last save met the full disk: whoever reads that makes room, and starts it again.
+            # Its last save met the full disk: a user makes room and restarts the run.
             self._lives += 1
             subject.start()
             campaign.say(f"run {self._number}: exit {code}, started again")

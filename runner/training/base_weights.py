@@ -12,8 +12,8 @@ from transformers import TrainerCallback
 class BaseWeights(TrainerCallback):
     """Fetches them after all where nothing was resumed.
 
-    A model that was loaded by name lies in files that are mapped into memory: what is not looked at is not read. A
-    restarted rank that moved it to its GPU would read the files, and copy them, to overwrite them the next moment.
+    A model that was loaded by name is backed by memory-mapped files, whose pages are read on first access. A restarted
+    rank that moved it to its GPU would read and copy all of them, only for the restore to overwrite them.
     """
 
     def __init__(self, model: torch.nn.Module, load: Callable[[], torch.nn.Module], device: torch.device) -> None:
