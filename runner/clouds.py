@@ -22,6 +22,9 @@ class Notice:
     what: str
     seconds_left: float | None
     """Until the machine goes, where the cloud says so."""
+    is_old: bool = False
+    """A recommendation that was posted before this runner started. It stays posted for hours: whatever restarts the
+    run on this machine, or in a new container of it, wants the run to continue."""
 
 
 Finding = tuple[str, Notice]
@@ -45,6 +48,8 @@ class Cloud:
         self.client = client
         self.lead_s = lead_s
         self.pace = pace
+        # In whole seconds, as the clouds write the time of a notice.
+        self.started_at = int(time.time())
 
     @property
     def checks(self) -> tuple[Callable[[], Iterator[Finding]], ...]:
@@ -86,7 +91,8 @@ class AmazonWebServices(Cloud):
                 raise answer.malformed()
             # The time is when the risk was seen, and says nothing of when the machine goes.
             what = f"rebalance recommendation of {written}"
-            yield what, Notice("aws", what, None)
+            posted_at = _moment(answer, datetime.fromisoformat, written)
+            yield what, Notice("aws", what, None, is_old=posted_at < self.started_at)
 
     def _get(self, path: str) -> Answer:
         """200 or 404; a token that is refused is replaced."""
@@ -121,7 +127,8 @@ class GoogleCloud(Cloud):
     PREEMPTION_S = 30.0
 
     _etag = "0"
-    _maintenance = "NONE"
+    # None: not asked yet.
+    _maintenance: str | None = None
     _num_maintenances = 0
 
     @property
@@ -144,12 +151,13 @@ class GoogleCloud(Cloud):
         answer = self._get("maintenance-event")
         if answer.text not in ("NONE", "MIGRATE_ON_HOST_MAINTENANCE", "TERMINATE_ON_HOST_MAINTENANCE"):
             raise answer.malformed()
+        is_old = self._maintenance is None
         if answer.text != self._maintenance:
             self._maintenance, self._num_maintenances = answer.text, self._num_maintenances + 1
         if answer.text.startswith("TERMINATE"):
             # A minute's warning, or an hour's with GPUs: which, it does not say.
             what = f"maintenance-event {answer.text}"
-            yield f"{what} {self._num_maintenances}", Notice("gcp", what, None)
+            yield f"{what} {self._num_maintenances}", Notice("gcp", what, None, is_old)
 
     def _get(self, name: str, timeout_s: float | None = None) -> Answer:
         flavor = {"Metadata-Flavor": "Google"}
@@ -232,11 +240,14 @@ def _mapping(answer: Answer) -> dict[str, Any]:
     return document
 
 
-def _seconds_until(answer: Answer, parse: Callable[[str], datetime], written: str) -> float:
+def _moment(answer: Answer, parse: Callable[[str], datetime], written: str) -> float:
+    """Seconds since the epoch."""
     try:
         moment = parse(written)
     except ValueError:
         raise answer.malformed() from None
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=UTC)
-    return max(0.0, moment.timestamp() - time.time())
+    return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _seconds_until(answer: Answer, parse: Callable[[str], datetime], written: str) -> float:
+    return max(0.0, _moment(answer, parse, written) - time.time())

@@ -55,7 +55,6 @@ class Life:
         events = read_journal(directory.journal)
         self.attempt = max((event["attempt"] for event in events), default=0)
         self.clock = SteadyClock(max((event["time"] for event in events), default=0.0))
-        self._notices_answered = {event["what"] for event in events if event["event"] == "preemption_notice"}
         self._stack = contextlib.ExitStack()
         self._stop_told = False
 
@@ -125,9 +124,8 @@ class Life:
 
     def _on_notice(self, notice: Notice) -> None:
         left = round(notice.seconds_left, 1) if notice.seconds_left is not None else None
-        if left is None and notice.what in self._notices_answered:
-            # A recommendation stays posted for hours: whoever starts the run again here wants it to go on.
-            self.display.message(f"{notice.source}: {notice.what}: this run has answered that before, and goes on")
+        if notice.is_old:
+            self.display.message(f"{notice.source}: {notice.what}: posted before this runner started; continuing")
             return
         self.record("preemption_notice", source=notice.source, what=notice.what, seconds_left=left)
         self.stop.ask(f"{notice.source}: {notice.what}")

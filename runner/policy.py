@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from runner.errors import ExitCode
@@ -122,7 +122,7 @@ def decide(
         # Memory that the attempt before had not given back yet, or somebody else's for a moment.
         return Restart(1, f"{failure.cause}: retrying once as it is", batch)
     if failure.kind is FailureKind.BAD_NODE:
-        return Stop(ExitCode.BAD_NODE, f"this machine is at fault, start the run on another one: {failure.cause}")
+        return Stop(ExitCode.BAD_NODE, f"this node is at fault; start the run on another one: {failure.cause}")
     if failure.kind is FailureKind.BOOT:
         return Stop(ExitCode.DETERMINISTIC, f"{failure.cause}; failed before the first step, not retried")
     in_a_row = failures_in_a_row(history, can_cut=can_cut)
@@ -157,6 +157,23 @@ def decide(
         where = f"at step {failure.step}" if nearer else "without a new checkpoint"
         return Stop(ExitCode.BUDGET_SPENT, f"{in_a_row} failures {where}: {failure.cause}")
     return Restart(in_a_row, failure.cause, batch)
+
+
+def end_of_node(decision: Stop, node: int, bad_nodes: Collection[int]) -> Stop:
+    """How one node of a run ends, given how the run ends.
+
+    Whatever restarts the nodes counts failures by node, and moves the one that exits with `BAD_NODE` elsewhere. The
+    others are healthy, so they exit with `PREEMPTED`, which costs nothing.
+
+    Args:
+        node: its rank among the nodes.
+        bad_nodes: those whose hardware or driver has failed; empty in a run of one node.
+    """
+    if decision.exit_code is not ExitCode.BAD_NODE or not bad_nodes or node in bad_nodes:
+        return decision
+    names = ", ".join(map(str, sorted(bad_nodes)))
+    cause = decision.reason.partition(": ")[2]
+    return Stop(ExitCode.PREEMPTED, f"node {names} is at fault; the same command continues on a replacement: {cause}")
 
 
 def failures_in_a_row(history: Sequence[AttemptRecord], *, can_cut: bool = True) -> int:

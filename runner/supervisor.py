@@ -35,7 +35,7 @@ from runner.loop import StopRequest
 from runner.node import Job, Node, Order, Outcome
 from runner.peer_messages import Message
 from runner.peers import Leader
-from runner.policy import AttemptRecord, BatchShape, Restart, Stop, backoff_s, decide
+from runner.policy import AttemptRecord, BatchShape, Restart, Stop, backoff_s, decide, end_of_node
 from runner.preflight import check_world_size, counts_samples
 from runner.progress import ProgressDisplay
 from runner.record import FINISHED_PATIENCE_S, RunnerProcess, RunRecord, process_namespace
@@ -81,6 +81,8 @@ class Supervisor:
         self._ready: set[int] = set()
         self._ended: dict[int, Failure] = {}
         self._running = False
+        # Nodes whose hardware or driver has failed in the newest attempt.
+        self._bad_nodes: set[int] = set()
         self._busy: dict[int, bool] = {}
         self._busy_told = False
         # Of the newest attempt.
@@ -164,6 +166,7 @@ class Supervisor:
                     self._record_end()
                     failpoint("leader.recorded")
                 self._dismiss_others(decision)
+            decision = end_of_node(decision, 0, self._bad_nodes)
             state = {ExitCode.DONE: RunState.FINISHED, ExitCode.PREEMPTED: RunState.PREEMPTED}.get(
                 decision.exit_code, RunState.FAILED
             )
@@ -182,8 +185,10 @@ class Supervisor:
         if self._leader is None:
             return
         if decision is not None:
-            end = {"do": "finish", "exit_code": int(decision.exit_code), "reason": decision.reason[:5000]}
-            self._leader.send(end)
+            for number in sorted(self._leader.present):
+                end = end_of_node(decision, number, self._bad_nodes)
+                message = {"do": "finish", "exit_code": int(end.exit_code), "reason": end.reason[:5000]}
+                self._leader.send(message, number)
         self._leader.close()
         self._leader = None
         failpoint("leader.told")
@@ -525,6 +530,8 @@ class Supervisor:
         if left and not told:
             self._leader.send({"do": "end", "attempt": self._life.attempt, "stacks": False})
         silent = self._others - self._ended.keys()
+        everywhere = {0: own, **self._ended}
+        self._bad_nodes = {n for n, failure in everywhere.items() if failure.kind is FailureKind.BAD_NODE}
         lost = [Failure(FailureKind.NODE_LOST, f"machine {n} is gone, or silent for too long") for n in sorted(silent)]
         return combine([own, *(self._ended[number] for number in sorted(self._ended)), *lost])
 

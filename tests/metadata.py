@@ -113,8 +113,8 @@ class Ec2Metadata(MetadataService):
         self._put(self.SPOT, {"action": action, "time": at})
         return at
 
-    def recommend_rebalance(self) -> str:
-        at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    def recommend_rebalance(self, seconds_ago: float = 0) -> str:
+        at = (datetime.now(UTC) - timedelta(seconds=seconds_ago)).strftime("%Y-%m-%dT%H:%M:%SZ")
         self._put(self.REBALANCE, {"noticeTime": at})
         return at
 

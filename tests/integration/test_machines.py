@@ -161,6 +161,20 @@ def test_a_stop_on_any_machine_stops_all_at_one_step(wire: None, calm: Run, tmp_
     assert_nobody_is_left(machines)
 
 
+def test_a_bad_node_alone_ends_as_one(wire: None, tmp_path: Path) -> None:
+    """Both ended with 80: the cluster counted two failures, and moved a healthy node, too."""
+    trouble = """
+        if RANK == 1:
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+    """
+    machines = pair(tmp_path, trouble=trouble)
+    start(machines)
+    assert finish(machines) == [75, 80], outputs(machines)
+    assert "node 1 is at fault" in machines[0].output and "ECC error" in machines[0].output
+    assert "this node is at fault" in machines[1].output
+    assert_nobody_is_left(machines)
+
+
 def test_an_error_that_would_come_again_ends_all_with_one_code(wire: None, tmp_path: Path) -> None:
     trouble = """
         if RANK == 1:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from email.utils import parsedate_to_datetime
+from types import SimpleNamespace
+from typing import Any
 
 import metadata as services
 import pytest
@@ -17,6 +19,8 @@ from metadata import AzureMetadata, Ec2Metadata, GoogleMetadata, MetadataService
 from servers import free_port
 
 from runner import clouds, metadata
+from runner.life import Life
+from runner.loop import StopRequest
 from runner.metadata import MetadataClient, Unavailable
 from runner.notices import Notice, NoticeWatcher
 
@@ -139,6 +143,25 @@ def test_aws_rebalance_recommendation_says_no_time(ec2: Ec2Metadata) -> None:
         assert told.notices[1].what.startswith("spot instance-action stop at ")
 
 
+def test_aws_rebalance_recommendation_from_before_the_start(ec2: Ec2Metadata) -> None:
+    at = ec2.recommend_rebalance(seconds_ago=2)
+    with watching("aws", ec2.endpoint) as told:
+        assert told.next_notice() == Notice("aws", f"rebalance recommendation of {at}", None, is_old=True)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_recommendation_from_before_the_start_stops_nothing(is_old: bool) -> None:
+    """In each new container of AWS Batch the journal is empty: one notice spent all attempts of the job."""
+    messages: list[str] = []
+    life: Any = object.__new__(Life)
+    life.stop, life.display = StopRequest(), SimpleNamespace(message=messages.append)
+    life.record = lambda event, **details: None
+    life._on_notice(Notice("aws", "rebalance recommendation", None, is_old))
+    assert bool(life.stop) is not is_old
+    expected = ["aws: rebalance recommendation: posted before this runner started; continuing"]
+    assert messages == (expected if is_old else [])
+
+
 def test_aws_token_is_renewed_before_it_expires(ec2: Ec2Metadata, clock: Clock) -> None:
     ec2.ttl_limit_s = 2
     with watching("aws", ec2.endpoint) as told:
@@ -183,6 +206,12 @@ def test_gcp_polls_on_when_nothing_changes(google: GoogleMetadata) -> None:
         assert {(query["wait_for_change"], query["timeout_sec"]) for query in queries} == {("true", "1")}
         google.preempt()
         told.next_notice()
+
+
+def test_gcp_maintenance_from_before_the_start(google: GoogleMetadata) -> None:
+    google.maintain()
+    with watching("gcp", google.endpoint) as told:
+        assert told.next_notice().is_old
 
 
 def test_gcp_each_maintenance_that_terminates_is_told(google: GoogleMetadata) -> None:

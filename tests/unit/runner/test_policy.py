@@ -4,7 +4,7 @@ import pytest
 
 from runner.errors import ExitCode
 from runner.failure import Failure, FailureKind
-from runner.policy import AttemptRecord, BatchShape, Restart, Stop, backoff_s, decide
+from runner.policy import AttemptRecord, BatchShape, Restart, Stop, backoff_s, decide, end_of_node
 
 K = FailureKind
 
@@ -139,3 +139,15 @@ def test_backoff_begins_with_the_second_failure_and_doubles() -> None:
     jittered = {backoff_s(2, initial_s=1.0, max_s=60.0, jitter_s=1.0) for _ in range(50)}
     assert len(jittered) > 1 and all(1.0 <= wait <= 2.0 for wait in jittered)
     assert backoff_s(5000, initial_s=1.0, max_s=60.0, jitter_s=1.0) == 60.0
+
+
+def test_only_the_bad_node_ends_as_one() -> None:
+    end = Stop(ExitCode.BAD_NODE, "this node is at fault; start the run on another one: rank 3: ECC error")
+    assert end_of_node(end, 1, {1, 2}) is end
+    other = end_of_node(end, 0, {1, 2})
+    assert other.exit_code is ExitCode.PREEMPTED
+    assert other.reason.startswith("node 1, 2 is at fault") and other.reason.endswith("rank 3: ECC error")
+    # One node alone, and every other end.
+    assert end_of_node(end, 0, ()) is end
+    spent = Stop(ExitCode.BUDGET_SPENT, "4 failures")
+    assert end_of_node(spent, 0, {1}) is spent

@@ -57,6 +57,19 @@ def test_another_node_must_have_as_many_ranks(nproc: int, ready: set[int]) -> No
     assert sent == ([] if ready else [(1, wanted)])
 
 
+def test_every_node_hears_its_own_end() -> None:
+    sent: dict[int, Any] = {}
+    supervisor: Any = object.__new__(Supervisor)
+    supervisor._bad_nodes = {2}
+    supervisor._leader = SimpleNamespace(
+        present={1, 2, 3}, send=lambda message, number: sent.update({number: message}), close=lambda: None
+    )
+    supervisor._dismiss_others(Stop(ExitCode.BAD_NODE, "this node is at fault: uncorrectable ECC error"))
+    assert {number: message["exit_code"] for number, message in sent.items()} == {1: 75, 2: 80, 3: 75}
+    assert sent[1]["reason"].startswith("node 2 is at fault") and sent[1]["reason"].endswith("ECC error")
+    assert supervisor._leader is None
+
+
 LONGER = JobIdentity({**OURS.what, "trainer.max_steps": 200})
 
 
