@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import platform
 import re
 from collections.abc import Iterable, Iterator
@@ -89,6 +90,38 @@ def oom_kills() -> int:
             match = re.search(r"^oom_kill (\d+)$", (folder / events).read_text(), re.MULTILINE)
             kills = max(kills, int(match.group(1))) if match else kills
     return kills
+
+
+def oom_groups() -> list[Path]:
+    """Files by which the kernel, short of memory, ends all processes of a cgroup of this process at once (cgroup v2).
+
+    The kubelet sets `memory.oom.group` for each container since Kubernetes 1.28, unless its `singleProcessOOMKill` says
+    otherwise: https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files
+    """
+    files = []
+    for folder, *_ in _cgroups():
+        with contextlib.suppress(OSError):
+            file = folder / "memory.oom.group"
+            if file.read_text().strip() == "1" and file not in files:
+                files.append(file)
+    return files
+
+
+def separate_oom_kills() -> list[Path]:
+    """Have the kernel end one process when this container is short of memory, not all of them, where that is allowed.
+
+    Returns:
+        The `oom_groups` that are left: their files cannot be written, as in most containers.
+    """
+    for file in oom_groups():
+        # Created for writing only where it exists already: a cgroup that has gone leaves nothing behind.
+        with contextlib.suppress(OSError):
+            fd = os.open(file, os.O_WRONLY)
+            try:
+                os.write(fd, b"0")
+            finally:
+                os.close(fd)
+    return oom_groups()
 
 
 def _cgroups() -> Iterator[tuple[Path, str, str, str]]:

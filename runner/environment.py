@@ -17,6 +17,10 @@ CONFIG_VARIABLES: dict[str, str] = {
     "MASTER_PORT": "launch.master_port",
     "WORLD_SIZE": "launch.world_size",
     "RANK": "launch.node_rank",
+    # Of a multi-node parallel job of AWS Batch; the last one is not set on the main node.
+    "AWS_BATCH_JOB_NUM_NODES": "launch.nnodes",
+    "AWS_BATCH_JOB_NODE_INDEX": "launch.node_rank",
+    "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "launch.master_addr",
     # torchrun's own names, which Kubeflow's Trainer sets; they go before those above.
     "PET_MASTER_ADDR": "launch.master_addr",
     "PET_MASTER_PORT": "launch.master_port",

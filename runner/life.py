@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from checkpointing.memory import separate_oom_kills
 from runner import processes
 from runner.config import Config
 from runner.journal import Journal, SteadyClock, read_journal
@@ -61,6 +62,8 @@ class Life:
     def __enter__(self) -> Life:
         processes.become_subreaper()
         processes.yield_to_others()
+        # A rank that takes too much memory must not take the runner along, and the snapshots that it is restarted from.
+        separate_oom_kills()
         rank = self.config.launch.node_rank
         strays = processes.kill_all(lambda: processes.processes_of_run(self.run_id, rank))
         if strays:

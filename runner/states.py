@@ -7,6 +7,7 @@ from enum import Enum
 
 class RunState(Enum):
     STARTING = "starting"  # launcher and agent come up
+    WAITING = "waiting"  # for other nodes
     RUNNING = "running"  # an attempt is alive
     BACKOFF = "backoff"  # between two attempts
     STOPPING = "stopping"  # a stop was requested, the ranks snapshot and end
@@ -19,11 +20,20 @@ _ENDS = {RunState.FINISHED, RunState.PREEMPTED, RunState.FAILED}
 _MOVES: dict[RunState, set[RunState]] = {
     # A stop before the first attempt has nothing to save; a launcher that does not start is a failure.
     # A helper that was killed meanwhile is tried again. An earlier runner may have had the run finished.
-    RunState.STARTING: {RunState.RUNNING, RunState.BACKOFF, RunState.STOPPING, RunState.FINISHED, RunState.FAILED},
+    RunState.STARTING: {
+        RunState.WAITING,
+        RunState.RUNNING,
+        RunState.BACKOFF,
+        RunState.STOPPING,
+        RunState.FINISHED,
+        RunState.FAILED,
+    },
+    # The other nodes come, stay away for too long, or turn out to have finished before.
+    RunState.WAITING: {RunState.RUNNING, RunState.BACKOFF, RunState.STOPPING, RunState.FINISHED, RunState.FAILED},
     # All ranks ended well, one died, or someone asked to stop.
     RunState.RUNNING: {RunState.FINISHED, RunState.BACKOFF, RunState.STOPPING, RunState.FAILED},
     # The next attempt, a stop in mid-wait, or a launcher that cannot be brought back.
-    RunState.BACKOFF: {RunState.RUNNING, RunState.STOPPING, RunState.FAILED},
+    RunState.BACKOFF: {RunState.WAITING, RunState.RUNNING, RunState.STOPPING, RunState.FAILED},
     # The stop came too late, went well, or met a failure.
     RunState.STOPPING: {RunState.FINISHED, RunState.PREEMPTED, RunState.FAILED},
     RunState.FINISHED: set(),

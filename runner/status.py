@@ -15,7 +15,8 @@ from runner.ledger import LOST, TRAINING, Attempt
 from runner.record import RunnerProcess, process_namespace
 from runner.summary import RunSummary
 
-_COLOURS = {"finished": "green", "running": "cyan", "failed": "red", "preempted": "yellow", "stopping": "yellow"}
+_COLOURS = {"finished": "green", "running": "cyan", "failed": "red"}
+_COLOURS |= dict.fromkeys(("preempted", "stopping", "waiting", "backoff"), "yellow")
 _BAR_CELLS = 30
 # Of the last attempts.
 _SHOWN_ATTEMPTS = 8

@@ -101,6 +101,8 @@ def _fold(run: RunSummary, event: Event) -> None:
     match event["event"]:
         case "run_started":
             run.run_id, run.state, run.reason, run.exit_code = str(event["run_id"]), "starting", "", None
+        case "waiting_for_nodes":
+            run.state = "waiting"
         case "attempt_started":
             run.state = "running"
         case "training_started":
@@ -128,6 +130,8 @@ def _fold(run: RunSummary, event: Event) -> None:
             run.set_aside.append(str(event["kept_as"]))
         case "attempt_ended":
             run.step = int(event["step"])
+        case "backoff":
+            run.state = "backoff"
         case "stop_requested":
             run.state = "stopping"
         case "run_ended":

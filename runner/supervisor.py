@@ -447,6 +447,8 @@ class Supervisor:
             missing = ", ".join(map(str, sorted(self._others - self._ready)))
             if missing and not told:
                 told = True
+                self._states.move(RunState.WAITING)
+                self._life.record("waiting_for_nodes", nodes=sorted(self._others - self._ready))
                 self._display.message(f"waiting for machine {missing} at port {launch.peer_address[1]}")
             if missing and time.monotonic() > deadline:
                 raise PeersMissing(

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from checkpointing.memory import available_bytes
+from checkpointing.memory import available_bytes, oom_groups
 from runner.config import Config
 from runner.doctor.findings import Finding, fail, gb, ok, warn
 
@@ -30,6 +30,7 @@ def check_machine(
     """
     yield from _memory(config, num_ranks, rank_bytes, state_bytes)
     yield from _shared_memory(config, num_ranks, has_gpus)
+    yield from _oom_groups()
     yield _memlock()
     yield _files()
     yield _clock()
@@ -73,6 +74,17 @@ def _shared_memory(config: Config, num_ranks: int, has_gpus: bool) -> Iterator[F
         yield fail("/dev/shm", f"{text}, too little for {' and '.join(users)}", mend)
     else:
         yield warn("/dev/shm", f"{text}: DataLoader workers, or NCCL, would die of it (this job uses neither)", mend)
+
+
+def _oom_groups() -> Iterator[Finding]:
+    groups = oom_groups()
+    fixed = [file for file in groups if not os.access(file, os.W_OK)]
+    if fixed:
+        text = f"short of memory, the kernel ends all processes of this container at once ({fixed[0]} is 1)"
+        remedy = "set singleProcessOOMKill: true in the kubelet's configuration (Kubernetes 1.32 or newer)"
+        yield warn("oom group", f"{text}: a rank takes runner and snapshots along", remedy)
+    elif groups:
+        yield ok("oom group", f"{groups[0]} is 1; the runner sets it to 0, so that one process is ended at a time")
 
 
 def _memlock() -> Finding:

@@ -32,11 +32,14 @@ from runner.errors import ExitCode
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-KUBERNETES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+SOURCES = DEPLOY / "kubernetes"
+KUBERNETES = sorted((SOURCES / "rendered").glob("*.yaml"), key=lambda path: path.stem)
+STORAGE = sorted((SOURCES / "storage").glob("*/claims.yaml"))
 SHARED = ROOT.parent / "shared" / "infra"
 KUBERNETES_VERSION = "1.34"
 KUBEFLOW_START = DEPLOY / "kubernetes" / "kubeflow-start"
 UNIT = DEPLOY / "spot" / "runner.service"
+ENDED = DEPLOY / "spot" / "runner-ended"
 # SIGKILL and SIGTERM that were not handled; both come from outside.
 KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 # AWS Batch kills so long after its SIGTERM.
@@ -49,8 +52,12 @@ def documents(path: Path) -> list[dict[str, Any]]:
     return [document for document in yaml.safe_load_all(path.read_text()) if document]
 
 
+def batch(name: str) -> Any:
+    return json.loads((DEPLOY / "aws-batch" / f"{name}.json").read_text())
+
+
 def job_definition() -> dict[str, Any]:
-    definition: dict[str, Any] = json.loads((DEPLOY / "aws-batch" / "job-definition.json").read_text())
+    definition: dict[str, Any] = batch("job-definition")
     return definition
 
 
@@ -101,9 +108,11 @@ def pods_of(document: dict[str, Any]) -> Iterator[Pod]:
 
 
 PODS = {
-    f"{path.name}-{pod.name}": pod for path in KUBERNETES for document in documents(path) for pod in pods_of(document)
+    f"{path.stem}-{pod.name}": pod for path in KUBERNETES for document in documents(path) for pod in pods_of(document)
 }
 JOBS = {name: pod.job for name, pod in PODS.items() if pod.job is not None}
+# Those whose pods are nodes of one run.
+SEVERAL = {name: pod for name, pod in PODS.items() if "--local-addr=$(POD_IP)" in pod.arguments}
 
 
 @pytest.fixture(params=PODS)
@@ -112,23 +121,64 @@ def pod(request: pytest.FixtureRequest) -> Pod:
 
 
 def test_every_way_of_kubernetes_is_here() -> None:
-    assert [path.name for path in KUBERNETES] == [
-        "job.yaml",
-        "jobset.yaml",
-        "pytorchjob-distributed.yaml",
-        "pytorchjob.yaml",
-        "trainjob.yaml",
+    assert [path.stem for path in KUBERNETES] == [
+        "one-node",
+        "one-node-spot",
+        "pytorchjob",
+        "pytorchjob-nodes",
+        "several-nodes",
+        "several-nodes-efa",
+        "spot-workers",
+        "trainjob",
     ]
-    assert len(PODS) == 6 and len(JOBS) == 3
+    assert len(PODS) == 10 and len(JOBS) == 7 and len(SEVERAL) == 7
+
+
+def test_the_rendered_files_are_those_of_the_overlays() -> None:
+    if shutil.which("kustomize") is None and shutil.which("kubectl") is None:
+        pytest.skip("neither kustomize nor kubectl here")
+    result = subprocess.run([str(ROOT / "scripts" / "render-manifests"), "--check"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_pod_is_written_once() -> None:
+    """Six copies of it had drifted apart."""
+    sources = [path for path in SOURCES.rglob("*.yaml") if "rendered" not in path.parts]
+    with_pod = [path.relative_to(SOURCES) for path in sources if re.search(r"^\s*containers:", path.read_text(), re.M)]
+    assert with_pod == [Path("base/pod.yaml")]
+    options = {path.name for path in (SOURCES / "options").iterdir()}
+    used = re.findall(r"/options/([\w-]+)", "".join(path.read_text() for path in sources))
+    assert options == {*used, "host-network"}
+
+
+@pytest.mark.parametrize("option", sorted(path.name for path in (SOURCES / "options").iterdir()))
+def test_every_option_fits_every_workload(option: str, tmp_path: Path) -> None:
+    program = shutil.which("kubectl")
+    if program is None:
+        pytest.skip("no kubectl here")
+    for workload in sorted(path.name for path in (SOURCES / "workloads").iterdir()):
+        components = [f"options/{option}", f"workloads/{workload}"]
+        if option == "several-nodes":
+            continue  # the workloads of several nodes have it
+        ordered = components[::-1] if option == "kueue" else components
+        folder = tmp_path / workload
+        folder.mkdir()
+        paths = [os.path.relpath(SOURCES / path, folder) for path in ordered]
+        kustomization = {"resources": [os.path.relpath(SOURCES / "base", folder)], "components": paths}
+        (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+        done = subprocess.run([program, "kustomize", str(folder)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        plain = (SOURCES / "rendered" / "one-node.yaml").read_text()
+        assert done.stdout != plain and "kind: NetworkPolicy" in done.stdout
 
 
 # -- schemas -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*KUBERNETES, *STORAGE], ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_kubernetes_own_objects_are_valid(path: Path) -> None:
     for document in documents(path):
-        if "." not in document["apiVersion"]:
+        if document["kind"] in ("Job", "NetworkPolicy", "PersistentVolumeClaim"):
             kubernetes_validate.validate(document, KUBERNETES_VERSION, strict=True)
         for pod in pods_of(document):
             # The schema of a custom object does not look into the templates; those of Kubernetes do.
@@ -140,7 +190,8 @@ def test_kubernetes_own_objects_are_valid(path: Path) -> None:
 
 
 def test_the_schemas_find_a_misspelt_field() -> None:
-    (job,) = [document for document in documents(DEPLOY / "kubernetes" / "job.yaml") if document["kind"] == "Job"]
+    path = SOURCES / "rendered" / "one-node.yaml"
+    (job,) = [document for document in documents(path) if document["kind"] == "Job"]
     job["spec"]["podFailurPolicy"] = job["spec"].pop("podFailurePolicy")
     with pytest.raises(kubernetes_validate.ValidationError, match="podFailurPolicy"):
         kubernetes_validate.validate(job, KUBERNETES_VERSION, strict=True)
@@ -150,7 +201,7 @@ def test_the_schemas_find_a_misspelt_field() -> None:
     ("manifest", "kind", "crd"),
     [
         ("pytorchjob.yaml", "PyTorchJob", "pytorchjobs.yaml"),
-        ("pytorchjob-distributed.yaml", "PyTorchJob", "pytorchjobs.yaml"),
+        ("pytorchjob-nodes.yaml", "PyTorchJob", "pytorchjobs.yaml"),
         ("trainjob.yaml", "TrainJob", "trainjobs.yaml"),
     ],
 )
@@ -158,7 +209,7 @@ def test_kubeflow_objects_are_valid(manifest: str, kind: str, crd: str, tmp_path
     checker, definition = SHARED / "crdcheck.py", SHARED / "crd" / crd
     if not checker.is_file() or not definition.is_file():
         pytest.skip(f"no published CRD here ({definition})")
-    (document,) = [item for item in documents(DEPLOY / "kubernetes" / manifest) if item["kind"] == kind]
+    (document,) = [item for item in documents(SOURCES / "rendered" / manifest) if item["kind"] == kind]
 
     def check(content: dict[str, Any]) -> subprocess.CompletedProcess[str]:
         (tmp_path / manifest).write_text(yaml.safe_dump(content))
@@ -171,17 +222,51 @@ def test_kubeflow_objects_are_valid(manifest: str, kind: str, crd: str, tmp_path
     assert "unheardOf" in check(document).stdout
 
 
-def test_the_job_definition_is_what_the_aws_api_takes() -> None:
-    definition = job_definition()
-    operation = botocore.session.get_session().get_service_model("batch").operation_model("RegisterJobDefinition")
-    report = ParamValidator().validate(definition, operation.input_shape)
+def assert_takes(service: str, operation: str, parameters: dict[str, Any]) -> None:
+    shape = botocore.session.get_session().get_service_model(service).operation_model(operation).input_shape
+    report = ParamValidator().validate(parameters, shape)
     assert not report.has_errors(), report.generate_report()
+
+
+@pytest.mark.parametrize("name", ["job-definition", "multi-node-job-definition"])
+def test_the_job_definition_is_what_the_aws_api_takes(name: str) -> None:
+    definition = batch(name)
+    assert_takes("batch", "RegisterJobDefinition", definition)
     # What the reference of the API says beside its model.
     strategy = definition["retryStrategy"]
     assert 1 <= strategy["attempts"] <= 10 and len(strategy["evaluateOnExit"]) <= 5
     for condition in strategy["evaluateOnExit"]:
         assert re.fullmatch(r"\d+\*?", condition.get("onExitCode", "0"))
         assert re.fullmatch(r"[\w.:\s]+\*?", condition.get("onStatusReason", "x"))
+    assert strategy == job_definition()["retryStrategy"]
+
+
+def test_nodes_of_aws_batch_find_the_main_one() -> None:
+    """The main node's address is in the others' environment alone: docs.aws.amazon.com/batch, mnp-env-vars."""
+    properties = batch("multi-node-job-definition")["nodeProperties"]
+    main, others = properties["nodeRangeProperties"]
+    assert (main["targetNodes"], others["targetNodes"], properties["mainNode"]) == ("0", "1:", 0)
+    for number, group in ((0, main), (1, others)):
+        environment = {entry["name"]: entry["value"] for entry in group["container"]["environment"]}
+        environment |= {"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_NODE_INDEX": str(number)}
+        if number:
+            environment["AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"] = "10.0.0.7"
+        options = start.make_context("start", group["container"]["command"][1:]).params
+        launch = load_config(None, environment, [parse_setting(text) for text in options["settings"]]).launch
+        assert (launch.nnodes, launch.node_rank) == (2, number)
+        assert launch.endpoint == f"{'10.0.0.7' if number else '127.0.0.1'}:29500"
+        # A node that is lost is not replaced within an attempt.
+        assert launch.rendezvous_timeout_s == 300
+    assert main["container"]["command"] == others["container"]["command"]
+
+
+def test_a_job_that_has_spent_its_attempts_is_submitted_again() -> None:
+    pattern, targets = batch("resubmit-pattern"), batch("resubmit-targets")
+    assert_takes("events", "PutRule", {"Name": "resubmit", "EventPattern": json.dumps(pattern)})
+    assert_takes("events", "PutTargets", {"Rule": "resubmit", "Targets": targets})
+    again = {code for code, row in documented().items() if row["AWS Batch"] == "again"}
+    assert set(pattern["detail"]["container"]["exitCode"]) == again | {143}
+    assert targets[0]["BatchParameters"]["JobName"] == pattern["detail"]["jobName"][0]
 
 
 def test_systemd_understands_the_unit(tmp_path: Path) -> None:
@@ -190,7 +275,7 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
         pytest.skip("no systemd-analyze here (apt-get install systemd)")
     # The unit is not installed here; it names a program that is.
     copy = tmp_path / UNIT.name
-    copy.write_text(UNIT.read_text().replace("/opt/venv/bin/runner", "/bin/true"))
+    copy.write_text(re.sub(r"/opt/venv/bin/runner|/usr/local/sbin/runner-ended", "/bin/true", UNIT.read_text()))
     result = subprocess.run([analyze, "verify", str(copy)], capture_output=True, text=True)
     assert result.returncode == 0 and not result.stderr.strip(), result.stderr
 
@@ -200,6 +285,7 @@ def test_user_data_installs_this_unit_and_a_valid_job(tmp_path: Path) -> None:
     assert text.startswith("#cloud-config\n")
     files = {entry["path"]: entry["content"] for entry in yaml.safe_load(text)["write_files"]}
     assert files["/etc/systemd/system/runner.service"] == UNIT.read_text()
+    assert files["/usr/local/sbin/runner-ended"] == ENDED.read_text()
     (tmp_path / "job.yaml").write_text(files["/etc/runner/job.yaml"])
     load_config(str(tmp_path / "job.yaml"), {})
     variables = set(re.findall(r"\$\{(\w+)}", unit()["Service"]["ExecStart"]))
@@ -294,7 +380,33 @@ def test_jobs_may_have_a_failure_policy(name: str) -> None:
     """The API server refuses it with another restartPolicy; a second pod beside the first would be fenced."""
     assert PODS[name].spec["restartPolicy"] == "Never"
     assert JOBS[name]["podReplacementPolicy"] == "Failed"
-    assert JOBS[name]["backoffLimit"] > 0
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_failures_are_counted_by_node(name: str) -> None:
+    """One fault that ends all nodes was N failures against a limit of six for the whole Job."""
+    job = JOBS[name]
+    if job.get("parallelism", 1) > 1 or name.startswith("trainjob"):
+        assert job["backoffLimitPerIndex"] > 0 and "backoffLimit" not in job
+        # A node that is given up ends the run: the others would wait for it, and then for each other.
+        assert job["maxFailedIndexes"] == 0
+        assert name.startswith("trainjob") or job["completionMode"] == "Indexed"
+    else:
+        assert job["backoffLimit"] > 0
+
+
+def test_the_others_wait_longer_than_a_node_takes_to_be_replaced() -> None:
+    """Job controller: 10 s x 2^(n-1), at most 10 min, by failures that are ignored, too (MaxJobPodFailureBackOff)."""
+    for pod in SEVERAL.values():
+        (limit,) = re.findall(r"launch.rendezvous_timeout_s=(\d+)", " ".join(pod.arguments))
+        evicted = max(toleration.get("tolerationSeconds", 0) for toleration in pod.spec["tolerations"])
+        assert int(limit) >= 600 + evicted + 50 + 1200
+
+
+def test_a_dead_node_is_given_up_soon(pod: Pod) -> None:
+    """Kubernetes' default is 300 s."""
+    waits = {toleration["key"]: toleration.get("tolerationSeconds") for toleration in pod.spec["tolerations"]}
+    assert waits["node.kubernetes.io/unreachable"] == waits["node.kubernetes.io/not-ready"] == 30
 
 
 @pytest.mark.parametrize("code", [*ExitCode, *KILLED])
@@ -315,16 +427,99 @@ def test_systemd_decides_as_documented(code: int) -> None:
     assert systemd_restarts(unit()["Service"], code) == (expected == "again")
 
 
-@pytest.mark.parametrize("code", ExitCode)
-def test_a_bad_machine_powers_itself_off(code: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [*(str(int(code)) for code in ExitCode), "KILL", ""])
+def test_no_vm_is_paid_for_after_the_end_of_its_run(code: str, tmp_path: Path) -> None:
+    """A unit that had failed, or was done, left the VM running."""
     said = tmp_path / "said"
-    program(tmp_path / "systemctl", f'echo "$@" >{shlex.quote(str(said))}')
-    # systemd's own escapes: + is for root, $$ is a dollar.
-    command = shlex.split(unit()["Service"]["ExecStopPost"].removeprefix("+").replace("$$", "$"))
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "EXIT_STATUS": str(int(code))}
-    subprocess.run(command, check=True, env=environment)
-    assert said.exists() == (documented()[code]["systemd"] == "powers the VM off")
-    assert not said.exists() or said.read_text().split()[-1] == "poweroff"
+    program(tmp_path / "systemctl", f'echo "$@" >>{shlex.quote(str(said))}')
+    program(tmp_path / "scale-to-zero", f"echo zero >>{shlex.quote(str(said))}")
+    script = tmp_path / "runner-ended"
+    script.write_text(ENDED.read_text().replace("/etc/runner/", f"{tmp_path}/"))
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "EXIT_STATUS": code}
+    subprocess.run(["sh", str(script)], check=True, env=environment)
+    lines = said.read_text().splitlines() if said.exists() else []
+    decision = documented()[int(code)]["systemd"] if code.isdigit() else "again"
+    poweroff = ["--no-block poweroff"]
+    assert lines == {"again": [], "VM off": poweroff, "group to 0, VM off": ["zero", *poweroff]}[decision]
+
+
+def test_the_unit_outlives_a_rank_that_was_short_of_memory() -> None:
+    service = unit()["Service"]
+    assert service["OOMPolicy"] == "continue"
+    assert service["ExecStopPost"] == "+/usr/local/sbin/runner-ended"
+    assert unit()["Unit"]["StartLimitAction"] == "poweroff"
+
+
+@pytest.mark.parametrize("version", ["3.10.12", "3.12.3"])
+def test_the_installation_ends_at_an_error_and_has_a_python(version: str, tmp_path: Path) -> None:
+    """cloud-init's runcmd goes on after errors; Ubuntu 22.04 has Python 3.10."""
+    files = {
+        entry["path"]: entry["content"]
+        for entry in yaml.safe_load((DEPLOY / "spot" / "user-data.yaml").read_text())["write_files"]
+    }
+    said = tmp_path / "said"
+    install = files["/usr/local/sbin/install-runner"].replace("/opt/", f"{tmp_path}/opt/")
+    (tmp_path / "install").write_text(install)
+    old = version.startswith("3.10")
+    log = f'echo "$(basename "$0") $*" >>{said}'
+    program(tmp_path / "curl", log)
+    program(tmp_path / "tar", log)
+    program(tmp_path / "systemctl", log)
+    # `python3 -c` answers for the version; `-m venv` makes a folder with programs.
+    program(tmp_path / "template", log)
+    fake = f"""{log}
+        case "$1" in -c) exit {int(old)} ;; esac
+        mkdir -p "$3/bin"
+        for name in pip uv; do cp {tmp_path}/template "$3/bin/$name"; done"""
+    program(tmp_path / "python3", fake)
+    (tmp_path / "opt" / "venv" / "bin").mkdir(parents=True)
+    program(tmp_path / "opt" / "venv" / "bin" / "pip", log)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["sh", "-e", str(tmp_path / "install")], check=True, env=environment)
+    text = said.read_text()
+    assert ("uv venv --seed --python 3.11" in text) is old
+    assert "systemctl enable --now runner.service" in text
+    program(tmp_path / "tar", "exit 2")
+    said.unlink()
+    assert subprocess.run(["sh", "-e", str(tmp_path / "install")], env=environment).returncode == 2
+    assert "systemctl" not in said.read_text()
+
+
+SKYPILOT = DEPLOY / "skypilot" / "train.yaml"
+
+
+def test_skypilot_takes_the_job() -> None:
+    """Against SkyPilot's own schema, where it is installed; it was with 0.14.1 (sky.Task.from_yaml) on 2026-11-23."""
+    sky = pytest.importorskip("sky", reason="no SkyPilot here (pip install skypilot)")
+    assert sky.Task.from_yaml(str(SKYPILOT)).num_nodes == 2
+
+
+@pytest.mark.parametrize("code", [*ExitCode, *KILLED])
+def test_skypilot_decides_as_documented(code: int, tmp_path: Path) -> None:
+    job = yaml.safe_load(SKYPILOT.read_text())
+    recovery = job["resources"]["job_recovery"]
+    assert recovery["max_restarts_on_errors"] == 0 and recovery["strategy"] == "EAGER_NEXT_REGION"
+    home = tmp_path / "venv" / "bin"
+    home.mkdir(parents=True)
+    program(home / "runner", f'echo "$@" >{tmp_path}/said\nexit {int(code)}')
+    environment = {
+        "HOME": str(tmp_path),
+        "PATH": os.environ["PATH"],
+        **job["envs"],
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NODE_RANK": "1",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+        "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8",
+    }
+    ended = subprocess.run(["bash", "-c", job["run"]], env=environment).returncode
+    # sky/jobs/recovery_strategy.py: one node's code that is listed is enough; the others, ended with it, count as 137.
+    restarts = bool({ended, 137} & set(recovery["recover_on_exit_codes"]))
+    expected = documented().get(code, documented()[137])["SkyPilot"]
+    assert expected == ("complete" if ended == 0 else "again" if restarts else "fail")
+    command, *arguments = (tmp_path / "said").read_text().split()
+    options = start.make_context("start", list(arguments)).params
+    assert command == "start" and options["config_path"] == "deploy/configs/smollm3-3b.yaml"
+    assert "10.0.0.7:29500" in arguments and grace(arguments) + MARGIN_S <= 30
 
 
 SHELLS = [shell for shell in ("dash", "bash") if shutil.which(shell)]
@@ -424,25 +619,150 @@ def test_runner_understands_the_command(name: str, cloud: str) -> None:
 
 def test_several_machines_find_each_other() -> None:
     """The port after the rendezvous port is the runners' own (launch.peer_port)."""
-    jobset = PODS["jobset.yaml-JobSet-node"]
-    trainer = PODS["trainjob.yaml-TrainingRuntime-node"]
-    kubeflow = [pod for name, pod in PODS.items() if name.startswith("pytorchjob-distributed")]
-    assert len(kubeflow) == 2
-    for pod in (jobset, trainer, *kubeflow):
-        first, second = (port["containerPort"] for port in pod.container["ports"])
-        assert second == first + 1
+    for pod in SEVERAL.values():
+        ports = {port["name"]: port["containerPort"] for port in pod.container["ports"]}
+        first = ports.get("rendezvous") or ports["pytorchjob-port"]  # by this name the operator finds MASTER_PORT
+        assert ports["peers"] == first + 1
         assert pod.environment["POD_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}
-        assert "--local-addr=$(POD_IP)" in pod.arguments
-    (document,) = [item for item in documents(DEPLOY / "kubernetes" / "jobset.yaml") if item["kind"] == "JobSet"]
-    name = document["metadata"]["name"]
-    assert document["apiVersion"] == "jobset.x-k8s.io/v1alpha2" and document["spec"]["network"]["enableDNSHostnames"]
-    assert jobset.environment["PET_MASTER_ADDR"] == f"{name}-node-0-0.{name}"
-    assert jobset.environment["PET_MASTER_PORT"] == str(jobset.container["ports"][0]["containerPort"])
-    assert jobset.job is not None and jobset.job["completionMode"] == "Indexed"
-    assert jobset.environment["PET_NNODES"] == str(jobset.job["completions"]) == str(jobset.job["parallelism"])
-    # By this name the operator knows the rendezvous port; by this name of the container, the container.
-    assert {pod.container["ports"][0]["name"] for pod in kubeflow} == {"pytorchjob-port"}
     assert {pod.container["name"] for name, pod in PODS.items() if "PyTorchJob" in name} == {"pytorch"}
+    assert {pod.container["name"] for name, pod in PODS.items() if "TrainingRuntime" in name} == {"node"}
+
+
+def test_each_node_of_a_jobset_has_its_own_rank() -> None:
+    def rank(pod: Pod) -> str:
+        field = pod.environment["PET_NODE_RANK"]["fieldRef"]["fieldPath"]
+        assert isinstance(field, str)
+        return field
+
+    for path in KUBERNETES:
+        for document in documents(path):
+            if document["kind"] != "JobSet":
+                continue
+            name = document["metadata"]["name"]
+            assert document["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+            assert document["spec"]["network"]["enableDNSHostnames"]
+            jobs = document["spec"]["replicatedJobs"]
+            pods = list(pods_of(document))
+            num_nodes = 0
+            for job, pod in zip(jobs, pods, strict=True):
+                spec = job["template"]["spec"]
+                num_nodes += job["replicas"] * spec["parallelism"]
+                assert spec["parallelism"] == spec["completions"] and spec["completionMode"] == "Indexed"
+                assert pod.environment["PET_MASTER_ADDR"] == f"{name}-{jobs[0]['name']}-0-0.{name}"
+                assert pod.environment["PET_MASTER_PORT"] == str(pod.container["ports"][0]["containerPort"])
+                # One pod each, and the Job's index in the JobSet; or one Job, and the pod's index in that.
+                by_job = rank(pod) == "metadata.annotations['jobset.sigs.k8s.io/job-global-index']"
+                assert by_job == (spec["parallelism"] == 1)
+                assert by_job or rank(pod) == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+                assert by_job or len(jobs) == job["replicas"] == 1
+            assert {pod.environment["PET_NNODES"] for pod in pods} == {str(num_nodes)}
+
+
+def test_a_leader_is_not_on_a_spot_node() -> None:
+    leader, worker = PODS["spot-workers-JobSet-leader"], PODS["spot-workers-JobSet-worker"]
+    spot = {"cloud.google.com/gke-spot", "kubernetes.azure.com/scalesetpriority"}
+    assert spot & {toleration["key"] for toleration in leader.spec["tolerations"]} == set()
+    assert spot <= {toleration["key"] for toleration in worker.spec["tolerations"]}
+    assert leader.spec["nodeSelector"] != worker.spec["nodeSelector"]
+    assert leader.container["image"] == worker.container["image"]
+
+
+@pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.name)
+def test_only_the_runs_own_pods_reach_it(path: Path) -> None:
+    """torch unpickles what its rendezvous port receives."""
+    (policy,) = [document["spec"] for document in documents(path) if document["kind"] == "NetworkPolicy"]
+    labels = policy["podSelector"]["matchLabels"]
+    assert policy["policyTypes"] == ["Ingress"]
+    members, *others = policy["ingress"]
+    assert members == {"from": [{"podSelector": {"matchLabels": labels}}]}
+    monitored = any(document["kind"] == "PodMonitor" for document in documents(path))
+    assert len(others) == monitored
+    for rule in others:
+        assert [port["port"] for port in rule["ports"]] == [9400] and "namespaceSelector" in rule["from"][0]
+    for template in templates_of(path):
+        assert labels.items() <= template["metadata"]["labels"].items()
+
+
+def templates_of(path: Path) -> list[dict[str, Any]]:
+    """Every mapping that has a pod spec."""
+
+    def walk(value: Any) -> Iterator[dict[str, Any]]:
+        if isinstance(value, dict):
+            if "containers" in (value.get("spec") or {}):
+                yield value
+            for item in value.values():
+                yield from walk(item)
+        elif isinstance(value, list):
+            for item in value:
+                yield from walk(item)
+
+    return [template for document in documents(path) for template in walk(document)]
+
+
+def test_monitoring_is_wired() -> None:
+    """No manifest passed --metrics-port, and nothing told Prometheus of the pods."""
+    for name in ("one-node-spot", "several-nodes", "spot-workers"):
+        path = SOURCES / "rendered" / f"{name}.yaml"
+        (monitor,) = [document["spec"] for document in documents(path) if document["kind"] == "PodMonitor"]
+        (rule,) = [document["spec"] for document in documents(path) if document["kind"] == "PrometheusRule"]
+        assert rule == yaml.safe_load((DEPLOY / "monitoring" / "alerts.yaml").read_text())
+        (port,) = [endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]]
+        for template in templates_of(path):
+            assert monitor["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+            (container,) = template["spec"]["containers"]
+            ports = {entry["name"]: entry["containerPort"] for entry in container["ports"]}
+            assert f"--metrics-port={ports[port]}" in container["args"]
+            assert "--set=monitoring.address=0.0.0.0" in container["args"]
+
+
+def test_nodes_are_admitted_together() -> None:
+    (job,) = [item for item in documents(SOURCES / "rendered" / "several-nodes.yaml") if item["kind"] == "JobSet"]
+    assert job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "training"}
+
+
+def test_consolidation_moves_nobody() -> None:
+    for path in KUBERNETES:
+        for template in templates_of(path):
+            annotations = template["metadata"]["annotations"]
+            assert annotations["karpenter.sh/do-not-disrupt"] == "true"
+            assert annotations["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
+
+
+def test_registered_memory_may_be_locked() -> None:
+    for name, resource in (
+        ("several-nodes", "rdma/hca_shared_devices_a"),
+        ("several-nodes-efa", "vpc.amazonaws.com/efa"),
+    ):
+        container = PODS[f"{name}-JobSet-node"].container
+        assert container["resources"]["limits"][resource] == container["resources"]["requests"][resource] >= 1
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+
+
+def test_volumes_that_fsgroup_does_not_reach_get_their_owner() -> None:
+    spec = PODS["several-nodes-efa-JobSet-node"].spec
+    (init,) = spec["initContainers"]
+    assert init["image"] == spec["containers"][0]["image"]
+    assert init["securityContext"]["runAsUser"] == 0 and init["securityContext"]["capabilities"]["add"] == ["CHOWN"]
+    folders = {mount["mountPath"] for mount in init["volumeMounts"]}
+    assert folders == {"/data", "/cache"} and all(folder in init["command"][-1] for folder in folders)
+
+
+def test_shared_memory_and_token(pod: Pod) -> None:
+    (shm,) = [volume["emptyDir"] for volume in pod.spec["volumes"] if volume["name"] == "shm"]
+    assert shm == {"medium": "Memory", "sizeLimit": "16Gi"}
+    assert pod.environment["HF_TOKEN"]["secretKeyRef"]["optional"] is True
+    folder = Path(pod.environment["HF_HOME"])
+    assert any(folder.is_relative_to(mount["mountPath"]) for mount in pod.container["volumeMounts"])
+
+
+@pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.name)
+def test_finished_objects_go_away(path: Path) -> None:
+    """Not a PyTorchJob's: with ExitCode, its operator has no completion time of a failed job, and cleans nothing up."""
+    for document in documents(path):
+        if document["kind"] in ("Job", "JobSet"):
+            assert document["spec"]["ttlSecondsAfterFinished"] == 7 * 86400
+        if document["kind"] == "PyTorchJob":
+            assert document["spec"]["runPolicy"] == {"cleanPodPolicy": "Running"}
 
 
 def test_the_pods_are_those_of_the_image(pod: Pod) -> None:
@@ -462,16 +782,27 @@ def test_the_pods_are_those_of_the_image(pod: Pod) -> None:
     assert any(Path(folder).is_relative_to(mount["mountPath"]) for mount in mounts), "the run must be on a volume"
 
 
-@pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.name)
-def test_every_claim_comes_with_its_manifest(path: Path) -> None:
-    items = documents(path)
-    made = {item["metadata"]["name"]: item["spec"] for item in items if item["kind"] == "PersistentVolumeClaim"}
-    pods = [pod for item in items for pod in pods_of(item)]
-    volumes = [volume for pod in pods for volume in pod.spec["volumes"]]
-    claimed = {volume["persistentVolumeClaim"]["claimName"] for volume in volumes if "persistentVolumeClaim" in volume}
-    assert claimed == set(made)
-    several = path.name in ("jobset.yaml", "trainjob.yaml", "pytorchjob-distributed.yaml")
-    assert not several or all(spec["accessModes"] == ["ReadWriteMany"] for spec in made.values())
+CLAIMS = {item["metadata"]["name"]: item["spec"] for path in STORAGE for item in documents(path)}
+
+
+def test_deleting_a_workload_deletes_no_checkpoint() -> None:
+    """Jobs cannot be changed, so delete-and-apply is routine; each manifest had the claim in it."""
+    assert sum(len(documents(path)) for path in STORAGE) == len(CLAIMS) == 5
+    for path in KUBERNETES:
+        assert not any(document["kind"] == "PersistentVolumeClaim" for document in documents(path))
+    for spec in CLAIMS.values():
+        assert spec["storageClassName"], "the cluster's default may not be what the access mode needs"
+
+
+def test_every_claim_can_be_made(pod: Pod) -> None:
+    volumes = pod.spec["volumes"]
+    claims = [volume["persistentVolumeClaim"]["claimName"] for volume in volumes if "persistentVolumeClaim" in volume]
+    assert len(claims) >= 2
+    for claim in claims:
+        assert claim == "aim-runs" or claim.endswith("-shared") == (pod in SEVERAL.values())
+        assert CLAIMS[claim]["accessModes"] == [
+            "ReadWriteOnce" if pod not in SEVERAL.values() and claim != "aim-runs" else "ReadWriteMany"
+        ]
 
 
 # -- the Dockerfile ----------------------------------------------------------------------------------------------------

@@ -101,7 +101,11 @@ tests:
   - interval: 1m
     input_series:
       - {{series: 'runner_state{{instance="a", job="r", state="running"}}', values: '1x90'}}
-      - {{series: 'runner_state{{instance="a", job="r", state="failed"}}', values: '0x90'}}
+      - {{series: 'runner_state{{instance="b", job="r", state="waiting"}}', values: '0x50 1x40'}}
+      - {{series: 'kube_job_failed{{namespace="n", job_name="train-node-0", condition="true"}}', values: '0x80 1x10'}}
+      - {{series: 'kube_pod_status_phase{{pod="train-0-x", phase="Pending"}}', values: '0x50 1x40'}}
+      - {{series: 'node_systemd_unit_state{{name="runner.service", state="failed"}}', values: '0x80 1x10'}}
+      - {{series: 'DCGM_FI_DEV_XID_ERRORS{{Hostname="h", gpu="3"}}', values: '0x85 79x5'}}
       - {{series: 'runner_step{{instance="a", job="r"}}', values: '0+1x20 20x70'}}
       - {{series: 'runner_checkpoint_age_seconds{{instance="a", job="r", tier="remote"}}', values: '0+60x90'}}
       - {{series: 'runner_restarts_total{{instance="a", job="r", cause="crashed"}}', values: '0+0x30 1+1x60'}}
@@ -114,9 +118,16 @@ tests:
       - {{eval_time: 15m, alertname: RunnerCheckpointTooOld, exp_alerts: []}}
       - {{eval_time: 80m, alertname: RunnerBudgetAlmostSpent, exp_alerts: []}}
       - {{eval_time: 90m, alertname: RunnerGoodputLow, exp_alerts: []}}
-      - {{eval_time: 90m, alertname: RunnerFailed, exp_alerts: []}}
+      - {{eval_time: 60m, alertname: RunnerWaits, exp_alerts: []}}
+      - {{eval_time: 70m, alertname: RunnerJobFailed, exp_alerts: []}}
+      - {{eval_time: 70m, alertname: RunnerPodPending, exp_alerts: []}}
+      - {{eval_time: 70m, alertname: RunnerUnitFailed, exp_alerts: []}}
+      - {{eval_time: 80m, alertname: RunnerGpuXid, exp_alerts: []}}
 """
-FIRING = ("RunnerStandsStill", "RunnerCheckpointTooOld", "RunnerKeepsRestarting", "RunnerBudgetAlmostSpent")
+FIRING = (
+    *("RunnerStandsStill", "RunnerCheckpointTooOld", "RunnerKeepsRestarting", "RunnerBudgetAlmostSpent"),
+    *("RunnerWaits", "RunnerJobFailed", "RunnerPodPending", "RunnerUnitFailed", "RunnerGpuXid"),
+)
 
 
 @needs_promtool

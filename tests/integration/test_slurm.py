@@ -70,12 +70,12 @@ class Slurm:
             command, check=True, capture_output=True, text=True, timeout=60, env=environment, cwd=self.folder
         ).stdout.strip()
 
-    def submit(self, output_dir: Path, *arguments: str, nodes: int = 1, path: str = "") -> str:
+    def submit(self, output_dir: Path, *arguments: str, nodes: int = 1, path: str = "", **environment: str) -> str:
         """Queue a job of `train.sbatch`, for n1 if that is there and enough; returns its number."""
         programs = f"{path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         options = ["--parsable", f"--output={self.log}", "--export=ALL", f"--nodes={nodes}"]
         return self.command(
-            "sbatch", *options, str(SBATCH_SCRIPT), *arguments, OUTPUT_DIR=str(output_dir), PATH=programs
+            "sbatch", *options, str(SBATCH_SCRIPT), *arguments, OUTPUT_DIR=str(output_dir), PATH=programs, **environment
         )
 
     @property
@@ -216,6 +216,55 @@ def test_a_stopped_job_is_queued_again_and_ends_as_if_nothing_had_happened(
     assert_equal_end(run, untouched_script)
     assert not run.leftovers()
     assert "queued again" in slurm.log.read_text() and "finished" in slurm.log.read_text(), "one log for both lives"
+
+
+def ends(tmp_path: Path, *lines: str) -> str:
+    """A folder with a `runner` whose starts end as the lines say, one after the other; the last one again and again."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "lines").write_text("".join(f"{line}\n" for line in lines))
+    program = folder / "runner"
+    program.write_text(
+        f"""#!/bin/bash
+        echo "$SLURMD_NODENAME $*" >>{folder}/starts
+        number=$(wc -l <{folder}/starts)
+        eval "$(sed -n "$((number < {len(lines)} ? number : {len(lines)}))p" {folder}/lines)"
+        """
+    )
+    program.chmod(0o755)
+    return str(folder)
+
+
+def test_a_job_is_queued_again_after_what_may_pass(slurm: Slurm, tmp_path: Path) -> None:
+    """After all but 75 it had ended: a runner that the kernel had killed for memory, storage that was away."""
+    folder = ends(tmp_path, "kill -KILL $$", "exit 76", "exit 0")
+    job = slurm.submit(tmp_path / "run", "two words", path=folder)
+    assert slurm.wait_for_end(job) == "COMPLETED", slurm.log.read_text()
+    assert slurm.show(job, "Restarts") == "2"
+    failures = (tmp_path / "run" / "slurm-failures").read_text().split()
+    assert failures == [f"{job}.0", "137", f"{job}.1", "76"]
+    assert all(line.endswith("start two words") for line in (tmp_path / "bin" / "starts").read_text().splitlines())
+
+
+def test_a_job_that_fails_for_good_is_not_queued_again_for_ever(slurm: Slurm, tmp_path: Path) -> None:
+    job = slurm.submit(tmp_path / "run", path=ends(tmp_path, "exit 76"), MAX_FAILURES="1")
+    assert slurm.wait_for_end(job) == "FAILED", slurm.log.read_text()
+    assert (slurm.show(job, "Restarts"), slurm.show(job, "ExitCode")) == ("1", "76:0")
+    assert "not queued again" in slurm.log.read_text()
+
+
+def test_a_bad_node_is_kept_out(slurm: Slurm, tmp_path: Path) -> None:
+    """Of two: the job is submitted anew without it, with the same arguments and the same folder."""
+    folder = ends(tmp_path, "exit 80", "exit 0")
+    job = slurm.submit(tmp_path / "run", "--config", "job.yaml", path=folder)
+    slurm.wait_for(lambda: "submitted again" in (slurm.log.read_text() if slurm.log.exists() else ""), "a new job")
+    starts = tmp_path / "bin" / "starts"
+    slurm.wait_for(lambda: len(starts.read_text().splitlines()) == 2, "its start")
+    other = str(int(job) + 1)
+    assert slurm.wait_for_end(other) == "COMPLETED"
+    first, second = (line.partition(" ") for line in starts.read_text().splitlines())
+    assert (first[0], second[0]) == ("n1", "n2") and first[2] == second[2] == "start --config job.yaml"
+    assert slurm.show(other, "ExcNodeList") == "n1"
 
 
 def test_any_other_exit_code_is_the_end_of_the_job(slurm: Slurm, tmp_path: Path) -> None:

@@ -100,3 +100,12 @@ def test_what_the_last_attempt_did_after_its_last_commit_is_lost_once_the_run_ha
     assert summarise(events).lost_steps == 0, "it may be held in memory yet"
     run = summarise([*events, event(121, "run_ended", 1, state="stopped", exit_code=75, reason="stopped")])
     assert run.lost_steps == 8 and run.time_by_cause["lost work"] == pytest.approx(10 * 8 / 30, abs=0.01)
+
+
+def test_the_state_between_attempts() -> None:
+    """The gauge for `backoff` was always 0, and a run that waits for a node was said to be starting."""
+    events = [*EVENTS[:6], event(121.5, "backoff", 1, delay_s=2.5)]
+    assert summarise(events).state == "backoff"
+    events.append(event(122, "waiting_for_nodes", 1, nodes=[1]))
+    assert summarise(events).state == "waiting"
+    assert summarise([*events, EVENTS[6]]).state == "running"

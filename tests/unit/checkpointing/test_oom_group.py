@@ -1,0 +1,42 @@
+"""`memory.oom.group` of cgroup v2, in folders of the test's own: machines with version 1 have no such file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checkpointing import memory
+from runner.doctor import machine
+from runner.doctor.findings import Level
+
+
+@pytest.fixture
+def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a container: its cgroup is what it sees as the root."""
+    monkeypatch.setattr(memory, "_CGROUPS", [(tmp_path, "memory.max", "memory.current", "memory.events")])
+    (tmp_path / "memory.oom.group").write_text("1\n")
+    return tmp_path / "memory.oom.group"
+
+
+def test_one_process_is_ended_at_a_time_where_that_can_be_set(group: Path) -> None:
+    assert memory.oom_groups() == [group]
+    (finding,) = machine._oom_groups()
+    assert finding.level is Level.OK and "sets it to 0" in finding.text
+    assert memory.separate_oom_kills() == []
+    assert group.read_text().startswith("0")
+    assert not list(machine._oom_groups())
+
+
+def test_a_container_that_may_not_set_it_is_warned(group: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may write everything here; a container's mount is read-only."""
+    monkeypatch.setattr(machine.os, "access", lambda path, mode: False)
+    (finding,) = machine._oom_groups()
+    assert finding.level is Level.WARN and str(group) in finding.text
+    assert "singleProcessOOMKill" in finding.mend
+
+
+def test_nothing_is_made_where_there_is_no_such_file(group: Path) -> None:
+    group.unlink()
+    assert memory.separate_oom_kills() == []
+    assert not group.exists()
