@@ -1,6 +1,6 @@
 """What lies under deploy/, against real schemas; the exit codes against what each scheduler documents.
 
-The expected decisions are those of the table in deploy/README.md: what a user reads there is what the files do.
+What each controller makes of an exit code is in tests/unit/deploy, by the same files.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from typing import Any
 
 import botocore.session
 import kubernetes_validate
+import psutil
 import pytest
 import yaml
 from botocore.validate import ParamValidator
+from unit.deploy.test_controllers import documented
 
 from runner.cli import start
 from runner.config import load_config, parse_setting
@@ -296,83 +298,8 @@ def test_user_data_installs_this_unit_and_a_valid_job(tmp_path: Path) -> None:
 # -- exit codes --------------------------------------------------------------------------------------------------------
 
 
-def pod_failure_action(rules: list[dict[str, Any]], container: str, code: int, disrupted: bool = False) -> str:
-    """By https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy: rules in order, the first
-    that matches; a failure that none matches is counted."""
-    for rule in rules:
-        if "onExitCodes" in rule:
-            on = rule["onExitCodes"]
-            assert on.get("containerName", container) == container
-            assert 0 not in on["values"] and on["values"] == sorted(set(on["values"]))
-            if code != 0 and (code in on["values"]) == (on["operator"] == "In"):
-                return str(rule["action"])
-        else:
-            conditions = [(condition["type"], condition["status"]) for condition in rule["onPodConditions"]]
-            if disrupted and ("DisruptionTarget", "True") in conditions:
-                return str(rule["action"])
-    return "Count"
-
-
-def batch_action(conditions: list[dict[str, str]], code: int, status_reason: str = "Essential container exited") -> str:
-    """By https://docs.aws.amazon.com/batch/latest/APIReference/API_EvaluateOnExit.html: all that a condition names must
-    match, an asterisk may end a pattern; what no condition matches is retried."""
-
-    def matches(pattern: str, text: str) -> bool:
-        return text.startswith(pattern[:-1]) if pattern.endswith("*") else text == pattern
-
-    for condition in conditions:
-        patterns = {key: value for key, value in condition.items() if key != "action"}
-        assert patterns and set(patterns) <= {"onExitCode", "onStatusReason"}
-        if matches(patterns.get("onExitCode", "*"), str(code)) and matches(
-            patterns.get("onStatusReason", "*"), status_reason
-        ):
-            return condition["action"].upper()
-    return "RETRY"
-
-
-def systemd_restarts(service: configparser.SectionProxy, code: int) -> bool:
-    """By systemd.service(5): prevented, forced, or else what Restart=on-failure says; above 128, a signal's end."""
-    if str(code) in service["RestartPreventExitStatus"].split():
-        return False
-    if str(code) in service["RestartForceExitStatus"].split():
-        return True
-    assert service["Restart"] == "on-failure"
-    return code not in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGHUP, 128 + signal.SIGPIPE)
-
-
-def documented() -> dict[int, dict[str, str]]:
-    """The table of deploy/README.md: exit code → scheduler → decision."""
-    lines = (DEPLOY / "README.md").read_text().splitlines()
-    header = next(index for index, line in enumerate(lines) if line.startswith("| code |"))
-    names = [cell.strip() for cell in lines[header].strip("|").split("|")]
-    table = {}
-    for line in lines[header + 2 :]:
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if not line.startswith("|"):
-            break
-        table[int(re.match(r"\d+", cells[0])[0])] = dict(zip(names, cells, strict=True))  # type: ignore[index]
-    return table
-
-
 def test_every_exit_code_is_documented() -> None:
     assert set(documented()) == {int(code) for code in ExitCode} | {137}
-
-
-@pytest.mark.parametrize("name", JOBS)
-@pytest.mark.parametrize("code", [*ExitCode, *KILLED])
-def test_jobs_decide_as_documented(name: str, code: int) -> None:
-    rules = JOBS[name]["podFailurePolicy"]["rules"]
-    container = PODS[name].container["name"]
-    alone = pod_failure_action(rules, container, code)
-    disrupted = pod_failure_action(rules, container, code, disrupted=True)
-    expected = documented().get(code, documented()[137])["Job, JobSet, Trainer 2"]
-    said = {"FailJob": "fail", "Ignore": "again, free", "Count": "again, counts"}
-    if code != 0:
-        assert expected.startswith(said[alone])
-        # A drained node takes nothing off the budget, but does not revive what would fail again.
-        assert disrupted == ("FailJob" if alone == "FailJob" else "Ignore")
-    else:
-        assert expected == "complete"
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -407,24 +334,6 @@ def test_a_dead_node_is_given_up_soon(pod: Pod) -> None:
     """Kubernetes' default is 300 s."""
     waits = {toleration["key"]: toleration.get("tolerationSeconds") for toleration in pod.spec["tolerations"]}
     assert waits["node.kubernetes.io/unreachable"] == waits["node.kubernetes.io/not-ready"] == 30
-
-
-@pytest.mark.parametrize("code", [*ExitCode, *KILLED])
-def test_batch_decides_as_documented(code: int) -> None:
-    conditions = job_definition()["retryStrategy"]["evaluateOnExit"]
-    expected = documented().get(code, documented()[137])["AWS Batch"]
-    if code != 0:
-        assert expected == {"RETRY": "again", "EXIT": "fail"}[batch_action(conditions, code)]
-    else:
-        assert expected == "succeeded"
-    # A spot machine that was taken away.
-    assert batch_action(conditions, 137, "Host EC2 (instance i-0abc) terminated.") == "RETRY"
-
-
-@pytest.mark.parametrize("code", [*ExitCode, KILLED[0]])
-def test_systemd_decides_as_documented(code: int) -> None:
-    expected = documented()[code]["systemd"]
-    assert systemd_restarts(unit()["Service"], code) == (expected == "again")
 
 
 @pytest.mark.parametrize("code", [*(str(int(code)) for code in ExitCode), "KILL", ""])
@@ -530,11 +439,15 @@ SHELLS = [shell for shell in ("dash", "bash") if shutil.which(shell)]
 def test_kubeflow_start_decides_as_documented(shell: str, code: int, tmp_path: Path) -> None:
     ending = f"exit {int(code)}" if code < 128 else "kill -KILL $$"
     program(tmp_path / "runner", f'[ "$*" = "start --grace=90 two words" ] || exit 99\n{ending}')
-    result = kubeflow_start(shell, tmp_path, "--grace=90", "two words")
+    # 74 and 76 are tried again in the container.
+    result = kubeflow_start(shell, tmp_path, "--grace=90", "two words", MAX_FAILURES="0")
     result.wait(30)
     # restartPolicy ExitCode: https://www.kubeflow.org/docs/components/trainer/legacy-v1
     decision = "complete" if result.returncode == 0 else "again" if result.returncode >= 128 else "fail"
-    assert decision == documented()[code]["PyTorchJob"]
+    if code in (74, 76):
+        assert (decision, documented()[code]["PyTorchJob"]) == ("fail", "again, counts")
+    else:
+        assert decision == documented()[code]["PyTorchJob"]
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -559,8 +472,34 @@ def test_kubeflow_start_passes_a_stop_on_and_waits(shell: str, number: signal.Si
     assert process.wait(30) == 75 + 128
 
 
-def kubeflow_start(shell: str, folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+@pytest.mark.parametrize("shell", SHELLS)
+def test_kubeflow_start_tries_again_what_may_pass(shell: str, tmp_path: Path) -> None:
+    """Storage that was away for a minute ended the job."""
+    starts = tmp_path / "starts"
+    program(tmp_path / "runner", f"echo x >>{starts}\n[ $(wc -l <{starts}) -gt 2 ] && exit 0\nexit 74")
+    assert kubeflow_start(shell, tmp_path, PAUSE="0").wait(30) == 0
+    assert len(starts.read_text().split()) == 3
+    program(tmp_path / "runner", f"echo x >>{starts}\nexit 76")
+    assert kubeflow_start(shell, tmp_path, PAUSE="0", MAX_FAILURES="2").wait(30) == 76
+    assert len(starts.read_text().split()) == 6
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_stop_ends_the_pause_of_kubeflow_start(shell: str, tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    program(tmp_path / "runner", f"echo started >>{ready}\nexit 74")
+    process = kubeflow_start(shell, tmp_path, PAUSE="600")
+    wait_for(ready, "started")
+    # Until it sleeps.
+    deadline = time.monotonic() + 30
+    while not any(child.name() == "sleep" for child in psutil.Process(process.pid).children()):
+        assert time.monotonic() < deadline
+    process.terminate()
+    assert process.wait(30) == 75 + 128
+
+
+def kubeflow_start(shell: str, folder: Path, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **variables}
     return subprocess.Popen([shell, str(KUBEFLOW_START), *arguments], env=environment)
 
 

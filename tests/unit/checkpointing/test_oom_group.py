@@ -30,7 +30,7 @@ def test_one_process_is_ended_at_a_time_where_that_can_be_set(group: Path) -> No
 
 def test_a_container_that_may_not_set_it_is_warned(group: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Root may write everything here; a container's mount is read-only."""
-    monkeypatch.setattr(machine.os, "access", lambda path, mode: False)
+    monkeypatch.setattr("os.access", lambda path, mode: False)
     (finding,) = machine._oom_groups()
     assert finding.level is Level.WARN and str(group) in finding.text
     assert "singleProcessOOMKill" in finding.mend
