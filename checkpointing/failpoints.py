@@ -58,9 +58,6 @@ NAMES = (
     "training.loss",  # a rank has computed the loss of a micro-batch
     "training.step",  # a rank has ended a step
     "restore.read",  # a rank has read and verified what it resumes from
-    "leader.drained",  # the last commit is durable, the other nodes do not know yet that the run has finished
-    "leader.recorded",  # that is on record beside the checkpoints
-    "leader.told",  # the others know
 )
 
 

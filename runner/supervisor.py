@@ -19,7 +19,6 @@ from typing import Any
 import tenacity
 
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, StorageUnreachable
-from checkpointing.failpoints import failpoint
 from checkpointing.storage import LocalStorage
 from checkpointing.storage.objects import StorageTimeout
 from checkpointing.tiers import Tiers
@@ -162,9 +161,7 @@ class Supervisor:
                     why = "trained to the end, but the last checkpoint was not written"
                     decision = Stop(ExitCode.STORAGE_FAILED, why)
                 elif self._leader is not None:
-                    failpoint("leader.drained")
                     self._record_end()
-                    failpoint("leader.recorded")
                 self._dismiss_others(decision)
             decision = end_of_node(decision, 0, self._bad_nodes)
             state = {ExitCode.DONE: RunState.FINISHED, ExitCode.PREEMPTED: RunState.PREEMPTED}.get(
@@ -191,7 +188,6 @@ class Supervisor:
                 self._leader.send(message, number)
         self._leader.close()
         self._leader = None
-        failpoint("leader.told")
 
     def _record_end(self) -> None:
         """Record that the run has finished, before any node exits with 0.
