@@ -267,7 +267,13 @@ def test_a_job_that_has_spent_its_attempts_is_submitted_again() -> None:
     assert_takes("events", "PutRule", {"Name": "resubmit", "EventPattern": json.dumps(pattern)})
     assert_takes("events", "PutTargets", {"Rule": "resubmit", "Targets": targets})
     again = {code for code, row in documented().items() if row["AWS Batch"] == "again"}
-    assert set(pattern["detail"]["container"]["exitCode"]) == again | {143}
+    # What a user has terminated has the user's reason; a machine that is gone has no exit code.
+    exited, gone = pattern["detail"]["$or"]
+    assert set(exited["container"]["exitCode"]) == again | {143}
+    assert exited["statusReason"] == [{"prefix": "Essential container in task exited"}]
+    assert gone == {"statusReason": [{"prefix": "Host EC2"}]}
+    # A strategy here would replace that of the definition, with its conditions: 78 would be tried ten times.
+    assert set(targets[0]["BatchParameters"]) == {"JobDefinition", "JobName"}
     assert targets[0]["BatchParameters"]["JobName"] == pattern["detail"]["jobName"][0]
 
 

@@ -104,7 +104,12 @@ tests:
       - {{series: 'runner_state{{instance="b", job="r", state="waiting"}}', values: '0x50 1x40'}}
       - {{series: 'kube_job_failed{{namespace="n", job_name="train-node-0", condition="true"}}', values: '0x80 1x10'}}
       - {{series: 'kube_pod_status_phase{{pod="train-0-x", phase="Pending"}}', values: '0x50 1x40'}}
-      - {{series: 'node_systemd_unit_state{{name="runner.service", state="failed"}}', values: '0x80 1x10'}}
+      - {{series: 'runner_step{{instance="g", job="gone"}}', values: '0+1x20 _x70'}}
+      - {{series: 'runner_total_steps{{instance="g", job="gone"}}', values: '100x20 _x70'}}
+      - {{series: 'runner_step{{instance="d", job="done"}}', values: '0+5x20 _x70'}}
+      - {{series: 'runner_total_steps{{instance="d", job="done"}}', values: '100x20 _x70'}}
+      - {{series: 'runner_state{{instance="n", job="new", state="running"}}', values: '_x60 1x20 _x10'}}
+      - {{series: 'runner_step{{instance="n", job="new"}}', values: '_x60 0x20 _x10'}}
       - {{series: 'DCGM_FI_DEV_XID_ERRORS{{Hostname="h", gpu="3"}}', values: '0x85 79x5'}}
       - {{series: 'runner_step{{instance="a", job="r"}}', values: '0+1x20 20x70'}}
       - {{series: 'runner_checkpoint_age_seconds{{instance="a", job="r", tier="remote"}}', values: '0+60x90'}}
@@ -121,12 +126,22 @@ tests:
       - {{eval_time: 60m, alertname: RunnerWaits, exp_alerts: []}}
       - {{eval_time: 70m, alertname: RunnerJobFailed, exp_alerts: []}}
       - {{eval_time: 70m, alertname: RunnerPodPending, exp_alerts: []}}
-      - {{eval_time: 70m, alertname: RunnerUnitFailed, exp_alerts: []}}
+      - {{eval_time: 45m, alertname: RunnerGone, exp_alerts: []}}
+      - eval_time: 90m
+        alertname: RunnerGone
+        exp_alerts:
+          - exp_labels: {{severity: critical, job: gone}}
+            exp_annotations: {{summary: "gone: no runner for 30 minutes, and the run is at step 20"}}
+      - eval_time: 75m
+        alertname: RunnerStandsStill
+        exp_alerts:
+          - exp_labels: {{severity: critical, job: r, instance: a}}
+            exp_annotations: {{summary: "a: no step in 30 minutes"}}
       - {{eval_time: 80m, alertname: RunnerGpuXid, exp_alerts: []}}
 """
 FIRING = (
     *("RunnerStandsStill", "RunnerCheckpointTooOld", "RunnerKeepsRestarting", "RunnerBudgetAlmostSpent"),
-    *("RunnerWaits", "RunnerJobFailed", "RunnerPodPending", "RunnerUnitFailed", "RunnerGpuXid"),
+    *("RunnerWaits", "RunnerJobFailed", "RunnerPodPending", "RunnerGone", "RunnerGpuXid"),
 )
 
 
@@ -140,7 +155,7 @@ def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     # The other way round: nobody fires is wrong by then.
     for name in (*FIRING, "RunnerSavesFail"):
-        silent = RULE_TESTS.format(rules=rules).split("      - {eval_time")[0]
+        silent = RULE_TESTS.format(rules=rules).split("    alert_rule_test:\n")[0] + "    alert_rule_test:\n"
         path.write_text(silent + f"      - {{eval_time: 90m, alertname: {name}, exp_alerts: []}}\n")
         done = subprocess.run(["promtool", "test", "rules", str(path)], capture_output=True, text=True, timeout=60)
         assert done.returncode != 0 and f'alertname="{name}"' in done.stdout + done.stderr, name

@@ -254,17 +254,32 @@ def test_a_job_that_fails_for_good_is_not_queued_again_for_ever(slurm: Slurm, tm
 
 
 def test_a_bad_node_is_kept_out(slurm: Slurm, tmp_path: Path) -> None:
-    """Of two: the job is submitted anew without it, with the same arguments and the same folder."""
-    folder = ends(tmp_path, "exit 80", "exit 0")
+    """Of two: the job is submitted anew without it, with the same arguments and the same folder.
+
+    Both jobs are queued again once: the new one must not take the old one's lives for its own.
+    """
+    folder = ends(tmp_path, "exit 75", "exit 80", "exit 75", "exit 0")
     job = slurm.submit(tmp_path / "run", "--config", "job.yaml", path=folder)
     slurm.wait_for(lambda: "submitted again" in (slurm.log.read_text() if slurm.log.exists() else ""), "a new job")
     starts = tmp_path / "bin" / "starts"
-    slurm.wait_for(lambda: len(starts.read_text().splitlines()) == 2, "its start")
+    slurm.wait_for(lambda: len(starts.read_text().splitlines()) == 4, "its starts")
     other = str(int(job) + 1)
     assert slurm.wait_for_end(other) == "COMPLETED"
-    first, second = (line.partition(" ") for line in starts.read_text().splitlines())
-    assert (first[0], second[0]) == ("n1", "n2") and first[2] == second[2] == "start --config job.yaml"
+    lines = [line.partition(" ") for line in starts.read_text().splitlines()]
+    assert [line[0] for line in lines] == ["n1", "n1", "n2", "n2"]
+    assert {line[2] for line in lines} == {"start --config job.yaml"}
+    assert (slurm.show(job, "Restarts"), slurm.show(other, "Restarts")) == ("1", "1")
     assert slurm.show(other, "ExcNodeList") == "n1"
+
+
+def test_a_full_disk_is_no_endless_loop(slurm: Slurm, tmp_path: Path) -> None:
+    """The count could not be written: the job was queued again for ever."""
+    blocked = tmp_path / "run"
+    blocked.mkdir()
+    (blocked / "slurm-failures").mkdir()  # nothing can be appended to it
+    job = slurm.submit(blocked, path=ends(tmp_path, "exit 74"), MAX_FAILURES="1")
+    assert slurm.wait_for_end(job) == "FAILED", slurm.log.read_text()
+    assert slurm.show(job, "Restarts") == "1"
 
 
 def test_any_other_exit_code_is_the_end_of_the_job(slurm: Slurm, tmp_path: Path) -> None:

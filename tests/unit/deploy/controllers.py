@@ -303,7 +303,8 @@ class Batch(Whole):
             container = definition["containerProperties"]
         self.timeout_s = rendezvous_timeout_s(container["command"])
         self._strategy = definition["retryStrategy"]
-        self._again = set(pattern["detail"]["container"]["exitCode"])
+        exited, gone = pattern["detail"]["$or"]
+        self._again, self._gone = set(exited["container"]["exitCode"]), gone["statusReason"][0]["prefix"]
         self._attempts = 1
 
     def action(self, code: int, reason: str = "Essential container in task exited") -> str:
@@ -345,7 +346,7 @@ class Batch(Whole):
         if self.action(code, reason) == "EXIT":
             return Verdict(outcome=f"exit code {code}")
         if self._attempts >= self._strategy["attempts"]:
-            if code not in self._again:
+            if code not in self._again and not reason.startswith(self._gone):
                 return Verdict(outcome="failures spent")
             self._attempts = 0
         self._attempts += 1
