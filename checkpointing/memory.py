@@ -107,21 +107,19 @@ def oom_groups() -> list[Path]:
     return files
 
 
-def separate_oom_kills() -> list[Path]:
+def separate_oom_kills() -> None:
     """Have the kernel end one process when this container is short of memory, not all of them, where that is allowed.
 
-    Returns:
-        The `oom_groups` that are left: their files cannot be written, as in most containers.
+    In most containers the files of `oom_groups` cannot be written, and remain.
     """
     for file in oom_groups():
-        # Created for writing only where it exists already: a cgroup that has gone leaves nothing behind.
+        # Without O_CREAT: a cgroup that has gone leaves nothing behind.
         with contextlib.suppress(OSError):
             fd = os.open(file, os.O_WRONLY)
             try:
                 os.write(fd, b"0")
             finally:
                 os.close(fd)
-    return oom_groups()
 
 
 def _cgroups() -> Iterator[tuple[Path, str, str, str]]:

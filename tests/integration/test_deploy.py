@@ -5,7 +5,7 @@ What each controller makes of an exit code is in tests/unit/deploy, by the same 
 
 from __future__ import annotations
 
-import configparser
+import copy
 import json
 import os
 import re
@@ -26,6 +26,7 @@ import psutil
 import pytest
 import yaml
 from botocore.validate import ParamValidator
+from unit.deploy.controllers import documents, unit
 from unit.deploy.test_controllers import documented
 
 from runner.cli import start
@@ -50,10 +51,6 @@ BATCH_STOP_S = 30
 MARGIN_S = 5
 
 
-def documents(path: Path) -> list[dict[str, Any]]:
-    return [document for document in yaml.safe_load_all(path.read_text()) if document]
-
-
 def batch(name: str) -> Any:
     return json.loads((DEPLOY / "aws-batch" / f"{name}.json").read_text())
 
@@ -61,13 +58,6 @@ def batch(name: str) -> Any:
 def job_definition() -> dict[str, Any]:
     definition: dict[str, Any] = batch("job-definition")
     return definition
-
-
-def unit() -> configparser.ConfigParser:
-    parser = configparser.ConfigParser(interpolation=None, delimiters=("=",), strict=True)
-    parser.optionxform = str  # type: ignore[assignment,method-assign]
-    parser.read_string(UNIT.read_text().replace("\\\n", " "))
-    return parser
 
 
 # -- what is in the manifests ------------------------------------------------------------------------------------------
@@ -193,7 +183,7 @@ def test_kubernetes_own_objects_are_valid(path: Path) -> None:
 
 def test_the_schemas_find_a_misspelt_field() -> None:
     path = SOURCES / "rendered" / "one-node.yaml"
-    (job,) = [document for document in documents(path) if document["kind"] == "Job"]
+    (job,) = [copy.deepcopy(document) for document in documents(path) if document["kind"] == "Job"]
     job["spec"]["podFailurPolicy"] = job["spec"].pop("podFailurePolicy")
     with pytest.raises(kubernetes_validate.ValidationError, match="podFailurPolicy"):
         kubernetes_validate.validate(job, KUBERNETES_VERSION, strict=True)
@@ -211,7 +201,8 @@ def test_kubeflow_objects_are_valid(manifest: str, kind: str, crd: str, tmp_path
     checker, definition = SHARED / "crdcheck.py", SHARED / "crd" / crd
     if not checker.is_file() or not definition.is_file():
         pytest.skip(f"no published CRD here ({definition})")
-    (document,) = [item for item in documents(SOURCES / "rendered" / manifest) if item["kind"] == kind]
+    items = documents(SOURCES / "rendered" / manifest)
+    (document,) = [copy.deepcopy(item) for item in items if item["kind"] == kind]
 
     def check(content: dict[str, Any]) -> subprocess.CompletedProcess[str]:
         (tmp_path / manifest).write_text(yaml.safe_dump(content))
@@ -645,7 +636,7 @@ def templates_of(path: Path) -> list[dict[str, Any]]:
 
 
 def test_monitoring_is_wired() -> None:
-    """No manifest passed --metrics-port, and nothing told Prometheus of the pods."""
+    """No manifest passed --metrics-port, and no PodMonitor selected the pods."""
     for name in ("one-node-spot", "several-nodes", "spot-workers"):
         path = SOURCES / "rendered" / f"{name}.yaml"
         (monitor,) = [document["spec"] for document in documents(path) if document["kind"] == "PodMonitor"]

@@ -254,7 +254,7 @@ def test_a_job_that_fails_for_good_is_not_queued_again_for_ever(slurm: Slurm, tm
 
 
 def test_a_bad_node_is_kept_out(slurm: Slurm, tmp_path: Path) -> None:
-    """Of two: the job is submitted anew without it, with the same arguments and the same folder.
+    """Of two: the job is submitted again without it, with the same arguments and the same folder.
 
     Both jobs are queued again once: the new one must not take the old one's lives for its own.
     """

@@ -8,7 +8,7 @@ import pytest
 
 from checkpointing import memory
 from runner.doctor import machine
-from runner.doctor.findings import Level
+from runner.doctor.findings import Level, warn
 
 
 @pytest.fixture
@@ -23,7 +23,8 @@ def test_one_process_is_ended_at_a_time_where_that_can_be_set(group: Path) -> No
     assert memory.oom_groups() == [group]
     (finding,) = machine._oom_groups()
     assert finding.level is Level.OK and "sets it to 0" in finding.text
-    assert memory.separate_oom_kills() == []
+    memory.separate_oom_kills()
+    assert memory.oom_groups() == []
     assert group.read_text().startswith("0")
     assert not list(machine._oom_groups())
 
@@ -33,10 +34,12 @@ def test_a_container_that_may_not_set_it_is_warned(group: Path, monkeypatch: pyt
     monkeypatch.setattr("os.access", lambda path, mode: False)
     (finding,) = machine._oom_groups()
     assert finding.level is Level.WARN and str(group) in finding.text
-    assert "singleProcessOOMKill" in finding.mend
+    advice = "set singleProcessOOMKill: true in the kubelet's configuration (Kubernetes 1.32 or newer)"
+    assert finding == warn("oom group", finding.text, advice)
 
 
 def test_nothing_is_made_where_there_is_no_such_file(group: Path) -> None:
     group.unlink()
-    assert memory.separate_oom_kills() == []
+    memory.separate_oom_kills()
+    assert memory.oom_groups() == []
     assert not group.exists()

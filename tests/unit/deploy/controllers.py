@@ -356,6 +356,14 @@ class Batch(Whole):
         return "succeeded" if code == 0 else {"RETRY": "again", "EXIT": "fail"}[self.action(code)]
 
 
+def unit() -> configparser.ConfigParser:
+    """runner.service."""
+    parser = configparser.ConfigParser(interpolation=None, delimiters=("=",), strict=True)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(read(DEPLOY / "spot" / "runner.service").replace("\\\n", " "))
+    return parser
+
+
 class Systemd(Controller):
     """A unit on a VM, in a group that makes another VM."""
 
@@ -363,9 +371,7 @@ class Systemd(Controller):
 
     def __init__(self, num_nodes: int) -> None:
         super().__init__(num_nodes)
-        parser = configparser.ConfigParser(interpolation=None, delimiters=("=",), strict=True)
-        parser.optionxform = str  # type: ignore[assignment,method-assign]
-        parser.read_string(read(DEPLOY / "spot" / "runner.service").replace("\\\n", " "))
+        parser = unit()
         self._service, self._unit = parser["Service"], parser["Unit"]
         assert self._unit["StartLimitIntervalSec"] == "1h" and self._unit["StartLimitAction"] == "poweroff"
         text = read(DEPLOY / "spot" / "runner-ended")
