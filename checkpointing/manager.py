@@ -28,11 +28,11 @@ import torch.distributed as dist
 
 from checkpointing import broadcast, device, rng, stop_signal
 from checkpointing.adapter import Adapter
+from checkpointing.agent.client import ATTEMPT_ENV, SOCKET_ENV, AgentClient, AgentProcess
+from checkpointing.agent.shared_memory import Heartbeat, Phase, SharedMemory
 from checkpointing.agreement import Agreement, Flag
-from checkpointing.arena import Heartbeat, Phase, SharedMemory
 from checkpointing.cadence import DEFAULT_OVERHEAD_CAP, Auto, Cadence, CadenceClock
 from checkpointing.catalog import Catalog
-from checkpointing.client import ATTEMPT_ENV, SOCKET_ENV, AgentClient, AgentProcess
 from checkpointing.clock import machine_clock
 from checkpointing.data.cursor import LoaderCursor, state_name
 from checkpointing.errors import CheckpointError, CommitFailed, InvalidCheckpoint, Preempted, StorageUnreachable

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from checkpointing.arena import PAGE_BYTES, SharedMemory
+from checkpointing.agent.shared_memory import PAGE_BYTES, SharedMemory
 from checkpointing.device import CHUNK_BYTES
 
 logger = logging.getLogger("checkpointing")

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from checkpointing.arena import populate_pages
+from checkpointing.agent.shared_memory import populate_pages
 from checkpointing.digest import ALGORITHM, RunningDigest, digest_file
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, StorageUnreachable
 from checkpointing.storage.base import RemoteFile

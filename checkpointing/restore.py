@@ -30,8 +30,8 @@ from torch.serialization import skip_data
 from torch.torch_version import TorchVersion
 
 from checkpointing import rng
+from checkpointing.agent.client import AgentClient, OfferedSnapshot
 from checkpointing.catalog import Catalog
-from checkpointing.client import AgentClient, OfferedSnapshot
 from checkpointing.data.cursor import state_name as data_state_name
 from checkpointing.digest import ALGORITHM, algorithm_of, digest_of_parts, num_parts, part_digests
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, NoValidCheckpoint, StorageUnreachable

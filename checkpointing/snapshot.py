@@ -25,7 +25,7 @@ import torch
 from torch.serialization import get_crc32_options, set_crc32_options, skip_data
 
 from checkpointing import rng
-from checkpointing.arena import PAGE_BYTES, round_up
+from checkpointing.agent.shared_memory import PAGE_BYTES, round_up
 from checkpointing.device import Device
 from checkpointing.errors import CheckpointError
 

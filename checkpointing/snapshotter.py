@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from checkpointing import device as devices
 from checkpointing import sharded, snapshot
+from checkpointing.agent.client import AgentClient, Refusal
 from checkpointing.cadence import CostModel
-from checkpointing.client import AgentClient, Refusal
 from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.device import Device
 from checkpointing.digest import RunningDigest, digesting

@@ -28,8 +28,8 @@ from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
-from checkpointing import protocol
-from checkpointing.protocol import Message
+from checkpointing.agent import protocol
+from checkpointing.agent.protocol import Message
 from runner import processes
 
 # Loaded once in the fork server; a rank forks from it in milliseconds. None of them may initialise CUDA.

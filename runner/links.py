@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checkpointing import protocol
-from checkpointing.arena import ControlPage, Heartbeat
-from checkpointing.client import AgentProcess
+from checkpointing.agent import protocol
+from checkpointing.agent.client import AgentProcess
+from checkpointing.agent.protocol import Message
+from checkpointing.agent.shared_memory import ControlPage, Heartbeat
 from checkpointing.errors import AgentKilled, AgentUnavailable
-from checkpointing.protocol import Message
 from runner import rank_messages
 from runner.errors import HelperKilled, LaunchError
 from runner.failure import RankEnd, is_effect, read_error_file, read_last_words

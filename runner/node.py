@@ -18,9 +18,10 @@ from typing import Any
 
 import psutil
 
-from checkpointing import protocol
-from checkpointing.arena import Heartbeat, Phase
-from checkpointing.client import ATTEMPT_ENV, SOCKET_ENV
+from checkpointing.agent import protocol
+from checkpointing.agent.client import ATTEMPT_ENV, SOCKET_ENV
+from checkpointing.agent.protocol import Message
+from checkpointing.agent.shared_memory import Heartbeat, Phase
 from checkpointing.manager_environment import (
     ALLOW_CHANGES_ENV,
     BATCH_ENV,
@@ -33,7 +34,6 @@ from checkpointing.manager_environment import (
     SKIP_ENV,
 )
 from checkpointing.memory import oom_kills
-from checkpointing.protocol import Message
 from runner import processes
 from runner.config import Config
 from runner.environment import LOST_STEPS_ENV, TORCHRUN_VARIABLES

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 from checkpointing import device as devices
-from checkpointing.client import Refusal
+from checkpointing.agent.client import Refusal
 from checkpointing.device import Device
 from checkpointing.pinning import Pinning
 from checkpointing.restore import MODEL_NAME, OPTIMIZER_NAME

@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from checkpointing import stop_signal
-from checkpointing.client import ATTEMPT_ENV
+from checkpointing.agent.client import ATTEMPT_ENV
 from checkpointing.errors import EXIT_PREEMPTED
 from runner import processes
 from runner.training.events import EventSender

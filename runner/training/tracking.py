@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from checkpointing.client import ATTEMPT_ENV
+from checkpointing.agent.client import ATTEMPT_ENV
 from checkpointing.extras import not_installed
 from checkpointing.manager_environment import LINEAGE_ENV
 from runner.training.callbacks import perplexities

@@ -30,8 +30,8 @@ from typing import Any
 import psutil
 from common import ROOT, machine, make_venv, spread, undisturbed
 
-from checkpointing import protocol
-from checkpointing.client import ATTEMPT_ENV, SOCKET_ENV, AgentProcess
+from checkpointing.agent import protocol
+from checkpointing.agent.client import ATTEMPT_ENV, SOCKET_ENV, AgentProcess
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
 DLROVER_VENV = ROOT / ".bench" / "dlrover"

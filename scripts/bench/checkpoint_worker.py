@@ -188,8 +188,9 @@ class Ours(Method):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        from checkpointing import CheckpointManager, protocol
-        from checkpointing.client import SOCKET_ENV
+        from checkpointing import CheckpointManager
+        from checkpointing.agent import protocol
+        from checkpointing.agent.client import SOCKET_ENV
 
         self.manager = CheckpointManager(
             str(self.folder), model=self.model, optimizer=self.optimizer, snapshot_steps=None, keep_last=2
@@ -200,7 +201,7 @@ class Ours(Method):
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        from checkpointing import protocol
+        from checkpointing.agent import protocol
 
         while True:
             try:

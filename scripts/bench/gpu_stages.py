@@ -26,7 +26,7 @@ from small_training import SmallTraining
 
 from checkpointing import CheckpointManager, staging
 from checkpointing import device as devices
-from checkpointing.arena import populate_pages
+from checkpointing.agent.shared_memory import populate_pages
 
 Figures = dict[str, Any]
 Verdicts = dict[str, bool]

@@ -31,8 +31,8 @@ import boto3
 import psutil
 from common import ROOT, machine, make_venv, spread, undisturbed
 
-from checkpointing import protocol
-from checkpointing.client import ATTEMPT_ENV, SOCKET_ENV, AgentProcess
+from checkpointing.agent import protocol
+from checkpointing.agent.client import ATTEMPT_ENV, SOCKET_ENV, AgentProcess
 
 sys.path.append(str(ROOT / "tests"))
 from servers import Server, has_radosgw, radosgw_server, rclone

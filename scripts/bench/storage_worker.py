@@ -17,7 +17,7 @@ import boto3
 from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
 
-from checkpointing.arena import SharedMemory, round_up
+from checkpointing.agent.shared_memory import SharedMemory, round_up
 from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import digest_buffer
 from checkpointing.manifest import SnapshotInfo

@@ -14,6 +14,7 @@ from chaos.conformance import DiskRecorder, Recorder, RecordingStore, departure,
 from chaos.disk_model import DiskModel
 from chaos.object_model import ObjectModel
 
+from checkpointing.agent.storage_worker import Fencing, Writer
 from checkpointing.catalog import Catalog
 from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import digest_buffer
@@ -25,7 +26,6 @@ from checkpointing.retention import Retention
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.remote import RemoteStorage
 from checkpointing.tiers import Tiers
-from checkpointing.writer import Fencing, Writer
 
 # Before which calls one life is interrupted by the other; all of them with the model's wider bounds.
 EVERY = 1 if os.environ.get("COMMIT_MODEL") == "large" else 3

@@ -10,7 +10,7 @@ import pytest
 from contract.support import commit
 from servers import Server, bucket_on, fault_proxy
 
-from checkpointing.client import AgentClient, AgentProcess
+from checkpointing.agent.client import AgentClient, AgentProcess
 from checkpointing.digest import digest_buffer
 from checkpointing.restore import Room
 from checkpointing.storage import open_storage

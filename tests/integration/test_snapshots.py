@@ -190,7 +190,7 @@ def test_a_dead_agent_takes_its_memory_along_and_storage_is_read(tmp_path: Path,
 
 FLIPPED_BIT = """
 import os
-import checkpointing.client as client
+import checkpointing.agent.client as client
 offer = client.AgentClient.offer
 def flipped(self, *arguments):
     snapshots, reachable = offer(self, *arguments)
@@ -381,7 +381,7 @@ def test_a_slow_disk_skips_snapshots_and_holds_no_step_up(tmp_path: Path) -> Non
 LARGE = """
 import os, sys, time
 import torch, torch.distributed as dist
-import checkpointing.client as client, checkpointing.digest as digest, checkpointing.restore as restore
+import checkpointing.agent.client as client, checkpointing.digest as digest, checkpointing.restore as restore
 from checkpointing import CheckpointManager
 
 folder, flips = sys.argv[1], sys.argv[2] == "flipped"

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing import protocol
-from checkpointing.agent import acquire_lock
+from checkpointing.agent import protocol
+from checkpointing.agent.client import AgentClient, AgentProcess, Refusal
+from checkpointing.agent.server import acquire_lock
 from checkpointing.catalog import Catalog
-from checkpointing.client import AgentClient, AgentProcess, Refusal
 from checkpointing.digest import digest_buffer
 from checkpointing.errors import AgentUnavailable
 from checkpointing.locking import this_machine

@@ -4,7 +4,7 @@ import os
 import signal
 from pathlib import Path
 
-from checkpointing.arena import CommitReport, ControlPage, Heartbeat, Phase, SharedMemory
+from checkpointing.agent.shared_memory import CommitReport, ControlPage, Heartbeat, Phase, SharedMemory
 
 
 def test_a_heartbeat_is_never_seen_half_written() -> None:

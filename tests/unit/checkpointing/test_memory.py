@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from checkpointing import memory
-from checkpointing.arena import SharedMemory
+from checkpointing.agent.shared_memory import SharedMemory
 from checkpointing.memory import available_bytes, interleaved, parse_bytes
 
 

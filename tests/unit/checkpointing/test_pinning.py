@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from small_training import SmallTraining
 
 from checkpointing import device, pinning, snapshotter, staging
-from checkpointing.arena import PAGE_BYTES, CommitReport
+from checkpointing.agent.shared_memory import PAGE_BYTES, CommitReport
 from checkpointing.cadence import Cadence, CadenceClock
 from checkpointing.device import CHUNK_BYTES
 from checkpointing.pinning import Pinning, ranges_to_pin

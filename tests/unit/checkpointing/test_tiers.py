@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from checkpointing.agent.storage_worker import Writer
 from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import digest_buffer
 from checkpointing.errors import Fenced, InvalidCheckpoint
 from checkpointing.manifest import SnapshotInfo
 from checkpointing.storage import Storage
 from checkpointing.tiers import Tiers, open_tiers
-from checkpointing.writer import Writer
 
 
 @pytest.fixture

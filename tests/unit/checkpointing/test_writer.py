@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from chaos.stores import MemoryObjects
 
-from checkpointing.protocol import Message
+from checkpointing.agent.protocol import Message
+from checkpointing.agent.storage_worker import Writer
 from checkpointing.storage import LocalStorage
 from checkpointing.storage.remote import RemoteStorage
 from checkpointing.tiers import Tiers, open_tiers
-from checkpointing.writer import Writer
 
 
 def test_what_storage_refuses_is_kept_when_it_is_back(tmp_path: Path) -> None:

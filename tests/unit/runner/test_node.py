@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing import protocol
+from checkpointing.agent import protocol
 from runner.config import LaunchConfig
 from runner.node import Job, Node, Order
 

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from checkpointing.arena_pool import Arena
+from checkpointing.agent.arenas import Arena
+from checkpointing.agent.protocol import Message
 from checkpointing.catalog import Catalog, CatalogEntry
 from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import RunningDigest, algorithm_of, digest_buffer, digesting
 from checkpointing.errors import CheckpointError, Fenced, InvalidCheckpoint
 from checkpointing.manifest import FileEntry, Manifest, SnapshotInfo
-from checkpointing.protocol import Message
 from checkpointing.reading import read_into
 from checkpointing.retention import Retention, steps_to_remove, steps_to_upload
 from checkpointing.storage import Storage

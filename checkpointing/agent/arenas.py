@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from checkpointing.arena import SharedMemory, round_up
+from checkpointing.agent.shared_memory import SharedMemory, round_up
 from checkpointing.manifest import SnapshotInfo
 from checkpointing.memory import DEFAULT_SHARE, available_bytes
 

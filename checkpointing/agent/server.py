@@ -1,11 +1,11 @@
 """The checkpoint agent: one process per node that owns the snapshot arenas, and has them written to storage.
 
 It outlives the ranks: a snapshot that was whole when its trainer died is committed all the same. No torch here. This is
-the conversation with ranks and monitors; what touches storage is in `checkpointing.writer`.
+the conversation with ranks and monitors; what touches storage is in `checkpointing.agent.storage_worker`.
 
-    python -m checkpointing.agent --socket PATH --location DIR --run-id ID --ready-fd FD [options]
+    python -m checkpointing.agent.server --socket PATH --location DIR --run-id ID --ready-fd FD [options]
 
-Clients speak `checkpointing.protocol` over the socket. A rank says `hello`, asks for an `offer` of snapshots to resume
+Clients speak `checkpointing.agent.protocol` over the socket. A rank says `hello`, asks for an `offer` of snapshots to resume
 from, then for each snapshot says `acquire`, `staged` (or `abandon`), and where it must know the outcome `wait`. A
 monitor (the supervisor) says `hello`, `begin_attempt`, `request_stop`, `end_attempt`, `note`, `ping`, `shutdown`, and
 is told every event. When the last monitor goes, or on SIGTERM where there is none, the agent commits the newest whole
@@ -36,16 +36,17 @@ from pathlib import Path
 
 import psutil
 
-from checkpointing import locking, protocol
-from checkpointing.arena import CommitReport, ControlPage, round_up
-from checkpointing.arena_pool import Arena, ArenaPool, ArenaState
+from checkpointing import locking
+from checkpointing.agent import protocol
+from checkpointing.agent.arenas import Arena, ArenaPool, ArenaState
+from checkpointing.agent.protocol import Message
+from checkpointing.agent.shared_memory import CommitReport, ControlPage, round_up
+from checkpointing.agent.storage_worker import Fencing, Writer
 from checkpointing.manifest import SnapshotInfo
-from checkpointing.protocol import Message
 from checkpointing.retention import Retention
 from checkpointing.stages import FIRST_STAGE, STAGE_NAME, Stage
 from checkpointing.storage import LocalStorage
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST, Tiers, open_tiers
-from checkpointing.writer import Fencing, Writer
 
 LOCK_NAME = ".agent.lock"
 # How long a new agent waits for the one before it to finish its last commit.
@@ -618,7 +619,7 @@ def _hold_lock(fd: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="checkpointing.agent", description="Checkpoint agent of one node.")
+    parser = argparse.ArgumentParser(prog="checkpointing.agent.server", description="Checkpoint agent of one node.")
     parser.add_argument("--socket", required=True)
     parser.add_argument("--location", required=True)
     parser.add_argument("--local-tier", help="a directory in front of the location")
