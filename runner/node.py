@@ -22,7 +22,7 @@ from checkpointing.agent import protocol
 from checkpointing.agent.client import ATTEMPT_ENV, SOCKET_ENV
 from checkpointing.agent.protocol import Message
 from checkpointing.agent.shared_memory import Heartbeat, Phase
-from checkpointing.manager_environment import (
+from checkpointing.environment import (
     ALLOW_CHANGES_ENV,
     BATCH_ENV,
     FAILURES_ENV,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from checkpointing.device import Host, Mark
+from checkpointing.rank.device import Host, Mark
 
 
 class LateMark:

@@ -8,15 +8,15 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from checkpointing import device as devices
 from checkpointing.agent.client import Refusal
-from checkpointing.device import Device
-from checkpointing.pinning import Pinning
-from checkpointing.restore import MODEL_NAME, OPTIMIZER_NAME
+from checkpointing.rank import device as devices
+from checkpointing.rank.device import Device
+from checkpointing.rank.file_images import tensors_in
+from checkpointing.rank.pinning import Pinning
+from checkpointing.rank.restore import MODEL_NAME, OPTIMIZER_NAME
+from checkpointing.rank.snapshotter import Ranks, Request, Snapshotter
+from checkpointing.rank.train_state import Tracked
 from checkpointing.retention import Retention
-from checkpointing.snapshot import tensors_in
-from checkpointing.snapshotter import Ranks, Request, Snapshotter
-from checkpointing.tracked import Tracked
 
 Tensors = list[torch.Tensor]
 

@@ -31,9 +31,9 @@ import xxhash
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from checkpointing import rng
+from checkpointing.environment import ALLOW_CHANGES_ENV
 from checkpointing.errors import CheckpointError
-from checkpointing.manager_environment import ALLOW_CHANGES_ENV
+from checkpointing.rank import rng
 
 logger = logging.getLogger("checkpointing")
 

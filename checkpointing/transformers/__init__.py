@@ -19,9 +19,9 @@ import transformers
 from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy
 
-from checkpointing.cadence import DEFAULT_OVERHEAD_CAP, Auto
 from checkpointing.errors import CheckpointError
-from checkpointing.manager import CheckpointManager, micro_batch_divisor
+from checkpointing.rank.cadence import DEFAULT_OVERHEAD_CAP, Auto
+from checkpointing.rank.manager import CheckpointManager, micro_batch_divisor
 from checkpointing.retention import best_by
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
 from checkpointing.transformers.trainer import ResilientMixin

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers.trainer_callback import ExportableState
 
-from checkpointing import snapshot
-from checkpointing.tracked import hook_states
+from checkpointing.rank import file_images as snapshot
+from checkpointing.rank.train_state import hook_states
 
 # Of their callbacks only tensors count.
 _KNOWN_PACKAGES = ("transformers.", "trl.", "checkpointing.", "runner.", "accelerate.", "sentence_transformers.")

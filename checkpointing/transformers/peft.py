@@ -8,8 +8,8 @@ from typing import Any
 
 import accelerate
 
-from checkpointing.adapter import Adapter, live_tensors
 from checkpointing.errors import CheckpointError
+from checkpointing.rank.adapter import Adapter, live_tensors
 
 
 def adapter_of(model: Any) -> Adapter | None:

@@ -28,17 +28,18 @@ from transformers import Trainer
 from transformers.trainer_callback import ExportableState, TrainerControl
 from transformers.trainer_utils import get_last_checkpoint
 
-from checkpointing import rng, sharded
-from checkpointing.adapter import Adapter
 from checkpointing.data.cursor import Layout, LoaderCursor, fingerprint
 from checkpointing.data.stream import StreamBatches, StreamDataLoader, StreamPosition
-from checkpointing.device import Later
+from checkpointing.environment import ALLOW_CHANGES_ENV, LINEAGE_ENV
 from checkpointing.errors import CheckpointError, CommitFailed, LossSpike, NonFinite, Preempted
 from checkpointing.failpoints import failpoint
-from checkpointing.manager import CheckpointManager, Due, skipped_steps
-from checkpointing.manager_environment import ALLOW_CHANGES_ENV, LINEAGE_ENV
-from checkpointing.restore import RestorePoint, loop_state_name, own_checkpoint, read_checkpoint
-from checkpointing.snapshotter import SmallFile
+from checkpointing.rank import rng
+from checkpointing.rank import sharding as sharded
+from checkpointing.rank.adapter import Adapter
+from checkpointing.rank.device import Later
+from checkpointing.rank.manager import CheckpointManager, Due, skipped_steps
+from checkpointing.rank.restore import RestorePoint, loop_state_name, own_checkpoint, read_checkpoint
+from checkpointing.rank.snapshotter import SmallFile
 from checkpointing.spikes import SkippedSteps, SpikeDetector
 from checkpointing.transformers.callback import EvaluationCutShort, Saves, StepCallback
 from checkpointing.transformers.coverage import changed, uncovered

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from checkpointing.cadence import best_interval_s
+from checkpointing.rank.cadence import best_interval_s
 from runner.ledger import WAITING
 from runner.plan.anatomy import Anatomy
 from runner.plan.memory import Job, Need, estimate

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from checkpointing import device
 from checkpointing.agent.client import ATTEMPT_ENV
+from checkpointing.rank import device
 from runner.environment import LOST_STEPS_ENV
 
 # Dense bf16 or fp16 operations per second, by NVIDIA's data sheets; the first name that the device's contains.

@@ -16,8 +16,8 @@ from accelerate.state import AcceleratorState, DistributedType
 from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig, is_peft_model
 from trl import SFTConfig, SFTTrainer
 
-from checkpointing import device
-from checkpointing.sharded import is_sharded
+from checkpointing.rank import device
+from checkpointing.rank.sharding import is_sharded
 from checkpointing.storage.local import fsync_directory, fsync_tree, replace_file
 from checkpointing.transformers import load_best, resilient
 from runner.cache import seal

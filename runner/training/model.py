@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.utils import is_flash_attn_2_available
 
-from checkpointing import device
+from checkpointing.rank import device
 from runner.config import MethodConfig, ModelConfig
 
 # Of a stream, whose end nobody may see.

@@ -12,9 +12,9 @@ import signal
 import sys
 from typing import Any
 
-from checkpointing import stop_signal
 from checkpointing.agent.client import ATTEMPT_ENV
 from checkpointing.errors import EXIT_PREEMPTED
+from checkpointing.rank import stop_signal
 from runner import processes
 from runner.training.events import EventSender
 from runner.training.failure_report import describe, is_transient, print_traceback
@@ -50,7 +50,7 @@ def run_rank(spec: dict[str, Any]) -> None:
         # A fresh interpreter has not imported torch yet. On a machine without a GPU, a torch for CUDA has asked the
         # driver for one in the process that this one was forked from, to no harm.
         if spec["accelerators"] and "torch" in sys.modules:
-            from checkpointing import device
+            from checkpointing.rank import device
 
             device.check_fork()
         if spec["script"] is None:

@@ -17,8 +17,8 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from checkpointing.agent.client import ATTEMPT_ENV
+from checkpointing.environment import LINEAGE_ENV
 from checkpointing.extras import not_installed
-from checkpointing.manager_environment import LINEAGE_ENV
 from runner.training.callbacks import perplexities
 
 logger = logging.getLogger(__name__)

@@ -24,9 +24,10 @@ import gpu_jobs
 import torch
 from small_training import SmallTraining
 
-from checkpointing import CheckpointManager, staging
-from checkpointing import device as devices
+from checkpointing import CheckpointManager
 from checkpointing.agent.shared_memory import populate_pages
+from checkpointing.rank import copy_thread as staging
+from checkpointing.rank import device as devices
 
 Figures = dict[str, Any]
 Verdicts = dict[str, bool]

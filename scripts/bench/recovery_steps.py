@@ -28,7 +28,7 @@ import torch.distributed as dist
 import transformers
 from trl import SFTTrainer
 
-from checkpointing.manager import Due
+from checkpointing.rank.manager import Due
 from checkpointing.transformers import resilient
 from checkpointing.transformers.callback import StepCallback
 from runner.config import load_config

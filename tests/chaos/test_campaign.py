@@ -74,7 +74,7 @@ def test_nothing_is_lost(tmp_path: Path) -> None:
 
 def test_a_checkpoint_manager_that_forgets_the_generators_is_found(tmp_path: Path) -> None:
     """Dropout then falls otherwise after each restart from a checkpoint: the bits differ, and nothing else does."""
-    path = sabotaged(tmp_path, "checkpointing.rng", "module.set_state = lambda *args, **kwargs: None")
+    path = sabotaged(tmp_path, "checkpointing.rank.rng", "module.set_state = lambda *args, **kwargs: None")
     code, verdict, output = chaos(
         tmp_path, "--kills", "2", "--seed", "1", "--fault", "killed at local.committed", PYTHONPATH=path
     )

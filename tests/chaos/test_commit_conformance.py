@@ -45,7 +45,7 @@ class RealLife:
         self._writer._fence(Fencing(self.attempt))
 
     def choose(self) -> int:
-        """As `checkpointing.restore` does it, which imports torch."""
+        """As `checkpointing.rank.restore` does it, which imports torch."""
         self._recorder.life = self.attempt
         for entry in Catalog(self.storage).scan():
             if entry.manifest is not None:

@@ -22,7 +22,7 @@ from checkpointing.catalog import Catalog
 from checkpointing.digest import ALGORITHM, PLAIN
 from checkpointing.errors import CommitConflict, Fenced, InvalidCheckpoint
 from checkpointing.manifest import FileEntry, Manifest
-from checkpointing.restore import _propose
+from checkpointing.rank.restore import _propose
 from checkpointing.retention import Retention, steps_to_remove, steps_to_upload
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.base import Fence

@@ -38,13 +38,14 @@ from contract.support import commit
 from prometheus_client import generate_latest
 from rich.console import Console
 
-from checkpointing import CheckpointManager, locking, rng
-from checkpointing.adapter import BASE_NAME, Adapter
+from checkpointing import CheckpointManager, locking
 from checkpointing.data.cursor import Layout
 from checkpointing.data.stream import StreamPosition
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.manifest import Manifest, _self_digest
-from checkpointing.restore import ADAPTER_NAME, RestorePoint, Room, Shares, _propose, _read
+from checkpointing.rank import rng
+from checkpointing.rank.adapter import BASE_NAME, Adapter
+from checkpointing.rank.restore import ADAPTER_NAME, RestorePoint, Room, Shares, _propose, _read
 from checkpointing.spikes import SpikeDetector
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.base import Fence

@@ -16,10 +16,12 @@ import pytest
 import torch
 from small_training import SmallTraining
 
-from checkpointing import CheckpointManager, rng, snapshot
-from checkpointing import device as devices
-from checkpointing.device import Later
-from checkpointing.snapshot import FileImage, TorchFileLayout, fingerprint, pieces, tensors_in
+from checkpointing import CheckpointManager
+from checkpointing.rank import device as devices
+from checkpointing.rank import file_images as snapshot
+from checkpointing.rank import rng
+from checkpointing.rank.device import Later
+from checkpointing.rank.file_images import FileImage, TorchFileLayout, fingerprint, pieces, tensors_in
 
 pytestmark = pytest.mark.device
 

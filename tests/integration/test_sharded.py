@@ -21,10 +21,10 @@ import sys, torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from checkpointing import CheckpointManager
-from checkpointing.restore import read_checkpoint
-from checkpointing.sharded import is_sharded
+from checkpointing.rank.restore import read_checkpoint
+from checkpointing.rank.sharding import is_sharded
 from checkpointing.storage import open_storage
-from checkpointing.tracked import Tracked
+from checkpointing.rank.train_state import Tracked
 
 folder, steps, strategy = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 torch.set_num_threads(1)

@@ -149,7 +149,7 @@ def test_killed_between_copy_and_write_goes_on_from_memory(tmp_path: Path, untou
 
 STUCK_COPY = """
 import os, time
-import checkpointing.snapshotter as snapshotter
+import checkpointing.rank.snapshotter as snapshotter
 make, copy_tensors, copied = snapshotter.Snapshotter._make, snapshotter.snapshot.copy_tensors, []
 def noted(self, pending, *arguments):
     copied.append(pending.request.step)
@@ -381,7 +381,7 @@ def test_a_slow_disk_skips_snapshots_and_holds_no_step_up(tmp_path: Path) -> Non
 LARGE = """
 import os, sys, time
 import torch, torch.distributed as dist
-import checkpointing.agent.client as client, checkpointing.digest as digest, checkpointing.restore as restore
+import checkpointing.agent.client as client, checkpointing.digest as digest, checkpointing.rank.restore as restore
 from checkpointing import CheckpointManager
 
 folder, flips = sys.argv[1], sys.argv[2] == "flipped"

@@ -9,12 +9,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
-from checkpointing.adapter import BASE_NAME
-from checkpointing.device import Host
 from checkpointing.errors import CheckpointError
-from checkpointing.restore import RestorePoint
-from checkpointing.snapshot import pieces, safetensors_image
-from checkpointing.tracked import Tracked
+from checkpointing.rank.adapter import BASE_NAME
+from checkpointing.rank.device import Host
+from checkpointing.rank.file_images import pieces, safetensors_image
+from checkpointing.rank.restore import RestorePoint
+from checkpointing.rank.train_state import Tracked
 from checkpointing.transformers.peft import adapter_of
 
 # Within PEFT.

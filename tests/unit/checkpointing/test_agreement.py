@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from checkpointing.agreement import Agreement, Flag
+from checkpointing.rank.flag_sync import Agreement, Flag
 
 SCRIPT = """
 import json, os, sys
 import torch.distributed as dist
-from checkpointing.agreement import Agreement, Flag
+from checkpointing.rank.flag_sync import Agreement, Flag
 rank, plan = int(os.environ["RANK"]), json.loads(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2] + "group", rank=rank, world_size=2)
 agreement, seen = Agreement(dist.new_group(backend="gloo")), []

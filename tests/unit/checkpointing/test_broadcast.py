@@ -10,8 +10,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointing import broadcast
-from checkpointing.broadcast import is_worthwhile, owners, to_device
+from checkpointing.rank import broadcast
+from checkpointing.rank.broadcast import is_worthwhile, owners, to_device
 
 CPU = torch.device("cpu")
 

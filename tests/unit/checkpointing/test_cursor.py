@@ -24,9 +24,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from checkpointing import rng
 from checkpointing.data.cursor import Layout, LoaderCursor, RecutBatchSampler, drawing_by, fingerprint
 from checkpointing.errors import CheckpointError
+from checkpointing.rank import rng
 
 LAYOUTS = st.builds(Layout, st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
 

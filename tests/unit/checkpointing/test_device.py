@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointing import device
+from checkpointing.rank import device
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointing import digest, restore
+from checkpointing import digest
 from checkpointing.digest import (
     ALGORITHM,
     PLAIN,
@@ -21,7 +21,8 @@ from checkpointing.digest import (
     num_parts,
     part_digests,
 )
-from checkpointing.restore import Shares, altered_file
+from checkpointing.rank import restore
+from checkpointing.rank.restore import Shares, altered_file
 
 PART = 1000
 

@@ -10,8 +10,8 @@ import pytest
 from late_device import LateDevice
 from small_training import SmallTraining
 
-from checkpointing import device as devices
-from checkpointing import staging
+from checkpointing.rank import copy_thread as staging
+from checkpointing.rank import device as devices
 
 
 class Job(SmallTraining):

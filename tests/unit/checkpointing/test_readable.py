@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from checkpointing.errors import CheckpointError
-from checkpointing.snapshot import check_readable, freeze
+from checkpointing.rank.file_images import check_readable, freeze
 
 
 class Own:

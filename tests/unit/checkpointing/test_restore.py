@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from checkpointing import rng
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
-from checkpointing.restore import RestorePoint
-from checkpointing.snapshot import torch_bytes
-from checkpointing.tracked import Tracked
+from checkpointing.rank import rng
+from checkpointing.rank.file_images import torch_bytes
+from checkpointing.rank.restore import RestorePoint
+from checkpointing.rank.train_state import Tracked
 
 
 def point(name: str, data: bytes) -> RestorePoint:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from checkpointing import rng
+from checkpointing.rank import rng
 
 
 def test_a_numpy_state_from_which_no_normal_can_be_drawn_is_refused() -> None:

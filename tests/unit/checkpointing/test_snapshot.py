@@ -8,9 +8,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from checkpointing.device import Host
 from checkpointing.errors import CheckpointError
-from checkpointing.snapshot import (
+from checkpointing.rank.device import Host
+from checkpointing.rank.file_images import (
     FileImage,
     TorchFileLayout,
     copy_literals,
@@ -19,7 +19,7 @@ from checkpointing.snapshot import (
     safetensors_image,
     shares,
 )
-from checkpointing.snapshotter import _who_differs
+from checkpointing.rank.snapshotter import _who_differs
 
 
 def materialise(images: list[FileImage], folder: Path, num_shares: int = 1) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpointing import manager
 from checkpointing.agent import protocol
 from checkpointing.agent.client import AgentClient, AgentProcess, Refusal
 from checkpointing.catalog import Catalog
+from checkpointing.rank import manager
 from checkpointing.retention import Retention
 from checkpointing.stages import FIRST_STAGE, STAGE_NAME, Stage, Stages
 from checkpointing.storage import LocalStorage

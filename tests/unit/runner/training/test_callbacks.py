@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
-from checkpointing import device
+from checkpointing.rank import device
 from runner.training import callbacks
 
 

@@ -15,23 +15,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointing import device as devices
-from checkpointing import sharded, snapshot
 from checkpointing.agent.client import AgentClient, Refusal
-from checkpointing.cadence import CostModel
 from checkpointing.commit import StagedFile, commit_snapshot
-from checkpointing.device import Device
 from checkpointing.digest import RunningDigest, digesting
 from checkpointing.errors import CheckpointError, ReplicasDrifted
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import SnapshotInfo
-from checkpointing.pinning import Pinning
-from checkpointing.restore import OPTIMIZER_NAME, rank_state_name
+from checkpointing.rank import device as devices
+from checkpointing.rank import file_images as snapshot
+from checkpointing.rank import sharding as sharded
+from checkpointing.rank.cadence import CostModel
+from checkpointing.rank.copy_thread import Copy, Stager
+from checkpointing.rank.device import Device
+from checkpointing.rank.file_images import FileImage, TorchFileLayout, blob_image, safetensors_image
+from checkpointing.rank.pinning import Pinning
+from checkpointing.rank.restore import OPTIMIZER_NAME, rank_state_name
+from checkpointing.rank.train_state import State, Tracked
 from checkpointing.retention import Retention
-from checkpointing.snapshot import FileImage, TorchFileLayout, blob_image, safetensors_image
-from checkpointing.staging import Copy, Stager
 from checkpointing.tiers import Tiers
-from checkpointing.tracked import State, Tracked
 
 logger = logging.getLogger("checkpointing")
 

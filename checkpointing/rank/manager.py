@@ -26,18 +26,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointing import broadcast, device, rng, stop_signal
-from checkpointing.adapter import Adapter
 from checkpointing.agent.client import ATTEMPT_ENV, SOCKET_ENV, AgentClient, AgentProcess
 from checkpointing.agent.shared_memory import Heartbeat, Phase, SharedMemory
-from checkpointing.agreement import Agreement, Flag
-from checkpointing.cadence import DEFAULT_OVERHEAD_CAP, Auto, Cadence, CadenceClock
 from checkpointing.catalog import Catalog
 from checkpointing.clock import machine_clock
 from checkpointing.data.cursor import LoaderCursor, state_name
-from checkpointing.errors import CheckpointError, CommitFailed, InvalidCheckpoint, Preempted, StorageUnreachable
-from checkpointing.failpoints import failpoint
-from checkpointing.manager_environment import (
+from checkpointing.environment import (
     BATCH_ENV,
     FAILURES_ENV,
     LOCAL_TIER_ENV,
@@ -46,18 +40,24 @@ from checkpointing.manager_environment import (
     RESUME_FROM_ENV,
     SKIP_ENV,
 )
+from checkpointing.errors import CheckpointError, CommitFailed, InvalidCheckpoint, Preempted, StorageUnreachable
+from checkpointing.failpoints import failpoint
 from checkpointing.memory import parse_bytes
-from checkpointing.pinning import Pinning
-from checkpointing.restore import RestorePoint, choose, own_checkpoint, read_checkpoint
+from checkpointing.rank import broadcast, device, rng, stop_signal
+from checkpointing.rank.adapter import Adapter
+from checkpointing.rank.cadence import DEFAULT_OVERHEAD_CAP, Auto, Cadence, CadenceClock
+from checkpointing.rank.file_images import torch_bytes
+from checkpointing.rank.flag_sync import Agreement, Flag
+from checkpointing.rank.pinning import Pinning
+from checkpointing.rank.restore import RestorePoint, choose, own_checkpoint, read_checkpoint
+from checkpointing.rank.sharding import has_sharded
+from checkpointing.rank.snapshotter import Ranks, Request, SmallFile, Snapshotter
+from checkpointing.rank.train_state import Tracked, hook_states
 from checkpointing.retention import Retention, best_first
-from checkpointing.sharded import has_sharded
-from checkpointing.snapshot import torch_bytes
-from checkpointing.snapshotter import Ranks, Request, SmallFile, Snapshotter
 from checkpointing.spikes import SkippedSteps
 from checkpointing.stages import STAGES, Stage
 from checkpointing.storage import LocalStorage
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST, Tiers, open_tiers
-from checkpointing.tracked import Tracked, hook_states
 
 logger = logging.getLogger("checkpointing")
 # All ranks agree on what to do about so often, and where steps are longer, at each.

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
-from checkpointing import sharded, snapshot
-from checkpointing.adapter import BASE_NAME, Adapter, live_tensors
 from checkpointing.errors import CheckpointError
-from checkpointing.restore import (
+from checkpointing.rank import file_images as snapshot
+from checkpointing.rank import sharding as sharded
+from checkpointing.rank.adapter import BASE_NAME, Adapter, live_tensors
+from checkpointing.rank.file_images import tensors_in, torch_bytes
+from checkpointing.rank.restore import (
     ADAPTER_NAME,
     EXTRA_STATE_NAME,
     MODEL_NAME,
@@ -21,8 +23,7 @@ from checkpointing.restore import (
     RestorePoint,
     rank_state_name,
 )
-from checkpointing.snapshot import tensors_in, torch_bytes
-from checkpointing.supported import check_model, check_optimizer
+from checkpointing.rank.supported import check_model, check_optimizer
 
 # Buffers above this are too large to be cloned for every snapshot; their version counters guard them instead.
 _CLONE_BYTES = 64 * 1024 * 1024

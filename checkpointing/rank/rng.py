@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkpointing import device
+from checkpointing.rank import device
 
-# Of whatever such arrays hold, any bytes are a value.
 _PLAIN_TYPES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
 
 

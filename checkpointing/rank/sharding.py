@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from checkpointing.errors import CheckpointError
-from checkpointing.snapshot import FileImage, bytes_of
+from checkpointing.rank.file_images import FileImage, bytes_of
 
 
 @dataclass(frozen=True)

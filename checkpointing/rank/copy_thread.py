@@ -23,8 +23,8 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from checkpointing import device as devices
-from checkpointing.device import Device, Mark
+from checkpointing.rank import device as devices
+from checkpointing.rank.device import Device, Mark
 
 
 @dataclass

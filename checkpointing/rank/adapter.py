@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from checkpointing import snapshot
 from checkpointing.errors import CheckpointError
-from checkpointing.restore import ADAPTER_NAME, RestorePoint
+from checkpointing.rank import file_images as snapshot
+from checkpointing.rank.restore import ADAPTER_NAME, RestorePoint
 
 # Which base an adapter was trained on: beside it in the checkpoint.
 BASE_NAME = "base_model.json"

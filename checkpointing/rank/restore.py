@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch.serialization import skip_data
 from torch.torch_version import TorchVersion
 
-from checkpointing import rng
 from checkpointing.agent.client import AgentClient, OfferedSnapshot
 from checkpointing.catalog import Catalog
 from checkpointing.data.cursor import state_name as data_state_name
@@ -37,8 +36,9 @@ from checkpointing.digest import ALGORITHM, algorithm_of, digest_of_parts, num_p
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, NoValidCheckpoint, StorageUnreachable
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import MANIFEST_NAME, missing_member
+from checkpointing.rank import rng
+from checkpointing.rank.file_images import SAFETENSORS_DTYPES, replaced, storage_records
 from checkpointing.reading import MemoryFile, fault, private_memory, read_private, read_shared
-from checkpointing.snapshot import SAFETENSORS_DTYPES, replaced, storage_records
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.base import CHECKPOINT_PREFIX, NUMBER, RemoteFile
 from checkpointing.tiers import Tiers

@@ -6,7 +6,7 @@ before the first snapshot shows which part of an arena this rank writes; only th
 of its own. What is copied before that is copied unpinned.
 
 A copy must lie in one registered range: registrations end at multiples of `CHUNK_BYTES` of an arena, and copies are cut
-there (`checkpointing.device`).
+there (`checkpointing.rank.device`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from checkpointing.agent.shared_memory import PAGE_BYTES, SharedMemory
-from checkpointing.device import CHUNK_BYTES
+from checkpointing.rank.device import CHUNK_BYTES
 
 logger = logging.getLogger("checkpointing")
 
