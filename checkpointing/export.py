@@ -12,7 +12,7 @@ from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.manifest import Manifest
 from checkpointing.reading import pieces_of
 from checkpointing.storage import Storage
-from checkpointing.storage.writing import write_file
+from checkpointing.storage.direct_io import write_file
 
 
 def export_checkpoint(

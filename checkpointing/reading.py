@@ -16,7 +16,7 @@ from checkpointing.agent.shared_memory import populate_pages
 from checkpointing.digest import ALGORITHM, RunningDigest, digest_file
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, StorageUnreachable
 from checkpointing.storage.base import RemoteFile
-from checkpointing.storage.objects import ObjectMissing, StorageError
+from checkpointing.storage.object_store import ObjectMissing, StorageError
 
 _PIECE_BYTES = 8 * 1024 * 1024
 _READERS = 8

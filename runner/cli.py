@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import click
 
 from checkpointing.errors import CheckpointError, StorageUnreachable
-from checkpointing.storage.objects import StorageTimeout
+from checkpointing.storage.object_store import StorageTimeout
 from checkpointing.threads import in_background
 from runner import __version__
 from runner.errors import ExitCode, RunnerError, UsageError

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from checkpointing import locking
+from checkpointing.storage.direct_io import write_file
 from checkpointing.storage.local import fsync_directory
-from checkpointing.storage.writing import write_file
 from runner.errors import RunBusy, UsageError
 from runner.journal import JOURNAL_NAME
 

@@ -20,7 +20,7 @@ import tenacity
 
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, StorageUnreachable
 from checkpointing.storage import LocalStorage
-from checkpointing.storage.objects import StorageTimeout
+from checkpointing.storage.object_store import StorageTimeout
 from checkpointing.tiers import Tiers
 from runner.config import Config
 from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError, StorageFull, UsageError

@@ -27,7 +27,7 @@ from checkpointing.manifest import FileEntry, Manifest, SnapshotInfo
 from checkpointing.reading import read_into
 from checkpointing.retention import Retention, steps_to_remove, steps_to_upload
 from checkpointing.storage import Storage
-from checkpointing.storage.objects import StorageTimeout
+from checkpointing.storage.object_store import StorageTimeout
 from checkpointing.threads import in_background
 from checkpointing.tiers import Tiers
 

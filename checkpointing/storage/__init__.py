@@ -25,7 +25,7 @@ def open_storage(location: str) -> Storage:
             raise ValueError(f"location {location!r} is not allowed: write file:///path, with three slashes")
         return LocalStorage(Path(rest))
     # Only who needs them pays for these imports.
-    from checkpointing.storage.remote import RemoteStorage
+    from checkpointing.storage.object_storage import RemoteStorage
 
     if scheme == "s3":
         try:
@@ -34,6 +34,6 @@ def open_storage(location: str) -> Storage:
             raise ValueError(f"checkpoint.location {location!r}: {not_installed(error.name, 's3')}") from None
 
         return RemoteStorage(S3Store(location))
-    from checkpointing.storage.filesystem import FilesystemStore
+    from checkpointing.storage.fsspec_store import FilesystemStore
 
     return RemoteStorage(FilesystemStore(location))

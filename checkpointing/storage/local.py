@@ -21,7 +21,7 @@ from checkpointing.errors import CommitConflict, InvalidCheckpoint
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
 from checkpointing.storage.base import CHECKPOINT_PREFIX, IRREGULAR, NUMBER, Fence, Storage
-from checkpointing.storage.writing import write_file
+from checkpointing.storage.direct_io import write_file
 
 _CHECKPOINT = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})\Z")
 _TEMPORARY = re.compile(rf"\.(?:{CHECKPOINT_PREFIX}{NUMBER}|fence\.json)\.({NUMBER})\.tmp\Z")

@@ -31,7 +31,7 @@ from botocore.exceptions import (
 from isal import isal_zlib
 
 from checkpointing.failpoints import failpoint
-from checkpointing.storage.objects import ObjectMissing, StorageError, StorageTimeout
+from checkpointing.storage.object_store import ObjectMissing, StorageError, StorageTimeout
 from checkpointing.threads import in_background
 
 _PART_BYTES = 32 * 1024 * 1024

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpointing.storage import LocalStorage
-from checkpointing.storage.remote import RemoteStorage
+from checkpointing.storage.object_storage import RemoteStorage
 from checkpointing.tiers import Tiers, open_tiers
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 from checkpointing.errors import CheckpointError
 from checkpointing.storage import LocalStorage, Storage
-from checkpointing.storage.objects import ObjectStore, StorageError
-from checkpointing.storage.remote import RemoteStorage
-from checkpointing.storage.writing import write_file
+from checkpointing.storage.direct_io import write_file
+from checkpointing.storage.object_storage import RemoteStorage
+from checkpointing.storage.object_store import ObjectStore, StorageError
 from runner.config import Config
 from runner.doctor.findings import Finding, fail, gb, ok, warn
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from checkpointing.errors import CheckpointError
 from checkpointing.memory import available_bytes
 from checkpointing.storage import LocalStorage
-from checkpointing.storage.remote import RemoteStorage
+from checkpointing.storage.object_storage import RemoteStorage
 from runner.config import Config
 from runner.doctor.devices import find_gpus
 from runner.doctor.findings import gb

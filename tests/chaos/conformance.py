@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, TypeVar
 import pytest
 from chaos.commit_model import NOTES, CommitModel, Life, Op
 
-from checkpointing.storage import base, local, remote
-from checkpointing.storage.filesystem import FilesystemStore
-from checkpointing.storage.objects import StorageError, StorageTimeout
+from checkpointing.storage import base, local
+from checkpointing.storage import object_storage as remote
+from checkpointing.storage.fsspec_store import FilesystemStore
+from checkpointing.storage.object_store import StorageError, StorageTimeout
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""The commit protocol in object storage, as in `checkpointing/storage/remote.py`.
+"""The commit protocol in object storage, as in `checkpointing/storage/object_storage.py`.
 
 What was stored stays; only processes die. But an answer may get lost: then the call was carried out, or was not, or
 will be at any time later, even after one that was tried again has been answered. A server may ignore `If-None-Match`.

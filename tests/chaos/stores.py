@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from checkpointing.storage.objects import ObjectMissing
+from checkpointing.storage.object_store import ObjectMissing
 
 
 class MemoryObjects:

@@ -24,7 +24,7 @@ from checkpointing.manifest import SnapshotInfo
 from checkpointing.reading import read_private
 from checkpointing.retention import Retention
 from checkpointing.storage import LocalStorage, Storage
-from checkpointing.storage.remote import RemoteStorage
+from checkpointing.storage.object_storage import RemoteStorage
 from checkpointing.tiers import Tiers
 
 # Before which calls one life is interrupted by the other; all of them with the model's wider bounds.

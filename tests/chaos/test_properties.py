@@ -26,7 +26,7 @@ from checkpointing.rank.restore import _propose
 from checkpointing.retention import Retention, steps_to_remove, steps_to_upload
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.base import Fence
-from checkpointing.storage.remote import RemoteStorage
+from checkpointing.storage.object_storage import RemoteStorage
 from checkpointing.tiers import Tiers
 from runner.errors import ExitCode
 from runner.failure import Failure, FailureKind

@@ -49,7 +49,7 @@ from checkpointing.rank.restore import ADAPTER_NAME, RestorePoint, Room, Shares,
 from checkpointing.spikes import SpikeDetector
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.base import Fence
-from checkpointing.storage.remote import RemoteStorage
+from checkpointing.storage.object_storage import RemoteStorage
 from checkpointing.tiers import Tiers
 from runner.errors import UsageError
 from runner.failure import Failure, FailureKind

@@ -29,8 +29,8 @@ from servers import (
 
 from checkpointing.errors import CommitFailed
 from checkpointing.storage import open_storage, s3
-from checkpointing.storage.objects import ObjectStore, StorageError, StorageTimeout
-from checkpointing.storage.remote import RemoteStorage
+from checkpointing.storage.object_storage import RemoteStorage
+from checkpointing.storage.object_store import ObjectStore, StorageError, StorageTimeout
 
 # More than the buffers between here and there take at once: sending it waits for the line.
 LONG_BYTES = 16 << 20

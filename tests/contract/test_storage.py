@@ -17,7 +17,7 @@ from checkpointing.manifest import FileEntry, Manifest, SnapshotInfo
 from checkpointing.reading import read_private
 from checkpointing.storage import Storage, open_storage
 from checkpointing.storage.local import LocalStorage
-from checkpointing.storage.remote import RemoteStorage
+from checkpointing.storage.object_storage import RemoteStorage
 
 
 def commit(storage: Storage, step: int, attempt: int = 1, data: bytes = b"abc") -> Manifest:

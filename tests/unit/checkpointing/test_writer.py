@@ -11,7 +11,7 @@ from chaos.stores import MemoryObjects
 from checkpointing.agent.protocol import Message
 from checkpointing.agent.storage_worker import Writer
 from checkpointing.storage import LocalStorage
-from checkpointing.storage.remote import RemoteStorage
+from checkpointing.storage.object_storage import RemoteStorage
 from checkpointing.tiers import Tiers, open_tiers
 
 

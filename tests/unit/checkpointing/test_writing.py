@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.storage.writing import write_file
+from checkpointing.storage.direct_io import write_file
 
 SIZES = [0, 1, 4095, 4096, 1_000_000, 1_048_576, 5_000_001, 20_000_000]
 

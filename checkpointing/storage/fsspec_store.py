@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
 from typing import Any, TypeVar
 
-from checkpointing.storage.objects import ObjectMissing, StorageError, StorageTimeout
+from checkpointing.storage.object_store import ObjectMissing, StorageError, StorageTimeout
 from checkpointing.threads import in_background
 
 _DEADLINE_S = 60.0

@@ -22,7 +22,7 @@ from checkpointing.errors import CommitConflict, Fenced, InvalidCheckpoint
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
 from checkpointing.storage.base import CHECKPOINT_PREFIX, NUMBER, Fence, Storage
-from checkpointing.storage.objects import ObjectStore, StorageError, StorageTimeout, probe
+from checkpointing.storage.object_store import ObjectStore, StorageError, StorageTimeout, probe
 
 _MANIFEST = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})/{re.escape(MANIFEST_NAME)}\Z")
 _ASIDE = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})/manifest\.(invalid|superseded)\.[0-9a-f]+\.json\Z")
