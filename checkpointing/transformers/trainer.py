@@ -40,11 +40,11 @@ from checkpointing.rank.device import Later
 from checkpointing.rank.manager import CheckpointManager, Due, skipped_steps
 from checkpointing.rank.restore import RestorePoint, loop_state_name, own_checkpoint, read_checkpoint
 from checkpointing.rank.snapshotter import SmallFile
-from checkpointing.spikes import SkippedSteps, SpikeDetector
 from checkpointing.transformers.callback import EvaluationCutShort, Saves, StepCallback
 from checkpointing.transformers.coverage import changed, uncovered
 from checkpointing.transformers.overrides import added_files, overrides_saving
 from checkpointing.transformers.peft import adapter_of, save_adapter_config
+from checkpointing.transformers.spikes import SkippedSteps, SpikeDetector
 from checkpointing.transformers.trackers import continue_trackers
 from checkpointing.transformers.trainer_state import TRAINER_STATE_NAME, checked_directory, is_number, state_bytes
 

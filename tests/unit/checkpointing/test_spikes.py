@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from checkpointing.spikes import SkippedSteps, SpikeDetector
+from checkpointing.transformers.spikes import SkippedSteps, SpikeDetector
 
 
 def noisy(number: int, seed: int = 0) -> list[float]:
