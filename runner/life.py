@@ -19,7 +19,7 @@ from runner import processes
 from runner.config import Config
 from runner.journal import Journal, SteadyClock, read_journal
 from runner.loop import EventLoop, StopRequest
-from runner.notices import Notice, NoticeWatcher
+from runner.preemption.watcher import Notice, NoticeWatcher
 from runner.progress import ProgressDisplay
 from runner.run_directory import RunDirectory
 

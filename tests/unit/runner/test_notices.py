@@ -18,11 +18,11 @@ import pytest
 from metadata import AzureMetadata, Ec2Metadata, GoogleMetadata, MetadataService, serve
 from servers import free_port
 
-from runner import clouds, metadata
 from runner.life import Life
 from runner.loop import StopRequest
-from runner.metadata import MetadataClient, Unavailable
-from runner.notices import Notice, NoticeWatcher
+from runner.preemption import clouds, metadata
+from runner.preemption.metadata import MetadataClient, Unavailable
+from runner.preemption.watcher import Notice, NoticeWatcher
 
 # Longer than any wait of these tests: what waits for an answer waits for that alone.
 REQUEST_TIMEOUT_S = 60.0

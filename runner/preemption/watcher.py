@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from runner.clouds import CLOUDS, Notice
-from runner.metadata import MetadataClient, Unavailable, Unexpected
+from runner.preemption.clouds import CLOUDS, Notice
+from runner.preemption.metadata import MetadataClient, Unavailable, Unexpected
 
 __all__ = ["Notice", "NoticeWatcher"]
 

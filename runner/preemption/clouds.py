@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any, ClassVar
 from urllib.parse import quote
 
-from runner.metadata import REQUEST_TIMEOUT_S, Answer, MetadataClient, Unexpected
+from runner.preemption.metadata import REQUEST_TIMEOUT_S, Answer, MetadataClient, Unexpected
 
 
 @dataclass(frozen=True)
