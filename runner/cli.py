@@ -93,7 +93,7 @@ def _load(
     restart: dict[str, Any] | None = None,
     script: str | None = None,
 ) -> Any:
-    from runner.config import load_config, parse_setting
+    from runner.config.schema import load_config, parse_setting
 
     overrides = [parse_setting(text) for text in settings]
     if output_dir is not None:
@@ -191,7 +191,7 @@ def start(
     if script is not None and not Path(script).is_file():
         raise UsageError(f"script {script!r} does not exist; give the path of a Python file")
     if debug:
-        from runner.debug import debugging_environment, for_debugging
+        from runner.config.debug import debugging_environment, for_debugging
         from runner.doctor.devices import find_gpus
 
         if script is not None:
@@ -309,7 +309,7 @@ def config(
 ) -> None:
     """Print the configuration that `start` would use: defaults < YAML < environment < command line."""
     if trainer_options:
-        from runner import trainer_options as options
+        from runner.config import trainer_options as options
 
         for name, kind in sorted(options.fields().items()):
             if name not in options.RESERVED:
@@ -789,7 +789,7 @@ def prune(location: str, keep_last: int, keep_every: int | None) -> None:
 
 def _config_of(location: str) -> Any:
     """The configuration of the run whose folder this is; None: it is something else."""
-    from runner.config import load_config
+    from runner.config.schema import load_config
 
     root = Path(location.removeprefix("file://"))
     if not ((root / "config.yaml").is_file() and (root / "journal.jsonl").exists()):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from checkpointing.errors import CheckpointError
-from runner.config import Config
+from runner.config.schema import Config
 from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError
 from runner.failure import Failure, FailureKind
 from runner.identity import JobIdentity, key_of

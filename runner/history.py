@@ -15,7 +15,7 @@ from pathlib import Path
 from checkpointing.errors import CheckpointError
 from checkpointing.storage import LocalStorage, Storage, open_storage
 from checkpointing.threads import in_background
-from runner.config import Config, load_config
+from runner.config.schema import Config, load_config
 from runner.errors import RunnerError, UsageError
 from runner.journal import Event, EventStream, JournalReader
 from runner.record import RunRecord

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import xxhash
 
 from checkpointing.threads import in_background
-from runner.config import Config
+from runner.config.schema import Config
 
 RECORD_NAME = "job.json"
 _VERSION = 1

@@ -16,7 +16,7 @@ from typing import Any
 
 from checkpointing.memory import separate_oom_kills
 from runner import processes
-from runner.config import Config
+from runner.config.schema import Config
 from runner.journal import Journal, SteadyClock, read_journal
 from runner.loop import EventLoop, StopRequest
 from runner.preemption.watcher import Notice, NoticeWatcher

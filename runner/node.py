@@ -35,8 +35,8 @@ from checkpointing.environment import (
 )
 from checkpointing.memory import oom_kills
 from runner import processes
-from runner.config import Config
-from runner.environment import LOST_STEPS_ENV, TORCHRUN_VARIABLES
+from runner.config.environment import LOST_STEPS_ENV, TORCHRUN_VARIABLES
+from runner.config.schema import Config
 from runner.errors import GpuMissing, HelperKilled, LaunchError, UsageError
 from runner.failure import Failure, FailureKind, classify
 from runner.journal import SteadyClock

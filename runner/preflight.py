@@ -15,7 +15,7 @@ from checkpointing.manifest import Manifest
 from checkpointing.storage import LocalStorage
 from checkpointing.storage.local import replace_file
 from runner import identity, place
-from runner.config import Config
+from runner.config.schema import Config
 from runner.errors import RunBusy, UsageError
 from runner.identity import JobIdentity, differences, summarised
 from runner.journal import Event, read_journal

@@ -22,7 +22,7 @@ from checkpointing.errors import CheckpointError, InvalidCheckpoint, StorageUnre
 from checkpointing.storage import LocalStorage
 from checkpointing.storage.object_store import StorageTimeout
 from checkpointing.tiers import Tiers
-from runner.config import Config
+from runner.config.schema import Config
 from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError, StorageFull, UsageError
 from runner.failure import Failure, FailureKind, combine
 from runner.history import JournalCopy, needs_copy

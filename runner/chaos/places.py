@@ -11,7 +11,7 @@ from checkpointing.storage.object_storage import RemoteStorage
 from checkpointing.tiers import Tiers, open_tiers
 
 if TYPE_CHECKING:
-    from runner.config import Config
+    from runner.config.schema import Config
 
 
 class Places:

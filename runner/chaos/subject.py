@@ -18,7 +18,7 @@ from typing import TypeVar
 import psutil
 
 from runner import processes
-from runner.environment import CONFIG_VARIABLES
+from runner.config.environment import CONFIG_VARIABLES
 from runner.journal import JOURNAL_NAME, Event, JournalReader
 
 # In the environment of all processes of a training.

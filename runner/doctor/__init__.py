@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from runner.config import Config
+from runner.config.schema import Config
 from runner.doctor.collectives import check_collectives
 from runner.doctor.devices import check_devices, find_gpus
 from runner.doctor.findings import Finding, Level, fail, warn

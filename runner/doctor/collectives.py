@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from runner.config import Config
+from runner.config.schema import Config
 from runner.doctor.findings import Finding, fail, ok, warn
 
 # Start of the ranks, and the trial itself, once all machines are there.

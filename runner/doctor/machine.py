@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from checkpointing.memory import available_bytes, oom_groups
-from runner.config import Config
+from runner.config.schema import Config
 from runner.doctor.findings import Finding, fail, gb, ok, warn
 
 SHARED_MEMORY = Path("/dev/shm")

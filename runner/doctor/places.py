@@ -14,7 +14,7 @@ from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.direct_io import write_file
 from checkpointing.storage.object_storage import RemoteStorage
 from checkpointing.storage.object_store import ObjectStore, StorageError
-from runner.config import Config
+from runner.config.schema import Config
 from runner.doctor.findings import Finding, fail, gb, ok, warn
 
 # What is written to measure by: enough to get past the caches of a disk's controller, little enough to take seconds.

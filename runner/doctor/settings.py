@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from runner.config import Config
+from runner.config.schema import Config
 from runner.doctor.findings import Finding, fail, ok, warn
 
 

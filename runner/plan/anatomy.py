@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from runner.config import Config
+from runner.config.schema import Config
 from runner.errors import UsageError
 
 _TIMEOUT_S = 300.0

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runner.config import Config
+from runner.config.schema import Config
 from runner.plan.anatomy import Anatomy
 
 # Bits per weight of 4-bit NormalFloat with double quantisation: 4 + 8 / 64 + 32 / (64 * 256) (arXiv 2305.14314).

@@ -15,7 +15,7 @@ from checkpointing.errors import CheckpointError
 from checkpointing.memory import available_bytes
 from checkpointing.storage import LocalStorage
 from checkpointing.storage.object_storage import RemoteStorage
-from runner.config import Config
+from runner.config.schema import Config
 from runner.doctor.devices import find_gpus
 from runner.doctor.findings import gb
 from runner.doctor.places import disk_rate, object_rates

@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from checkpointing.agent.client import ATTEMPT_ENV
 from checkpointing.rank import device
-from runner.environment import LOST_STEPS_ENV
+from runner.config.environment import LOST_STEPS_ENV
 
 # Dense bf16 or fp16 operations per second, by NVIDIA's data sheets; the first name that the device's contains.
 _PEAK_FLOPS = {

@@ -11,7 +11,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from runner.config import DATA_LOADERS, DataConfig
+from runner.config.schema import DATA_LOADERS, DataConfig
 
 BUNDLED = Path(__file__).parent / "data" / "qa_dataset.parquet"
 _TEXT_COLUMNS = ("prompt", "completion", "text", "messages", "input_ids")

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 
 from checkpointing.rank import device
-from runner.config import MethodConfig, ModelConfig
+from runner.config.schema import MethodConfig, ModelConfig
 
 # Of a stream, whose end nobody may see.
 _TOKENIZER_ROWS = 10_000

@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from runner.config import DEFAULT_CONFIG
+from runner.config.schema import DEFAULT_CONFIG
 
 RUNNER = [str(Path(sys.executable).with_name("runner"))]
 # One epoch of the bundled job (dropout on), a checkpoint every 20 steps, all kept.

@@ -30,7 +30,7 @@ from unit.deploy.controllers import documents, unit
 from unit.deploy.test_controllers import documented
 
 from runner.cli import start
-from runner.config import load_config, parse_setting
+from runner.config.schema import load_config, parse_setting
 from runner.errors import ExitCode
 
 ROOT = Path(__file__).parents[2]

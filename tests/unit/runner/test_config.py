@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from runner import trainer_options
-from runner.config import DEFAULT_CONFIG, ModelConfig, load_config, parse_setting
+from runner.config import trainer_options
+from runner.config.schema import DEFAULT_CONFIG, ModelConfig, load_config, parse_setting
 from runner.errors import UsageError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runner import identity
-from runner.config import Config, DataConfig, MethodConfig, ModelConfig
+from runner.config.schema import Config, DataConfig, MethodConfig, ModelConfig
 from runner.identity import (
     CHANGEABLE_OPTIONS,
     JobIdentity,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from checkpointing.agent import protocol
-from runner.config import LaunchConfig
+from runner.config.schema import LaunchConfig
 from runner.node import Job, Node, Order
 
 

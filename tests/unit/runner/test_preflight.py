@@ -15,7 +15,7 @@ from checkpointing import locking
 from checkpointing.storage import LocalStorage, open_storage
 from checkpointing.tiers import Tiers
 from runner import preflight
-from runner.config import Config
+from runner.config.schema import Config
 from runner.errors import CheckpointsMissing, RunBusy, UsageError
 from runner.identity import JobIdentity, identify
 from runner.journal import Journal, read_journal

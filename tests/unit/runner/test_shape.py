@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.config import load_config
+from runner.config.schema import load_config
 from runner.errors import UsageError
 from runner.node import promised_gpu, shape_of
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runner.config import Config, LaunchConfig
+from runner.config.schema import Config, LaunchConfig
 from runner.doctor.collectives import judge
 from runner.doctor.devices import _topology, check_devices, find_gpus
 from runner.doctor.findings import Finding, Level

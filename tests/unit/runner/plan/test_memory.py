@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runner.config import Config, load_config
+from runner.config.schema import Config, load_config
 from runner.plan.advice import choose, options
 from runner.plan.anatomy import Anatomy
 from runner.plan.memory import Job, estimate

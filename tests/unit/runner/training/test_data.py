@@ -10,7 +10,7 @@ import datasets
 import pytest
 from datasets import Dataset
 
-from runner.config import DataConfig
+from runner.config.schema import DataConfig
 from runner.training.data import load_training_data
 from runner.training.failure_report import is_transient
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import Trainer
 
-from runner.config import CheckpointConfig, Config
-from runner.trainer_options import validate
+from runner.config.schema import CheckpointConfig, Config
+from runner.config.trainer_options import validate
 from runner.training.job import training_arguments
 
 

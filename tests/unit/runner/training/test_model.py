@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 
 from checkpointing.rank import device
-from runner.config import DataConfig
+from runner.config.schema import DataConfig
 from runner.training.data import BUNDLED, load_training_data
 from runner.training.model import choose_attention, trained_tokenizer
 

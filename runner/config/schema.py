@@ -14,8 +14,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from checkpointing.extras import not_installed
 from checkpointing.memory import parse_bytes
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST, Tiers, open_tiers
-from runner import trainer_options
-from runner.environment import settings_from_environment
+from runner.config import trainer_options
+from runner.config.environment import settings_from_environment
 from runner.errors import UsageError
 
 # Files of training data, by suffix: the builder of `datasets` that reads them.
