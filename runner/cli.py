@@ -179,9 +179,9 @@ def start(
     from runner.cache import discard_unsealed
     from runner.follower import Follower
     from runner.identity import between_nodes, identify
+    from runner.journal.summary import render
     from runner.node import Job
     from runner.progress import ProgressDisplay
-    from runner.summary import render
     from runner.supervisor import Supervisor, check_resume_step, check_storage
 
     restart = {"max_restarts": max_restarts, "grace_s": grace}
@@ -331,9 +331,9 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from runner.history import History
+    from runner.journal.mirror import History
+    from runner.journal.summary import summarise
     from runner.status import is_over, panel, runner_is_gone
-    from runner.summary import summarise
 
     place = location if location is not None else _newest_run()
 
@@ -374,7 +374,7 @@ def _newest_run() -> str:
     Raises:
         UsageError: there is none.
     """
-    from runner.journal import JOURNAL_NAME
+    from runner.journal.journal import JOURNAL_NAME
 
     if folder := os.environ.get("OUTPUT_DIR"):
         return folder
@@ -388,7 +388,7 @@ def _newest_run() -> str:
 
 
 def _events_at(place: str) -> list[dict[str, Any]]:
-    from runner.history import History
+    from runner.journal.mirror import History
 
     history = History(place)
     events = history.events()
@@ -833,7 +833,7 @@ def _progress_bar(name: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def _directory(config: Any) -> Any:
-    from runner.run_directory import RunDirectory
+    from runner.journal.run_directory import RunDirectory
 
     return RunDirectory(config.output_dir, config.launch.node_rank)
 

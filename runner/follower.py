@@ -13,6 +13,7 @@ from runner.config.schema import Config
 from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError
 from runner.failure import Failure, FailureKind
 from runner.identity import JobIdentity, key_of
+from runner.journal.run_directory import RunDirectory
 from runner.life import Life
 from runner.loop import StopRequest
 from runner.node import Job, Node, Order
@@ -20,7 +21,6 @@ from runner.peer_messages import Message
 from runner.peers import Member
 from runner.progress import ProgressDisplay
 from runner.record import FINISHED_PATIENCE_S, RunRecord
-from runner.run_directory import RunDirectory
 
 _TURN_S = 0.5
 # What only the machine that has rank 0 learns, and everybody looks for at the first one.

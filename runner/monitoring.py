@@ -12,10 +12,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from runner.errors import UsageError
-from runner.journal import read_journal
-from runner.ledger import restarts_by_kind
-from runner.states import RunState
-from runner.summary import RunSummary, summarise
+from runner.journal.journal import read_journal
+from runner.journal.ledger import restarts_by_kind
+from runner.journal.states import RunState
+from runner.journal.summary import RunSummary, summarise
 
 # Whoever asks more often is told the same again; the more so as a journal of weeks takes its time to sum up.
 _CACHE_S, _LONGEST_CACHE_S = 2.0, 60.0

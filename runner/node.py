@@ -39,12 +39,12 @@ from runner.config.environment import LOST_STEPS_ENV, TORCHRUN_VARIABLES
 from runner.config.schema import Config
 from runner.errors import GpuMissing, HelperKilled, LaunchError, UsageError
 from runner.failure import Failure, FailureKind, classify
-from runner.journal import SteadyClock
+from runner.journal.journal import SteadyClock
+from runner.journal.run_directory import RunDirectory
 from runner.links import AgentLink, LauncherLink, RankEvents, RankWatch
 from runner.loop import EventLoop, StopRequest
 from runner.output import OutputRelay
 from runner.progress import ProgressDisplay
-from runner.run_directory import RunDirectory
 from runner.stacks import dump_stacks
 from runner.watchdog import Hang, Limits, StoppedProcesses, Watchdog
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from checkpointing.storage import Storage
 from checkpointing.tiers import Tiers
 from runner.errors import CheckpointsMissing
-from runner.journal import Event
+from runner.journal.journal import Event
 
 RECORD_NAME = "place.json"
 

@@ -18,9 +18,9 @@ from runner import identity, place
 from runner.config.schema import Config
 from runner.errors import RunBusy, UsageError
 from runner.identity import JobIdentity, differences, summarised
-from runner.journal import Event, read_journal
+from runner.journal.journal import Event, read_journal
+from runner.journal.run_directory import RunDirectory, hold_lock
 from runner.record import RunRecord
-from runner.run_directory import RunDirectory, hold_lock
 
 # The agent has a lock of its own beside it.
 LOCK_NAME = ".supervisor.lock"

@@ -10,10 +10,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from runner.journal import Event
-from runner.ledger import LOST, TRAINING, Attempt
+from runner.journal.journal import Event
+from runner.journal.ledger import LOST, TRAINING, Attempt
+from runner.journal.summary import RunSummary
 from runner.record import RunnerProcess, process_namespace
-from runner.summary import RunSummary
 
 _COLOURS = {"finished": "green", "running": "cyan", "failed": "red"}
 _COLOURS |= dict.fromkeys(("preempted", "stopping", "waiting", "backoff"), "yellow")

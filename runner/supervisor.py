@@ -25,10 +25,13 @@ from checkpointing.tiers import Tiers
 from runner.config.schema import Config
 from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError, StorageFull, UsageError
 from runner.failure import Failure, FailureKind, combine
-from runner.history import JournalCopy, needs_copy
 from runner.identity import JobIdentity, differences, key_of, summarised
-from runner.journal import read_journal
-from runner.ledger import NO_FAILURE, WAITING
+from runner.journal.journal import read_journal
+from runner.journal.ledger import NO_FAILURE, WAITING
+from runner.journal.mirror import JournalCopy, needs_copy
+from runner.journal.run_directory import RunDirectory
+from runner.journal.states import RunState, StateMachine
+from runner.journal.summary import summarise
 from runner.life import Life
 from runner.loop import StopRequest
 from runner.node import Job, Node, Order, Outcome
@@ -38,9 +41,6 @@ from runner.policy import AttemptRecord, BatchShape, Restart, Stop, backoff_s, d
 from runner.preflight import check_world_size, counts_samples
 from runner.progress import ProgressDisplay
 from runner.record import FINISHED_PATIENCE_S, RunnerProcess, RunRecord, process_namespace
-from runner.run_directory import RunDirectory
-from runner.states import RunState, StateMachine
-from runner.summary import summarise
 
 _TURN_S = 0.5
 # Once this machine's part of an attempt is over, the others' runners kill theirs; longer, and they count as lost.

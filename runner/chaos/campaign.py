@@ -30,8 +30,8 @@ from runner.chaos.places import Places
 from runner.chaos.subject import SETTLE_S, Subject, runner_command
 from runner.errors import ExitCode, RunnerError
 from runner.failure import FailureKind
-from runner.journal import Event
-from runner.summary import summarise
+from runner.journal.journal import Event
+from runner.journal.summary import summarise
 
 # Whoever shows no new step this long after a fault hangs.
 RECOVERY_LIMIT_S = 120.0

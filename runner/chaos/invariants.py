@@ -10,8 +10,8 @@ from pathlib import Path
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.storage import LocalStorage
 from checkpointing.tiers import Tiers
-from runner.journal import Event
-from runner.summary import summarise
+from runner.journal.journal import Event
+from runner.journal.summary import summarise
 
 # Shares of the wall time, and seconds.
 _LEDGER_TOLERANCE = 0.001

@@ -19,7 +19,7 @@ import psutil
 
 from runner import processes
 from runner.config.environment import CONFIG_VARIABLES
-from runner.journal import JOURNAL_NAME, Event, JournalReader
+from runner.journal.journal import JOURNAL_NAME, Event, JournalReader
 
 # In the environment of all processes of a training.
 MARK_ENV = "RUNNER_SUBJECT"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from checkpointing.rank.cadence import best_interval_s
-from runner.ledger import WAITING
+from runner.journal.ledger import WAITING
 from runner.plan.anatomy import Anatomy
 from runner.plan.memory import Job, Need, estimate
 from runner.simulate.engine import Forecast, forecast

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import plotly.graph_objects as go
 
-from runner.ledger import CAUSES, LOST, TRAINING, WAITING
+from runner.journal.ledger import CAUSES, LOST, TRAINING, WAITING
 from runner.report.story import LogEntry, Story
 from runner.status import duration
 

@@ -14,8 +14,8 @@ import plotly.offline
 from plotly.utils import PlotlyJSONEncoder
 
 from runner import __version__
-from runner.journal import Event
-from runner.ledger import CAUSES, NO_FAILURE
+from runner.journal.journal import Event
+from runner.journal.ledger import CAUSES, NO_FAILURE
 from runner.report import charts
 from runner.report.story import Story, goodput_of, tell
 from runner.status import duration

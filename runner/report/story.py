@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from runner.journal import Event
-from runner.ledger import CAUSES, LOST, NO_FAILURE, TRAINING, WAITING, Attempt, Ledger, Span, account
-from runner.summary import RunSummary, summarise
+from runner.journal.journal import Event
+from runner.journal.ledger import CAUSES, LOST, NO_FAILURE, TRAINING, WAITING, Attempt, Ledger, Span, account
+from runner.journal.summary import RunSummary, summarise
 
 # Of an attempt, what a run without interruptions would have spent, too.
 _IN_STEPS = (TRAINING, "checkpoint stall", "data wait", "evaluation")

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from runner.ledger import LOST, TRAINING, WAITING
+from runner.journal.ledger import LOST, TRAINING, WAITING
 from runner.policy import backoff_s
 from runner.simulate.scenario import Scenario
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from runner.journal import Event
-from runner.ledger import NO_FAILURE, WAITING, Attempt, account, attempts_of
+from runner.journal.journal import Event
+from runner.journal.ledger import NO_FAILURE, WAITING, Attempt, account, attempts_of
 
 HOUR_S = 3600.0
 # Of one GPU of Meta's clusters: 1,024 of them fail every 7.9 h (arXiv 2410.21680).

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.errors import UsageError
-from runner.journal import Event
+from runner.journal.journal import Event
 from runner.simulate.engine import Forecast, forecast
 from runner.simulate.scenario import HOUR_S, Scenario, learn
 from runner.status import duration

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from runner.journal import read_journal
+from runner.journal.journal import read_journal
 
 ROOT = Path(__file__).resolve().parents[2]
 Figures = dict[str, Any]

@@ -26,8 +26,8 @@ from pathlib import Path
 from common import ROOT, machine
 
 from runner.chaos.subject import Subject, runner_command
-from runner.journal import Event
-from runner.ledger import account, attempts_of
+from runner.journal.journal import Event
+from runner.journal.ledger import account, attempts_of
 from runner.simulate.engine import forecast, simulate
 from runner.simulate.scenario import Scenario, learn
 

@@ -53,13 +53,13 @@ from checkpointing.tiers import Tiers
 from checkpointing.transformers.spikes import SpikeDetector
 from runner.errors import UsageError
 from runner.failure import Failure, FailureKind
-from runner.journal import Journal, read_journal
+from runner.journal.journal import Journal, read_journal
+from runner.journal.run_directory import RunDirectory
+from runner.journal.summary import render, summarise
 from runner.monitoring import RunCollector
 from runner.policy import AttemptRecord, BatchShape, Restart, Stop, decide
 from runner.record import RunRecord
-from runner.run_directory import RunDirectory
 from runner.status import duration, panel
-from runner.summary import render, summarise
 
 NUM_CASES = int(os.environ.get("FUZZ_CASES", "200"))
 # Who sets out to find something draws one; whoever changes something else is to meet what he knows.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from integration.support import RUNNER
 
-from runner.journal import read_journal
+from runner.journal.journal import read_journal
 
 WORKER = """
 import os, torch

@@ -10,7 +10,7 @@ import psutil
 from integration.support import Run, wait_until
 
 from runner import processes
-from runner.run_directory import RunDirectory
+from runner.journal.run_directory import RunDirectory
 
 SCRIPT = """
 import pathlib, sys, time

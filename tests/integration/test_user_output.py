@@ -13,8 +13,8 @@ import pytest
 from integration.support import RUNNER, SHORT_JOB, Run, wait_until
 from servers import small_disk
 
-from runner.journal import Journal, read_journal
-from runner.run_directory import RunDirectory
+from runner.journal.journal import Journal, read_journal
+from runner.journal.run_directory import RunDirectory
 
 BUG = """
 def load(path):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.journal import Journal
+from runner.journal.journal import Journal
 
 RUNNER = str(Path(sys.executable).with_name("runner"))
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from checkpointing.storage import LocalStorage, open_storage
-from runner import history
 from runner.errors import UsageError
-from runner.history import History, JournalCopy
-from runner.journal import Journal, read_journal
+from runner.journal import mirror as history
+from runner.journal.journal import Journal, read_journal
+from runner.journal.mirror import History, JournalCopy
 from runner.record import RunRecord
 
 

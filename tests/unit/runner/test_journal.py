@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpointing.clock import machine_clock
-from runner.journal import Journal, JournalReader, SteadyClock, read_journal
+from runner.journal.journal import Journal, JournalReader, SteadyClock, read_journal
 
 
 def test_events_survive_a_torn_line(tmp_path: Path) -> None:

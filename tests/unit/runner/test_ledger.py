@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.ledger import CAUSES, account, attempts_of, restarts_by_kind
+from runner.journal.ledger import CAUSES, account, attempts_of, restarts_by_kind
 
 Event = dict[str, Any]
 

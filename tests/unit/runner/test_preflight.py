@@ -18,7 +18,8 @@ from runner import preflight
 from runner.config.schema import Config
 from runner.errors import CheckpointsMissing, RunBusy, UsageError
 from runner.identity import JobIdentity, identify
-from runner.journal import Journal, read_journal
+from runner.journal.journal import Journal, read_journal
+from runner.journal.run_directory import RunDirectory
 from runner.place import ensure_id, read_id
 from runner.policy import BatchShape
 from runner.preflight import (
@@ -32,7 +33,6 @@ from runner.preflight import (
     starting_point,
 )
 from runner.record import RunnerProcess, RunRecord
-from runner.run_directory import RunDirectory
 
 
 class Fixture:

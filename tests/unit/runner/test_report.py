@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from unit.runner.test_ledger import EVENTS, ended, event
 
-from runner.ledger import account
+from runner.journal.ledger import account
 from runner.report import render_page
 from runner.report.charts import thinned
 from runner.report.story import tell

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from runner import run_directory
 from runner.errors import RunBusy, UsageError
-from runner.run_directory import RunDirectory
+from runner.journal import run_directory
+from runner.journal.run_directory import RunDirectory
 
 
 def test_the_identity_is_made_once_and_shared_by_all_nodes(tmp_path: Path) -> None:

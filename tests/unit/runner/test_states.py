@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from runner.states import RunState, StateMachine
+from runner.journal.states import RunState, StateMachine
 
 
 def test_a_life_with_a_restart_and_a_stop() -> None:

@@ -8,9 +8,9 @@ from rich.console import Console
 
 from checkpointing.locking import this_machine
 from runner import processes
+from runner.journal.summary import summarise
 from runner.record import process_namespace
 from runner.status import duration, panel, runner_is_gone
-from runner.summary import summarise
 
 
 @pytest.mark.parametrize(

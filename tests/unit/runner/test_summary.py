@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from runner.ledger import CAUSES
-from runner.summary import render, summarise
+from runner.journal.ledger import CAUSES
+from runner.journal.summary import render, summarise
 
 
 def event(time: float, name: str, attempt: int = 1, **details: Any) -> dict[str, Any]:

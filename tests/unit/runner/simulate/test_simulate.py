@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from unit.runner.test_ledger import EVENTS
 
 from runner.errors import UsageError
-from runner.journal import Event
+from runner.journal.journal import Event
 from runner.simulate.engine import forecast, simulate
 from runner.simulate.scenario import HOUR_S, Scenario, learn
 from runner.simulate.study import Study, read_trace, scenario_of, to_page, variations

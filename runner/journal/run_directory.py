@@ -15,7 +15,7 @@ from checkpointing import locking
 from checkpointing.storage.direct_io import write_file
 from checkpointing.storage.local import fsync_directory
 from runner.errors import RunBusy, UsageError
-from runner.journal import JOURNAL_NAME
+from runner.journal.journal import JOURNAL_NAME
 
 # For a runner of another machine to end.
 _PATIENCE_S = 120.0

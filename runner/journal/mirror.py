@@ -17,9 +17,9 @@ from checkpointing.storage import LocalStorage, Storage, open_storage
 from checkpointing.threads import in_background
 from runner.config.schema import Config, load_config
 from runner.errors import RunnerError, UsageError
-from runner.journal import Event, EventStream, JournalReader
+from runner.journal.journal import Event, EventStream, JournalReader
+from runner.journal.run_directory import RunDirectory
 from runner.record import RunRecord
-from runner.run_directory import RunDirectory
 
 _CHUNK_BYTES = 4 * 1024 * 1024
 # Between two renewals of the copy.

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from runner.journal import Event
+from runner.journal.journal import Event
 
 # Ways in which an attempt ends, or does not, that cost no budget.
 NO_FAILURE = ("finished", "running", "preempted", "ended at once")

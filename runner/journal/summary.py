@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from runner.journal import Event
-from runner.ledger import LOST, NO_FAILURE, Attempt, account, attempts_of
+from runner.journal.journal import Event
+from runner.journal.ledger import LOST, NO_FAILURE, Attempt, account, attempts_of
 
 _RECENT_LOGS = 20
 
