@@ -22,7 +22,7 @@ from checkpointing.storage.object_store import StorageTimeout
 from checkpointing.threads import in_background
 from runner import __version__
 from runner.errors import ExitCode, RunnerError, UsageError
-from runner.output import make_streams_lossy
+from runner.node.output import make_streams_lossy
 
 T = TypeVar("T")
 _WATCH_INTERVAL_S = 2.0
@@ -180,7 +180,7 @@ def start(
     from runner.follower import Follower
     from runner.identity import between_nodes, identify
     from runner.journal.summary import render
-    from runner.node import Job
+    from runner.node.node import Job
     from runner.progress import ProgressDisplay
     from runner.supervisor import Supervisor, check_resume_step, check_storage
 

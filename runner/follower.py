@@ -16,7 +16,7 @@ from runner.identity import JobIdentity, key_of
 from runner.journal.run_directory import RunDirectory
 from runner.life import Life
 from runner.loop import StopRequest
-from runner.node import Job, Node, Order
+from runner.node.node import Job, Node, Order
 from runner.peer_messages import Message
 from runner.peers import Member
 from runner.progress import ProgressDisplay

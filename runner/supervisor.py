@@ -34,7 +34,7 @@ from runner.journal.states import RunState, StateMachine
 from runner.journal.summary import summarise
 from runner.life import Life
 from runner.loop import StopRequest
-from runner.node import Job, Node, Order, Outcome
+from runner.node.node import Job, Node, Order, Outcome
 from runner.peer_messages import Message
 from runner.peers import Leader
 from runner.policy import AttemptRecord, BatchShape, Restart, Stop, backoff_s, decide, end_of_node

@@ -20,7 +20,7 @@ from typing import Any
 from checkpointing.storage import LocalStorage
 from runner.__main__ import main
 from runner.journal.journal import Journal
-from runner.node import Node
+from runner.node.node import Node
 from runner.peers import Connection
 from runner.supervisor import Supervisor
 

@@ -13,7 +13,7 @@ from runner.doctor.machine import check_machine
 from runner.doctor.places import check_places
 from runner.doctor.settings import check_settings
 from runner.errors import UsageError
-from runner.node import shape_of
+from runner.node.node import shape_of
 from runner.plan.anatomy import examine_model
 from runner.plan.memory import Job, estimate
 

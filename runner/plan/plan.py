@@ -20,7 +20,7 @@ from runner.doctor.devices import find_gpus
 from runner.doctor.findings import gb
 from runner.doctor.places import disk_rate, object_rates
 from runner.errors import UsageError
-from runner.node import shape_of
+from runner.node.node import shape_of
 from runner.plan.advice import Option, Saving, choose, options, outlook, saving
 from runner.plan.anatomy import Anatomy, examine_model
 from runner.plan.memory import Job

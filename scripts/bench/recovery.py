@@ -402,7 +402,7 @@ class Victims:
     def _find(self, name: str) -> tuple[str, psutil.Process] | None:
         match name:
             case "launcher":
-                process = self._training.helper("runner.launcher")
+                process = self._training.helper("runner.node.launcher")
             case "agent":
                 process = self._training.helper("checkpointing.agent.server")
             case _:

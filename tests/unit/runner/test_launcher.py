@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from runner.launcher import Signal
+from runner.node.launcher import Signal
 
 
 def reads(pid: int | None) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from checkpointing.agent import protocol
 from runner.config.schema import LaunchConfig
-from runner.node import Job, Node, Order
+from runner.node.node import Job, Node, Order
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from runner.config.schema import load_config
 from runner.errors import UsageError
-from runner.node import promised_gpu, shape_of
+from runner.node.node import promised_gpu, shape_of
 
 
 def shape(accelerators: int, settings: dict[str, object], **environment: str) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from checkpointing.storage import LocalStorage
 from runner.errors import ExitCode, PeersMissing
 from runner.follower import Follower
 from runner.identity import JobIdentity, key_of
-from runner.links import RankEvents
+from runner.node.helpers import RankEvents
 from runner.policy import Stop
 from runner.record import FINISHED_PATIENCE_S, RunRecord
 from runner.supervisor import Supervisor

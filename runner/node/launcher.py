@@ -1,6 +1,6 @@
 """The warm process around torchrun's own library entry. The one module of the control plane that imports torch.
 
-    python -m runner.launcher CONTROL_FD LOG_FILE TEMPORARY_FOLDER PARENT_PID
+    python -m runner.node.launcher CONTROL_FD LOG_FILE TEMPORARY_FOLDER PARENT_PID
 
 It loads torch and forks a server that loads transformers and trl as well, then for each `launch` request runs
 `elastic_launch` with `max_restarts=0` and a fresh rendezvous, and reports how it ended. Only the supervisor retries:

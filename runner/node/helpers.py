@@ -19,10 +19,10 @@ from checkpointing.agent.client import AgentProcess
 from checkpointing.agent.protocol import Message
 from checkpointing.agent.shared_memory import ControlPage, Heartbeat
 from checkpointing.errors import AgentKilled, AgentUnavailable
-from runner import rank_messages
 from runner.errors import HelperKilled, LaunchError
 from runner.failure import RankEnd, is_effect, read_error_file, read_last_words
-from runner.output import STDERR_NAME
+from runner.node import rank_messages
+from runner.node.output import STDERR_NAME
 
 # The agent has said that it listens.
 _HELLO_TIMEOUT_S = 60.0
@@ -101,7 +101,15 @@ class LauncherLink:
         warnings = [environment.get("PYTHONWARNINGS", ""), "ignore:resource_tracker:UserWarning"]
         environment = {**environment, "PYTHONWARNINGS": ",".join(filter(None, warnings))}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "runner.launcher", str(theirs.fileno()), str(log), str(temporary), str(os.getpid())],
+            [
+                sys.executable,
+                "-m",
+                "runner.node.launcher",
+                str(theirs.fileno()),
+                str(log),
+                str(temporary),
+                str(os.getpid()),
+            ],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             env=environment,

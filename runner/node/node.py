@@ -41,12 +41,12 @@ from runner.errors import GpuMissing, HelperKilled, LaunchError, UsageError
 from runner.failure import Failure, FailureKind, classify
 from runner.journal.journal import SteadyClock
 from runner.journal.run_directory import RunDirectory
-from runner.links import AgentLink, LauncherLink, RankEvents, RankWatch
 from runner.loop import EventLoop, StopRequest
-from runner.output import OutputRelay
+from runner.node.helpers import AgentLink, LauncherLink, RankEvents, RankWatch
+from runner.node.output import OutputRelay
+from runner.node.stacks import dump_stacks
+from runner.node.watchdog import Hang, Limits, StoppedProcesses, Watchdog
 from runner.progress import ProgressDisplay
-from runner.stacks import dump_stacks
-from runner.watchdog import Hang, Limits, StoppedProcesses, Watchdog
 
 # While ranks train, everything that matters wakes the loop; this is for what only time tells.
 _TURN_S = 0.5
