@@ -167,7 +167,7 @@ def start(
     Without SCRIPT: supervised fine-tuning as configured. With SCRIPT (and its ARGS): your own training script, as
     torchrun would run it; let it save through checkpointing.transformers.resilient to make it resumable.
     """
-    from runner.loop import StopRequest
+    from runner.system.event_loop import StopRequest
 
     # Only here: `status --watch | head` is to end with its reader.
     make_streams_lossy()

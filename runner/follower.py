@@ -15,12 +15,12 @@ from runner.failure import Failure, FailureKind
 from runner.identity import JobIdentity, key_of
 from runner.journal.run_directory import RunDirectory
 from runner.life import Life
-from runner.loop import StopRequest
 from runner.node.node import Job, Node, Order
 from runner.peer_messages import Message
 from runner.peers import Member
 from runner.progress import ProgressDisplay
 from runner.record import FINISHED_PATIENCE_S, RunRecord
+from runner.system.event_loop import StopRequest
 
 _TURN_S = 0.5
 # What only the machine that has rank 0 learns, and everybody looks for at the first one.

@@ -15,13 +15,13 @@ from types import TracebackType
 from typing import Any
 
 from checkpointing.memory import separate_oom_kills
-from runner import processes
 from runner.config.schema import Config
 from runner.journal.journal import Journal, SteadyClock, read_journal
 from runner.journal.run_directory import RunDirectory
-from runner.loop import EventLoop, StopRequest
 from runner.preemption.watcher import Notice, NoticeWatcher
 from runner.progress import ProgressDisplay
+from runner.system import processes
+from runner.system.event_loop import EventLoop, StopRequest
 
 STOP_TEXT = "the ranks snapshot, commit and end; once more to end at once"
 

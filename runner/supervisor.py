@@ -33,7 +33,6 @@ from runner.journal.run_directory import RunDirectory
 from runner.journal.states import RunState, StateMachine
 from runner.journal.summary import summarise
 from runner.life import Life
-from runner.loop import StopRequest
 from runner.node.node import Job, Node, Order, Outcome
 from runner.peer_messages import Message
 from runner.peers import Leader
@@ -41,6 +40,7 @@ from runner.policy import AttemptRecord, BatchShape, Restart, Stop, backoff_s, d
 from runner.preflight import check_world_size, counts_samples
 from runner.progress import ProgressDisplay
 from runner.record import FINISHED_PATIENCE_S, RunnerProcess, RunRecord, process_namespace
+from runner.system.event_loop import StopRequest
 
 _TURN_S = 0.5
 # Once this machine's part of an attempt is over, the others' runners kill theirs; longer, and they count as lost.

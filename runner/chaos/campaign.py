@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from checkpointing.errors import CheckpointError
-from runner import processes
 from runner.chaos import invariants
 from runner.chaos.bad_line import BadLine, endpoint_of_environment
 from runner.chaos.clock import Clock
@@ -32,6 +31,7 @@ from runner.errors import ExitCode, RunnerError
 from runner.failure import FailureKind
 from runner.journal.journal import Event
 from runner.journal.summary import summarise
+from runner.system import processes
 
 # Whoever shows no new step this long after a fault hangs.
 RECOVERY_LIMIT_S = 120.0

@@ -17,9 +17,9 @@ from typing import TypeVar
 
 import psutil
 
-from runner import processes
 from runner.config.environment import CONFIG_VARIABLES
 from runner.journal.journal import JOURNAL_NAME, Event, JournalReader
+from runner.system import processes
 
 # In the environment of all processes of a training.
 MARK_ENV = "RUNNER_SUBJECT"

@@ -30,9 +30,8 @@ from typing import Any, NoReturn
 
 from checkpointing.agent import protocol
 from checkpointing.agent.protocol import Message
-from runner import processes
+from runner.system import processes
 
-# Loaded once in the fork server; a rank forks from it in milliseconds. None of them may initialise CUDA.
 PRELOAD = ["runner.training.preload"]
 # How long torchrun leaves the others after one has ended. The supervisor kills those of an attempt that has failed;
 # ranks that end in answer to a stop close their trackers meanwhile.

@@ -34,19 +34,19 @@ from checkpointing.environment import (
     SKIP_ENV,
 )
 from checkpointing.memory import oom_kills
-from runner import processes
 from runner.config.environment import LOST_STEPS_ENV, TORCHRUN_VARIABLES
 from runner.config.schema import Config
 from runner.errors import GpuMissing, HelperKilled, LaunchError, UsageError
 from runner.failure import Failure, FailureKind, classify
 from runner.journal.journal import SteadyClock
 from runner.journal.run_directory import RunDirectory
-from runner.loop import EventLoop, StopRequest
 from runner.node.helpers import AgentLink, LauncherLink, RankEvents, RankWatch
 from runner.node.output import OutputRelay
 from runner.node.stacks import dump_stacks
 from runner.node.watchdog import Hang, Limits, StoppedProcesses, Watchdog
 from runner.progress import ProgressDisplay
+from runner.system import processes
+from runner.system.event_loop import EventLoop, StopRequest
 
 # While ranks train, everything that matters wakes the loop; this is for what only time tells.
 _TURN_S = 0.5

@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from runner import processes
+from runner.system import processes
 
-# All dumps run beside each other; a hang is to cost seconds.
 _TIMEOUT_S = 8.0
 
 

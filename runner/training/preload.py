@@ -6,9 +6,8 @@ import contextlib
 import gc
 import importlib
 
-from runner import processes
+from runner.system import processes
 
-# By itself it would live as long as any rank does, and the ranks as long as it. Before there are ranks, it sees itself
 # when the launcher has died.
 processes.die_with_parent(lambda: False)
 # What is imported stays; looking through it again and again takes a seventh of the time.

@@ -15,7 +15,7 @@ from typing import Any
 from checkpointing.agent.client import ATTEMPT_ENV
 from checkpointing.errors import EXIT_PREEMPTED
 from checkpointing.rank import stop_signal
-from runner import processes
+from runner.system import processes
 from runner.training.events import EventSender
 from runner.training.failure_report import describe, is_transient, print_traceback
 

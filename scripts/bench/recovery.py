@@ -33,9 +33,9 @@ from common import ROOT, machine, spread, undisturbed
 
 from checkpointing.errors import CheckpointError
 from checkpointing.tiers import open_tiers
-from runner import processes
 from runner.chaos.subject import SETTLE_S, START_TIMEOUT_S, NeverStarted, Subject, runner_command
 from runner.journal.journal import Event
+from runner.system import processes
 
 HERE = Path(__file__).parent
 FT_FOLDER = ROOT / ".bench" / "ft"

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from common import ROOT, machine, spread, undisturbed
 
-from runner import processes
 from runner.chaos.subject import Subject, runner_command
+from runner.system import processes
 
 # No GPU is used, and each rank has one thread.
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

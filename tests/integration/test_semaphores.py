@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 from integration.support import Run, wait_until
 
-from runner import processes
 from runner.journal.run_directory import RunDirectory
+from runner.system import processes
 
 SCRIPT = """
 import pathlib, sys, time

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from runner.loop import StopRequest
-from runner.processes import STOP_SIGNALS
+from runner.system.event_loop import StopRequest
+from runner.system.processes import STOP_SIGNALS
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ from metadata import AzureMetadata, Ec2Metadata, GoogleMetadata, MetadataService
 from servers import free_port
 
 from runner.life import Life
-from runner.loop import StopRequest
 from runner.preemption import clouds, metadata
 from runner.preemption.metadata import MetadataClient, Unavailable
 from runner.preemption.watcher import Notice, NoticeWatcher
+from runner.system.event_loop import StopRequest
 
 # Longer than any wait of these tests: what waits for an answer waits for that alone.
 REQUEST_TIMEOUT_S = 60.0

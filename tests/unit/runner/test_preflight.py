@@ -261,7 +261,7 @@ def test_object_storage_knows_its_runner_by_the_note(
 
 
 def runner_of(pid: int) -> dict[str, Any]:
-    from runner import processes
+    from runner.system import processes
 
     return {"host": locking.this_machine(), "pid": pid, "started": processes.start_ticks(pid)}
 

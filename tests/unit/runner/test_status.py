@@ -7,10 +7,10 @@ import pytest
 from rich.console import Console
 
 from checkpointing.locking import this_machine
-from runner import processes
 from runner.journal.summary import summarise
 from runner.record import process_namespace
 from runner.status import duration, panel, runner_is_gone
+from runner.system import processes
 
 
 @pytest.mark.parametrize(

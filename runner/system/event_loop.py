@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from runner.processes import STOP_SIGNALS
+from runner.system.processes import STOP_SIGNALS
 
 
 class StopRequest:
