@@ -11,7 +11,6 @@ from typing import Any
 from checkpointing.errors import CheckpointError
 from runner.config.schema import Config
 from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError
-from runner.failure import Failure, FailureKind
 from runner.identity import JobIdentity, key_of
 from runner.journal.run_directory import RunDirectory
 from runner.life import Life
@@ -19,7 +18,8 @@ from runner.node.node import Job, Node, Order
 from runner.peer_messages import Message
 from runner.peers import Member
 from runner.progress import ProgressDisplay
-from runner.record import FINISHED_PATIENCE_S, RunRecord
+from runner.recovery.classify import Failure, FailureKind
+from runner.recovery.restart_state import FINISHED_PATIENCE_S, RunRecord
 from runner.system.event_loop import StopRequest
 
 _TURN_S = 0.5

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
 
-from runner.failure import Failure
+from runner.recovery.classify import Failure
 
 Message = dict[str, Any]
 

@@ -20,7 +20,7 @@ from runner.errors import RunBusy, UsageError
 from runner.identity import JobIdentity, differences, summarised
 from runner.journal.journal import Event, read_journal
 from runner.journal.run_directory import RunDirectory, hold_lock
-from runner.record import RunRecord
+from runner.recovery.restart_state import RunRecord
 
 # The agent has a lock of its own beside it.
 LOCK_NAME = ".supervisor.lock"

@@ -13,7 +13,7 @@ from rich.text import Text
 from runner.journal.journal import Event
 from runner.journal.ledger import LOST, TRAINING, Attempt
 from runner.journal.summary import RunSummary
-from runner.record import RunnerProcess, process_namespace
+from runner.recovery.restart_state import RunnerProcess, process_namespace
 
 _COLOURS = {"finished": "green", "running": "cyan", "failed": "red"}
 _COLOURS |= dict.fromkeys(("preempted", "stopping", "waiting", "backoff"), "yellow")

@@ -24,7 +24,6 @@ from checkpointing.storage.object_store import StorageTimeout
 from checkpointing.tiers import Tiers
 from runner.config.schema import Config
 from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError, StorageFull, UsageError
-from runner.failure import Failure, FailureKind, combine
 from runner.identity import JobIdentity, differences, key_of, summarised
 from runner.journal.journal import read_journal
 from runner.journal.ledger import NO_FAILURE, WAITING
@@ -36,10 +35,11 @@ from runner.life import Life
 from runner.node.node import Job, Node, Order, Outcome
 from runner.peer_messages import Message
 from runner.peers import Leader
-from runner.policy import AttemptRecord, BatchShape, Restart, Stop, backoff_s, decide, end_of_node
 from runner.preflight import check_world_size, counts_samples
 from runner.progress import ProgressDisplay
-from runner.record import FINISHED_PATIENCE_S, RunnerProcess, RunRecord, process_namespace
+from runner.recovery.classify import Failure, FailureKind, combine
+from runner.recovery.policy import AttemptRecord, BatchShape, Restart, Stop, backoff_s, decide, end_of_node
+from runner.recovery.restart_state import FINISHED_PATIENCE_S, RunnerProcess, RunRecord, process_namespace
 from runner.system.event_loop import StopRequest
 
 _TURN_S = 0.5

@@ -28,9 +28,9 @@ from runner.chaos.memory_group import MemoryGroup
 from runner.chaos.places import Places
 from runner.chaos.subject import SETTLE_S, Subject, runner_command
 from runner.errors import ExitCode, RunnerError
-from runner.failure import FailureKind
 from runner.journal.journal import Event
 from runner.journal.summary import summarise
+from runner.recovery.classify import FailureKind
 from runner.system import processes
 
 # Whoever shows no new step this long after a fault hangs.

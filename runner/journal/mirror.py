@@ -19,7 +19,7 @@ from runner.config.schema import Config, load_config
 from runner.errors import RunnerError, UsageError
 from runner.journal.journal import Event, EventStream, JournalReader
 from runner.journal.run_directory import RunDirectory
-from runner.record import RunRecord
+from runner.recovery.restart_state import RunRecord
 
 _CHUNK_BYTES = 4 * 1024 * 1024
 # Between two renewals of the copy.

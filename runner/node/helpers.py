@@ -20,9 +20,9 @@ from checkpointing.agent.protocol import Message
 from checkpointing.agent.shared_memory import ControlPage, Heartbeat
 from checkpointing.errors import AgentKilled, AgentUnavailable
 from runner.errors import HelperKilled, LaunchError
-from runner.failure import RankEnd, is_effect, read_error_file, read_last_words
 from runner.node import rank_messages
 from runner.node.output import STDERR_NAME
+from runner.recovery.classify import RankEnd, is_effect, read_error_file, read_last_words
 
 # The agent has said that it listens.
 _HELLO_TIMEOUT_S = 60.0

@@ -37,7 +37,6 @@ from checkpointing.memory import oom_kills
 from runner.config.environment import LOST_STEPS_ENV, TORCHRUN_VARIABLES
 from runner.config.schema import Config
 from runner.errors import GpuMissing, HelperKilled, LaunchError, UsageError
-from runner.failure import Failure, FailureKind, classify
 from runner.journal.journal import SteadyClock
 from runner.journal.run_directory import RunDirectory
 from runner.node.helpers import AgentLink, LauncherLink, RankEvents, RankWatch
@@ -45,6 +44,7 @@ from runner.node.output import OutputRelay
 from runner.node.stacks import dump_stacks
 from runner.node.watchdog import Hang, Limits, StoppedProcesses, Watchdog
 from runner.progress import ProgressDisplay
+from runner.recovery.classify import Failure, FailureKind, classify
 from runner.system import processes
 from runner.system.event_loop import EventLoop, StopRequest
 

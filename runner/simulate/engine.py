@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from runner.journal.ledger import LOST, TRAINING, WAITING
-from runner.policy import backoff_s
+from runner.recovery.policy import backoff_s
 from runner.simulate.scenario import Scenario
 
 # A run that would never end is given up when it has taken so many times its work.

@@ -29,9 +29,9 @@ from checkpointing.storage.base import Fence
 from checkpointing.storage.object_storage import RemoteStorage
 from checkpointing.tiers import Tiers
 from runner.errors import ExitCode
-from runner.failure import Failure, FailureKind
-from runner.policy import AttemptRecord, BatchShape, Restart, Stop, decide
-from runner.record import RunRecord
+from runner.recovery.classify import Failure, FailureKind
+from runner.recovery.policy import AttemptRecord, BatchShape, Restart, Stop, decide
+from runner.recovery.restart_state import RunRecord
 
 STEPS = st.integers(0, 12)
 STORAGES: dict[str, Callable[[Path], Storage]] = {

@@ -52,13 +52,13 @@ from checkpointing.storage.object_storage import RemoteStorage
 from checkpointing.tiers import Tiers
 from checkpointing.transformers.spikes import SpikeDetector
 from runner.errors import UsageError
-from runner.failure import Failure, FailureKind
 from runner.journal.journal import Journal, read_journal
 from runner.journal.run_directory import RunDirectory
 from runner.journal.summary import render, summarise
 from runner.monitoring import RunCollector
-from runner.policy import AttemptRecord, BatchShape, Restart, Stop, decide
-from runner.record import RunRecord
+from runner.recovery.classify import Failure, FailureKind
+from runner.recovery.policy import AttemptRecord, BatchShape, Restart, Stop, decide
+from runner.recovery.restart_state import RunRecord
 from runner.status import duration, panel
 
 NUM_CASES = int(os.environ.get("FUZZ_CASES", "200"))

@@ -17,9 +17,9 @@ from functools import partial
 from unit.deploy.controllers import KILLED, Controller, End, Verdict
 
 from runner.errors import ExitCode
-from runner.failure import Failure, FailureKind
-from runner.policy import AttemptRecord, Restart, Stop, backoff_s, decide, end_of_node
-from runner.record import FINISHED_PATIENCE_S, RunRecord
+from runner.recovery.classify import Failure, FailureKind
+from runner.recovery.policy import AttemptRecord, Restart, Stop, backoff_s, decide, end_of_node
+from runner.recovery.restart_state import FINISHED_PATIENCE_S, RunRecord
 
 MAX_RESTARTS = 5
 MAX_FAILED_SAVES = 5

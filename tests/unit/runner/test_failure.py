@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.failure import Failure, FailureKind, RankEnd, classify, combine, read_error_file, read_last_words
+from runner.recovery.classify import Failure, FailureKind, RankEnd, classify, combine, read_error_file, read_last_words
 
 K = FailureKind
 BUSY = "CUDA-capable device(s) is/are busy or unavailable"

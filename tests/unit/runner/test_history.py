@@ -11,7 +11,7 @@ from runner.errors import UsageError
 from runner.journal import mirror as history
 from runner.journal.journal import Journal, read_journal
 from runner.journal.mirror import History, JournalCopy
-from runner.record import RunRecord
+from runner.recovery.restart_state import RunRecord
 
 
 def test_only_the_last_chunk_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

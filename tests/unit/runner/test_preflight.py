@@ -21,7 +21,6 @@ from runner.identity import JobIdentity, identify
 from runner.journal.journal import Journal, read_journal
 from runner.journal.run_directory import RunDirectory
 from runner.place import ensure_id, read_id
-from runner.policy import BatchShape
 from runner.preflight import (
     LocationLock,
     admit,
@@ -32,7 +31,8 @@ from runner.preflight import (
     recorded_in,
     starting_point,
 )
-from runner.record import RunnerProcess, RunRecord
+from runner.recovery.policy import BatchShape
+from runner.recovery.restart_state import RunnerProcess, RunRecord
 
 
 class Fixture:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from runner.errors import ExitCode
-from runner.failure import Failure, FailureKind
-from runner.policy import AttemptRecord, BatchShape, Stop, decide
-from runner.record import RunRecord
+from runner.recovery.classify import Failure, FailureKind
+from runner.recovery.policy import AttemptRecord, BatchShape, Stop, decide
+from runner.recovery.restart_state import RunRecord
 
 
 def failure(step: int = 3) -> Failure:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from checkpointing.locking import this_machine
 from runner.journal.summary import summarise
-from runner.record import process_namespace
+from runner.recovery.restart_state import process_namespace
 from runner.status import duration, panel, runner_is_gone
 from runner.system import processes
 

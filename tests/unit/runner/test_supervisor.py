@@ -13,8 +13,8 @@ from runner.errors import ExitCode, PeersMissing
 from runner.follower import Follower
 from runner.identity import JobIdentity, key_of
 from runner.node.helpers import RankEvents
-from runner.policy import Stop
-from runner.record import FINISHED_PATIENCE_S, RunRecord
+from runner.recovery.policy import Stop
+from runner.recovery.restart_state import FINISHED_PATIENCE_S, RunRecord
 from runner.supervisor import Supervisor
 
 OURS = JobIdentity({"job": "the configured job", "data.path": "a.parquet", "trainer.learning_rate": 1e-4})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runner.errors import ExitCode
-from runner.failure import FailureKind
+from runner.recovery.classify import FailureKind
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()

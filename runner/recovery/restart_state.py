@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing import locking
-from runner.failure import Failure, FailureKind, Window, read_window
-from runner.policy import WHOLE_BATCHES, AttemptRecord, BatchShape
+from runner.recovery.classify import Failure, FailureKind, Window, read_window
+from runner.recovery.policy import WHOLE_BATCHES, AttemptRecord, BatchShape
 from runner.system import processes
 
 # Of failures without a new checkpoint between them; more than any budget.

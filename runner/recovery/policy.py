@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from runner.errors import ExitCode
-from runner.failure import Failure, FailureKind, Window
+from runner.recovery.classify import Failure, FailureKind, Window
 
 # Of scripts that do not say how they cut their batches.
 _MAX_DIVISOR = 64
