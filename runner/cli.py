@@ -175,14 +175,14 @@ def start(
     stop = StopRequest()
     stop.count_signals()
 
-    from runner import preflight
     from runner.cache import discard_unsealed
-    from runner.follower import Follower
-    from runner.identity import between_nodes, identify
     from runner.journal.summary import render
     from runner.node.node import Job
     from runner.progress import ProgressDisplay
-    from runner.supervisor import Supervisor, check_resume_step, check_storage
+    from runner.supervisor import preflight
+    from runner.supervisor.follower import Follower
+    from runner.supervisor.identity import between_nodes, identify
+    from runner.supervisor.supervisor import Supervisor, check_resume_step, check_storage
 
     restart = {"max_restarts": max_restarts, "grace_s": grace}
     if metrics_port is not None:
@@ -873,7 +873,7 @@ def _start_anew(config: Any, directory: Any, overwrite: bool) -> bool:
 
 
 def _summary(directory: Any) -> Any:
-    from runner.supervisor import summary_of
+    from runner.supervisor.supervisor import summary_of
 
     return summary_of(directory)
 

@@ -21,8 +21,8 @@ from checkpointing.storage import LocalStorage
 from runner.__main__ import main
 from runner.journal.journal import Journal
 from runner.node.node import Node
-from runner.peers import Connection
-from runner.supervisor import Supervisor
+from runner.supervisor.peers import Connection
+from runner.supervisor.supervisor import Supervisor
 
 # As often as time passes, not as the protocol goes.
 _BY_TIME = {"sent ping", "sent busy", "received busy", "recorded progress", "received event", "agent ping"}

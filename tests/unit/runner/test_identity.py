@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from runner import identity
 from runner.config.schema import Config, DataConfig, MethodConfig, ModelConfig
-from runner.identity import (
+from runner.supervisor import identity
+from runner.supervisor.identity import (
     CHANGEABLE_OPTIONS,
     JobIdentity,
     between_nodes,

@@ -18,10 +18,10 @@ import pytest
 from metadata import AzureMetadata, Ec2Metadata, GoogleMetadata, MetadataService, serve
 from servers import free_port
 
-from runner.life import Life
 from runner.preemption import clouds, metadata
 from runner.preemption.metadata import MetadataClient, Unavailable
 from runner.preemption.watcher import Notice, NoticeWatcher
+from runner.supervisor.session import Life
 from runner.system.event_loop import StopRequest
 
 # Longer than any wait of these tests: what waits for an answer waits for that alone.

@@ -14,11 +14,11 @@ from forged import forged
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner import peers
 from runner.node.node import Order
-from runner.peer_messages import Message, read_by_leader, read_by_member
-from runner.peers import Leader, Member
 from runner.recovery.classify import Failure, FailureKind
+from runner.supervisor import peers
+from runner.supervisor.peer_messages import Message, read_by_leader, read_by_member
+from runner.supervisor.peers import Leader, Member
 from runner.system.event_loop import EventLoop
 
 

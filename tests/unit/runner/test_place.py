@@ -11,7 +11,7 @@ import pytest
 from checkpointing.storage import LocalStorage
 from checkpointing.tiers import Tiers
 from runner.errors import CheckpointsMissing, ExitCode
-from runner.place import Found, Remembered, compare, ensure_id, look, read_id, remember
+from runner.supervisor.place import Found, Remembered, compare, ensure_id, look, read_id, remember
 
 
 def event(name: str, **details: Any) -> dict[str, Any]:

@@ -14,14 +14,16 @@ import pytest
 from checkpointing import locking
 from checkpointing.storage import LocalStorage, open_storage
 from checkpointing.tiers import Tiers
-from runner import preflight
 from runner.config.schema import Config
 from runner.errors import CheckpointsMissing, RunBusy, UsageError
-from runner.identity import JobIdentity, identify
 from runner.journal.journal import Journal, read_journal
 from runner.journal.run_directory import RunDirectory
-from runner.place import ensure_id, read_id
-from runner.preflight import (
+from runner.recovery.policy import BatchShape
+from runner.recovery.restart_state import RunnerProcess, RunRecord
+from runner.supervisor import preflight
+from runner.supervisor.identity import JobIdentity, identify
+from runner.supervisor.place import ensure_id, read_id
+from runner.supervisor.preflight import (
     LocationLock,
     admit,
     check_world_size,
@@ -31,8 +33,6 @@ from runner.preflight import (
     recorded_in,
     starting_point,
 )
-from runner.recovery.policy import BatchShape
-from runner.recovery.restart_state import RunnerProcess, RunRecord
 
 
 class Fixture:

@@ -10,12 +10,12 @@ import pytest
 
 from checkpointing.storage import LocalStorage
 from runner.errors import ExitCode, PeersMissing
-from runner.follower import Follower
-from runner.identity import JobIdentity, key_of
 from runner.node.helpers import RankEvents
 from runner.recovery.policy import Stop
 from runner.recovery.restart_state import FINISHED_PATIENCE_S, RunRecord
-from runner.supervisor import Supervisor
+from runner.supervisor.follower import Follower
+from runner.supervisor.identity import JobIdentity, key_of
+from runner.supervisor.supervisor import Supervisor
 
 OURS = JobIdentity({"job": "the configured job", "data.path": "a.parquet", "trainer.learning_rate": 1e-4})
 

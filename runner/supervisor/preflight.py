@@ -14,13 +14,13 @@ from pathlib import Path
 from checkpointing.manifest import Manifest
 from checkpointing.storage import LocalStorage
 from checkpointing.storage.local import replace_file
-from runner import identity, place
 from runner.config.schema import Config
 from runner.errors import RunBusy, UsageError
-from runner.identity import JobIdentity, differences, summarised
 from runner.journal.journal import Event, read_journal
 from runner.journal.run_directory import RunDirectory, hold_lock
 from runner.recovery.restart_state import RunRecord
+from runner.supervisor import identity, place
+from runner.supervisor.identity import JobIdentity, differences, summarised
 
 # The agent has a lock of its own beside it.
 LOCK_NAME = ".supervisor.lock"

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from runner.errors import ExitCode
-from runner.peer_messages import Message, read_by_leader, read_by_member
+from runner.supervisor.peer_messages import Message, read_by_leader, read_by_member
 from runner.system.event_loop import EventLoop
 
 PING_INTERVAL_S = 2.0

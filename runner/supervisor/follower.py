@@ -1,4 +1,4 @@
-"""A run's other machines: each does what the first one's runner says (`runner.supervisor`), and says how it went."""
+"""A run's other machines: each does what the first one's runner says (`runner.supervisor.supervisor`), and says how it went."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from checkpointing.errors import CheckpointError
 from runner.config.schema import Config
 from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError
-from runner.identity import JobIdentity, key_of
 from runner.journal.run_directory import RunDirectory
-from runner.life import Life
 from runner.node.node import Job, Node, Order
-from runner.peer_messages import Message
-from runner.peers import Member
 from runner.progress import ProgressDisplay
 from runner.recovery.classify import Failure, FailureKind
 from runner.recovery.restart_state import FINISHED_PATIENCE_S, RunRecord
+from runner.supervisor.identity import JobIdentity, key_of
+from runner.supervisor.peer_messages import Message
+from runner.supervisor.peers import Member
+from runner.supervisor.session import Life
 from runner.system.event_loop import StopRequest
 
 _TURN_S = 0.5

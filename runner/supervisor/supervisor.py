@@ -1,6 +1,6 @@
 """The loop that keeps a run going: starts attempts, sees them end, decides, waits, starts the next.
 
-It leads: where the run has several machines, this is the first one's, and the others' follow it (`runner.follower`).
+It leads: where the run has several machines, this is the first one's, and the others' follow it (`runner.supervisor.follower`).
 Every wait goes through the event loop, so that all of them can be interrupted. Whatever happens, no process of the run
 is left when `run` returns.
 """
@@ -24,22 +24,22 @@ from checkpointing.storage.object_store import StorageTimeout
 from checkpointing.tiers import Tiers
 from runner.config.schema import Config
 from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError, StorageFull, UsageError
-from runner.identity import JobIdentity, differences, key_of, summarised
 from runner.journal.journal import read_journal
 from runner.journal.ledger import NO_FAILURE, WAITING
 from runner.journal.mirror import JournalCopy, needs_copy
 from runner.journal.run_directory import RunDirectory
 from runner.journal.states import RunState, StateMachine
 from runner.journal.summary import summarise
-from runner.life import Life
 from runner.node.node import Job, Node, Order, Outcome
-from runner.peer_messages import Message
-from runner.peers import Leader
-from runner.preflight import check_world_size, counts_samples
 from runner.progress import ProgressDisplay
 from runner.recovery.classify import Failure, FailureKind, combine
 from runner.recovery.policy import AttemptRecord, BatchShape, Restart, Stop, backoff_s, decide, end_of_node
 from runner.recovery.restart_state import FINISHED_PATIENCE_S, RunnerProcess, RunRecord, process_namespace
+from runner.supervisor.identity import JobIdentity, differences, key_of, summarised
+from runner.supervisor.peer_messages import Message
+from runner.supervisor.peers import Leader
+from runner.supervisor.preflight import check_world_size, counts_samples
+from runner.supervisor.session import Life
 from runner.system.event_loop import StopRequest
 
 _TURN_S = 0.5
