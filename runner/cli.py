@@ -178,11 +178,11 @@ def start(
     from runner.cache import discard_unsealed
     from runner.journal.summary import render
     from runner.node.node import Job
-    from runner.progress import ProgressDisplay
     from runner.supervisor import preflight
     from runner.supervisor.follower import Follower
     from runner.supervisor.identity import between_nodes, identify
     from runner.supervisor.supervisor import Supervisor, check_resume_step, check_storage
+    from runner.ui.progress import ProgressDisplay
 
     restart = {"max_restarts": max_restarts, "grace_s": grace}
     if metrics_port is not None:
@@ -253,7 +253,7 @@ def start(
     for caveat in caveats:
         display.message(caveat)
     if first_node and config.monitoring.port is not None:
-        from runner.monitoring import RunCollector, serve
+        from runner.ui.prometheus import RunCollector, serve
 
         # Others can reach it only where there are others, or the user says so.
         address = config.monitoring.address or ("127.0.0.1" if config.launch.nnodes == 1 else "0.0.0.0")
@@ -333,7 +333,7 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
 
     from runner.journal.mirror import History
     from runner.journal.summary import summarise
-    from runner.status import is_over, panel, runner_is_gone
+    from runner.ui.status import is_over, panel, runner_is_gone
 
     place = location if location is not None else _newest_run()
 
@@ -574,7 +574,7 @@ def report(
 
     LOCATION: as for `status`. The file needs no network, and can be sent to others.
     """
-    from runner.report import render_page
+    from runner.ui.report import render_page
 
     place = location if location is not None else _newest_run()
     page = render_page(_events_at(place), place, time.time(), price_per_hour, spot_discount)
@@ -675,7 +675,7 @@ def list_checkpoints(location: str) -> None:
 
     Sizes are checked, contents are not: see verify.
     """
-    from runner.status import duration
+    from runner.ui.status import duration
 
     first = _tiers(location)
     parts = [("", first), *((stage.name, tiers) for stage, tiers in first.stages)]

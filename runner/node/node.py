@@ -43,10 +43,10 @@ from runner.node.helpers import AgentLink, LauncherLink, RankEvents, RankWatch
 from runner.node.output import OutputRelay
 from runner.node.stacks import dump_stacks
 from runner.node.watchdog import Hang, Limits, StoppedProcesses, Watchdog
-from runner.progress import ProgressDisplay
 from runner.recovery.classify import Failure, FailureKind, classify
 from runner.system import processes
 from runner.system.event_loop import EventLoop, StopRequest
+from runner.ui.progress import ProgressDisplay
 
 # While ranks train, everything that matters wakes the loop; this is for what only time tells.
 _TURN_S = 0.5

@@ -26,7 +26,7 @@ from runner.plan.anatomy import Anatomy, examine_model
 from runner.plan.memory import Job
 from runner.simulate.engine import Forecast
 from runner.simulate.scenario import GPU_MTTF_S, HOUR_S, Scenario
-from runner.status import duration
+from runner.ui.status import duration
 
 # Of page-locked memory over PCIe 4.0 x16, where it cannot be measured without starting CUDA.
 _GPU_COPY_RATE = 20e9

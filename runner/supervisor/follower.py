@@ -13,7 +13,6 @@ from runner.config.schema import Config
 from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError
 from runner.journal.run_directory import RunDirectory
 from runner.node.node import Job, Node, Order
-from runner.progress import ProgressDisplay
 from runner.recovery.classify import Failure, FailureKind
 from runner.recovery.restart_state import FINISHED_PATIENCE_S, RunRecord
 from runner.supervisor.identity import JobIdentity, key_of
@@ -21,6 +20,7 @@ from runner.supervisor.peer_messages import Message
 from runner.supervisor.peers import Member
 from runner.supervisor.session import Life
 from runner.system.event_loop import StopRequest
+from runner.ui.progress import ProgressDisplay
 
 _TURN_S = 0.5
 # What only the machine that has rank 0 learns, and everybody looks for at the first one.

@@ -19,9 +19,9 @@ from runner.config.schema import Config
 from runner.journal.journal import Journal, SteadyClock, read_journal
 from runner.journal.run_directory import RunDirectory
 from runner.preemption.watcher import Notice, NoticeWatcher
-from runner.progress import ProgressDisplay
 from runner.system import processes
 from runner.system.event_loop import EventLoop, StopRequest
+from runner.ui.progress import ProgressDisplay
 
 STOP_TEXT = "the ranks snapshot, commit and end; once more to end at once"
 

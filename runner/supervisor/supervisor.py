@@ -31,7 +31,6 @@ from runner.journal.run_directory import RunDirectory
 from runner.journal.states import RunState, StateMachine
 from runner.journal.summary import summarise
 from runner.node.node import Job, Node, Order, Outcome
-from runner.progress import ProgressDisplay
 from runner.recovery.classify import Failure, FailureKind, combine
 from runner.recovery.policy import AttemptRecord, BatchShape, Restart, Stop, backoff_s, decide, end_of_node
 from runner.recovery.restart_state import FINISHED_PATIENCE_S, RunnerProcess, RunRecord, process_namespace
@@ -41,6 +40,7 @@ from runner.supervisor.peers import Leader
 from runner.supervisor.preflight import check_world_size, counts_samples
 from runner.supervisor.session import Life
 from runner.system.event_loop import StopRequest
+from runner.ui.progress import ProgressDisplay
 
 _TURN_S = 0.5
 # Once this machine's part of an attempt is over, the others' runners kill theirs; longer, and they count as lost.

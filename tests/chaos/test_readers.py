@@ -55,11 +55,11 @@ from runner.errors import UsageError
 from runner.journal.journal import Journal, read_journal
 from runner.journal.run_directory import RunDirectory
 from runner.journal.summary import render, summarise
-from runner.monitoring import RunCollector
 from runner.recovery.classify import Failure, FailureKind
 from runner.recovery.policy import AttemptRecord, BatchShape, Restart, Stop, decide
 from runner.recovery.restart_state import RunRecord
-from runner.status import duration, panel
+from runner.ui.prometheus import RunCollector
+from runner.ui.status import duration, panel
 
 NUM_CASES = int(os.environ.get("FUZZ_CASES", "200"))
 # Who sets out to find something draws one; whoever changes something else is to meet what he knows.

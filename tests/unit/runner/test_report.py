@@ -10,9 +10,9 @@ import pytest
 from unit.runner.test_ledger import EVENTS, ended, event
 
 from runner.journal.ledger import account
-from runner.report import render_page
-from runner.report.charts import thinned
-from runner.report.story import tell
+from runner.ui.report import render_page
+from runner.ui.report.charts import thinned
+from runner.ui.report.timeline import tell
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }}"
 

@@ -9,8 +9,8 @@ from rich.console import Console
 from checkpointing.locking import this_machine
 from runner.journal.summary import summarise
 from runner.recovery.restart_state import process_namespace
-from runner.status import duration, panel, runner_is_gone
 from runner.system import processes
+from runner.ui.status import duration, panel, runner_is_gone
 
 
 @pytest.mark.parametrize(

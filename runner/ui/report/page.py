@@ -16,9 +16,9 @@ from plotly.utils import PlotlyJSONEncoder
 from runner import __version__
 from runner.journal.journal import Event
 from runner.journal.ledger import CAUSES, NO_FAILURE
-from runner.report import charts
-from runner.report.story import Story, goodput_of, tell
-from runner.status import duration
+from runner.ui.report import charts
+from runner.ui.report.timeline import Story, goodput_of, tell
+from runner.ui.status import duration
 
 _LAST_TIME = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 
@@ -102,5 +102,5 @@ def _template() -> jinja2.Template:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"duration": duration, "percent": lambda share: f"{100 * share:.1f} %"}
-    text = resources.files("runner.report").joinpath("page.html").read_text(encoding="utf-8")
+    text = resources.files("runner.ui.report").joinpath("page.html").read_text(encoding="utf-8")
     return environment.from_string(text)

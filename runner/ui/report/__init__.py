@@ -1,5 +1,5 @@
 """`runner report`: one HTML file that tells a run, from its journal alone."""
 
-from runner.report.page import render_page
+from runner.ui.report.page import render_page
 
 __all__ = ["render_page"]
