@@ -9,9 +9,9 @@ from runner.errors import ExitCode
 
 
 def main() -> None:
-    """As `runner.cli.main`; one line where the packages of the supervisor are not installed."""
+    """As `runner.cli.main.main`; one line where the packages of the supervisor are not installed."""
     try:
-        from runner.cli import main as run
+        from runner.cli.main import main as run
 
         run()
     except ModuleNotFoundError as error:

@@ -29,7 +29,7 @@ from botocore.validate import ParamValidator
 from unit.deploy.controllers import documents, unit
 from unit.deploy.test_controllers import documented
 
-from runner.cli import start
+from runner.cli.main import start
 from runner.config.schema import load_config, parse_setting
 from runner.errors import ExitCode
 

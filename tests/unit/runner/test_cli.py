@@ -26,9 +26,9 @@ def runner(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 )
 def test_help_loads_nothing_heavy(command: list[str]) -> None:
     code = (
-        "import sys, runner.cli\n"
+        "import sys, runner.cli.main\n"
         f"sys.argv = ['runner', *{command!r}]\n"
-        "try: runner.cli.main()\n"
+        "try: runner.cli.main.main()\n"
         "except SystemExit as e: assert not e.code, e.code\n"
         "heavy = {'torch', 'transformers', 'trl', 'pydantic', 'rich', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
