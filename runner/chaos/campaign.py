@@ -21,12 +21,12 @@ from pathlib import Path
 
 from checkpointing.errors import CheckpointError
 from runner.chaos import invariants
-from runner.chaos.bad_line import BadLine, endpoint_of_environment
 from runner.chaos.clock import Clock
 from runner.chaos.faults import FAULTS, Effect, FailpointFile, Fault, Moment, NotNow, Scene
+from runner.chaos.faulty_proxy import BadLine, endpoint_of_environment
+from runner.chaos.locations import Places
 from runner.chaos.memory_group import MemoryGroup
-from runner.chaos.places import Places
-from runner.chaos.subject import SETTLE_S, Subject, runner_command
+from runner.chaos.run_under_test import SETTLE_S, Subject, runner_command
 from runner.errors import ExitCode, RunnerError
 from runner.journal.journal import Event
 from runner.journal.summary import summarise

@@ -21,10 +21,10 @@ from checkpointing.failpoints import FILE_ENV, ONCE_ENV
 from checkpointing.manifest import MANIFEST_NAME
 from checkpointing.storage import LocalStorage
 from checkpointing.tiers import Tiers
-from runner.chaos.bad_line import BadLine, endpoint_of_environment
 from runner.chaos.clock import Clock
+from runner.chaos.faulty_proxy import BadLine, endpoint_of_environment
 from runner.chaos.memory_group import MemoryGroup
-from runner.chaos.subject import Subject
+from runner.chaos.run_under_test import Subject
 
 # A failpoint that has not been come by after this is not on this training's way (no S3, nothing to prune).
 _REACH_S = 20.0

@@ -619,7 +619,7 @@ def chaos(
     """
     from runner.chaos.campaign import Campaign
     from runner.chaos.faults import FAULTS
-    from runner.chaos.places import Places
+    from runner.chaos.locations import Places
     from runner.chaos.verdict import render, to_json
 
     names = [fault.name for fault in FAULTS]

@@ -14,8 +14,8 @@ from runner.doctor.places import check_places
 from runner.doctor.settings import check_settings
 from runner.errors import UsageError
 from runner.node.node import shape_of
-from runner.plan.anatomy import examine_model
 from runner.plan.memory import Job, estimate
+from runner.plan.model_shape import examine_model
 
 __all__ = ["Finding", "Level", "examine"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from checkpointing.rank.cadence import best_interval_s
 from runner.journal.ledger import WAITING
-from runner.plan.anatomy import Anatomy
 from runner.plan.memory import Job, Need, estimate
+from runner.plan.model_shape import Anatomy
 from runner.simulate.engine import Forecast, forecast
 from runner.simulate.scenario import HOUR_S, Scenario
 

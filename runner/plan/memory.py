@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from runner.config.schema import Config
-from runner.plan.anatomy import Anatomy
+from runner.plan.model_shape import Anatomy
 
 # Bits per weight of 4-bit NormalFloat with double quantisation: 4 + 8 / 64 + 32 / (64 * 256) (arXiv 2305.14314).
 _NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8

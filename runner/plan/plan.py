@@ -22,8 +22,8 @@ from runner.doctor.places import disk_rate, object_rates
 from runner.errors import UsageError
 from runner.node.node import shape_of
 from runner.plan.advice import Option, Saving, choose, options, outlook, saving
-from runner.plan.anatomy import Anatomy, examine_model
 from runner.plan.memory import Job
+from runner.plan.model_shape import Anatomy, examine_model
 from runner.simulate.engine import Forecast
 from runner.simulate.scenario import GPU_MTTF_S, HOUR_S, Scenario
 from runner.ui.status import duration

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from common import ROOT, machine
 
-from runner.chaos.subject import Subject, runner_command
+from runner.chaos.run_under_test import Subject, runner_command
 from runner.journal.journal import Event
 from runner.journal.ledger import account, attempts_of
 from runner.simulate.engine import forecast, simulate

@@ -33,7 +33,7 @@ from common import ROOT, machine, spread, undisturbed
 
 from checkpointing.errors import CheckpointError
 from checkpointing.tiers import open_tiers
-from runner.chaos.subject import SETTLE_S, START_TIMEOUT_S, NeverStarted, Subject, runner_command
+from runner.chaos.run_under_test import SETTLE_S, START_TIMEOUT_S, NeverStarted, Subject, runner_command
 from runner.journal.journal import Event
 from runner.system import processes
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from common import ROOT, machine, spread, undisturbed
 
-from runner.chaos.subject import Subject, runner_command
+from runner.chaos.run_under_test import Subject, runner_command
 from runner.system import processes
 
 # No GPU is used, and each rank has one thread.

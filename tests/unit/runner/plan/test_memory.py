@@ -9,8 +9,8 @@ import pytest
 
 from runner.config.schema import Config, load_config
 from runner.plan.advice import choose, options
-from runner.plan.anatomy import Anatomy
 from runner.plan.memory import Job, estimate
+from runner.plan.model_shape import Anatomy
 
 # Llama 2 7B.
 MODEL = Anatomy(

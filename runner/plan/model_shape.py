@@ -50,7 +50,7 @@ def examine_model(config: Config) -> Anatomy:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(config.to_yaml())
-        command = [sys.executable, "-m", "runner.training.anatomy", str(file)]
+        command = [sys.executable, "-m", "runner.training.model_shape", str(file)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""`python -m runner.training.anatomy CONFIG`: what the configured model is made of, without its weights, as JSON.
+"""`python -m runner.training.model_shape CONFIG`: what the configured model is made of, without its weights, as JSON.
 
 A process of its own: the commands that ask run without torch.
 """
