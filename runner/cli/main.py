@@ -192,7 +192,7 @@ def start(
         raise UsageError(f"script {script!r} does not exist; give the path of a Python file")
     if debug:
         from runner.config.debug import debugging_environment, for_debugging
-        from runner.doctor.devices import find_gpus
+        from runner.hardware.gpus import find_gpus
 
         if script is not None:
             raise UsageError(f"--debug makes the configured job small; what {script} does, only its own options can")

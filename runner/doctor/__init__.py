@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from runner.config.schema import Config
 from runner.doctor.collectives import check_collectives
-from runner.doctor.devices import check_devices, find_gpus
 from runner.doctor.findings import Finding, Level, fail, warn
+from runner.doctor.locations import check_places
 from runner.doctor.machine import check_machine
-from runner.doctor.places import check_places
 from runner.doctor.settings import check_settings
 from runner.errors import UsageError
+from runner.hardware.gpus import check_devices, find_gpus
 from runner.node.node import shape_of
 from runner.plan.memory import Job, estimate
 from runner.plan.model_shape import examine_model

@@ -16,10 +16,10 @@ from checkpointing.memory import available_bytes
 from checkpointing.storage import LocalStorage
 from checkpointing.storage.object_storage import RemoteStorage
 from runner.config.schema import Config
-from runner.doctor.devices import find_gpus
 from runner.doctor.findings import gb
-from runner.doctor.places import disk_rate, object_rates
+from runner.doctor.locations import disk_rate, object_rates
 from runner.errors import UsageError
+from runner.hardware.gpus import find_gpus
 from runner.node.node import shape_of
 from runner.plan.advice import Option, Saving, choose, options, outlook, saving
 from runner.plan.memory import Job

@@ -13,9 +13,9 @@ import pytest
 
 from runner.config.schema import Config, LaunchConfig
 from runner.doctor.collectives import judge
-from runner.doctor.devices import _topology, check_devices, find_gpus
 from runner.doctor.findings import Finding, Level
 from runner.doctor.settings import check_settings
+from runner.hardware.gpus import _topology, check_devices, find_gpus
 
 
 def settings(environment: Mapping[str, str], ranks: int = 2, nnodes: int = 1, **launch: object) -> dict[str, Level]:
