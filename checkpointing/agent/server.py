@@ -5,10 +5,10 @@ the conversation with ranks and monitors; what touches storage is in `checkpoint
 
     python -m checkpointing.agent.server --socket PATH --location DIR --run-id ID --ready-fd FD [options]
 
-Clients speak `checkpointing.agent.protocol` over the socket. A rank says `hello`, asks for an `offer` of snapshots to resume
-from, then for each snapshot says `acquire`, `staged` (or `abandon`), and where it must know the outcome `wait`. A
-monitor (the supervisor) says `hello`, `begin_attempt`, `request_stop`, `end_attempt`, `note`, `ping`, `shutdown`, and
-is told every event. When the last monitor goes, or on SIGTERM where there is none, the agent commits the newest whole
+Clients speak `checkpointing.agent.protocol` over the socket. A rank says `hello`, asks for an `offer` of snapshots to
+resume from, then for each snapshot says `acquire`, `staged` (or `abandon`), and where it must know the outcome `wait`.
+A monitor (the supervisor) says `hello`, `begin_attempt`, `request_stop`, `end_attempt`, `note`, `ping`, `shutdown`, and
+receives every event. When the last monitor goes, or on SIGTERM where there is none, the agent commits the newest whole
 snapshot and ends.
 
 A snapshot stays in its arena after it was committed, until the room is needed: an attempt that dies goes on from it

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from checkpointing.errors import CheckpointError
-from checkpointing.rank import file_images as snapshot
+from checkpointing.rank import file_images
 from checkpointing.rank.restore import ADAPTER_NAME, RestorePoint
 
 # Which base an adapter was trained on: beside it in the checkpoint.
@@ -62,7 +62,7 @@ class Adapter:
                 and ".original_module." not in name
                 and adapters.isdisjoint(name.split("."))
             }
-            sums = snapshot.fingerprint(t.contiguous().reshape(-1).view(torch.uint8) for t in base.values()).tolist()
+            sums = file_images.fingerprint(t.contiguous().reshape(-1).view(torch.uint8) for t in base.values()).tolist()
             entries = sorted(
                 (name, str(tensor.dtype), list(tensor.shape), total)
                 for (name, tensor), total in zip(base.items(), sums, strict=True)

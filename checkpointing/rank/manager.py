@@ -52,12 +52,12 @@ from checkpointing.rank.pinning import Pinning
 from checkpointing.rank.restore import RestorePoint, choose, own_checkpoint, read_checkpoint
 from checkpointing.rank.sharding import has_sharded
 from checkpointing.rank.snapshotter import Ranks, Request, SmallFile, Snapshotter
+from checkpointing.rank.spikes import SkippedSteps
 from checkpointing.rank.train_state import Tracked, hook_states
 from checkpointing.retention import Retention, best_first
 from checkpointing.stages import STAGES, Stage
 from checkpointing.storage import LocalStorage
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST, Tiers, open_tiers
-from checkpointing.transformers.spikes import SkippedSteps
 
 logger = logging.getLogger("checkpointing")
 # All ranks agree on what to do about so often, and where steps are longer, at each.

@@ -22,8 +22,7 @@ from checkpointing.errors import CheckpointError, ReplicasDrifted
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import SnapshotInfo
 from checkpointing.rank import device as devices
-from checkpointing.rank import file_images as snapshot
-from checkpointing.rank import sharding as sharded
+from checkpointing.rank import file_images, sharding
 from checkpointing.rank.cadence import CostModel
 from checkpointing.rank.copy_thread import Copy, Stager
 from checkpointing.rank.device import Device
@@ -246,7 +245,7 @@ class Snapshotter:
                 "states": {name: value for name, value in state.states.items() if name in differing},
                 "buffers": {name: value for name, value in state.model.items() if name in differing},
             }
-            own[rank_state_name(ranks.rank)] = snapshot.torch_bytes(mine)
+            own[rank_state_name(ranks.rank)] = file_images.torch_bytes(mine)
         images = [image for name, image in foreign.items() if name not in differing]
         num_foreign = len(images)
         images.append(safetensors_image(state.weights_name, state.model, differing))
@@ -256,12 +255,12 @@ class Snapshotter:
         if ranks.local_rank == 0:
             images += [blob_image(name, data) for name, data in small.items()]
         if state.parts:
-            images = [sharded.take_over(image, state.parts) for image in images]
-        placed, nbytes = snapshot.place(images)
+            images = [sharding.take_over(image, state.parts) for image in images]
+        placed, nbytes = file_images.place(images)
         if ranks.group is not None and self._check_replicas:
             whole = (name for name in state.model if name in state.parameters)
             replicated = {
-                name: state.model[name] for name in whole if not sharded.is_stand_in(state.model[name], state.parts)
+                name: state.model[name] for name in whole if not sharding.is_stand_in(state.model[name], state.parts)
             }
             if not self._compare_replicas(pending, state, replicated, images[num_foreign + 1]):
                 copy.copied()
@@ -276,16 +275,16 @@ class Snapshotter:
         number, buffer = acquired
         failpoint("snapshot.copying")
         volatile, rest = (
-            snapshot.shares(part, ranks.local_rank, ranks.local_world_size)
+            file_images.shares(part, ranks.local_rank, ranks.local_world_size)
             for part in (placed[:num_foreign], placed[num_foreign:])
         )
         if copy.device.is_asynchronous and self._pinning is not None:
             extents = [(offset, offset + tensor.numel()) for offset, tensor in volatile + rest]
             # What is copied into memory that is not pinned yet says nothing of what later snapshots cost.
             pending.is_typical = not self._pinning.want(buffer, extents)
-        snapshot.copy_tensors(volatile, buffer, copy.device)
+        file_images.copy_tensors(volatile, buffer, copy.device)
         copy.volatile_done()
-        snapshot.copy_tensors(rest, buffer, copy.device)
+        file_images.copy_tensors(rest, buffer, copy.device)
         copy.copied_s = time.thread_time() - cpu_began
         copy.copied(state.changed)
         if pending.overlapped and copy.changed:
@@ -297,7 +296,7 @@ class Snapshotter:
             self._client.abandon(request.step, number, reason)
             return
         if ranks.local_rank == 0:
-            snapshot.copy_literals(placed, buffer)
+            file_images.copy_literals(placed, buffer)
         failpoint("snapshot.copied")
         self._client.staged(
             request.step,
@@ -332,7 +331,7 @@ class Snapshotter:
         """
         if self._ranks.group is None:
             return own
-        layouts = snapshot.layout_digest(images)
+        layouts = file_images.layout_digest(images)
         everyone: list[Any] = [None] * self._ranks.world_size
         dist.all_gather_object(everyone, (own, layouts), group=self._ranks.group)
         for name in layouts:
@@ -352,12 +351,12 @@ class Snapshotter:
         buffers = {
             name: tensor
             for name in sorted(state.buffers)
-            if not sharded.is_stand_in(tensor := state.model[name], state.parts)
+            if not sharding.is_stand_in(tensor := state.model[name], state.parts)
         }
-        sums = snapshot.fingerprint(t.contiguous().reshape(-1).view(torch.uint8) for t in buffers.values()).tolist()
+        sums = file_images.fingerprint(t.contiguous().reshape(-1).view(torch.uint8) for t in buffers.values()).tolist()
         for image in foreign.values():
             # One number for each, as their structure may differ, too.
-            tensors = snapshot.fingerprint(tensor for _, tensor in image.tensors).tolist()
+            tensors = file_images.fingerprint(tensor for _, tensor in image.tensors).tolist()
             text = repr((tensors, image.nbytes)).encode() + b"".join(data for _, data in image.literals)
             sums.append(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), signed=True) >> 1)
         if not sums:
@@ -378,7 +377,7 @@ class Snapshotter:
         """
         names = [*parameters, *(f"the optimizer's state (byte {offset})" for offset, _ in optimizer.tensors)]
         flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in parameters.values()]
-        mine = snapshot.fingerprint([*flat, *(tensor for _, tensor in optimizer.tensors)])
+        mine = file_images.fingerprint([*flat, *(tensor for _, tensor in optimizer.tensors)])
         extremes = torch.stack([mine, -mine])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._ranks.group)
         differing = (extremes[0] != -extremes[1]).nonzero().flatten().tolist()
@@ -422,7 +421,7 @@ class Snapshotter:
         files = []
         for image in images:
             digest = RunningDigest()
-            pieces = snapshot.pieces(image, window, device)
+            pieces = file_images.pieces(image, window, device)
             files.append(StagedFile(image.name, digesting(pieces, digest), digest.result))
         try:
             manifest = commit_snapshot(storage, info, files)

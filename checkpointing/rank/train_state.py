@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from checkpointing.errors import CheckpointError
-from checkpointing.rank import file_images as snapshot
-from checkpointing.rank import sharding as sharded
+from checkpointing.rank import file_images, sharding
 from checkpointing.rank.adapter import BASE_NAME, Adapter, live_tensors
 from checkpointing.rank.file_images import tensors_in, torch_bytes
 from checkpointing.rank.restore import (
@@ -51,7 +50,7 @@ class State:
     optimizer: Any
     states: dict[str, Any]
     small: dict[str, bytes]
-    parts: sharded.Parts
+    parts: sharding.Parts
     versions: list[tuple[torch.Tensor, int]]
 
     @property
@@ -115,9 +114,9 @@ class Tracked:
         """
         objects: dict[str, Any] = {}
         if self.scheduler is not None:
-            objects[SCHEDULER_NAME] = snapshot.freeze(self.scheduler.state_dict())
+            objects[SCHEDULER_NAME] = file_images.freeze(self.scheduler.state_dict())
         if self.scaler is not None:
-            objects[SCALER_NAME] = snapshot.freeze(self.scaler.state_dict())
+            objects[SCALER_NAME] = file_images.freeze(self.scaler.state_dict())
         small: dict[str, bytes] = {}
         if self.adapter is not None:
             small[BASE_NAME] = self.adapter.identify(self.model)
@@ -125,32 +124,32 @@ class Tracked:
         else:
             live = self.model.state_dict(keep_vars=True)
         # What a module's `get_extra_state` gives need not be a tensor.
-        extra = {name: snapshot.freeze(value) for name, value in live.items() if not isinstance(value, torch.Tensor)}
+        extra = {name: file_images.freeze(value) for name, value in live.items() if not isinstance(value, torch.Tensor)}
         if extra:
             objects[EXTRA_STATE_NAME] = extra
             live = {name: value for name, value in live.items() if name not in extra}
         for name, value in objects.items():
             small[name] = torch_bytes(value)
-        parts: sharded.Parts = {}
-        cut = sharded.has_sharded(self.model)
-        model = {name: value.detach() for name, value in (sharded.stand_ins(live, parts) if cut else live).items()}
+        parts: sharding.Parts = {}
+        cut = sharding.has_sharded(self.model)
+        model = {name: value.detach() for name, value in (sharding.stand_ins(live, parts) if cut else live).items()}
         # Parameters are what only an optimizer changes; everything else may change at any moment.
         buffers = {name: value for name, value in live.items() if not isinstance(value, torch.nn.Parameter)}
         if sum(value.nbytes for value in buffers.values()) <= _CLONE_BYTES:
             clones: dict[int, torch.Tensor] = {}
             for name, value in buffers.items():
                 model[name] = clones.setdefault(id(value), value.detach().clone())
-        optimizer = snapshot.freeze(self.optimizer.state_dict())
-        states = {name: snapshot.freeze(stateful.state_dict()) for name, stateful in self.states.items()}
+        optimizer = file_images.freeze(self.optimizer.state_dict())
+        states = {name: file_images.freeze(stateful.state_dict()) for name, stateful in self.states.items()}
         if self.on_gpu:
             # The host does not wait at the gate, so what the optimizer changes on the host is copied now.
             optimizer = _clone_small_cpu_tensors(optimizer)
         if cut:
-            optimizer = sharded.stand_ins(optimizer, parts)
+            optimizer = sharding.stand_ins(optimizer, parts)
         if check:
             named = {f"{name}.pt": value for name, value in states.items()}
             for name, value in {**objects, OPTIMIZER_NAME: optimizer, **named}.items():
-                snapshot.check_readable(name, value)
+                file_images.check_readable(name, value)
         guarded = [*model.values(), *tensors_in(optimizer), *(t for part in parts.values() for t in part.guards)]
         return State(
             weights_name=self.weights_name,
@@ -171,7 +170,7 @@ class Tracked:
         model = sum(value.nbytes for value in (saved or [*parameters, *self.model.buffers()]))
         optimizer = self.torch_optimizer
         tensors = tensors_in(optimizer.state_dict())
-        state = sum({id(t) if sharded.is_sharded(t) else t.data_ptr(): t.nbytes for t in tensors}.values())
+        state = sum({id(t) if sharding.is_sharded(t) else t.data_ptr(): t.nbytes for t in tensors}.values())
         if not state:
             defaults = getattr(optimizer, "defaults", {})
             moments = 2 + bool(defaults.get("amsgrad")) if "betas" in defaults else int(bool(defaults.get("momentum")))
@@ -184,9 +183,9 @@ class Tracked:
         Raises:
             CheckpointError: the model is sharded over several machines, or something in `states` is sharded.
         """
-        sharded.check_placement(self.model, local_world_size)
+        sharding.check_placement(self.model, local_world_size)
         for name, stateful in self.states.items():
-            if any(map(sharded.is_sharded, tensors_in(stateful.state_dict()))):
+            if any(map(sharding.is_sharded, tensors_in(stateful.state_dict()))):
                 raise CheckpointError(
                     f"states: {name!r} holds sharded tensors, which is not supported yet: only of model and optimizer"
                 )
@@ -208,9 +207,9 @@ class Tracked:
             state |= point.torch_object(EXTRA_STATE_NAME)
         # Asking for it shards again what an evaluation has left whole.
         live = self.model.state_dict()
-        if any(map(sharded.is_sharded, live.values())):
+        if any(map(sharding.is_sharded, live.values())):
             state = {
-                name: sharded.cut_like(value, live.get(name)) if isinstance(value, torch.Tensor) else value
+                name: sharding.cut_like(value, live.get(name)) if isinstance(value, torch.Tensor) else value
                 for name, value in state.items()
             }
         try:
@@ -252,7 +251,7 @@ class Tracked:
             self.optimizer,
             point,
             OPTIMIZER_NAME,
-            lambda state: sharded.cut_optimizer_state(place(state), self.torch_optimizer),
+            lambda state: sharding.cut_optimizer_state(place(state), self.torch_optimizer),
         )
         if not point.private:
             # What stayed on the CPU is still a view of the checkpoint, which is not ours to change.
@@ -291,7 +290,7 @@ def _put(stateful: Any, point: RestorePoint, name: str, state: Any, change: Call
 
 def _clone_small_cpu_tensors(obj: Any) -> Any:
     if isinstance(obj, torch.Tensor):
-        small = obj.device.type == "cpu" and obj.nbytes <= _SMALL_TENSOR_BYTES and not sharded.is_sharded(obj)
+        small = obj.device.type == "cpu" and obj.nbytes <= _SMALL_TENSOR_BYTES and not sharding.is_sharded(obj)
         return obj.clone() if small else obj
     if isinstance(obj, dict):
         return {key: _clone_small_cpu_tensors(value) for key, value in obj.items()}

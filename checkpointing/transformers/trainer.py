@@ -33,18 +33,17 @@ from checkpointing.data.stream import StreamBatches, StreamDataLoader, StreamPos
 from checkpointing.environment import ALLOW_CHANGES_ENV, LINEAGE_ENV
 from checkpointing.errors import CheckpointError, CommitFailed, LossSpike, NonFinite, Preempted
 from checkpointing.failpoints import failpoint
-from checkpointing.rank import rng
-from checkpointing.rank import sharding as sharded
+from checkpointing.rank import rng, sharding
 from checkpointing.rank.adapter import Adapter
 from checkpointing.rank.device import Later
 from checkpointing.rank.manager import CheckpointManager, Due, skipped_steps
 from checkpointing.rank.restore import RestorePoint, loop_state_name, own_checkpoint, read_checkpoint
 from checkpointing.rank.snapshotter import SmallFile
+from checkpointing.rank.spikes import SkippedSteps, SpikeDetector
 from checkpointing.transformers.callback import EvaluationCutShort, Saves, StepCallback
 from checkpointing.transformers.coverage import changed, uncovered
 from checkpointing.transformers.overrides import added_files, overrides_saving
 from checkpointing.transformers.peft import adapter_of, save_adapter_config
-from checkpointing.transformers.spikes import SkippedSteps, SpikeDetector
 from checkpointing.transformers.trackers import continue_trackers
 from checkpointing.transformers.trainer_state import TRAINER_STATE_NAME, checked_directory, is_number, state_bytes
 
@@ -560,7 +559,7 @@ class ResilientMixin(_Base):
         Gradients are averaged over all ranks, and so is the loss here: what one of them has spoiled, all see.
         """
         step, known = self.state.global_step, self._unchecked
-        if sharded.is_sharded(norm):
+        if sharding.is_sharded(norm):
             norm = norm.full_tensor()  # type: ignore[union-attr]
         loss, self._step_loss = self._step_loss, None
         if loss is not None and self.args.world_size > 1:
@@ -789,7 +788,7 @@ class ResilientMixin(_Base):
         # Read from the device later: now it would have to wait for all work enqueued there.
         loss = self._tr_loss.detach().clone()
         norm = self._last_norm
-        if sharded.is_sharded(norm):
+        if sharding.is_sharded(norm):
             # Together, here: the copying thread must not wait for other ranks' gradients.
             norm = norm.full_tensor()  # type: ignore[union-attr]
         state: dict[str, Any] = {

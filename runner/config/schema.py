@@ -20,7 +20,7 @@ from runner.errors import UsageError
 
 # Files of training data, by suffix: the builder of `datasets` that reads them.
 DATA_LOADERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
-DEFAULT_CONFIG = Path(__file__).parent / "training" / "data" / "default.yaml"
+DEFAULT_CONFIG = Path(__file__).parents[1] / "training" / "data" / "default.yaml"
 
 
 class _Section(BaseModel):

@@ -102,7 +102,7 @@ class Order:
 
     Attributes:
         divisor: into how many parts micro-batches are cut.
-        skipped: windows of steps that are passed over, as `checkpointing.transformers.spikes.SkippedSteps` reads them.
+        skipped: windows of steps that are passed over, as `checkpointing.rank.spikes.SkippedSteps` reads them.
         failure_history: "FAILURES:SECONDS" of the run so far.
         lineage, lost_steps, reached: see `RunRecord`.
         resume_from, allow_changes: See `Job`; the first node's count for nodes that were not given their own.

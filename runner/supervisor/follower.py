@@ -1,4 +1,4 @@
-"""A run's other machines: each does what the first one's runner says (`runner.supervisor.supervisor`), and says how it went."""
+"""The runner of every node but the first: does what the leader (`supervisor.py`) asks, and reports how it went."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The loop that keeps a run going: starts attempts, sees them end, decides, waits, starts the next.
 
-It leads: where the run has several machines, this is the first one's, and the others' follow it (`runner.supervisor.follower`).
+It leads: on a run of several nodes it is the first node's, and the others follow it (`follower.py`).
 Every wait goes through the event loop, so that all of them can be interrupted. Whatever happens, no process of the run
 is left when `run` returns.
 """

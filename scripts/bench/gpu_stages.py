@@ -26,7 +26,7 @@ from small_training import SmallTraining
 
 from checkpointing import CheckpointManager
 from checkpointing.agent.shared_memory import populate_pages
-from checkpointing.rank import copy_thread as staging
+from checkpointing.rank import copy_thread
 from checkpointing.rank import device as devices
 
 Figures = dict[str, Any]
@@ -216,9 +216,9 @@ def order(on: str, quick: bool) -> tuple[Figures, Verdicts]:
     with _slow_copies(on):
         for name, (change, options) in cases.items():
             verdicts[f"not torn by {name}"] = not any(_is_torn(change, on, **options) for _ in range(times))
-        hold, staging.Copy.hold = staging.Copy.hold, lambda copy: copy.enqueued.wait()  # type: ignore[assignment,method-assign]
+        hold, copy_thread.Copy.hold = copy_thread.Copy.hold, lambda copy: copy.enqueued.wait()  # type: ignore[assignment,method-assign]
         control = _is_torn("optimizer_step", on, overlap=False)
-        staging.Copy.hold = hold  # type: ignore[method-assign]
+        copy_thread.Copy.hold = hold  # type: ignore[method-assign]
     verdicts["control: without the wait it is torn"] = control
     return {"snapshots of each kind": times}, verdicts
 

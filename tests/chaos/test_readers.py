@@ -46,11 +46,11 @@ from checkpointing.manifest import Manifest, _self_digest
 from checkpointing.rank import rng
 from checkpointing.rank.adapter import BASE_NAME, Adapter
 from checkpointing.rank.restore import ADAPTER_NAME, RestorePoint, Room, Shares, _propose, _read
+from checkpointing.rank.spikes import SpikeDetector
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.base import Fence
 from checkpointing.storage.object_storage import RemoteStorage
 from checkpointing.tiers import Tiers
-from checkpointing.transformers.spikes import SpikeDetector
 from runner.errors import UsageError
 from runner.journal.journal import Journal, read_journal
 from runner.journal.run_directory import RunDirectory

@@ -29,7 +29,7 @@ for step in range(manager.resume(), 100):
     if step == 50: time.sleep(1000)
 """
 # The script, and what is to be read of it.
-# The others, which are exceptions like "syntax", are in tests/unit/runner/test_failure_report.py.
+# The others, which are exceptions like "syntax", are in tests/unit/runner/training/test_failure_report.py.
 FAULTS = {
     "interrupt": ("raise KeyboardInterrupt", "rank 0: KeyboardInterrupt; failed before the first step"),
     "segfault": ("import ctypes\nctypes.string_at(0)", "Fatal Python error: Segmentation fault"),

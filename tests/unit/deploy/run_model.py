@@ -1,8 +1,7 @@
 """A run of several nodes under a controller, in virtual time: what each node does, and what it exits with.
 
 The decisions are the product's own (`policy.decide`, `policy.end_of_node`, `RunRecord`); the order of the protocol's
-steps is that of `runner.supervisor.supervisor` and `runner.supervisor.follower`, which tests/integration/test_machines.py kills at each step
-of its end.
+steps is that of `runner.supervisor`, which tests/integration/test_machines.py kills at each step of its end.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.runner.test_ledger import EVENTS
+from unit.runner.journal.test_ledger import EVENTS
 
 from runner.errors import UsageError
 from runner.journal.journal import Event

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from checkpointing.transformers.spikes import SkippedSteps, SpikeDetector
+from checkpointing.rank.spikes import SkippedSteps, SpikeDetector
 
 
 def noisy(number: int, seed: int = 0) -> list[float]:

@@ -10,7 +10,7 @@ import pytest
 from runner.errors import ExitCode
 from runner.recovery.classify import FailureKind
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 
 

@@ -10,7 +10,7 @@ import pytest
 from late_device import LateDevice
 from small_training import SmallTraining
 
-from checkpointing.rank import copy_thread as staging
+from checkpointing.rank import copy_thread
 from checkpointing.rank import device as devices
 
 
@@ -78,25 +78,25 @@ def test_what_is_staged_is_the_state_of_one_step() -> None:
 
 def enqueued_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host continues when a copy is enqueued, and so does the device."""
-    monkeypatch.setattr(staging.Copy, "hold", lambda copy: copy.enqueued.wait())
-    monkeypatch.setattr(staging.Copy, "hold_volatile", lambda copy: copy.volatile.wait())
+    monkeypatch.setattr(copy_thread.Copy, "hold", lambda copy: copy.enqueued.wait())
+    monkeypatch.setattr(copy_thread.Copy, "hold_volatile", lambda copy: copy.volatile.wait())
 
 
 def counted_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Version counters are compared before the device has copied."""
-    copied = staging.Copy.copied
+    copied = copy_thread.Copy.copied
 
-    def count_first(copy: staging.Copy, count: Callable[[], int] = int) -> None:
+    def count_first(copy: copy_thread.Copy, count: Callable[[], int] = int) -> None:
         copy.changed = count()
         copied(copy, count)
 
-    monkeypatch.setattr(staging.Copy, "copied", count_first)
+    monkeypatch.setattr(copy_thread.Copy, "copied", count_first)
 
 
 def replays_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody hears of a graph, and a step that ends without the gate is nothing special."""
     monkeypatch.setattr(devices, "announce_replay", lambda: None)
-    monkeypatch.setattr(staging.Copy, "end_step", lambda copy: None)
+    monkeypatch.setattr(copy_thread.Copy, "end_step", lambda copy: None)
 
 
 @pytest.mark.parametrize("broken", [enqueued_is_copied, counted_too_early, replays_pass])
@@ -116,7 +116,7 @@ def test_a_step_without_an_optimizer_drops_what_is_being_copied() -> None:
 
 def test_a_later_step_does_not_clear_the_doubt() -> None:
     """Where the helper thread looks only after the next step has ended."""
-    copy = staging.Copy(lambda _: None)
+    copy = copy_thread.Copy(lambda _: None)
     copy.end_step()
     copy.passed_gate = True
     copy.end_step()

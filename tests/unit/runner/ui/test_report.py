@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from unit.runner.test_ledger import EVENTS, ended, event
+from unit.runner.journal.test_ledger import EVENTS, ended, event
 
 from runner.journal.ledger import account
 from runner.ui.report import render_page

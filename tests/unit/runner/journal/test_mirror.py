@@ -8,14 +8,14 @@ import pytest
 
 from checkpointing.storage import LocalStorage, open_storage
 from runner.errors import UsageError
-from runner.journal import mirror as history
+from runner.journal import mirror
 from runner.journal.journal import Journal, read_journal
 from runner.journal.mirror import History, JournalCopy
 from runner.recovery.restart_state import RunRecord
 
 
 def test_only_the_last_chunk_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(mirror, "_CHUNK_BYTES", 100)
     storage = open_storage(str(tmp_path / "checkpoints"))
     journal = Journal(tmp_path / "journal.jsonl", lambda: 5.0)
     copy = JournalCopy(tmp_path / "journal.jsonl", "abc", "life")
@@ -54,7 +54,7 @@ def test_the_last_words_are_kept_without_an_agent(tmp_path: Path, monkeypatch: p
     copy.finish(storage)
     assert [event["event"] for event in History(str(tmp_path / "checkpoints")).events()] == ["run_ended"]
     # Whoever kept the others has lost some of them.
-    monkeypatch.setattr(history, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(mirror, "_CHUNK_BYTES", 100)
     for number in range(9):
         journal.append("log", 1, step=number)
     copy.flush(lambda *chunk: True)
@@ -66,7 +66,7 @@ def test_the_last_words_are_kept_without_an_agent(tmp_path: Path, monkeypatch: p
 
 
 def test_asked_again_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "COPY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(mirror, "COPY_INTERVAL_S", 0.0)
     storage = open_storage(str(tmp_path))
     storage.write_note(RunRecord(lineage="abc").to_json(1).encode())
     lines = [f'{{"time": {number}, "event": "log", "attempt": 1, "step": {number}}}\n'.encode() for number in range(9)]
@@ -109,7 +109,7 @@ def test_asked_again_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytes
 
 def test_storage_that_is_away_hides_no_life_that_was_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the run's own journal, what was read of other lives goes on to count."""
-    monkeypatch.setattr(history, "COPY_INTERVAL_S", 0.0)
+    monkeypatch.setattr(mirror, "COPY_INTERVAL_S", 0.0)
     place = tmp_path / "volume"
     storage = open_storage(str(place))
     storage.probe()
@@ -144,7 +144,7 @@ def test_storage_that_is_away_hides_no_life_that_was_known(tmp_path: Path, monke
 def test_storage_that_does_not_answer_holds_up_nobody_who_has_a_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(history, "COPY_INTERVAL_S", 60.0)
+    monkeypatch.setattr(mirror, "COPY_INTERVAL_S", 60.0)
     answers = threading.Event()
 
     def records(self: LocalStorage, prefix: str = "") -> dict[str, int]:
