@@ -11,7 +11,7 @@ from checkpointing.errors import ForeignCheckpoint, InvalidCheckpoint
 from checkpointing.manifest import Manifest
 from checkpointing.reading import digest_of, fault
 from checkpointing.storage import Storage
-from checkpointing.storage.base import Fence
+from checkpointing.storage.fence import Fence
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from checkpointing.agent.shared_memory import populate_pages
 from checkpointing.digest import ALGORITHM, RunningDigest, digest_file
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, StorageUnreachable
+from checkpointing.shared_memory import populate_pages
 from checkpointing.storage.base import RemoteFile
 from checkpointing.storage.object_store import ObjectMissing, StorageError
 

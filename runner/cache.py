@@ -11,7 +11,7 @@ import json
 import os
 from pathlib import Path
 
-from checkpointing.storage.local import fsync_tree, replace_file
+from checkpointing.storage.durable import fsync_tree, replace_file
 
 _LIST_NAME = "sealed.json"
 _TEMPORARY_NAME = f".{_LIST_NAME}.tmp"

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from checkpointing.agent.shared_memory import SharedMemory, round_up
 from checkpointing.manifest import SnapshotInfo
 from checkpointing.memory import DEFAULT_SHARE, available_bytes
+from checkpointing.shared_memory import SharedMemory, round_up
 
 NUM_ARENAS = 2
 _GROWTH_SHARE = 64

@@ -16,10 +16,11 @@ from pathlib import Path
 
 from checkpointing.agent import protocol
 from checkpointing.agent.protocol import Message
-from checkpointing.agent.shared_memory import ControlPage, SharedMemory
 from checkpointing.errors import AgentKilled, AgentUnavailable, StorageUnreachable
+from checkpointing.heartbeat import ControlPage
 from checkpointing.manifest import SnapshotInfo
 from checkpointing.retention import Retention
+from checkpointing.shared_memory import SharedMemory
 from checkpointing.stages import FIRST_STAGE, Stage
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
 
@@ -70,7 +71,7 @@ class AgentProcess:
         if memory_limit is not None:
             arguments += ["--memory-limit", str(memory_limit)]
         process = subprocess.Popen(
-            [sys.executable, "-m", "checkpointing.agent.server", *arguments],
+            [sys.executable, "-m", "checkpointing.agent", *arguments],
             pass_fds=(write_fd,),
             stdin=subprocess.DEVNULL,
             start_new_session=True,

@@ -3,7 +3,7 @@
 It outlives the ranks: a snapshot that was whole when its trainer died is committed all the same. No torch here. This is
 the conversation with ranks and monitors; what touches storage is in `checkpointing.agent.storage_worker`.
 
-    python -m checkpointing.agent.server --socket PATH --location DIR --run-id ID --ready-fd FD [options]
+    python -m checkpointing.agent --socket PATH --location DIR --run-id ID --ready-fd FD [options]
 
 Clients speak `checkpointing.agent.protocol` over the socket. A rank says `hello`, asks for an `offer` of snapshots to
 resume from, then for each snapshot says `acquire`, `staged` (or `abandon`), and where it must know the outcome `wait`.
@@ -18,43 +18,26 @@ for two.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import ctypes
 import functools
 import os
 import selectors
-import signal
 import socket
-import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
-import psutil
-
-from checkpointing import locking
 from checkpointing.agent import protocol
 from checkpointing.agent.arenas import Arena, ArenaPool, ArenaState
 from checkpointing.agent.protocol import Message
-from checkpointing.agent.shared_memory import CommitReport, ControlPage, round_up
 from checkpointing.agent.storage_worker import Fencing, Writer
+from checkpointing.heartbeat import CommitReport, ControlPage
 from checkpointing.manifest import SnapshotInfo
 from checkpointing.retention import Retention
+from checkpointing.shared_memory import round_up
 from checkpointing.stages import FIRST_STAGE, STAGE_NAME, Stage
-from checkpointing.storage import LocalStorage
-from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST, Tiers, open_tiers
-
-LOCK_NAME = ".agent.lock"
-# How long a new agent waits for the one before it to finish its last commit.
-LOCK_TIMEOUT_S = 120.0
-_NICENESS = 10
-# Lowest of the best-effort class (ioprio_set(2)).
-_IO_PRIORITY = 7
-_PR_SET_PDEATHSIG = 1
+from checkpointing.tiers import Tiers
 
 
 @dataclass
@@ -582,96 +565,3 @@ class Agent:
         self._results.append((event, arena))
         with contextlib.suppress(BlockingIOError):
             self._wake_sender.send(b"x")
-
-
-def acquire_lock(root: Path, timeout_s: float) -> int:
-    """Become the only agent of a location; the lock lives as long as the returned descriptor.
-
-    An agent of this machine that keeps it is a mistake of somebody's. One of another machine may belong to a node that
-    the cluster has given up and started again elsewhere: that is what fences are for, and they work without the lock.
-
-    Raises:
-        TimeoutError: another agent of this machine kept it.
-        OSError: the directory cannot be written.
-    """
-    root.mkdir(parents=True, exist_ok=True)
-    fd = locking.open_lock(root / LOCK_NAME)
-    deadline = time.monotonic() + timeout_s
-    while not locking.try_lock(fd):
-        if time.monotonic() > deadline:
-            holder = locking.holder(fd)
-            if locking.is_elsewhere(holder):
-                # As soon as it is free it is ours, so that the next agent of this machine waits for this one.
-                threading.Thread(target=_hold_lock, args=(fd,), name="checkpoint-lock", daemon=True).start()
-                return fd
-            os.close(fd)
-            raise TimeoutError(
-                f"another checkpoint agent ({holder}) has held {root} for {timeout_s:.0f} s; "
-                "stop that run, or choose another output_dir"
-            )
-        time.sleep(0.05)
-    return fd
-
-
-def _hold_lock(fd: int) -> None:
-    with contextlib.suppress(OSError):
-        locking.wait_for_lock(fd)
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="checkpointing.agent.server", description="Checkpoint agent of one node.")
-    parser.add_argument("--socket", required=True)
-    parser.add_argument("--location", required=True)
-    parser.add_argument("--local-tier", help="a directory in front of the location")
-    parser.add_argument("--local-keep-last", type=int, default=DEFAULT_LOCAL_KEEP_LAST)
-    parser.add_argument("--run-id", required=True)
-    parser.add_argument("--no-commit", action="store_true", help="hold snapshots only; another node commits")
-    parser.add_argument("--memory-limit", type=int, help="bytes that snapshots may take; default: half of what is free")
-    parser.add_argument("--ready-fd", type=int, required=True)
-    parser.add_argument("--parent-pid", type=int, required=True, help="ends with this process")
-    arguments = parser.parse_args(argv)
-
-    # A parent that dies without a word must not take uncommitted snapshots with it: drain, then end.
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != arguments.parent_pid:
-        return 0  # it has died before this one could ask to be told
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    os.nice(_NICENESS)
-    with contextlib.suppress(psutil.Error, OSError):
-        psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, _IO_PRIORITY)
-
-    def report(text: str) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            os.write(arguments.ready_fd, text.encode())
-        os.close(arguments.ready_fd)
-
-    try:
-        tiers = open_tiers(arguments.location, arguments.local_tier)
-        for storage in tiers.nearest_first:
-            if isinstance(storage, LocalStorage) and not arguments.no_commit:
-                acquire_lock(storage.root, LOCK_TIMEOUT_S)
-        listener = protocol.listen(arguments.socket)
-    except (OSError, ValueError) as error:
-        report(f"error {error}")
-        return 1
-    agent = Agent(
-        listener,
-        tiers,
-        arguments.run_id,
-        commits=not arguments.no_commit,
-        memory_limit=arguments.memory_limit,
-        local_keep_last=arguments.local_keep_last,
-    )
-    signal.signal(signal.SIGTERM, lambda *_: agent.stop())
-    report("ready")
-    written = agent.run()
-    with contextlib.suppress(OSError):
-        Path(arguments.socket).unlink()
-        # Its folder, which who started it removes, unless it was killed.
-        Path(arguments.socket).parent.rmdir()
-    return 0 if written else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

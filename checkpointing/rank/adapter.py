@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping
 import torch
 
 from checkpointing.errors import CheckpointError
-from checkpointing.rank import file_images
-from checkpointing.rank.restore import ADAPTER_NAME, RestorePoint
 
 # Which base an adapter was trained on: beside it in the checkpoint.
+from checkpointing.layout import ADAPTER_NAME
+from checkpointing.rank import file_images
+from checkpointing.rank.restore_point import RestorePoint
+
 BASE_NAME = "base_model.json"
 _MAX_NAMES = 3
 

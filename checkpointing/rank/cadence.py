@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-from checkpointing.agent.shared_memory import CommitReport
+from checkpointing.heartbeat import CommitReport
 
 Auto = Literal["auto"]
 DEFAULT_OVERHEAD_CAP = 0.01

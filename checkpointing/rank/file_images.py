@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options, skip_data
 
-from checkpointing.agent.shared_memory import PAGE_BYTES, round_up
 from checkpointing.errors import CheckpointError
 from checkpointing.rank import rng
 from checkpointing.rank.device import Device
+from checkpointing.shared_memory import PAGE_BYTES, round_up
 
 # https://github.com/huggingface/safetensors#format
 SAFETENSORS_DTYPES = {

@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 
 from checkpointing.agent.client import ATTEMPT_ENV, SOCKET_ENV, AgentClient, AgentProcess
-from checkpointing.agent.shared_memory import Heartbeat, Phase, SharedMemory
 from checkpointing.catalog import Catalog
 from checkpointing.clock import machine_clock
 from checkpointing.data.cursor import LoaderCursor, state_name
@@ -42,6 +41,7 @@ from checkpointing.environment import (
 )
 from checkpointing.errors import CheckpointError, CommitFailed, InvalidCheckpoint, Preempted, StorageUnreachable
 from checkpointing.failpoints import failpoint
+from checkpointing.heartbeat import Heartbeat, Phase
 from checkpointing.memory import parse_bytes
 from checkpointing.rank import broadcast, device, rng, stop_signal
 from checkpointing.rank.adapter import Adapter
@@ -49,12 +49,14 @@ from checkpointing.rank.cadence import DEFAULT_OVERHEAD_CAP, Auto, Cadence, Cade
 from checkpointing.rank.file_images import torch_bytes
 from checkpointing.rank.flag_sync import Agreement, Flag
 from checkpointing.rank.pinning import Pinning
-from checkpointing.rank.restore import RestorePoint, choose, own_checkpoint, read_checkpoint
+from checkpointing.rank.restore import choose, own_checkpoint, read_checkpoint
+from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.rank.sharding import has_sharded
 from checkpointing.rank.snapshotter import Ranks, Request, SmallFile, Snapshotter
 from checkpointing.rank.spikes import SkippedSteps
 from checkpointing.rank.train_state import Tracked, hook_states
 from checkpointing.retention import Retention, best_first
+from checkpointing.shared_memory import SharedMemory
 from checkpointing.stages import STAGES, Stage
 from checkpointing.storage import LocalStorage
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST, Tiers, open_tiers

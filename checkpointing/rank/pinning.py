@@ -18,8 +18,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from checkpointing.agent.shared_memory import PAGE_BYTES, SharedMemory
 from checkpointing.rank.device import CHUNK_BYTES
+from checkpointing.shared_memory import PAGE_BYTES, SharedMemory
 
 logger = logging.getLogger("checkpointing")
 

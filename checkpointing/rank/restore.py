@@ -6,28 +6,17 @@ where every node has it whole and no checkpoint is newer.
 
 from __future__ import annotations
 
-import io
 import itertools
-import json
 import logging
-import math
 import os
 import re
-import struct
-import tempfile
-import textwrap
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.serialization import skip_data
-from torch.torch_version import TorchVersion
 
 from checkpointing.agent.client import AgentClient, OfferedSnapshot
 from checkpointing.catalog import Catalog
@@ -35,46 +24,22 @@ from checkpointing.data.cursor import state_name as data_state_name
 from checkpointing.digest import ALGORITHM, algorithm_of, digest_of_parts, num_parts, part_digests
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, NoValidCheckpoint, StorageUnreachable
 from checkpointing.failpoints import failpoint
+from checkpointing.layout import (
+    MODEL_NAME,
+    PER_RANK_PREFIXES,
+    WEIGHTS_NAMES,
+    loop_state_name,
+    rank_state_name,
+)
 from checkpointing.manifest import MANIFEST_NAME, missing_member
 from checkpointing.rank import rng
-from checkpointing.rank.file_images import SAFETENSORS_DTYPES, replaced, storage_records
-from checkpointing.reading import MemoryFile, fault, private_memory, read_private, read_shared
+from checkpointing.rank.restore_point import SMALL_BYTES, RestorePoint
+from checkpointing.reading import fault, private_memory, read_private, read_shared
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.base import CHECKPOINT_PREFIX, NUMBER, RemoteFile
 from checkpointing.tiers import Tiers
 
 logger = logging.getLogger("checkpointing")
-
-MODEL_NAME = "model.safetensors"
-# In its place where only a part of the model is trained; PEFT's name.
-ADAPTER_NAME = "adapter_model.safetensors"
-_WEIGHTS_NAMES = (MODEL_NAME, ADAPTER_NAME)
-OPTIMIZER_NAME = "optimizer.pt"
-SCHEDULER_NAME = "scheduler.pt"
-SCALER_NAME = "scaler.pt"
-# What modules give as `get_extra_state`, where that is no tensor.
-EXTRA_STATE_NAME = "extra_state.pt"
-# Every rank's share of the loop's state that Hugging Face does not save.
-LOOP_STATE_PREFIX = "loop_state_"
-
-
-def loop_state_name(rank: int) -> str:
-    """The file of a rank's share."""
-    return f"{LOOP_STATE_PREFIX}{rank}.json"
-
-
-def rank_state_name(rank: int) -> str:
-    """The file of what differs between ranks: objects in `states`, and buffers of the model."""
-    return f"rank_state_{rank}.pt"
-
-
-_PER_RANK_PREFIXES = ("rng_state", "data_state", "rank_state", LOOP_STATE_PREFIX)
-# Of a record in a zip archive, as MS-DOS had it.
-_IS_FOLDER = 0x10
-# Larger files are kept out of a directory that is made of a snapshot for others to read.
-_SMALL_BYTES = 64 * 1024 * 1024
-# Where it leaves out the bytes, torch before 2.11 takes a storage's size times that of an element once too often.
-_COUNTS_TWICE = TorchVersion(torch.__version__) < "2.11"
 # Model and optimizer are verified side by side.
 _FILES_AT_ONCE = 2
 # Of one rank, for each file: some 20 GB/s each (2 cores, 2026-11-23).
@@ -82,138 +47,6 @@ _DIGEST_THREADS = 4
 _ALTERED = "was altered: its digest is not the one that was recorded"
 
 Announce = Callable[[dict[str, Any]], None]
-
-
-class RestorePoint:
-    """A state whose bytes have been read and verified. Everything is parsed without running code from it.
-
-    Attributes:
-        place: what it is called in messages.
-        step, world_size, samples_consumed: the manifest's.
-        private: the tensors of `torch_object` are the reader's own; otherwise, and those of `model_state` always, they
-            must be copied before anything changes them.
-    """
-
-    def __init__(
-        self,
-        place: str,
-        *,
-        step: int,
-        world_size: int,
-        samples_consumed: int,
-        files: Mapping[str, memoryview],
-        path: Path | None,
-        private: bool,
-        scratch: Path | None = None,
-    ) -> None:
-        self.place = place
-        self.step = step
-        self.world_size = world_size
-        self.samples_consumed = samples_consumed
-        self.private = private
-        self._files = dict(files)
-        self._path = path
-        self._scratch = scratch
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
-
-    def has(self, name: str) -> bool:
-        return name in self._files
-
-    @property
-    def directory(self) -> Path:
-        """A directory with at least the small files, for readers that want one; gone with `close`."""
-        if self._path is not None:
-            return self._path
-        if self._temporary is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="checkpoint-snapshot-", dir=self._scratch)
-            folder = Path(self._temporary.name) / f"checkpoint-{self.step}"
-            folder.mkdir()
-            for name, data in self._files.items():
-                if len(data) <= _SMALL_BYTES and name not in (*_WEIGHTS_NAMES, OPTIMIZER_NAME):
-                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                    (folder / name).write_bytes(data)
-        return Path(self._temporary.name) / f"checkpoint-{self.step}"
-
-    @contextmanager
-    def reading(self, name: str) -> Iterator[None]:
-        """Around what is made of a file's contents: whatever they do to a parser, the file is named.
-
-        Raises:
-            InvalidCheckpoint: in place of any other error.
-        """
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except Exception as error:
-            first_line = (str(error).splitlines() or [""])[0]
-            text = f"{type(error).__name__}: {first_line}".encode(errors="replace").decode()
-            raise InvalidCheckpoint(
-                self.place,
-                f"{name} is as it was written, but makes no sense ({textwrap.shorten(text, 300)}); resume from another "
-                "step",
-            ) from error
-
-    def model_state(self, name: str = MODEL_NAME) -> dict[str, torch.Tensor]:
-        """The model's state dict on the CPU, aliases of tied weights included. May be asked for once.
-
-        Raises:
-            InvalidCheckpoint: there is none, or it makes no sense.
-            CheckpointError: the checkpoint holds a whole model where an adapter is wanted, or the other way round.
-        """
-        other = next((other for other in _WEIGHTS_NAMES if other != name and self.has(other)), None)
-        if other is not None and not self.has(name):
-            raise CheckpointError(
-                f"{self.place} holds {other}, this training saves {name}. Use the method that wrote it (full or an "
-                "adapter), or another output_dir."
-            )
-        buffer = self._data(name)
-        del self._files[name]
-        with self.reading(name):
-            return _model_state(buffer)
-
-    def torch_object(self, name: str) -> Any:
-        """What `torch.save` put into a file. Its tensors share the bytes that were read, so ask for a file once.
-
-        Raises:
-            InvalidCheckpoint: there is no such file, or it makes no sense.
-        """
-        buffer = self._data(name)
-        if name == OPTIMIZER_NAME:
-            del self._files[name]
-        with self.reading(name), torch.serialization.safe_globals(rng.SAFE_GLOBALS):
-            _check_archive(buffer)
-            if len(buffer) <= _SMALL_BYTES and name != OPTIMIZER_NAME:
-                found = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
-                return replaced(found, _plain)
-            # Everything but the tensors' bytes; no memory is touched for those.
-            with skip_data():
-                skeleton = torch.load(io.BufferedReader(MemoryFile(buffer)), map_location="cpu", weights_only=True)
-            return _filled(skeleton, buffer, storage_records(io.BufferedReader(MemoryFile(buffer))))
-
-    def json(self, name: str) -> dict[str, Any]:
-        """The object in a JSON file.
-
-        Raises:
-            InvalidCheckpoint: there is no such file, or it makes no sense.
-        """
-        data = bytes(self._data(name))
-        with self.reading(name):
-            found = json.loads(data)
-            if not isinstance(found, dict):
-                raise ValueError("it is not a JSON object")
-            return found
-
-    def _data(self, name: str) -> memoryview:
-        if name not in self._files:
-            raise InvalidCheckpoint(self.place, f"{name} is not in it; resume from another step")
-        return self._files[name]
-
-    def close(self) -> None:
-        """Forget the bytes that nobody has asked for."""
-        self._files.clear()
-        if self._temporary is not None:
-            self._temporary.cleanup()
 
 
 class Room:
@@ -227,7 +60,7 @@ class Room:
     def make(self, sizes: Mapping[str, int], enough: Callable[[], bool]) -> None:
         """For files of these sizes in bytes; ends as soon as it is enough, for from then on it is a delay."""
         for name, nbytes in sizes.items():
-            if nbytes > _SMALL_BYTES and name != self._except_for and not enough():
+            if nbytes > SMALL_BYTES and name != self._except_for and not enough():
                 self._made[name] = private_memory(nbytes, enough)
 
     def take(self, name: str, nbytes: int) -> memoryview | None:
@@ -515,7 +348,7 @@ def _read(
         def verified(name: str) -> memoryview:
             bytes_of, digest = found[name]
             # A model is copied into its parameters anyway, and what lies in memory need not be read ahead.
-            in_place = not private or (name in _WEIGHTS_NAMES and isinstance(bytes_of, memoryview))
+            in_place = not private or (name in WEIGHTS_NAMES and isinstance(bytes_of, memoryview))
             memory = room.take(name, bytes_of.nbytes) if isinstance(bytes_of, memoryview) else None
             algorithm = algorithm_of(digest)
             # What ranks read from storage each by itself, each has to verify while it reads.
@@ -534,7 +367,7 @@ def _read(
                 raise InvalidCheckpoint(place, f"{name} {_ALTERED}")
             return data
 
-        names = [name for name in found if name in own or not name.startswith(_PER_RANK_PREFIXES)]
+        names = [name for name in found if name in own or not name.startswith(PER_RANK_PREFIXES)]
         with ThreadPoolExecutor(_FILES_AT_ONCE, "checkpoint-verify") as pool:
             files = dict(zip(names, pool.map(verified, names), strict=True))
         failpoint("restore.read")
@@ -557,114 +390,3 @@ def _set_aside(storage: Storage, step: int, problem: str, announce: Announce) ->
     kept = storage.set_aside(step)
     logger.warning("checkpoint-%d is not used: %s. It is kept as %s", step, problem, kept)
     announce({"event": "checkpoint_set_aside", "step": step, "reason": problem, "kept_as": kept})
-
-
-def _model_state(buffer: memoryview) -> dict[str, torch.Tensor]:
-    """A safetensors file's tensors, over its bytes (https://github.com/huggingface/safetensors#format).
-
-    Raises:
-        Exception: of any kind, where the file is not as the format wants it.
-    """
-    start = 8 + int.from_bytes(buffer[:8], "little")
-    if start > len(buffer):
-        raise ValueError(f"a header of {start - 8} bytes in a file of {len(buffer)}")
-    header = json.loads(bytes(buffer[8:start]), object_pairs_hook=_object)
-    aliases = header.pop("__metadata__", {})
-    # Of text only, and without half surrogate pairs.
-    "".join([*header, *aliases, *aliases.values()]).encode()
-    dtypes = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
-    state: dict[str, torch.Tensor] = {}
-    covered = []
-    for key, entry in header.items():
-        (begin, end), shape, dtype = entry["data_offsets"], entry["shape"], dtypes[entry["dtype"]]
-        if not all(type(number) is int and number >= 0 for number in [begin, end, *shape]):
-            raise ValueError(f"{key}: offsets or shape are no counts")
-        if end - begin != math.prod(shape) * dtype.itemsize or start + end > len(buffer):
-            raise ValueError(f"{key}: its shape does not fit its place")
-        covered.append((begin, end))
-        state[key] = _tensor(buffer, start + begin, end - begin, dtype).view(shape)
-    ends = [0, *(end for _, end in sorted(covered))]
-    if [begin for begin, _ in sorted(covered)] != ends[:-1] or start + ends[-1] != len(buffer):
-        raise ValueError("its tensors overlap, or leave gaps")
-    return state | {alias: state[owner] for alias, owner in aliases.items() if owner in state and alias not in state}
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key is there twice")
-    return found
-
-
-def _tensor(buffer: memoryview, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor over part of a buffer, with a storage of its own; copied only where the place is not aligned."""
-    if nbytes == 0:
-        return torch.empty(0, dtype=dtype)
-    if offset % dtype.itemsize:
-        return torch.frombuffer(bytearray(buffer[offset : offset + nbytes]), dtype=dtype)
-    return torch.frombuffer(buffer, dtype=dtype, offset=offset, count=nbytes // dtype.itemsize)
-
-
-def _plain(obj: Any) -> Any:
-    """What stood for something while the file was read gives place to it."""
-    return obj.array if isinstance(obj, rng.Words) else obj
-
-
-def _filled(skeleton: Any, buffer: memoryview, records: Sequence[tuple[int, int]]) -> Any:
-    """The object with its tensors over the file's bytes; shared storages stay shared.
-
-    Args:
-        records: where the storages' bytes are, in the order in which pickling met them.
-
-    Raises:
-        ValueError: these are the records of other storages.
-    """
-    # Empty storages have nothing to be filled with, and torch does not remember which of them are shared.
-    remaining = iter([record for record in records if record[1]])
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def fill(obj: Any) -> Any:
-        if not isinstance(obj, torch.Tensor):
-            return _plain(obj)
-        storage = obj.untyped_storage()
-        if not storage.nbytes():
-            return obj
-        if storage._cdata not in storages:
-            offset, nbytes = next(remaining, (0, 0))
-            size = storage.nbytes()
-            if _COUNTS_TWICE and size != nbytes:
-                size //= obj.element_size()
-            if nbytes != size:
-                raise ValueError(f"a storage of {size} bytes, where {nbytes} are recorded")
-            storages[storage._cdata] = _tensor(buffer, offset, nbytes, torch.uint8).untyped_storage()
-        tensor = torch.empty(0, dtype=obj.dtype)
-        tensor.set_(storages[storage._cdata], obj.storage_offset(), obj.size(), obj.stride())
-        return tensor.requires_grad_(obj.requires_grad)
-
-    filled = replaced(skeleton, fill)
-    if next(remaining, None) is not None:
-        raise ValueError("there are more storages than tensors to fill")
-    return filled
-
-
-def _check_archive(buffer: memoryview) -> None:
-    """That records lie in the file one behind the other and as they are, as `torch.save` writes them.
-
-    torch itself believes each record's own header where its bytes begin, and unpacks what says that it is compressed.
-    Of what says that it is a folder it reads nothing: the tensor holds whatever was in memory.
-
-    Raises:
-        ValueError: they do not.
-        BadZipFile: it is no archive.
-    """
-    with zipfile.ZipFile(io.BufferedReader(MemoryFile(buffer))) as archive:
-        records = sorted(archive.infolist(), key=lambda record: record.header_offset)
-        ends = [*(record.header_offset for record in records[1:]), archive.start_dir]
-    for record, end in zip(records, ends, strict=True):
-        begin = record.header_offset
-        # A record's own header, its name, a filling, its bytes, and perhaps a descriptor.
-        mark, how, name_bytes, extra_bytes = struct.unpack("<4s4xH16xHH", buffer[begin : begin + 30])
-        rest = end - (begin + 30 + name_bytes + extra_bytes + record.file_size)
-        stored = {how, record.compress_type} == {zipfile.ZIP_STORED} and record.compress_size == record.file_size
-        if mark != b"PK\3\4" or rest not in (0, 16, 24) or not stored or record.external_attr & _IS_FOLDER:
-            raise ValueError(f"record {record.filename!r} is compressed, or not where it should be")

@@ -20,6 +20,7 @@ from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import RunningDigest, digesting
 from checkpointing.errors import CheckpointError, ReplicasDrifted
 from checkpointing.failpoints import failpoint
+from checkpointing.layout import OPTIMIZER_NAME, rank_state_name
 from checkpointing.manifest import SnapshotInfo
 from checkpointing.rank import device as devices
 from checkpointing.rank import file_images, sharding
@@ -28,7 +29,6 @@ from checkpointing.rank.copy_thread import Copy, Stager
 from checkpointing.rank.device import Device
 from checkpointing.rank.file_images import FileImage, TorchFileLayout, blob_image, safetensors_image
 from checkpointing.rank.pinning import Pinning
-from checkpointing.rank.restore import OPTIMIZER_NAME, rank_state_name
 from checkpointing.rank.train_state import State, Tracked
 from checkpointing.retention import Retention
 from checkpointing.tiers import Tiers

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 
 from checkpointing.errors import CheckpointError
-from checkpointing.rank import file_images, sharding
-from checkpointing.rank.adapter import BASE_NAME, Adapter, live_tensors
-from checkpointing.rank.file_images import tensors_in, torch_bytes
-from checkpointing.rank.restore import (
+from checkpointing.layout import (
     ADAPTER_NAME,
     EXTRA_STATE_NAME,
     MODEL_NAME,
     OPTIMIZER_NAME,
     SCALER_NAME,
     SCHEDULER_NAME,
-    RestorePoint,
     rank_state_name,
 )
+from checkpointing.rank import file_images, sharding
+from checkpointing.rank.adapter import BASE_NAME, Adapter, live_tensors
+from checkpointing.rank.file_images import tensors_in, torch_bytes
+from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.rank.supported import check_model, check_optimizer
 
 # Buffers above this are too large to be cloned for every snapshot; their version counters guard them instead.

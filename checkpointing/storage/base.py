@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
-import reprlib
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from checkpointing.errors import CommitConflict, Fenced, ForeignCheckpoint, InvalidCheckpoint
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
+from checkpointing.storage.fence import MAX_ACCEPTED, Fence, attempt_of
 
 CHECKPOINT_PREFIX = "checkpoint-"
 # A step or an attempt in a name, as we write it: not 007, nor another script's digits, which int() would take.
 NUMBER = r"(?:0|[1-9][0-9]{0,17})"
-# More than anybody keeps; a fence is read often.
-_MAX_ACCEPTED = 1000
 # In place of its size, for what lies where a file should: a symbolic link, a pipe, a device.
 IRREGULAR = -1
 
@@ -69,67 +65,6 @@ class RemoteFile(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class Fence:
-    """The newest attempt that has begun, and what counted then.
-
-    A checkpoint counts if its attempt is the newest, or if it was there when the newest began. So what a writer from an
-    older attempt publishes later is never loaded, however late it wakes up.
-
-    An attempt begins in two steps. First its number shuts out older writers: from then on none is told that it has
-    committed. Then it looks what is there, and writes that down; until it has, all that counted before still does. If
-    it looked first, what an older one publishes in between would be acknowledged, and lost.
-
-    Attributes:
-        accepted: step and attempt of what was published by then, damaged or not.
-        writer: tells apart two that claim the same attempt.
-        oldest: everything of this attempt or a newer one counts; an older number than `attempt` in the first step.
-    """
-
-    attempt: int = 0
-    accepted: frozenset[tuple[int, int]] = frozenset()
-    writer: str = ""
-    oldest: int = 0
-
-    def admits(self, manifest: Manifest) -> bool:
-        """Whether a checkpoint counts."""
-        return self.admits_step(manifest.step, manifest.attempt)
-
-    def admits_step(self, step: int, attempt: int) -> bool:
-        """Whether a checkpoint of this step and attempt would count."""
-        return attempt >= self.oldest or (step, attempt) in self.accepted
-
-    def lets_publish(self, step: int, attempt: int) -> bool:
-        """Whether a checkpoint of this step and attempt will count, whatever the newest attempt is about to see."""
-        return attempt >= self.attempt or (step, attempt) in self.accepted
-
-    def to_json(self) -> bytes:
-        return json.dumps(
-            {
-                "attempt": self.attempt,
-                "accepted": sorted(self.accepted),
-                "writer": self.writer,
-                "oldest": self.oldest,
-            }
-        ).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> Fence:
-        """Parse what `to_json` made.
-
-        Raises:
-            ValueError: it is something else.
-        """
-        try:
-            body = json.loads(data)
-            attempt = _number(body["attempt"])
-            accepted = frozenset((_number(step), _number(number)) for step, number in body["accepted"])
-            # Fences of before there were two steps were complete.
-            return cls(attempt, accepted, str(body["writer"]), _number(body.get("oldest", attempt)))
-        except (KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"not a fence: {error}") from None
-
-
 class Storage(ABC):
     """A place that keeps checkpoints, named by `location`."""
 
@@ -161,7 +96,7 @@ class Storage(ABC):
         if fence.oldest == attempt:
             return  # an earlier try of ours, whose answer was lost
         # What has counted once goes on to count, so that what was set aside can be repaired and put back.
-        accepted = sorted(self.counting() | set(held))[-_MAX_ACCEPTED:]
+        accepted = sorted(self.counting() | set(held))[-MAX_ACCEPTED:]
         self._put_fence(Fence(attempt, frozenset(accepted), self._claim[1], attempt))
         failpoint("fence.published")
 
@@ -374,7 +309,7 @@ class Storage(ABC):
         Raises:
             OSError: storage refused.
         """
-        if _attempt_of(self.read_note()) <= _attempt_of(data):
+        if attempt_of(self.read_note()) <= attempt_of(data):
             self.write_note(data)
 
     @abstractmethod
@@ -446,17 +381,3 @@ class Storage(ABC):
     @abstractmethod
     def _steps(self, sizes: Mapping[str, int]) -> set[int]:
         """Steps of everything that is named like a checkpoint."""
-
-
-def _number(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{reprlib.repr(value)} is not a step or an attempt")
-    return value
-
-
-def _attempt_of(note: bytes | None) -> int:
-    """-1 where it says none that could be: the next note must be able to take a damaged one's place."""
-    try:
-        return _number(json.loads(note or b"{}")["attempt"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return -1

@@ -20,8 +20,10 @@ from pathlib import Path
 from checkpointing.errors import CommitConflict, InvalidCheckpoint
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
-from checkpointing.storage.base import CHECKPOINT_PREFIX, IRREGULAR, NUMBER, Fence, Storage
+from checkpointing.storage.base import CHECKPOINT_PREFIX, IRREGULAR, NUMBER, Storage
 from checkpointing.storage.direct_io import write_file
+from checkpointing.storage.durable import fsync_directory, replace_file
+from checkpointing.storage.fence import Fence
 
 _CHECKPOINT = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})\Z")
 _TEMPORARY = re.compile(rf"\.(?:{CHECKPOINT_PREFIX}{NUMBER}|fence\.json)\.({NUMBER})\.tmp\Z")
@@ -34,50 +36,6 @@ _FENCE_NAME = ".fence.json"
 _NOTE_NAME = ".runner.json"
 _RECORDS_NAME = ".records"
 _REMOVING = re.compile(rf"\.{CHECKPOINT_PREFIX}{NUMBER}\.removing\Z")
-
-
-def fsync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def fsync_tree(folder: Path) -> None:
-    """Make all files below a folder, and their names, durable."""
-    for parent, _, files in os.walk(folder):
-        for name in files:
-            descriptor = os.open(Path(parent) / name, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        fsync_directory(Path(parent))
-
-
-def replace_file(path: Path, data: bytes, temporary: Path, written: Callable[[], object] = lambda: None) -> None:
-    """Give a small file new contents, durably; a crash leaves the old ones or the new ones.
-
-    Args:
-        temporary: a name beside it that nobody else uses.
-        written: called when they are durable under that name.
-
-    Raises:
-        OSError: the disk refused; the old contents are still there.
-    """
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        written()
-        temporary.rename(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    fsync_directory(path.parent)
 
 
 def _add_sizes(folder: Path, prefix: str, sizes: dict[str, int]) -> None:

@@ -21,7 +21,8 @@ from pathlib import Path
 from checkpointing.errors import CommitConflict, Fenced, InvalidCheckpoint
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
-from checkpointing.storage.base import CHECKPOINT_PREFIX, NUMBER, Fence, Storage
+from checkpointing.storage.base import CHECKPOINT_PREFIX, NUMBER, Storage
+from checkpointing.storage.fence import Fence
 from checkpointing.storage.object_store import ObjectStore, StorageError, StorageTimeout, probe
 
 _MANIFEST = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})/{re.escape(MANIFEST_NAME)}\Z")

@@ -6,17 +6,13 @@ time, and every call ends. Measured against a black hole, s3fs had not returned 
 
 from __future__ import annotations
 
-import base64
-import contextlib
 import functools
 import itertools
-import socket
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from typing import Any
 
 import tenacity
 from botocore.config import Config
@@ -28,11 +24,21 @@ from botocore.exceptions import (
     PartialCredentialsError,
     ProfileNotFound,
 )
-from isal import isal_zlib
 
 from checkpointing.failpoints import failpoint
 from checkpointing.storage.object_store import ObjectMissing, StorageError, StorageTimeout
-from checkpointing.threads import in_background
+from checkpointing.storage.s3_errors import Missing, PreconditionFailed, check_is_s3, translated
+from checkpointing.storage.s3_transport import (
+    MIN_BYTES_PER_S,
+    body,
+    crc32,
+    cut,
+    deadline_s,
+    hanging_up,
+    lay_body_aside,
+    take_body_up,
+    within,
+)
 
 _PART_BYTES = 32 * 1024 * 1024
 # What radosgw writes at once. Parts of as many bytes, but not of whole stripes, took 4 % longer.
@@ -44,51 +50,12 @@ _IN_FLIGHT = 12
 # Of those, what a part takes that has memory of its own: what is read from files is bounded by it.
 _PLACES_OF_A_COPY = 2
 _READ_BYTES = 1024 * 1024
-_SEND_BYTES = 256 * 1024
 _UPLOADS_PER_PAGE = 1_000
-# S3 allows 10,000 parts; larger objects get larger ones.
-_MAX_PARTS = 9_000
 _CONNECT_TIMEOUT_S = 5
 # Longest silence on a connection. A slow link is not silent.
 _SILENCE_TIMEOUT_S = 15
-_RETRY_FOR_S = 60.0
 # Longest wait for the whole of a small answer, besides what the bytes need that were sent.
 _ANSWER_WITHIN_S = 60.0
-# Below this rate a call is given up, whatever trickles in.
-_MIN_BYTES_PER_S = 50_000
-_RETRIED_CODES = {
-    "InternalError",
-    "OperationAborted",
-    "RequestTimeout",
-    "RequestTimeTooSkewed",
-    "ServiceUnavailable",
-    "SlowDown",
-    "ThrottlingException",
-    "Throttling",
-}
-# What every S3 server says where it has done what it was asked; a page of whatever stands before it does not.
-_PROOFS = {
-    "put_object": ("ETag",),
-    "upload_part": ("ETag",),
-    "create_multipart_upload": ("UploadId",),
-    # Its ETag is empty at radosgw 16.
-    "complete_multipart_upload": ("Bucket", "Key"),
-    "get_object": ("ETag",),
-    "list_objects_v2": ("Name", "IsTruncated"),
-    "list_multipart_uploads": ("Bucket",),
-}
-_MENDS = {
-    "InvalidAccessKeyId": "the access key is unknown there; check AWS_ACCESS_KEY_ID",
-    "SignatureDoesNotMatch": "the secret key is wrong; check AWS_SECRET_ACCESS_KEY",
-    "ExpiredToken": "the credentials have expired; renew them",
-    "NoSuchBucket": "the bucket does not exist; create it, or check the name",
-    "AccessDenied": "these credentials may not do this; allow list, get, put and delete under the prefix",
-    "AllAccessDisabled": "these credentials may not do this; allow list, get, put and delete under the prefix",
-    "QuotaExceeded": "the quota is used up; raise it, or keep fewer checkpoints",
-    "RequestTimeTooSkewed": "this machine's clock is wrong; set it",
-}
-
-T = TypeVar("T")
 
 
 class S3Store:
@@ -121,8 +88,8 @@ class S3Store:
             session = boto3.session.Session()
             region = session.region_name or "us-east-1"
             self._client: Any = session.client("s3", config=config, region_name=region)
-            self._client.meta.events.register_first("before-sign.s3", _lay_body_aside)
-            self._client.meta.events.register_last("request-created.s3", _take_body_up)
+            self._client.meta.events.register_first("before-sign.s3", lay_body_aside)
+            self._client.meta.events.register_last("request-created.s3", take_body_up)
         except (BotoCoreError, ValueError) as error:
             raise ValueError(f"checkpoint.location {location!r}: {error}") from None
         self._pool = ThreadPoolExecutor(2 * _IN_FLIGHT, "s3")
@@ -135,8 +102,8 @@ class S3Store:
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> bool:
         arguments: dict[str, Any] = {"IfNoneMatch": "*"} if if_absent else {}
         try:
-            self._call("put_object", key, nbytes=len(data), Body=data, ChecksumCRC32=_crc32(data), **arguments)
-        except _PreconditionFailed:
+            self._call("put_object", key, nbytes=len(data), Body=data, ChecksumCRC32=crc32(data), **arguments)
+        except PreconditionFailed:
             return False
         return True
 
@@ -156,13 +123,13 @@ class S3Store:
             stripes, num_parts = -(-whole // _STRIPE_BYTES), -(-whole // _PART_BYTES)
             if num_parts > 1:
                 part_bytes = max(_STRIPE_BYTES * -(-stripes // num_parts), _LEAST_PART_BYTES)
-            parts = _cut(pieces, part_bytes, stays=True)
+            parts = cut(pieces, part_bytes, stays=True)
         else:
-            parts, places = _cut(one_at_a_time(), part_bytes, stays=False), _PLACES_OF_A_COPY
+            parts, places = cut(one_at_a_time(), part_bytes, stays=False), _PLACES_OF_A_COPY
         first = next(parts, memoryview(b""))
         if len(first) < part_bytes:
-            checksum = _crc32(first)
-            self._call("put_object", key, Body=_body(first), ChecksumCRC32=checksum, nbytes=len(first), borrows=True)
+            checksum = crc32(first)
+            self._call("put_object", key, Body=body(first), ChecksumCRC32=checksum, nbytes=len(first), borrows=True)
             self.transferred(len(first))
             return len(first)
         upload_id = self._call("create_multipart_upload", key)["UploadId"]
@@ -190,20 +157,20 @@ class S3Store:
     def get(self, key: str) -> bytes | None:
         try:
             return bytes(self._call("get_object", key, consume=lambda answer: answer["Body"].read()))
-        except _Missing:
+        except Missing:
             return None
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         def consume(answer: Any) -> None:
             if not str(answer.get("ContentRange", "")).startswith(f"bytes {start}-"):
                 raise StorageTimeout(f"{self.location}/{key}: other bytes were answered than those from {start} on")
-            limit_s = _RETRY_FOR_S + len(target) / _MIN_BYTES_PER_S
-            with _hanging_up(answer, limit_s) as hung_up:
+            limit_s = deadline_s(len(target))
+            with hanging_up(answer, limit_s) as hung_up:
                 view = target
                 while len(view):
                     count = answer["Body"].readinto(view[:_READ_BYTES])
                     if hung_up.is_set():
-                        raise StorageTimeout(f"{self.location}/{key}: less than {_MIN_BYTES_PER_S} bytes/s arrive")
+                        raise StorageTimeout(f"{self.location}/{key}: less than {MIN_BYTES_PER_S} bytes/s arrive")
                     if not count:
                         raise ObjectMissing(f"{self.location}/{key} is shorter than it was")
                     view = view[count:]
@@ -212,7 +179,7 @@ class S3Store:
             span = f"bytes={start}-{start + len(target) - 1}"
             self._call("get_object", key, Range=span, consume=consume, nbytes=len(target), borrows=True)
             self.transferred(len(target))
-        except _Missing:
+        except Missing:
             raise ObjectMissing(f"{self.location}/{key} is missing") from None
 
     def sizes(self, folder: str = "") -> dict[str, int]:
@@ -253,13 +220,13 @@ class S3Store:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _upload_part(self, key: str, upload_id: str, number: int, part: memoryview) -> dict[str, Any]:
-        checksum = _crc32(part)
+        checksum = crc32(part)
         answer = self._call(
             "upload_part",
             key,
             UploadId=upload_id,
             PartNumber=number,
-            Body=_body(part),
+            Body=body(part),
             ChecksumCRC32=checksum,
             nbytes=len(part),
             borrows=True,
@@ -276,7 +243,7 @@ class S3Store:
             # Servers may put the parts together before they answer.
             whole = {"Parts": parts}
             self._call("complete_multipart_upload", key, nbytes=nbytes, UploadId=upload_id, MultipartUpload=whole)
-        except (StorageTimeout, _Missing):
+        except (StorageTimeout, Missing):
             # The answer may have been lost, not the call: the upload is then gone and the object there.
             if self.sizes(key).get(key) != nbytes:
                 raise
@@ -287,7 +254,7 @@ class S3Store:
         while True:
             try:
                 page = self._call("list_multipart_uploads", None, **arguments)
-            except _Missing:  # rclone's way to say that there are none
+            except Missing:  # rclone's way to say that there are none
                 return found
             except StorageTimeout:
                 raise
@@ -329,10 +296,10 @@ class S3Store:
         def once() -> Any:
             try:
                 answer = getattr(self._client, name)(Bucket=self._bucket, **arguments)
-                _check_is_s3(name, answer, what)
+                check_is_s3(name, answer, what)
                 return answer if consume is None else consume(answer)
             except ClientError as error:
-                raise _translated(error, what) from None
+                raise translated(error, what) from None
             except (NoCredentialsError, PartialCredentialsError, ProfileNotFound) as error:
                 text = f"{what}: {error}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
                 raise StorageError(text) from None
@@ -347,165 +314,10 @@ class S3Store:
         retried = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(StorageTimeout),
             wait=tenacity.wait_random_exponential(multiplier=0.2, max=10),
-            stop=tenacity.stop_after_delay(_RETRY_FOR_S + nbytes / _MIN_BYTES_PER_S),
+            stop=tenacity.stop_after_delay(deadline_s(nbytes)),
             before_sleep=lambda state: self.retried(str(state.outcome and state.outcome.exception())),
             reraise=True,
         )
         if borrows:
             return retried(once)
-        return retried(_within, _ANSWER_WITHIN_S + nbytes / _MIN_BYTES_PER_S, once, what)
-
-
-class _Missing(StorageError):
-    """No such object, or upload."""
-
-
-class _PreconditionFailed(StorageError):
-    """There is one already."""
-
-
-class _Throttled(StorageTimeout):
-    """The server asks for patience, or is ill; or what stands before it, which may have passed the call on."""
-
-
-@contextlib.contextmanager
-def _hanging_up(answer: Any, limit_s: float) -> Iterator[threading.Event]:
-    """End the connection under who reads from it, after that time; the event says that it was.
-
-    A read returns when it has all bytes that it was asked for, and a socket's timeout begins anew with each.
-    """
-    hung_up = threading.Event()
-
-    def hang_up() -> None:
-        hung_up.set()
-        connection: Any = getattr(getattr(answer["Body"], "_raw_stream", None), "_connection", None)
-        with contextlib.suppress(OSError, AttributeError):
-            connection.sock.shutdown(socket.SHUT_RDWR)
-
-    timer = threading.Timer(limit_s, hang_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield hung_up
-    finally:
-        timer.cancel()
-
-
-def _within(limit_s: float, call: Callable[[], T], what: str) -> T:
-    """Wait for a call no longer than that. A socket's timeout begins anew with each byte that trickles in.
-
-    Raises:
-        StorageTimeout: it is not over; a thread of its own waits on, for as long as something trickles.
-    """
-    outcome = in_background(call, "s3-call")
-    if not wait([outcome], limit_s).done:
-        raise StorageTimeout(f"{what}: timed out: no whole answer within {limit_s:.0f} s")
-    return outcome.result()
-
-
-def _check_is_s3(name: str, answer: dict[str, Any], what: str) -> None:
-    """Whether S3 itself has answered; asked again, it may.
-
-    Raises:
-        StorageTimeout: it was something else, so what has become of the call is not known.
-    """
-    metadata = answer["ResponseMetadata"]
-    proofs, headers = _PROOFS.get(name), metadata["HTTPHeaders"]
-    if proofs is None:
-        proven = metadata["HTTPStatusCode"] == 204 or bool(metadata.get("RequestId"))
-    else:
-        # A web server's page may have an ETag too.
-        is_page = headers.get("content-type", "").startswith("text/html") and headers.get("content-length") != "0"
-        proven = not is_page and all(answer.get(field) not in (None, "") for field in proofs)
-    if not proven:
-        raise _not_s3(answer, what)
-
-
-def _not_s3(answer: dict[str, Any], what: str) -> StorageTimeout:
-    metadata = answer["ResponseMetadata"]
-    kind = metadata["HTTPHeaders"].get("content-type", "without a type")
-    return StorageTimeout(
-        f"{what}: what answered is not S3 ({metadata['HTTPStatusCode']}, {kind}); check AWS_ENDPOINT_URL, and proxies"
-    )
-
-
-def _translated(error: ClientError, what: str) -> StorageError:
-    code = str(error.response.get("Error", {}).get("Code", ""))
-    metadata = error.response.get("ResponseMetadata", {})
-    status = int(metadata.get("HTTPStatusCode", 0))
-    if (not code or code.isdecimal()) and not metadata.get("RequestId"):
-        # No error of S3's: neither its code nor its number for the call.
-        return _Throttled(str(_not_s3(error.response, what)))
-    message = error.response.get("Error", {}).get("Message") or code or "no reason given"
-    text = f"{what}: {_MENDS.get(code, message)} ({status} {code})"
-    if status == 412 or code == "PreconditionFailed":
-        return _PreconditionFailed(text)
-    if code in ("NoSuchKey", "NoSuchUpload") or (status == 404 and code in ("404", "NotFound")):
-        return _Missing(text)
-    if code in _RETRIED_CODES or status in (429, 500, 502, 503, 504):
-        return _Throttled(text)
-    return StorageError(text)
-
-
-def _crc32(data: bytes | memoryview) -> str:
-    # By the processor's own instructions; zlib's takes as long as sending does.
-    return base64.b64encode(isal_zlib.crc32(data).to_bytes(4, "big")).decode()
-
-
-class _Body:
-    """Bytes to be sent, piece by piece: a socket's timeout is for one call of `sendall`, however long that is."""
-
-    def __init__(self, view: memoryview) -> None:
-        self._view = view
-
-    def __len__(self) -> int:
-        return len(self._view)
-
-    def __iter__(self) -> Iterator[memoryview]:
-        deadline = time.monotonic() + _RETRY_FOR_S + len(self) / _MIN_BYTES_PER_S
-        for start in range(0, len(self), _SEND_BYTES):
-            if time.monotonic() > deadline:
-                raise StorageTimeout(f"less than {_MIN_BYTES_PER_S} bytes/s are taken")
-            yield self._view[start : start + _SEND_BYTES]
-
-
-def _lay_body_aside(request: Any, **_: Any) -> None:
-    """A payload that is not signed: where `awscrt` is installed, botocore wants a file or bytes all the same."""
-    if isinstance(request.data, _Body):
-        request.context["unsigned_body"], request.data = request.data, b""
-
-
-def _take_body_up(request: Any, **_: Any) -> None:
-    request.data = request.context.pop("unsigned_body", request.data)
-
-
-def _body(view: memoryview) -> _Body | bytes:
-    return _Body(view) if len(view) else b""
-
-
-def _cut(pieces: Iterable[memoryview], part_bytes: int, *, stays: bool) -> Iterator[memoryview]:
-    """Parts of `part_bytes`, but for the last; without a copy where they lie within one piece.
-
-    Args:
-        stays: a piece is still there when the next one is asked for.
-    """
-    pending: bytearray | memoryview = memoryview(b"")
-    for piece in pieces:
-        rest = piece
-        if pending:
-            taken = rest[: part_bytes - len(pending)]
-            rest = rest[len(taken) :]
-            if isinstance(pending, memoryview):
-                pending = bytearray(pending)
-            pending += taken
-            if len(pending) < part_bytes:
-                continue
-            yield memoryview(pending)
-        # The number of parts is limited; a piece of many is cut into larger ones.
-        size = max(part_bytes, -(-len(rest) // _MAX_PARTS))
-        while len(rest) >= size:
-            yield rest[:size]
-            rest = rest[size:]
-        pending = rest if stays else bytearray(rest)
-    if pending:
-        yield memoryview(pending)
+        return retried(within, _ANSWER_WITHIN_S + nbytes / MIN_BYTES_PER_S, once, what)

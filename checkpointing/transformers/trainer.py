@@ -33,11 +33,13 @@ from checkpointing.data.stream import StreamBatches, StreamDataLoader, StreamPos
 from checkpointing.environment import ALLOW_CHANGES_ENV, LINEAGE_ENV
 from checkpointing.errors import CheckpointError, CommitFailed, LossSpike, NonFinite, Preempted
 from checkpointing.failpoints import failpoint
+from checkpointing.layout import loop_state_name
 from checkpointing.rank import rng, sharding
 from checkpointing.rank.adapter import Adapter
 from checkpointing.rank.device import Later
 from checkpointing.rank.manager import CheckpointManager, Due, skipped_steps
-from checkpointing.rank.restore import RestorePoint, loop_state_name, own_checkpoint, read_checkpoint
+from checkpointing.rank.restore import own_checkpoint, read_checkpoint
+from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.rank.snapshotter import SmallFile
 from checkpointing.rank.spikes import SkippedSteps, SpikeDetector
 from checkpointing.transformers.callback import EvaluationCutShort, Saves, StepCallback

@@ -8,7 +8,7 @@ import sys
 
 from transformers import TrainerState
 
-from checkpointing.rank.restore import RestorePoint
+from checkpointing.rank.restore_point import RestorePoint
 
 TRAINER_STATE_NAME = "trainer_state.json"
 

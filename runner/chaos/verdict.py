@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from runner.chaos.campaign import HALVED_TOLERANCE, UNSTEADY_TOLERANCE, Result
+from runner.chaos.result import HALVED_TOLERANCE, UNSTEADY_TOLERANCE, Result
 
 
 def rows(result: Result) -> list[dict[str, Any]]:

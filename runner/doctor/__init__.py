@@ -6,14 +6,15 @@ import os
 from collections.abc import Iterator
 
 from runner.config.schema import Config
+from runner.config.topology import shape_of
 from runner.doctor.collectives import check_collectives
 from runner.doctor.findings import Finding, Level, fail, warn
+from runner.doctor.gpus import check_devices
 from runner.doctor.locations import check_places
 from runner.doctor.machine import check_machine
 from runner.doctor.settings import check_settings
 from runner.errors import UsageError
-from runner.hardware.gpus import check_devices, find_gpus
-from runner.node.node import shape_of
+from runner.hardware.gpus import find_gpus
 from runner.plan.memory import Job, estimate
 from runner.plan.model_shape import examine_model
 

@@ -32,8 +32,3 @@ def warn(subject: str, text: str, mend: str) -> Finding:
 
 def fail(subject: str, text: str, mend: str) -> Finding:
     return Finding(Level.FAIL, subject, text, mend)
-
-
-def gb(nbytes: int) -> str:
-    """As people read it."""
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10_000_000 else f"{nbytes / 1e6:.2f} MB"

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from checkpointing.memory import available_bytes, oom_groups
 from runner.config.schema import Config
-from runner.doctor.findings import Finding, fail, gb, ok, warn
+from runner.doctor.findings import Finding, fail, ok, warn
+from runner.text import gb
 
 SHARED_MEMORY = Path("/dev/shm")
 # What Docker gives a container; NCCL's buffers and DataLoader workers want more.

@@ -15,7 +15,8 @@ from pathlib import Path
 from checkpointing.errors import CheckpointError
 from checkpointing.storage import LocalStorage, Storage, open_storage
 from checkpointing.threads import in_background
-from runner.config.schema import Config, load_config
+from runner.config.load import load_config
+from runner.config.schema import Config
 from runner.errors import RunnerError, UsageError
 from runner.journal.journal import Event, EventStream, JournalReader
 from runner.journal.run_directory import RunDirectory

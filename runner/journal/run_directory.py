@@ -13,7 +13,7 @@ from pathlib import Path
 
 from checkpointing import locking
 from checkpointing.storage.direct_io import write_file
-from checkpointing.storage.local import fsync_directory
+from checkpointing.storage.durable import fsync_directory
 from runner.errors import RunBusy, UsageError
 from runner.journal.journal import JOURNAL_NAME
 

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ import psutil
 from checkpointing.agent import protocol
 from checkpointing.agent.client import ATTEMPT_ENV, SOCKET_ENV
 from checkpointing.agent.protocol import Message
-from checkpointing.agent.shared_memory import Heartbeat, Phase
 from checkpointing.environment import (
     ALLOW_CHANGES_ENV,
     BATCH_ENV,
@@ -33,17 +32,22 @@ from checkpointing.environment import (
     RESUME_FROM_ENV,
     SKIP_ENV,
 )
+from checkpointing.heartbeat import Heartbeat, Phase
 from checkpointing.memory import oom_kills
 from runner.config.environment import LOST_STEPS_ENV, TORCHRUN_VARIABLES
 from runner.config.schema import Config
+from runner.config.topology import shape_of
 from runner.errors import GpuMissing, HelperKilled, LaunchError, UsageError
 from runner.journal.journal import SteadyClock
 from runner.journal.run_directory import RunDirectory
-from runner.node.helpers import AgentLink, LauncherLink, RankEvents, RankWatch
+from runner.node.helpers import AgentLink, LauncherLink
+from runner.node.messages import Job, Order, Outcome
 from runner.node.output import OutputRelay
+from runner.node.rank_watch import RankEvents, RankWatch
 from runner.node.stacks import dump_stacks
 from runner.node.watchdog import Hang, Limits, StoppedProcesses, Watchdog
-from runner.recovery.classify import Failure, FailureKind, classify
+from runner.recovery.classify import classify
+from runner.recovery.kinds import Failure, FailureKind
 from runner.system import processes
 from runner.system.event_loop import EventLoop, StopRequest
 from runner.ui.progress import ProgressDisplay
@@ -78,92 +82,6 @@ _AGENT, _LAUNCHER = -1, -2
 _KILL_TIMEOUT_S = 30.0
 
 Record = Callable[..., None]
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to run: the default job, or a script of the user's; whether what its ranks print is shown.
-
-    Attributes:
-        resume_from: A checkpoint to start from while the run has none of its own.
-        allow_changes: Checkpoints of a job that differs from this one are resumed from.
-    """
-
-    script: str | None = None
-    args: tuple[str, ...] = ()
-    show_output: bool = False
-    resume_from: str = ""
-    allow_changes: bool = False
-
-
-@dataclass(frozen=True)
-class Order:
-    """What an attempt is to be like, on every machine.
-
-    Attributes:
-        divisor: into how many parts micro-batches are cut.
-        skipped: windows of steps that are passed over, as `checkpointing.rank.spikes.SkippedSteps` reads them.
-        failure_history: "FAILURES:SECONDS" of the run so far.
-        lineage, lost_steps, reached: see `RunRecord`.
-        resume_from, allow_changes: See `Job`; the first node's count for nodes that were not given their own.
-    """
-
-    attempt: int
-    nnodes: int
-    divisor: int = 1
-    skipped: str = ""
-    failure_history: str = "0:0"
-    lineage: str = ""
-    lost_steps: int = 0
-    reached: int = 0
-    resume_from: str = ""
-    allow_changes: bool = False
-
-    def to_message(self) -> Message:
-        return asdict(self)
-
-    @classmethod
-    def from_message(cls, message: Message) -> Order:
-        return cls(**{own.name: message[own.name] for own in fields(cls)})
-
-
-# Ends that are no failures.
-_ORDERLY = (FailureKind.FINISHED, FailureKind.PREEMPTED)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How an attempt went on this machine.
-
-    Attributes:
-        start_step: step that it started from.
-        training_began, last_step_at: seconds since the epoch; 0 where it did not come so far.
-        failed_at: likewise, the first sign of a failure; 0 where there was none.
-        log: what the rank that failed had written to its standard error.
-        used_manager: some rank has made a checkpoint manager.
-    """
-
-    failure: Failure
-    start_step: int = 0
-    training_began: float = 0.0
-    last_step_at: float = 0.0
-    failed_at: float = 0.0
-    log: Path | None = None
-    used_manager: bool = False
-
-    def event(self, failure: Failure, committed_step: int) -> dict[str, Any]:
-        """What the journal keeps of it; `failure` is that of all machines."""
-        return {
-            "kind": failure.kind.value,
-            "cause": failure.cause,
-            "rank": failure.rank,
-            "step": failure.step,
-            "start_step": self.start_step,
-            "training_began": self.training_began,
-            "last_step_at": self.last_step_at,
-            "failed_at": self.failed_at if failure.kind not in _ORDERLY else 0.0,
-            "committed_step": committed_step,
-        }
 
 
 @dataclass
@@ -218,30 +136,6 @@ def promised_gpu(environment: Mapping[str, str], devices: Path) -> str | None:
     # Set by who starts the container, for the runtime that makes the devices.
     wanted = environment.get("NVIDIA_VISIBLE_DEVICES", "")
     return f"NVIDIA_VISIBLE_DEVICES={wanted}" if wanted not in ("", "none", "void") else None
-
-
-def shape_of(config: Config, accelerators: int) -> tuple[int, int]:
-    """Machines, and ranks on this one, by options, variables and GPUs.
-
-    Raises:
-        UsageError: they do not fit together.
-    """
-    launch = config.launch
-    nproc = (accelerators or 2) if launch.nproc_per_node == "auto" else launch.nproc_per_node
-    nnodes = launch.nnodes
-    if launch.world_size is not None and nnodes == 1:
-        if launch.world_size % nproc:
-            raise UsageError(
-                f"WORLD_SIZE={launch.world_size} is not a multiple of the {nproc} ranks on this machine; set "
-                "--nproc-per-node, or unset WORLD_SIZE"
-            )
-        nnodes = launch.world_size // nproc
-    if launch.node_rank >= nnodes:
-        raise UsageError(
-            f"node rank {launch.node_rank} (--node-rank or RANK) needs more than {nnodes} machine(s) of {nproc} "
-            "ranks; check --nnodes, WORLD_SIZE and --nproc-per-node"
-        )
-    return nnodes, nproc
 
 
 def _on_loopback(environment: Mapping[str, str]) -> dict[str, str]:

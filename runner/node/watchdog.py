@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from checkpointing.agent.shared_memory import Heartbeat, Phase
+from checkpointing.heartbeat import Heartbeat, Phase
 
 # A step may take so many times the 99th percentile of this run's own steps, and so many seconds more.
 _STEP_FACTOR = 3.0

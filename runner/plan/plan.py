@@ -16,17 +16,16 @@ from checkpointing.memory import available_bytes
 from checkpointing.storage import LocalStorage
 from checkpointing.storage.object_storage import RemoteStorage
 from runner.config.schema import Config
-from runner.doctor.findings import gb
-from runner.doctor.locations import disk_rate, object_rates
+from runner.config.topology import shape_of
 from runner.errors import UsageError
 from runner.hardware.gpus import find_gpus
-from runner.node.node import shape_of
+from runner.hardware.storage_rates import disk_rate, object_rates
 from runner.plan.advice import Option, Saving, choose, options, outlook, saving
 from runner.plan.memory import Job
 from runner.plan.model_shape import Anatomy, examine_model
 from runner.simulate.engine import Forecast
 from runner.simulate.scenario import GPU_MTTF_S, HOUR_S, Scenario
-from runner.ui.status import duration
+from runner.text import duration, gb
 
 # Of page-locked memory over PCIe 4.0 x16, where it cannot be measured without starting CUDA.
 _GPU_COPY_RATE = 20e9

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from runner.errors import ExitCode
-from runner.recovery.classify import Failure, FailureKind, Window
+from runner.recovery.kinds import Failure, FailureKind, Window
 
 # Of scripts that do not say how they cut their batches.
 _MAX_DIVISOR = 64
@@ -83,7 +83,6 @@ _ENDINGS = {
     FailureKind.STORAGE_FAILED: ExitCode.STORAGE_FAILED,
     FailureKind.NO_VALID_CHECKPOINT: ExitCode.NO_VALID_CHECKPOINT,
 }
-
 
 # By what can be halved, and by a number of their own.
 _OWN_BOUNDS = {FailureKind.OUT_OF_MEMORY, FailureKind.NETWORK}

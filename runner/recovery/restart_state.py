@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing import locking
-from runner.recovery.classify import Failure, FailureKind, Window, read_window
+from runner.recovery.kinds import Failure, FailureKind, Window, read_window
 from runner.recovery.policy import WHOLE_BATCHES, AttemptRecord, BatchShape
 from runner.system import processes
 

@@ -18,7 +18,7 @@ from runner.errors import UsageError
 from runner.journal.journal import Event
 from runner.simulate.engine import Forecast, forecast
 from runner.simulate.scenario import HOUR_S, Scenario, learn
-from runner.ui.status import duration
+from runner.text import duration
 
 _MAX_VARIATIONS = 200
 

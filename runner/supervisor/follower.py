@@ -12,8 +12,9 @@ from checkpointing.errors import CheckpointError
 from runner.config.schema import Config
 from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError
 from runner.journal.run_directory import RunDirectory
-from runner.node.node import Job, Node, Order
-from runner.recovery.classify import Failure, FailureKind
+from runner.node.messages import Job, Order
+from runner.node.node import Node
+from runner.recovery.kinds import Failure, FailureKind
 from runner.recovery.restart_state import FINISHED_PATIENCE_S, RunRecord
 from runner.supervisor.identity import JobIdentity, key_of
 from runner.supervisor.peer_messages import Message

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
 
-from runner.recovery.classify import Failure
+from runner.recovery.kinds import Failure
 
 Message = dict[str, Any]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from checkpointing.manifest import Manifest
 from checkpointing.storage import LocalStorage
-from checkpointing.storage.local import replace_file
+from checkpointing.storage.durable import replace_file
 from runner.config.schema import Config
 from runner.errors import RunBusy, UsageError
 from runner.journal.journal import Event, read_journal

@@ -30,8 +30,10 @@ from runner.journal.mirror import JournalCopy, needs_copy
 from runner.journal.run_directory import RunDirectory
 from runner.journal.states import RunState, StateMachine
 from runner.journal.summary import summarise
-from runner.node.node import Job, Node, Order, Outcome
-from runner.recovery.classify import Failure, FailureKind, combine
+from runner.node.messages import Job, Order, Outcome
+from runner.node.node import Node
+from runner.recovery.combine import combine
+from runner.recovery.kinds import Failure, FailureKind
 from runner.recovery.policy import AttemptRecord, BatchShape, Restart, Stop, backoff_s, decide, end_of_node
 from runner.recovery.restart_state import FINISHED_PATIENCE_S, RunnerProcess, RunRecord, process_namespace
 from runner.supervisor.identity import JobIdentity, differences, key_of, summarised

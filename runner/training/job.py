@@ -18,10 +18,11 @@ from trl import SFTConfig, SFTTrainer
 
 from checkpointing.rank import device
 from checkpointing.rank.sharding import is_sharded
-from checkpointing.storage.local import fsync_directory, fsync_tree, replace_file
+from checkpointing.storage.durable import fsync_directory, fsync_tree, replace_file
 from checkpointing.transformers import load_best, resilient
 from runner.cache import seal
-from runner.config.schema import Config, load_config
+from runner.config.load import load_config
+from runner.config.schema import Config
 from runner.training.base_weights import BaseWeights
 from runner.training.callbacks import MetricsCallback, perplexities
 from runner.training.data import load_training_data

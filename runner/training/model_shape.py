@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
 
-from runner.config.schema import Config, load_config
+from runner.config.load import load_config
+from runner.config.schema import Config
 from runner.errors import UsageError
 from runner.training import job  # noqa: F401 - what a rank imports, for what that takes of memory
 from runner.training.model import adapter_config

@@ -14,6 +14,7 @@ from runner.journal.journal import Event
 from runner.journal.ledger import LOST, TRAINING, Attempt
 from runner.journal.summary import RunSummary
 from runner.recovery.restart_state import RunnerProcess, process_namespace
+from runner.text import duration
 
 _COLOURS = {"finished": "green", "running": "cyan", "failed": "red"}
 _COLOURS |= dict.fromkeys(("preempted", "stopping", "waiting", "backoff"), "yellow")
@@ -138,20 +139,3 @@ def _causes(run: RunSummary) -> Table:
                 Text("█" * cells, "green" if cause == TRAINING else "red"),
             )
     return table
-
-
-def duration(seconds: float) -> str:
-    """As people say it: 42 s, 3 min 20 s, 5 h 12 min, 2 d 4 h."""
-    seconds = max(seconds, 0.0)
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    # Rounded once: 119.7 s are two minutes, not one and 60 s.
-    seconds = round(seconds)
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes, hours, days = seconds // 60, seconds // 3600, seconds // 86400
-    if minutes < 60:
-        return f"{minutes:.0f} min {seconds % 60:.0f} s"
-    if hours < 24:
-        return f"{hours:.0f} h {minutes % 60:.0f} min"
-    return f"{days:.0f} d {hours % 24:.0f} h"

@@ -25,9 +25,9 @@ import torch
 from small_training import SmallTraining
 
 from checkpointing import CheckpointManager
-from checkpointing.agent.shared_memory import populate_pages
 from checkpointing.rank import copy_thread
 from checkpointing.rank import device as devices
+from checkpointing.shared_memory import populate_pages
 
 Figures = dict[str, Any]
 Verdicts = dict[str, bool]

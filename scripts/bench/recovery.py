@@ -404,7 +404,7 @@ class Victims:
             case "launcher":
                 process = self._training.helper("runner.node.launcher")
             case "agent":
-                process = self._training.helper("checkpointing.agent.server")
+                process = self._training.helper("checkpointing.agent")
             case _:
                 process = self._training.rank(int(name.removeprefix("rank ")))
         return (name, process) if process is not None else None

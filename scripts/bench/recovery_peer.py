@@ -18,7 +18,7 @@ import transformers
 from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTConfig, SFTTrainer
 
-from runner.config.schema import load_config, parse_setting
+from runner.config.load import load_config, parse_setting
 from runner.journal.journal import Journal, SteadyClock
 from runner.journal.run_directory import RunDirectory
 from runner.training.data import load_training_data

@@ -31,7 +31,7 @@ from trl import SFTTrainer
 from checkpointing.rank.manager import Due
 from checkpointing.transformers import resilient
 from checkpointing.transformers.callback import StepCallback
-from runner.config.schema import load_config
+from runner.config.load import load_config
 from runner.training.callbacks import MetricsCallback
 from runner.training.data import load_training_data
 from runner.training.job import training_arguments

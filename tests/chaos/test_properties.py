@@ -25,11 +25,11 @@ from checkpointing.manifest import FileEntry, Manifest
 from checkpointing.rank.restore import _propose
 from checkpointing.retention import Retention, steps_to_remove, steps_to_upload
 from checkpointing.storage import LocalStorage, Storage
-from checkpointing.storage.base import Fence
+from checkpointing.storage.fence import Fence
 from checkpointing.storage.object_storage import RemoteStorage
 from checkpointing.tiers import Tiers
 from runner.errors import ExitCode
-from runner.recovery.classify import Failure, FailureKind
+from runner.recovery.kinds import Failure, FailureKind
 from runner.recovery.policy import AttemptRecord, BatchShape, Restart, Stop, decide
 from runner.recovery.restart_state import RunRecord
 

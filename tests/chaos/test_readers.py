@@ -42,24 +42,27 @@ from checkpointing import CheckpointManager, locking
 from checkpointing.data.cursor import Layout
 from checkpointing.data.stream import StreamPosition
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
+from checkpointing.layout import ADAPTER_NAME
 from checkpointing.manifest import Manifest, _self_digest
 from checkpointing.rank import rng
 from checkpointing.rank.adapter import BASE_NAME, Adapter
-from checkpointing.rank.restore import ADAPTER_NAME, RestorePoint, Room, Shares, _propose, _read
+from checkpointing.rank.restore import Room, Shares, _propose, _read
+from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.rank.spikes import SpikeDetector
 from checkpointing.storage import LocalStorage, Storage
-from checkpointing.storage.base import Fence
+from checkpointing.storage.fence import Fence
 from checkpointing.storage.object_storage import RemoteStorage
 from checkpointing.tiers import Tiers
 from runner.errors import UsageError
 from runner.journal.journal import Journal, read_journal
 from runner.journal.run_directory import RunDirectory
 from runner.journal.summary import render, summarise
-from runner.recovery.classify import Failure, FailureKind
+from runner.recovery.kinds import Failure, FailureKind
 from runner.recovery.policy import AttemptRecord, BatchShape, Restart, Stop, decide
 from runner.recovery.restart_state import RunRecord
+from runner.text import duration
 from runner.ui.prometheus import RunCollector
-from runner.ui.status import duration, panel
+from runner.ui.status import panel
 
 NUM_CASES = int(os.environ.get("FUZZ_CASES", "200"))
 # Who sets out to find something draws one; whoever changes something else is to meet what he knows.

@@ -28,7 +28,7 @@ from servers import (
 )
 
 from checkpointing.errors import CommitFailed
-from checkpointing.storage import open_storage, s3
+from checkpointing.storage import open_storage, s3, s3_transport
 from checkpointing.storage.object_storage import RemoteStorage
 from checkpointing.storage.object_store import ObjectStore, StorageError, StorageTimeout
 
@@ -76,9 +76,9 @@ def impatient(answer_within_s: float = 30) -> Iterator[None]:
     """What fails is tried again for a moment only; a store that is opened here thinks a line dead after a second
     without a sound."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(s3, "_RETRY_FOR_S", 0.3)
+        patch.setattr(s3_transport, "_RETRY_FOR_S", 0.3)
         patch.setattr(s3, "_ANSWER_WITHIN_S", answer_within_s)
-        patch.setattr(s3, "_MIN_BYTES_PER_S", 1 << 30)
+        patch.setattr(s3_transport, "MIN_BYTES_PER_S", 1 << 30)
         patch.setattr(s3, "_CONNECT_TIMEOUT_S", 1)
         patch.setattr(s3, "_SILENCE_TIMEOUT_S", 1)
         yield
@@ -406,7 +406,9 @@ def test_a_wrong_clock_is_named(radosgw_s3: Server, monkeypatch: pytest.MonkeyPa
     if not has_faketime():
         pytest.skip("no faketime here (apt-get install faketime)")
     location = f"s3://{bucket_on(radosgw_s3, monkeypatch)}/run"
-    impatient = "from checkpointing.storage import s3; s3._RETRY_FOR_S, s3._MIN_BYTES_PER_S = 0.5, 1 << 30"
+    impatient = (
+        "from checkpointing.storage import s3_transport as s3; s3._RETRY_FOR_S, s3.MIN_BYTES_PER_S = 0.5, 1 << 30"
+    )
     program = f"import sys, writer; {impatient}; writer.main(*sys.argv[1:])"
     result = subprocess.run(
         ["faketime", "-f", "+1h", sys.executable, "-c", program, location, "commit:1"],

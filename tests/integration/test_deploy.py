@@ -29,8 +29,8 @@ from botocore.validate import ParamValidator
 from unit.deploy.controllers import documents, unit
 from unit.deploy.test_controllers import documented
 
-from runner.cli.main import start
-from runner.config.schema import load_config, parse_setting
+from runner.cli.start import start
+from runner.config.load import load_config, parse_setting
 from runner.errors import ExitCode
 
 ROOT = Path(__file__).parents[2]

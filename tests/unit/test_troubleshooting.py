@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runner.errors import ExitCode
-from runner.recovery.classify import FailureKind
+from runner.recovery.kinds import FailureKind
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()

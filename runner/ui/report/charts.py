@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import plotly.graph_objects as go
 
 from runner.journal.ledger import CAUSES, LOST, TRAINING, WAITING
+from runner.text import duration
 from runner.ui.report.timeline import LogEntry, Story
-from runner.ui.status import duration
 
 # Told apart by people who see few colours, too (Okabe and Ito); what is no training is never green.
 COLOURS = {

@@ -16,9 +16,9 @@ from plotly.utils import PlotlyJSONEncoder
 from runner import __version__
 from runner.journal.journal import Event
 from runner.journal.ledger import CAUSES, NO_FAILURE
+from runner.text import duration
 from runner.ui.report import charts
 from runner.ui.report.timeline import Story, goodput_of, tell
-from runner.ui.status import duration
 
 _LAST_TIME = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 

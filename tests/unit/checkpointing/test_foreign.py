@@ -18,7 +18,7 @@ from checkpointing.catalog import Catalog
 from checkpointing.errors import CheckpointError, CommitFailed, InvalidCheckpoint
 from checkpointing.manifest import Manifest
 from checkpointing.storage import LocalStorage, open_storage
-from checkpointing.storage.base import Fence
+from checkpointing.storage.fence import Fence
 
 
 @pytest.mark.parametrize(

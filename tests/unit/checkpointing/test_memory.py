@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from checkpointing import memory
-from checkpointing.agent.shared_memory import SharedMemory
 from checkpointing.memory import available_bytes, interleaved, parse_bytes
+from checkpointing.shared_memory import SharedMemory
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from functools import partial
 from unit.deploy.controllers import KILLED, Controller, End, Verdict
 
 from runner.errors import ExitCode
-from runner.recovery.classify import Failure, FailureKind
+from runner.recovery.kinds import Failure, FailureKind
 from runner.recovery.policy import AttemptRecord, Restart, Stop, backoff_s, decide, end_of_node
 from runner.recovery.restart_state import FINISHED_PATIENCE_S, RunRecord
 

@@ -13,7 +13,7 @@ import pytest
 
 from checkpointing.agent import protocol
 from checkpointing.agent.client import AgentClient, AgentProcess, Refusal
-from checkpointing.agent.server import acquire_lock
+from checkpointing.agent.location_lock import acquire_lock
 from checkpointing.catalog import Catalog
 from checkpointing.digest import digest_buffer
 from checkpointing.errors import AgentUnavailable

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from checkpointing.agent.shared_memory import CommitReport
+from checkpointing.heartbeat import CommitReport
 from checkpointing.rank.cadence import PRIOR_MTBF_S, Cadence, CadenceClock, CostModel, best_interval_s, mtbf_s
 
 DAY = 86_400.0

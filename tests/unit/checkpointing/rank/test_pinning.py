@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_training import SmallTraining
 
-from checkpointing.agent.shared_memory import PAGE_BYTES, CommitReport
+from checkpointing.heartbeat import CommitReport
 from checkpointing.rank import copy_thread, device, pinning, snapshotter
 from checkpointing.rank.cadence import Cadence, CadenceClock
 from checkpointing.rank.device import CHUNK_BYTES
 from checkpointing.rank.pinning import Pinning, ranges_to_pin
+from checkpointing.shared_memory import PAGE_BYTES
 
 EXTENTS = st.lists(
     st.tuples(st.integers(0, 4 * CHUNK_BYTES), st.integers(0, 2 * CHUNK_BYTES)).map(lambda t: (t[0], t[0] + t[1])),

@@ -13,7 +13,7 @@ import torch
 from transformers import Trainer, TrainerState, TrainingArguments
 
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, NonFinite
-from checkpointing.rank.restore import RestorePoint
+from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.transformers import resilient
 from checkpointing.transformers.callback import StepCallback
 from checkpointing.transformers.trainer import ResilientMixin

@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from runner.config import trainer_options
-from runner.config.schema import DEFAULT_CONFIG, ModelConfig, load_config, parse_setting
+from runner.config.load import load_config, parse_setting
+from runner.config.schema import DEFAULT_CONFIG, ModelConfig
 from runner.errors import UsageError
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from checkpointing.agent import protocol
 from runner.config.schema import LaunchConfig
-from runner.node.node import Job, Node, Order
+from runner.node.messages import Job, Order
+from runner.node.node import Node
 
 
 @pytest.mark.parametrize(

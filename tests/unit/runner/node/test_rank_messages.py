@@ -13,7 +13,7 @@ import pytest
 from forged import forged
 from hypothesis import HealthCheck, given, settings
 
-from runner.node.helpers import RankEvents, RankWatch
+from runner.node.rank_watch import RankEvents, RankWatch
 from runner.training.events import EventSender
 
 NAMES = ["event", "in_attempt", "rank", "local_rank", "pid", "error_file", "error", "frame", "transient", "step"]

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from runner.config.schema import Config, load_config
+from runner.config.load import load_config
+from runner.config.schema import Config
 from runner.plan.advice import choose, options
 from runner.plan.memory import Job, estimate
 from runner.plan.model_shape import Anatomy

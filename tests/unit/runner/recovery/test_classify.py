@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from runner.recovery.classify import Failure, FailureKind, RankEnd, classify, combine, read_error_file, read_last_words
+from runner.recovery.classify import classify
+from runner.recovery.combine import combine
+from runner.recovery.evidence import RankEnd, read_error_file, read_last_words
+from runner.recovery.kinds import Failure, FailureKind
 
 K = FailureKind
 BUSY = "CUDA-capable device(s) is/are busy or unavailable"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from runner.errors import ExitCode
-from runner.recovery.classify import Failure, FailureKind
+from runner.recovery.kinds import Failure, FailureKind
 from runner.recovery.policy import AttemptRecord, BatchShape, Stop, decide
 from runner.recovery.restart_state import RunRecord
 

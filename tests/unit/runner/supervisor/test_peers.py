@@ -14,8 +14,8 @@ from forged import forged
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.node.node import Order
-from runner.recovery.classify import Failure, FailureKind
+from runner.node.messages import Order
+from runner.recovery.kinds import Failure, FailureKind
 from runner.supervisor import peers
 from runner.supervisor.peer_messages import Message, read_by_leader, read_by_member
 from runner.supervisor.peers import Leader, Member

@@ -10,7 +10,7 @@ import pytest
 
 from checkpointing.storage import LocalStorage
 from runner.errors import ExitCode, PeersMissing
-from runner.node.helpers import RankEvents
+from runner.node.rank_watch import RankEvents
 from runner.recovery.policy import Stop
 from runner.recovery.restart_state import FINISHED_PATIENCE_S, RunRecord
 from runner.supervisor.follower import Follower

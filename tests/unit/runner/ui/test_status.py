@@ -10,7 +10,8 @@ from checkpointing.locking import this_machine
 from runner.journal.summary import summarise
 from runner.recovery.restart_state import process_namespace
 from runner.system import processes
-from runner.ui.status import duration, panel, runner_is_gone
+from runner.text import duration
+from runner.ui.status import panel, runner_is_gone
 
 
 @pytest.mark.parametrize(

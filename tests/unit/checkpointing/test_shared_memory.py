@@ -4,7 +4,8 @@ import os
 import signal
 from pathlib import Path
 
-from checkpointing.agent.shared_memory import CommitReport, ControlPage, Heartbeat, Phase, SharedMemory
+from checkpointing.heartbeat import CommitReport, ControlPage, Heartbeat, Phase
+from checkpointing.shared_memory import SharedMemory
 
 
 def test_a_heartbeat_is_never_seen_half_written() -> None:

@@ -1,0 +1,49 @@
+"""The lock that lets one agent at a time write to a local location."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from pathlib import Path
+
+from checkpointing import locking
+
+LOCK_NAME = ".agent.lock"
+# How long a new agent waits for the one before it to finish its last commit.
+LOCK_TIMEOUT_S = 120.0
+
+
+def acquire_lock(root: Path, timeout_s: float) -> int:
+    """Become the only agent of a location; the lock lives as long as the returned descriptor.
+
+    An agent of this machine that keeps it is a mistake of somebody's. One of another machine may belong to a node that
+    the cluster has given up and started again elsewhere: that is what fences are for, and they work without the lock.
+
+    Raises:
+        TimeoutError: another agent of this machine kept it.
+        OSError: the directory cannot be written.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    fd = locking.open_lock(root / LOCK_NAME)
+    deadline = time.monotonic() + timeout_s
+    while not locking.try_lock(fd):
+        if time.monotonic() > deadline:
+            holder = locking.holder(fd)
+            if locking.is_elsewhere(holder):
+                # As soon as it is free it is ours, so that the next agent of this machine waits for this one.
+                threading.Thread(target=_hold_lock, args=(fd,), name="checkpoint-lock", daemon=True).start()
+                return fd
+            os.close(fd)
+            raise TimeoutError(
+                f"another checkpoint agent ({holder}) has held {root} for {timeout_s:.0f} s; "
+                "stop that run, or choose another output_dir"
+            )
+        time.sleep(0.05)
+    return fd
+
+
+def _hold_lock(fd: int) -> None:
+    with contextlib.suppress(OSError):
+        locking.wait_for_lock(fd)

@@ -1,0 +1,51 @@
+"""Files and folders that survive a power cut: fsync and atomic replacement."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Make all files below a folder, and their names, durable."""
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            descriptor = os.open(Path(parent) / name, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        fsync_directory(Path(parent))
+
+
+def replace_file(path: Path, data: bytes, temporary: Path, written: Callable[[], object] = lambda: None) -> None:
+    """Give a small file new contents, durably; a crash leaves the old ones or the new ones.
+
+    Args:
+        temporary: a name beside it that nobody else uses.
+        written: called when they are durable under that name.
+
+    Raises:
+        OSError: the disk refused; the old contents are still there.
+    """
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        written()
+        temporary.rename(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_directory(path.parent)

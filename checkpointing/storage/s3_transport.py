@@ -1,0 +1,129 @@
+"""Request bodies, deadlines and parts of S3 calls."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import wait
+from typing import Any, TypeVar
+
+from isal import isal_zlib
+
+from checkpointing.storage.object_store import StorageTimeout
+from checkpointing.threads import in_background
+
+_SEND_BYTES = 256 * 1024
+# S3 allows 10,000 parts; larger objects get larger ones.
+_MAX_PARTS = 9_000
+_RETRY_FOR_S = 60.0
+# Below this rate a call is given up, whatever trickles in.
+MIN_BYTES_PER_S = 50_000
+T = TypeVar("T")
+
+
+def deadline_s(nbytes: int) -> float:
+    """Seconds after which a call that moves so many bytes is given up, retries included."""
+    return _RETRY_FOR_S + nbytes / MIN_BYTES_PER_S
+
+
+@contextlib.contextmanager
+def hanging_up(answer: Any, limit_s: float) -> Iterator[threading.Event]:
+    """End the connection under who reads from it, after that time; the event says that it was.
+
+    A read returns when it has all bytes that it was asked for, and a socket's timeout begins anew with each.
+    """
+    hung_up = threading.Event()
+
+    def hang_up() -> None:
+        hung_up.set()
+        connection: Any = getattr(getattr(answer["Body"], "_raw_stream", None), "_connection", None)
+        with contextlib.suppress(OSError, AttributeError):
+            connection.sock.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(limit_s, hang_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield hung_up
+    finally:
+        timer.cancel()
+
+
+def within(limit_s: float, call: Callable[[], T], what: str) -> T:
+    """Wait for a call no longer than that. A socket's timeout begins anew with each byte that trickles in.
+
+    Raises:
+        StorageTimeout: it is not over; a thread of its own waits on, for as long as something trickles.
+    """
+    outcome = in_background(call, "s3-call")
+    if not wait([outcome], limit_s).done:
+        raise StorageTimeout(f"{what}: timed out: no whole answer within {limit_s:.0f} s")
+    return outcome.result()
+
+
+def crc32(data: bytes | memoryview) -> str:
+    # By the processor's own instructions; zlib's takes as long as sending does.
+    return base64.b64encode(isal_zlib.crc32(data).to_bytes(4, "big")).decode()
+
+
+class _Body:
+    """Bytes to be sent, piece by piece: a socket's timeout is for one call of `sendall`, however long that is."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    def __iter__(self) -> Iterator[memoryview]:
+        deadline = time.monotonic() + deadline_s(len(self))
+        for start in range(0, len(self), _SEND_BYTES):
+            if time.monotonic() > deadline:
+                raise StorageTimeout(f"less than {MIN_BYTES_PER_S} bytes/s are taken")
+            yield self._view[start : start + _SEND_BYTES]
+
+
+def lay_body_aside(request: Any, **_: Any) -> None:
+    """A payload that is not signed: where `awscrt` is installed, botocore wants a file or bytes all the same."""
+    if isinstance(request.data, _Body):
+        request.context["unsigned_body"], request.data = request.data, b""
+
+
+def take_body_up(request: Any, **_: Any) -> None:
+    request.data = request.context.pop("unsigned_body", request.data)
+
+
+def body(view: memoryview) -> _Body | bytes:
+    return _Body(view) if len(view) else b""
+
+
+def cut(pieces: Iterable[memoryview], part_bytes: int, *, stays: bool) -> Iterator[memoryview]:
+    """Parts of `part_bytes`, but for the last; without a copy where they lie within one piece.
+
+    Args:
+        stays: a piece is still there when the next one is asked for.
+    """
+    pending: bytearray | memoryview = memoryview(b"")
+    for piece in pieces:
+        rest = piece
+        if pending:
+            taken = rest[: part_bytes - len(pending)]
+            rest = rest[len(taken) :]
+            if isinstance(pending, memoryview):
+                pending = bytearray(pending)
+            pending += taken
+            if len(pending) < part_bytes:
+                continue
+            yield memoryview(pending)
+        # The number of parts is limited; a piece of many is cut into larger ones.
+        size = max(part_bytes, -(-len(rest) // _MAX_PARTS))
+        while len(rest) >= size:
+            yield rest[:size]
+            rest = rest[size:]
+        pending = rest if stays else bytearray(rest)
+    if pending:
+        yield memoryview(pending)

@@ -1,0 +1,148 @@
+"""runner config, status and report: look at a run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from runner.cli.options import Number, config_options, load
+from runner.errors import UsageError
+
+_WATCH_INTERVAL_S = 2.0
+
+
+# Of what a look takes, so many times between two.
+_WATCH_SHARE = 10
+
+
+_STATUS_PATIENCE_S = 5.0
+
+
+@click.command()
+@config_options
+@click.option("--trainer-options", is_flag=True, help="List the SFTConfig options that `trainer:` accepts.")
+def config(
+    config_path: str | None,
+    output_dir: str | None,
+    settings: tuple[str, ...],
+    trainer_options: bool,
+    **launch: Any,
+) -> None:
+    """Print the configuration that `start` would use: defaults < YAML < environment < command line."""
+    if trainer_options:
+        from runner.config import trainer_options as options
+
+        for name, kind in sorted(options.fields().items()):
+            if name not in options.RESERVED:
+                click.echo(f"{name}: {options.describe(kind)}")
+        return
+    click.echo(load(config_path, output_dir, settings, launch).to_yaml(), nl=False)
+
+
+@click.command()
+@click.argument("location", required=False)
+@click.option("--watch", is_flag=True, help="Go on showing it until the run ends.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+def status(location: str | None, watch: bool, as_json: bool) -> None:
+    """Show where a run stands, from its journal.
+
+    LOCATION: the run's folder, or the directory or URL of its checkpoints (default: $OUTPUT_DIR, or the newest run in
+    ./runs). Works from any machine that can read it; beside checkpoints the journal is some seconds old.
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    from runner.journal.mirror import History
+    from runner.journal.summary import summarise
+    from runner.ui.status import is_over, panel, runner_is_gone
+
+    place = location if location is not None else _newest_run()
+
+    # For people, what is at hand now.
+    history = History(place, None if as_json else _STATUS_PATIENCE_S)
+
+    def look() -> tuple[Any, bool, float]:
+        """And what it has taken to sum up, in seconds: a journal of weeks takes its time."""
+        events, began = history.events(), time.thread_time()
+        return summarise(events, now=time.time()), runner_is_gone(events), time.thread_time() - began
+
+    run, gone, took_s = look()
+    if as_json:
+        click.echo(json.dumps({**run.to_dict(), "runner_gone": gone}, indent=1))
+        return
+
+    def page() -> Any:
+        unread = {"out of date": history.unread} if history.unread else {}
+        return panel(run, time.time(), {"location": place, **unread}, gone=gone)
+
+    console = Console(highlight=False)
+    if not watch:
+        console.print(page())
+        return
+    try:
+        with Live(page(), console=console, auto_refresh=False) as live:
+            while not is_over(run) and not gone:
+                time.sleep(max(_WATCH_INTERVAL_S, _WATCH_SHARE * took_s))
+                run, gone, took_s = look()
+                live.update(page(), refresh=True)
+    except KeyboardInterrupt:
+        return
+
+
+def _newest_run() -> str:
+    """The run that somebody most likely means who names none.
+
+    Raises:
+        UsageError: there is none.
+    """
+    from runner.journal.journal import JOURNAL_NAME
+
+    if folder := os.environ.get("OUTPUT_DIR"):
+        return folder
+    written: list[tuple[float, str]] = []
+    for journal in Path("runs").glob(f"*/{JOURNAL_NAME}"):
+        with contextlib.suppress(OSError):
+            written.append((journal.stat().st_mtime, str(journal.parent)))
+    if not written:
+        raise UsageError("there is no run in ./runs; give the output_dir of one, or the location of its checkpoints")
+    return max(written)[1]
+
+
+def events_at(place: str) -> list[dict[str, Any]]:
+    from runner.journal.mirror import History
+
+    history = History(place)
+    events = history.events()
+    if history.unread:
+        click.echo(f"runner: told without what could not be read: {history.unread}", err=True)
+    return events
+
+
+@click.command()
+@click.argument("location", required=False)
+@click.option(
+    "--output", type=click.Path(dir_okay=False, path_type=Path), help="Default: report.html in LOCATION or here."
+)
+@click.option("--price-per-hour", type=Number(min=0), help="Of one machine, on demand (cost.price_per_hour).")
+@click.option("--spot-discount", type=Number(min=0, max=1, max_open=True), help="Share of it that is not paid.")
+def report(
+    location: str | None, output: Path | None, price_per_hour: float | None, spot_discount: float | None
+) -> None:
+    """Write a run's story as one HTML file: time line, loss, where the time went, checkpoints, cost.
+
+    LOCATION: as for `status`. The file needs no network, and can be sent to others.
+    """
+    from runner.ui.report import render_page
+
+    place = location if location is not None else _newest_run()
+    page = render_page(events_at(place), place, time.time(), price_per_hour, spot_discount)
+    own = "://" not in place and (Path(place) / "journal.jsonl").exists()
+    output = output or (Path(place) if own else Path()) / "report.html"
+    output.write_text(page, encoding="utf-8")
+    click.echo(f"runner: {output.absolute()}")

@@ -1,0 +1,248 @@
+"""runner start."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from checkpointing.threads import in_background
+from runner.cli.options import Number, config_options, load, run_directory_of
+from runner.errors import ExitCode, UsageError
+from runner.node.output import make_streams_lossy
+
+T = TypeVar("T")
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@config_options
+@click.option("--resume", default="auto", show_default=True, metavar="auto|never|STEP", help="Where to go on from.")
+@click.option("--overwrite", is_flag=True, help="With --resume never: move an existing run aside and start anew.")
+@click.option(
+    "--resume-from",
+    "--resume_from",
+    metavar="PATH",
+    help="Checkpoint to start from while the run has none of its own: ours, or a stock Trainer's folder.",
+)
+@click.option(
+    "--allow-changes",
+    "--allow_changes",
+    is_flag=True,
+    help="Resume from the checkpoints of a job that differs from this one, for example by an edited script.",
+)
+@click.option("--max-restarts", "--max_restarts", type=int, help="Restarts without a new checkpoint between them.")
+@click.option("--grace", type=Number(min=0), metavar="SECONDS", help="From a stop request to the end of the ranks.")
+@click.option("--metrics-port", "--metrics_port", type=int, help="Answer Prometheus there, at /metrics.")
+@click.option("--cold", is_flag=True, default=None, help="Fresh interpreters instead of forks of a preloaded one.")
+@click.option(
+    "--debug",
+    is_flag=True,
+    help="The job made small, in a folder of its own, with all that torch and NCCL have to say.",
+)
+@click.argument("script", required=False)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def start(
+    config_path: str | None,
+    output_dir: str | None,
+    settings: tuple[str, ...],
+    resume: str,
+    overwrite: bool,
+    resume_from: str | None,
+    allow_changes: bool,
+    max_restarts: int | None,
+    grace: float | None,
+    metrics_port: int | None,
+    debug: bool,
+    script: str | None,
+    args: tuple[str, ...],
+    **launch: Any,
+) -> None:
+    """Run a job to its end, restarting it as often as it takes.
+
+    Without SCRIPT: supervised fine-tuning as configured. With SCRIPT (and its ARGS): your own training script, as
+    torchrun would run it; let it save through checkpointing.transformers.resilient to make it resumable.
+    """
+    from runner.system.event_loop import StopRequest
+
+    # Only here: `status --watch | head` is to end with its reader.
+    make_streams_lossy()
+    # From here on; what comes before the first attempt is not lost.
+    stop = StopRequest()
+    stop.count_signals()
+
+    from runner.cache import discard_unsealed
+    from runner.journal.summary import render
+    from runner.node.messages import Job
+    from runner.supervisor import preflight
+    from runner.supervisor.follower import Follower
+    from runner.supervisor.identity import between_nodes, identify
+    from runner.supervisor.supervisor import Supervisor, check_resume_step, check_storage
+    from runner.ui.progress import ProgressDisplay
+
+    restart = {"max_restarts": max_restarts, "grace_s": grace}
+    if metrics_port is not None:
+        settings = (*settings, f"monitoring.port={metrics_port}")
+    config = load(config_path, output_dir, settings, launch, restart, script)
+    if script is not None and not Path(script).is_file():
+        raise UsageError(f"script {script!r} does not exist; give the path of a Python file")
+    if debug:
+        from runner.config.debug import debugging_environment, for_debugging
+        from runner.hardware.gpus import find_gpus
+
+        if script is not None:
+            raise UsageError(f"--debug makes the configured job small; what {script} does, only its own options can")
+        if resume not in ("auto", "never"):
+            raise UsageError(f"--debug begins anew, in a folder of its own; leave --resume {resume} out")
+        gpus = find_gpus()
+        config, resume, overwrite = for_debugging(config, len(gpus)), "never", True
+        os.environ.update(debugging_environment(os.environ, on_gpu=bool(gpus)))
+    step = resume_step(resume)
+    if overwrite and step != "never":
+        raise UsageError("--overwrite goes with --resume never")
+    starting_point = preflight.starting_point(resume_from) if resume_from is not None else ""
+
+    def say(text: str) -> None:
+        click.echo(f"runner: {text}")
+
+    directory = run_directory_of(config)
+    directory.create()
+    directory.lock(say, lambda: bool(stop))
+    identity = _unless_stopped(stop, lambda: identify(config, script, args))
+    if step == "auto" and preflight.is_done(config, directory, identity):
+        say("this run is finished; nothing to do (--resume never --overwrite starts it over)")
+        click.echo(render(summary_of_run(directory), places_of(config, directory)))
+        return
+    caveats, is_away = _unless_stopped(stop, lambda: check_storage(config))
+    first_node = config.launch.node_rank == 0
+    place: str | None = None
+    if not first_node:
+        preflight.write_job(directory, identity)
+    elif not is_away or step != "auto":
+        # The location is the run's: the first node's runner checks and prepares it.
+        lock = preflight.LocationLock(config, say, None if directory.is_locked else 0.0)
+        _unless_stopped(stop, lock.hold)
+        if step == "never":
+            if _start_anew(config, directory, overwrite):
+                lock.hold()
+        else:
+            check = functools.partial(preflight.examine, config, directory, identity, allow_changes=allow_changes)
+            caveats += _unless_stopped(stop, check)
+        if isinstance(step, int):
+            for kept in check_resume_step(config, step):
+                say(f"newer than step {step}, kept as {kept}")
+        place = preflight.admit(config, directory, identity)
+    if first_node:
+        discard_unsealed(directory.cache)
+    # A restart, or a script that changes its directory, must find the same places.
+    config.make_absolute()
+    directory.config.write_text(config.to_yaml())
+    display = ProgressDisplay(quiet=not first_node, live=script is None and not debug)
+    job = Job(
+        str(Path(script).absolute()) if script is not None else None,
+        args,
+        show_output=script is not None or debug,
+        resume_from=starting_point,
+        allow_changes=allow_changes,
+    )
+    display.message(f"run {directory.run_id()} in {directory.root}, resume {resume}")
+    for caveat in caveats:
+        display.message(caveat)
+    if first_node and config.monitoring.port is not None:
+        from runner.ui.prometheus import RunCollector, serve
+
+        # Others can reach it only where there are others, or the user says so.
+        address = config.monitoring.address or ("127.0.0.1" if config.launch.nnodes == 1 else "0.0.0.0")
+        serve(address, config.monitoring.port, RunCollector(directory.journal))
+    shared = between_nodes(identity, config.checkpoint.location)
+    if not first_node:
+        follower = Follower(config, directory, job, display, stop, identity=shared, compared=not allow_changes)
+        sys.exit(int(follower.run()))
+    supervisor = Supervisor(config, directory, job, display, stop, place=place, identity=shared)
+    exit_code = supervisor.run()
+    summary = summary_of_run(directory)
+    if summary.step > 0:
+        click.echo(render(summary, places_of(config, directory)))
+    elif exit_code == ExitCode.DONE:
+        click.echo("runner: finished")
+    if exit_code != ExitCode.DONE:
+        # Not by the journal, which may have been moved away, or its disk may be full.
+        state = "stopped" if exit_code == ExitCode.PREEMPTED else "failed"
+        shown = supervisor.failed_log is not None and exit_code != ExitCode.PREEMPTED
+        log = f"; log: {supervisor.failed_log}" if shown else ""
+        click.echo(f"runner: {state}: {supervisor.reason} (exit code {int(exit_code)}{log})")
+    sys.exit(int(exit_code))
+
+
+def _unless_stopped(stop: Any, work: Callable[[], T]) -> T:
+    """What may take a minute where a server is silent; a stop request ends the wait.
+
+    Raises:
+        SystemExit: with the code of a stop.
+    """
+    outcome = in_background(work, "check")
+    while not stop:
+        try:
+            return outcome.result(timeout=0.05)
+        except TimeoutError:
+            if outcome.done():
+                raise
+    click.echo("runner: stopped before anything was started")
+    sys.stdout.flush()
+    # The thread may wait for a server yet.
+    os._exit(int(ExitCode.PREEMPTED))
+
+
+def resume_step(text: str) -> str | int:
+    if text in ("auto", "never"):
+        return text
+    if text.isascii() and text.isdigit():
+        return int(text)
+    raise UsageError(f"--resume {text!r} is not allowed; use auto, never, or the number of a committed step")
+
+
+def _start_anew(config: Any, directory: Any, overwrite: bool) -> bool:
+    """Returns whether an earlier run was moved aside."""
+    from checkpointing.storage import LocalStorage
+
+    tiers = config.tiers
+    steps = {step for storage in tiers.nearest_first for step in storage.steps()}
+    if not steps and not isinstance(tiers.durable, LocalStorage) and tiers.durable.read_note() is not None:
+        # What another run has failed of here does not concern this one.
+        tiers.durable.write_note(b"{}")
+    if not steps and not directory.journal.exists():
+        return False
+    if not overwrite:
+        raise UsageError(
+            f"--resume never: {directory.root} already holds a run; add --overwrite to move it aside, or choose "
+            "another --output-dir"
+        )
+    folders = [storage.root for storage in tiers.nearest_first if isinstance(storage, LocalStorage)]
+    if not isinstance(tiers.durable, LocalStorage) and tiers.durable.steps():
+        raise UsageError(
+            f"--overwrite: {tiers.durable.location} holds checkpoints, which cannot be moved there; choose another "
+            "checkpoint.location, or remove them yourself"
+        )
+    click.echo(f"runner: the earlier run is kept in {directory.move_aside(folders)}")
+    return True
+
+
+def summary_of_run(directory: Any) -> Any:
+    from runner.supervisor.supervisor import summary_of
+
+    return summary_of(directory)
+
+
+def places_of(config: Any, directory: Any) -> dict[str, str]:
+    places = {
+        "best model": str(directory.best_model),
+        "checkpoints": config.checkpoint_location,
+        **({"local tier": config.checkpoint.local_tier} if config.checkpoint.local_tier else {}),
+        "journal": str(directory.journal),
+        "logs": str(directory.logs),
+    }
+    return {name: path for name, path in places.items() if "://" in path or Path(path).exists()}

@@ -1,0 +1,141 @@
+"""Checks of a configuration that need more than one key, or the machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from checkpointing.extras import not_installed
+from runner.config.schema import DATA_LOADERS, DEFAULT_CONFIG, Config
+from runner.errors import UsageError
+
+
+def check_model(config: Config) -> None:
+    if config.model.name_or_path is None and not config.model.config:
+        raise UsageError(
+            "no model is configured; set model.name_or_path (variable MODEL_NAME) to a hub name or a local folder, or "
+            f"model.config to build a new one. The bundled job's model is in {DEFAULT_CONFIG}, which --config accepts"
+        )
+    name = config.model.name_or_path
+    if name is not None and _is_path(name) and not Path(name).is_dir():
+        raise UsageError(f"model.name_or_path={name!r} does not exist; give a model's folder, or a name on the Hub")
+
+
+def _is_path(name: str) -> bool:
+    """Of what is on this machine, or the Hub's: asking that for a path takes a minute, and answers beside the point."""
+    first, separator, rest = name.partition("/")
+    # The Hub's names have one part, or two.
+    return name.startswith((".", "/", "~")) or "/" in rest or (bool(separator) and Path(first).is_dir())
+
+
+def resolve_nodes(config: Config, source_of: Any) -> None:
+    launch = config.launch
+    if launch.nproc_per_node != "auto" and launch.nproc_per_node < 1:
+        raise UsageError(
+            f"{source_of('launch.nproc_per_node')}: launch.nproc_per_node={launch.nproc_per_node} is not allowed: "
+            "use auto or a number from 1"
+        )
+    if launch.node_rank and launch.nnodes == 1 and launch.world_size is None:
+        raise UsageError(
+            f"{source_of('launch.node_rank')}: node rank {launch.node_rank} needs --nnodes (or WORLD_SIZE) above it"
+        )
+
+
+def _unknown_scheme(url: str) -> str | None:
+    """Why no file can be read at this URL, if so: nobody knows its scheme, or the package for it is missing."""
+    import fsspec
+
+    scheme = urlsplit(url).scheme
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except ValueError as error:
+        return str(error)
+    except ImportError as error:
+        return not_installed("s3fs", "s3") if scheme == "s3" else str(error)
+    return None
+
+
+def check_files(config: Config, source_of: Any, *, needs_data: bool) -> None:
+    try:
+        _ = config.launch.peer_address
+    except ValueError as error:
+        raise UsageError(f"{source_of('launch.rdzv_endpoint')}: {error}") from None
+    try:
+        _ = config.tiers
+    except ValueError as error:
+        key = "checkpoint.local_tier" if "local_tier" in str(error) else "checkpoint.location"
+        raise UsageError(f"{source_of(key)}: {error}") from None
+    try:
+        _ = config.checkpoint.memory_limit_bytes
+    except ValueError as error:
+        raise UsageError(f"{source_of('checkpoint.memory_limit')}: checkpoint.memory_limit: {error}") from None
+    for name in ("path", "validation_path"):
+        path = getattr(config.data, name)
+        if needs_data and path and "://" not in path and _is_path(path) and not Path(path).exists():
+            raise UsageError(
+                f"{source_of(f'data.{name}')}: data.{name}={path!r} does not exist; give a .parquet, .jsonl, .json or "
+                ".csv file, a folder, or the name of a hub data set"
+            )
+        if path is None or Path(path).suffix not in DATA_LOADERS:
+            continue
+        if "://" in path:
+            if needs_data and (problem := _unknown_scheme(path)) is not None:
+                raise UsageError(f"{source_of(f'data.{name}')}: data.{name}={path!r}: {problem}")
+            continue
+        if needs_data and not Path(path).is_file():
+            raise UsageError(
+                f"{source_of(f'data.{name}')}: data.{name}={path!r} does not exist; give a .parquet, .jsonl, .json or "
+                ".csv file, or the name of a hub data set"
+            )
+        # A restart may come from another directory.
+        setattr(config.data, name, os.path.abspath(path))  # noqa: PTH100 - keeps symlinks
+    metric = str(config.trainer.get("metric_for_best_model") or "")
+    if metric.endswith("perplexity"):
+        raise UsageError(
+            f"{source_of('trainer.metric_for_best_model')}: trainer.metric_for_best_model={metric!r} is not allowed: "
+            "use eval_loss, which falls with it"
+        )
+    split = config.data.validation_split
+    source = config.data.validation_path or config.data.path
+    if split is not None and (source is None or Path(source).suffix in DATA_LOADERS):
+        raise UsageError(
+            f"{source_of('data.validation_split')}: data.validation_split={split!r} is a split of a hub data set, and "
+            f"{source or 'the bundled data'} has none: use data.validation_path or data.validation_share"
+        )
+    if config.data.streaming:
+        wrong = {
+            "data.validation_share": config.data.validation_share is not None,
+            "data.validation_split": split is not None and config.data.validation_path is None,
+        }
+        for key, is_wrong in wrong.items():
+            if is_wrong:
+                raise UsageError(
+                    f"{source_of(key)}: {key} is not allowed with data.streaming, which never holds all rows: use "
+                    "data.validation_path"
+                )
+        if not config.trainer.get("max_steps", 0) > 0:
+            raise UsageError(
+                f"{source_of('data.streaming')}: data.streaming needs trainer.max_steps: how long an epoch is, nobody "
+                "knows before its end"
+            )
+    if config.strategy == "fsdp" and config.method.type != "full":
+        raise UsageError(
+            f"{source_of('strategy')}: strategy=fsdp is not supported with method.type={config.method.type} yet: use "
+            "ddp, which an adapter's small state does not burden"
+        )
+    fsdp = config.trainer.get("fsdp_config")
+    if fsdp and config.strategy != "fsdp":
+        raise UsageError(f"{source_of('trainer.fsdp_config')}: trainer.fsdp_config needs strategy: fsdp")
+    if fsdp and (not isinstance(fsdp, dict) or fsdp.get("version", 2) != 2):
+        raise UsageError(
+            f"{source_of('trainer.fsdp_config')}: trainer.fsdp_config={fsdp!r} is not allowed: write FSDP2's "
+            "options as a mapping, without version or with version: 2"
+        )
+    given = [name for name in ("validation_path", "validation_share") if getattr(config.data, name) is not None]
+    if len(given) > 1 or (config.data.validation_share is not None and config.data.validation_split is not None):
+        raise UsageError(
+            f"{source_of('data.validation_share')}: data.validation_share={config.data.validation_share} is not "
+            "allowed beside data.validation_path or data.validation_split: choose one"
+        )

@@ -1,0 +1,155 @@
+"""Reads the configuration: defaults < YAML < environment < command line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from runner.config import trainer_options
+from runner.config.checks import check_files, check_model, resolve_nodes
+from runner.config.environment import settings_from_environment
+from runner.config.schema import DEFAULT_CONFIG, Config
+from runner.errors import UsageError
+
+
+def load_config(
+    path: str | None,
+    environment: Mapping[str, str],
+    settings: Sequence[tuple[str, Any, str]] = (),
+    *,
+    needs_data: bool = True,
+    script: str | None = None,
+) -> Config:
+    """Resolve a configuration.
+
+    Args:
+        path: YAML file. Without one the bundled job is the base, unless `script`, or a model or data that the
+            environment or `settings` name, make it another job: nothing of the bundled one applies to that.
+        environment: usually `os.environ`.
+        settings: (dotted key, value, how the user wrote it) from the command line.
+        needs_data: whether the model must be named and the training data exist.
+        script: The user's own training script, which needs no model here.
+
+    Raises:
+        UsageError: a file is missing or malformed, a key unknown, a value of the wrong type, or no model is given.
+    """
+    sources: dict[str, str] = {}
+    overrides: list[tuple[str, Any, str]] = []
+    for key, (value, variable) in settings_from_environment(environment).items():
+        overrides.append((key, value, variable))
+        sources[key] = f"environment variable {variable}"
+    for key, value, written in settings:
+        overrides.append((key, value, written))
+        sources[key] = f"command line {written}"
+    document: dict[str, Any] = {}
+    if path is not None:
+        document = _read_yaml(Path(path))
+    elif script is None and not _names_a_job(overrides):
+        document = _read_yaml(DEFAULT_CONFIG)
+    for key, value, written in overrides:
+        _set(document, key, value, written)
+
+    def source_of(key: str) -> str:
+        return sources.get(key, str(path) if path is not None else "default configuration")
+
+    document.setdefault("output_dir", _default_folder(script, path, document))
+    try:
+        config = Config.model_validate(document)
+    except ValidationError as error:
+        raise UsageError(_explain(error, source_of)) from None
+    options: dict[str, Any] = {}
+    for name, value in config.trainer.items():
+        options |= trainer_options.validate({name: value}, source_of(f"trainer.{name}"))
+    config.trainer = options
+    resolve_nodes(config, source_of)
+    check_files(config, source_of, needs_data=needs_data)
+    if needs_data and script is None:
+        check_model(config)
+    return config
+
+
+def _names_a_job(overrides: Sequence[tuple[str, Any, str]]) -> bool:
+    """Whether the environment or the command line name a model or data."""
+    document: dict[str, Any] = {}
+    for key, value, written in overrides:
+        _set(document, key, value, written)
+    return bool(_value(document, "model", "name_or_path") or _value(document, "data", "path"))
+
+
+def _value(document: Mapping[str, Any], section: str, key: str) -> Any:
+    values = document.get(section)
+    return values.get(key) if isinstance(values, dict) else None
+
+
+def _default_folder(script: str | None, path: str | None, document: Mapping[str, Any]) -> str:
+    """The folder of a run that nobody has given one."""
+    data, model = _value(document, "data", "path"), _value(document, "model", "name_or_path")
+    if script is not None or path is not None:
+        name = Path(str(script or path)).stem
+    elif model:
+        name = Path(os.path.abspath(str(model))).name  # noqa: PTH100 - the name as given, not what it links to
+    else:
+        name = Path(str(data)).stem if data else ""
+    return f"runs/{name or 'default'}"
+
+
+def parse_setting(text: str) -> tuple[str, Any, str]:
+    """`key=value` of `--set`, the value read as YAML.
+
+    Raises:
+        UsageError: there is no `=`.
+    """
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        raise UsageError(f"--set {text!r}: write key=value, for example --set trainer.learning_rate=1e-4")
+    try:
+        return key, yaml.safe_load(value), f"--set {text}"
+    except yaml.YAMLError:
+        raise UsageError(f"--set {text!r}: the value is not valid YAML") from None
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        document = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--config {file}: {error.strerror}; give the path of a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file}: not valid YAML ({' '.join(str(error).split())})") from None
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise UsageError(f"{file}: must be a mapping of {', '.join(Config.model_fields)}")
+    return document
+
+
+def _set(document: dict[str, Any], key: str, value: Any, written: str) -> None:
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        child = document.setdefault(parent, {})
+        if child is None:
+            child = document[parent] = {}
+        if not isinstance(child, dict):
+            raise UsageError(f"{written}: {parent} is not a section but {child!r}")
+        document = child
+    document[leaf] = value
+
+
+def _explain(error: ValidationError, source_of: Any) -> str:
+    """The first problem, as one line."""
+    problem = error.errors()[0]
+    location = [str(part) for part in problem["loc"] if part not in ("int", "literal['auto']")]
+    key = ".".join(location)
+    if problem["type"] == "extra_forbidden":
+        section: Any = Config
+        for part in location[:-1]:
+            section = section.model_fields[part].annotation
+        allowed = ", ".join(section.model_fields)
+        return f"{source_of(key)}: unknown key {key} (value {problem['input']!r}); allowed here: {allowed}"
+    if problem["type"] in ("model_type", "dict_type"):
+        return f"{source_of(key)}: {key}={problem['input']!r} is not allowed: write a mapping of names to values"
+    return f"{source_of(key)}: {key}={problem['input']!r} is not allowed: {problem['msg'].lower()}"
