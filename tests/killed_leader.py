@@ -20,6 +20,7 @@ from typing import Any
 from checkpointing.storage import LocalStorage
 from runner.__main__ import main
 from runner.journal.journal import Journal
+from runner.node.helpers import Helpers
 from runner.node.node import Node
 from runner.supervisor.peers import Connection
 from runner.supervisor.supervisor import Supervisor
@@ -57,7 +58,7 @@ def trace(steps: Steps) -> None:
     before(Connection, "send", lambda message: f"sent {message['do']}", steps)
     before(Supervisor, "_on_peer", lambda number, message: f"received {message['do']}", steps)
     before(Journal, "append", lambda event, attempt, **details: f"recorded {event}", steps)
-    before(Node, "_tell_agent", lambda do, **details: f"agent {do}", steps)
+    before(Helpers, "tell_agent", lambda do, **details: f"agent {do}", steps)
     before(Node, "close", lambda: "processes end", steps)
     before(LocalStorage, "replace_note", lambda data: "note", steps)
     before(Supervisor, "_dismiss_others", lambda decision: "others dismissed", steps)

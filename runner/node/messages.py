@@ -27,7 +27,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Order:
+class AttemptSpec:
     """What an attempt is to be like, on every machine.
 
     Attributes:
@@ -53,7 +53,7 @@ class Order:
         return asdict(self)
 
     @classmethod
-    def from_message(cls, message: Message) -> Order:
+    def from_message(cls, message: Message) -> AttemptSpec:
         return cls(**{own.name: message[own.name] for own in fields(cls)})
 
 
@@ -62,7 +62,7 @@ _ORDERLY = (FailureKind.FINISHED, FailureKind.PREEMPTED)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttemptResult:
     """How an attempt went on this machine.
 
     Attributes:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from checkpointing.heartbeat import Heartbeat, Phase
+from runner.config.schema import RestartConfig
 
 # A step may take so many times the 99th percentile of this run's own steps, and so many seconds more.
 _STEP_FACTOR = 3.0
@@ -43,6 +44,11 @@ class Limits:
     hang_s: float | None
     first_step_s: float
     quiet_s: float
+
+    @classmethod
+    def of(cls, restart: RestartConfig) -> Limits:
+        """As the user has set them."""
+        return cls(restart.hang_timeout_s, restart.first_step_timeout_s, restart.quiet_timeout_s)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -63,6 +63,10 @@ class Failure:
     def is_effect(self) -> bool:
         """It may be what a failure elsewhere has led to."""
         return self.kind in _EFFECTS or (self.kind is FailureKind.CRASHED and is_effect(self.cause))
+
+    def at_step(self, step: int) -> Failure:
+        """The same, with the attempt's last finished step."""
+        return replace(self, step=step)
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "kind": self.kind.value}

@@ -12,7 +12,7 @@ from checkpointing.errors import CheckpointError
 from runner.config.schema import Config
 from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError
 from runner.journal.run_directory import RunDirectory
-from runner.node.messages import Job, Order
+from runner.node.messages import AttemptSpec, Job
 from runner.node.node import Node
 from runner.recovery.kinds import Failure, FailureKind
 from runner.recovery.restart_state import FINISHED_PATIENCE_S, RunRecord
@@ -58,7 +58,7 @@ class Follower:
         self._member = Member(config.launch.peer_address, hello, self._life.loop, self._on_message)
         self._node: Node | None = None
         self._run_id: str | None = None
-        self._order: Order | None = None
+        self._spec: AttemptSpec | None = None
         # The attempt that the first machine has ended, and whether for a hang.
         self._end_wanted: tuple[int, bool] | None = None
         self._busy_told = False
@@ -125,26 +125,26 @@ class Follower:
             if not self._life.stop:
                 assert self._node is not None
                 self._member.send({"do": "ready", "nproc": self._node.shape[1]})
-            if not self._wait(lambda: self._order is not None or self._run_id is None):
+            if not self._wait(lambda: self._spec is not None or self._run_id is None):
                 return self._ending()
             num_killed = 0
-            if self._order is not None:
-                self._run_attempt(self._order)
+            if self._spec is not None:
+                self._run_attempt(self._spec)
 
-    def _run_attempt(self, order: Order) -> None:
+    def _run_attempt(self, spec: AttemptSpec) -> None:
         assert self._node is not None
-        self._order = None
-        self._life.attempt = order.attempt
-        self._say(f"run {self._node.run_id}: attempt {order.attempt} begins")
-        outcome = self._node.run_attempt(order, self._each_turn)
-        failure = outcome.failure
+        self._spec = None
+        self._life.attempt = spec.attempt
+        self._say(f"run {self._node.run_id}: attempt {spec.attempt} begins")
+        result = self._node.run_attempt(spec, self._each_turn)
+        failure = result.failure
         if failure.kind not in (FailureKind.FINISHED, FailureKind.PREEMPTED):
-            self._say(f"attempt {order.attempt} has ended here: {failure.cause}")
+            self._say(f"attempt {spec.attempt} has ended here: {failure.cause}")
         if failure.kind in (FailureKind.FINISHED, FailureKind.PREEMPTED):
             # The others may still publish, or save.
             self._stop_patience_s = _STOP_PATIENCE_S + self._config.restart.grace_s
-        self._life.record("attempt_ended", **outcome.event(failure, self._node.committed_step))
-        self._member.send({"do": "ended", "attempt": order.attempt, "failure": failure.to_dict()})
+        self._life.record("attempt_ended", **result.event(failure, self._node.checkpoints.committed_step))
+        self._member.send({"do": "ended", "attempt": spec.attempt, "failure": failure.to_dict()})
 
     def _say(self, text: str) -> None:
         print(f"runner: node {self._config.launch.node_rank}: {text}", flush=True)
@@ -168,7 +168,7 @@ class Follower:
             self._heard_at = time.monotonic()
         else:
             # It is another connection's business from now on.
-            self._run_id = self._order = None
+            self._run_id = self._spec = None
             self._stop_sent = self._busy_told = False
         self._life.tell_stop()
         if self._life.stop and not self._stop_sent and self._member.connected:
@@ -251,7 +251,7 @@ class Follower:
             case "welcome":
                 self._run_id = str(message["run_id"])
             case "begin":
-                self._order = Order.from_message(message)
+                self._spec = AttemptSpec.from_message(message)
                 if self._node is not None:
                     self._node.others_busy = False
             case "end":

@@ -136,7 +136,7 @@ class _Welcome(_Strict):
 
 
 class _Begin(_Strict):
-    """The fields of `runner.node.node.Order`."""
+    """The fields of `runner.node.messages.AttemptSpec`."""
 
     do: Literal["begin"]
     attempt: _Count

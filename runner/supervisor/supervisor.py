@@ -30,7 +30,7 @@ from runner.journal.mirror import JournalCopy, needs_copy
 from runner.journal.run_directory import RunDirectory
 from runner.journal.states import RunState, StateMachine
 from runner.journal.summary import summarise
-from runner.node.messages import Job, Order, Outcome
+from runner.node.messages import AttemptResult, AttemptSpec, Job
 from runner.node.node import Node
 from runner.recovery.combine import combine
 from runner.recovery.kinds import Failure, FailureKind
@@ -135,7 +135,7 @@ class Supervisor:
                 stop=life.stop,
                 runtime=life.runtime,
             )
-            self._node.committed_step = over_all_stages
+            self._node.checkpoints.committed_step = over_all_stages
             decision: Stop | None = None
             try:
                 decision = self._spent_by_lost_runners()
@@ -196,7 +196,7 @@ class Supervisor:
 
         A runner that is restarted after that, on this node or another, does not wait for the others.
         """
-        if self._identity is None or self._node.fenced is not None:
+        if self._identity is None or self._node.checkpoints.fenced is not None:
             return
         self._memory.finished = key_of(self._identity)
         # The agent, which keeps the record otherwise, has ended.
@@ -217,7 +217,7 @@ class Supervisor:
 
     def _spent_by_lost_runners(self) -> Stop | None:
         """Runners before this one may have been killed together with all they had started, again and again."""
-        if not self._memory.account_for_lost_runner(self._node.committed_step):
+        if not self._memory.account_for_lost_runner(self._node.checkpoints.committed_step):
             return None
         self._display.message("the runner before this one ended without a word; that counts as a failure")
         decision = self._decide()
@@ -284,7 +284,7 @@ class Supervisor:
         if failure.kind is FailureKind.FINISHED:
             self._memory.history.clear()
         elif failure.kind not in (FailureKind.PREEMPTED, FailureKind.ENDED):
-            self._memory.add(AttemptRecord(failure, self._node.committed_step))
+            self._memory.add(AttemptRecord(failure, self._node.checkpoints.committed_step))
         decision = self._decide(failure)
         durable = self._config.tiers.durable
         if isinstance(decision, Restart) and isinstance(durable, LocalStorage) and not durable.root.is_dir():
@@ -307,8 +307,8 @@ class Supervisor:
         """On the newest failure on record, or on an end that is none."""
         history = list(self._memory.history)
         if failure is not None and (not history or history[-1].failure is not failure):
-            history.append(AttemptRecord(failure, self._node.committed_step))
-        micro_batch, accumulation = self._node.batch or (None, 1)
+            history.append(AttemptRecord(failure, self._node.checkpoints.committed_step))
+        micro_batch, accumulation = self._node.checkpoints.batch or (None, 1)
         self._memory.batch = BatchShape(micro_batch, accumulation, self._memory.batch.divisor)
         return decide(
             history,
@@ -324,7 +324,7 @@ class Supervisor:
     def _keep_record(self) -> None:
         # Once another runner has the run, the record is that one's.
         text = self._memory.to_json(self._life.attempt)
-        if self._node.fenced is None and not self._node.note(text):
+        if self._node.checkpoints.fenced is None and not self._node.note(text):
             with contextlib.suppress(OSError):
                 self._config.tiers.durable.replace_note(text.encode())
 
@@ -335,7 +335,7 @@ class Supervisor:
         self._keep_record()
         memory = self._memory
         skipped = ",".join(f"{first}-{last}" for first, last in memory.skipped)
-        order = Order(
+        spec = AttemptSpec(
             life.attempt,
             self._num_nodes,
             memory.batch.divisor,
@@ -350,13 +350,13 @@ class Supervisor:
         self._ended.clear()
         self._states.move(RunState.RUNNING)
         if self._leader is not None:
-            self._leader.send({"do": "begin", **order.to_message()})
+            self._leader.send({"do": "begin", **spec.to_message()})
         self._running, self._node.others_busy = True, False
         self._busy.clear()
-        outcome = self._node.run_attempt(order, self._each_turn)
-        failure = self._join(outcome)
+        result = self._node.run_attempt(spec, self._each_turn)
+        failure = self._join(result)
         self._running = False
-        self._used_manager |= outcome.used_manager
+        self._used_manager |= result.used_manager
         unsaved = self._job.script is not None and not self._used_manager and failure.kind not in _NOTHING_DONE
         # One that was stopped may not have come so far.
         if unsaved and not self._unsaved_told and not life.stop:
@@ -365,10 +365,10 @@ class Supervisor:
                 "the script has used neither resilient() nor a CheckpointManager: nothing is saved, and each attempt "
                 "starts from the beginning"
             )
-        if outcome.training_began:
-            memory.account_for_steps(outcome.start_step, failure.step or outcome.start_step)
-        life.record("attempt_ended", **outcome.event(failure, self._node.committed_step))
-        return failure, outcome.log if failure.rank == outcome.failure.rank else None
+        if result.training_began:
+            memory.account_for_steps(result.start_step, failure.step or result.start_step)
+        life.record("attempt_ended", **result.event(failure, self._node.checkpoints.committed_step))
+        return failure, result.log if failure.rank == result.failure.rank else None
 
     def _each_turn(self) -> None:
         """While an attempt runs: stops and other machines."""
@@ -503,14 +503,14 @@ class Supervisor:
             case "stop":
                 self._life.stop.ask(f"machine {number}: {message['reason']}")
             case "event" if message["attempt"] == self._life.attempt:
-                self._node.take_in(message["event"], message["details"])
+                self._node.checkpoints.handle_forwarded(message["event"], message["details"])
             case "ended" if message["attempt"] == self._life.attempt:
                 self._ended[number] = Failure.from_dict(message["failure"])
                 self._ready.discard(number)
 
-    def _join(self, outcome: Outcome) -> Failure:
+    def _join(self, result: AttemptResult) -> Failure:
         """Have the attempt over on all machines; one failure of all of theirs."""
-        own = outcome.failure
+        own = result.failure
         if self._leader is None:
             return own
         told = False

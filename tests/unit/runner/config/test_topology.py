@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from runner.config.load import load_config
-from runner.config.topology import shape_of
+from runner.config.topology import promised_gpu, shape_of
 from runner.errors import UsageError
-from runner.node.node import promised_gpu
 
 
 def shape(accelerators: int, settings: dict[str, object], **environment: str) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from forged import forged
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.node.messages import Order
+from runner.node.messages import AttemptSpec
 from runner.recovery.kinds import Failure, FailureKind
 from runner.supervisor import peers
 from runner.supervisor.peer_messages import Message, read_by_leader, read_by_member
@@ -263,8 +263,8 @@ def test_a_run_goes_on_whatever_strangers_say(crowd: Pair, lines: list[bytes]) -
 
 
 def test_every_message_that_we_send_is_one() -> None:
-    order = Order(3, 2, 2, "3-5", "1:20", "abc", 4, 40, "/from", True)
-    assert Order.from_message(read_by_member(json.dumps({"do": "begin", **order.to_message()}).encode())) == order
+    order = AttemptSpec(3, 2, 2, "3-5", "1:20", "abc", 4, 40, "/from", True)
+    assert AttemptSpec.from_message(read_by_member(json.dumps({"do": "begin", **order.to_message()}).encode())) == order
     details = {"step": 3, "loss": 1.5, "tokens_per_s": None, "stage": "stage-2", "run_step": 9}
     event = {"do": "event", "event": "log", "attempt": 1, "details": details}
     assert read_by_leader(json.dumps(event).encode()) == event

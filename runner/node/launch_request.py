@@ -1,0 +1,131 @@
+"""What the launcher is started with, and what it is asked to start in an attempt. No process, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from checkpointing.agent.client import ATTEMPT_ENV, SOCKET_ENV
+from checkpointing.agent.protocol import Message
+from checkpointing.environment import (
+    ALLOW_CHANGES_ENV,
+    BATCH_ENV,
+    FAILURES_ENV,
+    LINEAGE_ENV,
+    LOCAL_TIER_ENV,
+    LOCATION_ENV,
+    RESUME_ENV,
+    RESUME_FROM_ENV,
+    SKIP_ENV,
+)
+from runner.config.environment import LOST_STEPS_ENV, TORCHRUN_VARIABLES
+from runner.config.schema import Config
+from runner.journal.run_directory import RunDirectory
+from runner.node.messages import AttemptSpec, Job
+from runner.system.processes import RUN_ID_ENV
+
+
+def launcher_environment(config: Config, mark: str, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the launcher, and with it of the ranks.
+
+    Args:
+        mark: By which the run's processes are found; see `processes.mark`.
+        inherited: The environment of this process.
+    """
+    environment = dict(inherited)
+    environment[RUN_ID_ENV] = mark
+    # torchrun's own default: ranks share the cores. It has to be set before torch is loaded.
+    if config.launch.nproc_per_node != 1:
+        environment.setdefault("OMP_NUM_THREADS", "1")
+    # The ranks get these from torchrun; inherited ones would only contradict it.
+    for name in TORCHRUN_VARIABLES:
+        environment.pop(name, None)
+    environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Libraries ask when they are imported whether there is a GPU, in the process that ranks are forked from. Asked
+    # of the driver's monitor, that leaves CUDA alone; otherwise no rank could start it.
+    environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    # A restart is no download to be counted.
+    environment.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
+    return environment
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """What ranks need to know of this node.
+
+    Attributes:
+        nproc: Ranks on this node.
+        accelerators: GPUs that torch sees; 0 on a CPU.
+        cold: Ranks are fresh interpreters, not forks of a preloaded one.
+        agent_socket: Path of the checkpoint agent's socket.
+        event_socket: Path of the socket on which ranks report to this runner.
+        log_dir: Folder for the ranks' output.
+        committed_step: The newest committed step; -1 before the first.
+    """
+
+    nproc: int
+    accelerators: int
+    cold: bool
+    agent_socket: str
+    event_socket: str
+    log_dir: str
+    committed_step: int
+
+
+def launch_request(
+    spec: AttemptSpec,
+    *,
+    config: Config,
+    directory: RunDirectory,
+    job: Job,
+    run_id: str,
+    setup: RankSetup,
+    inherited: Mapping[str, str],
+) -> Message:
+    """What the launcher is asked for, to start the ranks of an attempt."""
+    launch = config.launch
+    resume_from = job.resume_from or spec.resume_from
+    allow_changes = job.allow_changes or spec.allow_changes
+    endpoint, own = launch.rendezvous(spec.nnodes)
+    return {
+        "run_id": run_id,
+        "attempt": spec.attempt,
+        "nnodes": spec.nnodes,
+        "nproc_per_node": setup.nproc,
+        "rdzv_endpoint": endpoint,
+        "is_host": launch.node_rank == 0,
+        "local_addr": own,
+        "join_timeout_s": launch.rendezvous_timeout_s,
+        "cold": setup.cold,
+        "log_dir": setup.log_dir,
+        "spec": {
+            "env": {
+                **(_on_loopback(inherited) if spec.nnodes == 1 else {}),
+                SOCKET_ENV: setup.agent_socket,
+                ATTEMPT_ENV: str(spec.attempt),
+                LOCATION_ENV: config.checkpoint_location,
+                LOCAL_TIER_ENV: config.checkpoint.local_tier or "",
+                RESUME_ENV: "auto",
+                FAILURES_ENV: spec.failure_history,
+                LINEAGE_ENV: spec.lineage,
+                LOST_STEPS_ENV: f"{spec.lost_steps}:{spec.reached}",
+                BATCH_ENV: str(spec.divisor),
+                SKIP_ENV: spec.skipped,
+                **({RESUME_FROM_ENV: resume_from} if resume_from else {}),
+                **({ALLOW_CHANGES_ENV: "1"} if allow_changes else {}),
+            },
+            "events": setup.event_socket,
+            "config": str(directory.config),
+            "cache": str(directory.cache),
+            "accelerators": setup.accelerators,
+            # Not from what a stock Trainer wrote: it need not hold every weight.
+            "resumes": (spec.attempt > 1 or setup.committed_step >= 0) and not resume_from,
+            "script": job.script,
+            "args": list(job.args),
+        },
+    }
+
+
+def _on_loopback(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that have the ranks of a single node listen on the loopback device, unless the user says otherwise."""
+    return {name: "lo" for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in environment}

@@ -1,0 +1,316 @@
+"""What a node answers while an attempt runs, decision by decision: no process is started."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from node_fakes import FakeDisplay, FakeHelper, FakeHost, FakeLoop, beat
+
+from checkpointing.heartbeat import Phase
+from runner.config.schema import Config
+from runner.node.agent_events import AgentEvents
+from runner.node.attempt import Attempt
+from runner.node.helpers import Helpers
+from runner.node.messages import AttemptResult, AttemptSpec, Job
+from runner.node.rank_watch import RankWatch
+from runner.recovery.kinds import Failure, FailureKind
+from runner.system.event_loop import StopRequest
+
+
+class FakeRanks(RankWatch):
+    """Ranks that live until the test has them die; `held` ones survive SIGKILL."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.signals: list[signal.Signals] = []
+        self.held: set[int] = set()
+
+    def start(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.pids[rank], self.local_ranks[rank], self.pidfds[10 + rank] = 100 + rank, rank, 10 + rank
+            self.pidfds[10 + rank] = rank
+
+    def end(self, rank: int) -> None:
+        self.deaths.append(self.pidfds.pop(10 + rank))
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        self.signals.append(number)
+        if number is signal.SIGKILL:
+            for rank in sorted(set(self.pidfds.values()) - self.held):
+                self.end(rank)
+
+    def close(self) -> None:
+        self.pidfds.clear()
+
+
+@dataclass
+class Bench:
+    """An attempt of two ranks, and everything around it."""
+
+    config: Config = field(default_factory=Config)
+    job: Job = field(default_factory=Job)
+    logs: Path = Path("/nonexistent")
+
+    def __post_init__(self) -> None:
+        self.host, self.stop, self.display = FakeHost(), StopRequest(), FakeDisplay()
+        self.loop = FakeLoop(self.host)
+        self.agent, self.launcher = FakeHelper(1), FakeHelper(2)
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        display: Any = self.display
+        self.checkpoints = AgentEvents(display, self.record)
+        shared: Any = {"loop": self.loop, "stop": self.stop, "host": self.host}
+        start: Any = {"start_agent": lambda cancelled: self.agent, "start_launcher": lambda: self.launcher}
+        restart = self.config.restart
+        self.helpers = Helpers(
+            on_agent=self.checkpoints.handle,
+            on_launcher=lambda message: None,
+            grace_s=restart.grace_s,
+            quiet_timeout_s=restart.quiet_timeout_s,
+            **start,
+            **shared,
+        )
+        self.helpers.agent, self.helpers.launcher = self.agent, self.launcher  # type: ignore[assignment]
+        self.attempt = Attempt(
+            AttemptSpec(1, 1),
+            config=self.config,
+            job=self.job,
+            nproc=2,
+            log_dir=self.logs,
+            helpers=self.helpers,
+            checkpoints=self.checkpoints,
+            display=display,
+            record=self.record,
+            clock=lambda: 5000.0 + self.host.now,
+            read_rank_messages=lambda: None,
+            **shared,
+        )
+        self.ranks = self.attempt.ranks = self.attempt._hangs._ranks = FakeRanks()
+
+    def record(self, event: str, **details: Any) -> None:
+        self.events.append((event, details))
+
+    def train(self, step: int = 5) -> None:
+        """Two ranks in mid-training."""
+        self.ranks.start(0, 1)
+        self.agent.beats = [beat(Phase.TRAINING, step), beat(Phase.TRAINING, step)]
+
+    def turn(self, seconds: float = 0.5, *, others_busy: bool = False) -> None:
+        self.host.now += seconds
+        self.helpers._ponged_at = self.host.now
+        self.attempt.turn(others_busy=others_busy)
+
+    def turns(self, seconds: float, each: Callable[[], None] = lambda: None) -> None:
+        """Turns of a second until so much time has passed, or the attempt is over."""
+        until = self.host.now + seconds
+        while self.host.now < until and self.attempt.result is None:
+            each()
+            self.turn(1.0)
+
+    def result(self) -> AttemptResult:
+        """Let the attempt come to its end, at most 10 s later."""
+        self.turns(10)
+        self.attempt.close()
+        return self.attempt.conclude(lambda machine_time: machine_time)
+
+
+def finish(bench: Bench) -> None:
+    bench.ranks.done |= {0, 1}
+    for rank in list(bench.ranks.pidfds.values()):
+        bench.ranks.end(rank)
+    bench.attempt.on_launcher({"finished": True, "failures": []})
+
+
+def test_ranks_that_end_well_have_finished() -> None:
+    bench = Bench()
+    bench.train(step=7)
+    finish(bench)
+    bench.turn()
+    result = bench.result()
+    assert (result.failure.kind, result.failure.step, result.failed_at) == (FailureKind.FINISHED, 7, 0.0)
+
+
+def test_the_others_are_killed_once_a_rank_has_died_of_itself() -> None:
+    bench = Bench()
+    bench.train()
+    bench.ranks.errors[1] = ("ValueError: bad sample", None, False)
+    bench.ranks.end(1)
+    bench.turn()
+    assert bench.ranks.signals == [signal.SIGKILL]
+    assert bench.attempt.failed_at > 5000
+
+
+def test_a_rank_that_blames_another_one_gives_it_time_to_say_why() -> None:
+    bench = Bench()
+    bench.train()
+    bench.ranks.errors[1] = ("RuntimeError: Connection closed by peer", None, False)
+    bench.ranks.end(1)
+    bench.turn()
+    assert not bench.ranks.signals
+    bench.turn(0.6)
+    assert bench.ranks.signals == [signal.SIGKILL]
+
+
+def test_a_stop_request_reaches_the_ranks_once_and_waits_for_the_grace_period() -> None:
+    bench = Bench(Config(restart={"grace_s": 30}))  # type: ignore[arg-type]
+    bench.train()
+    bench.stop.ask("SIGTERM")
+    bench.turn()
+    bench.turn()
+    assert bench.agent.requests.count("request_stop") == 1 and not bench.ranks.signals
+    bench.turns(31)
+    assert bench.ranks.signals and bench.result().failure.kind is FailureKind.ENDED
+
+
+def test_a_stop_before_training_has_begun_waits_for_nothing() -> None:
+    bench = Bench()
+    bench.ranks.start(0, 1)
+    bench.agent.beats = [beat(Phase.STARTING), beat(Phase.RESTORING)]
+    bench.stop.ask("SIGTERM")
+    bench.turn()
+    assert bench.ranks.signals == [signal.SIGKILL]
+
+
+def test_a_script_without_checkpoints_is_told_to_stop_as_torchrun_would_tell_it() -> None:
+    bench = Bench(job=Job(script="train.py"))
+    bench.ranks.start(0, 1)
+    bench.agent.beats = [beat(Phase.STARTING, beats=0), beat(Phase.STARTING, beats=0)]
+    bench.stop.ask("SIGTERM")
+    bench.turn()
+    assert bench.ranks.signals == [signal.SIGTERM]
+    finish(bench)
+    assert bench.result().failure.kind is FailureKind.PREEMPTED
+
+
+def test_a_commit_that_takes_longer_than_the_grace_is_pointed_out() -> None:
+    bench = Bench(Config(restart={"grace_s": 10}))  # type: ignore[arg-type]
+    bench.train()
+    bench.checkpoints.handle("committed", {"tier": "remote", "step": 4, "duration_s": 25.0})
+    bench.stop.ask("SIGTERM")
+    bench.turn()
+    assert "the last commit took 25 s" in bench.display.texts[-1] and "step 4 is safe" in bench.display.texts[-1]
+
+
+def test_a_signal_to_a_rank_is_a_stop_request() -> None:
+    bench = Bench()
+    bench.train()
+    bench.attempt.on_rank_message({"event": "stop_signal", "rank": 1})
+    bench.turn()
+    assert bench.stop.reason == "a signal to rank 1"
+
+
+def test_the_signals_with_which_torchrun_ends_the_others_are_none() -> None:
+    bench = Bench()
+    bench.train()
+    bench.ranks.end(0)
+    bench.attempt.on_rank_message({"event": "stop_signal", "rank": 1})
+    bench.turn()
+    assert not bench.stop
+
+
+@pytest.mark.parametrize(("others_busy", "hangs"), [(False, True), (True, False)])
+def test_silent_ranks_hang_unless_another_node_is_busy(tmp_path: Path, others_busy: bool, hangs: bool) -> None:
+    bench = Bench(Config(restart={"hang_timeout_s": 20}), logs=tmp_path)  # type: ignore[arg-type]
+    bench.train()
+    bench.ranks.pids = {0: 2**22, 1: 2**22}  # of no process, for py-spy
+    for _ in range(40):
+        if bench.attempt.ending:
+            break
+        bench.turn(1.0, others_busy=others_busy)
+    assert bench.attempt.ending is hangs
+    assert [event for event, _ in bench.events] == (["hang"] if hangs else [])
+
+
+@pytest.mark.parametrize(("pid", "kind"), [(1, FailureKind.AGENT_LOST), (2, FailureKind.LAUNCHER_LOST)])
+def test_a_helper_that_was_stopped_is_killed_and_no_rank_is_blamed(pid: int, kind: FailureKind) -> None:
+    bench = Bench()
+    bench.train()
+    bench.host.states[pid] = "T"
+    bench.turns(8)
+    assert not (bench.agent if pid == 1 else bench.launcher).alive
+    failure = bench.result().failure
+    assert failure.kind is kind and f"SIGSTOP to pid {pid}" in failure.cause
+
+
+def test_a_dead_agent_ends_the_attempt() -> None:
+    bench = Bench()
+    bench.train()
+    bench.agent.alive = False
+    bench.turns(10)
+    assert bench.result().failure.kind is FailureKind.AGENT_LOST
+
+
+def test_a_fenced_node_ends_its_ranks() -> None:
+    bench = Bench()
+    bench.train()
+    bench.checkpoints.handle("fenced", {"reason": "attempt 9 has begun elsewhere"})
+    bench.turns(10)
+    failure = bench.result().failure
+    assert (failure.kind, failure.cause) == (FailureKind.FENCED, "attempt 9 has begun elsewhere")
+
+
+def test_a_launcher_that_stays_after_its_ranks_is_killed() -> None:
+    bench = Bench()
+    bench.train()
+    bench.ranks.done |= {0, 1}
+    bench.ranks.kill()
+    bench.turns(59)
+    assert bench.launcher.alive
+    bench.turns(3)
+    assert not bench.launcher.alive and bench.result().failure.kind is FailureKind.FINISHED
+
+
+def test_a_launcher_that_starts_no_rank_is_killed_after_the_quiet_timeout() -> None:
+    bench = Bench(Config(restart={"quiet_timeout_s": 50}))  # type: ignore[arg-type]
+    bench.turns(49)
+    assert bench.launcher.alive
+    bench.turns(3)
+    failure = bench.result().failure
+    assert failure.kind is FailureKind.LAUNCHER_LOST and "no rank was started within 50 s" in failure.cause
+
+
+def test_the_time_for_which_this_process_was_stopped_counts_against_nobody() -> None:
+    bench = Bench(Config(restart={"quiet_timeout_s": 50}))  # type: ignore[arg-type]
+    bench.turns(40)
+    bench.turn(500.0)
+    bench.turns(5)
+    assert bench.launcher.alive
+
+
+def test_a_rank_that_the_kernel_holds_makes_a_bad_node() -> None:
+    bench = Bench()
+    bench.train()
+    bench.ranks.held.add(1)
+    bench.ranks.errors[0] = ("ValueError: bad sample", None, False)
+    bench.ranks.end(0)
+    bench.turns(40, lambda: setattr(bench.attempt, "_quiet_since", bench.host.now))
+    failure = bench.result().failure
+    assert failure.kind is FailureKind.BAD_NODE and "rank 1 does not end by SIGKILL" in failure.cause
+
+
+def test_too_many_refused_saves_end_training_in_good_order() -> None:
+    bench = Bench(Config(checkpoint={"max_failed_saves": 2}))  # type: ignore[arg-type]
+    bench.train()
+    for step in (1, 2):
+        bench.checkpoints.handle("commit_failed", {"tier": "remote", "step": step, "error": "no space"})
+    bench.turn()
+    assert "request_stop" in bench.agent.requests and not bench.ranks.signals
+    bench.ranks.preempted |= {0, 1}
+    bench.ranks.kill()
+    bench.attempt.on_launcher({"finished": False, "failures": []})
+    failure = bench.result().failure
+    assert failure.kind is FailureKind.STORAGE_FAILED and "2 saves in a row failed" in failure.cause
+
+
+def test_an_own_failure_counts_for_more_than_being_ended_with_the_others() -> None:
+    bench = Bench()
+    bench.train()
+    bench.ranks.errors[0] = ("ValueError: bad sample", None, False)
+    bench.ranks.end(0)
+    bench.attempt.end(Failure(FailureKind.ENDED, "ended with another node's ranks"))
+    bench.attempt.on_launcher({"finished": False, "failures": []})
+    assert "bad sample" in bench.result().failure.cause

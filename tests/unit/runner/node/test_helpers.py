@@ -1,0 +1,157 @@
+"""The helper processes of a node: when they are started, given up, and waited for."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+from node_fakes import FakeHelper, FakeHost, FakeLoop
+
+from checkpointing.agent import protocol
+from runner.errors import HelperKilled, LaunchError
+from runner.node.helpers import Helpers
+from runner.system.event_loop import StopRequest
+
+
+class Bench:
+    def __init__(self, quiet_timeout_s: float = 1800.0) -> None:
+        self.host, self.stop = FakeHost(), StopRequest()
+        self.loop = FakeLoop(self.host)
+        self.agents: list[FakeHelper] = []
+        self.launchers: list[FakeHelper] = []
+        self.timeouts: list[float] = []
+        options: Any = {"loop": self.loop, "stop": self.stop, "host": self.host}
+        start: Any = {
+            "start_agent": lambda cancelled: self._start(self.agents),
+            "start_launcher": lambda: self._start(self.launchers),
+        }
+        self.events: list[str] = []
+        self.helpers = Helpers(
+            on_agent=lambda event, message: self.events.append(event),
+            on_launcher=lambda message: None,
+            grace_s=60.0,
+            quiet_timeout_s=quiet_timeout_s,
+            **start,
+            **options,
+        )
+
+    @staticmethod
+    def _start(helpers: list[FakeHelper]) -> FakeHelper:
+        helpers.append(FakeHelper(len(helpers) + 1))
+        return helpers[-1]
+
+    def ensure(self) -> None:
+        self.loop.plan.append(lambda: setattr(self.helpers, "accelerators", 0))
+        self.helpers.ensure()
+
+    def answer(self, event: str) -> None:
+        """The agent says something."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs:
+            protocol.send(theirs, {"event": event})
+            self.helpers._on_agent(ours)
+
+
+def test_only_a_dead_helper_is_replaced() -> None:
+    bench = Bench()
+    bench.ensure()
+    bench.ensure()
+    assert (len(bench.agents), len(bench.launchers)) == (1, 1)
+    bench.agents[0].alive = False
+    bench.ensure()
+    assert (len(bench.agents), len(bench.launchers)) == (2, 1)
+    assert bench.agents[0].closed
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "text"),
+    [(-9, HelperKilled, "killed by signal 9"), (1, LaunchError, "ended with status 1 while it loaded torch")],
+)
+def test_a_launcher_that_dies_while_it_loads(status: int, error: type[Exception], text: str) -> None:
+    bench = Bench()
+
+    def die() -> None:
+        bench.launchers[0].alive, bench.launchers[0].returncode = False, status
+
+    bench.loop.plan.append(die)
+    with pytest.raises(error, match=text):
+        bench.helpers.ensure()
+
+
+def test_a_launcher_that_never_loads_is_given_up() -> None:
+    with pytest.raises(LaunchError, match="not loaded torch within 600 s"):
+        Bench().helpers.ensure()
+
+
+def test_a_stop_ends_the_wait_for_the_launcher() -> None:
+    bench = Bench()
+    bench.loop.plan.append(lambda: bench.stop.ask("SIGTERM"))
+    bench.helpers.ensure()
+    assert bench.helpers.accelerators is None
+
+
+@pytest.mark.parametrize(("quiet_timeout_s", "limit_s"), [(1800.0, 120.0), (30.0, 30.0)])
+def test_an_agent_that_does_not_answer_is_killed(quiet_timeout_s: float, limit_s: float) -> None:
+    bench = Bench(quiet_timeout_s)
+    bench.ensure()
+    bench.helpers.begin_turns()
+    began = bench.host.now
+    while bench.agents[0].alive:
+        bench.host.now += 1.0
+        bench.helpers.turn(bench.host.now)
+        bench.helpers.ping_agent(bench.host.now)
+    assert limit_s < bench.host.now - began <= limit_s + 2
+    assert bench.agents[0].requests.count("ping") == pytest.approx(limit_s / 2, abs=2)
+
+
+def test_a_suspended_node_does_not_blame_its_agent() -> None:
+    bench = Bench()
+    bench.ensure()
+    bench.helpers.begin_turns()
+    bench.host.now += 4000.0
+    assert bench.helpers.turn(bench.host.now) == pytest.approx(4000.0)
+    bench.helpers.ping_agent(bench.host.now)
+    assert bench.agents[0].alive
+
+
+@pytest.mark.parametrize(
+    ("event", "is_progress"),
+    [("committed", True), ("transfer", True), ("pong", False), ("storage_retried", False), ("note_failed", False)],
+)
+def test_an_agent_that_only_complains_gets_nowhere(event: str, is_progress: bool) -> None:
+    """It is not waited for because storage that hangs makes it say so every minute."""
+    bench = Bench()
+    bench.ensure()
+
+    def answer() -> None:
+        bench.answer(event)
+        bench.helpers._ponged_at = bench.host.now
+
+    bench.loop.plan += [answer] * 13_000  # 650 s
+    drained = bench.helpers.wait_for_agent(lambda: bench.host.now > 1640.0, bench.timeouts.append)
+    assert drained is is_progress and bool(bench.timeouts) is not is_progress
+
+
+def test_a_stop_gives_the_agent_its_grace_and_no_more() -> None:
+    bench = Bench()
+    bench.ensure()
+    bench.stop.ask("SIGTERM")
+    bench.stop.asked_at = bench.host.now
+    assert not bench.helpers.wait_for_agent(lambda: False, bench.timeouts.append)
+    assert bench.timeouts == [pytest.approx(60.0, abs=0.1)] and not bench.agents[0].alive
+
+
+def test_an_agent_that_ends_by_itself_has_committed_everything() -> None:
+    bench = Bench()
+    bench.ensure()
+    bench.loop.plan.append(lambda: setattr(bench.agents[0], "alive", False))
+    assert bench.helpers.close(bench.timeouts.append)
+    assert bench.agents[0].requests == ["shutdown"] and bench.helpers.agent is None
+
+
+def test_requests_to_no_agent_are_reported() -> None:
+    bench = Bench()
+    assert not bench.helpers.tell_agent("note", text="")
+    bench.ensure()
+    assert bench.helpers.tell_agent("note", text="")

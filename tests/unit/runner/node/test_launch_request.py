@@ -1,0 +1,61 @@
+"""What the launcher is asked to start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from runner.config.schema import Config
+from runner.node.launch_request import RankSetup, launch_request, launcher_environment
+from runner.node.messages import AttemptSpec, Job
+
+
+def launched(job: Job, spec: AttemptSpec, committed_step: int = -1, **environment: str) -> dict[str, Any]:
+    """What ranks are started with."""
+    directory: Any = SimpleNamespace(logs=Path("logs"), config=Path("config"), cache=Path("cache"))
+    setup = RankSetup(2, 0, False, "agent", "events", "logs/attempt-1", committed_step)
+    request = launch_request(
+        spec, config=Config(), directory=directory, job=job, run_id="run", setup=setup, inherited=environment
+    )
+    ranks: dict[str, Any] = request["spec"]
+    return ranks
+
+
+def test_ranks_learn_where_to_start_from_and_whether_the_job_may_differ() -> None:
+    names = {"CHECKPOINT_RESUME_FROM", "CHECKPOINT_ALLOW_CHANGES"}
+    assert not names & launched(Job(), AttemptSpec(1, 1))["env"].keys()
+    told = launched(Job(resume_from="/own", allow_changes=True), AttemptSpec(1, 1, resume_from="/first"))["env"]
+    assert [told[name] for name in sorted(names)] == ["1", "/own"]
+    # Another node's ranks learn it from the first one.
+    message = AttemptSpec(1, 1, resume_from="/first", allow_changes=True).to_message()
+    told = launched(Job(), AttemptSpec.from_message(message))["env"]
+    assert [told[name] for name in sorted(names)] == ["1", "/first"]
+
+
+@pytest.mark.parametrize(
+    ("attempt", "committed_step", "resume_from", "resumes"),
+    [(1, -1, "", False), (2, -1, "", True), (1, 20, "", True), (2, 20, "/stock", False)],
+)
+def test_base_weights_are_left_out_where_all_are_restored(
+    attempt: int, committed_step: int, resume_from: str, resumes: bool
+) -> None:
+    """A stock Trainer's checkpoint may lack some, which then were those of the base model."""
+    spec = AttemptSpec(attempt, 1, resume_from=resume_from)
+    assert launched(Job(), spec, committed_step)["resumes"] is resumes
+
+
+def test_ranks_of_one_node_listen_on_loopback_unless_the_user_says_otherwise() -> None:
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    assert [launched(Job(), AttemptSpec(1, 1))["env"][name] for name in names] == ["lo", "lo"]
+    assert "GLOO_SOCKET_IFNAME" not in launched(Job(), AttemptSpec(1, 1), GLOO_SOCKET_IFNAME="eth0")["env"]
+
+
+def test_the_launcher_inherits_the_environment_but_for_torchruns_own_variables() -> None:
+    inherited = {"RANK": "3", "WORLD_SIZE": "4", "HOME": "/root", "OMP_NUM_THREADS": "7"}
+    environment = launcher_environment(Config(), "run/0", inherited)
+    assert not {"RANK", "WORLD_SIZE"} & environment.keys()
+    assert (environment["HOME"], environment["OMP_NUM_THREADS"]) == ("/root", "7")
+    assert launcher_environment(Config(), "run/0", {})["OMP_NUM_THREADS"] == "1"
