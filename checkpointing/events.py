@@ -1,0 +1,409 @@
+"""Events that ranks and the checkpoint agent report to whoever supervises the run.
+
+An event crosses process boundaries as one JSON object: its name under ``event``, and its fields without those that are
+None. A supervisor appends it to its journal. Names and fields are a file format: a journal that an older version wrote
+must stay readable, so renaming one needs an entry in ``runner.journal.events``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Base of all events; a subclass gives its name as ``class Committed(Event, name="committed")``.
+
+    Attributes:
+        name: The event's name in messages and journals.
+        known: All event classes that have been defined, by name.
+    """
+
+    name: ClassVar[str] = ""
+    known: ClassVar[dict[str, type[Event]]] = {}
+
+    def __init_subclass__(cls, *, name: str = "") -> None:
+        super().__init_subclass__()
+        if name:
+            cls.name = name
+            Event.known[name] = cls
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the event as a JSON object."""
+        values = {own.name: getattr(self, own.name) for own in fields(self)}
+        return {"event": self.name, **{name: value for name, value in values.items() if value is not None}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEvent(Event):
+    """An event that concerns one step.
+
+    Attributes:
+        step: Optimizer step, counted within its stage.
+        run_step: The same step counted over all stages; None in a run's first stage.
+        stage: Name of the stage; None in a run's first stage.
+    """
+
+    step: int
+    run_step: int | None = None
+    stage: str | None = None
+
+    @property
+    def step_of_run(self) -> int:
+        """The step counted over all stages."""
+        return self.step if self.run_step is None else self.run_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredEvent(StepEvent):
+    """A step with measured values, which are fields of the JSON object of their own.
+
+    Attributes:
+        metrics: Finite numbers by name.
+    """
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the event as a JSON object; a metric cannot replace a field."""
+        values = super().to_dict()
+        return {**values.pop("metrics"), **values}
+
+    def metric(self, name: str) -> float | None:
+        """Return a metric, or None where it was not measured."""
+        return self.metrics.get(name)
+
+
+# -- reported by ranks -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingStarted(StepEvent, name="training_started"):
+    """A training loop is about to compute its first step.
+
+    Attributes:
+        step: Step that it starts from.
+        total_steps: Step at which it ends; None if unknown.
+    """
+
+    total_steps: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed(StepEvent, name="resumed"):
+    """The ranks chose a step to resume from.
+
+    Attributes:
+        source: ``memory``, or the tier of the checkpoint (``local``, ``remote``).
+    """
+
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored(StepEvent, name="restored"):
+    """Rank 0 finished restoring.
+
+    Attributes:
+        seconds: Time to choose, read and load the checkpoint or snapshot.
+    """
+
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log(MeasuredEvent, name="log"):
+    """Rank 0's measurements of a training step.
+
+    Attributes:
+        loss: Training loss.
+    """
+
+    loss: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated(MeasuredEvent, name="evaluated"):
+    """Rank 0's measurements of an evaluation; its metrics begin with ``eval_``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchShape(Event, name="batch_shape"):
+    """How ranks divide their share of a global batch.
+
+    Attributes:
+        micro_batch: Samples of one forward and backward pass.
+        accumulation: Micro-batches of one step.
+    """
+
+    micro_batch: int
+    accumulation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotCost(StepEvent, name="snapshot_cost"):
+    """The measured price of a snapshot.
+
+    Attributes:
+        blocked_s: Seconds that training waited.
+        copy_s: Seconds that the copy took.
+        cost_s: Seconds that the snapshot cost training in total.
+        overlapped: Whether the copy ran alongside training.
+    """
+
+    blocked_s: float
+    copy_s: float = 0.0
+    cost_s: float = 0.0
+    overlapped: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pinned(Event, name="pinned"):
+    """Memory for snapshots was pinned.
+
+    Attributes:
+        nbytes: Bytes pinned.
+        seconds: Time it took.
+        complete: Whether all of the arena was pinned.
+    """
+
+    nbytes: int
+    seconds: float
+    complete: bool
+
+
+# -- reported by the agent -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageEntered(Event, name="stage"):
+    """The script began another training with checkpoints of its own.
+
+    Attributes:
+        stage: Name of the stage.
+        number: Its number, from 0.
+        steps_before: Steps of all stages before it.
+    """
+
+    stage: str
+    number: int
+    steps_before: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotTaken(StepEvent, name="snapshot"):
+    """Every rank of the node copied its part: the snapshot is whole.
+
+    Attributes:
+        to_be_committed: Whether it will be written to storage.
+    """
+
+    to_be_committed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotSkipped(StepEvent, name="snapshot_skipped"):
+    """No memory was free for a snapshot.
+
+    Attributes:
+        reason: Why.
+    """
+
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotDropped(StepEvent, name="snapshot_dropped"):
+    """A snapshot was discarded before it was whole.
+
+    Attributes:
+        reason: Why; empty where nobody needs to know.
+    """
+
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotDamaged(StepEvent, name="snapshot_damaged"):
+    """A snapshot's bytes differ from their digest; it is neither offered nor published.
+
+    Attributes:
+        reason: What a rank found.
+    """
+
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryShort(Event, name="memory_short"):
+    """There is memory for fewer than two snapshots.
+
+    Attributes:
+        arenas: Snapshots that fit.
+        reason: Why.
+    """
+
+    arenas: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed(StepEvent, name="committed"):
+    """A checkpoint was published, and is durable.
+
+    Attributes:
+        tier: ``local`` or ``remote``.
+        nbytes: Size of all its files.
+        duration_s: Seconds from a whole snapshot (or from the begin of an upload) to the published checkpoint.
+        cpu_s: Processor seconds of the process that wrote it meanwhile.
+    """
+
+    tier: str = "local"
+    nbytes: int | None = None
+    duration_s: float | None = None
+    cpu_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitFailed(StepEvent, name="commit_failed"):
+    """A checkpoint could not be published.
+
+    Attributes:
+        tier: ``local`` or ``remote``.
+        error: Why.
+    """
+
+    tier: str = "local"
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pruned(StepEvent, name="pruned"):
+    """Retention removed a checkpoint.
+
+    Attributes:
+        tier: ``local`` or ``remote``.
+    """
+
+    tier: str = "local"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneFailed(Event, name="prune_failed"):
+    """Retention could not remove checkpoints.
+
+    Attributes:
+        tier: ``local`` or ``remote``.
+        error: Why.
+    """
+
+    tier: str
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointQuarantined(StepEvent, name="checkpoint_quarantined"):
+    """A checkpoint was found to be invalid and was renamed, so that nothing loads it.
+
+    Attributes:
+        reason: What is wrong with it.
+        kept_as: Where its files are kept.
+    """
+
+    reason: str = ""
+    kept_as: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetched(StepEvent, name="fetched"):
+    """A checkpoint was read into memory for all ranks of the node.
+
+    Attributes:
+        tier: Where it was read from.
+        nbytes: Size of all its files.
+        duration_s: Seconds it took.
+    """
+
+    tier: str
+    nbytes: int
+    duration_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchFailed(StepEvent, name="fetch_failed"):
+    """A checkpoint could not be read into memory; the ranks will read it themselves.
+
+    Attributes:
+        error: Why.
+    """
+
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer(StepEvent, name="transfer"):
+    """Progress of an upload or a download, for display only.
+
+    Attributes:
+        what: ``upload`` or ``download``.
+        done: Bytes transferred.
+        total: Bytes to transfer.
+    """
+
+    what: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierUnreachable(Event, name="tier_unreachable"):
+    """A tier does not answer; the run continues without it.
+
+    Attributes:
+        tier: ``local`` or ``remote``.
+        reason: Why.
+    """
+
+    tier: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageRetried(Event, name="storage_retried"):
+    """Calls to storage failed and were retried.
+
+    Attributes:
+        tier: ``local`` or ``remote``.
+        count: Calls since the last event of this kind.
+        reason: Why the newest one failed.
+    """
+
+    tier: str
+    count: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartStateFailed(Event, name="restart_state_failed"):
+    """The run's restart state, or another file kept with the checkpoints, could not be written.
+
+    Attributes:
+        tier: ``local`` or ``remote``.
+        error: Why.
+    """
+
+    tier: str
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fenced(Event, name="fenced"):
+    """A newer attempt has begun elsewhere: this one may no longer write.
+
+    Attributes:
+        reason: Which one.
+    """
+
+    reason: str
