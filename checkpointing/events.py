@@ -23,6 +23,8 @@ class Event:
 
     name: ClassVar[str] = ""
     known: ClassVar[dict[str, type[Event]]] = {}
+    # Readers of journals validate events with pydantic, if they have it. JSON has neither infinities nor NaN.
+    __pydantic_config__: ClassVar[dict[str, bool]] = {"allow_inf_nan": False}
 
     def __init_subclass__(cls, *, name: str = "") -> None:
         super().__init_subclass__()
@@ -140,6 +142,11 @@ class BatchShape(Event, name="batch_shape"):
 
     micro_batch: int
     accumulation: int
+
+    def __post_init__(self) -> None:
+        """Validate what another node may have sent."""
+        if self.micro_batch < 1 or self.accumulation < 1:
+            raise ValueError(f"not a batch shape: {self.micro_batch} x {self.accumulation}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,24 @@
-"""A host, an event loop and helper processes for unit tests of a node: time passes when a test says so."""
+"""A host, an event loop, helper processes, a session and nodes for unit tests: time passes when a test says so."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from checkpointing.events import Committed, Event
 from checkpointing.heartbeat import Heartbeat, Phase
+from runner.config.schema import Config
+from runner.journal.journal import SteadyClock
+from runner.journal.run_directory import RunDirectory
+from runner.node.agent_events import AgentEvents
+from runner.node.messages import AttemptResult, AttemptSpec
+from runner.recovery.failure import Failure
+from runner.recovery.kinds import FailureKind
+from runner.supervisor.peer_messages import PeerMessage
+from runner.supervisor.session import Session
+from runner.system.event_loop import StopRequest
 from runner.system.host import Host
 
 
@@ -57,6 +69,9 @@ class FakeLoop:
         if self.plan:
             self.plan.pop(0)()
 
+    def every(self, interval_s: float, handler: Callable[[], None]) -> None:
+        """Whoever waits calls it anyway."""
+
 
 class FakeHelper:
     """A checkpoint agent, or a launcher."""
@@ -106,6 +121,133 @@ class FakeDisplay:
 
     def message(self, text: str) -> None:
         self.texts.append(text)
+
+    def close(self) -> None:
+        pass
+
+
+class FakeSession(Session):
+    """A session without signals, journal and processes.
+
+    Attributes:
+        host: Has the time.
+        events: What was recorded.
+    """
+
+    def __init__(self, folder: Path, **launch: Any) -> None:
+        self.host = FakeHost()
+        self.config = Config.model_validate(
+            {"output_dir": str(folder), "model": {"name_or_path": "model"}, "launch": launch}
+        )
+        self.directory = RunDirectory(str(folder))
+        display: Any = FakeDisplay()
+        loop: Any = FakeLoop(self.host)
+        self.display, self.loop = display, loop
+        self.run_id, self.stop, self.attempt = "run", StopRequest(), 0
+        self.clock, self.monotonic, self.runtime = SteadyClock(), self.host.monotonic, folder
+        self.events: list[Event] = []
+        self.waits: list[float] = []
+        self._stop_announced = False
+
+    def __enter__(self) -> FakeSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def record(self, event: Event) -> None:
+        self.events.append(event)
+
+    def sleep(self, seconds: float) -> None:
+        self.waits.append(seconds)
+        self.host.now += seconds
+
+    def names(self) -> list[str]:
+        return [event.name for event in self.events]
+
+
+class FakeNode:
+    """A node whose attempts end as a test has planned.
+
+    Attributes:
+        plan: What each attempt does, in order: a result, or something that is called with the node and returns one.
+        specs: Of the attempts that were run.
+        verdicts: With which others have ended attempts.
+        notes: Restart states that were handed over.
+        start_errors: Raised by `ensure_processes`, one at each call.
+    """
+
+    def __init__(self, *, display: Any, record: Callable[[Event], None], run_id: str = "run") -> None:
+        self.checkpoints = AgentEvents(display, record)
+        self.run_id, self.shape = run_id, (1, 2)
+        self.others_busy = self.busy = False
+        self.agent_pid = 1
+        self.drained, self.closed, self.has_agent = True, False, True
+        self.plan: list[AttemptResult | Callable[[FakeNode], AttemptResult]] = []
+        self.specs: list[AttemptSpec] = []
+        self.verdicts: list[Failure] = []
+        self.stacks: list[bool] = []
+        self.notes: list[str] = []
+        self.start_errors: list[Exception | None] = []
+        self.each_turn: Callable[[], None] = lambda: None
+
+    def ensure_processes(self) -> None:
+        error = self.start_errors.pop(0) if self.start_errors else None
+        if error is not None:
+            raise error
+
+    def run_attempt(self, spec: AttemptSpec, each_turn: Callable[[], None]) -> AttemptResult:
+        self.specs.append(spec)
+        self.each_turn = each_turn
+        each_turn()
+        planned = self.plan.pop(0)
+        return planned if isinstance(planned, AttemptResult) else planned(self)
+
+    def end_attempt(self, verdict: Failure, *, stacks: bool = False) -> None:
+        self.verdicts.append(verdict)
+        self.stacks.append(stacks)
+
+    def commit(self, step: int) -> None:
+        self.checkpoints.handle(Committed(step=step))
+
+    def note(self, text: str) -> bool:
+        self.notes.append(text)
+        return self.has_agent
+
+    def keep_file(self, name: str, path: Path, start: int, end: int) -> bool:
+        return True
+
+    def close(self) -> bool:
+        self.closed = True
+        return self.drained
+
+
+class FakeLeader:
+    """The leader's port; a test says which nodes are connected, and hands their messages over.
+
+    Attributes:
+        present: Node ranks that are connected.
+        sent: Messages with the node rank they were for; None for all.
+    """
+
+    def __init__(self) -> None:
+        self.present: set[int] = set()
+        self.sent: list[tuple[int | None, PeerMessage]] = []
+        self.closed = False
+
+    def check(self) -> None:
+        pass
+
+    def send(self, message: PeerMessage, number: int | None = None) -> None:
+        self.sent.append((number, message))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def ended(kind: FailureKind, step: int = 10, *, cause: str = "why", **fields: Any) -> AttemptResult:
+    """An attempt that trained from step 0 and ended this way."""
+    return AttemptResult(Failure(kind, cause, step=step, **fields), training_began=1.0, used_manager=True)
 
 
 def beat(phase: Phase, step: int = 0, *, beats: int = 1, start_step: int = 0, step_s: float = 0.1) -> Heartbeat:

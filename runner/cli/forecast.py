@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from runner.cli.inspect import events_at
+from runner.cli.inspect import entries_at
 from runner.cli.options import POSITIVE, Number, config_options, load, size_of, table_console
 from runner.errors import UsageError
 
@@ -137,8 +137,8 @@ def simulate(
     if gpus is not None:
         mttf_hours = GPU_MTTF_S / HOUR_S / gpus
     trace_s = read_trace(trace) if trace is not None else None
-    events = events_at(source) if source is not None else []
-    scenario = scenario_of(events, work_hours, mttf_hours, reclaims_per_day, settings)
+    entries = entries_at(source) if source is not None else []
+    scenario = scenario_of(entries, work_hours, mttf_hours, reclaims_per_day, settings)
     if list_names:
         for name, value in vars(scenario).items():
             click.echo(f"{name}={value:g}")

@@ -7,12 +7,15 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from runner.cli.options import Number, config_options, load
 from runner.errors import UsageError
+
+if TYPE_CHECKING:
+    from runner.journal.events import Entry
 
 _WATCH_INTERVAL_S = 2.0
 
@@ -60,7 +63,7 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
 
     from runner.journal.mirror import History
     from runner.journal.summary import summarise
-    from runner.ui.status import is_over, panel, runner_is_gone
+    from runner.ui.status import panel, runner_is_gone
 
     place = location if location is not None else _newest_run()
 
@@ -69,8 +72,8 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
 
     def look() -> tuple[Any, bool, float]:
         """And what it has taken to sum up, in seconds: a journal of weeks takes its time."""
-        events, began = history.events(), time.thread_time()
-        return summarise(events, now=time.time()), runner_is_gone(events), time.thread_time() - began
+        entries, began = history.entries(), time.thread_time()
+        return summarise(entries, now=time.time()), runner_is_gone(entries), time.thread_time() - began
 
     run, gone, took_s = look()
     if as_json:
@@ -87,7 +90,7 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
         return
     try:
         with Live(page(), console=console, auto_refresh=False) as live:
-            while not is_over(run) and not gone:
+            while not run.state.is_over and not gone:
                 time.sleep(max(_WATCH_INTERVAL_S, _WATCH_SHARE * took_s))
                 run, gone, took_s = look()
                 live.update(page(), refresh=True)
@@ -114,14 +117,15 @@ def _newest_run() -> str:
     return max(written)[1]
 
 
-def events_at(place: str) -> list[dict[str, Any]]:
+def entries_at(place: str) -> list[Entry]:
+    """Read all journals of the run at a place; what could not be read is reported on standard error."""
     from runner.journal.mirror import History
 
     history = History(place)
-    events = history.events()
+    entries = history.entries()
     if history.unread:
-        click.echo(f"runner: told without what could not be read: {history.unread}", err=True)
-    return events
+        click.echo(f"runner: warning: some journals could not be read: {history.unread}", err=True)
+    return entries
 
 
 @click.command()
@@ -141,7 +145,7 @@ def report(
     from runner.ui.report import render_page
 
     place = location if location is not None else _newest_run()
-    page = render_page(events_at(place), place, time.time(), price_per_hour, spot_discount)
+    page = render_page(entries_at(place), place, time.time(), price_per_hour, spot_discount)
     own = "://" not in place and (Path(place) / "journal.jsonl").exists()
     output = output or (Path(place) if own else Path()) / "report.html"
     output.write_text(page, encoding="utf-8")

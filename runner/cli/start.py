@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -81,7 +82,8 @@ def start(
     from runner.supervisor import preflight
     from runner.supervisor.follower import Follower
     from runner.supervisor.identity import between_nodes, identify
-    from runner.supervisor.supervisor import Supervisor, check_resume_step, check_storage
+    from runner.supervisor.session import Session
+    from runner.supervisor.supervisor import Supervisor
     from runner.ui.progress import ProgressDisplay
 
     restart = {"max_restarts": max_restarts, "grace_s": grace}
@@ -117,7 +119,7 @@ def start(
         say("this run is finished; nothing to do (--resume never --overwrite starts it over)")
         click.echo(render(summary_of_run(directory), places_of(config, directory)))
         return
-    caveats, is_away = _unless_stopped(stop, lambda: check_storage(config))
+    caveats, is_away = _unless_stopped(stop, lambda: preflight.check_storage(config))
     first_node = config.launch.node_rank == 0
     place: str | None = None
     if not first_node:
@@ -133,7 +135,7 @@ def start(
             check = functools.partial(preflight.examine, config, directory, identity, allow_changes=allow_changes)
             caveats += _unless_stopped(stop, check)
         if isinstance(step, int):
-            for kept in check_resume_step(config, step):
+            for kept in preflight.check_resume_step(config, step):
                 say(f"newer than step {step}, kept as {kept}")
         place = preflight.admit(config, directory, identity)
     if first_node:
@@ -159,10 +161,11 @@ def start(
         address = config.monitoring.address or ("127.0.0.1" if config.launch.nnodes == 1 else "0.0.0.0")
         serve(address, config.monitoring.port, RunCollector(directory.journal))
     shared = between_nodes(identity, config.checkpoint.location)
+    session = Session(config, directory, display, stop)
     if not first_node:
-        follower = Follower(config, directory, job, display, stop, identity=shared, compared=not allow_changes)
+        follower = Follower(session, job, identity=shared, compared=not allow_changes)
         sys.exit(int(follower.run()))
-    supervisor = Supervisor(config, directory, job, display, stop, place=place, identity=shared)
+    supervisor = Supervisor(session, job, place=place, identity=shared)
     exit_code = supervisor.run()
     summary = summary_of_run(directory)
     if summary.step > 0:
@@ -232,9 +235,10 @@ def _start_anew(config: Any, directory: Any, overwrite: bool) -> bool:
 
 
 def summary_of_run(directory: Any) -> Any:
-    from runner.supervisor.supervisor import summary_of
+    from runner.journal.journal import read_journal
+    from runner.journal.summary import summarise
 
-    return summary_of(directory)
+    return summarise(read_journal(directory.journal), now=time.time())
 
 
 def places_of(config: Any, directory: Any) -> dict[str, str]:

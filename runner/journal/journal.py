@@ -1,4 +1,4 @@
-"""The run's only record: one JSON object per line, appended, never changed. Status and summary are folds over it."""
+"""The journal of a run: one JSON object per line, appended, never changed. Status and summary are folds over it."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ import ctypes
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from checkpointing.clock import machine_clock
+from checkpointing.events import Event
+from runner.journal.events import Entry, parse, undecodable
 
-Event = dict[str, Any]
 JOURNAL_NAME = "journal.jsonl"
 _HEAD_BYTES = 256
-# For the events with which a run ends.
-_ROOM_BYTES = 32 * 1024
+# Reserved for the events with which a run ends.
+_RESERVE_BYTES = 32 * 1024
 _KEEP_SIZE = 1  # linux/falloc.h
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 
 
 class SteadyClock:
-    """Seconds since the epoch that neither jump nor go back, so that a run's seconds can be summed by them.
+    """Seconds since the epoch that neither jump nor run backwards, so that a run's seconds can be summed.
 
-    The wall clock says where it begins, `machine_clock` how it goes on: a laptop's sleep counts, a corrected clock
-    does not.
+    The wall clock sets the start, `machine_clock` the progress: time that a laptop sleeps counts, a correction of the
+    wall clock does not.
     """
 
     def __init__(self, not_before: float = 0.0) -> None:
@@ -36,73 +37,107 @@ class SteadyClock:
         return self.at(machine_clock())
 
     def at(self, machine_time: float) -> float:
-        """A time of `machine_clock` on this one."""
+        """Convert a time of `machine_clock` on this machine.
+
+        Args:
+            machine_time: Seconds of that clock.
+
+        Returns:
+            Seconds since the epoch.
+        """
         return machine_time + self._offset
 
 
 class Journal:
-    """Appends events; each one carries `time` (seconds since the epoch), `event`, `attempt`, often `step`.
+    """Appends events to a journal; there is one writer.
 
-    One writer. An event is one write(2), so a reader never sees half of one that was finished. Room for the next ones
-    is held, where the file system can (fallocate(2)): a disk that others have filled does not swallow how a run ended.
+    An event is one write(2), so a reader never sees half of a finished one. The journal reserves disk space for the
+    next events where the file system supports it (fallocate(2)), so that a run's end is recorded on a disk that others
+    have filled.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        """Open the journal, creating it if it does not exist.
+
+        Args:
+            path: The file.
+            clock: Returns seconds since the epoch.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
         self._clock = clock
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._pending = b""
-        self._room = 0
-        self._hold_room()
-        # A torn last line (power cut in mid-write) must not swallow the next event.
+        self._reserved = 0
+        self._reserve()
+        # A last line that a power cut has torn must not swallow the next event.
         size = os.fstat(self._fd).st_size
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
             self._pending += b"\n"
 
-    def append(self, event: str, attempt: int, **details: Any) -> Event:
-        entry: Event = {"time": round(self._clock(), 3), "event": event, "attempt": attempt, **details}
-        self._pending += (json.dumps(entry) + "\n").encode()
-        # A full disk must not end the run: what could not be written goes out with the next event.
+    def append(self, event: Event, attempt: int) -> Entry:
+        """Append an event.
+
+        A full disk must not end the run: what cannot be written is kept and written with the next event.
+
+        Args:
+            event: What happened.
+            attempt: Number of the newest attempt.
+
+        Returns:
+            The entry, with the journal's time.
+        """
+        entry = Entry(round(self._clock(), 3), attempt, event)
+        self._pending += (json.dumps(entry.to_dict()) + "\n").encode()
         with contextlib.suppress(OSError):
             written = os.write(self._fd, self._pending)
             self._pending = self._pending[written:]
-            self._room -= written
-        if self._room < _ROOM_BYTES // 2:
-            self._hold_room()
+            self._reserved -= written
+        if self._reserved < _RESERVE_BYTES // 2:
+            self._reserve()
         return entry
 
     @property
     def is_complete(self) -> bool:
-        """All that was appended is in the file."""
+        """Whether everything that was appended is in the file."""
         return not self._pending
 
     def close(self) -> None:
+        """Release the reserved space and close the file."""
         with contextlib.suppress(OSError):
-            # Gives back the room that is held.
             os.ftruncate(self._fd, os.fstat(self._fd).st_size)
             os.fsync(self._fd)
         os.close(self._fd)
 
-    def _hold_room(self) -> None:
+    def _reserve(self) -> None:
         size = os.fstat(self._fd).st_size
-        if _libc.fallocate(self._fd, _KEEP_SIZE, ctypes.c_int64(size), ctypes.c_int64(_ROOM_BYTES)) == 0:
-            self._room = _ROOM_BYTES
+        if _libc.fallocate(self._fd, _KEEP_SIZE, ctypes.c_int64(size), ctypes.c_int64(_RESERVE_BYTES)) == 0:
+            self._reserved = _RESERVE_BYTES
 
 
-def read_journal(path: Path) -> list[Event]:
-    """All whole events, in order; an empty list where there is no journal."""
-    return JournalReader(path).events()
+def read_journal(path: Path) -> list[Entry]:
+    """Read a journal.
+
+    Args:
+        path: The file.
+
+    Returns:
+        All whole events, oldest first; an empty list if there is no journal.
+    """
+    return JournalReader(path).entries()
 
 
 class JournalReader:
-    """Reads a journal that grows: what it has been asked for before is not read again."""
+    """Reads a journal that grows, each part of it once."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._stream = path, EventStream()
-        # Its first event, which holds a time and an id, tells it from another in its place.
+        # The first event has a time and an id, which tell this journal from another one in its place.
         self._head = b""
 
-    def events(self) -> list[Event]:
-        """All whole events, in order; an empty list where there is no journal."""
+    def entries(self) -> list[Entry]:
+        """Return all whole events, oldest first; an empty list if there is no journal."""
         try:
             with self._path.open("rb") as file:
                 head = file.read(_HEAD_BYTES)
@@ -117,32 +152,47 @@ class JournalReader:
 
 
 class EventStream:
-    """Events of a journal whose bytes come piece by piece.
+    """Parses a journal whose bytes arrive in pieces.
 
     Attributes:
-        nbytes: how many have come.
+        nbytes: Bytes that have arrived.
     """
 
     def __init__(self) -> None:
-        self.nbytes, self._events, self._line = 0, list[Event](), b""
+        self.nbytes, self._entries, self._line = 0, list[Entry](), b""
 
-    def take(self, piece: bytes) -> list[Event]:
-        """All whole events so far, those of this piece of the journal among them."""
+    def take(self, piece: bytes) -> list[Entry]:
+        """Parse the next piece.
+
+        Args:
+            piece: The bytes after those before.
+
+        Returns:
+            All whole events so far, oldest first.
+        """
         self.nbytes += len(piece)
-        lines, _, self._line = (self._line + piece).rpartition(b"\n")
-        self._events += _events_in(lines)
-        return [*self._events, *_events_in(self._line)]
+        *lines, self._line = (self._line + piece).split(b"\n")
+        for line in lines:
+            if line.strip():
+                self._add(line)
+        last = _decoded(self._line)
+        unfinished = parse(last, self._last) if last is not None else None
+        return [*self._entries, *([unfinished] if unfinished is not None else [])]
+
+    @property
+    def _last(self) -> Entry | None:
+        return self._entries[-1] if self._entries else None
+
+    def _add(self, line: bytes) -> None:
+        values = _decoded(line)
+        entry = parse(values, self._last) if values is not None else undecodable(self._last)
+        if entry is not None:
+            self._entries.append(entry)
 
 
-def _events_in(data: bytes) -> Iterator[Event]:
-    for line in data.splitlines():
-        try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
-            continue  # torn by a power cut, or damaged since
-        if isinstance(event, dict) and isinstance(event.get("event"), str) and _is_time(event.get("time")):
-            yield event
-
-
-def _is_time(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value < 1e12  # type: ignore[operator]
+def _decoded(line: bytes) -> dict[str, Any] | None:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) else None

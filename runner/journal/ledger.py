@@ -1,8 +1,8 @@
-"""Where every second of a run went: a fold over its journal alone.
+"""Where every second of a run went: a fold over its journal.
 
 Each second between the first event and the last belongs to exactly one cause. Goodput is the share of them that went
 into steps that count: ETTR, the effective training time ratio of "Revisiting Reliability in Large-Scale Machine
-Learning Research Clusters" (arXiv 2410.21680), with the waiting between two lives of the run in the denominator.
+Learning Research Clusters" (arXiv 2410.21680), with the time between two sessions of the run in the denominator.
 """
 
 from __future__ import annotations
@@ -11,43 +11,54 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from runner.journal.journal import Event
+from checkpointing.events import Committed, Evaluated, Log, Restored, SnapshotCost, TrainingStarted
+from runner.journal.events import AttemptEnded, AttemptStarted, Backoff, Entry, RankStarted, RunEnded, RunStarted
+from runner.recovery.kinds import FailureKind, is_failure
 
-# Ways in which an attempt ends, or does not, that cost no budget.
-NO_FAILURE = ("finished", "running", "preempted", "ended at once")
+# How attempts end, besides the kinds of failures: one that has not ended, and one whose end no runner recorded.
+RUNNING, CUT_OFF = "running", "cut off"
 
-# How an attempt has ended of which the journal says nothing more.
-CUT_OFF = "cut off"
-
-TRAINING, LOST, WAITING = "training", "lost work", "not running"
-# In this order.
+TRAINING, LOST, NOT_RUNNING = "training", "lost work", "not running"
+# In the order in which they are shown.
 CAUSES = [
     TRAINING,  # steps that count
     "checkpoint stall",  # training waits while a snapshot is taken
     "data wait",  # training waits for a batch
     "evaluation",
     LOST,  # steps that had to be computed again
-    "detection",  # last finished step to the first sign that something has failed; the step in the making is in it
-    "hang wait",  # the same, where what failed was silence
-    "teardown",  # to the end of the attempt, and of what was still to be committed
+    "detection",  # from the last finished step to the first sign of a failure, with the unfinished step
+    "hang wait",  # the same, for a hang
+    "teardown",  # to the end of the attempt and of its commits
     "backoff",
-    "start-up",  # of the runner's processes, and of an attempt's: imports, data, model
-    "launch",  # an attempt's begin to its first rank; the wait for other machines is in it
+    "start-up",  # of the runner's processes and of an attempt: imports, data, model
+    "launch",  # from an attempt's begin to its first rank, with the wait for other nodes
     "restore",  # choosing, reading and loading a checkpoint or snapshot
-    WAITING,  # no runner alive: preempted, killed, or not started again yet
+    NOT_RUNNING,  # no runner: preempted, killed, or not started again yet
 ]
 
 
 @dataclass
 class Attempt:
-    """One attempt. Times are seconds since the epoch, None where it never came so far.
+    """One attempt. Times are seconds since the epoch, None for what it did not reach.
 
     Attributes:
-        ranks_began: when the first rank was there.
-        failed_at: first sign that it had failed.
-        restore_s, stall_s, evaluation_s: seconds of rank 0, as it has told them.
-        data_wait: of each log entry: the step it is of, and seconds per step.
-        backoff_s: the wait after it.
+        number: Its number in the run, from 1.
+        began: When the runner started it.
+        ranks_began: When its first rank reported.
+        start_step: Step that it started from.
+        training_began: When its first step began.
+        last_step: Last step that it finished.
+        last_step_at: When it finished that step.
+        failed_at: First sign that it had failed.
+        ended: When all its processes had ended.
+        kind: Value of a `FailureKind`, `RUNNING` or `CUT_OFF`.
+        cause: Why it ended, for people.
+        restore_s: Seconds that rank 0 took to restore.
+        stall_s: Seconds that training waited for snapshots.
+        evaluation_s: Seconds of evaluations.
+        data_wait: For each log entry its step, and the seconds per step that training waited for data.
+        backoff_s: Seconds of backoff after it.
+        lost_steps: Steps that later attempts had to compute again.
     """
 
     number: int
@@ -59,7 +70,7 @@ class Attempt:
     last_step_at: float | None = None
     failed_at: float | None = None
     ended: float | None = None
-    kind: str = "running"
+    kind: str = RUNNING
     cause: str = ""
     restore_s: float = 0.0
     stall_s: float = 0.0
@@ -69,52 +80,65 @@ class Attempt:
     lost_steps: int = 0
 
     @property
+    def failed(self) -> bool:
+        """Whether the attempt ended with a failure, recorded or not."""
+        return self.kind != RUNNING and is_failure(self.kind)
+
+    @property
     def steps(self) -> int:
+        """Steps that it finished."""
         return (self.last_step or 0) - (self.start_step or 0)
 
     @property
     def data_wait_s(self) -> float:
-        """Of all steps that log entries tell of."""
+        """Seconds that training waited for data, over all logged steps."""
         total, last = 0.0, self.start_step or 0
         for step, seconds in self.data_wait:
             total += max(step - last, 0) * seconds
             last = step
         return total
 
-    def take(self, event: Event) -> None:
-        """Take in an event of this attempt."""
-        match event["event"]:
-            case "rank_started":
-                self.ranks_began = self.ranks_began or event["time"]
-            case "training_started" if not event.get("stage"):
-                self.start_step = self.last_step = int(event["step"])
-                self.training_began = event["time"]
-            case "restored":
-                self.restore_s += float(event["seconds"])
-            case "snapshot_cost":
-                self.stall_s += float(event["blocked_s"])
-            case "evaluated":
-                self.evaluation_s += float(event["eval_runtime"])
-            case "log":
-                self.last_step, self.last_step_at = int(event.get("run_step") or event["step"]), event["time"]
-                if event.get("data_wait_s") is not None:
-                    self.data_wait.append((self.last_step, float(event["data_wait_s"])))
-            case "attempt_ended":
-                self.ended, self.kind, self.cause = event["time"], str(event["kind"]), str(event["cause"])
-                self.last_step, self.start_step = int(event["step"]), int(event["start_step"])
-                # The heartbeat's times are the ranks' own, finer than those of the messages.
-                self.training_began = float(event["training_began"]) or self.training_began
-                self.last_step_at = float(event["last_step_at"]) or self.last_step_at
-                self.failed_at = float(event.get("failed_at") or 0.0) or None
-            case "backoff":
-                self.backoff_s += float(event["delay_s"])
+    def take(self, entry: Entry) -> None:
+        """Fold an event of this attempt."""
+        match entry.event:
+            case RankStarted():
+                self.ranks_began = self.ranks_began or entry.time
+            case TrainingStarted(step=step, stage=None):
+                self.start_step = self.last_step = step
+                self.training_began = entry.time
+            case Restored(seconds=seconds):
+                self.restore_s += seconds
+            case SnapshotCost(blocked_s=seconds):
+                self.stall_s += seconds
+            case Evaluated() as evaluated:
+                self.evaluation_s += evaluated.metric("eval_runtime") or 0.0
+            case Log() as log:
+                self.last_step, self.last_step_at = log.step_of_run, entry.time
+                if (wait_s := log.metric("data_wait_s")) is not None:
+                    self.data_wait.append((self.last_step, wait_s))
+            case AttemptEnded() as end:
+                self.ended, self.kind, self.cause = entry.time, end.kind, end.cause
+                self.last_step, self.start_step = end.step, end.start_step
+                # The ranks' own times, from their heartbeats, are finer than those of the messages.
+                self.training_began = end.training_began or self.training_began
+                self.last_step_at = end.last_step_at or self.last_step_at
+                self.failed_at = end.failed_at or None
+            case Backoff(delay_s=seconds):
+                self.backoff_s += seconds
             case _:
                 pass
 
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of the run's time. `attempt`: 0 outside of any."""
+    """A stretch of a run's time.
+
+    Attributes:
+        cause: One of `CAUSES`.
+        begin: Seconds since the epoch.
+        end: Seconds since the epoch.
+        attempt: Number of the attempt; 0 outside of all attempts.
+    """
 
     cause: str
     begin: float
@@ -124,13 +148,13 @@ class Span:
 
 @dataclass
 class Ledger:
-    """The account.
+    """The account of a run's time.
 
     Attributes:
-        seconds: by cause; they sum to the wall time.
-        by_attempt: likewise for each attempt, by its number, with what came between it and the next one.
-        spans: the same seconds where they lie, in order and without gaps; what is spread over an attempt's training
-            (stall, data wait, evaluation, lost work) lies in one stretch of TRAINING there.
+        seconds: By cause; they sum to the wall time.
+        by_attempt: The same for each attempt, by its number, with the time between it and the next one.
+        spans: The same seconds as stretches, in order and without gaps; what is spread over an attempt's training
+            (stall, data wait, evaluation, lost work) is part of one stretch of TRAINING.
     """
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
@@ -139,47 +163,48 @@ class Ledger:
 
     @property
     def wall_s(self) -> float:
+        """Seconds from the first event to the last."""
         return sum(self.seconds.values())
 
     @property
     def goodput(self) -> float:
-        """Share of the wall time that went into steps that count."""
+        """Share of the wall time spent on steps that count, from 0 to 1."""
         return self.seconds[TRAINING] / self.wall_s if self.wall_s else 0.0
 
 
-def attempts_of(events: Sequence[Event]) -> list[Attempt]:
-    """Every attempt of a journal, oldest first, with the steps that each one has lost.
-
-    What a disk has damaged is passed over.
-    """
+def attempts_of(entries: Sequence[Entry]) -> list[Attempt]:
+    """Return every attempt of a journal, oldest first, with the steps that each one lost."""
     attempts: list[Attempt] = []
-    for event in events:
-        try:
-            if event["event"] == "run_started" and attempts and attempts[-1].ended is None:
-                attempts[-1].kind, attempts[-1].cause = CUT_OFF, "its runner was killed, or its machine was lost"
-            elif event["event"] == "attempt_started":
-                attempts.append(Attempt(int(event["attempt"]), event["time"]))
-            elif attempts:
-                attempts[-1].take(event)
-        except (KeyError, TypeError, ValueError, OverflowError):
-            continue
-    _find_lost(attempts, events)
+    for entry in entries:
+        if isinstance(entry.event, RunStarted) and attempts and attempts[-1].ended is None:
+            attempts[-1].kind, attempts[-1].cause = CUT_OFF, "its runner was killed, or its node was lost"
+        elif isinstance(entry.event, AttemptStarted):
+            attempts.append(Attempt(entry.attempt, entry.time))
+        elif attempts:
+            attempts[-1].take(entry)
+    _find_lost(attempts, entries)
     return attempts
 
 
-def account(events: Sequence[Event], now: float | None = None, attempts: Sequence[Attempt] | None = None) -> Ledger:
-    """Give every second to its cause. `now` closes the account of a run that is still going."""
+def account(entries: Sequence[Entry], now: float | None = None, attempts: Sequence[Attempt] | None = None) -> Ledger:
+    """Attribute every second of a run to one cause.
+
+    Args:
+        entries: The run's journal, oldest first.
+        now: Seconds since the epoch, the end of the account of a run that is still going.
+        attempts: `attempts_of(entries)`, if the caller has it.
+    """
     ledger = Ledger()
-    if not events:
+    if not entries:
         return ledger
-    attempts = attempts_of(events) if attempts is None else attempts
-    book = _Book(ledger, events[0]["time"])
-    lives = lives_of(events)
-    for index, life in enumerate(lives):
-        begin, end = life[0]["time"], life[-1]["time"]
-        if index + 1 == len(lives) and now is not None and life[-1]["event"] != "run_ended":
+    attempts = attempts_of(entries) if attempts is None else attempts
+    book = _Book(ledger, entries[0].time)
+    sessions = sessions_of(entries)
+    for index, session in enumerate(sessions):
+        begin, end = session[0].time, session[-1].time
+        if index + 1 == len(sessions) and now is not None and not isinstance(session[-1].event, RunEnded):
             end = max(end, now)
-        book.spend(WAITING, begin, 0)
+        book.spend(NOT_RUNNING, begin, 0)
         before: Attempt | None = None
         for attempt in attempts:
             if not begin <= attempt.began <= end:
@@ -192,25 +217,25 @@ def account(events: Sequence[Event], now: float | None = None, attempts: Sequenc
     return ledger
 
 
-def lives_of(events: Sequence[Event]) -> list[list[Event]]:
-    """Events cut at every `run_started`: one list per life of the supervisor."""
-    lives: list[list[Event]] = []
-    for event in events:
-        if event["event"] == "run_started" or not lives:
-            lives.append([])
-        lives[-1].append(event)
-    return lives
+def sessions_of(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """Split a journal at every `RunStarted`: one list per session of the runner."""
+    sessions: list[list[Entry]] = []
+    for entry in entries:
+        if isinstance(entry.event, RunStarted) or not sessions:
+            sessions.append([])
+        sessions[-1].append(entry)
+    return sessions
 
 
 class _Book:
-    """Writes the account from left to right: time that was spent once cannot be spent again."""
+    """Writes the account in the order of time: a second cannot be spent twice."""
 
     def __init__(self, ledger: Ledger, begin: float) -> None:
         self._ledger = ledger
         self.cursor = begin
 
     def spend(self, cause: str, until: float, attempt: int, shares: dict[str, float] | None = None) -> None:
-        """All seconds up to a time; `shares` of them, in seconds, go to other causes."""
+        """Attribute all seconds up to a time to a cause; `shares` of them, in seconds, go to other causes."""
         seconds = until - self.cursor
         if seconds <= 0:
             return
@@ -230,11 +255,11 @@ class _Book:
 
 
 def _between(book: _Book, before: Attempt | None, until: float) -> None:
-    """From an attempt's end, or a life's begin, to the next attempt, or the life's end."""
+    """Account for the time from an attempt's end, or a session's begin, to the next attempt or the session's end."""
     if before is None:
         book.spend("start-up", until, 0)
         return
-    # Last what the next attempt waited for; before it the commit of what was snapshotted.
+    # The backoff comes last; before it, snapshots are committed.
     book.spend("teardown", until - min(max(before.backoff_s, 0.0), until - book.cursor), before.number)
     book.spend("backoff", until, before.number)
 
@@ -250,7 +275,7 @@ def _account_attempt(book: _Book, attempt: Attempt, end: float) -> None:
     last = min(max(attempt.last_step_at or book.cursor, book.cursor), stop)
     in_steps = last - book.cursor
     lost_s = in_steps * attempt.lost_steps / attempt.steps if attempt.steps > 0 else 0.0
-    # What is lost is lost with its stalls and waits.
+    # Lost steps are lost together with their stalls and waits.
     kept = 1 - lost_s / in_steps if in_steps > 0 else 0.0
     shares = {
         LOST: lost_s,
@@ -260,24 +285,24 @@ def _account_attempt(book: _Book, attempt: Attempt, end: float) -> None:
     }
     book.spend(TRAINING, last, number, shares)
     if attempt.failed_at is not None:
-        book.spend("hang wait" if attempt.kind == "hung" else "detection", min(attempt.failed_at, stop), number)
+        book.spend(
+            "hang wait" if attempt.kind == FailureKind.HUNG.value else "detection", min(attempt.failed_at, stop), number
+        )
     book.spend("teardown", stop, number)
 
 
-def _find_lost(attempts: Sequence[Attempt], events: Sequence[Event]) -> None:
-    """Steps of each attempt that the next one which trained had to compute again, or will have to."""
-    run_ended = bool(events) and events[-1]["event"] == "run_ended"
-    committed = max(
-        (e["step"] for e in events if e["event"] == "committed" and isinstance(e.get("step"), int)), default=0
-    )
+def _find_lost(attempts: Sequence[Attempt], entries: Sequence[Entry]) -> None:
+    """Set the steps of each attempt that the next one which trained had to compute again, or will have to."""
+    run_ended = bool(entries) and isinstance(entries[-1].event, RunEnded)
+    committed = max((entry.event.step for entry in entries if isinstance(entry.event, Committed)), default=0)
     starts: list[int] = []
     for attempt in reversed(attempts):
         if attempt.training_began is None or attempt.start_step is None:
             continue
-        # A later one may have fallen back further than the next.
+        # A later attempt may have fallen back further than the next one.
         goes_on = min(starts, default=None)
-        if goes_on is None and run_ended and attempt.kind not in ("finished", "running"):
-            # Nothing but what was committed outlives the run.
+        if goes_on is None and run_ended and attempt.kind not in (FailureKind.FINISHED.value, RUNNING):
+            # Only what was committed outlives the run.
             goes_on = committed
         if goes_on is not None:
             attempt.lost_steps = min(max((attempt.last_step or 0) - goes_on, 0), max(attempt.steps, 0))
@@ -285,5 +310,5 @@ def _find_lost(attempts: Sequence[Attempt], events: Sequence[Event]) -> None:
 
 
 def restarts_by_kind(attempts: Sequence[Attempt]) -> Counter[str]:
-    """How many attempts have ended in each way that is no end of the run."""
-    return Counter(attempt.kind for attempt in attempts if attempt.kind not in NO_FAILURE)
+    """Count the failed attempts by their kind."""
+    return Counter(attempt.kind for attempt in attempts if attempt.failed)

@@ -18,9 +18,10 @@ from checkpointing.threads import in_background
 from runner.config.load import load_config
 from runner.config.schema import Config
 from runner.errors import RunnerError, UsageError
-from runner.journal.journal import Event, EventStream, JournalReader
+from runner.journal.events import Entry, RunStarted
+from runner.journal.journal import EventStream, JournalReader
 from runner.journal.run_directory import RunDirectory
-from runner.recovery.restart_state import RunRecord
+from runner.recovery.restart_state import RestartState
 
 _CHUNK_BYTES = 4 * 1024 * 1024
 # Between two renewals of the copy.
@@ -35,7 +36,7 @@ class JournalCopy:
     """The copy of one journal beside the checkpoints."""
 
     def __init__(self, journal: Path, lineage: str, run_id: str) -> None:
-        """`lineage`: see `RunRecord`; it tells the journals of one run from those of another at the same place."""
+        """`lineage`: see `RestartState`; it tells the journals of one run from those of another at the same place."""
         self._journal, self._name = journal, f"{_prefix(lineage)}{run_id}"
         self._kept, self._kept_at, self._keeper = 0, -COPY_INTERVAL_S, 0
 
@@ -107,25 +108,27 @@ class History:
         self._place = place.removeprefix("file://") if place.startswith("file:///") else place
         self._directory = RunDirectory(self._place) if "://" not in place else None
         self._journal = JournalReader(self._directory.journal) if self._directory is not None else None
-        self._own: list[Event] = []
+        self._own: list[Entry] = []
         # Where copies lie: beside the checkpoints of the run in this folder, or at the place itself.
         self._beside: dict[bool, Storage] = {}
         self._copies: dict[str, _Copy] = {}
         # By the id of its folder, each life of the run whose journal was kept, but this folder's own.
-        self._others: dict[str, list[Event]] = {}
+        self._others: dict[str, list[Entry]] = {}
         # A look for them, which may take its time; why the last one failed, if it did; when the next one is due, in
         # monotonic seconds.
-        self._look: Future[dict[str, list[Event]]] | None = None
+        self._look: Future[dict[str, list[Entry]]] | None = None
         self._refusal, self._due_at = "", 0.0
 
-    def events(self) -> list[Event]:
-        """Every event of the run, oldest first, of all its lives.
+    def entries(self) -> list[Entry]:
+        """Return all entries of the run, oldest first, of all its sessions.
 
         Raises:
             UsageError: there is no run, or it could not be read yet.
         """
         problem = self._read_own(self._journal) if self._journal is not None else ""
-        own_id = next((event["run_id"] for event in reversed(self._own) if isinstance(event.get("run_id"), str)), "")
+        own_id = next(
+            (e.event.run_id for e in reversed(self._own) if isinstance(e.event, RunStarted) and e.event.run_id), ""
+        )
         others_problem = self._look_for_others(own_id)
         self.unread = problem or others_problem
         lives = {**self._others, **({own_id: self._own} if self._own else {})}
@@ -136,12 +139,12 @@ class History:
                 f"{self._place!r} holds no run; give the output_dir of one, or the location of its checkpoints"
             )
         # Lives of one run follow each other; each one's clock is its machine's.
-        return sorted((event for events in lives.values() for event in events), key=lambda event: event["time"])
+        return sorted((entry for entries in lives.values() for entry in entries), key=lambda entry: entry.time)
 
     def _read_own(self, journal: JournalReader) -> str:
         """Why it may be out of date, if so."""
         try:
-            own = journal.events()
+            own = journal.entries()
         except OSError as error:
             return f"{error.filename}: {error.strerror}"
         if self._own and not own:
@@ -174,19 +177,19 @@ class History:
             self._beside[in_folder] = storage
         return self._beside[in_folder]
 
-    def _read_copies(self, in_folder: bool, own_id: str) -> dict[str, list[Event]]:
+    def _read_copies(self, in_folder: bool, own_id: str) -> dict[str, list[Entry]]:
         """Not of our own, which is ahead of its copy."""
         storage = self._storage(in_folder=in_folder)
         if storage is None:
             return {}
-        lineage = RunRecord.from_json(storage.read_note()).lineage
+        lineage = RestartState.from_json(storage.read_note()).lineage
         prefix = _prefix(lineage) if lineage else ""
         chunks: dict[str, dict[str, int]] = {}
         for name, size in storage.records(prefix).items():
             chunks.setdefault(name.removeprefix(prefix).rsplit(".", 2)[0], {})[name] = size
         chunks.pop(own_id, None)
         return {
-            run_id: self._copies.setdefault(run_id, _Copy()).events(sizes, storage.read_record)
+            run_id: self._copies.setdefault(run_id, _Copy()).entries(sizes, storage.read_record)
             for run_id, sizes in chunks.items()
         }
 
@@ -197,7 +200,7 @@ class _Copy:
     def __init__(self) -> None:
         self._stream, self._sizes = EventStream(), dict[str, int]()
 
-    def events(self, sizes: dict[str, int], read: Callable[[str], bytes]) -> list[Event]:
+    def entries(self, sizes: dict[str, int], read: Callable[[str], bytes]) -> list[Entry]:
         """`sizes`: of its chunks, in order. They grow one after another."""
         *settled, last = self._sizes or [""]
         in_order = [*sizes][: len(self._sizes)] == [*self._sizes] and sizes.get(last, 0) >= self._sizes.get(last, 0)

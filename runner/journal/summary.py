@@ -1,18 +1,66 @@
-"""A run told from its journal alone: for the end of `runner start`, and for `runner status`."""
+"""A run as its journal describes it: for the end of `runner start`, `runner status` and Prometheus."""
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from enum import Enum
 from itertools import pairwise
 from typing import Any
 
-from runner.journal.journal import Event
-from runner.journal.ledger import LOST, NO_FAILURE, Attempt, account, attempts_of
+from checkpointing.events import (
+    CheckpointQuarantined,
+    CommitFailed,
+    Committed,
+    Log,
+    SnapshotSkipped,
+    TrainingStarted,
+)
+from runner.journal.events import (
+    AttemptEnded,
+    AttemptStarted,
+    Backoff,
+    Entry,
+    Malformed,
+    Progress,
+    RunEnded,
+    RunStarted,
+    StopRequested,
+    WaitingForNodes,
+)
+from runner.journal.ledger import LOST, Attempt, account, attempts_of
+from runner.recovery.kinds import is_failure
 
 _RECENT_LOGS = 20
+
+
+class RunState(Enum):
+    """What a run is doing, as a fold over its journal."""
+
+    UNKNOWN = "unknown"
+    """The journal has no event."""
+    STARTING = "starting"
+    """The launcher and the agent are starting."""
+    WAITING = "waiting"
+    """The leader waits for other nodes."""
+    RUNNING = "running"
+    """An attempt is running."""
+    BACKOFF = "backoff"
+    """The runner waits before the next attempt."""
+    STOPPING = "stopping"
+    """A stop was requested; the ranks take a snapshot and exit."""
+    FINISHED = "finished"
+    """Training has ended, and its last step is durable."""
+    PREEMPTED = "preempted"
+    """The run was stopped on request; the same command continues it."""
+    FAILED = "failed"
+    """The run ended with a failure."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the runner has ended."""
+        return self in (RunState.FINISHED, RunState.PREEMPTED, RunState.FAILED)
 
 
 @dataclass
@@ -20,14 +68,34 @@ class RunSummary:
     """The fold of a journal.
 
     Attributes:
-        newest_at_by_tier: when the newest checkpoint of each tier was committed, in seconds since the epoch.
-        restarts_left: failures that the budget has room for before a new checkpoint fills it again.
-        heard_at: time of the newest event.
-        step_s: how long a step takes now, by the last log entries.
+        run_id: Identity of the run; empty if the journal has no event.
+        state: What the run is doing.
+        reason: Why it ended.
+        exit_code: The runner's exit code; None while it runs.
+        total_steps: Step at which training ends; None if unknown.
+        step: Newest finished step.
+        first_loss: Loss of the first log entry.
+        last_loss: Loss of the newest log entry.
+        tokens_per_s: Of all ranks, by the newest log entry that has it.
+        attempts: All attempts, oldest first.
+        committed: Committed steps, in the order of their commits.
+        newest_by_tier: Newest committed step of each tier.
+        newest_at_by_tier: When that was committed, in seconds since the epoch.
+        restarts_left: Failures that the budget allows before a new checkpoint refills it.
+        step_s: Seconds that a step takes now, by the newest log entries.
+        heard_at: Time of the newest event, in seconds since the epoch.
+        skipped_snapshots: Snapshots for which no memory was free.
+        failed_commits: Checkpoints that could not be published.
+        last_failed_commit: Why the newest of them could not.
+        quarantined: Where invalid checkpoints are kept.
+        malformed_events: Lines of the journal that are damaged.
+        lost_steps: Steps that had to be computed again.
+        time_by_cause: Seconds by the causes of the ledger.
+        goodput: Share of the wall time spent on steps that count, from 0 to 1.
     """
 
     run_id: str = ""
-    state: str = "unknown"
+    state: RunState = RunState.UNKNOWN
     reason: str = ""
     exit_code: int | None = None
     total_steps: int | None = None
@@ -45,115 +113,134 @@ class RunSummary:
     skipped_snapshots: int = 0
     failed_commits: int = 0
     last_failed_commit: str = ""
-    set_aside: list[str] = field(default_factory=list)
+    quarantined: list[str] = field(default_factory=list)
+    malformed_events: int = 0
     lost_steps: int = 0
     time_by_cause: dict[str, float] = field(default_factory=dict)
     goodput: float = 0.0
 
     @property
     def wall_s(self) -> float:
+        """Seconds from the first event to the last."""
         return sum(self.time_by_cause.values())
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "wall_s": round(self.wall_s, 3)}
+        """Return the summary as a JSON object."""
+        return {**asdict(self), "state": self.state.value, "wall_s": round(self.wall_s, 3)}
 
 
-def summarise(events: Sequence[Event], now: float | None = None) -> RunSummary:
-    """Fold a journal (oldest event first). `now` closes the account of a run that is still going."""
-    run = RunSummary(attempts=attempts_of(events))
-    for event in events:
-        # What a disk has damaged is passed over.
-        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
-            _fold(run, event)
-    ledger = account(events, now, run.attempts)
+def summarise(entries: Sequence[Entry], now: float | None = None) -> RunSummary:
+    """Fold a journal.
+
+    Args:
+        entries: All entries, oldest first.
+        now: Seconds since the epoch, the end of the account of a run that is still going.
+    """
+    run = RunSummary(attempts=attempts_of(entries))
+    for entry in entries:
+        _fold(run, entry)
+    ledger = account(entries, now, run.attempts)
     run.time_by_cause, run.goodput = ledger.seconds, round(ledger.goodput, 5)
-    run.heard_at = events[-1]["time"] if events else None
-    run.restarts_left, run.step_s = _restarts_left(events), _step_s(events)
+    run.heard_at = entries[-1].time if entries else None
+    run.restarts_left, run.step_s = _restarts_left(entries), _step_s(entries)
     run.lost_steps = sum(attempt.lost_steps for attempt in run.attempts)
     return run
 
 
-def _restarts_left(events: Sequence[Event]) -> int | None:
-    """The budget, less the failures since a step was committed that had not been before."""
+def _restarts_left(entries: Sequence[Entry]) -> int | None:
+    """Return the budget less the failures since the last newly committed step."""
     budget, failures, newest = None, 0, -1
-    for event in events:
-        match event["event"]:
-            case "run_started":
-                budget = event.get("max_restarts")
-            case "committed" if isinstance(event.get("step"), int) and event["step"] > newest:
-                newest, failures = event["step"], 0
-            case "attempt_ended" if event.get("kind") not in NO_FAILURE:
+    for entry in entries:
+        match entry.event:
+            case RunStarted(max_restarts=max_restarts):
+                budget = max_restarts
+            case Committed(step=step) if step > newest:
+                newest, failures = step, 0
+            case AttemptEnded(kind=kind) if is_failure(kind):
                 failures += 1
             case _:
                 pass
-    return max(budget - failures, 0) if isinstance(budget, int) else None
+    return max(budget - failures, 0) if budget is not None else None
 
 
-def _step_s(events: Sequence[Event]) -> float | None:
-    """Median over the last log entries of one attempt."""
-    logs = [event for event in events if event["event"] == "log" and isinstance(event.get("step"), int)][-_RECENT_LOGS:]
-    pairs = [(a, b) for a, b in pairwise(logs) if a.get("attempt") == b.get("attempt") and b["step"] > a["step"]]
-    return statistics.median((b["time"] - a["time"]) / (b["step"] - a["step"]) for a, b in pairs) if pairs else None
+def _step_s(entries: Sequence[Entry]) -> float | None:
+    """Return the median over the newest log entries."""
+    logs = [(entry, entry.event) for entry in entries if isinstance(entry.event, Log)][-_RECENT_LOGS:]
+    seconds = [
+        (later.time - earlier.time) / (second.step - first.step)
+        for (earlier, first), (later, second) in pairwise(logs)
+        if earlier.attempt == later.attempt and second.step > first.step
+    ]
+    return statistics.median(seconds) if seconds else None
 
 
-def _fold(run: RunSummary, event: Event) -> None:
-    """Take in one event."""
-    match event["event"]:
-        case "run_started":
-            run.run_id, run.state, run.reason, run.exit_code = str(event["run_id"]), "starting", "", None
-        case "waiting_for_nodes":
-            run.state = "waiting"
-        case "attempt_started":
-            run.state = "running"
-        case "training_started":
-            run.step = int(event["step"])
-            run.total_steps = int(event["total_steps"]) if event["total_steps"] is not None else None
-        case "log":
-            run.step = max(run.step, int(event["step"]))
-            run.last_loss = float(event["loss"])
+def _fold(run: RunSummary, entry: Entry) -> None:
+    match entry.event:
+        case RunStarted(run_id=run_id):
+            run.run_id, run.state, run.reason, run.exit_code = run_id, RunState.STARTING, "", None
+        case WaitingForNodes():
+            run.state = RunState.WAITING
+        case AttemptStarted():
+            run.state = RunState.RUNNING
+        case TrainingStarted() as started:
+            run.step, run.total_steps = started.step, started.total_steps
+        case Log() as log:
+            run.step, run.last_loss = max(run.step, log.step), log.loss
             run.first_loss = run.last_loss if run.first_loss is None else run.first_loss
-            run.tokens_per_s = float(event.get("tokens_per_s") or 0.0) or run.tokens_per_s
-        case "progress":
-            run.step = int(event["step"])
-        case "committed":
-            step, tier = int(event["step"]), str(event.get("tier", "local"))
+            run.tokens_per_s = log.metric("tokens_per_s") or run.tokens_per_s
+        case Progress(step=step):
+            run.step = step
+        case Committed(step=step, tier=tier):
             if step not in run.committed:
                 run.committed.append(step)
             if step >= run.newest_by_tier.get(tier, -1):
-                run.newest_by_tier[tier], run.newest_at_by_tier[tier] = step, event["time"]
-        case "commit_failed":
+                run.newest_by_tier[tier], run.newest_at_by_tier[tier] = step, entry.time
+        case CommitFailed(error=error):
             run.failed_commits += 1
-            run.last_failed_commit = str(event["error"])
-        case "snapshot_skipped":
+            run.last_failed_commit = error
+        case SnapshotSkipped():
             run.skipped_snapshots += 1
-        case "checkpoint_set_aside":
-            run.set_aside.append(str(event["kept_as"]))
-        case "attempt_ended":
-            run.step = int(event["step"])
-        case "backoff":
-            run.state = "backoff"
-        case "stop_requested":
-            run.state = "stopping"
-        case "run_ended":
-            run.state, run.reason = str(event["state"]), str(event["reason"])
-            run.exit_code = int(event["exit_code"])
+        case CheckpointQuarantined(kept_as=kept_as):
+            run.quarantined.append(kept_as)
+        case AttemptEnded(step=step):
+            run.step = step
+        case Backoff():
+            run.state = RunState.BACKOFF
+        case StopRequested():
+            run.state = RunState.STOPPING
+        case RunEnded() as end:
+            run.state, run.reason, run.exit_code = _ended(end.state), end.reason, end.exit_code
+        case Malformed():
+            run.malformed_events += 1
         case _:
             pass
 
 
+def _ended(state: str) -> RunState:
+    try:
+        return RunState(state)
+    except ValueError:
+        return RunState.UNKNOWN
+
+
 def render(run: RunSummary, places: dict[str, str]) -> str:
-    """The summary as text."""
+    """Format a summary as text.
+
+    Args:
+        run: The summary.
+        places: Lines to append: a name and a path or URL each.
+    """
     total = f" of {run.total_steps}" if run.total_steps else ""
-    restarts = [attempt for attempt in run.attempts if attempt.kind not in NO_FAILURE]
+    restarts = [attempt for attempt in run.attempts if attempt.failed]
     lines = [
-        f"run {run.run_id}: {run.state}",
+        f"run {run.run_id}: {run.state.value}",
         f"  steps        {run.step}{total}",
     ]
     if run.first_loss is not None and run.last_loss is not None:
         lines.append(f"  loss         {run.first_loss:.4f} -> {run.last_loss:.4f}")
     lines.append(f"  attempts     {len(run.attempts)}")
     for attempt in restarts:
-        # What ended the run is said with its exit code.
+        # The cause that ended the run is printed with its exit code.
         cause = f": {attempt.cause}" if attempt.cause not in run.reason else ""
         lines.append(f"    {attempt.number}: {attempt.kind} at step {attempt.last_step}{cause}")
     tiers = ", ".join(f"{step} ({tier})" for tier, step in run.newest_by_tier.items())
@@ -162,7 +249,7 @@ def render(run: RunSummary, places: dict[str, str]) -> str:
     if run.skipped_snapshots or run.failed_commits:
         why = f", the last one: {run.last_failed_commit}" if run.failed_commits else ""
         lines.append(f"               {run.skipped_snapshots} skipped, {run.failed_commits} failed{why}")
-    lines += [f"               set aside: {kept}" for kept in run.set_aside]
+    lines += [f"               quarantined: {kept}" for kept in run.quarantined]
     lines.append(f"  lost work    {run.lost_steps} steps, {run.time_by_cause.get(LOST, 0.0):.1f} s")
     wall = run.wall_s
     lines.append(f"  wall time    {wall:.1f} s, goodput {100 * run.goodput:.1f} %")

@@ -1,14 +1,34 @@
-"""What the checkpoint agent and the ranks report: put on record, shown to the user, and kept for decisions."""
+"""Events of the checkpoint agent and the ranks: recorded, shown to the user, and kept for decisions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from checkpointing.agent.protocol import Message
+from checkpointing.events import (
+    BatchShape,
+    CheckpointQuarantined,
+    CommitFailed,
+    Committed,
+    Event,
+    Fenced,
+    Fetched,
+    FetchFailed,
+    Log,
+    MemoryShort,
+    Resumed,
+    SnapshotDamaged,
+    SnapshotDropped,
+    StageEntered,
+    StorageRetried,
+    TierUnreachable,
+    TrainingStarted,
+    Transfer,
+)
 from checkpointing.heartbeat import Heartbeat
+from runner.journal.events import Progress
 from runner.ui.progress import ProgressDisplay
 
-Record = Callable[..., None]
+Record = Callable[[Event], None]
 _PROGRESS_EVERY_S = 10.0
 
 
@@ -16,9 +36,9 @@ class AgentEvents:
     """The state of a node's checkpoints, as a fold over the events of its agent.
 
     Attributes:
-        committed_step: The newest that this node's agent has committed or found; -1 before the first.
-        batch: Samples per micro-batch, and micro-batches per step, as the ranks have said; None before.
-        fenced: Why no attempt of this runner may write any more; None while it may.
+        committed_step: Newest step that this node's agent has committed or found; -1 before the first.
+        batch: Samples per micro-batch, and micro-batches per step, as reported by the ranks; None before that.
+        fenced: Why no attempt of this runner may write any longer; None while it may.
         commit_s: Seconds that the last commit took; None before the first.
     """
 
@@ -28,25 +48,25 @@ class AgentEvents:
         self.batch: tuple[int, int] | None = None
         self.fenced: str | None = None
         self.commit_s: float | None = None
-        # By tier: saves that it has refused since the last one that it took, and why the newest was.
+        # By tier: saves that failed since the last successful one, and why the newest did.
         self._failed_saves: dict[str, tuple[int, str]] = {}
-        # The newest step that the journal has of heartbeats, and when it was recorded.
+        # The newest step that was recorded from heartbeats, and when.
         self._recorded_step, self._recorded_at = 0, 0.0
 
     @property
     def failed_saves(self) -> tuple[int, str]:
-        """Saves in a row that one tier has refused, the most of any, and why the last one was."""
+        """Failed saves in a row, of the tier that has most of them, and why the last one failed."""
         return max(self._failed_saves.values(), default=(0, ""))
 
     def begin_attempt(self, number: int) -> None:
-        """Forget what only the attempt before this one has reported."""
-        # The next one may not come so far as to say.
+        """Forget what the attempt before this one reported."""
+        # The next one may end before it reports.
         self.batch = None
         self._recorded_step, self._recorded_at = 0, 0.0
         self._display.state.attempt, self._display.state.activity = number, "starting"
 
     def show_heartbeats(self, beats: Iterable[Heartbeat], now: float) -> None:
-        """Show how far the ranks have come, and record it every 10 s: a script may log no loss, or seldom.
+        """Show the progress of the ranks, and record it every 10 s: a script may log seldom, or nothing.
 
         Args:
             now: Monotonic seconds.
@@ -57,84 +77,84 @@ class AgentEvents:
             self._display.state.step, self._display.state.activity = step, f"step {step}"
             if step != self._recorded_step and now - self._recorded_at >= _PROGRESS_EVERY_S:
                 self._recorded_step, self._recorded_at = step, now
-                self._record("progress", step=step)
+                self._record(Progress(step=step))
         self._display.refresh()
 
-    def handle(self, event: str, message: Message) -> None:
-        """Take in an event of this node's agent."""
-        if event == "transfer":
-            self._display.state.show_transfer(message)
-            return
-        if event == "batch_shape":
-            self.batch = (int(message["micro_batch"]), int(message["accumulation"]))
-            self._record(event, **message)
-            return
-        message.pop("attempt", None)
-        self._record(event, **message)
-        self._act_on(event, message)
-        self._show_training(event, message)
+    def handle(self, event: Event) -> None:
+        """Handle an event of this node's agent."""
+        match event:
+            case Transfer():
+                self._display.state.show_transfer(event)
+            case BatchShape(micro_batch=micro_batch, accumulation=accumulation):
+                self.batch = (micro_batch, accumulation)
+                self._record(event)
+            case _:
+                self._record(event)
+                self._act_on(event)
+                self._show_training(event)
 
-    def handle_forwarded(self, event: str, details: Message) -> None:
-        """Take in what rank 0 or an agent of another node has reported, as if it had been reported here."""
-        if event == "batch_shape":
-            self.batch = (int(details["micro_batch"]), int(details["accumulation"]))
-            return
-        self._record(event, **details)
-        if event == "resumed":
-            self._show_resumption(details)
-        else:
-            self._show_training(event, details)
+    def handle_forwarded(self, event: Event) -> None:
+        """Handle what rank 0 or an agent of another node has reported, as if it had been reported here."""
+        match event:
+            case BatchShape(micro_batch=micro_batch, accumulation=accumulation):
+                self.batch = (micro_batch, accumulation)
+            case Resumed():
+                self._record(event)
+                self._show_resumption(event)
+            case _:
+                self._record(event)
+                self._show_training(event)
 
-    def _act_on(self, event: str, message: Message) -> None:
+    def _act_on(self, event: Event) -> None:
         say = self._display.message
-        if event in ("committed", "commit_failed", "fetched", "fetch_failed"):
+        if isinstance(event, Committed | CommitFailed | Fetched | FetchFailed):
             self._display.state.transfer = ""
         match event:
-            case "committed":
-                self._failed_saves.pop(message["tier"], None)
-                self.commit_s = message.get("duration_s")
-                # Of a further stage, counted over all of them.
-                self.committed_step = max(self.committed_step, int(message.get("run_step") or message["step"]))
-                self._display.state.committed_step = message["step"]
-            case "stage":
-                say(f"stage {message['number']} of the script begins: its checkpoints are in {message['stage']}")
-            case "commit_failed":
-                count, _ = self._failed_saves.get(message["tier"], (0, ""))
-                self._failed_saves[message["tier"]] = (count + 1, message["error"])
-                say(f"checkpoint of step {message['step']} failed: {message['error']}")
-            case "tier_unreachable":
-                say(f"the {message['tier']} checkpoints cannot be reached: {message['reason']}")
-            case "storage_retried":
-                last = f"the last for: {message['reason']}"
-                say(f"calls to the {message['tier']} checkpoints that were tried again: {message['count']}, {last}")
-            case "fetched":
-                size, seconds = message["nbytes"] / 1e6, message["duration_s"]
-                say(f"read checkpoint-{message['step']} into memory: {size:,.1f} MB in {seconds:.1f} s")
-            case "resumed":
-                self._show_resumption(message)
-            case "fenced":
-                self.fenced = message["reason"]
-            case "memory_short":
-                say(f"memory for snapshots is short: {message['reason']}")
-            case "snapshot_damaged" | "snapshot_dropped" if message["reason"]:
-                say(f"the snapshot of step {message['step']} is not used: {message['reason']}")
-            case "checkpoint_set_aside":
-                say(f"checkpoint-{message['step']} is not used: {message['reason']}; kept as {message['kept_as']}")
+            case Committed():
+                self._failed_saves.pop(event.tier, None)
+                self.commit_s = event.duration_s
+                self.committed_step = max(self.committed_step, event.step_of_run)
+                self._display.state.committed_step = event.step
+            case StageEntered(number=number, stage=stage):
+                say(f"stage {number} of the script begins: its checkpoints are in {stage}")
+            case CommitFailed(step=step, tier=tier, error=error):
+                count, _ = self._failed_saves.get(tier, (0, ""))
+                self._failed_saves[tier] = (count + 1, error)
+                say(f"checkpoint of step {step} failed: {error}")
+            case TierUnreachable(tier=tier, reason=reason):
+                say(f"the {tier} checkpoints cannot be reached: {reason}")
+            case StorageRetried(tier=tier, count=count, reason=reason):
+                say(f"retried {count} storage calls ({tier} checkpoints); the last one failed with: {reason}")
+            case Fetched(step=step, nbytes=nbytes, duration_s=seconds):
+                say(f"read checkpoint-{step} into memory: {nbytes / 1e6:,.1f} MB in {seconds:.1f} s")
+            case Resumed():
+                self._show_resumption(event)
+            case Fenced(reason=reason):
+                self.fenced = reason
+            case MemoryShort(reason=reason):
+                say(f"memory for snapshots is short: {reason}")
+            case SnapshotDamaged(step=step, reason=reason) | SnapshotDropped(step=step, reason=reason) if reason:
+                say(f"the snapshot of step {step} is not used: {reason}")
+            case CheckpointQuarantined(step=step, reason=reason, kept_as=kept_as):
+                say(f"checkpoint-{step} is not used: {reason}; kept as {kept_as}")
+            case _:
+                pass
 
-    def _show_resumption(self, message: Message) -> None:
+    def _show_resumption(self, event: Resumed) -> None:
         state = self._display.state
-        lost = state.step - message["step"]
-        self._display.message(
-            f"attempt {state.attempt} goes on from step {message['step']}"
-            + f" ({'held in memory' if message['from'] == 'memory' else message['from'] + ' checkpoint'})"
-            + (f", {lost} steps to compute again" if lost > 0 else "")
-        )
-        state.step = message["step"]
+        lost = state.step - event.step
+        source = "in-memory snapshot" if event.source == "memory" else f"{event.source} checkpoint"
+        again = f"; recomputing {lost} steps" if lost > 0 else ""
+        self._display.message(f"attempt {state.attempt} resumed from step {event.step} ({source}){again}")
+        state.step = event.step
 
-    def _show_training(self, event: str, message: Message) -> None:
+    def _show_training(self, event: Event) -> None:
         state = self._display.state
-        if event == "training_started":
-            state.total_steps = message["total_steps"]
-        elif event == "log":
-            state.loss = message["loss"]
-            state.tokens_per_s = message.get("tokens_per_s") or state.tokens_per_s
+        match event:
+            case TrainingStarted(total_steps=total_steps):
+                state.total_steps = total_steps
+            case Log():
+                state.loss = event.loss
+                state.tokens_per_s = event.metric("tokens_per_s") or state.tokens_per_s
+            case _:
+                pass

@@ -11,16 +11,20 @@ from pathlib import Path
 from checkpointing.agent.protocol import Message
 from checkpointing.heartbeat import Heartbeat, Phase
 from runner.config.schema import Config
+from runner.journal.events import BestModel, RankStarted
+from runner.node import rank_messages
 from runner.node.agent_events import AgentEvents, Record
 from runner.node.attempt_end import AttemptEnd, failure_of, storage_failed
 from runner.node.hang_check import HangCheck
 from runner.node.helpers import KILL_TIMEOUT_S, Helpers
 from runner.node.messages import AttemptResult, AttemptSpec, Job
 from runner.node.output import OutputRelay
+from runner.node.rank_messages import RankMessage
 from runner.node.rank_watch import RankWatch
 from runner.node.stacks import dump_stacks
 from runner.node.watchdog import Limits, Watchdog
-from runner.recovery.kinds import Failure, FailureKind
+from runner.recovery.failure import Failure
+from runner.recovery.kinds import FailureKind
 from runner.system.event_loop import EventLoop, StopRequest
 from runner.system.host import Host
 from runner.ui.progress import ProgressDisplay
@@ -101,26 +105,26 @@ class Attempt:
 
     # -- what ranks and launcher report ------------------------------------------------------------------------------
 
-    def on_rank_message(self, message: Message) -> None:
-        """Handle a message of `rank_messages`."""
-        match message["event"]:
-            case "rank_started":
-                self._record("rank_started", rank=message["rank"], pid=message["pid"])
-                if self._relay is not None and message["error_file"]:
-                    self._relay.follow(Path(message["error_file"]).parent)
+    def on_rank_message(self, message: RankMessage) -> None:
+        """Handle a message of a rank of this attempt."""
+        match message:
+            case rank_messages.Started():
+                self._record(RankStarted(rank=message.rank, pid=message.pid))
+                if self._relay is not None and message.error_file:
+                    self._relay.follow(Path(message.error_file).parent)
                 pidfd = self.ranks.started(message)
                 if pidfd is not None:
                     self._loop.register(pidfd, self._on_rank_death)
-            case "rank_done":
-                self.ranks.done.add(message["rank"])
-            case "rank_preempted":
-                self.ranks.preempted.add(message["rank"])
-            case "rank_failed":
-                self.ranks.errors[message["rank"]] = (message["error"], message["frame"], message["transient"])
-            case "stop_signal":
-                self._signalled.add(message["rank"])
-            case "best_model":
-                self._record("best_model", step=message["step"])
+            case rank_messages.Done(rank=rank):
+                self.ranks.done.add(rank)
+            case rank_messages.Preempted(rank=rank):
+                self.ranks.preempted.add(rank)
+            case rank_messages.Failed(rank=rank):
+                self.ranks.errors[rank] = (message.error, message.frame, message.transient)
+            case rank_messages.StopSignal(rank=rank):
+                self._signalled.add(rank)
+            case rank_messages.BestModelWritten(step=step):
+                self._record(BestModel(step=step))
 
     def _on_rank_death(self, pidfd: int) -> None:
         # What it said before it died comes first.

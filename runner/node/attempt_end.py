@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from checkpointing.agent.protocol import Message
 from runner.recovery.classify import classify
 from runner.recovery.evidence import RankEnd
-from runner.recovery.kinds import Failure, FailureKind
+from runner.recovery.failure import Failure
+from runner.recovery.kinds import FailureKind
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from checkpointing.heartbeat import Heartbeat
+from runner.journal import events
 from runner.node.agent_events import Record
 from runner.node.helper_processes import AgentHelper, LauncherHelper
 from runner.node.helpers import Helpers
 from runner.node.rank_watch import RankWatch
 from runner.node.watchdog import Hang, StoppedProcesses, Watchdog
-from runner.recovery.kinds import Failure, FailureKind
+from runner.recovery.failure import Failure
+from runner.recovery.kinds import FailureKind
 from runner.system.host import Host
 from runner.ui.progress import ProgressDisplay
 
@@ -68,7 +70,7 @@ class HangCheck:
         names = f"rank {', '.join(map(str, hung))}" if hung else "the ranks"
         self._display.message(f"{names}: {hang.reason}; writing down where all ranks stand")
         files = self._write_stacks()
-        self._record("hang", ranks=hung, reason=hang.reason, stacks=[str(file) for file in files])
+        self._record(events.Hang(ranks=hung, reason=hang.reason, stacks=[str(file) for file in files]))
         where = f"; stacks: {files[0].parent}/stacks-*.txt" if files else ""
         return Failure(FailureKind.HUNG, f"{names} hung: {hang.reason}{where}", hung[0] if hung else None)
 

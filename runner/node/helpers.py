@@ -11,8 +11,10 @@ import psutil
 
 from checkpointing.agent import protocol
 from checkpointing.agent.protocol import Message
+from checkpointing.events import Event, RestartStateFailed, StorageRetried
 from checkpointing.heartbeat import Heartbeat
 from runner.errors import HelperKilled, LaunchError
+from runner.journal.events import Malformed, parse_event
 from runner.node.helper_processes import AgentHelper, LauncherHelper
 from runner.system import processes
 from runner.system.event_loop import EventLoop, StopRequest
@@ -23,8 +25,8 @@ _SOON_S = 0.05
 _LAUNCHER_TIMEOUT_S = 600.0
 # A commit to slow storage; what takes longer is a storage that hangs.
 _AGENT_TIMEOUT_S = 600.0
-# The agent sends these while it gets nowhere, too.
-_NO_PROGRESS = {"pong", "storage_retried", "note_failed"}
+# The agent sends these also while it makes no progress.
+_NO_PROGRESS = {"pong", StorageRetried.name, RestartStateFailed.name}
 # The same, once the user has asked twice: a snapshot that is whole is worth a moment.
 _AGENT_HURRY_S = 5.0
 # The agent answers at once; only when it allocates much memory it may take a while.
@@ -48,7 +50,8 @@ class Helpers:
         *,
         start_agent: Callable[[Callable[[], bool]], AgentHelper],
         start_launcher: Callable[[], LauncherHelper],
-        on_agent: Callable[[str, Message], None],
+        on_agent: Callable[[Event], None],
+        on_attempt_over: Callable[[], None],
         on_launcher: Callable[[Message], None],
         grace_s: float,
         quiet_timeout_s: float,
@@ -59,13 +62,15 @@ class Helpers:
         """
         Args:
             start_agent: Starts a checkpoint agent; calls its argument meanwhile, and gives up once that is true.
-            on_agent: Called with the name and the fields of each event of the agent.
+            on_agent: Called with each event of the agent.
+            on_attempt_over: Called when the agent has handled all messages of an attempt's ranks.
             on_launcher: Called with each message of the launcher, except for its first.
             grace_s: Seconds that whoever asks for a stop waits.
             quiet_timeout_s: Seconds without an answer after which the agent is killed (120 at most).
         """
         self._start_agent, self._start_launcher = start_agent, start_launcher
         self._handle_agent, self._handle_launcher = on_agent, on_launcher
+        self._handle_attempt_over = on_attempt_over
         self._grace_s = grace_s
         self._pong_timeout_s = min(_PONG_TIMEOUT_S, quiet_timeout_s)
         self._loop, self._stop, self._host = loop, stop, host
@@ -223,10 +228,17 @@ class Helpers:
         except OSError:
             self._loop.unregister(sock)
             return
-        event = message.pop("event", None)
-        if event not in _NO_PROGRESS:
+        name = message.pop("event", None)
+        if name not in _NO_PROGRESS:
             self._heard_at = self._host.monotonic()
-        if event == "pong":
-            self._ponged_at = self._host.monotonic()
-        elif event not in (None, "attempt_begun"):
-            self._handle_agent(event, message)
+        match name:
+            case None | "attempt_begun":
+                pass
+            case "pong":
+                self._ponged_at = self._host.monotonic()
+            case "attempt_over":
+                self._handle_attempt_over()
+            case _:
+                event = parse_event(name, message)
+                if not isinstance(event, Malformed):
+                    self._handle_agent(event)

@@ -1,22 +1,32 @@
-"""What a node is asked to do, and how it went."""
+"""What a node is asked to do, and how that ended."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, ClassVar
 
-from checkpointing.agent.protocol import Message
-from runner.recovery.kinds import Failure, FailureKind
+from pydantic import ConfigDict, Field
+
+from runner.journal.events import AttemptEnded
+from runner.recovery.failure import Failure
+
+# Nodes receive an attempt's specification from the network.
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+Positive = Annotated[int, Field(ge=1, lt=2**31)]
+Text = Annotated[str, Field(max_length=10_000)]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to run: the default job, or a script of the user's; whether what its ranks print is shown.
+    """What to run.
 
     Attributes:
+        script: Path of the user's script; None for the configured job.
+        args: Its arguments.
+        show_output: Whether to show what the ranks print.
         resume_from: A checkpoint to start from while the run has none of its own.
-        allow_changes: Checkpoints of a job that differs from this one are resumed from.
+        allow_changes: Whether to resume from checkpoints of a job that differs from this one.
     """
 
     script: str | None = None
@@ -28,49 +38,47 @@ class Job:
 
 @dataclass(frozen=True)
 class AttemptSpec:
-    """What an attempt is to be like, on every machine.
+    """What an attempt is to be, on every node.
 
     Attributes:
-        divisor: into how many parts micro-batches are cut.
-        skipped: windows of steps that are passed over, as `checkpointing.rank.spikes.SkippedSteps` reads them.
+        attempt: Its number, from 1.
+        nnodes: Nodes of the run.
+        divisor: Parts that micro-batches are divided into.
+        skipped: Windows of steps that are skipped, as `checkpointing.rank.spikes.SkippedSteps` parses them.
         failure_history: "FAILURES:SECONDS" of the run so far.
-        lineage, lost_steps, reached: see `RunRecord`.
-        resume_from, allow_changes: See `Job`; the first node's count for nodes that were not given their own.
+        lineage: See `RestartState`.
+        lost_steps: See `RestartState`.
+        reached: See `RestartState`.
+        resume_from: See `Job`; the leader's value is used by nodes that were given none.
+        allow_changes: Likewise.
     """
 
-    attempt: int
-    nnodes: int
-    divisor: int = 1
-    skipped: str = ""
-    failure_history: str = "0:0"
-    lineage: str = ""
-    lost_steps: int = 0
-    reached: int = 0
-    resume_from: str = ""
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="ignore")
+
+    attempt: Count
+    nnodes: Positive
+    divisor: Positive = 1
+    skipped: Text = ""
+    failure_history: Text = "0:0"
+    lineage: Text = ""
+    lost_steps: Count = 0
+    reached: Count = 0
+    resume_from: Text = ""
     allow_changes: bool = False
-
-    def to_message(self) -> Message:
-        return asdict(self)
-
-    @classmethod
-    def from_message(cls, message: Message) -> AttemptSpec:
-        return cls(**{own.name: message[own.name] for own in fields(cls)})
-
-
-# Ends that are no failures.
-_ORDERLY = (FailureKind.FINISHED, FailureKind.PREEMPTED)
 
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """How an attempt went on this machine.
+    """How an attempt ended on this node.
 
     Attributes:
-        start_step: step that it started from.
-        training_began, last_step_at: seconds since the epoch; 0 where it did not come so far.
-        failed_at: likewise, the first sign of a failure; 0 where there was none.
-        log: what the rank that failed had written to its standard error.
-        used_manager: some rank has made a checkpoint manager.
+        failure: Why.
+        start_step: Step that it started from.
+        training_began: When its first step began, in seconds since the epoch; 0 if it did not come so far.
+        last_step_at: Likewise, when its last finished step ended.
+        failed_at: Likewise, the first sign of a failure; 0 if there was none.
+        log: File with the standard error of the rank that failed; None if there is none.
+        used_manager: Whether some rank used a checkpoint manager.
     """
 
     failure: Failure
@@ -81,16 +89,21 @@ class AttemptResult:
     log: Path | None = None
     used_manager: bool = False
 
-    def event(self, failure: Failure, committed_step: int) -> dict[str, Any]:
-        """What the journal keeps of it; `failure` is that of all machines."""
-        return {
-            "kind": failure.kind.value,
-            "cause": failure.cause,
-            "rank": failure.rank,
-            "step": failure.step,
-            "start_step": self.start_step,
-            "training_began": self.training_began,
-            "last_step_at": self.last_step_at,
-            "failed_at": self.failed_at if failure.kind not in _ORDERLY else 0.0,
-            "committed_step": committed_step,
-        }
+    def event(self, failure: Failure, committed_step: int) -> AttemptEnded:
+        """Return the journal's event.
+
+        Args:
+            failure: The failure of all nodes.
+            committed_step: Newest committed step, -1 if there is none.
+        """
+        return AttemptEnded(
+            kind=failure.kind.value,
+            cause=failure.cause,
+            rank=failure.rank,
+            step=failure.step,
+            start_step=self.start_step,
+            training_began=self.training_began,
+            last_step_at=self.last_step_at,
+            failed_at=0.0 if failure.kind.is_orderly else self.failed_at,
+            committed_step=committed_step,
+        )

@@ -16,6 +16,7 @@ from checkpointing.agent.protocol import Message
 from runner.config.schema import Config
 from runner.config.topology import check_promised_gpu, shape_of
 from runner.errors import UsageError
+from runner.journal.events import AgentEndedEarly, AttemptStarted, ColdStart
 from runner.journal.journal import SteadyClock
 from runner.journal.run_directory import RunDirectory
 from runner.node.agent_events import AgentEvents, Record
@@ -25,7 +26,7 @@ from runner.node.helpers import Helpers
 from runner.node.launch_request import RankSetup, launch_request, launcher_environment
 from runner.node.messages import AttemptResult, AttemptSpec, Job
 from runner.node.rank_watch import RankEvents
-from runner.recovery.kinds import Failure
+from runner.recovery.failure import Failure
 from runner.system import processes
 from runner.system.event_loop import EventLoop, StopRequest
 from runner.system.host import Host
@@ -75,7 +76,8 @@ class Node:
         self._helpers = Helpers(
             start_agent=self._start_agent,
             start_launcher=self._start_launcher,
-            on_agent=self._on_agent,
+            on_agent=self.checkpoints.handle,
+            on_attempt_over=self._on_attempt_over,
             on_launcher=self._on_launcher,
             grace_s=config.restart.grace_s,
             quiet_timeout_s=config.restart.quiet_timeout_s,
@@ -197,7 +199,7 @@ class Node:
         self._helpers.begin_turns()
         self.checkpoints.begin_attempt(spec.attempt)
         agent.tell("begin_attempt", attempt=spec.attempt, fetch=True)
-        self._record("attempt_started", nnodes=nnodes, launcher_pid=launcher.pid, agent_pid=agent.pid)
+        self._record(AttemptStarted(nnodes=nnodes, launcher_pid=launcher.pid, agent_pid=agent.pid))
         setup = RankSetup(
             nproc=nproc,
             accelerators=self._helpers.accelerators or 0,
@@ -227,7 +229,7 @@ class Node:
             return replace(failure, may_pass=failure.may_pass and not failure.in_fork, in_fork=False)
         if failure.in_fork:
             self._cold = True
-            self._record("cold_start", reason=failure.cause)
+            self._record(ColdStart(reason=failure.cause))
             self._display.message(
                 "something that is imported before the ranks are forked has started the GPU's driver, so that no fork "
                 "can use it: from now on ranks start as fresh interpreters, some seconds slower (with --cold, from the "
@@ -256,11 +258,8 @@ class Node:
         temporary = Path(tempfile.mkdtemp(dir=self._runtime))
         return LauncherHelper(environment, self._directory.logs / "launcher.log", temporary)
 
-    def _on_agent(self, event: str, message: Message) -> None:
-        if event == "attempt_over":
-            self._attempt_over = True
-        else:
-            self.checkpoints.handle(event, message)
+    def _on_attempt_over(self) -> None:
+        self._attempt_over = True
 
     def _on_launcher(self, message: Message) -> None:
         if self._attempt is not None:
@@ -269,11 +268,11 @@ class Node:
     def _on_rank_events(self) -> None:
         for message in self._events.receive():
             # What an earlier attempt's ranks have left unread is over.
-            if self._attempt is not None and message["in_attempt"] == self._attempt.spec.attempt:
+            if self._attempt is not None and message.in_attempt == self._attempt.spec.attempt:
                 self._attempt.on_rank_message(message)
 
     def _on_agent_timeout(self, waited_s: float) -> None:
-        self._record("agent_ended_early", waited_s=round(waited_s, 1))
+        self._record(AgentEndedEarly(waited_s=round(waited_s, 1)))
         self._display.message(
             f"the checkpoint agent was ended after {waited_s:.0f} s: what it was writing is not committed"
         )

@@ -1,6 +1,6 @@
-"""What ranks tell their supervisor, each message checked against its type before anybody looks at it.
+"""Messages of the ranks to the runner of their node.
 
-Any process of the same user can write to the socket: a datagram that is no such message is passed over.
+Any process of the same user can write to the socket, so each datagram is validated; others are dropped.
 """
 
 from __future__ import annotations
@@ -9,73 +9,99 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-Message = dict[str, Any]
-
-_Count = Annotated[int, Field(ge=0, lt=2**31)]
-_Text = Annotated[str, Field(max_length=100_000)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Text = Annotated[str, Field(max_length=100_000)]
 # A path is given to the system, which takes no NUL.
-_Path = Annotated[str, Field(pattern=r"^[^\x00]*$", max_length=4096)]
+Path = Annotated[str, Field(pattern=r"^[^\x00]*$", max_length=4096)]
 
 
-class _Base(BaseModel):
-    """`in_attempt`: of the rank that says it; what an earlier attempt's ranks have left unread is over."""
+class _Message(BaseModel):
+    """Base of the messages.
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
-    in_attempt: _Count
+    Attributes:
+        in_attempt: Attempt of the rank that sent it; what ranks of an earlier attempt have left unread is dropped.
+    """
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", frozen=True)
+    in_attempt: Count
 
 
-class _OfRank(_Base):
-    rank: _Count
+class Started(_Message):
+    """A rank is running.
 
-
-class _Started(_OfRank):
-    """`error_file`: torchrun's, empty where there is none."""
+    Attributes:
+        rank: Its global rank.
+        local_rank: Its rank on this node.
+        pid: Its process id.
+        error_file: Where torchrun's error handler writes its exception; empty if there is none.
+    """
 
     event: Literal["rank_started"]
-    local_rank: _Count
-    # The largest that Linux knows (proc(5), pid_max).
+    rank: Count
+    local_rank: Count
+    # The largest that Linux allows (proc(5), pid_max).
     pid: Annotated[int, Field(ge=1, le=2**22)]
-    error_file: _Path
+    error_file: Path
 
 
-class _Done(_OfRank):
+class Done(_Message):
+    """A rank has finished and will exit with status 0."""
+
     event: Literal["rank_done"]
+    rank: Count
 
 
-class _Preempted(_OfRank):
+class Preempted(_Message):
+    """A rank will exit because of a stop request, with everything saved."""
+
     event: Literal["rank_preempted"]
+    rank: Count
 
 
-class _Failed(_OfRank):
-    """`frame`: the innermost one of the script; `transient`: the next attempt may not meet it again."""
+class Failed(_Message):
+    """A rank's script raised an exception.
+
+    Attributes:
+        rank: Its global rank.
+        error: Type and text of the exception.
+        frame: The script's innermost frame; None if the script has none in the traceback.
+        transient: Whether the next attempt may not meet it.
+    """
 
     event: Literal["rank_failed"]
-    error: _Text
-    frame: _Text | None
+    rank: Count
+    error: Text
+    frame: Text | None
     transient: bool
 
 
-class _StopSignal(_OfRank):
+class StopSignal(_Message):
+    """A rank received a stop signal of its own."""
+
     event: Literal["stop_signal"]
+    rank: Count
 
 
-class _BestModel(_Base):
+class BestModelWritten(_Message):
+    """The bundled job wrote its best model.
+
+    Attributes:
+        step: Step whose weights it has.
+    """
+
     event: Literal["best_model"]
-    step: _Count
+    step: Count
 
 
-_ANY: TypeAdapter[Any] = TypeAdapter(
-    Annotated[
-        _Started | _Done | _Preempted | _Failed | _StopSignal | _BestModel,
-        Field(discriminator="event"),
-    ]
-)
+RankMessage = Started | Done | Preempted | Failed | StopSignal | BestModelWritten
+_ANY: TypeAdapter[Any] = TypeAdapter(Annotated[RankMessage, Field(discriminator="event")])
 
 
-def read(data: bytes) -> Message:
-    """
+def read(data: bytes) -> RankMessage:
+    """Parse a datagram.
+
     Raises:
-        ValueError: it is no message that a rank sends.
+        ValueError: It is not a message that a rank sends.
     """
-    message: Message = _ANY.validate_json(data).model_dump()
+    message: RankMessage = _ANY.validate_json(data)
     return message

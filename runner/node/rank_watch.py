@@ -14,8 +14,9 @@ from checkpointing.agent import protocol
 from checkpointing.agent.protocol import Message
 from runner.node import rank_messages
 from runner.node.output import STDERR_NAME
+from runner.node.rank_messages import RankMessage, Started
 from runner.recovery.evidence import RankEnd, read_error_file, read_last_words
-from runner.recovery.kinds import is_effect
+from runner.recovery.failure import is_effect
 
 
 class RankEvents:
@@ -29,8 +30,8 @@ class RankEvents:
         self.sock.bind(self.path)
         self.sock.setblocking(False)
 
-    def receive(self) -> list[Message]:
-        """Everything that has arrived, but for what is no event: any process of the user can write here."""
+    def receive(self) -> list[RankMessage]:
+        """Return the messages that have arrived; what is not a message is dropped, as any process can write here."""
         messages = []
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -61,12 +62,12 @@ class RankWatch:
     deaths: list[int] = field(default_factory=list)
     error_files: dict[int, str] = field(default_factory=dict)
 
-    def started(self, message: Message) -> int | None:
-        """Begin to watch a rank; returns its pidfd, None where it has died already."""
-        rank, pid = int(message["rank"]), int(message["pid"])
+    def started(self, message: Started) -> int | None:
+        """Begin to watch a rank; returns its pidfd, or None if it has died already."""
+        rank, pid = message.rank, message.pid
         self.pids[rank] = pid
-        self.local_ranks[rank] = int(message["local_rank"])
-        self.error_files[rank] = message["error_file"]
+        self.local_ranks[rank] = message.local_rank
+        self.error_files[rank] = message.error_file
         try:
             pidfd = os.pidfd_open(pid)
         except OSError as error:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from checkpointing.rank.cadence import best_interval_s
-from runner.journal.ledger import WAITING
+from runner.journal.ledger import NOT_RUNNING
 from runner.plan.memory import Job, Need, estimate
 from runner.plan.model_shape import Anatomy
 from runner.simulate.engine import Forecast, forecast
@@ -134,5 +134,5 @@ def outlook(scenario: Scenario, price_per_hour: float | None, machines: int) -> 
     seen = forecast(scenario, _RUNS)
     if price_per_hour is None:
         return seen, None
-    paid_s = seen.wall_s * machines - seen.seconds.get(WAITING, 0.0)
+    paid_s = seen.wall_s * machines - seen.seconds.get(NOT_RUNNING, 0.0)
     return seen, paid_s / HOUR_S * price_per_hour

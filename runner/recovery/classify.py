@@ -1,4 +1,4 @@
-"""From what is left of an attempt to why it ended. Pure: exit statuses and error files in, a `Failure` out."""
+"""Find out why an attempt ended. Pure: exit statuses and error files in, a `Failure` out."""
 
 from __future__ import annotations
 
@@ -9,30 +9,14 @@ from dataclasses import replace
 
 from checkpointing.errors import EXIT_PREEMPTED
 from runner.recovery.evidence import RankEnd
-from runner.recovery.kinds import Failure, FailureKind, is_effect
+from runner.recovery.failure import Failure, is_effect
+from runner.recovery.kinds import FailureKind, kind_of_error
 
-# Of the device, of the host, and of a process that may not have more.
-_OUT_OF_MEMORY = re.compile(
-    r"OutOfMemoryError|out of memory|^MemoryError|bad_alloc|can.t allocate memory|Cannot allocate memory"
-    r"|CUBLAS_STATUS_ALLOC_FAILED",
-    re.IGNORECASE,
-)
-# What another try on the same machine would only meet again.
-_BAD_NODE = re.compile(
-    r"uncorrectable (ECC|NVLink) error|ECC error|GPU (has )?fallen off the bus|device is lost|hardware error"
-    r"|CUDA driver version is insufficient|Unable to determine the device handle|system not yet initialized"
-    r"|nvmlInit.*fail|busy or unavailable|GPU is lost|No CUDA GPUs are available|CUDA unknown error",
-    re.IGNORECASE,
-)
-
-# In exclusive mode, while a process that was killed is not gone yet.
+# A GPU in exclusive mode, while a process that was killed is not gone yet.
 _BUSY = re.compile(r"busy or unavailable", re.IGNORECASE)
 
-# The driver was started in the process that ranks are forked from: torch's words, and the driver's own.
+# The driver was started in the process that ranks are forked from: torch's message, and the driver's own.
 _BAD_FORK = re.compile(r"Cannot re-initialize \w+ in forked subprocess|(CUDA|HIP) error: initialization error")
-
-# Python's, and Rust's (tokenizers, safetensors).
-_DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded|\(os error (28|122)\)|\[Errno (28|122)\]")
 
 _MAX_CAUSE = 500
 
@@ -49,20 +33,20 @@ def classify(
     """Find the cause of an attempt's end.
 
     Args:
-        ends: the ranks that died, in any order.
-        finished: all ranks ended with status 0.
-        started_step: step that the attempt started from.
-        step: its last finished step.
-        kernel_oom_kills: processes that the kernel has ended in this cgroup meanwhile, for want of memory.
+        ends: The ranks that died, in any order.
+        finished: Whether all ranks exited with status 0.
+        started_step: Step that the attempt started from.
+        step: Its last finished step.
+        kernel_oom_kills: Processes of this cgroup that the kernel killed meanwhile for lack of memory.
     """
     if finished:
         return Failure(FailureKind.FINISHED, "all ranks finished", step=step)
-    # torchrun tells one exit status; those that it then ends have none, or that of its signal.
+    # torchrun reports one exit status; ranks that it then ends have none, or that of its signal.
     stops = (None, EXIT_PREEMPTED, -signal.SIGTERM)
     if any(end.exit_code == EXIT_PREEMPTED for end in ends) and min(ends, key=lambda end: end.order).exit_code in stops:
         return Failure(FailureKind.PREEMPTED, "stopped on request, checkpoint committed", step=step)
     if not ends:
-        return Failure(FailureKind.LAUNCHER_LOST, "the attempt ended without a word from any rank", step=step)
+        return Failure(FailureKind.LAUNCHER_LOST, "the attempt ended without a report from any rank", step=step)
     failure = _classify_cause(_first_cause(ends), started_step, step, kernel_oom_kills)
     early = failure.kind is FailureKind.OUT_OF_MEMORY and step <= started_step
     busy = failure.kind is FailureKind.BAD_NODE and bool(_BUSY.search(failure.cause))
@@ -73,12 +57,12 @@ def classify(
 def _classify_cause(first: RankEnd, started_step: int, step: int, kernel_oom_kills: int) -> Failure:
     if first.error is None and first.last_words is not None:
         cause = f"rank {first.rank} was aborted: {first.last_words}"
-        # A connection that breaks may do so at any step, and again.
+        # A connection may break at any step, and again.
         fingerprint = "" if is_effect(cause) else f"{first.last_words.partition(':')[0]}|{step}"
-        return Failure(_kind_of(first.last_words) or FailureKind.CRASHED, cause, first.rank, step, fingerprint)
+        return Failure(kind_of_error(first.last_words) or FailureKind.CRASHED, cause, first.rank, step, fingerprint)
     if first.error is None:
         cause = _describe_exit(first)
-        # A kill comes from outside and may strike at any step; a crash of the program itself repeats.
+        # A kill comes from outside and can happen at any step; a crash of the program itself repeats.
         if kernel_oom_kills and first.exit_code in (None, -signal.SIGKILL):
             cause = (
                 f"rank {first.rank} was killed by the kernel: the memory limit of this machine or container is reached"
@@ -88,43 +72,32 @@ def _classify_cause(first: RankEnd, started_step: int, step: int, kernel_oom_kil
         return Failure(FailureKind.CRASHED, cause, first.rank, step, f"{cause}|{step}" if own_fault else "")
     cause = f"rank {first.rank}: {_one_line(first.error.removeprefix('SystemExit: '))}"
     fingerprint = "" if is_effect(first.error) else f"{first.error.partition(':')[0]}|{first.frame}|{step}"
-    if first.error.startswith("NoValidCheckpoint"):
-        kind = FailureKind.NO_VALID_CHECKPOINT
-    elif first.error.startswith("StorageUnreachable"):
-        # It may be back by the next attempt, before the first step or in the middle.
+    if first.error.startswith("StorageUnreachable"):
+        # It may answer again by the next attempt, before the first step or in the middle.
         return Failure(FailureKind.CRASHED, cause, first.rank, step)
-    elif found := _BAD_STEP.match(first.error):
-        # It names its step itself, and may be seen one later.
+    if found := _BAD_STEP.match(first.error):
+        # The error names its step, and may be noticed one step later.
         kind, bad = _BAD_STEPS[found[1]], int(found[2])
         window = (min(started_step + 1, bad), bad)
         return Failure(kind, cause, first.rank, step, f"{found[1]}|{bad}", window)
-    elif _DISK_FULL.search(first.error):
-        return Failure(FailureKind.STORAGE_FAILED, f"{cause}; make room, then start again", first.rank, step)
-    elif known := _kind_of(first.error):
-        kind = known
-    elif first.transient:
+    if known := kind_of_error(first.error):
+        return Failure(known, cause + known.rule.advice, first.rank, step, fingerprint)
+    if first.transient:
         return Failure(FailureKind.NETWORK, cause, first.rank, step)
-    elif step == 0 and started_step == 0 and not is_effect(first.error):
-        kind = FailureKind.BOOT
-    else:
-        kind = FailureKind.CRASHED
+    before_first_step = step == 0 and started_step == 0 and not is_effect(first.error)
+    kind = FailureKind.BOOT if before_first_step else FailureKind.CRASHED
     return Failure(kind, cause, first.rank, step, fingerprint)
 
 
 def _one_line(error: str) -> str:
-    """The whole text is in the rank's log; an exception without one has a colon at its end."""
+    """Shorten an error to one line; the whole text is in the rank's log."""
+    # An exception without a text has a colon at its end.
     text = " ".join(error.split()).removesuffix(":")
     return text if len(text) <= _MAX_CAUSE else f"{text[:_MAX_CAUSE]} …"
 
 
-def _kind_of(error: str) -> FailureKind | None:
-    if _OUT_OF_MEMORY.search(error):
-        return FailureKind.OUT_OF_MEMORY
-    return FailureKind.BAD_NODE if _BAD_NODE.search(error) else None
-
-
 def _first_cause(ends: Sequence[RankEnd]) -> RankEnd:
-    """The rank that failed first: one with an error of its own, or one that died by a signal, before any cascade."""
+    """Return the rank that failed first: one with an error of its own, or killed by a signal, before any cascade."""
 
     def is_cascade(end: RankEnd) -> bool:
         return is_effect(end.error or end.last_words or "")

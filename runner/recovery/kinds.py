@@ -1,120 +1,283 @@
-"""The classes of failures, and a failure as the policy sees it."""
+"""The table of failure classes: how each is recognised, what is done about it, and what it costs.
+
+To add a class, add a member to `FailureKind`. Classification, policy, ledger and documentation read the table; run
+``scripts/render-reference`` afterwards.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, replace
-from enum import Enum
-from typing import Any
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from runner.errors import ExitCode
 
 
-class FailureKind(Enum):
-    FINISHED = "finished"
-    PREEMPTED = "preempted"
-    ENDED = "ended at once"  # by a stop request that left no time, or nothing, to save
-    CRASHED = "crashed"  # a signal, a lost peer, an error in mid-training
-    OUT_OF_MEMORY = "out of memory"  # of the GPU, of the process, or of its cgroup
-    NON_FINITE = "non-finite gradients"  # the second time at the same step: its data, or the learning rate
-    SPIKE = "loss spike"  # likewise
-    HUNG = "hung"  # no sign of life within the deadline of its phase
-    NETWORK = "network failure"  # a server or the network did not answer a rank; may have passed by the next attempt
-    BOOT = "boot failure"  # a Python error before the first step: it would come again
-    NO_VALID_CHECKPOINT = "no valid checkpoint"
-    FENCED = "fenced"  # a newer attempt of this run has begun elsewhere
-    STORAGE_FAILED = (
-        "storage failed"  # too many saves in a row, training ended in good order; or a rank met a full disk
-    )
-    AGENT_LOST = "checkpoint agent lost"
-    LAUNCHER_LOST = "launcher lost"
-    NODE_LOST = "node lost"  # another machine is silent or gone
-    RUNNER_LOST = "runner lost"  # an earlier `runner start` ended without a word
-    BAD_NODE = "bad node"  # this machine's hardware or driver is at fault
+class Action(Enum):
+    """What the policy does about an ended attempt."""
 
-
-# A machine that was told to end, or that ended because another one was silent.
-_EFFECTS = {FailureKind.ENDED, FailureKind.NODE_LOST}
-# First and last step.
-Window = tuple[int, int]
+    FINISH = auto()
+    """End the run: nothing is left to do."""
+    STOP = auto()
+    """End the run: it was asked to stop."""
+    END = auto()
+    """End the run with the class's exit code, also while a stop is requested."""
+    GIVE_UP = auto()
+    """End the run with the class's exit code, unless a stop was requested."""
+    RESTART = auto()
+    """Start the next attempt; the second time with the same fingerprint, end the run as deterministic."""
+    SKIP = auto()
+    """As RESTART; the second time with the same fingerprint, skip the steps that lead to it."""
+    HALVE = auto()
+    """Start the next attempt with half the micro-batch."""
+    RETRY = auto()
+    """Start the next attempt after a delay, up to the class's own number of times."""
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Why an attempt ended.
+class Rule:
+    """One row of the table.
 
     Attributes:
-        step: last finished step of the attempt.
-        fingerprint: equal for equal failures at the same step; empty for what says nothing about the next attempt.
-        window: first and last step to be passed over should it come again; None where that would not help.
-        may_pass: what has failed may be as it should be a moment later, though it is not the kind that is: memory that
-            was short before a step had ended, a GPU that another process still held. Worth one more try, unchanged.
-        in_fork: an accelerator cannot be used in a process that was forked: ranks are to be fresh interpreters.
+        known_by: How the class is recognised, for the documentation.
+        response: What is done about it, for the documentation.
+        action: What the policy does.
+        exit_code: Exit code of a run that this class ends, at once or when its own bound is spent; None if such a run
+            ends with the budget's exit codes.
+        costs_budget: Whether it counts against `restart.max_restarts`, also when the run is started again later.
+        is_failure: Whether something went wrong; False for an end that was wanted.
+        error: Matches the text of a rank's exception, or of its last words, that means this class.
+        advice: Appended to the cause of a failure that `error` matched.
+        reason: Why the run ends; `{cause}` is replaced.
+        effect_rank: 0 for a class that is always a cause. Of several nodes' failures the lowest one is the cause.
     """
 
-    kind: FailureKind
-    cause: str
-    rank: int | None = None
-    step: int = 0
-    fingerprint: str = ""
-    window: Window | None = None
-    may_pass: bool = False
-    in_fork: bool = False
+    known_by: str
+    response: str
+    action: Action = Action.RESTART
+    exit_code: ExitCode | None = None
+    costs_budget: bool = True
+    is_failure: bool = True
+    error: re.Pattern[str] | None = None
+    advice: str = ""
+    reason: str = "{cause}"
+    effect_rank: int = 0
+
+
+class FailureKind(Enum):
+    """How an attempt can end; the first class whose `error` matches is the one that a rank's exception belongs to."""
+
+    rule: Rule
+
+    def __new__(cls, value: str, rule: Rule | None = None) -> FailureKind:
+        """Create a member whose value is its name in journals."""
+        assert rule is not None
+        member = object.__new__(cls)
+        member._value_ = value
+        member.rule = rule
+        return member
+
+    FINISHED = (
+        "finished",
+        Rule(
+            known_by="all ranks exited with status 0",
+            response="end the run",
+            action=Action.FINISH,
+            exit_code=ExitCode.DONE,
+            costs_budget=False,
+            is_failure=False,
+        ),
+    )
+    PREEMPTED = (
+        "preempted",
+        Rule(
+            known_by="all ranks agreed on a stop request and exited with status 75 after the commit",
+            response="end the run; the same command continues it",
+            action=Action.STOP,
+            exit_code=ExitCode.PREEMPTED,
+            costs_budget=False,
+            is_failure=False,
+        ),
+    )
+    ENDED = (
+        "ended at once",
+        Rule(
+            known_by="a second stop request, the end of `--grace`, or a stop request with nothing to save yet",
+            response="end the run; the same command continues it",
+            action=Action.STOP,
+            exit_code=ExitCode.PREEMPTED,
+            costs_budget=False,
+            is_failure=False,
+            effect_rank=4,
+        ),
+    )
+    NO_VALID_CHECKPOINT = (
+        "no valid checkpoint",
+        Rule(
+            known_by="checkpoints exist and none of them is valid",
+            response="end the run",
+            action=Action.END,
+            exit_code=ExitCode.NO_VALID_CHECKPOINT,
+            error=re.compile(r"^NoValidCheckpoint"),
+        ),
+    )
+    FENCED = (
+        "fenced",
+        Rule(
+            known_by="the agent may no longer write: a newer attempt of this run has begun elsewhere",
+            response="end this runner at once",
+            action=Action.END,
+            exit_code=ExitCode.DETERMINISTIC,
+        ),
+    )
+    STORAGE_FAILED = (
+        "storage failed",
+        Rule(
+            known_by="`checkpoint.max_failed_saves` failed saves in a row, or a rank that met a full disk",
+            response="end at an agreed step; make room or repair the storage, then start the run again",
+            action=Action.END,
+            exit_code=ExitCode.STORAGE_FAILED,
+            # Python's words, and Rust's (tokenizers, safetensors).
+            error=re.compile(r"No space left on device|Disk quota exceeded|\(os error (28|122)\)|\[Errno (28|122)\]"),
+            advice="; make room, then start again",
+        ),
+    )
+    OUT_OF_MEMORY = (
+        "out of memory",
+        Rule(
+            known_by="the error's text; or SIGKILL while the cgroup's count of the kernel's OOM kills grew",
+            response="restart with half the micro-batch and twice the accumulation, on all nodes; exit 78 when nothing "
+            "is left to halve. Before an attempt's first step it is retried once unchanged",
+            action=Action.HALVE,
+            exit_code=ExitCode.DETERMINISTIC,
+            # Halving is bounded by itself.
+            costs_budget=False,
+            # Of the device, of the host, and of a process that has reached its limit.
+            error=re.compile(
+                r"OutOfMemoryError|out of memory|^MemoryError|bad_alloc|can.t allocate memory|Cannot allocate memory"
+                r"|CUBLAS_STATUS_ALLOC_FAILED",
+                re.IGNORECASE,
+            ),
+        ),
+    )
+    BAD_NODE = (
+        "bad node",
+        Rule(
+            known_by="the error's text: ECC errors, a lost GPU, a driver that does not work",
+            response="end the run here; start it on another node",
+            action=Action.GIVE_UP,
+            exit_code=ExitCode.BAD_NODE,
+            error=re.compile(
+                r"uncorrectable (ECC|NVLink) error|ECC error|GPU (has )?fallen off the bus|device is lost"
+                r"|hardware error|CUDA driver version is insufficient|Unable to determine the device handle"
+                r"|system not yet initialized|nvmlInit.*fail|busy or unavailable|GPU is lost"
+                r"|No CUDA GPUs are available|CUDA unknown error",
+                re.IGNORECASE,
+            ),
+            reason="this node is at fault; start the run on another one: {cause}",
+        ),
+    )
+    NON_FINITE = (
+        "non-finite gradients",
+        Rule(
+            known_by="the norm of a step's gradients is NaN or infinite; nothing of that step is kept",
+            response="restart from the snapshot before it; the second time at the same step, skip the steps from the "
+            "snapshot to it, `guards.max_skipped_windows` times at most, then exit 78",
+            action=Action.SKIP,
+            exit_code=ExitCode.DETERMINISTIC,
+        ),
+    )
+    SPIKE = (
+        "loss spike",
+        Rule(
+            known_by="modified z-score of the step's mean loss against the last 64 (`guards.spike_zscore`; off by "
+            "default)",
+            response="as for non-finite gradients",
+            action=Action.SKIP,
+            exit_code=ExitCode.DETERMINISTIC,
+        ),
+    )
+    HUNG = (
+        "hung",
+        Rule(
+            known_by="no heartbeat within the deadline of the rank's phase, or a process that was stopped (SIGSTOP)",
+            response="write the stacks of all ranks to `logs/attempt-N/`, then restart",
+            effect_rank=2,
+        ),
+    )
+    NETWORK = (
+        "network failure",
+        Rule(
+            known_by="a rank's exception, or one that it follows from: a connection, time-out or name look-up that "
+            "failed, HTTP 408, 425, 429 or 5xx",
+            response="restart after a delay, also before the first step, `restart.max_network_retries` times at most "
+            "without a new checkpoint",
+            action=Action.RETRY,
+            exit_code=ExitCode.BUDGET_SPENT,
+            costs_budget=False,
+        ),
+    )
+    BOOT = (
+        "boot failure",
+        Rule(
+            known_by="any other Python error before the first step",
+            response="end the run: it would fail again",
+            action=Action.GIVE_UP,
+            exit_code=ExitCode.DETERMINISTIC,
+            reason="{cause}; failed before the first step, not retried",
+        ),
+    )
+    CRASHED = (
+        "crashed",
+        Rule(
+            known_by="the first failing rank: a signal, an error in mid-training; lost connections are its effects",
+            response="restart: at once after a first failure, then with backoff; exit 78 for the same error at the "
+            "same step twice in a row",
+            effect_rank=3,
+        ),
+    )
+    AGENT_LOST = (
+        "checkpoint agent lost",
+        Rule(known_by="the agent died, was stopped, or did not answer for 2 minutes", response="restart it and go on"),
+    )
+    LAUNCHER_LOST = (
+        "launcher lost",
+        Rule(known_by="the launcher died, was stopped, or did not end with its ranks", response="restart it and go on"),
+    )
+    NODE_LOST = (
+        "node lost",
+        Rule(
+            known_by="the connection to a node ended, or it was silent for 10 s",
+            response="end the attempt on all nodes; restart when the node is back, exit 76 if it does not come within "
+            "`launch.rendezvous_timeout_s`",
+            effect_rank=1,
+        ),
+    )
+    RUNNER_LOST = (
+        "runner lost",
+        Rule(
+            known_by="the restart state says that an attempt was running when this runner started",
+            response="count a failure, so that a pod that is always killed does not restart without end",
+        ),
+    )
 
     @property
-    def is_effect(self) -> bool:
-        """It may be what a failure elsewhere has led to."""
-        return self.kind in _EFFECTS or (self.kind is FailureKind.CRASHED and is_effect(self.cause))
-
-    def at_step(self, step: int) -> Failure:
-        """The same, with the attempt's last finished step."""
-        return replace(self, step=step)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "kind": self.kind.value}
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Failure:
-        """
-        Raises:
-            ValueError, KeyError, TypeError, OverflowError: `to_dict` did not make it.
-        """
-        rank, cause = fields["rank"], str(fields["cause"])
-        cause.encode()  # it will be printed
-        return cls(
-            FailureKind(fields["kind"]),
-            cause,
-            int(rank) if rank is not None else None,
-            int(fields["step"]),
-            str(fields["fingerprint"]),
-            read_window(fields["window"]) if fields.get("window") is not None else None,
-            fields.get("may_pass") is True,
-            fields.get("in_fork") is True,
-        )
+    def is_orderly(self) -> bool:
+        """Whether training ended as it should: finished, or stopped with everything saved."""
+        return self in (FailureKind.FINISHED, FailureKind.PREEMPTED)
 
 
-def read_window(value: Any) -> Window:
-    """Two steps.
+def kind_of_error(error: str) -> FailureKind | None:
+    """Return the class that an error's text alone identifies; None if there is none."""
+    return next((kind for kind in FailureKind if kind.rule.error is not None and kind.rule.error.search(error)), None)
 
-    Raises:
-        ValueError, TypeError: they are none.
+
+def is_failure(kind: str) -> bool:
+    """Return whether the end of an attempt, as journals name it, is a failure.
+
+    Args:
+        kind: Value of a `FailureKind`, perhaps of another version, or of an attempt that has not ended or whose end
+            was not recorded.
     """
-    first, last = value
-    if type(first) is not int or type(last) is not int or not 0 < first <= last < 2**53:
-        raise ValueError(f"no window of steps: {value!r}")
-    return first, last
-
-
-# A rank's own, also where NCCL's watchdog reports it: "Process group watchdog thread terminated with
-# exception: CUDA error: an illegal memory access was encountered".
-_OF_OWN_DEVICE = re.compile(r"CUDA error: |HIP error: ")
-
-# What a rank raises when another rank has gone: an effect, never the cause.
-_CASCADE = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|timed? ?out|socket closed|gloo|nccl|DistNetworkError|DistStoreError"
-    r"|DistBackendError|AgentUnavailable",
-    re.IGNORECASE,
-)
-
-
-def is_effect(error: str) -> bool:
-    """Whether a rank's error is what it says when another rank has gone."""
-    return bool(_CASCADE.search(error)) and not _OF_OWN_DEVICE.search(error)
+    known = FailureKind._value2member_map_.get(kind)
+    return known.rule.is_failure if isinstance(known, FailureKind) else True

@@ -1,4 +1,4 @@
-"""What to do after an attempt has ended. Pure: history in, decision out."""
+"""Decide what to do after an attempt has ended. Pure: history in, decision out."""
 
 from __future__ import annotations
 
@@ -8,17 +8,23 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from runner.errors import ExitCode
-from runner.recovery.kinds import Failure, FailureKind, Window
+from runner.recovery.failure import Failure, Window
+from runner.recovery.kinds import Action, FailureKind
 
-# Of scripts that do not say how they cut their batches.
+# Parts of a micro-batch in scripts that do not report how they divide their batches.
 _MAX_DIVISOR = 64
-# Of any: more parts than a micro-batch has samples.
+# For all scripts: more parts than a micro-batch has samples.
 _MAX_CUTS = 65536
 
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """One ended attempt: why, and the newest committed step then (-1: none)."""
+    """One ended attempt.
+
+    Attributes:
+        failure: Why it ended.
+        committed_step: Newest committed step at that time, -1 if there was none.
+    """
 
     failure: Failure
     committed_step: int
@@ -26,12 +32,12 @@ class AttemptRecord:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How one rank's share of a global batch is cut.
+    """How one rank's share of a global batch is divided.
 
     Attributes:
-        micro_batch: samples in one forward and backward; None where the script has not said.
-        accumulation: of those in one step.
-        divisor: into how many parts the configured micro-batch is cut.
+        micro_batch: Samples of one forward and backward pass; None if the script has not reported it.
+        accumulation: Micro-batches of one step.
+        divisor: Parts that the configured micro-batch is divided into.
     """
 
     micro_batch: int | None = None
@@ -39,7 +45,7 @@ class BatchShape:
     divisor: int = 1
 
     def halved(self) -> BatchShape | None:
-        """The same global batch in half as large portions; None where that cannot be."""
+        """Return the same global batch in micro-batches of half the size; None if they cannot be halved."""
         if self.micro_batch is None:
             return BatchShape(divisor=2 * self.divisor) if 2 * self.divisor <= _MAX_DIVISOR else None
         if self.micro_batch % 2 or self.divisor > _MAX_CUTS:
@@ -48,7 +54,7 @@ class BatchShape:
 
     def __str__(self) -> str:
         if self.micro_batch is None:
-            return f"micro-batches cut into {self.divisor} parts"
+            return f"micro-batches divided into {self.divisor} parts"
         return f"micro-batch {self.micro_batch} x accumulation {self.accumulation}"
 
 
@@ -57,11 +63,13 @@ WHOLE_BATCHES = BatchShape()
 
 @dataclass(frozen=True)
 class Restart:
-    """Try again. `failures_in_a_row` counts since the last newly committed step; backoff grows with it.
+    """Start the next attempt.
 
     Attributes:
-        batch: how batches are to be cut from now on.
-        skip: steps that are passed over from now on, besides those before.
+        failures_in_a_row: Failures since the last newly committed step; the backoff grows with it.
+        reason: Why, for people.
+        batch: How batches are divided from now on.
+        skip: Steps that are skipped from now on, besides those before.
     """
 
     failures_in_a_row: int
@@ -72,20 +80,15 @@ class Restart:
 
 @dataclass(frozen=True)
 class Stop:
-    """End the run with this exit code."""
+    """End the run.
+
+    Attributes:
+        exit_code: The runner's exit code.
+        reason: Why, for people.
+    """
 
     exit_code: ExitCode
     reason: str
-
-
-_ENDINGS = {
-    FailureKind.FENCED: ExitCode.DETERMINISTIC,
-    FailureKind.STORAGE_FAILED: ExitCode.STORAGE_FAILED,
-    FailureKind.NO_VALID_CHECKPOINT: ExitCode.NO_VALID_CHECKPOINT,
-}
-
-# By what can be halved, and by a number of their own.
-_OWN_BOUNDS = {FailureKind.OUT_OF_MEMORY, FailureKind.NETWORK}
 
 
 def decide(
@@ -98,51 +101,42 @@ def decide(
     skips_left: int = 0,
     can_cut: bool = True,
 ) -> Restart | Stop:
-    """The decision after the last attempt of `history` (oldest first, at least one; preemptions are not in it).
+    """Decide after the last attempt of a history.
 
-    The budget of restarts refills whenever a new step has been committed, unless the next failure is at the same step
-    as the last one: checkpoints that come nearer to it are no way past it.
+    The budget of restarts is refilled whenever a new step has been committed, unless the next failure is at the same
+    step as the last one: checkpoints that come nearer to that step do not get the run past it.
 
     Args:
-        max_network_retries: restarts after a network failure, without a new checkpoint between them; they cost no
+        history: Ended attempts, oldest first, at least one; preemptions only as the last one.
+        max_restarts: Failures that the budget allows between two new checkpoints.
+        stop_requested: Whether the run was asked to stop.
+        max_network_retries: Restarts after network failures without a new checkpoint between them; they cost no
             budget.
-        skips_left: windows of steps that may be passed over yet.
-        can_cut: the job cuts its batches into the parts that it is given.
+        batch: How batches are divided now.
+        skips_left: Windows of steps that may still be skipped.
+        can_cut: Whether the job divides its batches as it is told.
     """
     failure = history[-1].failure
-    if failure.kind is FailureKind.FINISHED:
+    rule = failure.kind.rule
+    if rule.action is Action.FINISH:
         return Stop(ExitCode.DONE, failure.cause)
-    if failure.kind in _ENDINGS:
-        return Stop(_ENDINGS[failure.kind], failure.cause)
-    if failure.kind in (FailureKind.PREEMPTED, FailureKind.ENDED) or stop_requested:
+    if rule.action is Action.END:
+        return _stop(failure)
+    if rule.action is Action.STOP or stop_requested:
         after = "continues from the last checkpoint" if history[-1].committed_step >= 0 else "starts from the beginning"
         return Stop(ExitCode.PREEMPTED, f"stopped on request; the same command {after}")
     if failure.may_pass and not (len(history) > 1 and history[-2].failure.may_pass):
-        # Memory that the attempt before had not given back yet, or somebody else's for a moment.
+        # Memory that the attempt before had not released yet, or that another process held for a moment.
         return Restart(1, f"{failure.cause}: retrying once as it is", batch)
-    if failure.kind is FailureKind.BAD_NODE:
-        return Stop(ExitCode.BAD_NODE, f"this node is at fault; start the run on another one: {failure.cause}")
-    if failure.kind is FailureKind.BOOT:
-        return Stop(ExitCode.DETERMINISTIC, f"{failure.cause}; failed before the first step, not retried")
+    if rule.action is Action.GIVE_UP:
+        return _stop(failure)
     in_a_row = failures_in_a_row(history, can_cut=can_cut)
-    if failure.kind is FailureKind.OUT_OF_MEMORY and can_cut:
-        smaller = batch.halved()
-        if smaller is None:
-            return Stop(
-                ExitCode.DETERMINISTIC,
-                f"{failure.cause}; with {batch} there is nothing left to halve: choose a smaller model, shorter "
-                "sequences, or a machine with more memory",
-            )
-        # Bounded by itself, so that it needs no budget.
-        return Restart(in_a_row, f"{failure.cause}: retrying with {smaller}", smaller)
-    if failure.kind is FailureKind.NETWORK:
-        tries = _in_a_row(history, lambda kind: kind is FailureKind.NETWORK)
-        if tries > max_network_retries:
-            return Stop(ExitCode.BUDGET_SPENT, f"{tries} network failures without a new checkpoint: {failure.cause}")
-        # Unlike other failures, the first one waits, too: at once, the server would only give the same answer.
-        return Restart(tries + 1, failure.cause, batch)
+    if rule.action is Action.HALVE and can_cut:
+        return _halve(failure, batch, in_a_row)
+    if rule.action is Action.RETRY:
+        return _retry(history, batch, max_network_retries)
     if len(history) > 1 and failure.fingerprint and history[-2].failure.fingerprint == failure.fingerprint:
-        if failure.window is not None and skips_left > 0:
+        if rule.action is Action.SKIP and failure.window is not None and skips_left > 0:
             # Bounded by itself, too.
             first, last = failure.window
             return Restart(
@@ -150,23 +144,55 @@ def decide(
             )
         return Stop(ExitCode.DETERMINISTIC, f"the same failure at step {failure.step} twice: {failure.cause}")
     if in_a_row > max_restarts:
-        if history[-1].committed_step < 0:
-            return Stop(ExitCode.NO_PROGRESS, f"{in_a_row} failures and not one checkpoint: {failure.cause}")
-        nearer = any(record.committed_step != history[-1].committed_step for record in history[-in_a_row:])
-        where = f"at step {failure.step}" if nearer else "without a new checkpoint"
-        return Stop(ExitCode.BUDGET_SPENT, f"{in_a_row} failures {where}: {failure.cause}")
+        return _budget_spent(history, in_a_row)
     return Restart(in_a_row, failure.cause, batch)
 
 
-def end_of_node(decision: Stop, node: int, bad_nodes: Collection[int]) -> Stop:
-    """How one node of a run ends, given how the run ends.
+def _stop(failure: Failure) -> Stop:
+    rule = failure.kind.rule
+    assert rule.exit_code is not None, f"{failure.kind} has no exit code"
+    return Stop(rule.exit_code, rule.reason.format(cause=failure.cause))
 
-    Whatever restarts the nodes counts failures by node, and moves the one that exits with `BAD_NODE` elsewhere. The
-    others are healthy, so they exit with `PREEMPTED`, which costs nothing.
+
+def _halve(failure: Failure, batch: BatchShape, in_a_row: int) -> Restart | Stop:
+    smaller = batch.halved()
+    if smaller is None:
+        return Stop(
+            ExitCode.DETERMINISTIC,
+            f"{failure.cause}; with {batch} there is nothing left to halve: choose a smaller model, shorter "
+            "sequences, or a machine with more memory",
+        )
+    return Restart(in_a_row, f"{failure.cause}: retrying with {smaller}", smaller)
+
+
+def _retry(history: Sequence[AttemptRecord], batch: BatchShape, max_retries: int) -> Restart | Stop:
+    failure = history[-1].failure
+    tries = _in_a_row(history, lambda kind: kind is failure.kind)
+    if tries > max_retries:
+        return Stop(ExitCode.BUDGET_SPENT, f"{tries} network failures without a new checkpoint: {failure.cause}")
+    # Unlike other failures, the first one waits as well: at once, the server would only give the same answer.
+    return Restart(tries + 1, failure.cause, batch)
+
+
+def _budget_spent(history: Sequence[AttemptRecord], in_a_row: int) -> Stop:
+    failure = history[-1].failure
+    if history[-1].committed_step < 0:
+        return Stop(ExitCode.NO_PROGRESS, f"{in_a_row} failures and no checkpoint: {failure.cause}")
+    nearer = any(record.committed_step != history[-1].committed_step for record in history[-in_a_row:])
+    where = f"at step {failure.step}" if nearer else "without a new checkpoint"
+    return Stop(ExitCode.BUDGET_SPENT, f"{in_a_row} failures {where}: {failure.cause}")
+
+
+def end_of_node(decision: Stop, node: int, bad_nodes: Collection[int]) -> Stop:
+    """Decide how one node ends, given how the run ends.
+
+    Schedulers count failures by node, and replace a node that exits with `BAD_NODE`. The others are healthy, so they
+    exit with `PREEMPTED`, which costs nothing.
 
     Args:
-        node: its rank among the nodes.
-        bad_nodes: those whose hardware or driver has failed; empty in a run of one node.
+        decision: How the run ends.
+        node: The node's rank.
+        bad_nodes: Nodes whose hardware or driver has failed; empty in a run of one node.
     """
     if decision.exit_code is not ExitCode.BAD_NODE or not bad_nodes or node in bad_nodes:
         return decision
@@ -176,9 +202,13 @@ def end_of_node(decision: Stop, node: int, bad_nodes: Collection[int]) -> Stop:
 
 
 def failures_in_a_row(history: Sequence[AttemptRecord], *, can_cut: bool = True) -> int:
-    """Failures at the end of `history` that brought the run no further; those bounded in another way cost none."""
-    bounded = _OWN_BOUNDS if can_cut else _OWN_BOUNDS - {FailureKind.OUT_OF_MEMORY}
-    return _in_a_row(history, lambda kind: kind not in bounded)
+    """Count the failures at the end of a history that brought the run no further and cost budget.
+
+    Args:
+        history: Ended attempts, oldest first.
+        can_cut: Whether the job divides its batches as it is told; if not, running out of memory costs budget, too.
+    """
+    return _in_a_row(history, lambda kind: kind.rule.costs_budget or (kind.rule.action is Action.HALVE and not can_cut))
 
 
 def _in_a_row(history: Sequence[AttemptRecord], counts: Callable[[FailureKind], bool]) -> int:
@@ -191,13 +221,21 @@ def _in_a_row(history: Sequence[AttemptRecord], counts: Callable[[FailureKind], 
 
 
 def _same_place(one: Failure, other: Failure) -> bool:
-    return one.step > 0 and one.kind not in _OWN_BOUNDS and (one.kind, one.step) == (other.kind, other.step)
+    return one.step > 0 and one.kind.rule.costs_budget and (one.kind, one.step) == (other.kind, other.step)
 
 
 def backoff_s(
     failures_in_a_row: int, *, initial_s: float, max_s: float, jitter_s: float, source: random.Random | None = None
 ) -> float:
-    """How long to wait before the next attempt: not at all after a first failure, then doubling, with jitter."""
+    """Return the seconds to wait before the next attempt: none after a first failure, then doubling, with jitter.
+
+    Args:
+        failures_in_a_row: See `Restart`.
+        initial_s: Seconds after the second failure.
+        max_s: Upper bound, jitter included.
+        jitter_s: Upper bound of a uniformly distributed addition.
+        source: Random numbers; the `random` module by default.
+    """
     if failures_in_a_row <= 1:
         return 0.0
     return min(initial_s * 2.0 ** min(failures_in_a_row - 2, 60) + (source or random).uniform(0.0, jitter_s), max_s)

@@ -1,4 +1,4 @@
-"""What a run's next supervisor must know, on whatever machine: kept beside the checkpoints by the agent."""
+"""What the next runner of a run must know, on any machine; the agent keeps it with the checkpoints."""
 
 from __future__ import annotations
 
@@ -10,22 +10,26 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing import locking
-from runner.recovery.kinds import Failure, FailureKind, Window, read_window
+from runner.recovery.failure import Failure, Window, read_window
+from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import WHOLE_BATCHES, AttemptRecord, BatchShape
 from runner.system import processes
 
-# Of failures without a new checkpoint between them; more than any budget.
+# Failures without a new checkpoint between them that are kept; more than any budget.
 _MAX_FAILURES = 100
-# How long a node waits for others before it looks whether the job has finished without it.
+# Seconds that a node waits for others before it checks whether the job has finished without it.
 FINISHED_PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True)
 class RunnerProcess:
-    """A supervisor, known by its machine, its process number and when it started.
+    """A runner, identified by its machine, its process id and its start.
 
     Attributes:
-        started: clock ticks since the machine started: a process number is used again, but not at the same tick.
+        host: Identity of the machine's current boot.
+        pid: Process id.
+        started: Clock ticks from the machine's boot to the process's start: process ids are reused, but not at the
+            same tick.
     """
 
     host: str
@@ -34,23 +38,24 @@ class RunnerProcess:
 
     @classmethod
     def current(cls) -> RunnerProcess:
+        """Return this process."""
         pid = os.getpid()
         return cls(locking.this_machine(), pid, processes.start_ticks(pid) or 0)
 
     @property
     def is_alive_here(self) -> bool:
-        """Whether it lives, on this machine, and is another process than this one."""
+        """Whether it is running on this machine and is not this process."""
         here = self.host == locking.this_machine() and self.pid != os.getpid()
         return here and processes.start_ticks(self.pid) == self.started
 
     @property
     def is_gone_here(self) -> bool:
-        """Whether it ran on this machine, and has ended."""
+        """Whether it ran on this machine and has ended."""
         return self.host == locking.this_machine() and processes.start_ticks(self.pid) != self.started
 
     @classmethod
     def from_dict(cls, body: Any) -> RunnerProcess | None:
-        """None where it cannot be understood: a note of an older version has none."""
+        """Parse a JSON object; returns None if it is something else: older versions recorded none."""
         try:
             host, pid, started = body["host"], body["pid"], body["started"]
         except (KeyError, TypeError):
@@ -61,7 +66,7 @@ class RunnerProcess:
 
 
 def process_namespace() -> str:
-    """Where process numbers mean the same (pid_namespaces(7)); containers of one machine may have the same name."""
+    """Return the PID namespace, within which process ids are unique (pid_namespaces(7))."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
@@ -69,19 +74,21 @@ def process_namespace() -> str:
 
 
 @dataclass
-class RunRecord:
-    """Failures since the last newly committed step, and how batches are cut.
+class RestartState:
+    """Failures since the last newly committed step, and how batches are divided.
 
     Attributes:
-        running: the attempt that is alive; None between two. A supervisor that finds one here has been preceded by one
-            that ended without a word.
-        skipped: windows of steps that are passed over.
-        reached: the newest step that the last attempt which trained has finished.
-        lost_steps: steps that have been computed again, as far as their loss was seen by a runner that lived on.
-        lineage: the id of the first life of this run that kept a record: the same on whatever machine it goes on.
-        runner: The supervisor that wrote it last.
-        finished: the job that has run to its end, with all of it durable (`identity.key_of`); empty before, and while
-            it goes further.
+        history: Failures, oldest first.
+        batch: How batches are divided.
+        running: The attempt that is running; None between two attempts. A runner that reads one here follows a runner
+            that exited without reporting.
+        skipped: Windows of steps that are skipped.
+        reached: The newest step that the last attempt which trained has finished.
+        lost_steps: Steps that have been computed again, as far as a runner was alive to see it.
+        lineage: Id of the run's first session that kept this state: the same on every machine that continues the run.
+        runner: The runner that wrote it last.
+        finished: The job that has run to its end, with all of it durable (`identity.key_of`); empty before that, and
+            while a longer training continues it.
     """
 
     history: list[AttemptRecord] = field(default_factory=list)
@@ -95,21 +102,26 @@ class RunRecord:
     finished: str = ""
 
     def add(self, record: AttemptRecord) -> None:
-        """Note down a failure; those before a newly committed step are forgotten.
+        """Add a failure, and forget those before a newly committed step.
 
-        But for the last: the snapshots of an attempt that fails are committed, and its failure may come again yet.
+        The last of them stays: the snapshots of a failed attempt are committed, and its failure may still repeat.
         """
         if self.history and self.history[-1].committed_step != record.committed_step:
             del self.history[:-1]
         self.history = [*self.history, record][-_MAX_FAILURES:]
 
     def account_for_steps(self, first: int, last: int) -> None:
-        """An attempt has trained from step `first` to `last`."""
+        """Count the steps that an attempt computed again.
+
+        Args:
+            first: Step that it started from.
+            last: Last step that it finished.
+        """
         self.lost_steps += max(self.reached - first, 0)
         self.reached = last
 
     def account_for_lost_runner(self, committed_step: int) -> bool:
-        """A runner that was killed with everything it had started has cost an attempt; whether there was one."""
+        """Add a failure if the runner before this one was killed together with its attempt; returns whether it was."""
         if self.running is None:
             return False
         cause = f"attempt {self.running} ended together with its runner"
@@ -118,7 +130,11 @@ class RunRecord:
         return True
 
     def to_json(self, attempt: int) -> str:
-        """`attempt`: the newest; an older runner's record does not replace a newer one's."""
+        """Return the state as JSON.
+
+        Args:
+            attempt: The newest one; the state of an older attempt does not replace that of a newer one.
+        """
         history = [{"failure": r.failure.to_dict(), "committed_step": r.committed_step} for r in self.history]
         body = {"attempt": attempt, "history": history, "batch": asdict(self.batch), "running": self.running}
         body |= {"skipped": self.skipped, "lineage": self.lineage, "finished": self.finished}
@@ -127,10 +143,10 @@ class RunRecord:
         return json.dumps(body)
 
     @classmethod
-    def from_json(cls, data: bytes | str | None) -> RunRecord:
-        """What `to_json` made; an empty record where there is none, or where it cannot be understood.
+    def from_json(cls, data: bytes | str | None) -> RestartState:
+        """Parse what `to_json` returned; anything else is an empty state.
 
-        Losing it costs a few restarts more; refusing to start would cost the run.
+        Losing the state costs a few more restarts; refusing to start would cost the run.
         """
         try:
             body = json.loads(data or "{}")
@@ -141,13 +157,13 @@ class RunRecord:
             running, lineage, finished = body.get("running"), body.get("lineage", ""), body.get("finished", "")
             # Files are named by it.
             if not isinstance(lineage, str) or not re.fullmatch(r"[\w.-]{0,100}", lineage, re.ASCII):
-                raise ValueError(f"no id of a run: {lineage!r}")
+                raise ValueError(f"not the id of a run: {lineage!r}")
             if not isinstance(finished, str):
-                raise ValueError(f"no key of a job: {finished!r}")
+                raise ValueError(f"not the key of a job: {finished!r}")
             skipped = [read_window(window) for window in body.get("skipped", [])]
             reached, lost_steps = body.get("reached", 0), body.get("lost_steps", 0)
             if not all(type(number) is int and 0 <= number < 2**63 for number in (reached, lost_steps)):
-                raise ValueError(f"no counts of steps: {reached!r}, {lost_steps!r}")
+                raise ValueError(f"not counts of steps: {reached!r}, {lost_steps!r}")
             return cls(
                 history,
                 _batch(**body.get("batch", {})),
@@ -166,5 +182,5 @@ class RunRecord:
 def _batch(micro_batch: int | None = None, accumulation: int = 1, divisor: int = 1) -> BatchShape:
     numbers = [accumulation, divisor, *([micro_batch] if micro_batch is not None else [])]
     if not all(type(number) is int and 0 < number < 2**31 for number in numbers):
-        raise ValueError(f"no shape of batches: {numbers}")
+        raise ValueError(f"not a shape of batches: {numbers}")
     return BatchShape(micro_batch, accumulation, divisor)

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from runner.journal.ledger import LOST, TRAINING, WAITING
+from runner.journal.ledger import LOST, NOT_RUNNING, TRAINING
 from runner.recovery.policy import backoff_s
 from runner.simulate.scenario import Scenario
 
@@ -124,7 +124,7 @@ def simulate(scenario: Scenario, source: random.Random, gaps: Iterator[float] | 
             base = held
         out.spend(LOST, done.fall_back(base))
         if reclaimed or kind < it.machine_share:
-            out.spend(WAITING, it.machine_wait_s)
+            out.spend(NOT_RUNNING, it.machine_wait_s)
             start_s, restore_s = it.first_start_s, it.restore_storage_s
         else:
             start_s, restore_s = it.restart_s, it.restore_memory_s

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from runner.journal.journal import Event
-from runner.journal.ledger import NO_FAILURE, WAITING, Attempt, account, attempts_of
+from checkpointing.events import Committed, Log, SnapshotCost, SnapshotTaken, StepEvent
+from runner.journal.events import Entry, RunStarted
+from runner.journal.ledger import NOT_RUNNING, Attempt, account, attempts_of
+from runner.recovery.kinds import FailureKind
 
 HOUR_S = 3600.0
 # Of one GPU of Meta's clusters: 1,024 of them fail every 7.9 h (arXiv 2410.21680).
@@ -86,23 +88,29 @@ class Scenario:
         return replace(self, **changes)
 
 
-def learn(events: Sequence[Event], scenario: Scenario) -> Scenario:
-    """What a run's journal tells of how long things take; what it does not tell stays as it is."""
-    attempts = attempts_of(events)
-    ledger = account(events, attempts=attempts)
+def learn(entries: Sequence[Entry], scenario: Scenario) -> Scenario:
+    """Take durations from a run's journal.
+
+    Args:
+        entries: The journal, oldest first.
+        scenario: Keeps what the journal does not show.
+    """
+    attempts = attempts_of(entries)
+    ledger = account(entries, attempts=attempts)
     changes: dict[str, float] = {}
     trained = [attempt for attempt in attempts if attempt.training_began is not None]
-    begins = [event["time"] for event in events if event["event"] == "run_started"]
+    begins = [entry.time for entry in entries if isinstance(entry.event, RunStarted)]
     for begin in begins:
         first = next((attempt for attempt in attempts if attempt.began >= begin), None)
-        # What follows a failed one is warm.
+        # Attempts after a failed one start warm.
         if first is not None and first.training_began is not None:
             changes["first_start_s"] = _before_training(first.training_began, begin, first.restore_s)
             break
-    failed = [a for a in trained if a.kind not in NO_FAILURE and a.ended is not None and a.last_step_at is not None]
+    failed = [a for a in trained if a.failed and a.ended is not None and a.last_step_at is not None]
+    hung = FailureKind.HUNG.value
     for name, group in (
-        ("detection_s", [a for a in failed if a.kind != "hung"]),
-        ("hang_detection_s", [a for a in failed if a.kind == "hung"]),
+        ("detection_s", [a for a in failed if a.kind != hung]),
+        ("hang_detection_s", [a for a in failed if a.kind == hung]),
     ):
         if group:
             changes[name] = statistics.mean(max((a.ended or 0.0) - (a.last_step_at or 0.0), 0.0) for a in group)
@@ -116,7 +124,8 @@ def learn(events: Sequence[Event], scenario: Scenario) -> Scenario:
             restores.append(after.restore_s)
     if restarts:
         changes["restart_s"], changes["restore_memory_s"] = statistics.mean(restarts), statistics.mean(restores)
-    stalls, commits = _told(events, "snapshot_cost", "blocked_s"), _told(events, "committed", "duration_s")
+    stalls = _plausible(e.event.blocked_s for e in entries if isinstance(e.event, SnapshotCost))
+    commits = _plausible(e.event.duration_s for e in entries if isinstance(e.event, Committed))
     if stalls:
         changes["snapshot_stall_s"] = statistics.mean(stalls)
     if commits:
@@ -125,18 +134,20 @@ def learn(events: Sequence[Event], scenario: Scenario) -> Scenario:
     waits = ledger.seconds["data wait"] + ledger.seconds["evaluation"]
     if in_steps > 0:
         changes["overhead_share"] = min(waits / in_steps, 0.99)
-        changes.update(_cadence(events, trained, in_steps))
-    if ledger.seconds[WAITING] > 0:
-        changes["machine_wait_s"] = ledger.seconds[WAITING] / max(len(begins) - 1, 1)
+        changes.update(_cadence(entries, trained, in_steps))
+    if ledger.seconds[NOT_RUNNING] > 0:
+        changes["machine_wait_s"] = ledger.seconds[NOT_RUNNING] / max(len(begins) - 1, 1)
     return scenario.with_(**changes)
 
 
-def _cadence(events: Sequence[Event], trained: Sequence[Attempt], in_steps: float) -> dict[str, float]:
-    """When an attempt makes its first snapshot, and how often it makes one, and commits one."""
+def _cadence(entries: Sequence[Entry], trained: Sequence[Attempt], in_steps: float) -> dict[str, float]:
+    """Return when an attempt takes its first snapshot, and how often it takes one, and commits one."""
     changes: dict[str, float] = {}
-    taken, saved, logged = (_times(events, name) for name in ("snapshot", "committed", "log"))
+    taken, saved, logged = (_times(entries, kind) for kind in (SnapshotTaken, Committed, Log))
     # Committed, if at all, because its attempt has ended.
-    unplanned = _times([event for event in events if event.get("to_be_committed") is False], "snapshot")
+    unplanned = _times(
+        [e for e in entries if isinstance(e.event, SnapshotTaken) and not e.event.to_be_committed], SnapshotTaken
+    )
     first: dict[int, tuple[int, int]] = {}
     for key in sorted(taken):
         first.setdefault(key[0], key)
@@ -144,9 +155,9 @@ def _cadence(events: Sequence[Event], trained: Sequence[Attempt], in_steps: floa
     early = [taken[key] - begin for n, key in first.items() if (begin := begins.get(n)) is not None]
     if early:
         changes["first_snapshot_s"] = max(statistics.median(early), 0.0)
-    # Where a step is in the log, too.
-    copies = [at - logged[key] for key, at in taken.items() if key in logged] or _told(
-        events, "snapshot_cost", "copy_s"
+    # Steps that are also in the log.
+    copies = [at - logged[key] for key, at in taken.items() if key in logged] or _plausible(
+        e.event.copy_s for e in entries if isinstance(e.event, SnapshotCost)
     )
     if copies:
         changes["snapshot_s"] = max(statistics.median(copies), 0.0)
@@ -163,13 +174,12 @@ def _cadence(events: Sequence[Event], trained: Sequence[Attempt], in_steps: floa
     return changes
 
 
-def _times(events: Sequence[Event], name: str) -> dict[tuple[int, int], float]:
-    """When this happened first, by attempt and step. What a disk has damaged is passed over."""
+def _times(entries: Sequence[Entry], kind: type[StepEvent]) -> dict[tuple[int, int], float]:
+    """Return when an event happened first, by attempt and step."""
     times: dict[tuple[int, int], float] = {}
-    for event in events:
-        attempt, step = event.get("attempt"), event.get("step")
-        if event["event"] == name and isinstance(attempt, int) and isinstance(step, int):
-            times.setdefault((attempt, step), event["time"])
+    for entry in entries:
+        if isinstance(entry.event, kind):
+            times.setdefault((entry.attempt, entry.event.step), entry.time)
     return times
 
 
@@ -177,7 +187,5 @@ def _before_training(training_began: float | None, since: float, restore_s: floa
     return max((training_began or since) - since - restore_s, 0.0)
 
 
-def _told(events: Sequence[Event], name: str, key: str) -> list[float]:
-    """What a disk has damaged is passed over."""
-    values = (event.get(key) for event in events if event["event"] == name)
-    return [float(value) for value in values if isinstance(value, (int, float)) and 0 <= value < 1e9]
+def _plausible(seconds: Iterable[float | None]) -> list[float]:
+    return [value for value in seconds if value is not None and 0 <= value < 1e9]

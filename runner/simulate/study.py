@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.errors import UsageError
-from runner.journal.journal import Event
+from runner.journal.events import Entry
 from runner.simulate.engine import Forecast, forecast
 from runner.simulate.scenario import HOUR_S, Scenario, learn
 from runner.text import duration
@@ -54,7 +54,7 @@ class Study:
 
 
 def scenario_of(
-    events: Sequence[Event],
+    entries: Sequence[Entry],
     work_hours: float,
     mttf_hours: float | None,
     reclaims_per_day: float,
@@ -70,7 +70,7 @@ def scenario_of(
         mttf_s=mttf_hours * HOUR_S if mttf_hours is not None else math.inf,
         reclaim_s=24 * HOUR_S / reclaims_per_day if reclaims_per_day else math.inf,
     )
-    scenario = learn(events, base) if events else base
+    scenario = learn(entries, base) if entries else base
     pairs = [text.partition("=") for text in settings]
     changes = {name: _number(f"--set {text}", value) for text, (name, _, value) in zip(settings, pairs, strict=True)}
     return _changed(scenario, changes, " ".join(f"--set {text}" for text in settings)) if changes else scenario

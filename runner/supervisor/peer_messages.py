@@ -1,187 +1,212 @@
-"""Messages between the runners of one run's nodes, each checked against its type before anybody looks at it.
+"""Messages between the runners of one run's nodes: one class per message, validated before it is used.
 
-Anybody on the network can connect to the ports: a line that is no valid message closes its connection, nothing else.
+Anybody on the network can connect to the ports: a line that is not a valid message closes its connection and changes
+nothing else.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter
 
-from runner.recovery.kinds import Failure
+from checkpointing.events import BatchShape, Event, Log, Resumed, TrainingStarted
+from runner.journal.events import parse_event
+from runner.node.messages import AttemptSpec, Count, Positive, Text
+from runner.recovery.failure import Failure
 
-Message = dict[str, Any]
-
-_Count = Annotated[int, Field(ge=0, lt=2**53)]
-_Positive = Annotated[int, Field(ge=1, lt=2**31)]
-_Text = Annotated[str, Field(max_length=10_000)]
-_Scalar = _Text | int | float | bool | None
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
+# What only the node with rank 0 learns, and the leader's journal and console show.
+FORWARDED = (TrainingStarted, Log, Resumed, BatchShape)
 
 
-class _Details(BaseModel):
-    """Of an event; further names go into the journal as they are."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow")
-    __pydantic_extra__: dict[str, _Scalar]
-
-
-def _is_failure(fields: Message) -> Message:
+def _failure(value: object) -> Failure:
+    if isinstance(value, Failure):
+        return value
     try:
-        Failure.from_dict(fields)
+        return Failure.from_dict(value)  # type: ignore[arg-type]
     except (KeyError, TypeError, OverflowError) as error:
-        raise ValueError(f"no failure: {error!r}") from None
-    return fields
+        raise ValueError(f"not a failure: {error!r}") from None
 
 
-class _Ping(_Strict):
-    do: Literal["ping"]
+def _event(value: object) -> Event:
+    if isinstance(value, Event):
+        return value
+    if not isinstance(value, dict) or not isinstance(value.get("event"), str):
+        raise ValueError("not an event")
+    event = parse_event(value["event"], {name: field for name, field in value.items() if name != "event"})
+    if not isinstance(event, FORWARDED):
+        raise ValueError(f"not an event that nodes forward: {value['event']!r}")
+    return event
 
 
-# -- to the first node -----------------------------------------------------------------------------------------------
+class PeerMessage(BaseModel):
+    """Base of the messages; `do` names the message on the wire."""
+
+    model_config = ConfigDict(
+        strict=True, allow_inf_nan=False, extra="ignore", frozen=True, arbitrary_types_allowed=True
+    )
+
+    def encode(self) -> bytes:
+        """Return the message as one line of JSON."""
+        return json.dumps(self.model_dump()).encode() + b"\n"
 
 
-class _Hello(_Strict):
-    """`job`: what `JobIdentity.to_json` has made; empty where it is not to be compared."""
+class Ping(PeerMessage):
+    """A sign of life."""
 
-    do: Literal["hello"]
-    node_rank: _Count
+    do: Literal["ping"] = "ping"
+
+
+# -- to the leader ---------------------------------------------------------------------------------------------------
+
+
+class Hello(PeerMessage):
+    """A node introduces itself.
+
+    Attributes:
+        node_rank: Its node rank.
+        job: `JobIdentity.to_json` of its job; empty if it is not to be compared.
+    """
+
+    do: Literal["hello"] = "hello"
+    node_rank: Count
     job: Annotated[str, Field(max_length=500_000)] = ""
 
 
-class _Ready(_Strict):
-    """`nproc`: ranks on this node."""
+class Ready(PeerMessage):
+    """A node's processes are up.
 
-    do: Literal["ready"]
-    nproc: _Positive
+    Attributes:
+        nproc: Ranks on the node.
+    """
 
-
-class _Ended(_Strict):
-    do: Literal["ended"]
-    attempt: _Count
-    failure: Annotated[Message, AfterValidator(_is_failure)]
+    do: Literal["ready"] = "ready"
+    nproc: Positive
 
 
-class _Started(_Details):
-    step: _Count
-    total_steps: _Count | None
+class Ended(PeerMessage):
+    """An attempt has ended on a node.
+
+    Attributes:
+        attempt: Number of the attempt.
+        failure: How it ended there.
+    """
+
+    do: Literal["ended"] = "ended"
+    attempt: Count
+    failure: Annotated[
+        Failure, BeforeValidator(_failure), PlainSerializer(lambda failure: failure.to_dict(), return_type=dict)
+    ]
 
 
-class _Log(_Details):
-    step: _Count
-    loss: float
+class Forwarded(PeerMessage):
+    """An event that was reported on a node.
+
+    Attributes:
+        attempt: Number of the attempt.
+        event: One of `FORWARDED`.
+    """
+
+    do: Literal["event"] = "event"
+    attempt: Count
+    event: Annotated[Event, BeforeValidator(_event), PlainSerializer(lambda event: event.to_dict(), return_type=dict)]
 
 
-class _Resumed(_Details):
-    step: _Count
-    source: _Text = Field(alias="from")
+# -- in both directions ----------------------------------------------------------------------------------------------
 
 
-class _Batch(_Details):
-    micro_batch: _Positive
-    accumulation: _Positive
+class Busy(PeerMessage):
+    """Whether a rank of the sender's node, or of the sender's peers, is legitimately not computing steps."""
 
-
-class _EventBase(_Strict):
-    do: Literal["event"]
-    attempt: _Count
-
-
-class _StartedEvent(_EventBase):
-    event: Literal["training_started"]
-    details: _Started
-
-
-class _LogEvent(_EventBase):
-    event: Literal["log"]
-    details: _Log
-
-
-class _ResumedEvent(_EventBase):
-    event: Literal["resumed"]
-    details: _Resumed
-
-
-class _BatchEvent(_EventBase):
-    event: Literal["batch_shape"]
-    details: _Batch
-
-
-_Event = Annotated[_StartedEvent | _LogEvent | _ResumedEvent | _BatchEvent, Field(discriminator="event")]
-
-
-# -- both ways -------------------------------------------------------------------------------------------------------
-
-
-class _Busy(_Strict):
-    do: Literal["busy"]
+    do: Literal["busy"] = "busy"
     busy: bool
 
 
-class _Stop(_Strict):
-    do: Literal["stop"]
-    reason: _Text
+class Stop(PeerMessage):
+    """The run was asked to stop.
+
+    Attributes:
+        reason: By what.
+    """
+
+    do: Literal["stop"] = "stop"
+    reason: Text
 
 
-# -- to the others ---------------------------------------------------------------------------------------------------
+# -- from the leader -------------------------------------------------------------------------------------------------
 
 
-class _Welcome(_Strict):
-    do: Literal["welcome"]
+class Welcome(PeerMessage):
+    """The leader accepts a node.
+
+    Attributes:
+        run_id: Identity of the run.
+    """
+
+    do: Literal["welcome"] = "welcome"
     run_id: Annotated[str, Field(pattern=r"^[\w.-]{1,100}$")]
 
 
-class _Begin(_Strict):
-    """The fields of `runner.node.messages.AttemptSpec`."""
+class Begin(PeerMessage):
+    """An attempt begins.
 
-    do: Literal["begin"]
-    attempt: _Count
-    nnodes: _Positive
-    divisor: _Positive
-    skipped: _Text
-    failure_history: _Text
-    lineage: _Text
-    lost_steps: _Count
-    reached: _Count
-    resume_from: _Text
-    allow_changes: bool
+    Attributes:
+        spec: What it is to be.
+    """
+
+    do: Literal["begin"] = "begin"
+    spec: AttemptSpec
 
 
-class _End(_Strict):
-    do: Literal["end"]
-    attempt: _Count
+class End(PeerMessage):
+    """An attempt is over: kill its ranks.
+
+    Attributes:
+        attempt: Number of the attempt.
+        stacks: Whether to write the ranks' stacks down before.
+    """
+
+    do: Literal["end"] = "end"
+    attempt: Count
     stacks: bool
 
 
-class _Finish(_Strict):
-    do: Literal["finish"]
+class Finish(PeerMessage):
+    """The run has ended, or does not admit the node.
+
+    Attributes:
+        exit_code: Exit code for the node's runner.
+        reason: Why.
+    """
+
+    do: Literal["finish"] = "finish"
     exit_code: Literal[0, 2, 74, 75, 76, 78, 79, 80, 81]
-    reason: _Text = "as the first machine's runner has ended"
+    reason: Text = "as the leader has ended"
 
 
-_TO_LEADER: TypeAdapter[Any] = TypeAdapter(_Hello | _Ready | _Ended | _Event | _Busy | _Stop | _Ping)
-_TO_MEMBER: TypeAdapter[Any] = TypeAdapter(_Welcome | _Begin | _End | _Finish | _Busy | _Stop | _Ping)
+ToLeader = Hello | Ready | Ended | Forwarded | Busy | Stop | Ping
+ToMember = Welcome | Begin | End | Finish | Busy | Stop | Ping
+
+_TO_LEADER: TypeAdapter[Any] = TypeAdapter(Annotated[ToLeader, Field(discriminator="do")])
+_TO_MEMBER: TypeAdapter[Any] = TypeAdapter(Annotated[ToMember, Field(discriminator="do")])
 
 
-def read_by_leader(line: bytes) -> Message:
-    """
+def read_by_leader(line: bytes) -> ToLeader:
+    """Parse a line that a node has sent to the leader.
+
     Raises:
-        ValueError: it is no message that a node sends to the first one.
+        ValueError: It is not one of its messages.
     """
-    return _dumped(_TO_LEADER.validate_json(line))
+    message: ToLeader = _TO_LEADER.validate_json(line)
+    return message
 
 
-def read_by_member(line: bytes) -> Message:
-    """
+def read_by_member(line: bytes) -> ToMember:
+    """Parse a line that the leader has sent.
+
     Raises:
-        ValueError: it is no message that the first node sends.
+        ValueError: It is not one of its messages.
     """
-    return _dumped(_TO_MEMBER.validate_json(line))
-
-
-def _dumped(message: BaseModel) -> Message:
-    return message.model_dump(by_alias=True)
+    message: ToMember = _TO_MEMBER.validate_json(line)
+    return message

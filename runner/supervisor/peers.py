@@ -1,49 +1,66 @@
-"""How the runners of a run's machines talk: lines of JSON over one TCP connection from each to the first machine's.
+"""Connections between the runners of one run's nodes: lines of JSON over one TCP connection from each to the leader.
 
-The first machine's runner leads: it says when an attempt begins, when it is over, and when and how the run ends; the
-others say how it went with them. Both sides send a sign of life every two seconds; ten seconds without one, and the
-other side counts as lost, whether it is dead, hung or cut off. No call here blocks, but for looking a name up.
+The leader, the runner of the first node, begins and ends attempts and the run; the others report how attempts ended on
+their nodes. Both sides send a sign of life every two seconds. After ten seconds without one the other side counts as
+lost, whether it is dead, hung or cut off. No call here blocks, except that a name may be resolved for a moment.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from runner.errors import ExitCode
-from runner.supervisor.peer_messages import Message, read_by_leader, read_by_member
+from runner.supervisor.peer_messages import (
+    Finish,
+    Hello,
+    PeerMessage,
+    Ping,
+    ToLeader,
+    ToMember,
+    read_by_leader,
+    read_by_member,
+)
 from runner.system.event_loop import EventLoop
 
+M = TypeVar("M", bound=PeerMessage)
 PING_INTERVAL_S = 2.0
 SILENCE_S = 10.0
 _MAX_LINE_BYTES = 1 << 20
-# Connections that have not said who they are.
+# Connections that have not introduced themselves.
 _MAX_STRANGERS = 64
-# Whoever was stopped himself for longer than this must not blame others for their silence.
+# A process that was itself stopped for longer than this must not blame others for their silence.
 _GAP_S = 3.0
 
 
-class Connection:
-    """One established connection. `lost` is true once it has been closed, by whomever."""
+class Connection(Generic[M]):
+    """One established connection.
+
+    Attributes:
+        num_heard: Times that the other side was heard.
+        lost: Whether the connection has been closed, by either side.
+    """
 
     def __init__(
         self,
         sock: socket.socket,
         loop: EventLoop,
-        read: Callable[[bytes], Message],
-        receive: Callable[[Connection, Message], None],
+        read: Callable[[bytes], M],
+        receive: Callable[[Connection[M], M], None],
     ) -> None:
-        """
+        """Begin to read from a connected socket.
+
         Args:
-            read: makes a message of a line; raises ValueError for what is none.
-            receive: called in the loop for every message but signs of life.
+            sock: The socket; the connection closes it.
+            loop: Calls `receive`.
+            read: Parses a line; raises ValueError if it is not a message.
+            receive: Called in the loop for every message except signs of life.
         """
         sock.setblocking(False)
         with contextlib.suppress(OSError):
@@ -52,24 +69,24 @@ class Connection:
         self._buffer = b""
         self._unsent = b""
         self._heard_at = self._pinged_at = self._checked_at = time.monotonic()
-        # Times that the other side was heard: unlike `_heard_at`, not moved on where this process was stopped itself.
+        # Unlike `_heard_at`, it does not move when this process itself was stopped.
         self.num_heard = 0
         self.lost = False
         loop.register(sock, lambda _: self._read())
 
-    def send(self, message: Message) -> None:
-        """Hand a message over; a connection that does not take it counts as lost by its silence."""
+    def send(self, message: PeerMessage) -> None:
+        """Send a message; a side that does not read counts as lost because it is silent."""
         if self.lost:
             return
-        self._unsent += json.dumps(message).encode() + b"\n"
+        self._unsent += message.encode()
         self._flush()
 
     def check(self) -> None:
-        """Give a sign of life, and see whether the other side does; to be called about twice a second."""
+        """Send a sign of life, and check for the other side's; to be called about twice a second."""
         now = time.monotonic()
         gap, self._checked_at = now - self._checked_at, now
         if gap > _GAP_S:
-            # What has come meanwhile is read before anybody is blamed.
+            # What has arrived meanwhile is read before the other side is blamed.
             self._heard_at += gap
         if self.lost:
             return
@@ -77,18 +94,19 @@ class Connection:
             self.close()
         elif now - self._pinged_at >= PING_INTERVAL_S:
             self._pinged_at = now
-            self.send({"do": "ping"})
+            self.send(Ping())
         else:
             self._flush()
 
     def close(self) -> None:
+        """Close the connection."""
         if not self.lost:
             self.lost = True
             self._loop.unregister(self._sock)
             self._sock.close()
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until what was sent is handed over; not longer."""
+        """Wait until everything is sent, at most `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         while self._unsent and not self.lost and time.monotonic() < deadline:
             self._loop.pump(0.02)
@@ -121,40 +139,42 @@ class Connection:
             try:
                 message = self._read_line(line)
             except ValueError:
-                # Not one of ours: somebody else has found the port.
+                # A stranger has found the port.
                 self.close()
                 return
-            if message["do"] != "ping" and not self.lost:
+            if not isinstance(message, Ping) and not self.lost:
                 self._receive(self, message)
 
 
 class Leader:
-    """The first machine's side: listens, and knows who is there."""
+    """The leader's side: listens, and knows which nodes are connected."""
 
     def __init__(
         self,
         address: tuple[str, int],
         num_nodes: int,
         loop: EventLoop,
-        receive: Callable[[int, Message], None],
-        refusal: Callable[[Message], str | None] = lambda hello: None,
+        receive: Callable[[int, ToLeader], None],
+        refusal: Callable[[Hello], str | None] = lambda hello: None,
     ) -> None:
-        """Listen on the port, on all of this machine's addresses.
+        """Listen on the port, on all addresses of this node.
 
         Args:
-            num_nodes: of the run; the others are 1 to num_nodes - 1.
-            receive: called with a machine's number and its message.
-            refusal: why the sender of a `hello` is not taken in; None where it is.
+            address: Host and port; only the port is used.
+            num_nodes: Nodes of the run; the others have node ranks 1 to num_nodes - 1.
+            loop: Calls the other arguments.
+            receive: Called with a node rank and its message.
+            refusal: Returns why the sender of a hello is not admitted; None if it is.
 
         Raises:
-            OSError: the port is taken.
+            OSError: The port is taken.
         """
         self._loop, self._receive, self._refusal, self._num_nodes = loop, receive, refusal, num_nodes
-        self._connections: dict[int, Connection] = {}
-        # A second connection for a machine that is connected already, its hello, and `num_heard` of the first one then:
-        # either that one is dead, or two machines have the same number.
-        self._claims: dict[int, tuple[Connection, Message, int]] = {}
-        self._strangers: list[Connection] = []
+        self._connections: dict[int, Connection[ToLeader]] = {}
+        # A second connection for a node rank that is connected already, its hello, and `num_heard` of the first one at
+        # that time: either the first one is dead, or two nodes have the same rank.
+        self._claims: dict[int, tuple[Connection[ToLeader], Hello, int]] = {}
+        self._strangers: list[Connection[ToLeader]] = []
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
         self._listener = socket.create_server(
             ("", address[1]), family=family, dualstack_ipv6=family == socket.AF_INET6, reuse_port=False
@@ -164,17 +184,17 @@ class Leader:
 
     @property
     def present(self) -> set[int]:
-        """Numbers of the machines that are connected."""
+        """Node ranks of the nodes that are connected."""
         return {number for number, connection in self._connections.items() if not connection.lost}
 
-    def send(self, message: Message, number: int | None = None) -> None:
-        """Tell one machine, or all that are there."""
+    def send(self, message: PeerMessage, number: int | None = None) -> None:
+        """Send a message to one node, or to all that are connected."""
         for other, connection in list(self._connections.items()):
             if number in (None, other):
                 connection.send(message)
 
     def check(self) -> None:
-        """Signs of life; to be called about twice a second."""
+        """Exchange signs of life; to be called about twice a second."""
         for connection in [*self._connections.values(), *self._strangers]:
             connection.check()
         self._strangers = [stranger for stranger in self._strangers if not stranger.lost]
@@ -187,13 +207,14 @@ class Leader:
             if claimant.lost:
                 continue
             if known.lost:
-                self._take_in(number, claimant, hello)
+                self._admit(number, claimant, hello)
             else:
                 self._refuse(
                     claimant, f"node rank {number} is taken by a live node; give each node its own --node-rank"
                 )
 
     def close(self) -> None:
+        """Send what is left, then close all connections and the port."""
         for connection in self._connections.values():
             connection.drain(2.0)
         for connection in [*self._connections.values(), *self._strangers]:
@@ -208,65 +229,81 @@ class Leader:
             if len(self._strangers) > _MAX_STRANGERS:
                 self._strangers.pop(0).close()
 
-    def _on_message(self, connection: Connection, message: Message) -> None:
+    def _on_message(self, connection: Connection[ToLeader], message: ToLeader) -> None:
         number = next((n for n, known in self._connections.items() if known is connection), None)
         if number is not None:
             self._receive(number, message)
-        elif message["do"] == "hello":
+        elif isinstance(message, Hello):
             self._on_hello(connection, message)
         else:
             connection.close()
 
-    def _on_hello(self, connection: Connection, hello: Message) -> None:
-        number = hello["node_rank"]
+    def _on_hello(self, connection: Connection[ToLeader], hello: Hello) -> None:
+        number = hello.node_rank
         if not 0 < number < self._num_nodes:
-            self._refuse(connection, f"node rank {number} is not one of the {self._num_nodes} machines' (--nnodes)")
+            self._refuse(connection, f"node rank {number} is not one of the {self._num_nodes} nodes (--nnodes)")
         elif (reason := self._refusal(hello)) is not None:
             self._refuse(connection, reason)
         elif number in self._claims and not self._claims[number][0].lost:
-            self._refuse(connection, f"several nodes say that they are node rank {number}; give each its own")
+            self._refuse(connection, f"several nodes have node rank {number}; give each node its own --node-rank")
         elif number in self._connections and not self._connections[number].lost:
-            # It has come back and its old connection is not known to be dead yet, or there are two of them.
+            # The node has come back and its old connection is not known to be dead yet, or there are two of them.
             self._claims[number] = (connection, hello, self._connections[number].num_heard)
         else:
-            self._take_in(number, connection, hello)
+            self._admit(number, connection, hello)
 
-    def _take_in(self, number: int, connection: Connection, hello: Message) -> None:
+    def _admit(self, number: int, connection: Connection[ToLeader], hello: Hello) -> None:
         if connection in self._strangers:
             self._strangers.remove(connection)
         self._connections[number] = connection
         self._receive(number, hello)
 
-    def _refuse(self, connection: Connection, reason: str) -> None:
-        """It ends by itself when it has read that; else by its silence, as any stranger."""
-        connection.send({"do": "finish", "exit_code": int(ExitCode.USAGE), "reason": reason})
+    def _refuse(self, connection: Connection[ToLeader], reason: str) -> None:
+        # The node ends when it has read this; otherwise it is silent, and dropped as any stranger.
+        connection.send(Finish(exit_code=ExitCode.USAGE.value, reason=reason))
 
 
 class Member:
-    """Another machine's side: connects, and connects again."""
+    """The side of every other node: connects, and reconnects.
 
-    def __init__(self, address: tuple[str, int], hello: Message, loop: EventLoop, receive: Callable[[Message], None]):
+    Attributes:
+        last_error: Why the leader cannot be reached.
+    """
+
+    def __init__(
+        self, address: tuple[str, int], hello: Hello, loop: EventLoop, receive: Callable[[ToMember], None]
+    ) -> None:
+        """Prepare to connect; `check` does.
+
+        Args:
+            address: Host and port of the leader.
+            hello: Sent on every new connection.
+            loop: Calls `receive`.
+            receive: Called with every message of the leader.
+        """
         self._address, self._hello, self._loop, self._receive = address, hello, loop, receive
-        self._connection: Connection | None = None
+        self._connection: Connection[ToMember] | None = None
         self._connecting: socket.socket | None = None
         self._try_at = 0.0
         self._give_up_at = 0.0
         self._closed = False
         self._resolver: threading.Thread | None = None
-        # Family and address that the name had the last time that somebody knew it.
+        # Address family and address of the name when it was last resolved.
         self._resolved: tuple[int, Any] | None = None
-        self.last_error = "nobody has answered"
+        self.last_error = "no answer"
 
     @property
     def connected(self) -> bool:
+        """Whether there is a connection to the leader."""
         return self._connection is not None and not self._connection.lost
 
-    def send(self, message: Message) -> None:
+    def send(self, message: PeerMessage) -> None:
+        """Send a message, if there is a connection."""
         if self._connection is not None:
             self._connection.send(message)
 
     def check(self) -> None:
-        """Signs of life; while there is no connection, tries to make one. To be called about twice a second."""
+        """Exchange signs of life, or try to connect; to be called about twice a second."""
         if self._connection is not None:
             self._connection.check()
             if not self._connection.lost:
@@ -291,7 +328,7 @@ class Member:
             self._fail(errno.ETIMEDOUT)
 
     def close(self) -> None:
-        """Hand over what was sent, and end; `check` does nothing from then on."""
+        """Send what is left, and close; `check` does nothing from then on."""
         self._closed = True
         if self._connection is not None:
             self._connection.drain(2.0)
@@ -301,7 +338,7 @@ class Member:
             self._connecting = None
 
     def _resolve(self) -> None:
-        """In a thread of its own: a name server that is cut off keeps one waiting."""
+        # Runs in a thread of its own: a name server that does not answer blocks for long.
         try:
             family, _, _, _, address = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)[0]
             self._resolved = (family, address)

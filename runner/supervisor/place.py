@@ -12,10 +12,11 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from checkpointing.events import Committed, StageEntered, TrainingStarted
 from checkpointing.storage import Storage
 from checkpointing.tiers import Tiers
 from runner.errors import CheckpointsMissing
-from runner.journal.journal import Event
+from runner.journal.events import AttemptStarted, Entry, RunStarted
 
 RECORD_NAME = "place.json"
 
@@ -50,26 +51,32 @@ class Found:
     set_aside: bool = False
 
 
-def remember(events: Sequence[Event], tier: str) -> Remembered:
-    """Fold a journal; `tier`: what the durable tier is called in it."""
+def remember(entries: Sequence[Entry], tier: str) -> Remembered:
+    """Fold a journal.
+
+    Args:
+        entries: All entries, oldest first.
+        tier: Name of the durable tier in the journal.
+    """
     place: str | None = None
     committed: set[int] = set()
     # A script's later trainings keep their checkpoints in folders of their own; here the first one's count.
-    stage = ""
-    for event in events:
-        step = event.get("step")
-        match event["event"]:
-            case "attempt_started":
-                stage = ""
-            case "stage":
-                stage = str(event.get("stage"))
-            case "run_started" if isinstance(event.get("place"), str):
-                place = event["place"]
-            case "committed" if event.get("tier") == tier and isinstance(step, int) and not event.get("stage"):
+    in_later_stage = False
+    for entry in entries:
+        match entry.event:
+            case AttemptStarted():
+                in_later_stage = False
+            case StageEntered():
+                in_later_stage = True
+            case RunStarted(place=str(found)):
+                place = found
+            case Committed(step=step, tier=committed_to, stage=None) if committed_to == tier:
                 committed.add(step)
-            case "training_started" if isinstance(step, int) and not stage:
-                # What lies ahead was given up: it was damaged, or the user has gone back.
+            case TrainingStarted(step=step) if not in_later_stage:
+                # Newer steps were given up: they were damaged, or the user went back.
                 committed = {other for other in committed if other <= step}
+            case _:
+                pass
     return Remembered(place, max(committed, default=None))
 
 

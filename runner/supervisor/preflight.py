@@ -1,30 +1,35 @@
-"""What is checked before a run is started, so that nothing of another job or run is resumed from or written to.
+"""Checks before a run is started, so that it resumes from nothing, and writes to nothing, of another job or run.
 
-Nothing is changed here before all checks have passed; `admit` then writes down what the next start will compare with.
+Nothing is changed before all checks have passed; `admit` then records what the next start will compare with.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from checkpointing.errors import InvalidCheckpoint, StorageUnreachable
 from checkpointing.manifest import Manifest
 from checkpointing.storage import LocalStorage
 from checkpointing.storage.durable import replace_file
+from checkpointing.storage.object_store import StorageTimeout
 from runner.config.schema import Config
-from runner.errors import RunBusy, UsageError
-from runner.journal.journal import Event, read_journal
+from runner.errors import RunBusy, StorageFull, UsageError
+from runner.journal.events import Entry, RunEnded, RunStarted
+from runner.journal.journal import read_journal
 from runner.journal.run_directory import RunDirectory, hold_lock
-from runner.recovery.restart_state import RunRecord
+from runner.journal.summary import RunState
+from runner.recovery.restart_state import RestartState
 from runner.supervisor import identity, place
 from runner.supervisor.identity import JobIdentity, differences, summarised
 
-# The agent has a lock of its own beside it.
+# The agent has a lock file of its own there.
 LOCK_NAME = ".supervisor.lock"
-# What a folder must hold to be a starting point, ours or a stock Trainer's.
+# A folder with one of these is a starting point, whether a stock Trainer wrote it or this project.
 _WEIGHTS = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -37,23 +42,29 @@ _STATE = "trainer_state.json"
 
 
 class LocationLock:
-    """Makes this the only runner of the location, until the process ends.
+    """Makes this the only runner of the location until the process ends.
 
-    A directory is locked like the run's folder. In object storage there is no lock; there the note beside the
-    checkpoints names the last runner, and it is refused to start beside one that lives on this machine.
+    A directory is locked like the run's folder. Object storage has no locks: there the restart state names the last
+    runner, and a second one is refused while that runs on this machine.
     """
 
     def __init__(self, config: Config, tell: Callable[[str], None], patience_s: float | None = None) -> None:
-        """`patience_s`: See `hold_lock`."""
+        """Prepare to lock the durable tier.
+
+        Args:
+            config: The resolved configuration.
+            tell: Called with messages for the user.
+            patience_s: See `hold_lock`.
+        """
         self._storage, self._tell, self._patience_s = config.tiers.durable, tell, patience_s
         self._fd: int | None = None
 
     def hold(self) -> None:
-        """Take it; taken again where the directory was moved away since.
+        """Take the lock, once more if the directory has been moved away since.
 
         Raises:
-            RunBusy: another runner of this machine has it.
-            OSError: the location cannot be written.
+            RunBusy: Another runner of this machine has it.
+            OSError: The location cannot be written.
         """
         storage = self._storage
         if isinstance(storage, LocalStorage):
@@ -64,7 +75,7 @@ class LocationLock:
             path, option = storage.root / LOCK_NAME, "checkpoint.location"
             self._fd, _ = hold_lock(path, what, option, self._tell, patience_s=self._patience_s)
             return
-        runner = RunRecord.from_json(storage.read_note()).runner
+        runner = RestartState.from_json(storage.read_note()).runner
         if runner is not None and runner.is_alive_here:
             raise RunBusy(
                 f"another runner (pid {runner.pid} on {runner.host}) keeps its checkpoints at {storage.location}; stop "
@@ -74,17 +85,25 @@ class LocationLock:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The job that a place's checkpoints or a folder's results are of; `where` it is written down."""
+    """A job as it was recorded.
+
+    Attributes:
+        job: The job.
+        where: The location or folder that it was recorded in.
+    """
 
     job: JobIdentity
     where: str
 
 
 def compare_jobs(job: JobIdentity, recorded: Sequence[Recorded], *, allow_changes: bool) -> list[str]:
-    """See that it is the same job; returns what the user should know.
+    """Check that recorded jobs are this one.
+
+    Returns:
+        What the user should know.
 
     Raises:
-        UsageError: it is another one, and changes are not allowed.
+        UsageError: One of them is another job, and changes are not allowed.
     """
     notes = []
     for one in recorded:
@@ -101,42 +120,45 @@ def compare_jobs(job: JobIdentity, recorded: Sequence[Recorded], *, allow_change
 
 
 def examine(config: Config, directory: RunDirectory, job: JobIdentity, *, allow_changes: bool) -> list[str]:
-    """See that the run's folder and location hold this job, and all that it has committed.
+    """Check that the run's folder and location hold this job, and all that it has committed.
 
     Returns:
         What the user should know.
 
     Raises:
-        UsageError: they hold another job, or the ranks cannot share the samples of its steps.
-        CheckpointsMissing: the location is another place than before, or an empty one.
-        OSError: storage refused.
+        UsageError: They hold another job, or the ranks cannot share the samples of its steps.
+        CheckpointsMissing: The location is another place than before, or empty.
+        OSError: Storage refused.
     """
-    tiers, events = config.tiers, read_journal(directory.journal)
-    remembered = place.remember(events, tiers.name(tiers.durable))
+    tiers, entries = config.tiers, read_journal(directory.journal)
+    remembered = place.remember(entries, tiers.name(tiers.durable))
     in_folder = recorded_in(directory)
     recorded = []
     for storage in tiers.nearest_first:
         if storage.steps() or storage.set_aside_names():
             known = JobIdentity.from_json(storage.read_record(identity.RECORD_NAME)) or in_folder
             recorded += [Recorded(known, storage.location)] if known is not None else []
-    if in_folder is not None and (remembered.step is not None or has_finished(events)):
+    if in_folder is not None and (remembered.step is not None or has_finished(entries)):
         recorded.append(Recorded(in_folder, str(directory.root)))
     notes = compare_jobs(job, recorded, allow_changes=allow_changes)
     launch = config.launch
-    # `auto` is checked by the supervisor, once torch has counted the accelerators: no other tool counts all kinds.
+    # The supervisor checks `auto` once torch has counted the accelerators: no other tool counts all kinds.
     if launch.nproc_per_node != "auto" and launch.world_size is None:
         newest = next((entry.manifest for entry in tiers.catalog.scan() if entry.manifest is not None), None)
-        if newest is not None and counts_samples(job, RunRecord.from_json(tiers.durable.read_note())):
+        if newest is not None and counts_samples(job, RestartState.from_json(tiers.durable.read_note())):
             check_world_size(newest, launch.nnodes * launch.nproc_per_node)
     note = place.compare(remembered, place.look(tiers, remembered.step), tiers.durable.location)
     return [*notes, *([note] if note is not None else [])]
 
 
 def admit(config: Config, directory: RunDirectory, job: JobIdentity) -> str:
-    """Write down the job, in the folder and at every tier; returns the id of the location, which it is given if needed.
+    """Record the job in the run's folder and at every tier.
+
+    Returns:
+        The id of the location, which it is given if it has none.
 
     Raises:
-        OSError: the folder or a storage refused.
+        OSError: The folder or a storage refused.
     """
     earlier = recorded_in(directory)
     if earlier is not None and not differences(earlier, job):
@@ -150,26 +172,27 @@ def admit(config: Config, directory: RunDirectory, job: JobIdentity) -> str:
 
 
 def write_job(directory: RunDirectory, job: JobIdentity) -> None:
-    """Write the job down in the folder of this node alone."""
+    """Record the job in the folder of this node alone."""
     replace_file(directory.job, job.to_json(), directory.job.with_name(f".{directory.job.name}.tmp"))
 
 
-def counts_samples(job: JobIdentity, record: RunRecord) -> bool:
-    """Whether a checkpoint's number of samples is of those that all ranks together have drawn.
+def counts_samples(job: JobIdentity, record: RestartState) -> bool:
+    """Return whether a checkpoint's number of samples counts those of all ranks.
 
-    A script may count in its own way, unless it has said how its steps are cut.
+    A script may count in its own way, unless it has reported how its batches are divided.
     """
     return job.what["job"] == "the configured job" or record.batch.micro_batch is not None
 
 
 def check_world_size(newest: Manifest | None, world_size: int) -> None:
-    """That this many ranks can share the samples of the run's steps equally, as its first ones did.
+    """Check that the ranks can share the samples of the run's steps equally, as its first ones did.
 
     Args:
-        newest: of the newest checkpoint; None where there is none.
+        newest: Manifest of the newest checkpoint; None if there is none.
+        world_size: Ranks on all nodes.
 
     Raises:
-        UsageError: they cannot; the text says which numbers can.
+        UsageError: They cannot; the text says which numbers can.
     """
     if newest is None or newest.step == 0:
         return
@@ -183,24 +206,25 @@ def check_world_size(newest: Manifest | None, world_size: int) -> None:
 
 
 def recorded_in(directory: RunDirectory) -> JobIdentity | None:
-    """The job that the run in this folder is."""
+    """Return the job that is recorded in a run's folder; None if there is none."""
     with contextlib.suppress(OSError):
         return JobIdentity.from_json(directory.job.read_bytes())
     return None
 
 
-def has_finished(events: Sequence[Event]) -> bool:
-    """Whether the last runner of this journal has trained to the end."""
-    ends = [event for event in events if event["event"] in ("run_started", "run_ended")]
-    return bool(ends) and ends[-1].get("state") == "finished"
+def has_finished(entries: Sequence[Entry]) -> bool:
+    """Return whether the last session of a journal has trained to the end."""
+    ends = [entry.event for entry in entries if isinstance(entry.event, RunStarted | RunEnded)]
+    last = ends[-1] if ends else None
+    return isinstance(last, RunEnded) and last.state == RunState.FINISHED.value
 
 
 def is_done(config: Config, directory: RunDirectory, job: JobIdentity) -> bool:
-    """Whether the run in this folder has finished just this job, as far as it is to run, with the same location."""
-    events, recorded = read_journal(directory.journal), recorded_in(directory)
-    if recorded is None or not has_finished(events) or differences(recorded, job) or recorded.settings != job.settings:
+    """Return whether the run in this folder has finished this very job with the same settings and location."""
+    entries, recorded = read_journal(directory.journal), recorded_in(directory)
+    if recorded is None or not has_finished(entries) or differences(recorded, job) or recorded.settings != job.settings:
         return False
-    locations = [event["location"] for event in events if isinstance(event.get("location"), str)]
+    locations = [entry.event.location for entry in entries if isinstance(entry.event, RunStarted)]
     absolute = config.model_copy(deep=True)
     absolute.make_absolute()
     return locations[-1:] == [absolute.checkpoint_location]
@@ -210,7 +234,7 @@ def starting_point(path: str) -> str:
     """Check the folder of `--resume-from`; returns its absolute path.
 
     Raises:
-        UsageError: it is not there, or is not a checkpoint.
+        UsageError: It does not exist, or is not a checkpoint.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -223,3 +247,55 @@ def starting_point(path: str) -> str:
         hint = f"give one of the checkpoints in it, such as {inside[-1]}" if inside else "give a checkpoint's folder"
         raise UsageError(f"--resume-from {path!r}: it holds no model weights and no {_STATE}; {hint}")
     return str(folder.absolute())
+
+
+def check_storage(config: Config) -> tuple[list[str], bool]:
+    """Try what the run will need of its storage, before anything is started.
+
+    Returns:
+        What the user should know about the locations, and whether the durable one does not answer: the run then resumes
+        from its local tier.
+
+    Raises:
+        UsageError: A location cannot be used; the text says why.
+        StorageFull: There is no room.
+        StorageUnreachable: The durable tier does not answer, and there is no local tier to resume from.
+    """
+    tiers, caveats, is_away = config.tiers, [], False
+    for storage in tiers.nearest_first:
+        try:
+            caveats.append(storage.probe())
+        except OSError as error:
+            key = "checkpoint.location" if storage is tiers.durable else "checkpoint.local_tier"
+            text = f"{key}={storage.location!r} cannot be used: {error.strerror or error}"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StorageFull(f"{text}; make room, then start again") from None
+            if not isinstance(error, StorageTimeout):
+                raise UsageError(text) from None
+            if tiers.local is None or not tiers.local.steps():
+                raise StorageUnreachable(f"{text}; start again when it answers") from None
+            is_away = True
+            caveats.append(f"{text}; resuming from {tiers.local.location}; uploads follow when it answers")
+    return [caveat for caveat in caveats if caveat is not None], is_away
+
+
+def check_resume_step(config: Config, step: int) -> list[str]:
+    """Prepare `--resume STEP`: verify the step, and rename newer checkpoints.
+
+    Returns:
+        Where the newer checkpoints are kept.
+
+    Raises:
+        UsageError: The step is not committed (the text lists those that are), or its files are damaged.
+    """
+    tiers = config.tiers
+    try:
+        tiers.catalog.verify(step)
+    except InvalidCheckpoint as error:
+        raise UsageError(f"--resume {step}: {error}") from None
+    return [
+        storage.set_aside(newer, "superseded")
+        for storage in tiers.nearest_first
+        for newer in storage.steps()
+        if newer > step
+    ]

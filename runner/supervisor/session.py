@@ -1,4 +1,4 @@
-"""What a runner has from its first moment to its last, whether it leads a run or follows: loop, signals, journal."""
+"""What a runner holds from its start to its exit, leader or follower: event loop, stop request, journal."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
+from checkpointing.events import Event
 from checkpointing.memory import separate_oom_kills
 from runner.config.schema import Config
+from runner.journal.events import PreemptionNotice, StopRequested
 from runner.journal.journal import Journal, SteadyClock, read_journal
 from runner.journal.run_directory import RunDirectory
 from runner.preemption.watcher import Notice, NoticeWatcher
@@ -23,57 +25,71 @@ from runner.system import processes
 from runner.system.event_loop import EventLoop, StopRequest
 from runner.ui.progress import ProgressDisplay
 
-STOP_TEXT = "the ranks snapshot, commit and end; once more to end at once"
+STOP_TEXT = "the ranks take a snapshot, commit and exit; repeat the request to end at once"
 
-# A socket's path has 107 bytes at most (unix(7)); the longest of ours, multiprocessing's, take 68 below the folder.
+# A socket's path has at most 107 bytes (unix(7)); the longest ones here, multiprocessing's, need 68 below the folder.
 _LONGEST_FOLDER_BYTES = 38
 
 
 def _temporary_folder() -> str:
-    """The user's (TMPDIR), or, where that leaves no room for the name of a socket, one that does."""
+    """Return the user's temporary folder (TMPDIR), or another one if that leaves no room for the name of a socket."""
     folder = tempfile.gettempdir()
     others = (os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", "/var/tmp", "/dev/shm")
     usable = (name for name in (folder, *others) if name and len(os.fsencode(name)) <= _LONGEST_FOLDER_BYTES)
     return next((name for name in usable if os.access(name, os.W_OK | os.X_OK)), folder)
 
 
-class Life:
-    """A context: on entry nothing of an earlier life is left, at the end nothing of this one.
+class Session:
+    """A context: on entry it removes what an earlier session left, at the end what this one started.
 
     Attributes:
-        attempt: the newest attempt known, that events are recorded under.
-        clock: the journal's.
-        runtime: a folder for sockets, removed at the end.
-        stop: whether the run was asked to stop, by a signal, a rank or a cloud.
+        config: The resolved configuration.
+        directory: The run's folder.
+        display: The console.
+        run_id: Identity of the run.
+        loop: The event loop.
+        stop: Whether the run was asked to stop, by a signal, a rank or a cloud.
+        attempt: Newest known attempt, under which events are recorded.
+        clock: The journal's clock, in seconds since the epoch.
+        monotonic: The clock of all waits, in seconds.
+        runtime: A folder for sockets, removed at the end.
     """
 
     def __init__(self, config: Config, directory: RunDirectory, display: ProgressDisplay, stop: StopRequest) -> None:
-        """`stop` counts signals already."""
+        """Read the journal; the session begins on entry.
+
+        Args:
+            config: The resolved configuration.
+            directory: The run's folder, which this process has locked.
+            display: The console.
+            stop: Counts signals already.
+        """
         self.config, self.directory, self.display = config, directory, display
         self.run_id = directory.run_id()
         self.loop = EventLoop()
         self.stop = stop
-        events = read_journal(directory.journal)
-        self.attempt = max((event["attempt"] for event in events), default=0)
-        self.clock = SteadyClock(max((event["time"] for event in events), default=0.0))
+        entries = read_journal(directory.journal)
+        self.attempt = max((entry.attempt for entry in entries), default=0)
+        self.clock = SteadyClock(max((entry.time for entry in entries), default=0.0))
+        self.monotonic: Callable[[], float] = time.monotonic
         self._stack = contextlib.ExitStack()
-        self._stop_told = False
+        self._stop_announced = False
 
-    def __enter__(self) -> Life:
+    def __enter__(self) -> Session:
         processes.become_subreaper()
         processes.yield_to_others()
-        # A rank that takes too much memory must not take the runner along, and the snapshots that it is restarted from.
+        # A rank that exceeds the memory limit must not end the runner and the snapshots as well.
         separate_oom_kills()
         rank = self.config.launch.node_rank
         strays = processes.kill_all(lambda: processes.processes_of_run(self.run_id, rank))
         if strays:
-            self.display.message(f"ended {strays} processes that an earlier life of this run had left")
+            self.display.message(f"ended {strays} processes that an earlier session of this run had left")
         mark = processes.mark(self.run_id, rank)
         processes.remove_semaphores(mark)
         self._stack.callback(processes.remove_semaphores, mark)
         self._journal = Journal(self.directory.journal, self.clock)
         self._stack.callback(self._close_journal)
-        # Short, and no other run's.
+        # The name is short, and different for each run.
         mine = hashlib.blake2b(f"{self.run_id}/{rank}".encode(), digest_size=5).digest()
         folder, prefix = _temporary_folder(), f"runner-{base64.b32encode(mine).decode().lower()}"
         for left in Path(folder).glob(f"{prefix}*"):
@@ -102,33 +118,33 @@ class Life:
     def _close_journal(self) -> None:
         if not self._journal.is_complete:
             print(
-                f"runner: warning: {self.directory.journal} could not be written to the end (is the disk full?): "
+                f"runner: warning: the end of {self.directory.journal} could not be written (is the disk full?); "
                 "runner status will not know how this run ended",
                 file=sys.stderr,
             )
         self._journal.close()
 
-    def record(self, event: str, **details: Any) -> None:
-        """Append to the journal."""
-        self._journal.append(event, self.attempt, **details)
+    def record(self, event: Event) -> None:
+        """Append an event to the journal."""
+        self._journal.append(event, self.attempt)
 
-    def tell_stop(self) -> bool:
-        """Tell user and journal of a stop request, once; returns whether that was now."""
-        if not self.stop or self._stop_told:
+    def announce_stop(self) -> bool:
+        """Record and print a stop request, once; returns whether that was now."""
+        if not self.stop or self._stop_announced:
             return False
-        self._stop_told = True
-        self.record("stop_requested", reason=self.stop.reason)
+        self._stop_announced = True
+        self.record(StopRequested(reason=self.stop.reason))
         self.display.message(f"stop requested ({self.stop.reason}): {STOP_TEXT}")
         return True
 
     def sleep(self, seconds: float) -> None:
-        """Wait, but not once a stop is asked for."""
-        self.loop.pump_until(lambda: bool(self.stop), time.monotonic() + seconds)
+        """Wait until the time has passed or a stop is requested."""
+        self.loop.pump_until(lambda: bool(self.stop), self.monotonic() + seconds)
 
     def _on_notice(self, notice: Notice) -> None:
         left = round(notice.seconds_left, 1) if notice.seconds_left is not None else None
         if notice.is_old:
             self.display.message(f"{notice.source}: {notice.what}: posted before this runner started; continuing")
             return
-        self.record("preemption_notice", source=notice.source, what=notice.what, seconds_left=left)
+        self.record(PreemptionNotice(source=notice.source, what=notice.what, seconds_left=left))
         self.stop.ask(f"{notice.source}: {notice.what}")

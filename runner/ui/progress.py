@@ -1,4 +1,4 @@
-"""What the user sees while a run goes on: one live line on a terminal, plain lines elsewhere."""
+"""Progress of a run on the console: one live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
+
+from checkpointing.events import Transfer
 
 _PLAIN_INTERVAL_S = 5.0
 _BAR_CELLS = 24
@@ -18,7 +19,18 @@ _BAR_CELLS = 24
 
 @dataclass
 class ProgressState:
-    """What is shown. Steps are global optimizer steps; None is not known yet."""
+    """The values that are shown; None for those that are not known yet.
+
+    Attributes:
+        attempt: Number of the attempt.
+        step: Newest finished step.
+        total_steps: Step at which training ends.
+        loss: Of the newest log entry.
+        tokens_per_s: Likewise, of all ranks.
+        committed_step: Newest committed step.
+        activity: What the attempt is doing.
+        transfer: Progress of an upload or a download; empty if there is none.
+    """
 
     attempt: int = 0
     step: int = 0
@@ -29,21 +41,22 @@ class ProgressState:
     activity: str = "starting"
     transfer: str = ""
 
-    def show_transfer(self, message: dict[str, Any]) -> None:
-        """Bytes of a checkpoint on their way to or from storage; nothing is shown of what is through."""
-        done, total = message["done"], max(message["total"], 1)
+    def show_transfer(self, transfer: Transfer) -> None:
+        """Show the progress of an upload or a download until it is complete."""
+        done, total = transfer.done, max(transfer.total, 1)
         percent = f"{100 * min(done, total) // total} % of {total / 1e6:,.0f} MB"
-        self.transfer = f"{message['what']} of step {message['step']}: {percent}" if done < total else ""
+        self.transfer = f"{transfer.what} of step {transfer.step}: {percent}" if done < total else ""
 
 
 class ProgressDisplay:
-    """Shows a `ProgressState` and messages between. Only the supervisor of the first node has one that speaks."""
+    """Shows a `ProgressState`, and messages between its updates. Only the first node's runner shows anything."""
 
     def __init__(self, *, quiet: bool = False, live: bool = True) -> None:
-        """
+        """Open the console.
+
         Args:
-            quiet: Shows nothing but what ranks print.
-            live: Keep a line at the bottom of a terminal; not where a script prints what it likes.
+            quiet: Show only what ranks print.
+            live: Keep a line at the bottom of a terminal; off for scripts, which print there themselves.
         """
         self.state = ProgressState()
         self._console = Console(stderr=False, highlight=False, quiet=quiet, soft_wrap=True)
@@ -51,25 +64,30 @@ class ProgressDisplay:
         self._shown = ""
         self._shown_at = 0.0
         self._began = time.monotonic()
-        # Ranks' output comes from another thread.
+        # Ranks' output arrives in another thread.
         self._lock = threading.Lock()
-        # The stream whose last line has no end yet: 1, 2, or 0 for none.
+        # The stream whose last line is unfinished: 1 or 2; 0 for none.
         self._mid_line = 0
         if self._console.is_terminal and live:
             self._live = Live(Text(""), console=self._console, auto_refresh=False, transient=True)
             self._live.start()
 
     def message(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line."""
         with self._lock:
             if self._mid_line and not self._console.quiet and (self._mid_line == 1 or self._console.is_terminal):
-                # A rank's progress bar.
+                # A rank's progress bar is on the line.
                 self._console.file.write("\n")
                 self._mid_line = 0
             self._console.print(f"[{time.monotonic() - self._began:7.1f}s] {text}", markup=False)
 
     def pass_on(self, stream: int, data: bytes) -> None:
-        """What a rank has written to its standard output (1) or error (2), as it is."""
+        """Print what a rank has written, unchanged.
+
+        Args:
+            stream: 1 for standard output, 2 for standard error.
+            data: What it has written.
+        """
         target = sys.stdout if stream == 1 else sys.stderr
         with self._lock:
             target.buffer.write(data)
@@ -77,7 +95,7 @@ class ProgressDisplay:
             self._mid_line = 0 if data.endswith(b"\n") else stream
 
     def refresh(self) -> None:
-        """Show the state, if it has changed; call it as often as you like."""
+        """Show the state if it has changed."""
         line = self.line()
         now = time.monotonic()
         if self._live is not None:
@@ -89,6 +107,7 @@ class ProgressDisplay:
             self._shown, self._shown_at = line, now
 
     def line(self) -> str:
+        """Return the state as one line."""
         state = self.state
         parts = [state.activity]
         if state.total_steps:
@@ -104,6 +123,7 @@ class ProgressDisplay:
         return " · ".join(parts)
 
     def close(self) -> None:
+        """Remove the live line."""
         if self._live is not None:
             self._live.stop()
             self._live = None

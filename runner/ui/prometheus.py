@@ -14,8 +14,7 @@ from prometheus_client.registry import Collector
 from runner.errors import UsageError
 from runner.journal.journal import read_journal
 from runner.journal.ledger import restarts_by_kind
-from runner.journal.states import RunState
-from runner.journal.summary import RunSummary, summarise
+from runner.journal.summary import RunState, RunSummary, summarise
 
 # Whoever asks more often is told the same again; the more so as a journal of weeks takes its time to sum up.
 _CACHE_S, _LONGEST_CACHE_S = 2.0, 60.0
@@ -84,7 +83,7 @@ def serve(address: str, port: int, collector: RunCollector) -> None:
 
 
 def _states(run: RunSummary) -> dict[str, float]:
-    return {state.value: float(state.value == run.state) for state in RunState}
+    return {state.value: float(state is run.state) for state in RunState}
 
 
 def _by(name: str, text: str, label: str, values: dict[str, float]) -> GaugeMetricFamily:

@@ -10,46 +10,43 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from runner.journal.journal import Event
+from runner.journal.events import Entry, RunStarted
 from runner.journal.ledger import LOST, TRAINING, Attempt
-from runner.journal.summary import RunSummary
+from runner.journal.summary import RunState, RunSummary
 from runner.recovery.restart_state import RunnerProcess, process_namespace
 from runner.text import duration
 
-_COLOURS = {"finished": "green", "running": "cyan", "failed": "red"}
-_COLOURS |= dict.fromkeys(("preempted", "stopping", "waiting", "backoff"), "yellow")
+_COLOURS = {RunState.FINISHED: "green", RunState.RUNNING: "cyan", RunState.FAILED: "red"}
+_COLOURS |= dict.fromkeys((RunState.PREEMPTED, RunState.STOPPING, RunState.WAITING, RunState.BACKOFF), "yellow")
 _BAR_CELLS = 30
-# Of the last attempts.
+# Attempts that are shown, the newest ones.
 _SHOWN_ATTEMPTS = 8
-# A runner's journal says something more often, unless steps are very long; a copy of it is some seconds behind.
+# A runner records an event more often, unless steps are very long; a copy of its journal is some seconds behind.
 _SILENCE_S = 120.0
-_ENDED = ("finished", "failed", "preempted")
 
 
-def is_over(run: RunSummary) -> bool:
-    """No runner works on it, as far as the journal knows."""
-    return run.state in _ENDED
-
-
-def runner_is_gone(events: Sequence[Event]) -> bool:
-    """Whether the journal's last runner ran on this machine, and is there no more."""
-    last = next((event for event in reversed(events) if event["event"] == "run_started"), {})
-    runner = RunnerProcess.from_dict(last.get("runner"))
-    return runner is not None and last.get("namespace") == process_namespace() and runner.is_gone_here
+def runner_is_gone(entries: Sequence[Entry]) -> bool:
+    """Return whether the journal's last runner ran on this machine and has ended."""
+    last = next((entry.event for entry in reversed(entries) if isinstance(entry.event, RunStarted)), None)
+    runner = RunnerProcess.from_dict(last.runner) if last is not None else None
+    return last is not None and runner is not None and last.namespace == process_namespace() and runner.is_gone_here
 
 
 def panel(run: RunSummary, now: float, places: dict[str, str], *, gone: bool = False) -> RenderableType:
-    """The run as it stands at a time, in seconds since the epoch.
+    """Return the run as it stands at a time.
 
     Args:
-        gone: its runner has ended without reporting.
+        run: The run.
+        now: Seconds since the epoch.
+        places: Further lines: a name and a path or URL each.
+        gone: Whether its runner has ended without reporting.
     """
     return Group(*_parts(run, now, places, gone))
 
 
 def _parts(run: RunSummary, now: float, places: dict[str, str], gone: bool) -> Iterator[RenderableType]:
-    state, colour, reason = run.state, _COLOURS.get(run.state, "white"), run.reason
-    if gone and not is_over(run):
+    state, colour, reason = run.state.value, _COLOURS.get(run.state, "white"), run.reason
+    if gone and not run.state.is_over:
         state, colour, reason = (
             "not running",
             "red",
@@ -59,7 +56,7 @@ def _parts(run: RunSummary, now: float, places: dict[str, str], gone: bool) -> I
     if reason:
         title.append(f"  {reason}")
     silence_s = now - run.heard_at if run.heard_at is not None else 0.0
-    if silence_s > _SILENCE_S and not is_over(run) and not gone:
+    if silence_s > _SILENCE_S and not run.state.is_over and not gone:
         title.append(f"  nothing heard for {duration(silence_s)}", "yellow")
     yield title
 
@@ -74,7 +71,7 @@ def _parts(run: RunSummary, now: float, places: dict[str, str], gone: bool) -> I
         facts.add_row("steps", str(run.step))
     if run.last_loss is not None:
         facts.add_row("loss", f"{run.first_loss:.4f} → {run.last_loss:.4f}")
-    if run.tokens_per_s is not None and not is_over(run):
+    if run.tokens_per_s is not None and not run.state.is_over:
         facts.add_row("speed", f"{run.tokens_per_s:,.0f} tokens/s")
     committed = [
         f"step {step} ({tier}), {duration(now - run.newest_at_by_tier.get(tier, now))} ago"
@@ -83,9 +80,11 @@ def _parts(run: RunSummary, now: float, places: dict[str, str], gone: bool) -> I
     facts.add_row("committed", Text("; ".join(committed) or "nothing yet"))
     if run.failed_commits:
         facts.add_row("failed saves", Text(f"{run.failed_commits}, the last one: {run.last_failed_commit}", "yellow"))
-    for kept in run.set_aside:
-        facts.add_row("set aside", Text(kept))
-    if run.restarts_left is not None and not is_over(run):
+    for kept in run.quarantined:
+        facts.add_row("quarantined", Text(kept))
+    if run.malformed_events:
+        facts.add_row("journal", Text(f"{run.malformed_events} damaged lines were skipped", "yellow"))
+    if run.restarts_left is not None and not run.state.is_over:
         facts.add_row("budget", f"{run.restarts_left} restarts before the next new checkpoint")
     lost = f"{run.lost_steps} steps lost, {duration(run.time_by_cause.get(LOST, 0.0))}"
     facts.add_row("goodput", f"{100 * run.goodput:.1f} % of {duration(run.wall_s)}; {lost}")
@@ -103,7 +102,7 @@ def _parts(run: RunSummary, now: float, places: dict[str, str], gone: bool) -> I
 
 def _steps(run: RunSummary) -> str:
     text = f"{run.step} of {run.total_steps}"
-    if run.step_s and run.total_steps and run.state == "running":
+    if run.step_s and run.total_steps and run.state is RunState.RUNNING:
         text += f", {duration((run.total_steps - run.step) * run.step_s)} left"
     return text
 

@@ -29,9 +29,10 @@ from checkpointing.storage.fence import Fence
 from checkpointing.storage.object_storage import RemoteStorage
 from checkpointing.tiers import Tiers
 from runner.errors import ExitCode
-from runner.recovery.kinds import Failure, FailureKind
+from runner.recovery.failure import Failure
+from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import AttemptRecord, BatchShape, Restart, Stop, decide
-from runner.recovery.restart_state import RunRecord
+from runner.recovery.restart_state import RestartState
 
 STEPS = st.integers(0, 12)
 STORAGES: dict[str, Callable[[Path], Storage]] = {
@@ -389,14 +390,14 @@ class Life:
     """A run as the supervisor leads it: one record, one decision after each failure."""
 
     max_restarts: int
-    record: RunRecord = field(default_factory=RunRecord)
+    record: RestartState = field(default_factory=RestartState)
     committed: int = -1
 
     def fail(self, failure: Failure, progress: int) -> Restart | Stop:
         self.committed += progress
         self.record.add(AttemptRecord(failure, self.committed))
         # As a new pod finds it.
-        self.record = RunRecord.from_json(self.record.to_json(1))
+        self.record = RestartState.from_json(self.record.to_json(1))
         decision = decide(
             self.record.history, max_restarts=self.max_restarts, stop_requested=False, batch=self.record.batch
         )
@@ -490,7 +491,7 @@ def test_halving_keeps_the_global_batch_and_ends(micro_batch: int | None, accumu
 
 @given(st.lists(FAILURES, max_size=30), st.integers(1, 64))
 def test_batches_are_never_made_larger_again(failures: list[Failure], micro_batch: int) -> None:
-    life = Life(100, RunRecord(batch=BatchShape(micro_batch)))
+    life = Life(100, RestartState(batch=BatchShape(micro_batch)))
     for number, failure in enumerate(failures):
         before = life.record.batch
         life.fail(replace(failure, step=number, fingerprint=""), number % 2)

@@ -35,6 +35,7 @@ from chaos import mutations
 from chaos.fuzzing import Reader, assert_clear, fuzz, refused
 from chaos.stores import MemoryObjects
 from contract.support import commit
+from journals import event
 from prometheus_client import generate_latest
 from rich.console import Console
 
@@ -57,9 +58,10 @@ from runner.errors import UsageError
 from runner.journal.journal import Journal, read_journal
 from runner.journal.run_directory import RunDirectory
 from runner.journal.summary import render, summarise
-from runner.recovery.kinds import Failure, FailureKind
+from runner.recovery.failure import Failure
+from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import AttemptRecord, BatchShape, Restart, Stop, decide
-from runner.recovery.restart_state import RunRecord
+from runner.recovery.restart_state import RestartState
 from runner.text import duration
 from runner.ui.prometheus import RunCollector
 from runner.ui.status import panel
@@ -214,9 +216,9 @@ def assert_goes_on(storage: Storage, aside: Callable[[str], None]) -> bool:
         assert (entry.manifest is None) == bool(entry.problem)
         assert_clear(f"{entry.problem}", "")
     proposal = _propose(tiers, tiers.catalog, "auto", set(), set(), announced.append)
-    for event in announced:
-        json.dumps(event)
-        aside(event["kept_as"])
+    for report in announced:
+        json.dumps(report)
+        aside(report["kept_as"])
     assert proposal.error is None and proposal.step in (10, STEP), proposal
     assert tiers.catalog.newest_attempt() >= 1
     with refused(f"checkpoint-{STEP}", InvalidCheckpoint) as was:
@@ -615,16 +617,16 @@ def note(place: Place) -> Reader:
     storage = LocalStorage(place.scratch / "note")
     storage.probe()
     crash = Failure(FailureKind.CRASHED, "cause", 0, 12, "print")
-    record = RunRecord([AttemptRecord(crash, 10), AttemptRecord(crash, 10)], BatchShape(4, 2, 2), running=5)
+    record = RestartState([AttemptRecord(crash, 10), AttemptRecord(crash, 10)], BatchShape(4, 2, 2), running=5)
     record.skipped, record.lineage = [(3, 9), (12, 12)], "4f1c"
     record.account_for_steps(0, 12)
     next_note = record.to_json(2**62).encode()
 
     def read(data: bytes) -> bool:
         storage.write_note(data)
-        found = RunRecord.from_json(storage.read_note())
-        accepted = found != RunRecord()
-        assert RunRecord.from_json(found.to_json(7)) == found
+        found = RestartState.from_json(storage.read_note())
+        accepted = found != RestartState()
+        assert RestartState.from_json(found.to_json(7)) == found
         found.account_for_lost_runner(10)
         for kind in (FailureKind.CRASHED, FailureKind.OUT_OF_MEMORY):
             history = [*found.history, AttemptRecord(replace(crash, kind=kind), 10)]
@@ -660,17 +662,18 @@ def journal(place: Place) -> Reader:
     path = place.scratch / "journal.jsonl"
     now = iter(range(1000, 2000))
     book = Journal(path, lambda: float(next(now)))
-    book.append("run_started", 0, run_id="abc", pid=1, committed_step=-1)
+    book.append(event("run_started", run_id="abc", pid=1, committed_step=-1), 0)
     for attempt in (1, 2):
-        book.append("attempt_started", attempt)
-        book.append("training_started", attempt, step=10 * attempt, total_steps=40)
-        book.append("log", attempt, step=10 * attempt + 5, loss=2.5, tokens_per_s=100.0)
-        book.append("committed", attempt, step=10 * attempt + 10, tier="local", nbytes=100, duration_s=0.5)
-        book.append("commit_failed", attempt, step=10, error="no space")
-        book.append("checkpoint_set_aside", attempt, step=5, reason="altered", kept_as="/x")
-        book.append("attempt_ended", attempt, kind="crashed", cause="a cause", step=20, start_step=0,
-                    training_began=1003.0, last_step_at=1010.0)  # fmt: skip
-    book.append("run_ended", 2, state="failed", reason="a reason", exit_code=78)
+        book.append(event("attempt_started"), attempt)
+        book.append(event("training_started", step=10 * attempt, total_steps=40), attempt)
+        book.append(event("log", step=10 * attempt + 5, loss=2.5, tokens_per_s=100.0), attempt)
+        book.append(event("committed", step=10 * attempt + 10, tier="local", nbytes=100, duration_s=0.5), attempt)
+        book.append(event("commit_failed", step=10, error="no space"), attempt)
+        book.append(event("checkpoint_set_aside", step=5, reason="altered", kept_as="/x"), attempt)
+        times = {"training_began": 1003.0, "last_step_at": 1010.0}
+        ended = event("attempt_ended", kind="crashed", cause="a cause", step=20, start_step=0, **times)
+        book.append(ended, attempt)
+    book.append(event("run_ended", state="failed", reason="a reason", exit_code=78), 2)
     book.close()
 
     def knowingly(data: bytes, r: random.Random) -> bytes:

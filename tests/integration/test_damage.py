@@ -34,7 +34,7 @@ def test_three_damaged_checkpoints_in_a_row(untouched: Run, tmp_path: Path) -> N
     assert run.start().finish() == 0, run.output
 
     assert run.events("training_started")[0]["step"] == 20
-    aside = {event["step"]: event for event in run.events("checkpoint_set_aside")}
+    aside = {event["step"]: event for event in run.events("checkpoint_quarantined")}
     assert set(aside) == {70, 60, 40}
     assert "bytes" in aside[70]["reason"] and "digest" in aside[60]["reason"] and "manifest" in aside[40]["reason"]
     for step, event in aside.items():

@@ -48,7 +48,7 @@ def test_a_rank_that_dies_on_one_machine_restarts_all(wire: None, calm: Run, tmp
     # Not after the collective's time-out.
     assert float(str(cause["time"])) - killed_at < 120
     # Both had the snapshot in memory.
-    assert [event["from"] for event in machines[0].events("resumed")] == ["memory"]
+    assert [event["source"] for event in machines[0].events("resumed")] == ["memory"]
     assert state_hash(machines[0].checkpoint(END)) == state_hash(calm.checkpoint(END))
     assert_nobody_is_left(machines)
 

@@ -45,7 +45,7 @@ def test_each_method_ends_as_if_nothing_had_happened(method: str, tmp_path: Path
     run.start(CHECKPOINT_FAILPOINTS="training.step=kill@9; local.begun=kill@3", CHECKPOINT_FAILPOINTS_ONCE=str(fired))
     assert run.finish() == 0, run.output
     assert [event["kind"] for event in run.events("attempt_ended")] == ["crashed", "checkpoint agent lost", "finished"]
-    assert {event["from"] for event in run.events("resumed")} == {"memory", "local"}
+    assert {event["source"] for event in run.events("resumed")} == {"memory", "local"}
     assert not run.events("snapshot_dropped")
     # A slow disk passes over saves, but for the last one.
     steps = [step for step in (6, 12, 18, 24) if run.checkpoint(step).exists() and calm.checkpoint(step).exists()]

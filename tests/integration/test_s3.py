@@ -56,7 +56,7 @@ def test_server_and_ranks_are_killed_and_the_machine_is_lost(
     shutil.rmtree(run.folder)
     again = Run(tmp_path / "run", *options).start()
     assert again.finish() == 0, again.output
-    assert [(event["from"], event["step"]) for event in again.events("resumed")] == [("memory", stopped_at)]
+    assert [(event["source"], event["step"]) for event in again.events("resumed")] == [("memory", stopped_at)]
     assert [event["step"] for event in again.events("fetched")] == [stopped_at], "once for all ranks"
     assert again.events("attempt_started")[0]["attempt"] == 3
 

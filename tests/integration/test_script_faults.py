@@ -81,4 +81,8 @@ def test_the_cause_is_in_the_last_lines(name: str, tmp_path: Path) -> None:
     )
     lines = ended.stdout.decode(errors="replace").splitlines()
     assert any(cause in line for line in lines[-5:]), "\n".join(lines[-20:])
-    assert ended.returncode == read_journal(tmp_path / "run" / "journal.jsonl")[-1]["exit_code"] in (76, 78, 79)
+    assert (
+        ended.returncode
+        == read_journal(tmp_path / "run" / "journal.jsonl")[-1].event.to_dict()["exit_code"]
+        in (76, 78, 79)
+    )

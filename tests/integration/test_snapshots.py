@@ -138,7 +138,7 @@ def test_killed_between_copy_and_write_goes_on_from_memory(tmp_path: Path, untou
     kill_all_ranks(run)
     assert run.finish() == 0, run.output
     resumed = run.events("resumed")
-    assert len(resumed) == 1 and resumed[0]["from"] == "memory" and resumed[0]["step"] >= 25
+    assert len(resumed) == 1 and resumed[0]["source"] == "memory" and resumed[0]["step"] >= 25
     assert newest_snapshot(run) == resumed[0]["step"]
     # The agent has made a checkpoint of it too.
     assert resumed[0]["step"] in [event["step"] for event in run.events("committed")]
@@ -173,7 +173,7 @@ def test_killed_during_the_copy_goes_on_from_the_snapshot_before(tmp_path: Path,
     kill_all_ranks(run)
     assert run.finish() == 0, run.output
     before = newest_snapshot(run)
-    assert [(event["from"], event["step"]) for event in run.events("resumed")] == [("memory", before)]
+    assert [(event["source"], event["step"]) for event in run.events("resumed")] == [("memory", before)]
     assert before < 25 <= run.events("snapshot_dropped")[0]["step"]
     assert_same_result(run, untouched_script)
 
@@ -184,7 +184,7 @@ def test_a_dead_agent_takes_its_memory_along_and_storage_is_read(tmp_path: Path,
     wait_for_commit(run, 10)
     os.kill(run.agent_pid(), signal.SIGKILL)
     assert run.finish() == 0, run.output
-    assert [event["from"] for event in run.events("resumed")] == ["local"]
+    assert [event["source"] for event in run.events("resumed")] == ["local"]
     assert_same_result(run, untouched_script)
 
 
@@ -208,7 +208,7 @@ def test_a_bit_that_flips_in_memory_is_seen_and_storage_is_read(tmp_path: Path, 
     kill_all_ranks(run)
     assert run.finish() == 0, run.output
     assert run.events("snapshot_damaged")
-    assert run.events("resumed")[-1]["from"] == "local"
+    assert run.events("resumed")[-1]["source"] == "local"
     assert_same_result(run, untouched_script)
 
 
@@ -219,7 +219,7 @@ def test_too_little_memory_for_a_snapshot_writes_while_training_waits(tmp_path: 
     assert run.finish() == 0, run.output
     assert "memory for snapshots is short" in run.output
     assert not run.events("snapshot")
-    assert [event["from"] for event in run.events("resumed")] == ["local"]
+    assert [event["source"] for event in run.events("resumed")] == ["local"]
     assert_same_result(run, untouched_script)
 
 
@@ -245,7 +245,7 @@ def test_replicas_that_drift_apart_make_no_checkpoint(tmp_path: Path, untouched_
     assert run.finish() == 0, run.output
     ends = run.events("attempt_ended")
     assert len(ends) == 2 and "ReplicasDrifted" in ends[0]["cause"] and "embed_tokens" in ends[0]["cause"]
-    assert [(e["from"], e["step"]) for e in run.events("resumed")] == [("memory", 20)]
+    assert [(e["source"], e["step"]) for e in run.events("resumed")] == [("memory", 20)]
     assert_same_result(run, untouched_script)
 
 
@@ -437,7 +437,7 @@ def test_ranks_of_a_node_verify_a_share_of_what_they_see_together(flips: str, tm
             expected.bias.add_(step)
     found = torch.load(tmp_path / "final.pt", weights_only=True)
     assert all(torch.equal(found[name], value) for name, value in expected.state_dict().items())
-    sources = [event["from"] for event in run.events("resumed")]
+    sources = [event["source"] for event in run.events("resumed")]
     if flips == "flipped":
         # Rank 1 has met the flipped bit; rank 0 has found it, in its own share.
         assert sources == ["local"] and run.events("snapshot_damaged")

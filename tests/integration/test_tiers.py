@@ -59,8 +59,8 @@ def test_the_nearest_valid_copy_is_resumed_from_and_s3_alone_is_enough(
     wait_until(again, lambda: again.events("resumed"))
     again.signal(signal.SIGTERM)
     assert again.finish() == 75, again.output
-    assert [(e["from"], e["step"]) for e in again.events("resumed")] == [("remote", newest)]
-    assert [e["step"] for e in again.events("checkpoint_set_aside")] == [newest]
+    assert [(e["source"], e["step"]) for e in again.events("resumed")] == [("remote", newest)]
+    assert [e["step"] for e in again.events("checkpoint_quarantined")] == [newest]
 
     # The machine is gone, and with it the local tier.
     newest = steps(location)[-1]
@@ -68,7 +68,7 @@ def test_the_nearest_valid_copy_is_resumed_from_and_s3_alone_is_enough(
     shutil.rmtree(run.folder)
     fresh = Run(tmp_path / "run", *changed, script=script(tmp_path)).start()
     assert fresh.finish() == 0, fresh.output
-    assert [(e["from"], e["step"]) for e in fresh.events("resumed")] == [("memory", newest)], (
+    assert [(e["source"], e["step"]) for e in fresh.events("resumed")] == [("memory", newest)], (
         "fetched once for all ranks"
     )
     assert [e["step"] for e in fresh.events("fetched")] == [newest]

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 from integration.support import RUNNER, SHORT_JOB, Run, wait_until
+from journals import event
 from servers import small_disk
 
+from runner.journal.events import RunEnded
 from runner.journal.journal import Journal, read_journal
 from runner.journal.run_directory import RunDirectory
 
@@ -128,19 +130,19 @@ def test_a_console_that_takes_nothing_ends_no_run(tmp_path: Path, stdout: str) -
     assert b"Traceback" not in ended.stderr and b"Exception ignored" not in ended.stderr
     told = b"standard output cannot be written: No space left on device"
     assert ended.stderr.count(told) == (stdout == "/dev/full")
-    events = read_journal(RunDirectory(str(tmp_path / "läuft"), 0).journal)
-    assert [event["exit_code"] for event in events if event["event"] == "run_ended"] == [0]
+    found = [entry.event for entry in read_journal(RunDirectory(str(tmp_path / "läuft"), 0).journal)]
+    assert [one.exit_code for one in found if isinstance(one, RunEnded)] == [0]
 
 
 def test_status_ends_with_one_line_where_it_cannot_be_written(tmp_path: Path) -> None:
     """It has an arrow between two losses, which not every terminal can show."""
     journal = Journal(tmp_path / "journal.jsonl", time.time)
-    journal.append("run_started", 1, run_id="r", pid=1, committed_step=-1)
-    journal.append("attempt_started", 1, nnodes=1)
-    journal.append("training_started", 1, step=0, total_steps=9)
+    journal.append(event("run_started", run_id="r", pid=1, committed_step=-1), 1)
+    journal.append(event("attempt_started", nnodes=1), 1)
+    journal.append(event("training_started", step=0, total_steps=9), 1)
     for step in (1, 2):
-        journal.append("log", 1, step=step, loss=1.0 / step)
-    journal.append("run_ended", 1, state="finished", exit_code=0, reason="all ranks finished")
+        journal.append(event("log", step=step, loss=1.0 / step), 1)
+    journal.append(event("run_ended", state="finished", exit_code=0, reason="all ranks finished"), 1)
     journal.close()
     command = [*RUNNER, "status", str(tmp_path)]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}

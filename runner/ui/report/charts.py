@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import plotly.graph_objects as go
 
-from runner.journal.ledger import CAUSES, LOST, TRAINING, WAITING
+from runner.journal.ledger import CAUSES, LOST, NOT_RUNNING, TRAINING
 from runner.text import duration
-from runner.ui.report.timeline import LogEntry, Story
+from runner.ui.report.timeline import LogEntry, Timeline
 
 # Told apart by people who see few colours, too (Okabe and Ito); what is no training is never green.
 COLOURS = {
@@ -26,13 +26,13 @@ COLOURS = {
     "start-up": "#8da0cb",
     "launch": "#5f7fbf",
     "restore": "#66c2a5",
-    WAITING: "#9e9e9e",
+    NOT_RUNNING: "#9e9e9e",
 }
 # name of a mark → symbol, the same as a character, colour
 MARKS = {
-    "fault": ("x", "✖", "#d55e00"),
+    "failure": ("x", "✖", "#d55e00"),
     "save failed": ("triangle-down", "▼", "#e69f00"),
-    "set aside": ("square", "■", "#cc79a7"),
+    "quarantined": ("square", "■", "#cc79a7"),
     "committed": ("circle", "●", "#0072b2"),
 }
 # More points than that are no better to look at, and make a slow page.
@@ -51,13 +51,13 @@ def thinned(points: Sequence[T], limit: int = MAX_POINTS) -> list[T]:
     return chosen
 
 
-def time_line(story: Story) -> go.Figure:
-    """One row per attempt: what each stretch of time went into; faults and checkpoints where they happened."""
-    scale, unit = _unit(story.ledger.wall_s)
-    rows = {0: "none"} | {attempt.number: str(attempt.number) for attempt in story.run.attempts}
+def time_line(timeline: Timeline) -> go.Figure:
+    """One row per attempt: what each stretch of time went into; failures and checkpoints where they happened."""
+    scale, unit = _unit(timeline.ledger.wall_s)
+    rows = {0: "none"} | {attempt.number: str(attempt.number) for attempt in timeline.run.attempts}
     figure = go.Figure()
     for cause in CAUSES:
-        spans = [span for span in story.spans if span.cause == cause]
+        spans = [span for span in timeline.spans if span.cause == cause]
         if spans:
             figure.add_bar(
                 name=cause,
@@ -70,7 +70,7 @@ def time_line(story: Story) -> go.Figure:
                 marker={"color": COLOURS[cause], "line": {"width": 0}},
             )
     for kind, (symbol, _, colour) in MARKS.items():
-        marks = thinned([mark for mark in story.marks if mark.kind == kind])
+        marks = thinned([mark for mark in timeline.marks if mark.kind == kind])
         if marks:
             figure.add_scatter(
                 name=kind,
@@ -82,7 +82,7 @@ def time_line(story: Story) -> go.Figure:
                 marker={
                     "symbol": symbol,
                     "color": colour,
-                    "size": 10 if kind == "fault" else 7,
+                    "size": 10 if kind == "failure" else 7,
                     "line": {"color": "white", "width": 1},
                 },
             )
@@ -98,28 +98,28 @@ def time_line(story: Story) -> go.Figure:
     return figure
 
 
-def loss(story: Story) -> go.Figure:
+def loss(timeline: Timeline) -> go.Figure:
     """Loss over steps; what was computed again later is shown apart."""
     figure = go.Figure()
-    kept = thinned([entry for entry in story.logs if not entry.lost])
+    kept = thinned([entry for entry in timeline.logs if not entry.lost])
     # An attempt begins anew: no line from the one before it to its first entry.
     _lines(figure, kept, "counts", COLOURS[TRAINING], "solid", lambda entry: entry.loss)
-    again = thinned([entry for entry in story.logs if entry.lost])
+    again = thinned([entry for entry in timeline.logs if entry.lost])
     _lines(figure, again, "lost, computed again", COLOURS[LOST], "dot", lambda entry: entry.loss)
     figure.update_layout(xaxis_title="step", yaxis_title="training loss")
     return figure
 
 
-def where_the_time_went(story: Story) -> go.Figure:
+def where_the_time_went(timeline: Timeline) -> go.Figure:
     """Seconds of each cause."""
-    scale, unit = _unit(story.ledger.wall_s)
-    shown = sorted(((s, cause) for cause, s in story.ledger.seconds.items() if s > 0))
+    scale, unit = _unit(timeline.ledger.wall_s)
+    shown = sorted(((s, cause) for cause, s in timeline.ledger.seconds.items() if s > 0))
     figure = go.Figure(
         go.Bar(
             orientation="h",
             x=[seconds / scale for seconds, _ in shown],
             y=[cause for _, cause in shown],
-            customdata=[f"{duration(s)}, {100 * s / story.ledger.wall_s:.1f} %" for s, _ in shown],
+            customdata=[f"{duration(s)}, {100 * s / timeline.ledger.wall_s:.1f} %" for s, _ in shown],
             hovertemplate="%{y}: %{customdata}<extra></extra>",
             marker={"color": [COLOURS[cause] for _, cause in shown]},
         )
@@ -128,10 +128,10 @@ def where_the_time_went(story: Story) -> go.Figure:
     return figure
 
 
-def saves(story: Story) -> go.Figure:
+def saves(timeline: Timeline) -> go.Figure:
     """Of each checkpoint: for how long training waited, and for how long each tier was written to."""
     figure = go.Figure()
-    shown = thinned(story.saves)
+    shown = thinned(timeline.saves)
     series = [("training waited", "#cc79a7", [(save.step, save.blocked_s) for save in shown])]
     colours = {"local": "#0072b2", "remote": "#56b4e9"}
     for tier in sorted({tier for save in shown for tier in save.write_s}):
@@ -151,18 +151,18 @@ def saves(story: Story) -> go.Figure:
     return figure
 
 
-def throughput(story: Story) -> go.Figure:
+def throughput(timeline: Timeline) -> go.Figure:
     """Tokens per second of all ranks."""
     figure = go.Figure()
-    _lines(figure, thinned(story.logs), "tokens/s", "#0072b2", "solid", lambda entry: entry.tokens_per_s)
+    _lines(figure, thinned(timeline.logs), "tokens/s", "#0072b2", "solid", lambda entry: entry.tokens_per_s)
     figure.update_layout(xaxis_title="step", yaxis={"title": "tokens/s", "rangemode": "tozero"}, showlegend=False)
     return figure
 
 
-def memory(story: Story) -> go.Figure:
+def memory(timeline: Timeline) -> go.Figure:
     """Peak memory of a rank."""
     figure = go.Figure()
-    _lines(figure, thinned(story.logs), "peak memory", "#cc79a7", "solid", lambda entry: entry.peak_memory_gb)
+    _lines(figure, thinned(timeline.logs), "peak memory", "#cc79a7", "solid", lambda entry: entry.peak_memory_gb)
     figure.update_layout(xaxis_title="step", yaxis={"title": "GB", "rangemode": "tozero"}, showlegend=False)
     return figure
 

@@ -14,17 +14,17 @@ import plotly.offline
 from plotly.utils import PlotlyJSONEncoder
 
 from runner import __version__
-from runner.journal.journal import Event
-from runner.journal.ledger import CAUSES, NO_FAILURE
+from runner.journal.events import Entry
+from runner.journal.ledger import CAUSES
 from runner.text import duration
 from runner.ui.report import charts
-from runner.ui.report.timeline import Story, goodput_of, tell
+from runner.ui.report.timeline import Timeline, build_timeline, goodput_of
 
 _LAST_TIME = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 
 
 def render_page(
-    events: Sequence[Event],
+    entries: Sequence[Entry],
     place: str,
     now: float | None = None,
     price_per_hour: float | None = None,
@@ -39,26 +39,26 @@ def render_page(
         price_per_hour: of one machine on demand, in place of the configured one.
         spot_discount: share of it that is not paid, in place of the configured one.
     """
-    story = tell(events, now, price_per_hour, spot_discount)
+    timeline = build_timeline(entries, now, price_per_hour, spot_discount)
     return _template().render(
-        story=story,
-        run=story.run,
+        timeline=timeline,
+        run=timeline.run,
         place=place,
         version=__version__,
-        began=_utc(story.began_at),
-        heard=_utc(story.run.heard_at or story.began_at),
-        causes=[cause for cause in CAUSES if story.ledger.seconds[cause] > 0],
+        began=_utc(timeline.began_at),
+        heard=_utc(timeline.run.heard_at or timeline.began_at),
+        causes=[cause for cause in CAUSES if timeline.ledger.seconds[cause] > 0],
         colours=charts.COLOURS,
-        marks={kind: look for kind, look in charts.MARKS.items() if any(mark.kind == kind for mark in story.marks)},
-        attempts=_attempts(story),
-        failures=sum(attempt.kind not in NO_FAILURE for attempt in story.run.attempts),
-        charts=_charts(story),
-        thinned=max(-(-len(story.logs) // charts.MAX_POINTS), 1),
+        marks={kind: look for kind, look in charts.MARKS.items() if any(mark.kind == kind for mark in timeline.marks)},
+        attempts=_attempts(timeline),
+        failures=sum(attempt.failed for attempt in timeline.run.attempts),
+        charts=_charts(timeline),
+        thinned=max(-(-len(timeline.logs) // charts.MAX_POINTS), 1),
         plotly=plotly.offline.get_plotlyjs(),
     )
 
 
-def _attempts(story: Story) -> list[dict[str, Any]]:
+def _attempts(timeline: Timeline) -> list[dict[str, Any]]:
     return [
         {
             "number": attempt.number,
@@ -67,22 +67,22 @@ def _attempts(story: Story) -> list[dict[str, Any]]:
             "lost": attempt.lost_steps,
             "kind": attempt.kind,
             "cause": attempt.cause,
-            "seconds": sum(story.ledger.by_attempt.get(attempt.number, {}).values()),
-            "goodput": goodput_of(story.ledger, attempt.number),
+            "seconds": sum(timeline.ledger.by_attempt.get(attempt.number, {}).values()),
+            "goodput": goodput_of(timeline.ledger, attempt.number),
         }
-        for attempt in story.run.attempts
+        for attempt in timeline.run.attempts
     ]
 
 
-def _charts(story: Story) -> dict[str, str]:
+def _charts(timeline: Timeline) -> dict[str, str]:
     """The JSON of each chart, safe within a script element."""
     figures = {
-        "time-line": charts.time_line(story),
-        "loss": charts.loss(story),
-        "where": charts.where_the_time_went(story),
-        "saves": charts.saves(story),
-        "throughput": charts.throughput(story),
-        "memory": charts.memory(story),
+        "time-line": charts.time_line(timeline),
+        "loss": charts.loss(timeline),
+        "where": charts.where_the_time_went(timeline),
+        "saves": charts.saves(timeline),
+        "throughput": charts.throughput(timeline),
+        "memory": charts.memory(timeline),
     }
     return {
         name: json.dumps(charts.style(figure), cls=PlotlyJSONEncoder).replace("<", "\\u003c")

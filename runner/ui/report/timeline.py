@@ -1,23 +1,32 @@
-"""What a report shows, as figures: a fold over a journal. No drawing here."""
+"""The figures of a report: a fold over a journal. Drawing is in `charts`."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from runner.journal.journal import Event
-from runner.journal.ledger import CAUSES, LOST, NO_FAILURE, TRAINING, WAITING, Attempt, Ledger, Span, account
+from checkpointing.events import CheckpointQuarantined, CommitFailed, Committed, Log, SnapshotCost
+from runner.journal.events import AttemptStarted, Entry, RunStarted
+from runner.journal.ledger import CAUSES, LOST, NOT_RUNNING, TRAINING, Attempt, Ledger, Span, account
 from runner.journal.summary import RunSummary, summarise
 
-# Of an attempt, what a run without interruptions would have spent, too.
+# What a run without interruptions would have spent as well.
 _IN_STEPS = (TRAINING, "checkpoint stall", "data wait", "evaluation")
 _BEFORE_STEPS = ("start-up", "launch", "restore")
 
 
 @dataclass(frozen=True)
 class LogEntry:
-    """One of the Trainer's log entries. `lost`: the step was computed again later, or is not part of the result."""
+    """One log entry.
+
+    Attributes:
+        attempt: Number of the attempt.
+        step: Step, counted over all stages.
+        lost: Whether the step was computed again later, or is not part of the result.
+        loss: Training loss.
+        tokens_per_s: Of all ranks; None if it was not measured.
+        peak_memory_gb: Of rank 0; None if it was not measured.
+    """
 
     attempt: int
     step: int
@@ -29,7 +38,15 @@ class LogEntry:
 
 @dataclass
 class Save:
-    """One checkpoint: seconds that training waited for its snapshot, and that each tier took to be written."""
+    """One checkpoint.
+
+    Attributes:
+        step: Its step.
+        attempt: The attempt that saved it.
+        blocked_s: Seconds that training waited for its snapshot; None if that was not measured.
+        write_s: Seconds that each tier took.
+        nbytes: Size of all its files.
+    """
 
     step: int
     attempt: int
@@ -40,7 +57,14 @@ class Save:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at one moment. `kind`: fault, committed, save failed, or set aside."""
+    """Something that happened at one moment.
+
+    Attributes:
+        kind: ``failure``, ``committed``, ``save failed`` or ``quarantined``.
+        at: Seconds since the run's first event.
+        attempt: Number of the attempt.
+        text: What happened.
+    """
 
     kind: str
     at: float
@@ -53,28 +77,43 @@ class Cost:
     """Money, in units of `currency`.
 
     Attributes:
-        machine_s: seconds of all machines that are paid for; those in which no runner lived are not.
-        paid: for them, at the discount.
-        lost: the part of it that interruptions took.
-        on_demand: what the same steps cost without the discount and without an interruption.
+        currency: Its code, such as USD.
+        price_per_hour: Of one node, without the discount.
+        spot_discount: Share of the price that is saved, from 0 to 1.
+        node_s: Seconds of all nodes that are paid for; those without a runner are not.
+        paid: Price of them, at the discount.
+        lost: The part of it that interruptions took.
+        on_demand: Price of the same steps without the discount and without an interruption.
     """
 
     currency: str
     price_per_hour: float
     spot_discount: float
-    machine_s: float
+    node_s: float
     paid: float
     lost: float
     on_demand: float
 
     @property
     def saved(self) -> float:
+        """Difference to an undisturbed run at the full price."""
         return self.on_demand - self.paid
 
 
 @dataclass
-class Story:
-    """A run, ready to be drawn. Times are seconds since the run's first event."""
+class Timeline:
+    """A run, ready to be drawn. Times are seconds since the run's first event.
+
+    Attributes:
+        run: Its summary.
+        ledger: Where its time went.
+        began_at: Time of its first event, in seconds since the epoch.
+        spans: Stretches of time by cause, with lost steps at the end of their attempt's training.
+        logs: All log entries.
+        saves: All checkpoints.
+        marks: Failures, commits and other moments.
+        cost: What it cost; None without a price.
+    """
 
     run: RunSummary
     ledger: Ledger
@@ -86,35 +125,37 @@ class Story:
     cost: Cost | None
 
 
-def tell(
-    events: Sequence[Event],
+def build_timeline(
+    entries: Sequence[Entry],
     now: float | None = None,
     price_per_hour: float | None = None,
     spot_discount: float | None = None,
-) -> Story:
-    """Fold a journal (oldest event first, at least one).
+) -> Timeline:
+    """Fold a journal.
 
     Args:
-        now: closes the account of a run that is still going.
-        price_per_hour, spot_discount: in place of those that the run was started with.
+        entries: All entries, oldest first, at least one.
+        now: Seconds since the epoch, the end of the account of a run that is still going.
+        price_per_hour: Replaces the price that the run was started with.
+        spot_discount: Replaces the discount that the run was started with.
     """
-    run = summarise(events, now)
-    ledger = account(events, now, run.attempts)
-    began_at = events[0]["time"]
-    return Story(
+    run = summarise(entries, now)
+    ledger = account(entries, now, run.attempts)
+    began_at = entries[0].time
+    return Timeline(
         run,
         ledger,
         began_at,
         _spans(ledger, began_at),
-        _logs(events, run.attempts),
-        _saves(events),
-        [*_faults(run.attempts, began_at), *_marks(events, began_at)],
-        _cost(events, ledger, run.attempts, price_per_hour, spot_discount),
+        _logs(entries, run.attempts),
+        _saves(entries),
+        [*_faults(run.attempts, began_at), *_marks(entries, began_at)],
+        _cost(entries, ledger, run.attempts, price_per_hour, spot_discount),
     )
 
 
 def _spans(ledger: Ledger, began_at: float) -> list[Span]:
-    """The ledger's, with the steps that were lost at the end of their attempt's training, where they were made."""
+    """Return the ledger's spans with lost steps at the end of their attempt's training, where they were computed."""
     spans = []
     for span in ledger.spans:
         begin, end = span.begin - began_at, span.end - began_at
@@ -127,45 +168,37 @@ def _spans(ledger: Ledger, began_at: float) -> list[Span]:
     return spans
 
 
-def _logs(events: Sequence[Event], attempts: Sequence[Attempt]) -> list[LogEntry]:
+def _logs(entries: Sequence[Entry], attempts: Sequence[Attempt]) -> list[LogEntry]:
     kept_to = {attempt.number: (attempt.last_step or 0) - attempt.lost_steps for attempt in attempts}
     logs = []
-    for event in events:
-        if event["event"] != "log":
-            continue
-        # What a disk has damaged is passed over.
-        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
-            # Counted over all trainings of the script.
-            number, step = int(event["attempt"]), int(event.get("run_step") or event["step"])
+    for entry in entries:
+        if isinstance(entry.event, Log):
+            log, step = entry.event, entry.event.step_of_run
             logs.append(
                 LogEntry(
-                    number,
+                    entry.attempt,
                     step,
-                    step > kept_to.get(number, step),
-                    float(event["loss"]),
-                    _number(event.get("tokens_per_s")),
-                    _number(event.get("peak_memory_gb")),
+                    step > kept_to.get(entry.attempt, step),
+                    log.loss,
+                    log.metric("tokens_per_s"),
+                    log.metric("peak_memory_gb"),
                 )
             )
     return logs
 
 
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) else None
-
-
-def _saves(events: Sequence[Event]) -> list[Save]:
+def _saves(entries: Sequence[Entry]) -> list[Save]:
     saves: dict[tuple[int, int], Save] = {}
     blocked: dict[tuple[int, int], float] = {}
-    for event in events:
-        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
-            if event["event"] == "snapshot_cost":
-                blocked[int(event["attempt"]), int(event["step"])] = float(event["blocked_s"])
-            elif event["event"] == "committed":
-                key = int(event["attempt"]), int(event["step"])
-                save = saves.setdefault(key, Save(key[1], key[0]))
-                save.write_s[str(event["tier"])] = float(event["duration_s"])
-                save.nbytes = int(event["nbytes"])
+    for entry in entries:
+        match entry.event:
+            case SnapshotCost(step=step, blocked_s=blocked_s):
+                blocked[entry.attempt, step] = blocked_s
+            case Committed(step=step, tier=tier, duration_s=float(duration_s), nbytes=int(nbytes)):
+                save = saves.setdefault((entry.attempt, step), Save(step, entry.attempt))
+                save.write_s[tier], save.nbytes = duration_s, nbytes
+            case _:
+                pass
     for key, save in saves.items():
         save.blocked_s = blocked.get(key)
     return list(saves.values())
@@ -174,33 +207,32 @@ def _saves(events: Sequence[Event]) -> list[Save]:
 def _faults(attempts: Sequence[Attempt], began_at: float) -> list[Mark]:
     marks = []
     for attempt in attempts:
-        if attempt.kind not in NO_FAILURE:
+        if attempt.failed:
             at = attempt.failed_at or attempt.ended or attempt.last_step_at or attempt.began
-            marks.append(Mark("fault", at - began_at, attempt.number, f"{attempt.kind}: {attempt.cause}"))
+            marks.append(Mark("failure", at - began_at, attempt.number, f"{attempt.kind}: {attempt.cause}"))
     return marks
 
 
-def _marks(events: Sequence[Event], began_at: float) -> list[Mark]:
+def _marks(entries: Sequence[Entry], began_at: float) -> list[Mark]:
     marks = []
-    for event in events:
-        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
-            at, attempt = event["time"] - began_at, int(event["attempt"])
-            match event["event"]:
-                case "committed":
-                    marks.append(Mark("committed", at, attempt, f"step {int(event['step'])} ({event['tier']})"))
-                case "commit_failed":
-                    marks.append(Mark("save failed", at, attempt, str(event["error"])))
-                case "checkpoint_set_aside":
-                    marks.append(Mark("set aside", at, attempt, str(event["reason"])))
-                case _:
-                    pass
+    for entry in entries:
+        match entry.event:
+            case Committed(step=step, tier=tier):
+                kind, text = "committed", f"step {step} ({tier})"
+            case CommitFailed(error=error):
+                kind, text = "save failed", error
+            case CheckpointQuarantined(reason=reason):
+                kind, text = "quarantined", reason
+            case _:
+                continue
+        marks.append(Mark(kind, entry.time - began_at, entry.attempt, text))
     return marks
 
 
 def undisturbed_s(ledger: Ledger, attempts: Sequence[Attempt]) -> float:
-    """Seconds that the same steps would have taken without an interruption: one start, the steps, and one end."""
+    """Return the seconds that the same steps take without an interruption: one start, the steps, and one end."""
     seconds = sum(ledger.seconds[cause] for cause in _IN_STEPS)
-    # The runner's own, before its first attempt.
+    # The runner's own start-up, before its first attempt.
     if ledger.spans and (ledger.spans[0].cause, ledger.spans[0].attempt) == ("start-up", 0):
         seconds += ledger.spans[0].end - ledger.spans[0].begin
     trained = [
@@ -214,39 +246,41 @@ def undisturbed_s(ledger: Ledger, attempts: Sequence[Attempt]) -> float:
 
 
 def _cost(
-    events: Sequence[Event],
+    entries: Sequence[Entry],
     ledger: Ledger,
     attempts: Sequence[Attempt],
     price_per_hour: float | None,
     spot_discount: float | None,
 ) -> Cost | None:
-    told: Event = next(
-        (e["cost"] for e in reversed(events) if e["event"] == "run_started" and isinstance(e.get("cost"), dict)), {}
+    configured = next(
+        (e.event.cost for e in reversed(entries) if isinstance(e.event, RunStarted) and e.event.cost is not None), {}
     )
-    price = _number(told.get("price_per_hour")) if price_per_hour is None else price_per_hour
-    discount = _number(told.get("spot_discount")) if spot_discount is None else spot_discount
+    price = _number(configured.get("price_per_hour")) if price_per_hour is None else price_per_hour
+    discount = _number(configured.get("spot_discount")) if spot_discount is None else spot_discount
     if price is None:
         return None
     discount = discount or 0.0
-    # A machine that is down while the others wait for it is not paid for, either; who is there waits at its price.
-    nnodes = max(
-        (e["nnodes"] for e in events if e["event"] == "attempt_started" and isinstance(e.get("nnodes"), int)), default=1
-    )
-    machine_s = nnodes * (ledger.wall_s - ledger.seconds[WAITING])
-    steps_s = min(nnodes * undisturbed_s(ledger, attempts), machine_s)
+    # A node that is down while the others wait for it is not paid for either; those that wait are.
+    nnodes = max((e.event.nnodes for e in entries if isinstance(e.event, AttemptStarted)), default=1)
+    node_s = nnodes * (ledger.wall_s - ledger.seconds[NOT_RUNNING])
+    steps_s = min(nnodes * undisturbed_s(ledger, attempts), node_s)
     paid_per_s, full_per_s = price * (1 - discount) / 3600, price / 3600
     return Cost(
-        str(told.get("currency") or "USD"),
+        str(configured.get("currency") or "USD"),
         price,
         discount,
-        machine_s,
-        machine_s * paid_per_s,
-        (machine_s - steps_s) * paid_per_s,
+        node_s,
+        node_s * paid_per_s,
+        (node_s - steps_s) * paid_per_s,
         steps_s * full_per_s,
     )
 
 
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None
+
+
 def goodput_of(ledger: Ledger, attempt: int) -> float:
-    """Share of an attempt's seconds that went into steps that count."""
+    """Return the share of an attempt's seconds that was spent on steps that count, from 0 to 1."""
     own = ledger.by_attempt.get(attempt, dict.fromkeys(CAUSES, 0.0))
     return own[TRAINING] / sum(own.values()) if sum(own.values()) else 0.0

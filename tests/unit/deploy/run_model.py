@@ -1,6 +1,6 @@
 """A run of several nodes under a controller, in virtual time: what each node does, and what it exits with.
 
-The decisions are the product's own (`policy.decide`, `policy.end_of_node`, `RunRecord`); the order of the protocol's
+The decisions are the product's own (`policy.decide`, `policy.end_of_node`, `RestartState`); the order of the protocol's
 steps is that of `runner.supervisor`, which tests/integration/test_machines.py kills at each step of its end.
 """
 
@@ -16,9 +16,10 @@ from functools import partial
 from unit.deploy.controllers import KILLED, Controller, End, Verdict
 
 from runner.errors import ExitCode
-from runner.recovery.kinds import Failure, FailureKind
+from runner.recovery.failure import Failure
+from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import AttemptRecord, Restart, Stop, backoff_s, decide, end_of_node
-from runner.recovery.restart_state import FINISHED_PATIENCE_S, RunRecord
+from runner.recovery.restart_state import FINISHED_PATIENCE_S, RestartState
 
 MAX_RESTARTS = 5
 MAX_FAILED_SAVES = 5
@@ -66,7 +67,7 @@ class World:
     faults: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.record = RunRecord()
+        self.record = RestartState()
         self.nodes = [_Node() for _ in range(self.controller.num_nodes)]
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._number = self._attempt = 0

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from journals import event
 
 from runner.journal.journal import Journal
 
@@ -104,7 +105,7 @@ def test_the_newest_run_is_shown_where_none_is_named(tmp_path: Path) -> None:
         (tmp_path / "runs" / name).mkdir(parents=True)
         if name != "empty":
             journal = Journal(tmp_path / "runs" / name / "journal.jsonl", time.time)
-            journal.append("run_started", 0, run_id=name, committed_step=-1)
+            journal.append(event("run_started", run_id=name, committed_step=-1), 0)
             os.utime(tmp_path / "runs" / name / "journal.jsonl", (number, number))
     assert json.loads(status().stdout)["run_id"] == "new"
     assert json.loads(status(OUTPUT_DIR="runs/old").stdout)["run_id"] == "old"
@@ -114,7 +115,7 @@ def test_watching_outlasts_storage_that_is_away(tmp_path: Path) -> None:
     folder, away = tmp_path / "run", tmp_path / "away"
     folder.mkdir()
     journal = Journal(folder / "journal.jsonl", time.time)
-    journal.append("run_started", 0, run_id="life", committed_step=-1)
+    journal.append(event("run_started", run_id="life", committed_step=-1), 0)
     terminal, its_end = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "200"}
     process = subprocess.Popen([RUNNER, "status", str(folder), "--watch"], stdout=its_end, env=environment)
@@ -132,7 +133,7 @@ def test_watching_outlasts_storage_that_is_away(tmp_path: Path) -> None:
         folder.rename(away)
         wait_for(b"out of date")
         away.rename(folder)
-        journal.append("run_ended", 0, state="finished", exit_code=0, reason="all is done")
+        journal.append(event("run_ended", state="finished", exit_code=0, reason="all is done"), 0)
         wait_for(b"all is done")
         assert process.wait(60) == 0
     finally:

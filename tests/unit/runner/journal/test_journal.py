@@ -5,47 +5,54 @@ import time
 from pathlib import Path
 
 import pytest
+from journals import entry, event
 
 from checkpointing.clock import machine_clock
+from runner.journal.events import Entry, Malformed
 from runner.journal.journal import Journal, JournalReader, SteadyClock, read_journal
+
+
+def known(found: list[Entry]) -> list[Entry]:
+    return [one for one in found if not isinstance(one.event, Malformed)]
 
 
 def test_events_survive_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     journal = Journal(path, clock=lambda: 12.3456)
-    journal.append("run_started", 0, run_id="r")
+    journal.append(event("run_started", run_id="r"), 0)
     journal.close()
     with path.open("a") as file:
         file.write('{"time": 13, "event": "comm')
     again = Journal(path, clock=lambda: 14.0)
-    again.append("committed", 1, step=20)
+    again.append(event("committed", step=20), 1)
     again.close()
-    assert read_journal(path) == [
-        {"time": 12.346, "event": "run_started", "attempt": 0, "run_id": "r"},
-        {"time": 14.0, "event": "committed", "attempt": 1, "step": 20},
-    ]
+    first, torn, last = read_journal(path)
+    assert first == entry(12.346, "run_started", 0, run_id="r")
+    assert isinstance(torn.event, Malformed) and torn.time == 12.346
+    assert last == entry(14.0, "committed", 1, step=20)
 
 
 def test_a_journal_that_grows_is_read_once(tmp_path: Path) -> None:
     """Wherever a look falls, it sees what reading all of it would."""
     path = tmp_path / "journal.jsonl"
     reader = JournalReader(path)
-    assert reader.events() == []
+    assert reader.entries() == []
     whole = b'{"time": 1, "event": "a", "attempt": 0}\n{"time": 2, "eve\n[]\n{"time": 3, "event": "b", "attempt": 1}\n'
     for end in range(len(whole) + 1):
         path.write_bytes(whole[:end])
-        assert reader.events() == read_journal(path)
-    assert [event["event"] for event in reader.events()] == ["a", "b"]
-    # Another one in its place.
+        assert reader.entries() == read_journal(path)
+    assert [one.event.to_dict()["event"] for one in known(reader.entries())] == ["a", "b"]
+    assert len(reader.entries()) == 4, "damaged lines are kept, so that they can be counted"
+    # Another one in its place; a damaged first line has no time to be recorded under.
     path.write_bytes(whole[40:])
-    assert [event["event"] for event in reader.events()] == ["b"]
+    assert [one.event.to_dict()["event"] for one in reader.entries()] == ["b"]
     path.write_bytes(whole * 9)
-    assert len(reader.events()) == 18
+    assert len(known(reader.entries())) == 18
     # A power cut has taken its end.
     path.write_bytes(whole * 4)
-    assert len(reader.events()) == 8
+    assert len(known(reader.entries())) == 8
     path.unlink()
-    assert reader.events() == []
+    assert reader.entries() == []
 
 
 def test_no_journal_is_no_events(tmp_path: Path) -> None:
@@ -60,7 +67,7 @@ def test_a_full_disk_delays_events_but_loses_none(tmp_path: Path) -> None:
     try:
         filler = mount / "filler"
         journal = Journal(mount / "journal.jsonl", clock=lambda: 1.0)
-        journal.append("first", 1)
+        journal.append(event("first"), 1)
         with filler.open("wb", buffering=0) as file:
             try:
                 while True:
@@ -68,15 +75,15 @@ def test_a_full_disk_delays_events_but_loses_none(tmp_path: Path) -> None:
             except OSError:
                 pass
         # How a run ends is written all the same; what is more than that, later.
-        journal.append("run_ended", 1)
+        journal.append(event("run_ended", state="failed", exit_code=76), 1)
         assert journal.is_complete and len(read_journal(mount / "journal.jsonl")) == 2
         for number in range(400):
-            journal.append("while full", 1, number=number, padding="x" * 100)
+            journal.append(event("while full", number=number, padding="x" * 100), 1)
         assert not journal.is_complete and len(read_journal(mount / "journal.jsonl")) < 402
         filler.unlink()
-        journal.append("last", 1)
-        events = read_journal(mount / "journal.jsonl")
-        assert [event.get("number") for event in events] == [None, None, *range(400), None]
+        journal.append(event("last"), 1)
+        events = [one.event.to_dict() for one in read_journal(mount / "journal.jsonl")]
+        assert [one.get("number") for one in events] == [None, None, *range(400), None]
         journal.close()
         # Nor is room kept that nobody needs any more.
         assert (mount / "journal.jsonl").stat().st_blocks * 512 < (mount / "journal.jsonl").stat().st_size + 4096
@@ -98,7 +105,7 @@ def test_a_damaged_line_is_passed_over(line: bytes, tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     good = b'{"time": 13.0, "event": "committed", "attempt": 1, "step": 20}'
     path.write_bytes(b"\n".join([line, good]))
-    assert read_journal(path) == [{"time": 13.0, "event": "committed", "attempt": 1, "step": 20}]
+    assert known(read_journal(path)) == [entry(13.0, "committed", 1, step=20)]
 
 
 def test_a_clock_that_is_set_leaves_the_journal_alone(monkeypatch: pytest.MonkeyPatch) -> None:

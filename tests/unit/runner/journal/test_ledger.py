@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from journals import entries
 
 from runner.journal.ledger import CAUSES, account, attempts_of, restarts_by_kind
 
@@ -58,7 +59,7 @@ EVENTS = [
 
 
 def test_every_second_has_one_cause() -> None:
-    ledger = account(EVENTS)
+    ledger = account(entries(EVENTS))
     lost = 10 * 10 / 50
     assert ledger.seconds == pytest.approx(
         {
@@ -83,8 +84,8 @@ def test_every_second_has_one_cause() -> None:
     assert list(ledger.seconds) == CAUSES
     assert ledger.wall_s == pytest.approx(70.0, abs=0.002)
     assert ledger.goodput == pytest.approx(ledger.seconds["training"] / 70.0)
-    assert [attempt.lost_steps for attempt in attempts_of(EVENTS)] == [10, 0, 0]
-    assert restarts_by_kind(attempts_of(EVENTS)) == {"hung": 1, "cut off": 1}
+    assert [attempt.lost_steps for attempt in attempts_of(entries(EVENTS))] == [10, 0, 0]
+    assert restarts_by_kind(attempts_of(entries(EVENTS))) == {"hung": 1, "cut off": 1}
 
 
 def test_a_later_attempt_may_fall_back_further() -> None:
@@ -93,11 +94,11 @@ def test_a_later_attempt_may_fall_back_further() -> None:
         events.append(event(10 * number, "attempt_started", number))
         events.append(ended(10 * number + 9, number, "crashed", start, end, 10 * number + 1, 10 * number + 8, 0.0))
     # 255 steps were computed for 200.
-    assert [attempt.lost_steps for attempt in attempts_of(events)] == [50, 5, 0]
+    assert [attempt.lost_steps for attempt in attempts_of(entries(events))] == [50, 5, 0]
 
 
 def test_spans_have_no_gaps_and_attempts_have_their_share() -> None:
-    ledger = account(EVENTS)
+    ledger = account(entries(EVENTS))
     assert ledger.spans[0].begin == 100 and ledger.spans[-1].end == 170
     assert all(left.end == right.begin for left, right in zip(ledger.spans, ledger.spans[1:], strict=False))
     for number, own in ledger.by_attempt.items():
@@ -109,9 +110,9 @@ def test_spans_have_no_gaps_and_attempts_have_their_share() -> None:
 @pytest.mark.parametrize("length", range(1, len(EVENTS) + 1))
 def test_it_adds_up_at_any_moment(length: int) -> None:
     events = EVENTS[:length]
-    assert account(events).wall_s == pytest.approx(events[-1]["time"] - events[0]["time"], abs=0.01)
+    assert account(entries(events)).wall_s == pytest.approx(events[-1]["time"] - events[0]["time"], abs=0.01)
     if events[-1]["event"] != "run_ended":
-        assert account(events, now=200.0).wall_s == pytest.approx(100.0, abs=0.01)
+        assert account(entries(events), now=200.0).wall_s == pytest.approx(100.0, abs=0.01)
 
 
 @given(st.lists(st.sampled_from(EVENTS), min_size=1, max_size=30), st.data())
@@ -123,6 +124,6 @@ def test_it_adds_up_whatever_is_told(chosen: list[Event], data: st.DataObject) -
         for name in ("seconds", "blocked_s", "eval_runtime", "delay_s"):
             if name in one and data.draw(st.booleans()):
                 one[name] = data.draw(st.floats(-10, 1e6))
-    ledger = account(events)
+    ledger = account(entries(events))
     assert ledger.wall_s == pytest.approx(events[-1]["time"] - events[0]["time"], abs=0.02)
     assert min(ledger.seconds.values()) >= 0

@@ -5,13 +5,14 @@ import threading
 from pathlib import Path
 
 import pytest
+from journals import event
 
 from checkpointing.storage import LocalStorage, open_storage
 from runner.errors import UsageError
 from runner.journal import mirror
 from runner.journal.journal import Journal, read_journal
 from runner.journal.mirror import History, JournalCopy
-from runner.recovery.restart_state import RunRecord
+from runner.recovery.restart_state import RestartState
 
 
 def test_only_the_last_chunk_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +28,7 @@ def test_only_the_last_chunk_is_written_again(tmp_path: Path, monkeypatch: pytes
         return True
 
     for number in range(20):
-        journal.append("log", 1, step=number)
+        journal.append(event("progress", step=number), 1)
         copy.turn(float(number), keep, keeper=1)
         if number == 0:
             assert written == ["journal-abc-life.000000.jsonl"]
@@ -40,26 +41,26 @@ def test_only_the_last_chunk_is_written_again(tmp_path: Path, monkeypatch: pytes
     # Whoever kept them has died, and some may have been on their way.
     copy.turn(100.0, keep, keeper=2)
     assert written[count:] == [*storage.records("journal-abc-")]
-    storage.write_note(RunRecord(lineage="abc").to_json(1).encode())
+    storage.write_note(RestartState(lineage="abc").to_json(1).encode())
     # Another run's, which was here before.
     storage.write_record("journal-old-life.000000.jsonl", b'{"time": 1, "event": "run_started", "attempt": 0}\n')
-    assert History(str(tmp_path / "checkpoints")).events() == read_journal(tmp_path / "journal.jsonl")
+    assert History(str(tmp_path / "checkpoints")).entries() == read_journal(tmp_path / "journal.jsonl")
 
 
 def test_the_last_words_are_kept_without_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = open_storage(str(tmp_path / "checkpoints"))
     journal = Journal(tmp_path / "journal.jsonl", lambda: 5.0)
     copy = JournalCopy(tmp_path / "journal.jsonl", "abc", "life")
-    journal.append("run_ended", 1, state="finished", exit_code=0, reason="")
+    journal.append(event("run_ended", state="finished", exit_code=0, reason=""), 1)
     copy.finish(storage)
-    assert [event["event"] for event in History(str(tmp_path / "checkpoints")).events()] == ["run_ended"]
+    assert [one.event.name for one in History(str(tmp_path / "checkpoints")).entries()] == ["run_ended"]
     # Whoever kept the others has lost some of them.
     monkeypatch.setattr(mirror, "_CHUNK_BYTES", 100)
     for number in range(9):
-        journal.append("log", 1, step=number)
+        journal.append(event("progress", step=number), 1)
     copy.flush(lambda *chunk: True)
     copy.finish(storage)
-    assert History(str(tmp_path / "checkpoints")).events() == read_journal(tmp_path / "journal.jsonl")
+    assert History(str(tmp_path / "checkpoints")).entries() == read_journal(tmp_path / "journal.jsonl")
     # A storage that refuses costs nothing but the copy.
     (tmp_path / "file").touch()
     JournalCopy(tmp_path / "journal.jsonl", "abc", "life").finish(open_storage(str(tmp_path / "file" / "below")))
@@ -68,8 +69,10 @@ def test_the_last_words_are_kept_without_an_agent(tmp_path: Path, monkeypatch: p
 def test_asked_again_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mirror, "COPY_INTERVAL_S", 0.0)
     storage = open_storage(str(tmp_path))
-    storage.write_note(RunRecord(lineage="abc").to_json(1).encode())
-    lines = [f'{{"time": {number}, "event": "log", "attempt": 1, "step": {number}}}\n'.encode() for number in range(9)]
+    storage.write_note(RestartState(lineage="abc").to_json(1).encode())
+    lines = [
+        f'{{"time": {number}, "event": "progress", "attempt": 1, "step": {number}}}\n'.encode() for number in range(9)
+    ]
     read: list[str] = []
     read_record = LocalStorage.read_record
 
@@ -84,7 +87,7 @@ def test_asked_again_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytes
 
     def steps() -> list[int]:
         read.clear()
-        return [event["step"] for event in looks.events()]
+        return [int(one.event.to_dict()["step"]) for one in looks.entries()]
 
     looks = History(str(tmp_path))
     keep("old", 0, lines[0] + lines[1])
@@ -113,32 +116,32 @@ def test_storage_that_is_away_hides_no_life_that_was_known(tmp_path: Path, monke
     place = tmp_path / "volume"
     storage = open_storage(str(place))
     storage.probe()
-    storage.write_note(RunRecord(lineage="abc").to_json(1).encode())
+    storage.write_note(RestartState(lineage="abc").to_json(1).encode())
     storage.write_record("journal-abc-old.000000.jsonl", b'{"time": 1, "event": "run_started", "attempt": 0}\n')
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text(f"output_dir: {run}\ncheckpoint:\n  location: {place}\n")
     journal = Journal(run / "journal.jsonl", lambda: 5.0)
-    journal.append("run_started", 0, run_id="new")
+    journal.append(event("run_started", run_id="new"), 0)
     looks = History(str(run))
-    assert [event["time"] for event in looks.events()] == [1, 5.0]
+    assert [one.time for one in looks.entries()] == [1, 5.0]
     shutil.rmtree(place / ".records")
     (place / ".records").symlink_to(".records")
     with pytest.raises(OSError):
         storage.records()
-    journal.append("run_ended", 1, state="finished", exit_code=0, reason="")
-    assert [event["time"] for event in looks.events()] == [1, 5.0, 5.0]
+    journal.append(event("run_ended", state="finished", exit_code=0, reason=""), 1)
+    assert [one.time for one in looks.entries()] == [1, 5.0, 5.0]
     assert looks.unread
     # The journal itself, too; and it comes back.
     (run / "journal.jsonl").rename(run / "elsewhere")
     (run / "journal.jsonl").symlink_to("journal.jsonl")
-    assert [event["time"] for event in looks.events()] == [1, 5.0, 5.0]
+    assert [one.time for one in looks.entries()] == [1, 5.0, 5.0]
     assert "journal.jsonl" in looks.unread
     (run / "journal.jsonl").unlink()
-    assert [event["time"] for event in looks.events()] == [1, 5.0, 5.0]
+    assert [one.time for one in looks.entries()] == [1, 5.0, 5.0]
     (run / "elsewhere").rename(run / "journal.jsonl")
     (place / ".records").unlink()
-    assert [event["time"] for event in looks.events()] == [5.0, 5.0] and not looks.unread
+    assert [one.time for one in looks.entries()] == [5.0, 5.0] and not looks.unread
 
 
 def test_storage_that_does_not_answer_holds_up_nobody_who_has_a_journal(
@@ -153,27 +156,27 @@ def test_storage_that_does_not_answer_holds_up_nobody_who_has_a_journal(
 
     monkeypatch.setattr(LocalStorage, "records", records)
     (tmp_path / "config.yaml").write_text(f"output_dir: {tmp_path}\ncheckpoint:\n  location: {tmp_path.parent}/place\n")
-    Journal(tmp_path / "journal.jsonl", lambda: 5.0).append("run_started", 0, run_id="new")
+    Journal(tmp_path / "journal.jsonl", lambda: 5.0).append(event("run_started", run_id="new"), 0)
     looks = History(str(tmp_path), patience_s=0.1)
     for _ in range(3):
-        assert len(looks.events()) == 1 and "no answer yet" in looks.unread
+        assert len(looks.entries()) == 1 and "no answer yet" in looks.unread
     answers.set()
     while "it is gone" not in looks.unread:
-        assert len(looks.events()) == 1
+        assert len(looks.entries()) == 1
     # It is not asked again so soon.
-    assert len(looks.events()) == 1 and "it is gone" in looks.unread
+    assert len(looks.entries()) == 1 and "it is gone" in looks.unread
 
 
 def test_no_run(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no run"):
-        History(str(tmp_path)).events()
+        History(str(tmp_path)).entries()
 
 
 def test_looking_writes_nothing(tmp_path: Path) -> None:
     """A journal alone, as on a volume that is mounted to be read; and beside what is damaged."""
     journal = Journal(tmp_path / "journal.jsonl", lambda: 5.0)
-    journal.append("run_started", 0, run_id="life")
-    assert History(str(tmp_path)).events() == read_journal(tmp_path / "journal.jsonl")
+    journal.append(event("run_started", run_id="life"), 0)
+    assert History(str(tmp_path)).entries() == read_journal(tmp_path / "journal.jsonl")
     assert [path.name for path in tmp_path.iterdir()] == ["journal.jsonl"]
     (tmp_path / "run.json").write_text("{")
-    assert History(str(tmp_path)).events() == read_journal(tmp_path / "journal.jsonl")
+    assert History(str(tmp_path)).entries() == read_journal(tmp_path / "journal.jsonl")

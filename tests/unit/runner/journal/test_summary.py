@@ -3,9 +3,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from journals import entries
 
 from runner.journal.ledger import CAUSES
-from runner.journal.summary import render, summarise
+from runner.journal.summary import RunState, render, summarise
 
 
 def event(time: float, name: str, attempt: int = 1, **details: Any) -> dict[str, Any]:
@@ -44,7 +45,7 @@ EVENTS = [
 
 
 def test_every_second_has_one_cause() -> None:
-    run = summarise(EVENTS)
+    run = summarise(entries(EVENTS))
     assert run.time_by_cause == pytest.approx(
         {
             **dict.fromkeys(CAUSES, 0.0),
@@ -64,13 +65,13 @@ def test_every_second_has_one_cause() -> None:
 @pytest.mark.parametrize("length", range(1, len(EVENTS) + 1))
 def test_the_account_adds_up_at_any_moment(length: int) -> None:
     events = EVENTS[:length]
-    assert summarise(events).wall_s == pytest.approx(events[-1]["time"] - events[0]["time"])
+    assert summarise(entries(events)).wall_s == pytest.approx(events[-1]["time"] - events[0]["time"])
     if events[-1]["event"] != "run_ended":
-        assert summarise(events, now=200.0).wall_s == pytest.approx(100.0)
+        assert summarise(entries(events), now=200.0).wall_s == pytest.approx(100.0)
 
 
 def test_what_the_summary_says() -> None:
-    run = summarise(EVENTS)
+    run = summarise(entries(EVENTS))
     assert (run.step, run.total_steps, run.lost_steps, run.committed) == (100, 100, 10, [40, 60, 100])
     text = render(run, {"best model": "/x/best_model"})
     for part in ("finished", "100 of 100", "7.0000 -> 5.0000", "attempts     3", "10 steps, 2.0 s", "/x/best_model"):
@@ -78,14 +79,14 @@ def test_what_the_summary_says() -> None:
 
 
 def test_an_empty_journal() -> None:
-    assert summarise([]).state == "unknown"
+    assert summarise([]).state is RunState.UNKNOWN
 
 
 @pytest.mark.parametrize("index", range(len(EVENTS)))
 def test_an_event_that_a_disk_has_damaged_is_passed_over(index: int) -> None:
     """Each in turn has lost all that it said, or says it of something that does not exist."""
     for damaged in ({"time": EVENTS[index]["time"], "event": EVENTS[index]["event"]}, event(100, "unheard-of")):
-        run = summarise([*EVENTS[:index], damaged, *EVENTS[index + 1 :]], now=200)
+        run = summarise(entries([*EVENTS[:index], damaged, *EVENTS[index + 1 :]]), now=200)
         assert render(run, {})
 
 
@@ -97,15 +98,15 @@ def test_what_the_last_attempt_did_after_its_last_commit_is_lost_once_the_run_ha
         event(115, "committed", 1, step=22),
         ended(120, 1, "ended at once", 0, 30, 110, 120),
     ]
-    assert summarise(events).lost_steps == 0, "it may be held in memory yet"
-    run = summarise([*events, event(121, "run_ended", 1, state="stopped", exit_code=75, reason="stopped")])
+    assert summarise(entries(events)).lost_steps == 0, "it may be held in memory yet"
+    run = summarise(entries([*events, event(121, "run_ended", 1, state="stopped", exit_code=75, reason="stopped")]))
     assert run.lost_steps == 8 and run.time_by_cause["lost work"] == pytest.approx(10 * 8 / 30, abs=0.01)
 
 
 def test_the_state_between_attempts() -> None:
     """The gauge for `backoff` was always 0, and a run that waits for a node was said to be starting."""
     events = [*EVENTS[:6], event(121.5, "backoff", 1, delay_s=2.5)]
-    assert summarise(events).state == "backoff"
+    assert summarise(entries(events)).state is RunState.BACKOFF
     events.append(event(122, "waiting_for_nodes", 1, nodes=[1]))
-    assert summarise(events).state == "waiting"
-    assert summarise([*events, EVENTS[6]]).state == "running"
+    assert summarise(entries(events)).state is RunState.WAITING
+    assert summarise(entries([*events, EVENTS[6]])).state is RunState.RUNNING

@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 from node_fakes import FakeDisplay, FakeHelper, FakeHost, FakeLoop, beat
 
+from checkpointing.events import CommitFailed, Committed, Event, Fenced
 from checkpointing.heartbeat import Phase
 from runner.config.schema import Config
 from runner.node.agent_events import AgentEvents
 from runner.node.attempt import Attempt
 from runner.node.helpers import Helpers
 from runner.node.messages import AttemptResult, AttemptSpec, Job
+from runner.node.rank_messages import StopSignal
 from runner.node.rank_watch import RankWatch
-from runner.recovery.kinds import Failure, FailureKind
+from runner.recovery.failure import Failure
+from runner.recovery.kinds import FailureKind
 from runner.system.event_loop import StopRequest
 
 
@@ -60,7 +63,7 @@ class Bench:
         self.host, self.stop, self.display = FakeHost(), StopRequest(), FakeDisplay()
         self.loop = FakeLoop(self.host)
         self.agent, self.launcher = FakeHelper(1), FakeHelper(2)
-        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.events: list[Event] = []
         display: Any = self.display
         self.checkpoints = AgentEvents(display, self.record)
         shared: Any = {"loop": self.loop, "stop": self.stop, "host": self.host}
@@ -69,6 +72,7 @@ class Bench:
         self.helpers = Helpers(
             on_agent=self.checkpoints.handle,
             on_launcher=lambda message: None,
+            on_attempt_over=lambda: None,
             grace_s=restart.grace_s,
             quiet_timeout_s=restart.quiet_timeout_s,
             **start,
@@ -91,8 +95,8 @@ class Bench:
         )
         self.ranks = self.attempt.ranks = self.attempt._hangs._ranks = FakeRanks()
 
-    def record(self, event: str, **details: Any) -> None:
-        self.events.append((event, details))
+    def record(self, event: Event) -> None:
+        self.events.append(event)
 
     def train(self, step: int = 5) -> None:
         """Two ranks in mid-training."""
@@ -189,7 +193,7 @@ def test_a_script_without_checkpoints_is_told_to_stop_as_torchrun_would_tell_it(
 def test_a_commit_that_takes_longer_than_the_grace_is_pointed_out() -> None:
     bench = Bench(Config(restart={"grace_s": 10}))  # type: ignore[arg-type]
     bench.train()
-    bench.checkpoints.handle("committed", {"tier": "remote", "step": 4, "duration_s": 25.0})
+    bench.checkpoints.handle(Committed(tier="remote", step=4, duration_s=25.0))
     bench.stop.ask("SIGTERM")
     bench.turn()
     assert "the last commit took 25 s" in bench.display.texts[-1] and "step 4 is safe" in bench.display.texts[-1]
@@ -198,7 +202,7 @@ def test_a_commit_that_takes_longer_than_the_grace_is_pointed_out() -> None:
 def test_a_signal_to_a_rank_is_a_stop_request() -> None:
     bench = Bench()
     bench.train()
-    bench.attempt.on_rank_message({"event": "stop_signal", "rank": 1})
+    bench.attempt.on_rank_message(StopSignal(event="stop_signal", in_attempt=1, rank=1))
     bench.turn()
     assert bench.stop.reason == "a signal to rank 1"
 
@@ -207,7 +211,7 @@ def test_the_signals_with_which_torchrun_ends_the_others_are_none() -> None:
     bench = Bench()
     bench.train()
     bench.ranks.end(0)
-    bench.attempt.on_rank_message({"event": "stop_signal", "rank": 1})
+    bench.attempt.on_rank_message(StopSignal(event="stop_signal", in_attempt=1, rank=1))
     bench.turn()
     assert not bench.stop
 
@@ -222,7 +226,7 @@ def test_silent_ranks_hang_unless_another_node_is_busy(tmp_path: Path, others_bu
             break
         bench.turn(1.0, others_busy=others_busy)
     assert bench.attempt.ending is hangs
-    assert [event for event, _ in bench.events] == (["hang"] if hangs else [])
+    assert [event.name for event in bench.events] == (["hang"] if hangs else [])
 
 
 @pytest.mark.parametrize(("pid", "kind"), [(1, FailureKind.AGENT_LOST), (2, FailureKind.LAUNCHER_LOST)])
@@ -247,7 +251,7 @@ def test_a_dead_agent_ends_the_attempt() -> None:
 def test_a_fenced_node_ends_its_ranks() -> None:
     bench = Bench()
     bench.train()
-    bench.checkpoints.handle("fenced", {"reason": "attempt 9 has begun elsewhere"})
+    bench.checkpoints.handle(Fenced(reason="attempt 9 has begun elsewhere"))
     bench.turns(10)
     failure = bench.result().failure
     assert (failure.kind, failure.cause) == (FailureKind.FENCED, "attempt 9 has begun elsewhere")
@@ -296,7 +300,7 @@ def test_too_many_refused_saves_end_training_in_good_order() -> None:
     bench = Bench(Config(checkpoint={"max_failed_saves": 2}))  # type: ignore[arg-type]
     bench.train()
     for step in (1, 2):
-        bench.checkpoints.handle("commit_failed", {"tier": "remote", "step": step, "error": "no space"})
+        bench.checkpoints.handle(CommitFailed(tier="remote", step=step, error="no space"))
     bench.turn()
     assert "request_stop" in bench.agent.requests and not bench.ranks.signals
     bench.ranks.preempted |= {0, 1}

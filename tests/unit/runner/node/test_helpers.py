@@ -9,6 +9,7 @@ import pytest
 from node_fakes import FakeHelper, FakeHost, FakeLoop
 
 from checkpointing.agent import protocol
+from checkpointing.events import Committed, RestartStateFailed, StorageRetried, Transfer
 from runner.errors import HelperKilled, LaunchError
 from runner.node.helpers import Helpers
 from runner.system.event_loop import StopRequest
@@ -28,7 +29,8 @@ class Bench:
         }
         self.events: list[str] = []
         self.helpers = Helpers(
-            on_agent=lambda event, message: self.events.append(event),
+            on_agent=lambda event: self.events.append(event.name),
+            on_attempt_over=lambda: self.events.append("attempt_over"),
             on_launcher=lambda message: None,
             grace_s=60.0,
             quiet_timeout_s=quiet_timeout_s,
@@ -45,11 +47,11 @@ class Bench:
         self.loop.plan.append(lambda: setattr(self.helpers, "accelerators", 0))
         self.helpers.ensure()
 
-    def answer(self, event: str) -> None:
+    def answer(self, message: dict[str, Any]) -> None:
         """The agent says something."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
-            protocol.send(theirs, {"event": event})
+            protocol.send(theirs, message)
             self.helpers._on_agent(ours)
 
 
@@ -116,16 +118,22 @@ def test_a_suspended_node_does_not_blame_its_agent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("event", "is_progress"),
-    [("committed", True), ("transfer", True), ("pong", False), ("storage_retried", False), ("note_failed", False)],
+    ("message", "is_progress"),
+    [
+        (Committed(step=3).to_dict(), True),
+        (Transfer(step=3, what="upload", done=1, total=2).to_dict(), True),
+        ({"event": "pong"}, False),
+        (StorageRetried(tier="remote", count=3, reason="503").to_dict(), False),
+        (RestartStateFailed(tier="remote", error="503").to_dict(), False),
+    ],
 )
-def test_an_agent_that_only_complains_gets_nowhere(event: str, is_progress: bool) -> None:
+def test_an_agent_that_only_complains_gets_nowhere(message: dict[str, Any], is_progress: bool) -> None:
     """It is not waited for because storage that hangs makes it say so every minute."""
     bench = Bench()
     bench.ensure()
 
     def answer() -> None:
-        bench.answer(event)
+        bench.answer(message)
         bench.helpers._ponged_at = bench.host.now
 
     bench.loop.plan += [answer] * 13_000  # 650 s

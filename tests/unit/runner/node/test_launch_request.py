@@ -11,6 +11,7 @@ import pytest
 from runner.config.schema import Config
 from runner.node.launch_request import RankSetup, launch_request, launcher_environment
 from runner.node.messages import AttemptSpec, Job
+from runner.supervisor.peer_messages import Begin, read_by_member
 
 
 def launched(job: Job, spec: AttemptSpec, committed_step: int = -1, **environment: str) -> dict[str, Any]:
@@ -30,8 +31,10 @@ def test_ranks_learn_where_to_start_from_and_whether_the_job_may_differ() -> Non
     told = launched(Job(resume_from="/own", allow_changes=True), AttemptSpec(1, 1, resume_from="/first"))["env"]
     assert [told[name] for name in sorted(names)] == ["1", "/own"]
     # Another node's ranks learn it from the first one.
-    message = AttemptSpec(1, 1, resume_from="/first", allow_changes=True).to_message()
-    told = launched(Job(), AttemptSpec.from_message(message))["env"]
+    spec = AttemptSpec(1, 1, resume_from="/first", allow_changes=True)
+    (begin,) = [read_by_member(Begin(spec=spec).encode())]
+    assert isinstance(begin, Begin)
+    told = launched(Job(), begin.spec)["env"]
     assert [told[name] for name in sorted(names)] == ["1", "/first"]
 
 

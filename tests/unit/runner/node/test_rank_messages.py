@@ -13,6 +13,7 @@ import pytest
 from forged import forged
 from hypothesis import HealthCheck, given, settings
 
+from runner.node.rank_messages import Done, Failed, RankMessage, Started
 from runner.node.rank_watch import RankEvents, RankWatch
 from runner.training.events import EventSender
 
@@ -39,7 +40,7 @@ def events(tmp_path: Path) -> Iterator[RankEvents]:
     events.close()
 
 
-def received(events: RankEvents, data: bytes) -> list[dict[str, Any]]:
+def received(events: RankEvents, data: bytes) -> list[RankMessage]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         sender.sendto(data, events.path)
     return events.receive()
@@ -55,7 +56,7 @@ def test_what_is_no_message_of_a_rank_is_passed_over(events: RankEvents) -> None
     # It would be taken for the end of the run by whoever reads the journal.
     noise += [json.dumps({"event": "run_ended", "in_attempt": 1, "exit_code": 0}).encode()]
     assert [received(events, data) for data in noise] == [[]] * len(noise)
-    assert received(events, json.dumps(done).encode()) == [done]
+    assert received(events, json.dumps(done).encode()) == [Done(event="rank_done", in_attempt=1, rank=0)]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -63,7 +64,7 @@ def test_what_is_no_message_of_a_rank_is_passed_over(events: RankEvents) -> None
 def test_whatever_comes_is_a_message_or_passed_over(events: RankEvents, data: bytes) -> None:
     watch = RankWatch()
     for message in received(events, data):
-        if message["event"] == "rank_started":
+        if isinstance(message, Started):
             watch.started(message)
             assert watch.cause_known in (True, False)
             watch.close()
@@ -82,9 +83,9 @@ def test_whatever_comes_is_a_message_or_passed_over(events: RankEvents, data: by
 )
 def test_every_message_that_ranks_send_is_one(events: RankEvents, event: str, details: dict[str, Any]) -> None:
     EventSender(events.path, 3).send(event, **details)
-    assert events.receive() == [{"event": event, "in_attempt": 3, **details}]
+    assert [message.model_dump() for message in events.receive()] == [{"event": event, "in_attempt": 3, **details}]
 
 
 def test_an_error_that_quotes_a_name_that_is_not_utf8_arrives(events: RankEvents) -> None:
     EventSender(events.path, 3).send("rank_failed", rank=0, error="no file \udcff", frame=None, transient=False)
-    assert [message["error"] for message in events.receive()] == ["no file \\udcff"]
+    assert [message.error for message in events.receive() if isinstance(message, Failed)] == ["no file \\udcff"]

@@ -21,7 +21,7 @@ from servers import free_port
 from runner.preemption import clouds, metadata
 from runner.preemption.metadata import MetadataClient, Unavailable
 from runner.preemption.watcher import Notice, NoticeWatcher
-from runner.supervisor.session import Life
+from runner.supervisor.session import Session
 from runner.system.event_loop import StopRequest
 
 # Longer than any wait of these tests: what waits for an answer waits for that alone.
@@ -153,11 +153,11 @@ def test_aws_rebalance_recommendation_from_before_the_start(ec2: Ec2Metadata) ->
 def test_a_recommendation_from_before_the_start_stops_nothing(is_old: bool) -> None:
     """In each new container of AWS Batch the journal is empty: one notice spent all attempts of the job."""
     messages: list[str] = []
-    life: Any = object.__new__(Life)
-    life.stop, life.display = StopRequest(), SimpleNamespace(message=messages.append)
-    life.record = lambda event, **details: None
-    life._on_notice(Notice("aws", "rebalance recommendation", None, is_old))
-    assert bool(life.stop) is not is_old
+    session: Any = object.__new__(Session)
+    session.stop, session.display = StopRequest(), SimpleNamespace(message=messages.append)
+    session.record = lambda event: None
+    session._on_notice(Notice("aws", "rebalance recommendation", None, is_old))
+    assert bool(session.stop) is not is_old
     expected = ["aws: rebalance recommendation: posted before this runner started; continuing"]
     assert messages == (expected if is_old else [])
 

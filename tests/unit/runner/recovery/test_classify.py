@@ -8,7 +8,8 @@ import pytest
 from runner.recovery.classify import classify
 from runner.recovery.combine import combine
 from runner.recovery.evidence import RankEnd, read_error_file, read_last_words
-from runner.recovery.kinds import Failure, FailureKind
+from runner.recovery.failure import Failure
+from runner.recovery.kinds import FailureKind
 
 K = FailureKind
 BUSY = "CUDA-capable device(s) is/are busy or unavailable"
@@ -59,7 +60,7 @@ PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by p
         ([RankEnd(0, 0, 1, "ValueError: ")], 0, K.BOOT, 0, "rank 0: ValueError"),
         ([RankEnd(0, 0, 1, f"ValueError: {'x' * 20_000}")], 0, K.BOOT, 0, "x …"),
         ([RankEnd(0, 0, 3)], 30, K.CRASHED, 0, "exited with status 3"),
-        ([], 0, K.LAUNCHER_LOST, None, "without a word"),
+        ([], 0, K.LAUNCHER_LOST, None, "without a report"),
         (
             [RankEnd(0, 0, 1, "OutOfMemoryError: CUDA out of memory. Tried")],
             30,

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from runner.errors import ExitCode
-from runner.recovery.kinds import Failure, FailureKind
+from runner.recovery.failure import Failure
+from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import AttemptRecord, BatchShape, Restart, Stop, backoff_s, decide, end_of_node
 
 K = FailureKind

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from runner.errors import ExitCode
-from runner.recovery.kinds import Failure, FailureKind
+from runner.recovery.failure import Failure
+from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import AttemptRecord, BatchShape, Stop, decide
-from runner.recovery.restart_state import RunRecord
+from runner.recovery.restart_state import RestartState
 
 
 def failure(step: int = 3) -> Failure:
@@ -17,9 +18,9 @@ def failure(step: int = 3) -> Failure:
 def test_it_survives_being_written_down() -> None:
     spike = Failure(FailureKind.SPIKE, "cause", 0, 3, "LossSpike|3", (2, 3))
     history = [AttemptRecord(failure(), 2), AttemptRecord(spike, 2)]
-    record = RunRecord(history, BatchShape(2, 4, 2), running=7, skipped=[(5, 9), (12, 12)], finished="ab12")
-    assert RunRecord.from_json(record.to_json(7).encode()) == record
-    assert RunRecord.from_json(RunRecord().to_json(0)) == RunRecord()
+    record = RestartState(history, BatchShape(2, 4, 2), running=7, skipped=[(5, 9), (12, 12)], finished="ab12")
+    assert RestartState.from_json(record.to_json(7).encode()) == record
+    assert RestartState.from_json(RestartState().to_json(0)) == RestartState()
 
 
 @pytest.mark.parametrize(
@@ -56,11 +57,11 @@ def test_it_survives_being_written_down() -> None:
     ],
 )
 def test_what_cannot_be_read_is_an_empty_record(damaged: bytes | None) -> None:
-    assert RunRecord.from_json(damaged) == RunRecord()
+    assert RestartState.from_json(damaged) == RestartState()
 
 
 def test_a_newly_committed_step_forgets_what_was_before() -> None:
-    record = RunRecord()
+    record = RestartState()
     for committed in (10, 10, 20, 20, 20):
         record.add(AttemptRecord(failure(), committed))
     assert [entry.committed_step for entry in record.history] == [10, 20, 20, 20]
@@ -68,7 +69,7 @@ def test_a_newly_committed_step_forgets_what_was_before() -> None:
 
 def test_the_same_failure_twice_is_seen_across_a_new_commit() -> None:
     """The second attempt has come as far as the first one, and committed what it had in memory by then."""
-    record = RunRecord()
+    record = RestartState()
     for committed in (10, 12):
         record.add(AttemptRecord(failure(), committed))
     decision = decide(record.history, max_restarts=9, stop_requested=False)
@@ -76,7 +77,7 @@ def test_the_same_failure_twice_is_seen_across_a_new_commit() -> None:
 
 
 def test_a_runner_that_ended_without_a_word_counts_once() -> None:
-    record = RunRecord(running=4)
+    record = RestartState(running=4)
     assert record.account_for_lost_runner(10)
     assert [entry.failure.kind for entry in record.history] == [FailureKind.RUNNER_LOST]
     assert not record.account_for_lost_runner(10) and len(record.history) == 1

@@ -7,14 +7,15 @@ import json
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from journals import entries
 from unit.runner.journal.test_ledger import EVENTS
 
 from runner.errors import UsageError
-from runner.journal.journal import Event
 from runner.simulate.engine import forecast, simulate
 from runner.simulate.scenario import HOUR_S, Scenario, learn
 from runner.simulate.study import Study, read_trace, scenario_of, to_page, variations
@@ -164,13 +165,13 @@ def test_time_adds_up_and_work_is_done_once(
 
 def test_learnt_cadence() -> None:
     """A snapshot after 1 s, then every 4 s; every second one is committed, one of them after the attempt's end."""
-    events: list[Event] = [{"event": "run_started", "time": 0.0, "attempt": 0}]
+    events: list[dict[str, Any]] = [{"event": "run_started", "time": 0.0, "attempt": 0}]
     for attempt, begin in ((1, 10.0), (2, 40.0)):
         events.append({"event": "attempt_started", "time": begin, "attempt": attempt})
         events.append({"event": "training_started", "time": begin + 2, "attempt": attempt, "step": 0})
         for number in range(6):
             step, at = number + 10 * attempt, begin + 3 + 4 * number
-            events.append({"event": "log", "time": at - 0.25, "attempt": attempt, "step": step})
+            events.append({"event": "log", "time": at - 0.25, "attempt": attempt, "step": step, "loss": 1.0})
             snapshot = {"event": "snapshot", "time": at, "attempt": attempt, "step": step}
             events.append({**snapshot, "to_be_committed": number % 2 == 1})
             if number == 4:
@@ -181,22 +182,26 @@ def test_learnt_cadence() -> None:
                 events.append(
                     {"event": "committed", "time": at + late, "attempt": attempt, "step": step, "duration_s": 1}
                 )
-        events.append({"event": "log", "time": begin + 25, "attempt": attempt, "step": 10 * attempt + 6})
+        events.append({"event": "log", "time": begin + 25, "attempt": attempt, "step": 10 * attempt + 6, "loss": 1.0})
         events.append(
             {
                 "event": "attempt_ended",
                 "time": begin + 26,
                 "attempt": attempt,
                 "kind": "crashed",
+                "cause": "why",
+                "start_step": 10 * attempt,
                 "step": 10 * attempt + 6,
             }
         )
-    learnt = learn(events, Scenario(work_s=100.0, mttf_s=math.inf))
+    learnt = learn(entries(events), Scenario(work_s=100.0, mttf_s=math.inf))
     assert (learnt.first_snapshot_s, learnt.snapshot_interval_s, learnt.commit_interval_s) == (1.0, 4.0, 8.0)
     assert learnt.snapshot_s == 0.25
     # What a disk has damaged is passed over.
-    damaged: list[Event] = [{"event": name, "time": 60.0, "attempt": 1, "step": [1]} for name in ("log", "committed")]
-    assert learn([*events, *damaged], Scenario(work_s=100.0, mttf_s=math.inf)) == learnt
+    damaged: list[dict[str, Any]] = [
+        {"event": name, "time": 60.0, "attempt": 1, "step": [1]} for name in ("log", "committed")
+    ]
+    assert learn(entries([*events, *damaged]), Scenario(work_s=100.0, mttf_s=math.inf)) == learnt
 
 
 def test_same_seed_same_answer() -> None:
@@ -226,7 +231,7 @@ def test_a_run_that_never_ends_is_told_so() -> None:
 
 def test_learnt_from_a_journal() -> None:
     """The ledger's test run: a hang after 50 steps in 10 s, found after 3 s and torn down in 1 s."""
-    learnt = learn(EVENTS, Scenario(work_s=100.0, mttf_s=math.inf))
+    learnt = learn(entries(EVENTS), Scenario(work_s=100.0, mttf_s=math.inf))
     assert learnt.first_start_s == pytest.approx(109 - 100 - 1) and learnt.hang_detection_s == pytest.approx(123 - 119)
     assert learnt.restart_s == pytest.approx(129 - 123 - 3 - 1) and learnt.restore_memory_s == 1.0
     assert learnt.snapshot_stall_s == 0.5 and learnt.machine_wait_s == pytest.approx(20)
@@ -238,7 +243,7 @@ def test_learnt_within_one_life() -> None:
     later = [{**one, "time": one["time"] + 36_000} for one in EVENTS]
     for one in later:
         one["attempt"] += 3 if one["attempt"] else 0
-    learnt = learn([*EVENTS, *later], Scenario(work_s=100.0, mttf_s=math.inf))
+    learnt = learn(entries([*EVENTS, *later]), Scenario(work_s=100.0, mttf_s=math.inf))
     assert learnt.restart_s == pytest.approx(129 - 123 - 3 - 1) and learnt.first_start_s == pytest.approx(8)
 
 

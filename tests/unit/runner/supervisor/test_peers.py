@@ -6,18 +6,34 @@ import contextlib
 import json
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 from forged import forged
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpointing.events import BatchShape, Log, Resumed, TrainingStarted
 from runner.node.messages import AttemptSpec
-from runner.recovery.kinds import Failure, FailureKind
+from runner.recovery.failure import Failure
+from runner.recovery.kinds import FailureKind
 from runner.supervisor import peers
-from runner.supervisor.peer_messages import Message, read_by_leader, read_by_member
+from runner.supervisor.peer_messages import (
+    Begin,
+    End,
+    Ended,
+    Finish,
+    Forwarded,
+    Hello,
+    PeerMessage,
+    Ready,
+    Welcome,
+    read_by_leader,
+    read_by_member,
+)
 from runner.supervisor.peers import Leader, Member
 from runner.system.event_loop import EventLoop
 
@@ -29,8 +45,8 @@ class Pair:
         self.loop = EventLoop()
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
-        self.heard: list[tuple[int, Message]] = []
-        self.told: list[Message] = []
+        self.heard: list[tuple[int, PeerMessage]] = []
+        self.told: list[PeerMessage] = []
         self.leader: Leader | None = None
         self.refusal: str | None = None
         self.members: list[Member] = []
@@ -46,7 +62,7 @@ class Pair:
         return self.leader
 
     def join(self, number: int) -> Member:
-        hello = {"do": "hello", "node_rank": number}
+        hello = Hello(node_rank=number)
         member = Member(("127.0.0.1", self.port), hello, self.loop, self.told.append)
         self.members.append(member)
         return member
@@ -86,16 +102,22 @@ def crowd() -> Iterator[Pair]:
     pair.close()
 
 
+def refusal_of(pair: Pair) -> tuple[int, str]:
+    (message,) = pair.told
+    assert isinstance(message, Finish)
+    return message.exit_code, message.reason
+
+
 def test_messages_go_both_ways(pair: Pair) -> None:
     leader, first, second = pair.lead(), pair.join(1), pair.join(2)
     pair.until(lambda: leader.present == {1, 2})
-    leader.send({"do": "welcome", "run_id": "abc"})
-    leader.send({"do": "end", "attempt": 3, "stacks": True}, 2)
-    first.send({"do": "ready", "nproc": 2})
-    second.send({"do": "ended", "attempt": 3, "failure": Failure(FailureKind.CRASHED, "x" * 300_000).to_dict()})
+    leader.send(Welcome(run_id="abc"))
+    leader.send(End(attempt=3, stacks=True), 2)
+    first.send(Ready(nproc=2))
+    second.send(Ended(attempt=3, failure=Failure(FailureKind.CRASHED, "x" * 300_000)))
     pair.until(lambda: len(pair.told) == 3 and len(pair.heard) == 4)
-    assert sorted(message["do"] for message in pair.told) == ["end", "welcome", "welcome"]
-    assert (1, {"do": "ready", "nproc": 2}) in pair.heard
+    assert Counter(type(message) for message in pair.told) == {End: 1, Welcome: 2}
+    assert (1, Ready(nproc=2)) in pair.heard
 
 
 def test_a_member_may_come_first_and_waits_for_the_leader(pair: Pair) -> None:
@@ -180,23 +202,24 @@ def test_a_stranger_is_shown_out(pair: Pair, noise: bytes) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        {"do": "event", "event": "log", "attempt": 1},
-        {"do": "event", "event": "log", "attempt": 1, "details": {"step": 3, "loss": "low"}},
-        {"do": "event", "event": "committed", "attempt": 1, "details": {"step": 3}},
-        {"do": "event", "event": "batch_shape", "attempt": 1, "details": {"micro_batch": 0, "accumulation": 1}},
+        {"do": "event", "attempt": 1},
+        {"do": "event", "attempt": 1, "event": {"event": "log", "step": 3, "loss": "low"}},
+        {"do": "event", "attempt": 1, "event": {"event": "committed", "step": 3}},
+        {"do": "event", "attempt": 1, "event": {"event": "batch_shape", "micro_batch": 0, "accumulation": 1}},
         {"do": "ended", "attempt": 1, "failure": {"kind": "unheard of"}},
         {"do": "ended", "attempt": "1", "failure": Failure(FailureKind.CRASHED, "x").to_dict()},
         {"do": "finish", "exit_code": 0},
         {"do": "stop"},
     ],
 )
-def test_a_machine_whose_message_is_not_of_its_type_loses_its_connection(pair: Pair, message: Message) -> None:
+def test_a_node_whose_message_is_not_of_its_type_loses_its_connection(pair: Pair, message: dict[str, Any]) -> None:
     """And is one that comes back: nothing of it is acted on."""
     leader, member = pair.lead(), pair.join(1)
     pair.until(lambda: leader.present == {1})
-    member.send(message)
-    pair.until(lambda: sum(heard["do"] == "hello" for _, heard in pair.heard) == 2)
-    assert {heard["do"] for _, heard in pair.heard} == {"hello"}
+    forged: Any = SimpleNamespace(encode=lambda: json.dumps(message).encode() + b"\n")
+    member.send(forged)
+    pair.until(lambda: len(pair.heard) == 2)
+    assert all(isinstance(heard, Hello) for _, heard in pair.heard)
 
 
 @pytest.mark.parametrize("number", [0, 3, 99])
@@ -204,7 +227,7 @@ def test_a_node_rank_that_the_run_does_not_have_is_refused(pair: Pair, number: i
     leader = pair.lead()
     pair.join(number)
     pair.until(lambda: pair.told)
-    assert pair.told[0]["exit_code"] == 2 and f"node rank {number} is not one of the 3" in pair.told[0]["reason"]
+    assert refusal_of(pair)[0] == 2 and f"node rank {number} is not one of the 3" in refusal_of(pair)[1]
     assert not leader.present and not pair.heard
 
 
@@ -213,7 +236,7 @@ def test_another_job_is_refused(pair: Pair) -> None:
     leader = pair.lead()
     pair.join(1)
     pair.until(lambda: pair.told)
-    assert pair.told == [{"do": "finish", "exit_code": 2, "reason": "another job"}] and not leader.present
+    assert pair.told == [Finish(exit_code=2, reason="another job")] and not leader.present
 
 
 def test_a_second_live_machine_of_the_same_rank_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,10 +246,10 @@ def test_a_second_live_machine_of_the_same_rank_is_refused(pair: Pair, monkeypat
     pair.until(lambda: leader.present == {1})
     second = pair.join(1)
     pair.until(lambda: pair.told)
-    assert pair.told[0]["exit_code"] == 2 and "node rank 1 is taken by a live node" in pair.told[0]["reason"]
-    assert [message["do"] for _, message in pair.heard] == ["hello"]
-    first.send({"do": "ready", "nproc": 2})
-    pair.until(lambda: (1, {"do": "ready", "nproc": 2}) in pair.heard)
+    assert refusal_of(pair)[0] == 2 and "node rank 1 is taken by a live node" in refusal_of(pair)[1]
+    assert [type(message) for _, message in pair.heard] == [Hello]
+    first.send(Ready(nproc=2))
+    pair.until(lambda: (1, Ready(nproc=2)) in pair.heard)
     second.close()
 
 
@@ -239,7 +262,8 @@ FORGED = forged(NAMES, WORDS)
 def test_whatever_comes_is_a_message_or_refused(line: bytes) -> None:
     for read in (read_by_leader, read_by_member):
         with contextlib.suppress(ValueError):
-            assert isinstance(read(line)["do"], str)
+            message = read(line)
+            assert read(message.encode()) == message
 
 
 @given(st.lists(FORGED, min_size=1, max_size=20))
@@ -255,21 +279,21 @@ def test_a_run_goes_on_whatever_strangers_say(crowd: Pair, lines: list[bytes]) -
         crowd.loop.pump(0.01)
     # Node 2 is not there: whoever says to be it, is it, until nodes prove who they are.
     crowd.heard.clear()
-    crowd.members[0].send({"do": "ready", "nproc": 2})
-    crowd.until(lambda: (1, {"do": "ready", "nproc": 2}) in crowd.heard)
+    crowd.members[0].send(Ready(nproc=2))
+    crowd.until(lambda: (1, Ready(nproc=2)) in crowd.heard)
     for stranger in strangers:
         stranger.close()
     assert 1 in crowd.leader.present and {number for number, _ in crowd.heard} <= {1, 2}
 
 
 def test_every_message_that_we_send_is_one() -> None:
-    order = AttemptSpec(3, 2, 2, "3-5", "1:20", "abc", 4, 40, "/from", True)
-    assert AttemptSpec.from_message(read_by_member(json.dumps({"do": "begin", **order.to_message()}).encode())) == order
-    details = {"step": 3, "loss": 1.5, "tokens_per_s": None, "stage": "stage-2", "run_step": 9}
-    event = {"do": "event", "event": "log", "attempt": 1, "details": details}
-    assert read_by_leader(json.dumps(event).encode()) == event
-    resumed = {"do": "event", "event": "resumed", "attempt": 1, "details": {"step": 3, "from": "memory"}}
-    assert read_by_leader(json.dumps(resumed).encode()) == resumed
+    begin = Begin(spec=AttemptSpec(3, 2, 2, "3-5", "1:20", "abc", 4, 40, "/from", True))
+    assert read_by_member(begin.encode()) == begin
+    log = Log(step=3, loss=1.5, metrics={"tokens_per_s": 7.0}, stage="stage-2", run_step=9)
+    others = [TrainingStarted(step=0, total_steps=None), BatchShape(micro_batch=2, accumulation=1)]
+    for event in (log, Resumed(step=3, source="memory"), *others):
+        forwarded = Forwarded(attempt=1, event=event)
+        assert read_by_leader(forwarded.encode()) == forwarded
 
 
 def test_a_leader_that_was_stopped_does_not_take_a_dead_machine_for_a_live_one(
@@ -298,8 +322,8 @@ def test_a_machine_that_comes_back_replaces_its_old_connection(pair: Pair, monke
     pair.until(lambda: leader.present == {1})
     pair.members.clear()
     second = pair.join(1)
-    pair.until(lambda: sum(message["do"] == "hello" for _, message in pair.heard) == 2)
-    leader.send({"do": "welcome", "run_id": "abc"})
+    pair.until(lambda: len(pair.heard) == 2)
+    leader.send(Welcome(run_id="abc"))
     pair.until(lambda: pair.told)
     assert second.connected and len(pair.told) == 1
     first.close()
@@ -314,7 +338,7 @@ def test_a_name_that_does_not_resolve_is_told_and_tried_again(pair: Pair, monkey
 
     # A real name server may be slow, or answer every name.
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    member = Member(("no-such-host.invalid", pair.port), {"do": "hello", "node_rank": 1}, pair.loop, pair.told.append)
+    member = Member(("no-such-host.invalid", pair.port), Hello(node_rank=1), pair.loop, pair.told.append)
     pair.members.append(member)
     pair.until(lambda: len(asked) == 2)
     assert member.last_error == "no-such-host.invalid: Name or service not known" and not member.connected

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from journals import entries
 
 from checkpointing.storage import LocalStorage
 from checkpointing.tiers import Tiers
@@ -28,8 +29,8 @@ def test_a_journal_remembers_the_place_and_the_newest_step_there() -> None:
         event("run_started", place=None),
         event("committed", step="x", tier="remote"),
     ]
-    assert remember(events, "remote") == Remembered("b", 10)
-    assert remember(events, "local") == Remembered("b", 20)
+    assert remember(entries(events), "remote") == Remembered("b", 10)
+    assert remember(entries(events), "local") == Remembered("b", 20)
     assert remember([], "local") == Remembered(None, None)
 
 
@@ -37,8 +38,8 @@ def test_what_was_given_up_is_not_remembered() -> None:
     """It was damaged, or the user has gone back by --resume STEP."""
     events = [event("committed", step=step, tier="local") for step in (10, 20, 30)]
     events += [event("training_started", step=20)]
-    assert remember(events, "local").step == 20
-    assert remember([*events, event("committed", step=25, tier="local")], "local").step == 25
+    assert remember(entries(events), "local").step == 20
+    assert remember(entries([*events, event("committed", step=25, tier="local")]), "local").step == 25
 
 
 @pytest.mark.parametrize(

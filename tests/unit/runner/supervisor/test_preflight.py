@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from journals import event
 
 from checkpointing import locking
 from checkpointing.storage import LocalStorage, open_storage
@@ -19,7 +20,7 @@ from runner.errors import CheckpointsMissing, RunBusy, UsageError
 from runner.journal.journal import Journal, read_journal
 from runner.journal.run_directory import RunDirectory
 from runner.recovery.policy import BatchShape
-from runner.recovery.restart_state import RunnerProcess, RunRecord
+from runner.recovery.restart_state import RestartState, RunnerProcess
 from runner.supervisor import preflight
 from runner.supervisor.identity import JobIdentity, identify
 from runner.supervisor.place import ensure_id, read_id
@@ -55,14 +56,14 @@ class Fixture:
 
     def start(self) -> None:
         place = admit(self.config, self.directory, self.job)
-        self.record("run_started", place=place, location=str(self.location))
+        self.record("run_started", run_id="r", place=place, location=str(self.location))
 
     def save(self, step: int = 5) -> None:
         (self.location / f"checkpoint-{step}").mkdir(parents=True)
 
-    def record(self, event: str, **details: Any) -> None:
+    def record(self, name: str, **details: Any) -> None:
         journal = Journal(self.directory.journal, time.time)
-        journal.append(event, 1, **details)
+        journal.append(event(name, **details), 1)
         journal.close()
 
     def examine(self, *, allow_changes: bool = False, **trainer: Any) -> list[str]:
@@ -146,10 +147,10 @@ def test_results_without_checkpoints_are_of_a_job_too(tmp_path: Path) -> None:
     """A script that does not use our checkpoints has finished in this folder."""
     run = Fixture(tmp_path, seed=1)
     run.start()
-    run.record("run_ended", state="failed")
+    run.record("run_ended", state="failed", exit_code=78)
     assert run.examine(seed=2) == []
     run.config.trainer = {"seed": 1}
-    run.record("run_ended", state="finished")
+    run.record("run_ended", state="finished", exit_code=0)
     with pytest.raises(UsageError, match=rf"{run.directory.root} holds .*trainer\.seed: 1 -> 2"):
         run.examine(seed=2)
 
@@ -164,7 +165,7 @@ def test_a_finished_run_is_done_only_for_the_same_job_and_length(tmp_path: Path)
     assert not done(max_steps=60)
     run.start()
     assert not done(max_steps=60)
-    run.record("run_ended", state="finished")
+    run.record("run_ended", state="finished", exit_code=0)
     assert done(max_steps=60)
     assert not done(max_steps=80) and not done(max_steps=60, seed=2)
     run.config.checkpoint.location = str(tmp_path / "elsewhere")
@@ -269,8 +270,8 @@ def runner_of(pid: int) -> dict[str, Any]:
 def test_a_runner_is_not_refused_for_its_own_note() -> None:
     own = RunnerProcess.current()
     assert own.pid == os.getpid() and own.started > 0 and not own.is_alive_here
-    record = RunRecord(runner=own)
-    assert RunRecord.from_json(record.to_json(1)) == record
+    record = RestartState(runner=own)
+    assert RestartState.from_json(record.to_json(1)) == record
 
 
 # -- where to start from -----------------------------------------------------------------------------------------------
@@ -302,7 +303,7 @@ def test_the_tiers_are_all_written_to(tmp_path: Path) -> None:
     run.start()
     tiers: Tiers = run.config.tiers
     assert {storage.read_record("job.json") for storage in tiers.nearest_first} == {run.job.to_json()}
-    assert read_journal(run.directory.journal)[0]["place"] == read_id(tiers.durable)
+    assert read_journal(run.directory.journal)[0].event.to_dict()["place"] == read_id(tiers.durable)
 
 
 def test_ranks_that_cannot_share_a_step_are_refused_before_anything_is_started() -> None:
@@ -316,5 +317,5 @@ def test_ranks_that_cannot_share_a_step_are_refused_before_anything_is_started()
 
 def test_samples_are_counted_where_it_is_known_how_steps_are_cut() -> None:
     own, configured = JobIdentity({"job": "script train.py"}), JobIdentity({"job": "the configured job"})
-    assert counts_samples(configured, RunRecord()) and not counts_samples(own, RunRecord())
-    assert counts_samples(own, RunRecord(batch=BatchShape(4, 1)))
+    assert counts_samples(configured, RestartState()) and not counts_samples(own, RestartState())
+    assert counts_samples(own, RestartState(batch=BatchShape(4, 1)))

@@ -1,110 +1,300 @@
-"""What the first machine's runner answers to others, without a launch."""
+"""What the supervisor does after every kind of end, without a process."""
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from node_fakes import FakeLeader, FakeNode, FakeSession, ended
 
 from checkpointing.storage import LocalStorage
-from runner.errors import ExitCode, PeersMissing
-from runner.node.rank_watch import RankEvents
-from runner.recovery.policy import Stop
-from runner.recovery.restart_state import FINISHED_PATIENCE_S, RunRecord
-from runner.supervisor.follower import Follower
+from runner.errors import ExitCode, HelperKilled, LaunchError, UsageError
+from runner.journal.events import AttemptEnded, Backoff, RunEnded, StepsSkipped
+from runner.node.messages import AttemptResult, Job
+from runner.recovery.failure import Failure
+from runner.recovery.kinds import FailureKind
+from runner.recovery.policy import AttemptRecord
+from runner.recovery.restart_state import RestartState
 from runner.supervisor.identity import JobIdentity, key_of
 from runner.supervisor.supervisor import Supervisor
 
-OURS = JobIdentity({"job": "the configured job", "data.path": "a.parquet", "trainer.learning_rate": 1e-4})
+FINISHED = ended(FailureKind.FINISHED, 20, cause="all ranks finished")
 
 
-def refusal(theirs: str) -> str | None:
-    supervisor: Any = object.__new__(Supervisor)
-    supervisor._identity = OURS
-    answer: str | None = supervisor._refusal({"do": "hello", "node_rank": 1, "job": theirs})
-    return answer
+class Bench:
+    """A supervisor whose node does what a test has planned."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *plan: AttemptResult | Callable[[FakeNode], AttemptResult],
+        script: str | None = None,
+        identity: JobIdentity | None = None,
+        **launch: Any,
+    ) -> None:
+        self.session = FakeSession(folder, **launch)
+        (folder / "checkpoints").mkdir(exist_ok=True)
+        self.config = self.session.config
+        self.node: FakeNode
+        self.plan = list(plan)
+        self.start_errors: list[Exception | None] = []
+        self.drained = True
+        self.committed_step = -1
+        self.supervisor = Supervisor(
+            self.session, Job(script), make_node=self._make_node, identity=identity, place="here"
+        )
+
+    def _make_node(self, *_: object, **options: Any) -> Any:
+        self.node = FakeNode(display=options["display"], record=options["record"])
+        self.node.plan, self.node.start_errors, self.node.drained = self.plan, self.start_errors, self.drained
+        return self.node
+
+    def run(self) -> ExitCode:
+        exit_code = self.supervisor.run()
+        assert self.node.closed and not self.node.plan
+        (end,) = [event for event in self.session.events if isinstance(event, RunEnded)]
+        assert end.exit_code == exit_code and end.reason == self.supervisor.reason
+        return exit_code
+
+    @property
+    def texts(self) -> str:
+        display: Any = self.session.display
+        return "\n".join(display.texts)
+
+    @property
+    def kept(self) -> RestartState:
+        """The state that was kept last."""
+        return RestartState.from_json(self.node.notes[-1])
 
 
-def test_another_node_must_do_the_same_job() -> None:
-    """Another learning rate, or other data, on one node was not noticed."""
-    assert refusal(OURS.to_json().decode()) is None
-    other = JobIdentity({**OURS.what, "trainer.learning_rate": 2e-4})
-    reason = refusal(other.to_json().decode())
-    assert reason is not None and "(trainer.learning_rate: 0.0001 -> 0.0002)" in reason and "--allow-changes" in reason
-    # It was told to differ, or is of another version.
-    assert refusal("") is None is refusal("{}")
+def test_a_run_that_finishes(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, FINISHED)
+    assert bench.run() is ExitCode.DONE
+    assert bench.session.names() == ["run_started", "attempt_ended", "run_ended"]
+    assert bench.kept.history == [] and bench.kept.running is None
 
 
-def test_a_follower_may_make_its_ends_again_in_the_same_folder(tmp_path: Path) -> None:
-    """Its leader was replaced, so that another run begins: `Address already in use` ended it."""
-    RankEvents(tmp_path).close()
-    again = RankEvents(tmp_path)
-    assert again.receive() == []
-    again.close()
+def test_a_crash_is_followed_by_the_next_attempt_and_the_second_one_by_a_wait(tmp_path: Path) -> None:
+    crash = ended(FailureKind.CRASHED, 10)
+    bench = Bench(tmp_path, crash, crash, FINISHED)
+    bench.config.restart.backoff_jitter_s = 0.0
+    assert bench.run() is ExitCode.DONE
+    assert [spec.attempt for spec in bench.node.specs] == [1, 2, 3]
+    assert bench.session.waits == [0.0, bench.config.restart.backoff_initial_s]
+    assert [event.delay_s for event in bench.session.events if isinstance(event, Backoff)] == bench.session.waits
+    assert "step 10: why; restarting" in bench.texts
 
 
-@pytest.mark.parametrize(("nproc", "ready"), [(2, {1}), (3, set())])
-def test_another_node_must_have_as_many_ranks(nproc: int, ready: set[int]) -> None:
-    sent: list[Any] = []
-    supervisor: Any = object.__new__(Supervisor)
-    supervisor._leader = SimpleNamespace(send=lambda message, number: sent.append((number, message["reason"])))
-    supervisor._local_ranks, supervisor._ready = 2, set()
-    supervisor._on_peer(1, {"do": "ready", "nproc": nproc})
-    assert supervisor._ready == ready
-    wanted = "this node has 3 ranks, the first one 2; give the same --nproc-per-node everywhere"
-    assert sent == ([] if ready else [(1, wanted)])
+def test_the_budget_is_spent_without_a_new_checkpoint(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, *[ended(FailureKind.CRASHED, step) for step in (10, 11, 12)])
+    bench.config.restart.max_restarts = 2
+    assert bench.run() is ExitCode.NO_PROGRESS
+    assert [record.failure.step for record in bench.kept.history] == [10, 11, 12]
 
 
-def test_every_node_hears_its_own_end() -> None:
-    sent: dict[int, Any] = {}
-    supervisor: Any = object.__new__(Supervisor)
-    supervisor._bad_nodes = {2}
-    supervisor._leader = SimpleNamespace(
-        present={1, 2, 3}, send=lambda message, number: sent.update({number: message}), close=lambda: None
-    )
-    supervisor._dismiss_others(Stop(ExitCode.BAD_NODE, "this node is at fault: uncorrectable ECC error"))
-    assert {number: message["exit_code"] for number, message in sent.items()} == {1: 75, 2: 80, 3: 75}
-    assert sent[1]["reason"].startswith("node 2 is at fault") and sent[1]["reason"].endswith("ECC error")
-    assert supervisor._leader is None
+def test_a_new_checkpoint_refills_the_budget(tmp_path: Path) -> None:
+    def commits(step: int) -> Callable[[FakeNode], AttemptResult]:
+        def attempt(node: FakeNode) -> AttemptResult:
+            node.commit(step)
+            return ended(FailureKind.CRASHED, step + 1)
+
+        return attempt
+
+    bench = Bench(tmp_path, *[commits(step) for step in (10, 20, 30, 40)], FINISHED)
+    bench.config.restart.max_restarts = 1
+    assert bench.run() is ExitCode.DONE
 
 
+def test_running_out_of_memory_halves_the_micro_batch_for_the_next_attempt(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, ended(FailureKind.OUT_OF_MEMORY), ended(FailureKind.CRASHED), FINISHED)
+    assert bench.run() is ExitCode.DONE
+    assert [spec.divisor for spec in bench.node.specs] == [1, 2, 2]
+
+
+def test_a_script_that_does_not_divide_its_batches_is_not_halved(tmp_path: Path) -> None:
+    oom = AttemptResult(Failure(FailureKind.OUT_OF_MEMORY, "out of memory", step=3), used_manager=False)
+    bench = Bench(tmp_path, oom, FINISHED, script="train.py")
+    assert bench.run() is ExitCode.DONE
+    assert [spec.divisor for spec in bench.node.specs] == [1, 1]
+
+
+def test_steps_that_did_harm_twice_are_skipped(tmp_path: Path) -> None:
+    bad = ended(FailureKind.NON_FINITE, 9, fingerprint="NonFinite|10", window=(8, 10))
+    bench = Bench(tmp_path, bad, bad, FINISHED)
+    assert bench.run() is ExitCode.DONE
+    assert [spec.skipped for spec in bench.node.specs] == ["", "", "8-10"]
+    assert StepsSkipped(first=8, last=10) in bench.session.events
+
+
+def test_the_same_error_twice_ends_the_run_and_names_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "stderr.log"
+    failure = Failure(FailureKind.CRASHED, "ValueError", 0, 9, "ValueError|train.py:3|9")
+    bench = Bench(tmp_path, *[AttemptResult(failure, log=log, used_manager=True)] * 2)
+    assert bench.run() is ExitCode.DETERMINISTIC
+    assert bench.supervisor.failed_log == log
+    assert f"(log: {log})" in bench.texts
+
+
+@pytest.mark.parametrize(
+    ("kind", "exit_code"),
+    [
+        (FailureKind.PREEMPTED, ExitCode.PREEMPTED),
+        (FailureKind.ENDED, ExitCode.PREEMPTED),
+        (FailureKind.BOOT, ExitCode.DETERMINISTIC),
+        (FailureKind.FENCED, ExitCode.DETERMINISTIC),
+        (FailureKind.STORAGE_FAILED, ExitCode.STORAGE_FAILED),
+        (FailureKind.NO_VALID_CHECKPOINT, ExitCode.NO_VALID_CHECKPOINT),
+        (FailureKind.BAD_NODE, ExitCode.BAD_NODE),
+    ],
+)
+def test_an_end_that_no_restart_helps_against(kind: FailureKind, exit_code: ExitCode, tmp_path: Path) -> None:
+    assert Bench(tmp_path, ended(kind)).run() is exit_code
+
+
+def test_a_stop_request_before_the_first_attempt_starts_nothing(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.session.stop.ask("SIGTERM")
+    assert bench.run() is ExitCode.PREEMPTED
+    assert bench.session.names() == ["run_started", "stop_requested", "run_ended"]
+
+
+def test_a_stop_request_ends_the_waiting_for_the_next_attempt(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, ended(FailureKind.CRASHED))
+    wait = bench.session.sleep
+
+    def stopped(seconds: float) -> None:
+        bench.session.stop.ask("SIGTERM")
+        wait(seconds)
+
+    bench.session.sleep = stopped  # type: ignore[method-assign]
+    assert bench.run() is ExitCode.PREEMPTED
+
+
+def test_a_helper_that_is_killed_while_it_starts_costs_an_attempt(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, FINISHED)
+    bench.start_errors = [HelperKilled("the launcher was killed by signal 9")]
+    assert bench.run() is ExitCode.DONE
+    assert len(bench.session.waits) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [
+        (LaunchError("the launcher ended with status 1"), ExitCode.DETERMINISTIC),
+        (UsageError("launch.peer_port: port 1"), ExitCode.USAGE),
+        (OSError(errno.ENOSPC, "No space left on device", "/tmp/x"), ExitCode.BUDGET_SPENT),
+    ],
+)
+def test_what_cannot_be_started_ends_the_run(error: Exception, exit_code: ExitCode, tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.start_errors = [error]
+    assert bench.run() is exit_code
+    assert str(getattr(error, "strerror", None) or error) in bench.supervisor.reason
+
+
+def test_a_runner_that_was_killed_with_its_attempt_has_cost_one(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, FINISHED)
+    bench.config.tiers.durable.write_note(RestartState(running=4).to_json(4).encode())
+    assert bench.run() is ExitCode.DONE
+    assert "the previous runner exited without reporting" in bench.texts
+
+
+def test_runners_that_are_killed_again_and_again_end_the_run(tmp_path: Path) -> None:
+    """A pod that is killed whole must not come back for ever."""
+    bench = Bench(tmp_path)
+    bench.config.restart.max_restarts = 1
+    lost = AttemptRecord(Failure(FailureKind.RUNNER_LOST, "ended together with its runner"), -1)
+    bench.config.tiers.durable.write_note(RestartState([lost], running=4).to_json(4).encode())
+    assert bench.run() is ExitCode.NO_PROGRESS
+    assert bench.node.specs == []
+
+
+def test_a_location_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
+    def unmounted(node: FakeNode) -> AttemptResult:
+        (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")
+        return ended(FailureKind.CRASHED)
+
+    bench = Bench(tmp_path, unmounted)
+    assert bench.run() is ExitCode.STORAGE_FAILED
+    assert "is gone; put it back" in bench.supervisor.reason
+
+
+def test_training_to_the_end_counts_only_with_its_last_checkpoint(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, FINISHED)
+    bench.drained = False
+    assert bench.run() is ExitCode.STORAGE_FAILED
+    assert "the last checkpoint was not written" in bench.supervisor.reason
+
+
+def test_the_state_is_written_by_the_supervisor_where_there_is_no_agent(tmp_path: Path) -> None:
+    def agent_dies(node: FakeNode) -> AttemptResult:
+        node.has_agent = False
+        return ended(FailureKind.STORAGE_FAILED)
+
+    bench = Bench(tmp_path, agent_dies)
+    bench.run()
+    kept = RestartState.from_json(bench.config.tiers.durable.read_note())
+    assert [record.failure.kind for record in kept.history] == [FailureKind.STORAGE_FAILED]
+
+
+def test_a_fenced_runner_leaves_the_state_to_its_successor(tmp_path: Path) -> None:
+    def fenced(node: FakeNode) -> AttemptResult:
+        node.checkpoints.fenced, node.has_agent = "attempt 9 has begun elsewhere", False
+        node.notes.clear()
+        return ended(FailureKind.FENCED)
+
+    bench = Bench(tmp_path, fenced)
+    assert bench.run() is ExitCode.DETERMINISTIC
+    assert bench.node.notes == [] and bench.config.tiers.durable.read_note() is None
+
+
+def test_a_script_that_saves_nothing_is_pointed_out_once(tmp_path: Path) -> None:
+    crash = AttemptResult(Failure(FailureKind.CRASHED, "killed", step=0))
+    bench = Bench(tmp_path, crash, crash, FINISHED, script="train.py")
+    assert bench.run() is ExitCode.DONE
+    assert bench.texts.count("used neither resilient() nor a CheckpointManager") == 1
+
+
+def test_lost_steps_are_counted_over_attempts(tmp_path: Path) -> None:
+    second = AttemptResult(Failure(FailureKind.FINISHED, "done", step=20), start_step=7, training_began=1.0)
+    bench = Bench(tmp_path, ended(FailureKind.CRASHED, 10), second)
+    bench.run()
+    assert (bench.kept.lost_steps, bench.kept.reached) == (3, 20)
+
+
+def test_every_attempt_is_recorded_with_its_end(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, ended(FailureKind.HUNG), FINISHED)
+    bench.run()
+    kinds = [event.kind for event in bench.session.events if isinstance(event, AttemptEnded)]
+    assert kinds == ["hung", "finished"]
+
+
+OURS = JobIdentity({"job": "the configured job", "data.path": "a.parquet"})
 LONGER = JobIdentity({**OURS.what, "trainer.max_steps": 200})
 
 
-@pytest.mark.parametrize(("finished", "is_done"), [(OURS, True), (LONGER, False), (None, False)])
-def test_a_finished_run_waits_for_nobody_for_long(finished: JobIdentity | None, is_done: bool) -> None:
+@pytest.mark.parametrize(("finished", "exit_code"), [(OURS, ExitCode.DONE), (LONGER, ExitCode.BUDGET_SPENT)])
+def test_a_finished_run_waits_for_nobody_for_long(finished: JobIdentity, exit_code: ExitCode, tmp_path: Path) -> None:
     """Unless it is to go further: then the other nodes are needed."""
-    supervisor: Any = object.__new__(Supervisor)
-    supervisor._identity = OURS
-    supervisor._memory = RunRecord(finished=key_of(finished) if finished is not None else "")
-    supervisor._life = SimpleNamespace(stop=None)
-    supervisor._node = SimpleNamespace(ensure_processes=lambda: None)
+    bench = Bench(tmp_path, identity=OURS, nnodes=2, master_port=29400, master_addr="127.0.0.1")
+    LocalStorage(tmp_path / "checkpoints").write_note(RestartState(finished=key_of(finished)).to_json(3).encode())
+    began = bench.session.host.now
+    leader: Any = bench.supervisor._members
 
-    def gather() -> None:
-        raise PeersMissing("machine 1 of 2 has not come")
+    leader._open_leader = lambda *_: FakeLeader()
 
-    supervisor._gather = gather
-    if is_done:
-        decision = supervisor._attempt_and_decide()
-        assert isinstance(decision, Stop) and decision.exit_code is ExitCode.DONE
-    else:
-        with pytest.raises(PeersMissing):
-            supervisor._attempt_and_decide()
+    def make_node(*_: object, **options: Any) -> Any:
+        node = bench._make_node(**options)
+        node.shape = (2, 1)
+        return node
 
-
-@pytest.mark.parametrize(("finished", "is_done"), [(OURS, True), (LONGER, False)])
-def test_a_follower_that_finds_nobody_looks_at_the_record(finished: JobIdentity, is_done: bool, tmp_path: Path) -> None:
-    storage = LocalStorage(tmp_path)
-    storage.replace_note(RunRecord(finished=key_of(finished)).to_json(3).encode())
-    follower: Any = object.__new__(Follower)
-    follower._job_key, follower._heard_at, follower._asked_at = key_of(OURS), 0.0, 0.0
-    follower._config = SimpleNamespace(tiers=SimpleNamespace(durable=storage))
-    assert not follower._has_finished(FINISHED_PATIENCE_S - 1)
-    assert follower._has_finished(FINISHED_PATIENCE_S + 1) is is_done
-    # It is not asked at each turn.
-    assert not follower._has_finished(FINISHED_PATIENCE_S + 2)
+    bench.supervisor._make_node = make_node
+    assert bench.run() is exit_code
+    waited_s = bench.session.host.now - began
+    assert waited_s < 40 if finished is OURS else waited_s >= bench.config.launch.rendezvous_timeout_s
 
 
 def test_the_key_of_a_job_is_that_of_equal_jobs_alone() -> None:

@@ -4,6 +4,7 @@ import io
 import subprocess
 
 import pytest
+from journals import entries
 from rich.console import Console
 
 from checkpointing.locking import this_machine
@@ -39,13 +40,13 @@ def test_a_runner_that_is_gone_is_not_running() -> None:
         alive = {"host": this_machine(), "pid": other.pid, "started": processes.start_ticks(other.pid)}
         started = {"time": 1.0, "event": "run_started", "attempt": 0, "run_id": "r", "committed_step": -1}
         events = [{**started, "runner": alive, "namespace": process_namespace()}]
-        assert not runner_is_gone(events)
+        assert not runner_is_gone(entries(events))
         other.kill()
-    assert runner_is_gone(events)
+    assert runner_is_gone(entries(events))
     console = Console(record=True, width=100, file=io.StringIO())
-    console.print(panel(summarise(events, now=2.0), 2.0, {}, gone=True))
+    console.print(panel(summarise(entries(events), now=2.0), 2.0, {}, gone=True))
     assert "not running  its runner ended without reporting" in console.export_text()
     # Nobody here can know of those.
     for change in ({"namespace": "pid:[1]"}, {"runner": {**alive, "host": "elsewhere"}}, {"runner": None}):
-        assert not runner_is_gone([{**events[0], **change}])
+        assert not runner_is_gone(entries([{**events[0], **change}]))
     assert not runner_is_gone([])

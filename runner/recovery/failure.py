@@ -1,0 +1,104 @@
+"""Why an attempt ended, as one value."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from runner.recovery.kinds import FailureKind
+
+# First and last step.
+Window = tuple[int, int]
+
+# A rank's own fault, also where NCCL's watchdog reports it: "Process group watchdog thread terminated with
+# exception: CUDA error: an illegal memory access was encountered".
+_OF_OWN_DEVICE = re.compile(r"CUDA error: |HIP error: ")
+
+# What a rank raises when another rank has gone: an effect, never the cause.
+_CASCADE = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|timed? ?out|socket closed|gloo|nccl|DistNetworkError|DistStoreError"
+    r"|DistBackendError|AgentUnavailable",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an attempt ended.
+
+    Attributes:
+        kind: The class of the failure.
+        cause: Why, for people.
+        rank: Global rank that failed first; None if it was none.
+        step: Last finished step of the attempt.
+        fingerprint: Equal for equal failures at the same step; empty for what says nothing about the next attempt.
+        window: First and last step to skip should it happen again; None where that would not help.
+        may_pass: The next attempt may not meet it although its class usually does: memory that was short before a step
+            had ended, a GPU that another process still held. Worth one retry, unchanged.
+        in_fork: An accelerator cannot be used in a forked process: ranks have to be fresh interpreters.
+    """
+
+    kind: FailureKind
+    cause: str
+    rank: int | None = None
+    step: int = 0
+    fingerprint: str = ""
+    window: Window | None = None
+    may_pass: bool = False
+    in_fork: bool = False
+
+    @property
+    def effect_rank(self) -> int:
+        """How far this is from a cause: 0 for a cause, more for what a failure elsewhere may have led to."""
+        if self.kind is FailureKind.CRASHED and not is_effect(self.cause):
+            return 0
+        return self.kind.rule.effect_rank
+
+    def at_step(self, step: int) -> Failure:
+        """Return the same failure with the attempt's last finished step."""
+        return replace(self, step=step)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the failure as a JSON object."""
+        return {**asdict(self), "kind": self.kind.value}
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Failure:
+        """Parse what `to_dict` returned.
+
+        Raises:
+            ValueError, KeyError, TypeError, OverflowError: It is something else.
+        """
+        rank, cause = fields["rank"], str(fields["cause"])
+        cause.encode()  # it will be printed
+        return cls(
+            FailureKind(fields["kind"]),
+            cause,
+            int(rank) if rank is not None else None,
+            int(fields["step"]),
+            str(fields["fingerprint"]),
+            read_window(fields["window"]) if fields.get("window") is not None else None,
+            fields.get("may_pass") is True,
+            fields.get("in_fork") is True,
+        )
+
+
+def read_window(value: Any) -> Window:
+    """Parse a window of steps.
+
+    Args:
+        value: A pair of steps.
+
+    Raises:
+        ValueError, TypeError: It is something else.
+    """
+    first, last = value
+    if type(first) is not int or type(last) is not int or not 0 < first <= last < 2**53:
+        raise ValueError(f"not a window of steps: {value!r}")
+    return first, last
+
+
+def is_effect(error: str) -> bool:
+    """Return whether an error is what a rank raises when another rank has gone."""
+    return bool(_CASCADE.search(error)) and not _OF_OWN_DEVICE.search(error)

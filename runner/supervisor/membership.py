@@ -1,0 +1,296 @@
+"""The other nodes of a run, as the leader sees them: who is connected and ready, and how an attempt ended there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+from checkpointing.events import Event
+from runner.errors import ExitCode, PeersMissing, UsageError
+from runner.journal.events import WaitingForNodes
+from runner.node.messages import AttemptSpec
+from runner.recovery.combine import combine
+from runner.recovery.failure import Failure
+from runner.recovery.kinds import FailureKind
+from runner.recovery.policy import Stop, end_of_node
+from runner.recovery.restart_state import FINISHED_PATIENCE_S
+from runner.supervisor.identity import JobIdentity, differences, summarised
+from runner.supervisor.peer_messages import (
+    Begin,
+    Busy,
+    End,
+    Ended,
+    Finish,
+    Forwarded,
+    Hello,
+    PeerMessage,
+    Ready,
+    ToLeader,
+    Welcome,
+)
+from runner.supervisor.peer_messages import Stop as StopMessage
+from runner.supervisor.peers import Leader
+from runner.supervisor.session import Session
+
+TURN_S = 0.5
+# When this node's part of an attempt is over, the other runners kill theirs; a node that takes longer counts as lost.
+_PEER_END_S = 30.0
+_JOIN_TURN_S = 0.05
+_MAX_REASON = 5000
+
+
+class RunningAttempt(Protocol):
+    """What the membership needs of the leader's own node while an attempt runs.
+
+    Attributes:
+        others_busy: Whether a rank of another node is legitimately not computing steps.
+    """
+
+    others_busy: bool
+
+    @property
+    def busy(self) -> bool:
+        """Whether a rank of this node is legitimately not computing steps."""
+
+    def end_attempt(self, verdict: Failure, *, stacks: bool = False) -> None:
+        """Kill the ranks of this node."""
+
+
+class Membership:
+    """Gathers the other nodes, keeps attempts in step, and combines how they ended; with one node, it does nothing.
+
+    Attributes:
+        num_nodes: Nodes of the run.
+        bad_nodes: Nodes whose hardware or driver failed in the newest attempt.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        identity: JobIdentity | None,
+        on_event: Callable[[Event], None],
+        open_leader: Callable[..., Leader] = Leader,
+    ) -> None:
+        """Begin with this node alone; `gather` waits for the others.
+
+        Args:
+            session: Of the leader.
+            identity: Of the job, which the others must share; None to accept any.
+            on_event: Called with events that other nodes forward.
+            open_leader: Opens the port that the others connect to.
+        """
+        self._session, self._config, self._identity = session, session.config, identity
+        self._on_event, self._open_leader = on_event, open_leader
+        self._leader: Leader | None = None
+        self.num_nodes = self._local_ranks = 1
+        # Nodes whose processes are up, and how the running attempt has ended on those where it has.
+        self._ready: set[int] = set()
+        self._ended: dict[int, Failure] = {}
+        self._running = False
+        self._busy: dict[int, bool] = {}
+        self._busy_sent = False
+        self.bad_nodes: set[int] = set()
+
+    @property
+    def others(self) -> set[int]:
+        """Node ranks of all nodes except the leader."""
+        return set(range(1, self.num_nodes))
+
+    @property
+    def has_others(self) -> bool:
+        """Whether other nodes take part and can be reached."""
+        return self._leader is not None
+
+    # -- before an attempt -------------------------------------------------------------------------------------------
+
+    def gather(self, num_nodes: int, local_ranks: int, *, has_finished: bool) -> None:
+        """Wait until all nodes are connected and ready, or a stop is requested.
+
+        Args:
+            num_nodes: Nodes of the run.
+            local_ranks: Ranks on this node; each node must have as many.
+            has_finished: Whether an earlier session recorded that this job has finished: nodes that have exited with 0
+                are not restarted, so waiting is short.
+
+        Raises:
+            UsageError: The port is taken.
+            PeersMissing: Not all have come in time.
+        """
+        self.num_nodes, self._local_ranks = num_nodes, local_ranks
+        if num_nodes == 1:
+            return
+        session, launch = self._session, self._config.launch
+        if self._leader is None:
+            self._leader = self._listen(launch.peer_address)
+        patience_s = min(launch.rendezvous_timeout_s, FINISHED_PATIENCE_S if has_finished else math.inf)
+        deadline, announced = session.monotonic() + patience_s, False
+        while not session.stop and self.others - self._ready:
+            session.loop.pump(TURN_S)
+            self.check()
+            missing = sorted(self.others - self._ready)
+            names = ", ".join(map(str, missing))
+            if missing and not announced:
+                announced = True
+                session.record(WaitingForNodes(nodes=missing))
+                session.display.message(f"waiting for node {names} at port {launch.peer_address[1]}")
+            if missing and session.monotonic() > deadline:
+                raise PeersMissing(
+                    f"node {names} of {num_nodes} has not connected within {patience_s:.0f} s "
+                    "(launch.rendezvous_timeout_s); start the same command there with its --node-rank"
+                )
+
+    def _listen(self, address: tuple[str, int]) -> Leader:
+        try:
+            leader = self._open_leader(address, self.num_nodes, self._session.loop, self._on_message, self._refusal)
+        except OSError as error:
+            raise UsageError(
+                f"launch.peer_port: port {address[1]} cannot be used ({error.strerror}); it is the rendezvous port + 1 "
+                "unless you set it"
+            ) from None
+        self._session.loop.every(TURN_S, self.check)
+        return leader
+
+    def _refusal(self, hello: Hello) -> str | None:
+        """Return why a node is not admitted: each was given its job by a command of its own."""
+        theirs = JobIdentity.from_json(hello.job.encode())
+        found = differences(self._identity, theirs) if self._identity is not None and theirs is not None else []
+        if not found:
+            return None
+        return (
+            f"this node was started for another job than the leader ({summarised(found)}); use the same command and "
+            "files everywhere, or pass --allow-changes here"
+        )
+
+    # -- while an attempt runs ---------------------------------------------------------------------------------------
+
+    def begin(self, spec: AttemptSpec) -> None:
+        """Begin an attempt on the other nodes."""
+        self._ended.clear()
+        self._busy.clear()
+        self._running = True
+        self._send(Begin(spec=spec))
+
+    def check(self) -> None:
+        """Exchange signs of life, and forget nodes that are lost."""
+        if self._leader is not None:
+            self._leader.check()
+            self._ready &= self._leader.present
+
+    def turn(self, node: RunningAttempt) -> None:
+        """End the attempt on this node if another node was lost or failed, and keep watchdogs informed."""
+        self.check()
+        lost = self.others - self._ready - self._ended.keys()
+        if lost:
+            node.end_attempt(_lost(*sorted(lost)))
+        failed = next((failure for failure in self._ended.values() if not failure.kind.is_orderly), None)
+        if failed is not None:
+            cause = f"ended with another node's ranks: {failed.cause}"
+            node.end_attempt(Failure(FailureKind.ENDED, cause), stacks=failed.kind is FailureKind.HUNG)
+        if self._leader is not None:
+            node.others_busy = any(self._busy.values())
+            busy = node.others_busy or node.busy
+            if busy != self._busy_sent:
+                self._busy_sent = busy
+                self._send(Busy(busy=busy))
+
+    def announce_stop(self, reason: str) -> None:
+        """Pass a stop request on to the other nodes."""
+        self._send(StopMessage(reason=reason[:_MAX_REASON]))
+
+    def join(self, own: Failure) -> Failure:
+        """Wait until the attempt is over on all nodes.
+
+        Args:
+            own: How it ended on this node.
+
+        Returns:
+            The cause among the failures of all nodes.
+        """
+        if self._leader is not None:
+            self._wait_for_ends(self._leader, own)
+        self._running = False
+        everywhere = {0: own, **self._ended}
+        everywhere |= {number: _lost(number) for number in self.others - self._ended.keys()}
+        self.bad_nodes = {number for number, failure in everywhere.items() if failure.kind is FailureKind.BAD_NODE}
+        return combine([everywhere[number] for number in sorted(everywhere)])
+
+    def _wait_for_ends(self, leader: Leader, own: Failure) -> None:
+        """Wait until every node that is connected has reported how the attempt ended there, but not for long."""
+        session, attempt, end_sent = self._session, self._session.attempt, False
+        # Nodes that ended well may still publish, or save.
+        patience_s = _PEER_END_S + (self._config.restart.grace_s if own.kind.is_orderly else 0.0)
+        deadline = session.monotonic() + patience_s
+        while True:
+            failures = [own, *self._ended.values()]
+            if not end_sent and any(not failure.kind.is_orderly for failure in failures):
+                end_sent = True
+                hung = any(failure.kind is FailureKind.HUNG for failure in failures)
+                self._send(End(attempt=attempt, stacks=hung))
+                deadline = min(deadline, session.monotonic() + _PEER_END_S)
+            left = self.others & leader.present - self._ended.keys()
+            if not left or session.monotonic() > deadline:
+                break
+            session.loop.pump(_JOIN_TURN_S)
+            self.check()
+        if left and not end_sent:
+            self._send(End(attempt=attempt, stacks=False))
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def dismiss(self, decision: Stop | None) -> None:
+        """Tell the other nodes how the run has ended, and disconnect.
+
+        Args:
+            decision: How it has ended; None if that is unknown.
+        """
+        if self._leader is None:
+            return
+        if decision is not None:
+            for number in sorted(self._leader.present):
+                end = end_of_node(decision, number, self.bad_nodes)
+                self._send(Finish(exit_code=end.exit_code.value, reason=end.reason[:_MAX_REASON]), number)
+        self._leader.close()
+        self._leader = None
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def _send(self, message: PeerMessage, number: int | None = None) -> None:
+        if self._leader is not None:
+            self._leader.send(message, number)
+
+    def _on_message(self, number: int, message: ToLeader) -> None:
+        session = self._session
+        match message:
+            case Hello():
+                self._ready.discard(number)
+                if self._running:
+                    # Its runner is a new one, or was cut off: its part of this attempt is over.
+                    lost = Failure(FailureKind.NODE_LOST, f"node {number} was lost and has come back")
+                    self._ended.setdefault(number, lost)
+                self._send(Welcome(run_id=session.run_id), number)
+            case Ready(nproc=nproc) if nproc != self._local_ranks:
+                reason = (
+                    f"this node has {nproc} ranks, the leader {self._local_ranks}; use the same --nproc-per-node "
+                    "everywhere"
+                )
+                self._send(Finish(exit_code=ExitCode.USAGE.value, reason=reason), number)
+            case Ready():
+                self._ready.add(number)
+            case Busy(busy=busy):
+                self._busy[number] = busy
+            case StopMessage(reason=reason):
+                session.stop.ask(f"node {number}: {reason}")
+            case Forwarded(attempt=session.attempt, event=event):
+                self._on_event(event)
+            case Ended(attempt=session.attempt, failure=failure):
+                self._ended[number] = failure
+                self._ready.discard(number)
+            case _:
+                pass
+
+
+def _lost(*numbers: int) -> Failure:
+    names = ", ".join(map(str, numbers))
+    return Failure(FailureKind.NODE_LOST, f"node {names} is gone, or silent for too long")

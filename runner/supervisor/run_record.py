@@ -1,0 +1,109 @@
+"""What the leader keeps with the checkpoints: the restart state, and a copy of the journal."""
+
+from __future__ import annotations
+
+import contextlib
+
+from checkpointing.errors import CheckpointError
+from checkpointing.tiers import Tiers
+from runner.config.schema import Config
+from runner.journal.mirror import JournalCopy, needs_copy
+from runner.journal.run_directory import RunDirectory
+from runner.node.node import Node
+from runner.recovery.failure import Failure
+from runner.recovery.kinds import FailureKind
+from runner.recovery.policy import AttemptRecord
+from runner.recovery.restart_state import RestartState, RunnerProcess
+from runner.supervisor.identity import JobIdentity, key_of
+
+
+class RunRecord:
+    """Reads the restart state when the run starts, and keeps it and the journal with the checkpoints.
+
+    Attributes:
+        state: The restart state; its owner changes it and calls `keep`.
+    """
+
+    def __init__(self, config: Config, directory: RunDirectory, run_id: str, identity: JobIdentity | None) -> None:
+        """Read the state of the sessions before this one.
+
+        Args:
+            config: The resolved configuration.
+            directory: The run's folder.
+            run_id: Identity of the run.
+            identity: Of the job; None if it is not known.
+        """
+        self._tiers, self._identity = config.tiers, identity
+        self.state = RestartState.from_json(self._tiers.durable.read_note())
+        self.state.lineage = self.state.lineage or run_id
+        self.state.runner = RunnerProcess.current()
+        self._copy = JournalCopy(directory.journal, self.state.lineage, run_id) if needs_copy(config) else None
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether an earlier session recorded that this very job has finished."""
+        return self._identity is not None and self.state.finished == key_of(self._identity)
+
+    def add(self, failure: Failure, committed_step: int) -> None:
+        """Record how an attempt ended.
+
+        Args:
+            failure: Why.
+            committed_step: Newest committed step, -1 if there is none.
+        """
+        self.state.running = None
+        if not failure.kind.rule.is_failure:
+            if failure.kind is FailureKind.FINISHED:
+                self.state.history.clear()
+            return
+        self.state.add(AttemptRecord(failure, committed_step))
+
+    def keep(self, node: Node, attempt: int) -> None:
+        """Have the state written, by the node's agent if there is one.
+
+        Args:
+            node: The leader's node.
+            attempt: Number of the newest attempt.
+        """
+        # Once another runner has taken the run over, the state is its own.
+        text = self.state.to_json(attempt)
+        if node.checkpoints.fenced is None and not node.note(text):
+            self._replace(text)
+
+    def keep_finished(self, attempt: int) -> None:
+        """Record that the job has finished, before any node exits with 0.
+
+        A runner that is restarted afterwards, on this node or another, does not wait for the others. The agent has
+        ended, so this process writes.
+        """
+        if self._identity is not None:
+            self.state.finished = key_of(self._identity)
+            self._replace(self.state.to_json(attempt))
+
+    def _replace(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self._tiers.durable.replace_note(text.encode())
+
+    def is_durable(self, step: int) -> bool:
+        """Return whether a step is the newest of the durable tier; False if that cannot be found out."""
+        try:
+            return Tiers(self._tiers.durable).newest_committed()[0] == step
+        except (CheckpointError, OSError):
+            return False
+
+    # -- the journal's copy ------------------------------------------------------------------------------------------
+
+    def copy_journal(self, node: Node, now: float) -> None:
+        """Have new events copied now and then; `now` is monotonic seconds."""
+        if self._copy is not None:
+            self._copy.turn(now, node.keep_file, node.agent_pid)
+
+    def flush_journal(self, node: Node) -> None:
+        """Have all new events copied."""
+        if self._copy is not None:
+            self._copy.flush(node.keep_file)
+
+    def finish_journal(self) -> None:
+        """Copy what the agent, which has ended, did not."""
+        if self._copy is not None:
+            self._copy.finish(self._tiers.durable)

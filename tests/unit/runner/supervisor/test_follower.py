@@ -1,0 +1,271 @@
+"""What a follower does when its leader speaks, is silent, or is gone, without a connection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from node_fakes import FakeNode, FakeSession, ended
+
+from checkpointing.events import Committed, Log, TrainingStarted
+from checkpointing.storage import LocalStorage
+from runner.errors import ExitCode, HelperKilled
+from runner.node.messages import AttemptResult, AttemptSpec, Job
+from runner.node.rank_watch import RankEvents
+from runner.recovery.kinds import FailureKind
+from runner.recovery.restart_state import FINISHED_PATIENCE_S, RestartState
+from runner.supervisor.follower import _STOP_PATIENCE_S, Follower
+from runner.supervisor.identity import JobIdentity, key_of
+from runner.supervisor.peer_messages import (
+    Begin,
+    Busy,
+    End,
+    Ended,
+    Finish,
+    Forwarded,
+    Hello,
+    PeerMessage,
+    Ready,
+    Stop,
+    Welcome,
+)
+
+OURS = JobIdentity({"job": "the configured job", "data.path": "a.parquet"})
+LONGER = JobIdentity({**OURS.what, "trainer.max_steps": 200})
+
+
+class FakeMember:
+    """The connection to a leader."""
+
+    def __init__(self) -> None:
+        self.connected = True
+        self.last_error = "Connection refused"
+        self.sent: list[PeerMessage] = []
+
+    def check(self) -> None:
+        pass
+
+    def send(self, message: PeerMessage) -> None:
+        self.sent.append(message)
+
+    def close(self) -> None:
+        pass
+
+
+class Bench:
+    """A follower whose leader does what a test has planned, one thing at each turn of the loop."""
+
+    def __init__(self, folder: Path, *plan: PeerMessage | Callable[[], object], script: str | None = None) -> None:
+        launch = {"nnodes": 2, "node_rank": 1, "master_addr": "127.0.0.1", "master_port": 29400}
+        self.session = FakeSession(folder, **launch)
+        self.member = FakeMember()
+        self.nodes: list[FakeNode] = []
+        self.attempts: list[AttemptResult | Callable[[FakeNode], AttemptResult]] = []
+        self.start_errors: list[Exception | None] = []
+        self.follower = Follower(
+            self.session, Job(script), identity=OURS, make_node=self._make_node, connect=self._connect
+        )
+        loop: Any = self.session.loop
+        loop.plan = [self._step(one) for one in plan]
+
+    def _step(self, planned: PeerMessage | Callable[[], object]) -> Callable[[], None]:
+        def step() -> None:
+            if isinstance(planned, PeerMessage):
+                self.follower._on_message(planned)  # type: ignore[arg-type]
+            else:
+                planned()
+
+        return step
+
+    def _connect(self, address: object, hello: Hello, *_: object) -> Any:
+        self.hello = hello
+        return self.member
+
+    def _make_node(self, *arguments: Any, **options: Any) -> Any:
+        node = FakeNode(display=options["display"], record=options["record"], run_id=arguments[3])
+        node.plan, node.start_errors = self.attempts, self.start_errors
+        self.nodes.append(node)
+        return node
+
+    def run(self) -> ExitCode:
+        exit_code = self.follower.run()
+        assert all(node.closed for node in self.nodes)
+        return exit_code
+
+
+WELCOME, BEGIN = Welcome(run_id="run"), Begin(spec=AttemptSpec(1, 2))
+DONE = Finish(exit_code=0, reason="all ranks finished")
+
+
+def test_it_introduces_itself_with_its_job(tmp_path: Path) -> None:
+    assert Bench(tmp_path).hello == Hello(node_rank=1, job=OURS.to_json().decode())
+
+
+def test_an_attempt_is_run_when_the_leader_begins_it(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, WELCOME, BEGIN, DONE)
+    bench.attempts = [ended(FailureKind.FINISHED)]
+    assert bench.run() is ExitCode.DONE
+    assert bench.nodes[0].specs == [AttemptSpec(1, 2)]
+    assert [type(message) for message in bench.member.sent] == [Ready, Ended, Ready]
+    assert bench.session.names() == ["run_started", "attempt_ended", "run_ended"]
+
+
+def test_it_ends_as_the_leader_says(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, Finish(exit_code=2, reason="another job"))
+    assert bench.run() is ExitCode.USAGE
+
+
+def test_the_leaders_word_ends_its_ranks(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, WELCOME, BEGIN, DONE)
+
+    def attempt(node: FakeNode) -> AttemptResult:
+        bench.follower._on_message(End(attempt=1, stacks=True))
+        node.each_turn()
+        return ended(FailureKind.ENDED)
+
+    bench.attempts = [attempt]
+    bench.run()
+    assert [(verdict.kind, bench.nodes[0].stacks) for verdict in bench.nodes[0].verdicts] == [
+        (FailureKind.ENDED, [True])
+    ]
+
+
+def test_the_end_of_another_attempt_ends_nothing(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, WELCOME, BEGIN, DONE)
+
+    def attempt(node: FakeNode) -> AttemptResult:
+        bench.follower._on_message(End(attempt=7, stacks=False))
+        node.each_turn()
+        return ended(FailureKind.FINISHED)
+
+    bench.attempts = [attempt]
+    bench.run()
+    assert bench.nodes[0].verdicts == []
+
+
+def test_a_leader_that_is_lost_ends_its_ranks_and_is_waited_for(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, WELCOME, BEGIN)
+    loop: Any = bench.session.loop
+
+    def attempt(node: FakeNode) -> AttemptResult:
+        bench.member.connected = False
+        node.each_turn()
+        bench.member.connected = True
+        loop.plan = [bench._step(WELCOME), bench._step(DONE)]
+        return ended(FailureKind.NODE_LOST)
+
+    bench.attempts = [attempt]
+    assert bench.run() is ExitCode.DONE
+    assert [verdict.kind for verdict in bench.nodes[0].verdicts] == [FailureKind.NODE_LOST]
+    assert len(bench.nodes) == 1, "its agent keeps the snapshots"
+
+
+def test_a_leader_of_another_run_gets_a_new_node(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, WELCOME, BEGIN, Welcome(run_id="other"))
+    loop: Any = bench.session.loop
+
+    def attempt(node: FakeNode) -> AttemptResult:
+        bench.member.connected = False
+        node.each_turn()
+        bench.member.connected = True
+        loop.plan = [bench._step(Welcome(run_id="other")), bench._step(DONE)]
+        return ended(FailureKind.NODE_LOST)
+
+    bench.attempts = [attempt]
+    bench.run()
+    assert [node.run_id for node in bench.nodes] == ["run", "other"]
+
+
+def test_a_leader_that_never_answers_ends_it_with_76(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = Bench(tmp_path)
+    bench.member.connected = False
+    assert bench.run() is ExitCode.BUDGET_SPENT
+    text = capsys.readouterr().err
+    assert "the leader at 127.0.0.1:29401 has not answered for" in text and "Connection refused" in text
+
+
+def test_a_stop_request_is_passed_on_and_the_answer_waited_for(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, lambda: bench.session.stop.ask("SIGTERM"))
+    assert bench.run() is ExitCode.PREEMPTED
+    assert bench.member.sent == [Stop(reason="SIGTERM")]
+    assert bench.session.host.now >= 1000.0 + _STOP_PATIENCE_S
+
+
+def test_a_stop_request_without_a_leader_ends_it_at_once(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, lambda: bench.session.stop.ask("SIGTERM"))
+    bench.member.connected = False
+    assert bench.run() is ExitCode.PREEMPTED
+    assert bench.session.host.now < 1002.0
+
+
+def test_the_leaders_stop_request_is_its_own(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, Stop(reason="node 0: SIGTERM"), Finish(exit_code=75, reason="stopped on request"))
+    assert bench.run() is ExitCode.PREEMPTED
+    assert bench.session.stop.reason == "node 0: SIGTERM"
+
+
+def test_a_helper_that_is_killed_is_restarted_within_the_budget(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, WELCOME, DONE)
+    bench.start_errors = [HelperKilled("killed by signal 9")] * 2
+    assert bench.run() is ExitCode.DONE
+    bench = Bench(tmp_path, WELCOME)
+    bench.session.config.restart.max_restarts = 1
+    bench.start_errors = [HelperKilled("killed by signal 9")] * 2
+    assert bench.run() is ExitCode.DETERMINISTIC
+
+
+def test_events_that_only_rank_0_reports_reach_the_leader(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, WELCOME, BEGIN, DONE)
+
+    def attempt(node: FakeNode) -> AttemptResult:
+        node.checkpoints.handle(TrainingStarted(step=0, total_steps=20))
+        node.checkpoints.handle(TrainingStarted(step=0))
+        node.checkpoints.handle(Log(step=1, loss=3.0))
+        node.checkpoints.handle(Committed(step=1))
+        return ended(FailureKind.FINISHED)
+
+    bench.attempts = [attempt]
+    bench.run()
+    forwarded = [message.event.name for message in bench.member.sent if isinstance(message, Forwarded)]
+    assert forwarded == ["training_started", "log"]
+
+
+def test_the_leader_learns_when_it_is_busy(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, WELCOME, BEGIN, DONE)
+
+    def attempt(node: FakeNode) -> AttemptResult:
+        for node.busy in (True, True, False):
+            node.each_turn()
+        bench.follower._on_message(Busy(busy=True))
+        assert node.others_busy
+        return ended(FailureKind.FINISHED)
+
+    bench.attempts = [attempt]
+    bench.run()
+    assert [message for message in bench.member.sent if isinstance(message, Busy)] == [
+        Busy(busy=True),
+        Busy(busy=False),
+    ]
+
+
+@pytest.mark.parametrize(("finished", "is_done"), [(OURS, True), (LONGER, False)])
+def test_a_follower_that_finds_nobody_looks_at_the_restart_state(
+    finished: JobIdentity, is_done: bool, tmp_path: Path
+) -> None:
+    storage = LocalStorage(tmp_path / "checkpoints")
+    storage.root.mkdir()
+    storage.replace_note(RestartState(finished=key_of(finished)).to_json(3).encode())
+    bench = Bench(tmp_path)
+    bench.member.connected = False
+    assert bench.run() is (ExitCode.DONE if is_done else ExitCode.BUDGET_SPENT)
+    assert not is_done or bench.session.host.now < 1000.0 + FINISHED_PATIENCE_S + 2
+
+
+def test_a_follower_may_open_its_sockets_again_in_the_same_folder(tmp_path: Path) -> None:
+    """Its leader was replaced, so that another run begins: `Address already in use` ended it."""
+    RankEvents(tmp_path).close()
+    again = RankEvents(tmp_path)
+    assert again.receive() == []
+    again.close()
