@@ -15,6 +15,8 @@ from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST, Tiers, open_tiers
 # Files of training data, by suffix: the builder of `datasets` that reads them.
 DATA_LOADERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
 DEFAULT_CONFIG = Path(__file__).parents[1] / "training" / "data" / "default.yaml"
+# For editors; scripts/render-reference makes it of the classes below.
+JOB_SCHEMA = Path(__file__).with_name("job.schema.json")
 
 
 class _Section(BaseModel):
