@@ -11,7 +11,7 @@ import click
 from checkpointing.errors import CheckpointError, StorageUnreachable
 from checkpointing.storage.object_store import StorageTimeout
 from runner import __version__
-from runner.cli import chaos, checkpoints, forecast, inspect, start
+from runner.cli import chaos, checkpoints, forecast, init, inspect, start
 from runner.errors import ExitCode, RunnerError
 
 # Heavier imports stay inside the commands: `runner --help` answers in a blink.
@@ -37,6 +37,7 @@ def cli() -> None:
 
 
 _COMMANDS = [
+    init.init,
     start.start,
     inspect.config,
     inspect.status,
