@@ -38,8 +38,8 @@ class ExitCode(IntEnum):
 
     Start the run again."""
     BUDGET_SPENT = 76
-    """More than `restart.max_restarts` failures without a new checkpoint between them, or another node did not come
-    back within `launch.rendezvous_timeout_s`.
+    """More than `restart.max_restarts` failures without a new checkpoint between them, another node did not come back
+    within `launch.rendezvous_timeout_s`, or the checkpoint storage did not answer at the start.
 
     Start the run again if the cause was temporary; the log names the last failure."""
     DETERMINISTIC = 78  # EX_CONFIG
