@@ -23,7 +23,7 @@ def init(path: Path, force: bool) -> None:
     folder = path.absolute().parent
     # A path inside the project is the same on other machines.
     schema = JOB_SCHEMA.relative_to(folder) if JOB_SCHEMA.is_relative_to(folder) else JOB_SCHEMA
-    text = job_template(str(schema), path.stem)
+    text = job_template(str(schema), path.name)
     try:
         with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(text)

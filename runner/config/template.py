@@ -6,6 +6,7 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 import yaml
@@ -46,16 +47,16 @@ _MORE_TRAINER_OPTIONS = {
 }
 
 
-def job_template(schema: str, name: str) -> str:
+def job_template(schema: str, file_name: str) -> str:
     """Return the text of a configuration file.
 
     Args:
         schema: Path or URL of the JSON schema, for editors.
-        name: Name of the file without its suffix; the default folder of the run bears it.
+        file_name: Name of the file; the default folder of the run is named after it.
     """
     job = yaml.safe_load(DEFAULT_CONFIG.read_text(encoding="utf-8"))
     del job["output_dir"]
-    lines = [f"# yaml-language-server: $schema={schema}", *_comment(_HEAD.format(name=f"{name}.yaml"))]
+    lines = [f"# yaml-language-server: $schema={schema}", *_comment(_HEAD.format(name=file_name))]
     for key, field in Config.model_fields.items():
         lines.append("")
         if key == "trainer":
@@ -63,7 +64,7 @@ def job_template(schema: str, name: str) -> str:
         elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             lines += [*_comment(str(field.annotation.__doc__)), *_section(key, field.annotation, job.get(key, {}))]
         else:
-            value = f"runs/{name}" if key == "output_dir" else _shown(field)
+            value = f"runs/{Path(file_name).stem}" if key == "output_dir" else _shown(field)
             lines += [*_comment(_summary(field)), *_commented(_entry(key, value))]
     return "\n".join(lines) + "\n"
 

@@ -25,13 +25,14 @@ def test_it_writes_a_job_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_it_overwrites_only_with_force(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
+    path = tmp_path / "mine.yml"
     path.write_text("output_dir: x\n")
-    with pytest.raises(UsageError, match=r"mine\.yaml exists; pass --force to overwrite it"):
+    with pytest.raises(UsageError, match=r"mine\.yml exists; pass --force to overwrite it"):
         init(str(path))
     assert path.read_text() == "output_dir: x\n"
     init(str(path), "--force")
-    assert "# output_dir: runs/mine" in path.read_text()
+    text = path.read_text()
+    assert "# output_dir: runs/mine\n" in text and "runner start --config mine.yml\n" in text
 
 
 def test_the_schema_is_named_by_a_path_that_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from runner.config.load import load_config
 from runner.config.schema import DEFAULT_CONFIG, Config
 from runner.config.template import job_template
 
-TEXT = job_template("../job.schema.json", "job")
+TEXT = job_template("../job.schema.json", "job.yaml")
 
 
 def uncommented(text: str) -> str:
