@@ -15,17 +15,50 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What `runner start` ends with. 74 to 78 keep the meaning that sysexits.h gives them."""
+    """Exit codes of `runner start`. 74 to 78 keep the meaning that sysexits.h gives them.
+
+    The docstring of a code says what it means, then what to do; the reference page is generated from it.
+    """
 
     DONE = 0
+    """The run finished.
+
+    Nothing to do: `best_model` in the folder of the run holds the result."""
     USAGE = 2
-    STORAGE_FAILED = 74  # max_failed_saves in a row; sysexits.h EX_IOERR
-    PREEMPTED = 75  # checkpointed: start me again
-    BUDGET_SPENT = 76  # transient failures, more than max_restarts without a new checkpoint between them
-    DETERMINISTIC = 78  # it would fail the same way again
-    NO_PROGRESS = 79  # the budget is spent and not one step was committed
-    BAD_NODE = 80  # this machine is at fault: start me on another one
-    NO_VALID_CHECKPOINT = 81  # checkpoints exist, none can be loaded; or they are not where they were
+    """The configuration or the command line is wrong, or another runner uses the run.
+
+    Fix what the message names. A restart does not help."""
+    STORAGE_FAILED = 74  # EX_IOERR
+    """`checkpoint.max_failed_saves` consecutive saves failed.
+
+    Repair the checkpoint storage, then start the run again."""
+    PREEMPTED = 75  # EX_TEMPFAIL
+    """The run stopped on request (SIGTERM, SIGUSR1, Ctrl-C or a preemption notice), with a checkpoint if a step had
+    finished.
+
+    Start the run again."""
+    BUDGET_SPENT = 76
+    """More than `restart.max_restarts` failures without a new checkpoint between them, another node did not come back
+    within `launch.rendezvous_timeout_s`, or the checkpoint storage did not answer at the start.
+
+    Start the run again if the cause was temporary; the log names the last failure."""
+    DETERMINISTIC = 78  # EX_CONFIG
+    """The run would fail the same way again, for example with the same error at the same step.
+
+    Fix the cause in the log. A restart does not help."""
+    NO_PROGRESS = 79
+    """The restart budget is spent and no checkpoint was ever committed.
+
+    Fix the cause in the log. A restart does not help."""
+    BAD_NODE = 80
+    """The hardware or the driver of this node is faulty (ECC errors, a lost GPU).
+
+    Start the run again on another node."""
+    NO_VALID_CHECKPOINT = 81
+    """Checkpoints exist and none is valid, or `checkpoint.location` does not hold what the run committed (an unmounted
+    volume, for example).
+
+    Restore the location, or start over with `--resume never`."""
 
 
 class RunnerError(Exception):

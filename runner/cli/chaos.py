@@ -18,15 +18,35 @@ from runner.errors import UsageError
 @click.command(context_settings={"allow_interspersed_args": True})
 @click.argument("config_file", required=False, metavar="[CONFIG]", type=click.Path())
 @config_options
-@click.option("--kills", default=20, show_default=True, type=click.IntRange(min=1), help="Faults to strike with.")
-@click.option("--minutes", type=Number(min=0), help="And go on for so long.")
-@click.option("--seed", type=int, help="Of faults and moments; a new one by default.")
-@click.option("--fault", "faults", multiple=True, metavar="NAME", help="Only this kind; may be given again.")
+@click.option(
+    "--kills",
+    default=20,
+    show_default=True,
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Number of faults to inject.",
+)
+@click.option("--minutes", type=Number(min=0), metavar="N", help="Minimum minutes of injection (default: 0).")
+@click.option("--seed", type=int, metavar="N", help="Seed of the faults and their moments (default: random).")
+@click.option(
+    "--fault", "faults", multiple=True, metavar="NAME", help="Kind of fault to inject; repeatable (default: all)."
+)
 @click.option("--list", "list_faults", is_flag=True, help="List the kinds of faults.")
-@click.option("--deterministic", is_flag=True, help="Switch deterministic algorithms on (trainer.full_determinism).")
-@click.option("--tolerance", type=Number(min=0), help="Tensors may differ by this share of their norm.")
-@click.option("--keep", is_flag=True, help="Keep the folders of runs that ended well, too.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the verdict there.")
+@click.option("--deterministic", is_flag=True, help="Enable deterministic algorithms (trainer.full_determinism).")
+@click.option(
+    "--tolerance",
+    type=Number(min=0),
+    metavar="SHARE",
+    help="Allowed difference of a tensor, as a share of its norm (default: 0, bit-identical, if fault-free runs are).",
+)
+@click.option("--keep", is_flag=True, help="Keep the folders of successful runs, too.")
+@click.option(
+    "--json",
+    "json_file",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="JSON file to write the verdict to.",
+)
 def chaos(
     config_file: str | None,
     config_path: str | None,
@@ -43,10 +63,11 @@ def chaos(
     json_file: Path | None,
     **launch: Any,
 ) -> None:
-    """Break a job on purpose, and see that nothing is lost.
+    """Inject faults into a job and verify recovery.
 
-    Runs the job of CONFIG (default: the bundled one) in peace, then again while it is killed, stopped, preempted and
-    its storage damaged, and compares the last checkpoints bit for bit. Exits with 1 if anything was lost or differs.
+    The job of CONFIG (default: the bundled job) runs fault-free first, then again while processes are killed and
+    stopped, the run is preempted and its storage is damaged. The last checkpoints are compared bit for bit. The exit
+    code is 1 if anything was lost or differs.
     """
     from runner.chaos.campaign import Campaign
     from runner.chaos.faults import FAULTS

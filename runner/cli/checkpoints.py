@@ -18,15 +18,18 @@ from runner.errors import UsageError
 
 @click.group()
 def checkpoints() -> None:
-    """Look at a run's checkpoints."""
+    """List, verify, export and prune checkpoints.
+
+    LOCATION is the folder of a run, a folder of checkpoints, or a URL.
+    """
 
 
 @checkpoints.command("list")
 @click.argument("location")
 def list_checkpoints(location: str) -> None:
-    """List the checkpoints at LOCATION (a run's folder, a checkpoints folder, or a URL), newest first.
+    """List the checkpoints at LOCATION, newest first.
 
-    Sizes are checked, contents are not: see verify.
+    File sizes are checked; contents are checked only by `verify`.
     """
     from runner.text import duration
 
@@ -53,9 +56,12 @@ def list_checkpoints(location: str) -> None:
 
 @checkpoints.command()
 @click.argument("location")
-@click.option("--step", type=int, help="Only this one.")
+@click.option("--step", type=int, metavar="N", help="Step of the only checkpoint to verify (default: all).")
 def verify(location: str, step: int | None) -> None:
-    """Read the checkpoints at LOCATION again and compare every digest; exit 1 if one is damaged."""
+    """Read the checkpoints at LOCATION and compare every digest.
+
+    The exit code is 1 if a checkpoint is damaged.
+    """
     from checkpointing.catalog import verify as verify_copy
     from checkpointing.errors import InvalidCheckpoint
     from checkpointing.manifest import missing_member
@@ -93,7 +99,10 @@ def verify(location: str, step: int | None) -> None:
 @click.argument("step", type=int)
 @click.argument("directory", type=click.Path(path_type=Path))
 def export(location: str, step: int, directory: Path) -> None:
-    """Copy the checkpoint of STEP at LOCATION to DIRECTORY, in Hugging Face layout; every digest is compared."""
+    """Copy the checkpoint of STEP at LOCATION to DIRECTORY in Hugging Face layout.
+
+    Every digest is compared.
+    """
     from checkpointing.export import export_checkpoint
 
     entry = _tiers(location).catalog.find(step)
@@ -105,13 +114,25 @@ def export(location: str, step: int, directory: Path) -> None:
 
 @checkpoints.command()
 @click.argument("location")
-@click.option("--keep-last", type=click.IntRange(min=1), required=True, help="How many of the newest to keep.")
-@click.option("--keep-every", type=click.IntRange(min=1), metavar="STEPS", help="And every multiple of so many steps.")
+@click.option(
+    "--keep-last",
+    type=click.IntRange(min=1),
+    metavar="N",
+    required=True,
+    help="Number of newest checkpoints to keep.",
+)
+@click.option(
+    "--keep-every",
+    type=click.IntRange(min=1),
+    metavar="STEPS",
+    help="Interval, in steps, of checkpoints to keep besides (default: checkpoint.keep_every_steps of the run).",
+)
 def prune(location: str, keep_last: int, keep_every: int | None) -> None:
-    """Remove all but the newest checkpoints at LOCATION. Those that are not whole do not count, and stay.
+    """Remove all but the newest checkpoints at LOCATION.
 
-    Of a run's folder, what its configuration keeps for good stays as well: the best by `metric_for_best_model`, and
-    every multiple of `keep_every_steps`. The newest that can be resumed from, by its digests, always stays.
+    Incomplete checkpoints are not counted and not removed. If LOCATION is the folder of a run, the checkpoints that its
+    configuration keeps permanently stay as well: the best by `metric_for_best_model` and every multiple of
+    `keep_every_steps`. The newest checkpoint whose digests match always stays.
     """
     from checkpointing.catalog import Catalog
     from checkpointing.catalog import verify as verify_copy

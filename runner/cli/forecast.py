@@ -16,14 +16,14 @@ from runner.errors import UsageError
 
 @click.command()
 @config_options
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(
     config_path: str | None, output_dir: str | None, settings: tuple[str, ...], as_json: bool, **launch: Any
 ) -> None:
-    """Examine this machine for a run, before it is paid for.
+    """Run preflight checks on this node, with suggested fixes.
 
-    Give it the options of `start`; on several machines, on all of them at the same time. Exits with 1 if anything would
-    fail, so that it can be an init container.
+    Pass the options of `start`. For a run on several nodes, start the command on all of them at the same time. The exit
+    code is 1 if a check fails, so that the command can serve as an init container.
     """
     from rich.console import Console
     from rich.text import Text
@@ -51,41 +51,65 @@ def doctor(
 
 @click.command()
 @config_options
-@click.option("--gpus", type=click.IntRange(min=1), help="GPUs per machine (default: those found here; else ranks).")
-@click.option("--gpu-memory", metavar="SIZE", help="Of one, e.g. 80GiB (default: those found here).")
-@click.option("--machines", type=click.IntRange(min=1), help="Default: --nnodes.")
-@click.option("--step-seconds", type=POSITIVE, help="Of one optimizer step, if known.")
-@click.option("--work-hours", type=POSITIVE, default=24.0, show_default=True, help="Of steps.")
-@click.option("--mttf-hours", type=POSITIVE, help="Mean time between failures of the run.")
-@click.option("--reclaims-per-day", type=Number(min=0), default=1.0, show_default=True, help="Of one spot machine.")
 @click.option(
-    "--copy-rate", metavar="SIZE", help="From a device into memory, per second (default: measured, 20GB with GPUs)."
+    "--gpus",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Number of GPUs per node (default: the GPUs of this node, else the number of ranks).",
 )
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--gpu-memory", metavar="SIZE", help="Memory of one GPU, e.g. 80GiB (default: that of the GPUs here).")
+@click.option("--step-seconds", type=POSITIVE, metavar="SECONDS", help="Seconds per optimizer step (default: unknown).")
+@click.option(
+    "--work-hours", type=POSITIVE, metavar="HOURS", default=24.0, show_default=True, help="Hours of training steps."
+)
+@click.option(
+    "--mttf-hours",
+    type=POSITIVE,
+    metavar="HOURS",
+    help="Mean hours between failures of the run (default: derived from the number of GPUs).",
+)
+@click.option(
+    "--reclaims-per-day",
+    type=Number(min=0),
+    metavar="N",
+    default=1.0,
+    show_default=True,
+    help="Reclaims of one spot node per day.",
+)
+@click.option(
+    "--copy-rate",
+    metavar="SIZE",
+    help="Bytes per second copied from a device into memory, e.g. 20GB (default: measured; 20GB with GPUs).",
+)
+@click.option("--machines", type=click.IntRange(min=1), hidden=True, help="Former name of --nnodes.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def plan(
     config_path: str | None,
     output_dir: str | None,
     settings: tuple[str, ...],
     gpus: int | None,
     gpu_memory: str | None,
-    machines: int | None,
     step_seconds: float | None,
     work_hours: float,
     mttf_hours: float | None,
     reclaims_per_day: float,
     copy_rate: str | None,
+    machines: int | None,
     as_json: bool,
     **launch: Any,
 ) -> None:
-    """Say what a run will need: which strategy fits, how often to save, goodput and cost.
+    """Estimate memory, goodput and cost of a run.
 
-    Memory is computed from the model's shape; bandwidths are measured here, at checkpoint.location.
+    The plan also recommends a strategy and checkpoint intervals. Memory is computed from the shape of the model;
+    bandwidths are measured on this node, at checkpoint.location.
     """
     from runner.plan.plan import Assumptions, make_plan, render
 
+    if machines is not None:
+        launch = {**launch, "nnodes": machines}
     config = load(config_path, output_dir, settings, launch)
     assumptions = Assumptions(
-        gpus, size_of("--gpu-memory", gpu_memory), machines, step_seconds, work_hours, mttf_hours, reclaims_per_day,
+        gpus, size_of("--gpu-memory", gpu_memory), step_seconds, work_hours, mttf_hours, reclaims_per_day,
         size_of("--copy-rate", copy_rate),
     )  # fmt: skip
     made = make_plan(config, assumptions)
@@ -96,22 +120,69 @@ def plan(
 
 
 @click.command()
-@click.option("--from", "source", metavar="LOCATION", help="Take how long things take from this run's journal.")
-@click.option("--work-hours", type=POSITIVE, default=24.0, show_default=True, help="Of steps.")
-@click.option("--mttf-hours", type=POSITIVE, help="Mean time between failures (default: none).")
-@click.option("--gpus", type=click.IntRange(min=1), help="Or so many, each as reliable as Meta's (1,024: 7.9 h).")
+@click.option("--from", "source", metavar="LOCATION", help="Run whose journal provides the durations (default: none).")
 @click.option(
-    "--trace", type=click.Path(path_type=Path), help="File of hours of running between failures, one per line."
+    "--work-hours", type=POSITIVE, metavar="HOURS", default=24.0, show_default=True, help="Hours of training steps."
 )
-@click.option("--reclaims-per-day", type=Number(min=0), default=0.0, help="Announced ends of spot machines.")
-@click.option("--set", "settings", multiple=True, metavar="NAME=SECONDS", help="Any other figure; --list names them.")
-@click.option("--list", "list_names", is_flag=True, help="List the figures and their values.")
-@click.option("--vary", multiple=True, metavar="NAME=A,B,…", help="Try each value; given twice: all pairs.")
-@click.option("--target", type=Number(min=0, max=1), help="Say which of the settings tried reach this goodput.")
-@click.option("--runs", type=click.IntRange(min=20), default=200, show_default=True, help="Runs to simulate for each.")
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write the sensitivity as one HTML file.")
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option(
+    "--mttf-hours", type=POSITIVE, metavar="HOURS", help="Mean hours between failures (default: no failures)."
+)
+@click.option(
+    "--gpus",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Number of GPUs, instead of --mttf-hours; each as reliable as in Meta's clusters (1,024 GPUs: 7.9 hours).",
+)
+@click.option(
+    "--trace",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="File with the hours between failures, one number per line, instead of --mttf-hours.",
+)
+@click.option(
+    "--reclaims-per-day",
+    type=Number(min=0),
+    metavar="N",
+    default=0.0,
+    show_default=True,
+    help="Announced reclaims of spot nodes per day.",
+)
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Parameter to override; --list shows them; repeatable.",
+)
+@click.option("--list", "list_names", is_flag=True, help="List the parameters and their values.")
+@click.option(
+    "--vary",
+    multiple=True,
+    metavar="NAME=A,B,…",
+    help="Parameter values to compare; repeatable, which compares all combinations.",
+)
+@click.option(
+    "--target",
+    type=Number(min=0, max=1),
+    metavar="SHARE",
+    help="Goodput to reach, from 0 to 1: list the combinations that reach it.",
+)
+@click.option(
+    "--runs",
+    type=click.IntRange(min=20),
+    metavar="N",
+    default=200,
+    show_default=True,
+    help="Number of simulated runs per combination, at least 20.",
+)
+@click.option("--seed", type=int, metavar="N", default=0, show_default=True, help="Seed of the random numbers.")
+@click.option(
+    "--plot",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="HTML file to write the sensitivity plot to; needs --vary.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def simulate(
     source: str | None,
     work_hours: float,
@@ -128,7 +199,11 @@ def simulate(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Simulate runs under failures: how much of their time would count, and what that hangs on."""
+    """Simulate runs under failures.
+
+    The output is the expected goodput (the share of the run time spent in steps that count) and its sensitivity to
+    parameters.
+    """
     from runner.simulate.scenario import GPU_MTTF_S, HOUR_S
     from runner.simulate.study import Study, read_trace, render, scenario_of, to_page, variations
 

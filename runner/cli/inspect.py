@@ -29,7 +29,7 @@ _STATUS_PATIENCE_S = 5.0
 
 @click.command()
 @config_options
-@click.option("--trainer-options", is_flag=True, help="List the SFTConfig options that `trainer:` accepts.")
+@click.option("--trainer-options", is_flag=True, help="List the options that `trainer:` accepts, with their types.")
 def config(
     config_path: str | None,
     output_dir: str | None,
@@ -37,7 +37,10 @@ def config(
     trainer_options: bool,
     **launch: Any,
 ) -> None:
-    """Print the configuration that `start` would use: defaults < YAML < environment < command line."""
+    """Print the resolved configuration.
+
+    Later sources override earlier ones: defaults, YAML file, environment variables, command line.
+    """
     if trainer_options:
         from runner.config import trainer_options as options
 
@@ -50,13 +53,14 @@ def config(
 
 @click.command()
 @click.argument("location", required=False)
-@click.option("--watch", is_flag=True, help="Go on showing it until the run ends.")
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
+@click.option("--watch", is_flag=True, help="Refresh the status until the run ends.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def status(location: str | None, watch: bool, as_json: bool) -> None:
-    """Show where a run stands, from its journal.
+    """Show the status of a run.
 
-    LOCATION: the run's folder, or the directory or URL of its checkpoints (default: $OUTPUT_DIR, or the newest run in
-    ./runs). Works from any machine that can read it; beside checkpoints the journal is some seconds old.
+    LOCATION is the folder of the run, or the directory or URL of its checkpoints (default: $OUTPUT_DIR, or the newest
+    run in ./runs). The command works on any machine that can read LOCATION. The copy of the journal that is kept with
+    the checkpoints is a few seconds old.
     """
     from rich.console import Console
     from rich.live import Live
@@ -131,16 +135,30 @@ def entries_at(place: str) -> list[Entry]:
 @click.command()
 @click.argument("location", required=False)
 @click.option(
-    "--output", type=click.Path(dir_okay=False, path_type=Path), help="Default: report.html in LOCATION or here."
+    "--output",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File to write (default: report.html in the folder of the run, else in the current directory).",
 )
-@click.option("--price-per-hour", type=Number(min=0), help="Of one machine, on demand (cost.price_per_hour).")
-@click.option("--spot-discount", type=Number(min=0, max=1, max_open=True), help="Share of it that is not paid.")
+@click.option(
+    "--price-per-hour",
+    type=Number(min=0),
+    metavar="PRICE",
+    help="On-demand price of one node per hour (default: cost.price_per_hour).",
+)
+@click.option(
+    "--spot-discount",
+    type=Number(min=0, max=1, max_open=True),
+    metavar="SHARE",
+    help="Discount of a spot node, as a share of the price (default: cost.spot_discount).",
+)
 def report(
     location: str | None, output: Path | None, price_per_hour: float | None, spot_discount: float | None
 ) -> None:
-    """Write a run's story as one HTML file: time line, loss, where the time went, checkpoints, cost.
+    """Write an HTML report of a run.
 
-    LOCATION: as for `status`. The file needs no network, and can be sent to others.
+    The report shows the timeline, the loss, the time by cause, the checkpoints and the cost. It is a single file that
+    needs no network. LOCATION is the same as for `status`.
     """
     from runner.ui.report import render_page
 

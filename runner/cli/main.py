@@ -11,24 +11,33 @@ import click
 from checkpointing.errors import CheckpointError, StorageUnreachable
 from checkpointing.storage.object_store import StorageTimeout
 from runner import __version__
-from runner.cli import chaos, checkpoints, forecast, inspect, start
+from runner.cli import chaos, checkpoints, forecast, init, inspect, start
 from runner.errors import ExitCode, RunnerError
 
 # Heavier imports stay inside the commands: `runner --help` answers in a blink.
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        # torchrun accepts --nproc_per_node as well as --nproc-per-node.
+        "token_normalize_func": lambda name: name.replace("_", "-"),
+    }
+)
 @click.version_option(__version__, prog_name="runner")
 def cli() -> None:
-    """Keep a fine-tuning run going across crashes, preemption and bad checkpoints.
+    """Run PyTorch training jobs that survive crashes, preemption and damaged checkpoints.
 
     \b
-    Exit codes of `start`:  0 done · 2 usage · 75 checkpointed, start me again · 76 restarts spent ·
-    74 storage failed · 78 would fail again · 79 no progress · 80 bad node · 81 no valid checkpoint, or not where it was
+    Exit codes of `start`:
+       0 finished            2 usage error            74 storage failed
+      75 stopped on request  76 restarts spent        78 would fail again
+      79 no progress         80 bad node              81 no valid checkpoint
     """
 
 
 _COMMANDS = [
+    init.init,
     start.start,
     inspect.config,
     inspect.status,

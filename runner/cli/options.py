@@ -28,33 +28,42 @@ _CONFIG_OPTIONS = [
     click.option(
         "--config",
         "config_path",
+        metavar="FILE",
         type=click.Path(),
-        help="YAML file (default: the bundled job, unless a model, data or SCRIPT is given).",
+        help="YAML configuration file (default: the bundled job, unless a model, data or SCRIPT is given).",
     ),
     click.option(
         "--output-dir",
-        help="Folder of the run: checkpoints, journal, logs, best_model (default: runs/ + name of the configuration or "
-        "script).",
+        metavar="DIR",
+        help="Folder of the run: checkpoints, journal, logs and best_model (default: runs/ + the name of the "
+        "configuration file or script).",
     ),
     click.option(
         "--set",
         "settings",
         multiple=True,
         metavar="KEY=VALUE",
-        help="Any setting, e.g. trainer.learning_rate=1e-4.",
+        help="Configuration key to override, e.g. trainer.learning_rate=1e-4; repeatable.",
     ),
     click.option(
         "--nproc-per-node",
-        "--nproc_per_node",
         metavar="auto|N",
-        help="Ranks on this machine; auto (default): one per GPU, or 2 where there is none.",
+        help="Number of ranks on this node (default: auto, one per GPU, or 2 without GPUs).",
     ),
-    click.option("--nnodes", type=int, help="Number of machines."),
-    click.option("--node-rank", "--node_rank", type=int, help="This machine's number, from 0."),
-    click.option("--rdzv-endpoint", "--rdzv_endpoint", metavar="HOST:PORT", help="Where the machines meet."),
-    click.option("--master-addr", "--master_addr", help="As in torchrun; with --master-port, instead of the above."),
-    click.option("--master-port", "--master_port", type=int),
-    click.option("--local-addr", "--local_addr", metavar="ADDRESS", help="By which the others reach this machine."),
+    click.option("--nnodes", type=int, metavar="N", help="Number of nodes (default: 1)."),
+    click.option("--node-rank", type=int, metavar="N", help="Rank of this node, from 0 (default: 0)."),
+    click.option(
+        "--rdzv-endpoint",
+        metavar="HOST:PORT",
+        help="Rendezvous endpoint, required on several nodes (default: MASTER_ADDR:MASTER_PORT).",
+    ),
+    click.option(
+        "--master-addr", metavar="HOST", help="Host of the rendezvous, instead of --rdzv-endpoint, as in torchrun."
+    ),
+    click.option("--master-port", type=int, metavar="PORT", help="Port of the rendezvous (default: 29500)."),
+    click.option(
+        "--local-addr", metavar="ADDRESS", help="Address under which other nodes reach this one (default: host name)."
+    ),
 ]
 
 

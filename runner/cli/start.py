@@ -22,28 +22,49 @@ T = TypeVar("T")
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @config_options
-@click.option("--resume", default="auto", show_default=True, metavar="auto|never|STEP", help="Where to go on from.")
-@click.option("--overwrite", is_flag=True, help="With --resume never: move an existing run aside and start anew.")
+@click.option(
+    "--resume",
+    default="auto",
+    show_default=True,
+    metavar="auto|never|STEP",
+    help="Checkpoint to resume from: auto selects the newest valid one, never starts from the beginning.",
+)
+@click.option(
+    "--overwrite", is_flag=True, help="With --resume never: move an existing run aside instead of refusing to start."
+)
 @click.option(
     "--resume-from",
-    "--resume_from",
     metavar="PATH",
-    help="Checkpoint to start from while the run has none of its own: ours, or a stock Trainer's folder.",
+    help="Checkpoint of another run, or of a stock Trainer, to start from while this run has no checkpoint.",
 )
 @click.option(
     "--allow-changes",
-    "--allow_changes",
     is_flag=True,
     help="Resume from the checkpoints of a job that differs from this one, for example by an edited script.",
 )
-@click.option("--max-restarts", "--max_restarts", type=int, help="Restarts without a new checkpoint between them.")
-@click.option("--grace", type=Number(min=0), metavar="SECONDS", help="From a stop request to the end of the ranks.")
-@click.option("--metrics-port", "--metrics_port", type=int, help="Answer Prometheus there, at /metrics.")
-@click.option("--cold", is_flag=True, default=None, help="Fresh interpreters instead of forks of a preloaded one.")
 @click.option(
-    "--debug",
-    is_flag=True,
-    help="The job made small, in a folder of its own, with all that torch and NCCL have to say.",
+    "--max-restarts",
+    type=int,
+    metavar="N",
+    help="Maximum number of restarts without a new checkpoint between them (default: 5).",
+)
+@click.option(
+    "--grace",
+    type=Number(min=0),
+    metavar="SECONDS",
+    help="Seconds that ranks may take to checkpoint after a stop request (default: 60).",
+)
+@click.option(
+    "--metrics-port",
+    type=int,
+    metavar="PORT",
+    help="Port on the first node that serves Prometheus metrics at /metrics (default: none).",
+)
+@click.option(
+    "--cold", is_flag=True, default=None, help="Start ranks in fresh interpreters instead of forks of a preloaded one."
+)
+@click.option(
+    "--debug", is_flag=True, help="Run a scaled-down job with verbose logging, in a folder of its own (DIR-debug)."
 )
 @click.argument("script", required=False)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -63,10 +84,11 @@ def start(
     args: tuple[str, ...],
     **launch: Any,
 ) -> None:
-    """Run a job to its end, restarting it as often as it takes.
+    """Run a training job to completion; restart it after failures.
 
-    Without SCRIPT: supervised fine-tuning as configured. With SCRIPT (and its ARGS): your own training script, as
-    torchrun would run it; let it save through checkpointing.transformers.resilient to make it resumable.
+    Without SCRIPT, run the configured supervised fine-tuning. With SCRIPT and its ARGS, run your own training script as
+    torchrun would; to be resumable, the script saves through checkpointing.CheckpointManager or
+    checkpointing.transformers.resilient.
     """
     from runner.system.event_loop import StopRequest
 

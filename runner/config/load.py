@@ -124,7 +124,8 @@ def _read_yaml(file: Path) -> dict[str, Any]:
         return {}
     if not isinstance(document, dict):
         raise UsageError(f"{file}: must be a mapping of {', '.join(Config.model_fields)}")
-    return document
+    # A section whose keys are all comments reads as null.
+    return {key: value for key, value in document.items() if value is not None or key not in Config.model_fields}
 
 
 def _set(document: dict[str, Any], key: str, value: Any, written: str) -> None:

@@ -15,6 +15,8 @@ from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST, Tiers, open_tiers
 # Files of training data, by suffix: the builder of `datasets` that reads them.
 DATA_LOADERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
 DEFAULT_CONFIG = Path(__file__).parents[1] / "training" / "data" / "default.yaml"
+# For editors; scripts/render-reference makes it of the classes below.
+JOB_SCHEMA = Path(__file__).with_name("job.schema.json")
 
 
 class _Section(BaseModel):
@@ -22,63 +24,67 @@ class _Section(BaseModel):
 
 
 class ModelConfig(_Section):
-    """Which model is fine-tuned."""
+    """Model to fine-tune. Set `name_or_path` or `config`."""
 
-    name_or_path: str | None = None
-    """Hub name or local folder. None builds a new SmolLM3 from `config`, with a tokenizer trained on the data; one of
-    the two must be given."""
+    name_or_path: str | None = Field(default=None, examples=["HuggingFaceTB/SmolLM3-3B"])
+    """Hub name or local folder of a pretrained model. Without it a new SmolLM3 is built from `config`, with a tokenizer
+    trained on the data."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """SmolLM3Config fields for the model built from scratch (or overrides for a loaded one)."""
+    """SmolLM3Config fields of a new model, or overrides for a pretrained one."""
     attn_implementation: Literal["auto", "flash_attention_2", "sdpa", "eager"] = "auto"
-    """auto: flash-attn where it is importable and the GPU supports it, else SDPA."""
+    """Attention implementation. `auto` uses flash-attn if it is installed and the GPU supports it, else SDPA."""
     vocab_size: int = Field(default=2048, ge=300)
-    """Vocabulary of the tokenizer trained for a model built from scratch."""
+    """Vocabulary size, in tokens, of the tokenizer trained for a new model."""
 
 
 class MethodConfig(_Section):
-    """What of the model is trained."""
+    """Fine-tuning method: all weights, or low-rank adapters."""
 
     type: Literal["full", "lora", "qlora"] = "full"
-    """full: every weight. lora: low-rank adapters (arXiv 2106.09685) on a frozen base; only they are saved. qlora: the
-    same on a base in 4 bits (arXiv 2305.14314); needs a CUDA GPU and bitsandbytes."""
+    """Weights to train. `full` trains every weight. `lora` trains low-rank adapters (arXiv 2106.09685) on a frozen base
+    model and saves only the adapters. `qlora` does the same on a base model in 4 bits (arXiv 2305.14314); it needs a
+    CUDA GPU and bitsandbytes."""
     r: int = Field(default=16, ge=1)
     """Rank of the adapters."""
     alpha: int = Field(default=32, ge=1)
-    """Their output is scaled by alpha / r."""
+    """Scale of the adapters: their output is multiplied by alpha / r."""
     dropout: float = Field(default=0.05, ge=0, lt=1)
-    """Before the adapters, in training."""
+    """Dropout probability in front of the adapters during training."""
     target_modules: str | list[str] = "all-linear"
-    """Names of the layers that get one; all-linear: every linear layer but the output."""
-    modules_to_save: list[str] = Field(default_factory=list)
-    """Further modules that are trained whole, and saved with the adapters."""
+    """Names of the layers that get an adapter. `all-linear` selects every linear layer except the output layer."""
+    modules_to_save: list[str] = Field(default_factory=list, examples=[["embed_tokens"]])
+    """Names of further modules that are trained in full and saved with the adapters."""
 
 
 Strategy = Literal["ddp", "fsdp"]
 
 
 class DataConfig(_Section):
-    """What it is fine-tuned on."""
+    """Training and validation data."""
 
-    path: str | None = None
-    """A .parquet, .jsonl, .json or .csv file, here or at a URL that fsspec knows, or a hub data set; with columns
-    prompt and completion, or text, or messages. None: the bundled wilderness survival pairs."""
+    path: str | None = Field(default=None, examples=["data/train.jsonl"])
+    """Training data: a .parquet, .jsonl, .json or .csv file, a URL of one that fsspec can read, or the name of a hub
+    data set. Rows have the columns `prompt` and `completion`, or `text`, or `messages`. Without it the bundled question
+    and answer pairs are used."""
     split: str = "train"
-    """Split of a hub data set."""
-    max_rows: Annotated[int, Field(ge=1)] | None = None
-    """Train on the first so many rows only, for a trial."""
+    """Split of the hub data set to train on."""
+    max_rows: Annotated[int, Field(ge=1)] | None = Field(default=None, examples=[1000])
+    """Number of rows to train on, taken from the start, for a trial run. Without it all rows are used."""
     streaming: bool = False
-    """Read rows while training goes on, instead of all of them before: for data that is larger than the disk. Needs
+    """Whether rows are read during training instead of before it, for data that does not fit on the disk. Needs
     `trainer.max_steps`."""
     shuffle_samples: Annotated[int, Field(ge=1)] | None = 10_000
-    """How many rows of a stream are read ahead and brought into random order; None: the stream's own order."""
-    validation_path: str | None = None
-    """Likewise, for evaluations: `trainer.eval_strategy`, at every save if that is not set. `best_model` is the
-    checkpoint with the least eval_loss then, or the best by `trainer.metric_for_best_model`. Saves that
-    `checkpoint.save_steps: auto` or `save_minutes` choose are not evaluated."""
-    validation_split: str | None = None
-    """Split of a hub data set for evaluations, of `validation_path` or of `path`."""
-    validation_share: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Or this share of the rows, drawn by `trainer.seed`."""
+    """Number of rows of a stream that are buffered and shuffled. `null` keeps the order of the stream."""
+    validation_path: str | None = Field(default=None, examples=["data/validation.jsonl"])
+    """Validation data, in the same formats as `path`. The model is evaluated by `trainer.eval_strategy`, by default at
+    every save. `best_model` is then the checkpoint with the lowest eval_loss, or the best by
+    `trainer.metric_for_best_model`. Saves triggered by `checkpoint.save_steps: auto` or `checkpoint.save_minutes` are
+    not evaluated."""
+    validation_split: str | None = Field(default=None, examples=["validation"])
+    """Split of a hub data set (`validation_path`, or else `path`) to evaluate on."""
+    validation_share: Annotated[float, Field(gt=0, lt=1)] | None = Field(default=None, examples=[0.05])
+    """Share of the training rows to hold out for evaluation, drawn with `trainer.seed`. Cannot be combined with the
+    other validation keys."""
 
     @property
     def has_validation(self) -> bool:
@@ -86,33 +92,35 @@ class DataConfig(_Section):
 
 
 class CheckpointConfig(_Section):
-    """Where checkpoints go and how often; how many are kept is `trainer.save_total_limit`."""
+    """Checkpoint storage and intervals. `trainer.save_total_limit` sets how many checkpoints are kept."""
 
-    location: str | None = None
-    """A directory, or a URL: file://, s3://bucket/prefix, or another of fsspec's. None: `output_dir`/checkpoints."""
-    local_tier: str | None = None
-    """A fast directory of this machine in front of `location`: checkpoints are committed there first, and copied to
-    `location` in the background. It may be lost with the machine."""
+    location: str | None = Field(default=None, examples=["s3://bucket/prefix"])
+    """Storage of the checkpoints: a directory, or a URL (`file://`, `s3://bucket/prefix`, or another scheme that fsspec
+    supports). Without it `checkpoints` in `output_dir`. A run on several nodes needs a location that all nodes can
+    reach."""
+    local_tier: str | None = Field(default=None, examples=["/nvme/checkpoints"])
+    """Fast local directory in front of `location`. Checkpoints are committed there first and copied to `location` in
+    the background. It may be lost together with the node."""
     local_keep_last: Annotated[int, Field(ge=1)] = DEFAULT_LOCAL_KEEP_LAST
-    """Newest checkpoints kept in `local_tier`."""
-    keep_every_steps: Annotated[int, Field(ge=1)] | None = None
-    """Keep every checkpoint whose step is a multiple of this, besides the newest `trainer.save_total_limit` and the
-    best by `trainer.metric_for_best_model`."""
+    """Number of newest checkpoints kept in `local_tier`."""
+    keep_every_steps: Annotated[int, Field(ge=1)] | None = Field(default=None, examples=[1000])
+    """Interval, in steps, of checkpoints that are kept permanently, in addition to the newest
+    `trainer.save_total_limit` and the best by `trainer.metric_for_best_model`."""
     snapshot_steps: Literal["auto"] | Annotated[int, Field(ge=1)] | None = "auto"
-    """Steps between snapshots held in memory, from which a crashed attempt goes on. auto: as often as their measured
-    price and the rate of failures make worth it. None: only those that are committed."""
+    """Interval, in steps, between in-memory snapshots, from which a failed attempt resumes. `auto` derives it from the
+    measured cost of a snapshot and the failure rate. `null` takes snapshots only for commits."""
     save_steps: Literal["auto"] | None = None
-    """None: `trainer.save_steps` says when a snapshot is committed to storage. auto: chosen as above."""
-    save_minutes: Annotated[float, Field(gt=0)] | None = None
-    """And at least so often, in minutes."""
+    """Interval between commits to storage. `null` leaves it to `trainer.save_steps`; `auto` derives it from the
+    measured cost of a commit and the failure rate."""
+    save_minutes: Annotated[float, Field(gt=0)] | None = Field(default=None, examples=[30])
+    """Maximum minutes between commits. Without it time alone triggers no commit."""
     overhead_cap: float = Field(default=0.01, gt=0, le=1)
-    """Share of the run's time that auto may spend."""
+    """Maximum share of the run time that intervals set to `auto` may cost."""
     max_failed_saves: Annotated[int, Field(ge=1)] | None = 5
-    """Saves in a row that storage may refuse before the run is stopped, so that no more is computed than can be kept;
-    None: any number."""
-    memory_limit: str | int | None = None
-    """Memory that snapshots may take on each machine (8GiB); None: half of what is free. Two are held where that is
-    enough, else one; with too little for one, every save blocks training until it is written."""
+    """Number of consecutive failed saves after which the run stops with exit code 74. `null` never stops it."""
+    memory_limit: str | int | None = Field(default=None, examples=["8GiB"])
+    """Memory for snapshots on each node, in bytes or with a unit. Without it half of the free memory. Two snapshots are
+    held if they fit, else one; if not even one fits, every save blocks training until it is written."""
 
     @property
     def memory_limit_bytes(self) -> int | None:
@@ -125,28 +133,32 @@ def _torchruns_auto(value: Any) -> Any:
 
 
 class LaunchConfig(_Section):
-    """Processes; torchrun's own names."""
+    """Processes and nodes, named as in torchrun."""
 
     nproc_per_node: Annotated[Literal["auto"] | int, BeforeValidator(_torchruns_auto)] = "auto"
-    """Ranks on this machine. auto: one per GPU, or 2 without GPUs."""
+    """Number of ranks on this node. `auto` starts one per GPU, or 2 without GPUs."""
     nnodes: int = Field(default=1, ge=1)
+    """Number of nodes."""
     node_rank: int = Field(default=0, ge=0)
-    """This machine's number. The RANK variable sets it, as in a PyTorchJob."""
-    world_size: int | None = Field(default=None, ge=1)
-    """All ranks of all machines (the WORLD_SIZE variable); sets nnodes where that is not given."""
-    rdzv_endpoint: str | None = None
-    """host:port where the machines meet. None: master_addr:master_port, or a free local port for one machine."""
-    master_addr: str | None = None
+    """Rank of this node, from 0. In a PyTorchJob the variable RANK sets it."""
+    world_size: int | None = Field(default=None, ge=1, examples=[16])
+    """Number of ranks on all nodes (variable WORLD_SIZE). Determines `nnodes` if that is 1."""
+    rdzv_endpoint: str | None = Field(default=None, examples=["node0:29500"])
+    """Rendezvous endpoint of the nodes, host:port. Without it `master_addr`:`master_port`, or a free local port on one
+    node."""
+    master_addr: str | None = Field(default=None, examples=["node0"])
+    """Host of the rendezvous on several nodes, if `rdzv_endpoint` is not set."""
     master_port: int = Field(default=29500, ge=1, le=65535)
-    peer_port: int | None = Field(default=None, ge=1, le=65535)
-    """Port on the first machine where the runners of several machines talk. None: the rendezvous port + 1."""
-    local_addr: str | None = None
-    """Address or name of this machine that the others reach it by; None: its host name."""
+    """Port of the rendezvous on several nodes, if `rdzv_endpoint` is not set."""
+    peer_port: int | None = Field(default=None, ge=1, le=65535, examples=[29501])
+    """Port on the first node over which the runners of all nodes communicate. Without it the rendezvous port + 1."""
+    local_addr: str | None = Field(default=None, examples=["10.0.0.5"])
+    """Address or host name under which other nodes reach this one. Without it the host name."""
     rendezvous_timeout_s: float = Field(default=600.0, gt=0)
-    """How long a machine waits for the others, at the start and after one was lost."""
+    """Seconds to wait for the other nodes, at the start and after a node was lost."""
     cold: bool = False
-    """Start every rank in a fresh interpreter instead of forking a preloaded one: for scripts that start CUDA or
-    threads when imported."""
+    """Whether every rank starts in a fresh interpreter instead of a fork of a preloaded one. Needed by scripts that
+    initialize CUDA or start threads when imported."""
 
     @property
     def endpoint(self) -> str:
@@ -188,90 +200,102 @@ def _check_endpoint(value: str) -> str:
 
 
 class RestartConfig(_Section):
-    """When to try again."""
+    """Restarts, timeouts and stop requests."""
 
     max_restarts: int = Field(default=5, ge=0)
-    """Restarts without a newly committed checkpoint between them, before giving up."""
+    """Maximum number of restarts without a newly committed checkpoint between them."""
     max_network_retries: int = Field(default=20, ge=0)
-    """Restarts after a rank failed because the network or a server did not answer (connection, time-out, DNS, HTTP 5xx
-    and 429), without a newly committed checkpoint between them. They do not count against max_restarts."""
+    """Maximum number of restarts after network failures of a rank (connection, timeout, DNS, HTTP 5xx and 429) without
+    a newly committed checkpoint between them. They do not count against `max_restarts`."""
     backoff_initial_s: float = Field(default=1.0, ge=0)
-    """Wait before the second restart without progress; the first one comes at once, each further one waits twice as
-    long."""
+    """Seconds before the second restart without progress. The first restart is immediate; each further wait is twice
+    as long."""
     backoff_max_s: float = Field(default=60.0, ge=0)
+    """Maximum seconds before a restart."""
     backoff_jitter_s: float = Field(default=1.0, ge=0)
+    """Maximum random addition to each wait, in seconds."""
     grace_s: float = Field(default=60.0, ge=0)
-    """After a stop request, how long the ranks may take to snapshot and end."""
-    hang_timeout_s: Annotated[float, Field(gt=0)] | None = None
-    """A step without end is a hang after this. None: 3 x the 99th percentile of this run's own steps + 5 s."""
+    """Seconds that ranks may take to checkpoint after a stop request."""
+    hang_timeout_s: Annotated[float, Field(gt=0)] | None = Field(default=None, examples=[300])
+    """Seconds after which an unfinished step counts as a hang. Without it 3 x the 99th percentile of the step times of
+    this run + 5 s."""
     first_step_timeout_s: float = Field(default=1800.0, gt=0)
-    """The same for the first steps of an attempt, and while torch.compile works."""
+    """Seconds after which an unfinished step counts as a hang at the start of an attempt and while torch.compile
+    runs."""
     quiet_timeout_s: float = Field(default=1800.0, gt=0)
-    """The same for what is no step: start-up, restore, saving; and between two batches of an evaluation."""
+    """Seconds without a sign of progress that count as a hang outside steps: start-up, restore, saving, and between two
+    evaluation batches."""
     preemption_notices: Annotated[Literal["off", "aws", "gcp", "azure"], BeforeValidator(_yaml_off)] = "off"
-    """The cloud whose metadata service is asked whether this machine is about to go; such a notice is a stop request.
-    aws: spot interruption and rebalance recommendation; gcp: preemption and host maintenance that terminates; azure:
-    scheduled Preempt, Terminate, Reboot and Redeploy."""
-    metadata_endpoint: Annotated[str, AfterValidator(_check_endpoint)] | None = None
-    """Where that service is, http://host:port. None: the cloud's own address, http://169.254.169.254."""
+    """Cloud whose metadata service is polled for termination notices; a notice is handled as a stop request. `aws`:
+    spot interruption and rebalance recommendation. `gcp`: preemption and terminating host maintenance. `azure`:
+    scheduled Preempt, Terminate, Reboot and Redeploy events."""
+    metadata_endpoint: Annotated[str, AfterValidator(_check_endpoint)] | None = Field(
+        default=None, examples=["http://127.0.0.1:8080"]
+    )
+    """URL of the metadata service, http://host:port. Without it http://169.254.169.254, as on every cloud."""
 
 
 class GuardsConfig(_Section):
-    """Steps of which nothing is kept: training goes on from the newest snapshot before them. Where such a step fails
-    again, it is passed over from then on, with all steps since that snapshot."""
+    """Steps to discard: training resumes from the newest snapshot before such a step. If the step fails again, it is
+    skipped together with all steps since that snapshot."""
 
     check_finite: bool = True
-    """Gradients that are infinite or NaN."""
-    spike_zscore: Annotated[float, Field(gt=0)] | None = None
-    """A loss this many robust standard deviations above the median of the last 64 steps; 8 is a good choice. None: do
-    not look."""
+    """Whether steps with infinite or NaN gradients are discarded."""
+    spike_zscore: Annotated[float, Field(gt=0)] | None = Field(default=None, examples=[8])
+    """Loss spike threshold, in robust standard deviations above the median loss of the last 64 steps; 8 is a good
+    choice. Without it spikes are not detected."""
     max_skipped_windows: int = Field(default=3, ge=0)
-    """Windows of steps that one run may pass over; a further one ends it with 78."""
+    """Maximum number of skipped windows of steps per run. One more ends the run with exit code 78."""
 
 
 class TrackingConfig(_Section):
-    """Experiment tracking beyond the Trainer's own report_to."""
+    """Experiment tracking with Aim. `trainer.report_to` selects other trackers."""
 
-    aim_repo: str | None = None
-    """Aim repository (the AIM_REPO variable); needs the `aim` extra."""
+    aim_repo: str | None = Field(default=None, examples=["/aim"])
+    """Aim repository, a path or URL (variable AIM_REPO). Needs the extra `aim`. Without it nothing is tracked in
+    Aim."""
     experiment: str = "wilderness-survival"
+    """Name of the Aim experiment."""
 
 
 class MonitoringConfig(_Section):
-    """Figures for Prometheus."""
+    """Prometheus metrics."""
 
-    port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """Where the first machine's runner answers at /metrics (`--metrics-port`). None: nowhere."""
-    address: str | None = None
-    """Of this machine, that it answers at. None: 127.0.0.1 where the run has one machine (0.0.0.0 lets others scrape
-    it), 0.0.0.0 where it has several."""
+    port: Annotated[int, Field(ge=1, le=65535)] | None = Field(default=None, examples=[9400])
+    """Port on the first node that serves Prometheus metrics at /metrics (option `--metrics-port`). Without it no
+    metrics are served."""
+    address: str | None = Field(default=None, examples=["0.0.0.0"])
+    """Address to listen on. Without it 127.0.0.1 in a run on one node and 0.0.0.0 in a run on several."""
 
 
 class CostConfig(_Section):
-    """What the machines cost, for `runner report`."""
+    """Prices for `runner report` and `runner plan`."""
 
-    price_per_hour: Annotated[float, Field(ge=0)] | None = None
-    """Of one machine, on demand. None: the report says nothing of money."""
+    price_per_hour: Annotated[float, Field(ge=0)] | None = Field(default=None, examples=[12.5])
+    """On-demand price of one node per hour, in `currency`. Without it no cost is reported."""
     spot_discount: float = Field(default=0.0, ge=0, lt=1)
-    """Share of it that is not paid, as the machines may be taken away."""
+    """Discount of a spot node, as a share of `price_per_hour`."""
     currency: str = "USD"
+    """Currency of `price_per_hour`."""
 
 
 class Config(_Section):
-    """A run."""
+    """Configuration of a run."""
 
     output_dir: Annotated[str, Field(min_length=1, pattern=r"\S")] = "runs/default"
-    """Folder of the run. Where it is not given: runs/NAME, by the name of the configuration file or the script."""
+    """Folder of the run: checkpoints, journal, logs and `best_model`. Without it `runs/NAME`, where NAME is the name of
+    the configuration file, script, model or data."""
     scale_learning_rate: bool = True
-    """Multiply trainer.learning_rate by the number of ranks."""
+    """Whether `trainer.learning_rate` is multiplied by the number of ranks."""
     strategy: Strategy = "ddp"
-    """ddp: every rank holds the whole model. fsdp: parameters, gradients and optimizer state are sharded over the ranks
-    of a machine, and replicated between machines (FSDP2); `trainer.fsdp_config` tunes it. Checkpoints are the same."""
+    """Parallelism. `ddp` holds the whole model on every rank. `fsdp` (FSDP2) shards parameters, gradients and optimizer
+    state over the ranks of a node and replicates them between nodes; `trainer.fsdp_config` tunes it. A checkpoint of
+    either can be resumed with the other."""
     model: ModelConfig = ModelConfig()
     method: MethodConfig = MethodConfig()
     data: DataConfig = DataConfig()
     trainer: dict[str, Any] = Field(default_factory=dict)
-    """SFTConfig's own options, passed through."""
+    """Options of TRL's SFTConfig, by their own names. `runner config --trainer-options` lists them."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     launch: LaunchConfig = LaunchConfig()
     restart: RestartConfig = RestartConfig()

@@ -38,7 +38,6 @@ class Assumptions:
 
     gpus: int | None = None
     gpu_memory: int | None = None
-    machines: int | None = None
     step_s: float | None = None
     work_hours: float = 24.0
     mttf_hours: float | None = None
@@ -98,8 +97,7 @@ def make_plan(config: Config, given: Assumptions) -> Plan:
     """
     found, supposed = find_gpus(), []
     on_gpu = bool(found) or given.gpus is not None or given.gpu_memory is not None
-    nnodes, nproc = shape_of(config, given.gpus or len(found))
-    machines = given.machines or nnodes
+    machines, nproc = shape_of(config, given.gpus or len(found))
     if given.gpu_memory is not None:
         memory = given.gpu_memory
     elif found:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from runner.errors import UsageError
@@ -28,42 +27,53 @@ class RunCollector(Collector):
         self._journal, self._clock = journal, clock
         self._fresh_until, self._run = 0.0, RunSummary()
 
-    def collect(self) -> Iterator[Any]:
+    def collect(self) -> Iterator[Metric]:
         if time.monotonic() >= self._fresh_until:
             began = time.thread_time()
             self._run = summarise(read_journal(self._journal), now=self._clock())
             took_s = time.thread_time() - began
             cache_s = min(max(_CACHE_S, _CACHE_SHARE * took_s), _LONGEST_CACHE_S)
             self._fresh_until = time.monotonic() + cache_s
-        run, now = self._run, self._clock()
-        yield InfoMetricFamily("runner_run", "Which run this is.", {"run_id": run.run_id})
-        yield _by("runner_state", "1 for the state that the run is in.", "state", _states(run))
-        for name, text, value in (
-            ("runner_step", "Optimizer steps finished.", run.step),
-            ("runner_total_steps", "Optimizer steps to be made.", run.total_steps),
-            ("runner_loss", "Training loss, by the last log entry.", run.last_loss),
-            ("runner_tokens_per_second", "Of all ranks, by the last log entry.", run.tokens_per_s),
-            ("runner_goodput_ratio", "Share of the wall time that went into steps that count.", run.goodput),
-            ("runner_restarts_left", "Failures that the budget has room for.", run.restarts_left),
-        ):
-            if isinstance(value, (int, float)):
-                yield GaugeMetricFamily(name, text, value)
-        yield _by("runner_checkpoint_step", "Newest committed step.", "tier", dict(run.newest_by_tier))
-        ages = {tier: max(now - at, 0.0) for tier, at in run.newest_at_by_tier.items()}
-        yield _by("runner_checkpoint_age_seconds", "Since the newest commit.", "tier", ages)
-        yield _by("runner_time_seconds", "Of the run's wall time, by what it went into.", "cause", run.time_by_cause)
-        restarts = CounterMetricFamily("runner_restarts", "Attempts that failed, by how.", labels=["cause"])
-        for kind, count in restarts_by_kind(run.attempts).items():
-            restarts.add_metric([kind], count)
-        yield restarts
-        stall_s = sum(attempt.stall_s for attempt in run.attempts)
-        for name, text, value in (
-            ("runner_lost_steps", "Steps that had to be computed again.", run.lost_steps),
-            ("runner_checkpoint_stall_seconds", "For which training has waited for snapshots.", stall_s),
-            ("runner_checkpoint_failures", "Saves that storage has refused.", run.failed_commits),
-            ("runner_snapshots_skipped", "Snapshots left out as all memory for them was busy.", run.skipped_snapshots),
-        ):
-            yield CounterMetricFamily(name, text, value)
+        yield from metrics(self._run, self._clock())
+
+
+def metrics(run: RunSummary, now: float) -> Iterator[Metric]:
+    """Yield the metrics of a run; what its journal does not know yet is left out.
+
+    The reference page lists them with these help texts.
+
+    Args:
+        run: The summary of the journal.
+        now: Seconds since the epoch, by the clock of the journal.
+    """
+    yield InfoMetricFamily("runner_run", "Identity of the run.", {"run_id": run.run_id})
+    yield _by("runner_state", "State of the run: 1 for the current state, 0 for the others.", "state", _states(run))
+    for name, text, value in (
+        ("runner_step", "Finished optimizer steps.", run.step),
+        ("runner_total_steps", "Optimizer steps of the complete run.", run.total_steps),
+        ("runner_loss", "Training loss of the newest log entry.", run.last_loss),
+        ("runner_tokens_per_second", "Tokens per second of all ranks, from the newest log entry.", run.tokens_per_s),
+        ("runner_goodput_ratio", "Share of the wall time spent in steps that count, from 0 to 1.", run.goodput),
+        ("runner_restarts_left", "Failures left in the restart budget.", run.restarts_left),
+    ):
+        if isinstance(value, (int, float)):
+            yield GaugeMetricFamily(name, text, value)
+    yield _by("runner_checkpoint_step", "Step of the newest committed checkpoint.", "tier", dict(run.newest_by_tier))
+    ages = {tier: max(now - at, 0.0) for tier, at in run.newest_at_by_tier.items()}
+    yield _by("runner_checkpoint_age_seconds", "Seconds since the newest commit.", "tier", ages)
+    yield _by("runner_time_seconds", "Wall time of the run in seconds, by cause.", "cause", run.time_by_cause)
+    restarts = CounterMetricFamily("runner_restarts", "Failed attempts, by failure class.", labels=["cause"])
+    for kind, count in restarts_by_kind(run.attempts).items():
+        restarts.add_metric([kind], count)
+    yield restarts
+    stall_s = sum(attempt.stall_s for attempt in run.attempts)
+    for name, text, value in (
+        ("runner_lost_steps", "Steps that were computed again after a failure.", run.lost_steps),
+        ("runner_checkpoint_stall_seconds", "Seconds that training waited for snapshots.", stall_s),
+        ("runner_checkpoint_failures", "Failed saves.", run.failed_commits),
+        ("runner_snapshots_skipped", "Snapshots skipped because their memory was in use.", run.skipped_snapshots),
+    ):
+        yield CounterMetricFamily(name, text, value)
 
 
 def serve(address: str, port: int, collector: RunCollector) -> None:

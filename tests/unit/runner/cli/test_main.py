@@ -23,7 +23,15 @@ def runner(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.parametrize(
-    "command", [["--help"], ["start", "--help"], ["config", "--help"], ["status", "-h"], ["checkpoints", "list", "-h"]]
+    "command",
+    [
+        ["--help"],
+        ["init", "--help"],
+        ["start", "--help"],
+        ["config", "--help"],
+        ["status", "-h"],
+        ["checkpoints", "list", "-h"],
+    ],
 )
 def test_help_loads_nothing_heavy(command: list[str]) -> None:
     code = (

@@ -121,6 +121,11 @@ def test_mistakes_are_one_line_with_key_value_and_mend(
         assert part in text
 
 
+def test_a_section_without_keys_is_the_default(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, MODEL + "monitoring:\n  # port: 9400\ntrainer:\n"), {})
+    assert (config.monitoring.port, config.trainer) == (None, {})
+
+
 def test_environment_mistakes_name_the_variable() -> None:
     with pytest.raises(
         UsageError, match=r"environment variable BATCH_SIZE: trainer\.per_device_train_batch_size='big'"

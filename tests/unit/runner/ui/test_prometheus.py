@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client.core import Metric
+
+from runner.journal.journal import Journal
+from runner.journal.summary import RunSummary
+from runner.ui.prometheus import RunCollector, metrics
+
+MONITORING = Path(__file__).parents[4] / "deploy" / "monitoring"
+
+
+def families(run: RunSummary, now: float = 0.0) -> dict[str, Metric]:
+    return {family.name: family for family in metrics(run, now)}
+
+
+def test_what_is_not_known_is_absent() -> None:
+    found = families(RunSummary(run_id="r"))
+    assert "runner_loss" not in found and "runner_total_steps" not in found and "runner_restarts_left" not in found
+    assert found["runner_step"].samples[0].value == 0
+    assert found["runner_checkpoint_step"].samples == []
+
+
+def test_one_state_is_current() -> None:
+    samples = families(RunSummary(state="running"))["runner_state"].samples
+    assert [sample.labels["state"] for sample in samples if sample.value == 1] == ["running"]
+    assert len(samples) > 1
+
+
+def test_the_age_of_a_checkpoint_is_never_negative() -> None:
+    run = RunSummary(newest_by_tier={"local": 7}, newest_at_by_tier={"local": 100.0})
+    for now, age in ((130.0, 30.0), (90.0, 0.0)):
+        (sample,) = families(run, now)["runner_checkpoint_age_seconds"].samples
+        assert (sample.labels, sample.value) == ({"tier": "local"}, age)
+
+
+def test_a_journal_is_read_once_per_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, lambda: 1.0)
+    collector = RunCollector(path, clock=lambda: 1.0)
+    monotonic = [0.0]
+    monkeypatch.setattr("runner.ui.prometheus.time.monotonic", lambda: monotonic[0])
+
+    def run_id() -> str:
+        (family,) = (family for family in collector.collect() if family.name == "runner_run")
+        return str(family.samples[0].labels["run_id"])
+
+    assert run_id() == ""
+    journal.append("run_started", 0, run_id="first", committed_step=-1)
+    assert run_id() == ""
+    monotonic[0] = 61.0
+    assert run_id() == "first"
+
+
+def test_alerts_and_dashboard_ask_for_metrics_that_exist() -> None:
+    known = RunSummary(total_steps=1, last_loss=1.0, tokens_per_s=1.0, restarts_left=1)
+    suffixes = {"counter": "_total", "info": "_info"}
+    exported = {family.name + suffixes.get(family.type, "") for family in metrics(known, 0.0)}
+    text = (MONITORING / "alerts.yaml").read_text() + (MONITORING / "grafana-dashboard.json").read_text()
+    assert set(re.findall(r"\brunner_[a-z_]+", text)) <= exported
