@@ -37,7 +37,7 @@ _DRAWS = 200
 # By which the pace of one attempt's steps differs from another's, so that where between two checkpoints a kill falls, a
 # hundred steps later, is nobody's to foretell.
 _PACE_DEVIATION = 0.03
-DOCS = ROOT / "docs" / "prediction-benchmark.md"
+DOCS = ROOT / "docs" / "benchmarks" / "prediction.md"
 
 
 def struck_run(folder: Path, gaps: random.Random, mttf_s: float, most: int | None) -> tuple[list[Event], list[float]]:
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="one round")
-    parser.add_argument("--docs", action="store_true", help=f"write {DOCS.name}")
+    parser.add_argument("--docs", action="store_true", help=f"write {DOCS.relative_to(ROOT)}")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rounds = 1 if arguments.quick else arguments.rounds

@@ -4,7 +4,7 @@ The bundled job (2 ranks, gloo, one thread each, no GPU) under `runner start`, a
 plain `SFTTrainer` script under what others restart it with; all take turns within each round. `ft_launcher` (NVIDIA's
 nvidia-resiliency-ext) runs without GPUs too, its health checks off; 0.4.1 is its newest wheel for Python 3.11 and glibc
 before 2.39. It is installed into `.bench/` on first use, beside the torch that is here; where that fails, it is left
-out and the reason is printed. See `docs/recovery-benchmark.md` for the last result.
+out and the reason is printed. See `docs/benchmarks/recovery.md` for the last result.
 """
 
 from __future__ import annotations
@@ -508,7 +508,7 @@ one job differ by a tenth for reasons of the machine's, so the pairs' ratios say
 figure is the sum of all that supervision does, each part measured and taken as if nothing else ran meanwhile: the time
 that our callbacks take of a step, in the slowest rank and with whoever interrupts them; the processor time that the
 agreement takes in threads of its own; and the processor time of everything else of the run (supervisor, agent,
-launcher), as a share of the ranks' cores. Snapshots and commits are off: `docs/checkpoint-benchmark.md` has their
+launcher), as a share of the ranks' cores. Snapshots and commits are off: `docs/benchmarks/checkpoint.md` has their
 price.
 
 **Preemption**: in the same runs as the recovery, some steps after it. From SIGTERM to `runner start` until it has
@@ -545,7 +545,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100, help="at random moments; default: 100")
     parser.add_argument("--pairs", type=int, default=300, help="of blocks with and without supervision; default: 300")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--docs", action="store_true", help="write docs/recovery-benchmark.md")
+    parser.add_argument("--docs", action="store_true", help="write docs/benchmarks/recovery.md")
     parser.add_argument("--scratch", type=Path, help="folder for the runs; default: the temporary folder")
     parser.add_argument("--seed", type=int, default=0, help="of moments, victims and orders; default: 0")
     options = parser.parse_args()
@@ -581,7 +581,7 @@ def main() -> None:
             f"# What a failure costs\n\n`{command}`, {datetime.date.today()}, on {machine()}; {rounds} rounds, "
             f"{kills} kills, {pairs} pairs of blocks.\n\n{table}\n\n{METHOD}"
         )
-        (ROOT / "docs" / "recovery-benchmark.md").write_text(text)
+        (ROOT / "docs" / "benchmarks" / "recovery.md").write_text(text)
     if measured.problems:
         sys.exit(1)
 

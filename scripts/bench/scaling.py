@@ -25,7 +25,7 @@ from runner.system import processes
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 NUM_COLD_ENTRIES = 4
 LIMIT_S = 600.0
-DOCS = ROOT / "docs" / "scaling-benchmark.md"
+DOCS = ROOT / "docs" / "benchmarks" / "scaling.md"
 
 
 def measure(folder: Path, ranks: int, steps: int) -> tuple[float, float]:
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="default: 5")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="default: 1 2; 1 is always measured")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--docs", action="store_true", help=f"write {DOCS.name}")
+    parser.add_argument("--docs", action="store_true", help=f"write {DOCS.relative_to(ROOT)}")
     options = parser.parse_args()
     rounds, steps = (1, 40) if options.quick else (options.rounds, 120)
     numbers = sorted({1, *options.ranks})

@@ -1,7 +1,7 @@
 """What S3 costs: our uploads and resumes against AWS's and rclone's tools and boto3, and training over a slow link.
 
 Against Ceph's radosgw on loopback, in rounds in which all take turns; what is printed are medians over the rounds of
-ratios within each. See `docs/storage-benchmark.md` for the last result. The driver itself needs no torch.
+ratios within each. See `docs/benchmarks/storage.md` for the last result. The driver itself needs no torch.
 """
 
 from __future__ import annotations
@@ -375,7 +375,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two rounds, nothing repeated")
     parser.add_argument("--rounds", type=int, default=6, help="default: 6")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--docs", action="store_true", help="write docs/storage-benchmark.md")
+    parser.add_argument("--docs", action="store_true", help="write docs/benchmarks/storage.md")
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm"), help="folder in memory; default: /dev/shm")
     options = parser.parse_args()
     if not has_radosgw():
@@ -411,7 +411,7 @@ def main() -> None:
             f"# What S3 costs\n\n`{command}`, {datetime.date.today()}, on {machine()}; Ceph's radosgw on loopback, its "
             f"data in memory, on the same cores; {rounds} rounds.\n\n{table}\n\n{METHOD}"
         )
-        (ROOT / "docs" / "storage-benchmark.md").write_text(text)
+        (ROOT / "docs" / "benchmarks" / "storage.md").write_text(text)
 
 
 if __name__ == "__main__":
