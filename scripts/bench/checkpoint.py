@@ -435,7 +435,8 @@ def main() -> None:
         command = " ".join(["python", "scripts/bench/checkpoint.py", *sys.argv[1:]])
         rows = "\n".join(["| figure | value |", "|---|---|", *lines])
         text = (
-            f"# What a checkpoint costs training\n\n`{command}`, {datetime.date.today()}, on {machine()}; 1 rank, "
+            "# Checkpoints: what a save costs training\n\n"
+            f"`{command}`, {datetime.date.today()}, on {machine()}; 1 rank, "
             f"1 thread, {state_bytes / 1e9:.2f} GB of state, a save every {SAVE_EVERY} steps of about 1 s, "
             f"{rounds} rounds of {steps} steps. Per save: median (quartiles). Overhead is (total time - total time of "
             '"none" in the same round) / saves. Hugging Face does not fsync: its "durable" is not. A run during which '
