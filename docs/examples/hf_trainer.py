@@ -1,8 +1,8 @@
-"""A Hugging Face script that survives: the two marked lines are all that was added to it.
+"""A Hugging Face script made resilient by the two marked lines.
 
-Run it, kill it at any moment (`kill -9`), run it again: it goes on from the newest checkpoint, bit for bit.
-Under `torchrun`, or `runner start docs/examples/hf_trainer.py`, it does the same on several ranks; the latter also
-starts it again by itself.
+Run it, kill it at any moment (`kill -9`), and run it again: it resumes from the newest checkpoint, and the result is
+bit-identical. `torchrun` and `runner start docs/examples/hf_trainer.py` run it on several ranks; the latter also
+restarts it.
 """
 
 import sys

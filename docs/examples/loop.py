@@ -1,7 +1,7 @@
-"""A bare PyTorch loop that survives: the marked lines are all that was added to it.
+"""A PyTorch loop made resilient by the marked lines.
 
-Run it, kill it at any moment (`kill -9`), run it again: it resumes from the newest checkpoint, bit for bit, in the
-middle of an epoch too.
+Run it, kill it at any moment (`kill -9`), and run it again: it resumes from the newest checkpoint, also in the middle
+of an epoch, and the result is bit-identical.
 """
 
 import sys

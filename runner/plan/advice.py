@@ -15,7 +15,7 @@ from runner.simulate.scenario import HOUR_S, Scenario
 
 # Beyond it an allocator's gaps, and the longest batch, end in "out of memory".
 _USABLE_SHARE = 0.92
-# What a snapshot costs the training thread: a fixed part, and one per tensor (docs/checkpoint-benchmark.md).
+# What a snapshot costs the training thread: a fixed part, and one per tensor (docs/benchmarks/checkpoint.md).
 _STALL_S, _STALL_PER_TENSOR_S = 0.0005, 5e-6
 _RUNS = 200
 

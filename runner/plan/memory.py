@@ -18,13 +18,13 @@ from runner.plan.model_shape import Anatomy
 _NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
 # Of one GPU, before any tensor: CUDA's context, NCCL's and cuBLAS's buffers.
 CUDA_BASE_BYTES = 1_200_000_000
-# Of a rank's process, besides what it has imported: rows, tokenizer, process group (measured: docs/plan.md).
+# Of a rank's process, besides what it has imported: rows, tokenizer, process group (measured: docs/guides/planning.md).
 _RANK_OWN_BYTES = 40_000_000
 # Layers' worth of activations beyond those that are kept: gradients of the layer that is on its way back, what the
-# forward pass holds for a moment, and on a CPU the allocator's gaps (measured there: docs/plan.md).
+# forward pass holds for a moment, and on a CPU the allocator's gaps (measured there: docs/guides/planning.md).
 _PASSING_LAYERS_GPU, _PASSING_LAYERS_CPU = 1, 3
 # TRL's loss takes so many tokens and words of the vocabulary at a time; on a CPU with so many copies in fp32 beside it
-# (fitted: docs/plan.md).
+# (fitted: docs/guides/planning.md).
 _TILE_TOKENS, _TILE_WORDS, _TILE_COPIES_CPU = 4096, 32_768, 3
 # SFTConfig's own defaults.
 _MICRO_BATCH = 8

@@ -1,7 +1,7 @@
 """What checkpoints cost training: ours against the peers, on the same model and steps, in turns.
 
 Every variant runs in a process of its own, in rounds of changing order; what is printed are medians over all rounds
-and ratios of them. See `docs/checkpoint-benchmark.md` for the last result. The driver itself needs no torch.
+and ratios of them. See `docs/benchmarks/checkpoint.md` for the last result. The driver itself needs no torch.
 """
 
 from __future__ import annotations
@@ -368,7 +368,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4, help="default: 4")
     parser.add_argument("--steps", type=int, default=21, help="per run, a save every 5; default: 21")
     parser.add_argument("--json", type=Path, help="write the ratios there")
-    parser.add_argument("--docs", action="store_true", help="write table and plot into docs/")
+    parser.add_argument("--docs", action="store_true", help="write table and plot into docs/benchmarks/")
     parser.add_argument("--scratch", type=Path, help="folder on the disk under test; default: the temporary folder")
     parser.add_argument("--seed", type=int, default=0, help="of the order within the rounds")
     options = parser.parse_args()
@@ -430,23 +430,24 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
     if options.docs:
-        docs = ROOT / "docs"
-        plot(results, docs / "checkpoint-benchmark.svg")
+        docs = ROOT / "docs" / "benchmarks"
+        plot(results, docs / "checkpoint.svg")
         command = " ".join(["python", "scripts/bench/checkpoint.py", *sys.argv[1:]])
         rows = "\n".join(["| figure | value |", "|---|---|", *lines])
         text = (
-            f"# What a checkpoint costs training\n\n`{command}`, {datetime.date.today()}, on {machine()}; 1 rank, "
+            "# Checkpoints: what a save costs training\n\n"
+            f"`{command}`, {datetime.date.today()}, on {machine()}; 1 rank, "
             f"1 thread, {state_bytes / 1e9:.2f} GB of state, a save every {SAVE_EVERY} steps of about 1 s, "
             f"{rounds} rounds of {steps} steps. Per save: median (quartiles). Overhead is (total time - total time of "
             '"none" in the same round) / saves. Hugging Face does not fsync: its "durable" is not. A run during which '
             "more than a tenth of the processor time went to other virtual machines is repeated, twice at most.\n\n"
-            f"![blocked time and overhead](checkpoint-benchmark.svg)\n\n{table}\n\n"
+            f"![blocked time and overhead](checkpoint.svg)\n\n{table}\n\n"
             f"`dd` of the same bytes: {spread(dd_s['fdatasync'])} s with `conv=fdatasync`, "
             f"{spread(dd_s['direct'])} s with `oflag=direct`. Resume from memory "
             f"{spread([memory for memory, _ in resumes])} s, from the disk with its cache dropped "
             f"{spread([disk for _, disk in resumes])} s.\n\n{rows}\n"
         )
-        (docs / "checkpoint-benchmark.md").write_text(text)
+        (docs / "checkpoint.md").write_text(text)
 
 
 if __name__ == "__main__":

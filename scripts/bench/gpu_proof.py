@@ -101,7 +101,7 @@ def device_in_words(on: str) -> str | None:
 
 
 def report(results: list[Result], device: str) -> str:
-    """The page `docs/gpu-proof.md`."""
+    """The page `docs/benchmarks/gpu.md`."""
     today = datetime.date.today().isoformat()
     lines = [
         "# GPU paths on a GPU",
@@ -130,7 +130,7 @@ def main() -> int:
     parser.add_argument("--on", default="cuda:0", help="the device (default: cuda:0)")
     parser.add_argument("--quick", action="store_true", help="small models and few steps")
     parser.add_argument("--json", type=Path, help="write figures and verdicts there")
-    parser.add_argument("--report", type=Path, help="write the page there, e.g. docs/gpu-proof.md")
+    parser.add_argument("--report", type=Path, help="write the page there, e.g. docs/benchmarks/gpu.md")
     options = parser.parse_args()
     wanted = options.stages.split(",")
     unknown = set(wanted) - {stage.name for stage in ALL}

@@ -37,7 +37,7 @@ _DRAWS = 200
 # By which the pace of one attempt's steps differs from another's, so that where between two checkpoints a kill falls, a
 # hundred steps later, is nobody's to foretell.
 _PACE_DEVIATION = 0.03
-DOCS = ROOT / "docs" / "prediction-benchmark.md"
+DOCS = ROOT / "docs" / "benchmarks" / "prediction.md"
 
 
 def struck_run(folder: Path, gaps: random.Random, mttf_s: float, most: int | None) -> tuple[list[Event], list[float]]:
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="one round")
-    parser.add_argument("--docs", action="store_true", help=f"write {DOCS.name}")
+    parser.add_argument("--docs", action="store_true", help=f"write {DOCS.relative_to(ROOT)}")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rounds = 1 if arguments.quick else arguments.rounds
@@ -137,17 +137,17 @@ def main() -> None:
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
     if arguments.docs:
         command = " ".join(["python scripts/bench/prediction.py", *sys.argv[1:]])
-        head = f"# Simulated and measured goodput\n\n`{command}`, {time.strftime('%Y-%m-%d')}, on {machine()}.\n"
-        told = (
-            f"The bundled job, {_EPOCHS} epochs, a rank killed at random in each attempt, every {_MTTF_S:g} s on "
-            "average. What takes how long was learnt from another run of it, with ten kills. Simulated: the failures\n"
-            f"that struck this very run, {_DRAWS} times, each attempt at a pace of its own "
-            f"({100 * _PACE_DEVIATION:g} % standard deviation): where between\n"
-            "two checkpoints a kill falls a hundred steps later cannot be foretold. Last line: all runs, by their "
-            "mean time\nbetween failures alone.\n"
+        title = "# Prediction: simulated and measured goodput"
+        head = f"{title}\n\n`{command}`, {time.strftime('%Y-%m-%d')}, on {machine()}.\n"
+        method = (
+            f"The bundled job, {_EPOCHS} epochs. A random rank is killed in each attempt, every {_MTTF_S:g} s on "
+            "average. Durations come from\nanother run of it, with ten kills. Simulated: the failures of this very "
+            f"run, {_DRAWS} times, each attempt at its own pace\n({100 * _PACE_DEVIATION:g} % standard deviation), "
+            "because it cannot be predicted where between two checkpoints a kill falls a hundred\nsteps later. Last "
+            "line: all runs, by their mean time between failures alone.\n\n"
             "`replay_points` is the difference of the runs' means, `replay_worst_points` the largest of one run.\n"
         )
-        DOCS.write_text("\n".join([head, told, *lines]) + "\n")
+        DOCS.write_text("\n".join([head, method, *lines]) + "\n")
 
 
 if __name__ == "__main__":

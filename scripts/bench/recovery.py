@@ -4,7 +4,7 @@ The bundled job (2 ranks, gloo, one thread each, no GPU) under `runner start`, a
 plain `SFTTrainer` script under what others restart it with; all take turns within each round. `ft_launcher` (NVIDIA's
 nvidia-resiliency-ext) runs without GPUs too, its health checks off; 0.4.1 is its newest wheel for Python 3.11 and glibc
 before 2.39. It is installed into `.bench/` on first use, beside the torch that is here; where that fails, it is left
-out and the reason is printed. See `docs/recovery-benchmark.md` for the last result.
+out and the reason is printed. See `docs/benchmarks/recovery.md` for the last result.
 """
 
 from __future__ import annotations
@@ -485,31 +485,32 @@ def table_of(measured: Measured, figures: Mapping[str, float], seed: int) -> str
 
 
 METHOD = f"""\
-**Recovery**: the bundled job, 2 ranks on gloo, one thread each, in a new folder each time. In mid-training (step 25 to
-36, between two saves; the same step and rank for all methods of a round) a rank gets SIGKILL. Measured until the first
-finished step of the next process group: our supervisor's journal notes each step (`trainer.logging_steps=1`), the
-peers' script notes them at the same place in the Trainer's loop. The peers train the same model on the same data with
-the same options, by a plain `SFTTrainer` script that resumes from `get_last_checkpoint`; it keeps its tokenised data,
-as ours does. The loop is `until torchrun …; do :; done`, without a pause; ours makes its default pause. Whoever has not
-come back after {RECOVERY_LIMIT_S:.0f} s hangs, and counts with that time. `torchrun --max-restarts` as it is and
-`ft_launcher` ({FT_PACKAGES[0]}) take part in every third round, for information. Where more than a tenth of the
-processor time went to other virtual machines, a recovery is repeated, once at most.
+**Recovery**: the bundled job, 2 ranks on gloo, one thread each, in a new folder each time. In the middle of training
+(step 25 to 36, between two saves; the same step and rank for all methods of a round) a rank gets SIGKILL. The time
+runs until the first finished step of the next process group. The runner's journal records each step
+(`trainer.logging_steps=1`); the peers' script records it at the same place in the Trainer's loop. The peers train the
+same model on the same data with the same options, by a plain `SFTTrainer` script that resumes from
+`get_last_checkpoint`; it keeps its tokenised data, as the runner does. The loop is `until torchrun …; do :; done`,
+without a pause; the runner makes its default pause. A method that has not come back after {RECOVERY_LIMIT_S:.0f} s
+counts as hanging, with that time. `torchrun --max-restarts` in its default configuration and `ft_launcher`
+({FT_PACKAGES[0]}) take part in every third round, for information. If more than a tenth of the processor time went to
+other virtual machines, a recovery is repeated, once at most.
 
-**Kills**: runs of ours with their default settings, but for `restart.max_restarts`. SIGKILL to rank 0, rank 1, the
-launcher or the agent, at random: while it imports, between two attempts, while it restores, between two saves, around a
-save. After each, the next attempt must come to the moment of the next kill, in the end to a finished step, within
-{RECOVERY_LIMIT_S:.0f} s and the pause that the journal tells. Then the run is stopped by SIGTERM. What lives
-{SETTLE_S:.0f} s after a run's end is left over; it is found by a mark in its environment, by the run's id, and by
-descent (the benchmark is a subreaper).
+**Kills**: runs with default settings, except for `restart.max_restarts`. SIGKILL to rank 0, rank 1, the launcher or
+the agent, at random: during imports, between two attempts, during a restore, between two saves, around a save. After
+each, the next attempt must reach the moment of the next kill, and the last one a finished step, within
+{RECOVERY_LIMIT_S:.0f} s plus the pause that the journal records. Then the run is stopped by SIGTERM. A process that
+is alive {SETTLE_S:.0f} s after a run's end is an orphan. Orphans are found by a mark in their environment, by the
+run's id, and by descent (the benchmark is a subreaper).
 
-**Overhead**: the bundled job's training in one run, in alternating blocks of 5 steps on the same batches, the first of
-each not counted. In one block of each pair, in random order, heartbeats, agreement and reports are left out. Steps of
-one job differ by a tenth for reasons of the machine's, so the pairs' ratios say no more than the interval given. The
-figure is the sum of all that supervision does, each part measured and taken as if nothing else ran meanwhile: the time
-that our callbacks take of a step, in the slowest rank and with whoever interrupts them; the processor time that the
-agreement takes in threads of its own; and the processor time of everything else of the run (supervisor, agent,
-launcher), as a share of the ranks' cores. Snapshots and commits are off: `docs/checkpoint-benchmark.md` has their
-price.
+**Overhead**: the bundled job's training in one run, in alternating blocks of 5 steps on the same batches, without the
+first step of each block. In one block of each pair, in random order, heartbeats, flag exchange and reports are left
+out. Steps of one job differ by a tenth for reasons of the machine, so the pairs' ratios say no more than the interval
+given. The figure is the sum of all that supervision does, each part measured and counted as if nothing else ran
+meanwhile: the time that the callbacks take of a step, in the slowest rank and including what interrupts them; the
+processor time of the flag exchange's own threads; and the processor time of all other processes of the run
+(supervisor, agent, launcher), as a share of the ranks' cores. Snapshots and commits are off:
+`docs/benchmarks/checkpoint.md` has their cost.
 
 **Preemption**: in the same runs as the recovery, some steps after it. From SIGTERM to `runner start` until it has
 ended, with exit code 75 and the last finished step committed, all digests compared.
@@ -545,7 +546,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100, help="at random moments; default: 100")
     parser.add_argument("--pairs", type=int, default=300, help="of blocks with and without supervision; default: 300")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--docs", action="store_true", help="write docs/recovery-benchmark.md")
+    parser.add_argument("--docs", action="store_true", help="write docs/benchmarks/recovery.md")
     parser.add_argument("--scratch", type=Path, help="folder for the runs; default: the temporary folder")
     parser.add_argument("--seed", type=int, default=0, help="of moments, victims and orders; default: 0")
     options = parser.parse_args()
@@ -578,10 +579,11 @@ def main() -> None:
     if options.docs:
         command = " ".join(["python", "scripts/bench/recovery.py", *sys.argv[1:]])
         text = (
-            f"# What a failure costs\n\n`{command}`, {datetime.date.today()}, on {machine()}; {rounds} rounds, "
+            "# Recovery: what a failure costs\n\n"
+            f"`{command}`, {datetime.date.today()}, on {machine()}; {rounds} rounds, "
             f"{kills} kills, {pairs} pairs of blocks.\n\n{table}\n\n{METHOD}"
         )
-        (ROOT / "docs" / "recovery-benchmark.md").write_text(text)
+        (ROOT / "docs" / "benchmarks" / "recovery.md").write_text(text)
     if measured.problems:
         sys.exit(1)
 

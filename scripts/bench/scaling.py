@@ -1,8 +1,8 @@
-"""What another rank brings: tokens per second of the bundled job on 1, 2, ... ranks, the same batch on each.
+"""Throughput by number of ranks: tokens per second of the bundled job on 1, 2, ... ranks, the same batch on each.
 
-One thread for each rank; the numbers of ranks take turns within each round. The first entries of a run do not count:
-DDP and the caches are not warm in them. Efficiency is the throughput of N ranks over N times that of one; the share of
-communication is what DDP has measured: the part of forward and backward in which a rank waits for others' gradients.
+One thread per rank; the numbers of ranks take turns within each round. The first entries of a run do not count, because
+DDP and the caches are not warm yet. Efficiency is the throughput of N ranks over N times that of one. The share of
+communication is measured by DDP: the part of forward and backward in which a rank waits for others' gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from runner.system import processes
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 NUM_COLD_ENTRIES = 4
 LIMIT_S = 600.0
-DOCS = ROOT / "docs" / "scaling-benchmark.md"
+DOCS = ROOT / "docs" / "benchmarks" / "scaling.md"
 
 
 def measure(folder: Path, ranks: int, steps: int) -> tuple[float, float]:
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="default: 5")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="default: 1 2; 1 is always measured")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--docs", action="store_true", help=f"write {DOCS.name}")
+    parser.add_argument("--docs", action="store_true", help=f"write {DOCS.relative_to(ROOT)}")
     options = parser.parse_args()
     rounds, steps = (1, 40) if options.quick else (options.rounds, 120)
     numbers = sorted({1, *options.ranks})
@@ -96,9 +96,9 @@ def main() -> None:
     print("\n".join(["", f"{machine()}; {rounds} rounds of {steps} steps", "", *lines]))
     if options.docs:
         command = " ".join(["python scripts/bench/scaling.py", *sys.argv[1:]])
-        told = f"`{command}`, {time.strftime('%Y-%m-%d')}, on {machine()}; {rounds} rounds of {steps} steps."
+        command_line = f"`{command}`, {time.strftime('%Y-%m-%d')}, on {machine()}; {rounds} rounds of {steps} steps."
         text = " ".join((__doc__ or "").split())
-        DOCS.write_text("\n".join(["# What another rank brings", "", told, "", *lines, "", text]) + "\n")
+        DOCS.write_text("\n".join(["# Scaling", "", command_line, "", *lines, "", text]) + "\n")
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
 

@@ -1,7 +1,7 @@
 """What S3 costs: our uploads and resumes against AWS's and rclone's tools and boto3, and training over a slow link.
 
 Against Ceph's radosgw on loopback, in rounds in which all take turns; what is printed are medians over the rounds of
-ratios within each. See `docs/storage-benchmark.md` for the last result. The driver itself needs no torch.
+ratios within each. See `docs/benchmarks/storage.md` for the last result. The driver itself needs no torch.
 """
 
 from __future__ import annotations
@@ -347,26 +347,26 @@ def table_of(measured: Measured, figures: Mapping[str, float]) -> str:
 
 METHOD = f"""\
 **Uploads**: the same {sum(FILES.values()) / 1e9:.2f} GB of random bytes in {len(FILES)} files, in turns, by new
-processes each time. Ours: `commit_snapshot` out of an arena, with the digests (a second thread, as in the agent) and
-the manifest's commit, without the process's start and the attempt's begin. `aws s3 cp --recursive` ({AWS_PACKAGES[0]})
-and `rclone copy`, with their default settings, out of files in memory (tmpfs), timed from the command to its end.
-boto3: `upload_file` of the same files, unsigned payload, no checksum, parts of 32 MB, 8 at once, without the process's
-start. The server has taken in as much before, and its memory is freed after each. Before each, {TOUCHED_BYTES >> 30}
-GiB of memory are taken and freed: a virtual machine's first use of a page takes its host's time, and whoever comes
-first would pay for it.
+processes each time. This project: `commit_snapshot` out of an arena, including the digests (a second thread, as in
+the agent) and the manifest's commit, without the start of the process and of the attempt. `aws s3 cp --recursive`
+({AWS_PACKAGES[0]}) and `rclone copy`, with their default settings, from files in memory (tmpfs), timed from the
+command to its end. boto3: `upload_file` of the same files, unsigned payload, no checksum, parts of 32 MB, 8 at once,
+without the start of the process. The server has received as much before, and its memory is freed after each. Before
+each, {TOUCHED_BYTES >> 30} GiB of memory are allocated and freed: a virtual machine's first use of a page takes its
+host's time, and the first method would pay for it.
 
 **Slow link**: {ROUND_TRIP_MS} ms and {MBIT_PER_S} Mbit/s, by `scripts/bench/link.py`. One process trains with one
-thread on core 0; server and link are on core {FAR_CORE}. While a save is on its way, the agent is stopped (SIGSTOP) for
-every other step; the figure is the median over all such pairs of a step with the agent at work / without. It is that
-with the agent on core {FAR_CORE}, as on a machine that has a core to spare.
+thread on core 0; server and link are on core {FAR_CORE}. While a save is uploading, the agent is stopped (SIGSTOP)
+for every other step. The figure is the median over all such pairs of a step with the agent working / without, with
+the agent on core {FAR_CORE}, as on a machine that has a core to spare.
 
-**Resume**: {RANKS} ranks under torchrun, gloo, one thread each, new processes that have nothing on their disk and have
-made their model. From the moment when the agent asks for the checkpoint's first byte until `resume()` has returned in
-the last rank, where its first step can begin. Against boto3's `download_file` of the checkpoint's files to tmpfs, parts
-of 32 MB, 8 at once, its client made before.
+**Resume**: {RANKS} ranks under torchrun, gloo, one thread each, new processes that have nothing on their disk and
+have created their model. From the agent's request for the checkpoint's first byte until `resume()` has returned in
+the last rank, where its first step can begin. Compared with boto3's `download_file` of the checkpoint's files to
+tmpfs, parts of 32 MB, 8 at once, its client created before.
 
-A measurement of uploads or resumes during which more than a tenth of the processor time went to other virtual machines
-is repeated, twice at most.
+A measurement of uploads or resumes during which more than a tenth of the processor time went to other virtual
+machines is repeated, twice at most.
 """
 
 
@@ -375,7 +375,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two rounds, nothing repeated")
     parser.add_argument("--rounds", type=int, default=6, help="default: 6")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--docs", action="store_true", help="write docs/storage-benchmark.md")
+    parser.add_argument("--docs", action="store_true", help="write docs/benchmarks/storage.md")
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm"), help="folder in memory; default: /dev/shm")
     options = parser.parse_args()
     if not has_radosgw():
@@ -408,10 +408,11 @@ def main() -> None:
     if options.docs:
         command = " ".join(["python", "scripts/bench/storage.py", *sys.argv[1:]])
         text = (
-            f"# What S3 costs\n\n`{command}`, {datetime.date.today()}, on {machine()}; Ceph's radosgw on loopback, its "
+            "# Storage: what S3 costs\n\n"
+            f"`{command}`, {datetime.date.today()}, on {machine()}; Ceph's radosgw on loopback, its "
             f"data in memory, on the same cores; {rounds} rounds.\n\n{table}\n\n{METHOD}"
         )
-        (ROOT / "docs" / "storage-benchmark.md").write_text(text)
+        (ROOT / "docs" / "benchmarks" / "storage.md").write_text(text)
 
 
 if __name__ == "__main__":

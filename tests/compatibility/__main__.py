@@ -72,8 +72,8 @@ def _document(table: dict[str, Case], outcomes: dict[str, Outcome], seconds: flo
     lines = [
         "# Compatibility",
         "",
-        "Made by `scripts/compatibility`. Each case trains for a few steps on 2 ranks (gloo, CPU): once undisturbed,",
-        "and once killed with SIGKILL and restarted.",
+        "Written by `scripts/compatibility`. Each case trains for a few steps on 2 ranks (gloo, CPU): once without a",
+        "failure, and once killed with SIGKILL and restarted.",
         "",
         "- *identical*: batches, losses, final parameters and buffers, optimizer, scheduler and generator states are",
         "  equal bit for bit. For trainers, batches and final parameters are also equal to those without `resilient`.",

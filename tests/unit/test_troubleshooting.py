@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md knows every exit code, every kind of end, and quotes messages that exist."""
+"""docs/guides/troubleshooting.md knows every exit code, every kind of end, and quotes messages that exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runner.errors import ExitCode
 from runner.recovery.kinds import FailureKind
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+PAGE = (ROOT / "docs" / "guides" / "troubleshooting.md").read_text()
 
 
 @pytest.mark.parametrize("code", ExitCode)
