@@ -1,0 +1,71 @@
+"""The events of a journal, from the docstrings of their classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
+
+import griffe
+
+from checkpointing.events import Event
+from runner.journal import events as journal_events
+from scripts.reference import ROOT
+from scripts.reference.markdown import page, table, wrap
+
+_FILES = {"checkpointing.events": "Reported by ranks and the agent", journal_events.__name__: "Recorded by the runner"}
+# Fields of base classes, explained once.
+_COMMON = {"run_step", "stage"}
+
+
+def render() -> str:
+    parts = [
+        wrap(
+            "`journal.jsonl` in the folder of a run has one JSON object per line. Every line has `time` (seconds "
+            "since the epoch), `event` (a name below) and `attempt` (number of the newest attempt, 0 before the first "
+            "one). Fields without a value are absent. In a script that trains several times, events of a later "
+            "training also have `stage` (its name) and `run_step` (its `step` counted over all of them). Readers must "
+            "ignore names and fields that they do not know. Older versions wrote `checkpoint_set_aside` for "
+            "`checkpoint_quarantined`, `note_failed` for `restart_state_failed`, and the field `from` of `resumed` for "
+            "`source`."
+        )
+    ]
+    for module, title in _FILES.items():
+        documented = griffe.load(module, search_paths=[ROOT], allow_inspection=False)
+        parts.append(f"## {title}")
+        for name, known in sorted(Event.known.items()):
+            if known.__module__ == module:
+                parts += [f"### {name}", *_event(documented[known.__name__], known)]
+    return page("Events", "checkpointing/events.py and runner/journal/events.py", parts)
+
+
+def _event(documented: griffe.Object | griffe.Alias, known: type[Event]) -> Iterator[str]:
+    docstring = documented.docstring
+    assert docstring is not None, f"{known.__name__} needs a docstring"
+    meanings: dict[str, str] = {}
+    for section in docstring.parse("google"):
+        if section.kind is griffe.DocstringSectionKind.text:
+            yield wrap(section.value)
+        elif section.kind is griffe.DocstringSectionKind.attributes:
+            meanings = {one.name: " ".join(one.description.split()) for one in section.value}
+    rows = [
+        [f"`{own.name}`", _type(own), "yes" if _is_required(own) else "no", meanings.get(own.name) or _inherited(own)]
+        for own in fields(known)
+        if own.name not in _COMMON
+    ]
+    if rows:
+        yield table(["field", "type", "required", "meaning"], rows)
+
+
+def _is_required(own: Field[object]) -> bool:
+    return own.default is MISSING and own.default_factory is MISSING
+
+
+def _type(own: Field[object]) -> str:
+    # Cells of a table must not contain "|"; a field that may be None is simply absent.
+    return str(own.type).removesuffix(" | None")
+
+
+def _inherited(own: Field[object]) -> str:
+    known = {"step": "Optimizer step.", "metrics": "Each one is a field of its own: a finite number."}
+    assert own.name in known, f"{own.name} needs a description"
+    return known[own.name]
