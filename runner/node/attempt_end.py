@@ -1,4 +1,4 @@
-"""Why an attempt ended on this node, from all that is known of it. No process, no clock."""
+"""Decide why an attempt ended on this node, from all that is known of it. Pure."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ class AttemptEnd:
     """What is known of an attempt that is over.
 
     Attributes:
-        launcher_result: The launcher's last message, or one made up for a launcher that was lost.
+        launcher_result: The launcher's last message, or one in its place for a launcher that was lost.
         rank_ends: How the failed ranks ended, in the order of their deaths.
-        start_step, step: The step it started from, and the last one that it finished.
-        kernel_oom_kills: Processes that the kernel killed for memory meanwhile.
-        verdict: Why this runner ended the attempt; None where it did not.
-        failed_saves: Saves in a row that a tier refused, and why the last one was.
-        max_failed_saves: How many are a failure; None: none are.
-        script_told: A script without checkpoints of ours was sent SIGTERM.
-        asked: Ranks that were asked to stop by somebody else than the runner.
-        stop_known: The runner was asked to stop, or another node may have been.
+        start_step: Step that it started from.
+        step: Last step that it finished.
+        kernel_oom_kills: Processes that the kernel killed meanwhile for lack of memory.
+        verdict: Why this runner ended the attempt; None if it did not.
+        failed_saves: Failed saves of a tier in a row, and why the last one failed.
+        max_failed_saves: How many of them are a failure; None if none are.
+        script_signalled: Whether a script without checkpoints of ours was sent SIGTERM.
+        asked: Ranks that were asked to stop by something other than the runner.
+        stop_known: Whether the runner was asked to stop, or another node may have been.
     """
 
     launcher_result: Message
@@ -37,18 +38,18 @@ class AttemptEnd:
     verdict: Failure | None = None
     failed_saves: tuple[int, str] = (0, "")
     max_failed_saves: int | None = None
-    script_told: bool = False
+    script_signalled: bool = False
     asked: frozenset[int] = frozenset()
     stop_known: bool = False
 
 
 def storage_failed(failed_saves: tuple[int, str], limit: int | None) -> bool:
-    """Whether so many saves in a row were refused that training should end."""
+    """Return whether so many saves in a row failed that training should end."""
     return limit is not None and failed_saves[0] >= limit
 
 
 def failure_of(end: AttemptEnd) -> Failure:
-    """One answer to why the attempt ended; its kind may be one that is no failure."""
+    """Return why the attempt ended; the kind of a good end is not a failure."""
     result, finished = end.launcher_result, bool(end.launcher_result["finished"])
     if storage_failed(end.failed_saves, end.max_failed_saves) and not finished:
         count, error = end.failed_saves
@@ -56,8 +57,8 @@ def failure_of(end: AttemptEnd) -> Failure:
         return Failure(FailureKind.STORAGE_FAILED, cause)
     if end.verdict is not None and not finished:
         return end.verdict
-    if end.script_told and finished:
-        # It has answered the signal in its own way, which is no end of training.
+    if end.script_signalled and finished:
+        # The script handled the signal itself, which does not mean that training has finished.
         return Failure(FailureKind.PREEMPTED, "the script has ended in answer to SIGTERM")
     if result.get("launcher_lost"):
         return Failure(FailureKind.LAUNCHER_LOST, "the launcher died")
@@ -69,7 +70,7 @@ def failure_of(end: AttemptEnd) -> Failure:
         kernel_oom_kills=end.kernel_oom_kills,
     )
     if failure.kind is FailureKind.PREEMPTED and not end.stop_known and not end.asked:
-        cause = "the script has ended with status 75, which means a stop request to the runner; nobody has made one"
+        cause = "the script exited with status 75, which is reserved for stop requests, but no stop was requested"
         return Failure(FailureKind.CRASHED, cause, step=end.step, fingerprint="status 75")
     if failure.kind is FailureKind.LAUNCHER_LOST and result.get("error"):
         failure = Failure(FailureKind.LAUNCHER_LOST, result["error"])

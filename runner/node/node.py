@@ -1,7 +1,6 @@
 """One node's part of a run: its helper processes, and one attempt after the other.
 
-It starts them, has them watched and ended, and reports how each attempt went. What follows from that is decided by the
-supervisor.
+The node starts them, watches and ends them, and reports how each attempt ended. The supervisor decides what follows.
 """
 
 from __future__ import annotations
@@ -32,16 +31,18 @@ from runner.system.event_loop import EventLoop, StopRequest
 from runner.system.host import Host
 from runner.ui.progress import ProgressDisplay
 
-# While ranks train, everything that matters wakes the loop; this is for what only time shows.
+# While ranks train, everything that matters wakes the loop; this is for what only the passing of time shows.
 _TURN_S = 0.5
 _SOON_S = 0.05
 
 
 class Node:
-    """Attributes:
-    run_id: The run's, equal on all nodes.
-    checkpoints: What the agent of this node has reported.
-    others_busy: On another node a rank rightly does what is no step.
+    """This node's part of a run: helper processes, and one attempt at a time.
+
+    Attributes:
+        run_id: Identity of the run, equal on all nodes.
+        checkpoints: What the agent of this node has reported.
+        others_busy: Whether a rank of another node is legitimately not computing steps.
     """
 
     def __init__(
@@ -59,10 +60,20 @@ class Node:
         runtime: Path,
         host: Host | None = None,
     ) -> None:
-        """
+        """Prepare; nothing is started.
+
         Args:
-            clock: The journal's.
-            runtime: A folder for sockets; whoever made it removes it.
+            config: The resolved configuration.
+            directory: The run's folder.
+            job: What runs.
+            run_id: Identity of the run.
+            display: The console.
+            record: Appends an event to the journal.
+            clock: The journal's clock.
+            loop: The event loop.
+            stop: Whether the run was asked to stop.
+            runtime: A folder for sockets, which the caller removes.
+            host: The operating system; by default the real one.
         """
         self._config, self._directory, self._job, self.run_id = config, directory, job, run_id
         self._display, self._record, self._clock, self._loop, self._stop = display, record, clock, loop, stop
@@ -71,7 +82,7 @@ class Node:
         self.others_busy = False
         self._attempt: Attempt | None = None
         self._attempt_over = False
-        # Ranks are fresh interpreters, not forks of a preloaded one.
+        # Whether ranks are fresh interpreters instead of forks of a preloaded one.
         self._cold = config.launch.cold
         self._helpers = Helpers(
             start_agent=self._start_agent,
@@ -89,7 +100,7 @@ class Node:
         loop.register(self._events.sock, lambda _: self._on_rank_events())
 
     def ensure_processes(self) -> None:
-        """Have a living agent and a living launcher; returns early if a stop is asked for.
+        """Start the agent and the launcher unless they are running; return early if a stop is requested.
 
         Raises:
             LaunchError: One of them cannot be started.
@@ -99,7 +110,7 @@ class Node:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Nodes, and ranks on this one; once the processes are there.
+        """Number of nodes, and of ranks on this one; known once the processes have started.
 
         Raises:
             UsageError: Processes and nodes do not fit together.
@@ -113,25 +124,35 @@ class Node:
 
     @property
     def agent_pid(self) -> int:
-        """0 where there is no agent."""
+        """Process id of the agent; 0 if there is none."""
         agent = self._helpers.agent
         return agent.pid if agent is not None and agent.alive else 0
 
     @property
     def busy(self) -> bool:
-        """A rank of this node rightly does what is no step."""
-        return self._attempt is not None and self._attempt.busy
+        """Whether a rank of this node is legitimately not computing steps."""
+        return self._attempt is not None and self._attempt.hangs.busy
 
     def note(self, text: str) -> bool:
-        """Have it kept beside the checkpoints; False where there is no agent to do it."""
+        """Have the restart state written with the checkpoints; returns False if there is no agent to do it."""
         return self._helpers.tell_agent("note", text=text)
 
     def keep_file(self, name: str, path: Path, start: int, end: int) -> bool:
-        """Have these bytes of a file kept beside the checkpoints; False where there is no agent to do it."""
+        """Have bytes of a file written with the checkpoints.
+
+        Args:
+            name: Name of the copy.
+            path: The file.
+            start: First byte.
+            end: End of the bytes.
+
+        Returns:
+            False if there is no agent to do it.
+        """
         return self._helpers.tell_agent("record", name=name, path=str(path), start=start, end=end)
 
     def close(self) -> bool:
-        """End everything, once all snapshots are committed; returns whether they are."""
+        """Wait until all snapshots are committed, then end all processes; returns whether everything was committed."""
         self._loop.unregister(self._events.sock)
         drained = self._helpers.close(self._on_agent_timeout)
         self._host.kill_all(self._host.descendants)
@@ -141,10 +162,14 @@ class Node:
     # -- attempts ----------------------------------------------------------------------------------------------------
 
     def run_attempt(self, spec: AttemptSpec, each_turn: Callable[[], None] = lambda: None) -> AttemptResult:
-        """Run an attempt to its end; returns how it went. No process of it is left.
+        """Run an attempt until no process of it is left.
 
         Args:
+            spec: What it is to be.
             each_turn: Called about twice a second and after every event; may call `end_attempt`.
+
+        Returns:
+            How it ended.
         """
         attempt = self._attempt = self._begin(spec)
         while attempt.result is None:
@@ -162,10 +187,11 @@ class Node:
         return replace(result, failure=self._without_forks(result.failure))
 
     def end_attempt(self, verdict: Failure, *, stacks: bool = False) -> None:
-        """Kill the ranks of the attempt that runs, if any: it is over, for this reason.
+        """Kill the ranks of the running attempt, if there is one.
 
         Args:
-            stacks: Write down where they stand before.
+            verdict: Why.
+            stacks: Whether to write their stacks before.
         """
         if self._attempt is not None:
             self._attempt.end(verdict, stacks=stacks)
@@ -176,8 +202,8 @@ class Node:
         nnodes, nproc = self.shape
         if nnodes != spec.nnodes:
             raise UsageError(
-                f"this machine was started for {nnodes} machine(s), the first one for {spec.nnodes}: give the same "
-                "--nnodes everywhere"
+                f"this node was started with --nnodes {nnodes}, the leader with --nnodes {spec.nnodes}; use the same "
+                "number everywhere"
             )
         log_dir = self._directory.logs / f"attempt-{spec.attempt}"
         attempt = Attempt(
@@ -223,17 +249,17 @@ class Node:
         return attempt
 
     def _without_forks(self, failure: Failure) -> Failure:
-        """Start ranks cold from now on where forked ones cannot use the GPU."""
+        """Start ranks as fresh interpreters from now on if forked ones cannot use the GPU."""
         if self._cold:
-            # A fork is not what it failed by.
+            # Forking is not the cause.
             return replace(failure, may_pass=failure.may_pass and not failure.in_fork, in_fork=False)
         if failure.in_fork:
             self._cold = True
             self._record(ColdStart(reason=failure.cause))
             self._display.message(
-                "something that is imported before the ranks are forked has started the GPU's driver, so that no fork "
-                "can use it: from now on ranks start as fresh interpreters, some seconds slower (with --cold, from the "
-                "beginning)"
+                "a module that is imported before the ranks are forked has initialized the GPU driver, which forks "
+                "cannot use then; from now on ranks start as fresh interpreters, which takes some seconds more (--cold does "
+                "so from the beginning)"
             )
         return failure
 
@@ -267,12 +293,12 @@ class Node:
 
     def _on_rank_events(self) -> None:
         for message in self._events.receive():
-            # What an earlier attempt's ranks have left unread is over.
+            # Messages that ranks of an earlier attempt have left unread are dropped.
             if self._attempt is not None and message.in_attempt == self._attempt.spec.attempt:
-                self._attempt.on_rank_message(message)
+                self._attempt.reports.handle(message)
 
     def _on_agent_timeout(self, waited_s: float) -> None:
         self._record(AgentEndedEarly(waited_s=round(waited_s, 1)))
         self._display.message(
-            f"the checkpoint agent was ended after {waited_s:.0f} s: what it was writing is not committed"
+            f"the checkpoint agent was killed after {waited_s:.0f} s; what it was writing is not committed"
         )

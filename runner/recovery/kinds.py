@@ -238,11 +238,17 @@ class FailureKind(Enum):
     )
     AGENT_LOST = (
         "checkpoint agent lost",
-        Rule(known_by="the agent died, was stopped, or did not answer for 2 minutes", response="start it again, then the next attempt"),
+        Rule(
+            known_by="the agent died, was stopped, or did not answer for 2 minutes",
+            response="start it again, then the next attempt",
+        ),
     )
     LAUNCHER_LOST = (
         "launcher lost",
-        Rule(known_by="the launcher died, was stopped, or did not end with its ranks", response="start it again, then the next attempt"),
+        Rule(
+            known_by="the launcher died, was stopped, or did not end with its ranks",
+            response="start it again, then the next attempt",
+        ),
     )
     NODE_LOST = (
         "node lost",

@@ -16,6 +16,7 @@ from runner.node.node import Node
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.recovery.restart_state import FINISHED_PATIENCE_S, RestartState
+from runner.supervisor.ends import end_of_error
 from runner.supervisor.identity import JobIdentity, key_of
 from runner.supervisor.peer_messages import (
     FORWARDED,
@@ -98,12 +99,9 @@ class Follower:
             session.loop.every(_TURN_S, self._turn)
             try:
                 exit_code, reason = self._follow()
-            except RunnerError as error:
-                exit_code, reason = error.exit_code, str(error)
-            except OSError as error:
-                place = f"{error.filename}: " if error.filename else ""
-                exit_code = ExitCode.BUDGET_SPENT
-                reason = f"this machine refuses: {place}{error.strerror or error}"
+            except (RunnerError, OSError) as error:
+                end = end_of_error(error)
+                exit_code, reason = end.exit_code, end.reason
             finally:
                 self._member.close()
                 if self._node is not None:

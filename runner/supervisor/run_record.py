@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import os
 
 from checkpointing.errors import CheckpointError
 from checkpointing.tiers import Tiers
 from runner.config.schema import Config
+from runner.journal.events import RunStarted
+from runner.journal.journal import read_journal
+from runner.journal.ledger import NOT_RUNNING
 from runner.journal.mirror import JournalCopy, needs_copy
 from runner.journal.run_directory import RunDirectory
+from runner.journal.summary import summarise
+from runner.node.messages import AttemptSpec, Job
 from runner.node.node import Node
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import AttemptRecord
-from runner.recovery.restart_state import RestartState, RunnerProcess
+from runner.recovery.restart_state import RestartState, RunnerProcess, process_namespace
 from runner.supervisor.identity import JobIdentity, key_of
+from runner.supervisor.session import Session
 
 
 class RunRecord:
@@ -39,6 +47,27 @@ class RunRecord:
         self.state.runner = RunnerProcess.current()
         self._copy = JournalCopy(directory.journal, self.state.lineage, run_id) if needs_copy(config) else None
 
+    def started(self, session: Session, committed_step: int, place: str | None) -> RunStarted:
+        """Return the event that begins a session.
+
+        Args:
+            session: The session.
+            committed_step: Newest committed step, -1 if there is none.
+            place: Id of the location; None if it could not be asked.
+        """
+        config, runner = session.config, self.state.runner
+        return RunStarted(
+            run_id=session.run_id,
+            pid=os.getpid(),
+            runner=dataclasses.asdict(runner) if runner is not None else None,
+            namespace=process_namespace(),
+            committed_step=committed_step,
+            max_restarts=config.restart.max_restarts,
+            cost=config.cost.model_dump(),
+            location=config.checkpoint_location,
+            place=place,
+        )
+
     @property
     def has_finished(self) -> bool:
         """Whether an earlier session recorded that this very job has finished."""
@@ -57,6 +86,30 @@ class RunRecord:
                 self.state.history.clear()
             return
         self.state.add(AttemptRecord(failure, committed_step))
+
+    def next_spec(self, session: Session, num_nodes: int, job: Job) -> AttemptSpec:
+        """Return the specification of the session's newest attempt.
+
+        Args:
+            session: Has the attempt's number and the clock.
+            num_nodes: Nodes of the run.
+            job: What runs.
+        """
+        run = summarise(read_journal(session.directory.journal), now=session.clock())
+        failures = sum(attempt.failed for attempt in run.attempts)
+        running_s = run.wall_s - run.time_by_cause[NOT_RUNNING]
+        return AttemptSpec(
+            session.attempt,
+            num_nodes,
+            self.state.batch.divisor,
+            ",".join(f"{first}-{last}" for first, last in self.state.skipped),
+            f"{failures}:{running_s:.0f}",
+            self.state.lineage,
+            self.state.lost_steps,
+            self.state.reached,
+            job.resume_from,
+            job.allow_changes,
+        )
 
     def keep(self, node: Node, attempt: int) -> None:
         """Have the state written, by the node's agent if there is one.

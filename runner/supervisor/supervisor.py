@@ -7,30 +7,26 @@ through the event loop, so that all of them can be interrupted. Whatever happens
 
 from __future__ import annotations
 
-import dataclasses
-import os
 from collections.abc import Callable
 from pathlib import Path
-
-import tenacity
 
 from checkpointing.manifest import Manifest
 from checkpointing.storage import LocalStorage
 from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError
-from runner.journal.events import Backoff, RunEnded, RunStarted, StepsSkipped
-from runner.journal.journal import read_journal
-from runner.journal.ledger import NOT_RUNNING
-from runner.journal.summary import RunState, summarise
-from runner.node.messages import AttemptResult, AttemptSpec, Job
+from runner.journal.events import RunEnded, StepsSkipped
+from runner.journal.summary import RunState
+from runner.node.messages import AttemptResult, Job
 from runner.node.node import Node
 from runner.recovery.failure import Failure
-from runner.recovery.kinds import Action, FailureKind
-from runner.recovery.policy import AttemptRecord, BatchShape, Restart, Stop, backoff_s, decide, end_of_node
-from runner.recovery.restart_state import process_namespace
+from runner.recovery.kinds import FailureKind
+from runner.recovery.policy import AttemptRecord, BatchShape, Restart, Stop, decide, end_of_node
+from runner.supervisor.ends import end_of_error, end_without_location
 from runner.supervisor.identity import JobIdentity
 from runner.supervisor.membership import Membership
+from runner.supervisor.notices import Notices
 from runner.supervisor.peers import Leader
 from runner.supervisor.preflight import check_world_size, counts_samples
+from runner.supervisor.retry import retry
 from runner.supervisor.run_record import RunRecord
 from runner.supervisor.session import Session
 
@@ -79,7 +75,9 @@ class Supervisor:
         self._newest_manifest: Manifest | None = None
         # Last finished step of the newest attempt.
         self._last_step = 0
-        self._learning_rate_shown = self._unsaved_shown = self._used_manager = False
+        self._notices = Notices(self._config, self._display)
+        # Whether some rank of the run has used a checkpoint manager.
+        self._used_manager = False
         self.reason = ""
         self.failed_log: Path | None = None
 
@@ -120,20 +118,7 @@ class Supervisor:
         self._newest_manifest = next((entry.manifest for entry in catalog.scan() if entry.manifest), None)
         self._record = RunRecord(config, self._directory, session.run_id, self._identity)
         self._display.state.committed_step = newest if newest >= 0 else None
-        runner = self._record.state.runner
-        session.record(
-            RunStarted(
-                run_id=session.run_id,
-                pid=os.getpid(),
-                runner=dataclasses.asdict(runner) if runner is not None else None,
-                namespace=process_namespace(),
-                committed_step=newest,
-                max_restarts=config.restart.max_restarts,
-                cost=config.cost.model_dump(),
-                location=config.checkpoint_location,
-                place=self._place,
-            )
-        )
+        session.record(self._record.started(session, newest, self._place))
         self._node = self._make_node(
             config,
             self._directory,
@@ -156,13 +141,9 @@ class Supervisor:
                 if not isinstance(self._config.tiers.durable, LocalStorage) and self._place is not None:
                     # There is no lock: a second runner must find this one's name as early as possible.
                     self._keep_state()
-                decision = self._retry()
-        except RunnerError as error:
-            return Stop(error.exit_code, str(error))
-        except OSError as error:
-            # A full disk or no more descriptors: it may pass, or another machine may not have it.
-            place = f"{error.filename}: " if error.filename else ""
-            return Stop(ExitCode.BUDGET_SPENT, f"this machine refuses: {place}{error.strerror or error}")
+                decision = retry(self._attempt_and_decide, self._config.restart, self._session)
+        except (RunnerError, OSError) as error:
+            return end_of_error(error)
         return decision
 
     def _finish(self, decision: Stop, *, drained: bool) -> Stop:
@@ -188,35 +169,7 @@ class Supervisor:
         decision = self._decide()
         return decision if isinstance(decision, Stop) else None
 
-    # -- the retry loop ----------------------------------------------------------------------------------------------
-
-    def _retry(self) -> Stop:
-        restart = self._config.restart
-
-        def wait(state: tenacity.RetryCallState) -> float:
-            decision = state.outcome.result() if state.outcome else None
-            assert isinstance(decision, Restart)
-            return backoff_s(
-                decision.failures_in_a_row,
-                initial_s=restart.backoff_initial_s,
-                max_s=restart.backoff_max_s,
-                jitter_s=restart.backoff_jitter_s,
-            )
-
-        def record_backoff(state: tenacity.RetryCallState) -> None:
-            delay_s = state.next_action.sleep if state.next_action else 0.0
-            self._session.record(Backoff(delay_s=round(delay_s, 3)))
-
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_result(lambda decision: isinstance(decision, Restart)),
-            stop=tenacity.stop_never,  # `policy.decide` is the limit: it returns a Stop
-            wait=wait,
-            before_sleep=record_backoff,
-            sleep=self._session.sleep,
-        )
-        decision = retrying(self._attempt_and_decide)
-        assert isinstance(decision, Stop)
-        return decision
+    # -- attempts and decisions --------------------------------------------------------------------------------------
 
     def _attempt_and_decide(self) -> Restart | Stop:
         stop = self._session.stop
@@ -253,7 +206,7 @@ class Supervisor:
         if self._identity is None or counts_samples(self._identity, self._record.state):
             check_world_size(self._newest_manifest, world_size)
         if self._job.script is None:
-            self._show_learning_rate(world_size)
+            self._notices.show_learning_rate(world_size)
         self._members.gather(num_nodes, local_ranks, has_finished=self._record.has_finished)
 
     def _record_and_decide(self, failure: Failure, log: Path | None) -> Restart | Stop:
@@ -261,11 +214,8 @@ class Supervisor:
         self._last_step = failure.step
         self._record.add(failure, self._node.checkpoints.committed_step)
         decision = self._decide(failure)
-        durable = self._config.tiers.durable
-        if isinstance(decision, Restart) and isinstance(durable, LocalStorage) and not durable.root.is_dir():
-            # Another attempt would start from the beginning, in another folder of that name.
-            gone = f"{durable.root} existed when attempt {self._session.attempt} began and is gone; put it back"
-            decision = Stop(ExitCode.STORAGE_FAILED, gone)
+        if isinstance(decision, Restart):
+            decision = end_without_location(self._config.tiers.durable, self._session.attempt) or decision
         if isinstance(decision, Restart):
             self._record.state.batch = decision.batch
             if decision.skip is not None:
@@ -313,38 +263,18 @@ class Supervisor:
         session.attempt += 1
         state.running, state.finished = session.attempt, ""
         self._keep_state()
-        spec = self._next_spec()
+        spec = self._record.next_spec(session, self._members.num_nodes, self._job)
         self._members.begin(spec)
         self._node.others_busy = False
         result = self._node.run_attempt(spec, self._each_turn)
         failure = self._members.join(result.failure)
         self._used_manager |= result.used_manager
-        self._show_unsaved(failure)
+        if self._job.script is not None and not self._used_manager and not session.stop:
+            self._notices.show_unsaved(failure)
         if result.training_began:
             state.account_for_steps(result.start_step, failure.step or result.start_step)
         session.record(result.event(failure, self._node.checkpoints.committed_step))
         return failure, _log_of(failure, result)
-
-    def _next_spec(self) -> AttemptSpec:
-        state, job = self._record.state, self._job
-        return AttemptSpec(
-            self._session.attempt,
-            self._members.num_nodes,
-            state.batch.divisor,
-            ",".join(f"{first}-{last}" for first, last in state.skipped),
-            self._failure_history(),
-            state.lineage,
-            state.lost_steps,
-            state.reached,
-            job.resume_from,
-            job.allow_changes,
-        )
-
-    def _failure_history(self) -> str:
-        """Return the failures and the running seconds of the run so far, by its journal."""
-        run = summarise(read_journal(self._directory.journal), now=self._session.clock())
-        failures = sum(attempt.failed for attempt in run.attempts)
-        return f"{failures}:{run.wall_s - run.time_by_cause[NOT_RUNNING]:.0f}"
 
     def _each_turn(self) -> None:
         """Handle stop requests and other nodes while an attempt runs."""
@@ -355,30 +285,6 @@ class Supervisor:
     def _announce_stop(self) -> None:
         if self._session.announce_stop():
             self._members.announce_stop(self._session.stop.reason)
-
-    # -- shown once --------------------------------------------------------------------------------------------------
-
-    def _show_learning_rate(self, world_size: int) -> None:
-        """Print the learning rate that is used: it is not the number in the configuration."""
-        rate = self._config.trainer.get("learning_rate")
-        if world_size == 1 or not self._config.scale_learning_rate or self._learning_rate_shown or rate is None:
-            return
-        self._learning_rate_shown = True
-        self._display.message(
-            f"learning rate {rate:g} x {world_size} ranks = {rate * world_size:g} (scale_learning_rate=false turns "
-            "this off)"
-        )
-
-    def _show_unsaved(self, failure: Failure) -> None:
-        """Warn if the script saves nothing, unless it may not have come far enough to save."""
-        says_nothing = not failure.kind.rule.is_failure or failure.kind.rule.action in (Action.GIVE_UP, Action.RETRY)
-        unsaved = self._job.script is not None and not self._used_manager and not says_nothing
-        if unsaved and not self._unsaved_shown and not self._session.stop:
-            self._unsaved_shown = True
-            self._display.message(
-                "the script has used neither resilient() nor a CheckpointManager: nothing is saved, and each attempt "
-                "starts from the beginning"
-            )
 
 
 def _log_of(failure: Failure, result: AttemptResult) -> Path | None:

@@ -79,6 +79,8 @@ class Bench:
             **shared,
         )
         self.helpers.agent, self.helpers.launcher = self.agent, self.launcher  # type: ignore[assignment]
+        self.ranks = FakeRanks()
+        ranks: Any = self.ranks
         self.attempt = Attempt(
             AttemptSpec(1, 1),
             config=self.config,
@@ -91,9 +93,9 @@ class Bench:
             record=self.record,
             clock=lambda: 5000.0 + self.host.now,
             read_rank_messages=lambda: None,
+            ranks=ranks,
             **shared,
         )
-        self.ranks = self.attempt.ranks = self.attempt._hangs._ranks = FakeRanks()
 
     def record(self, event: Event) -> None:
         self.events.append(event)
@@ -202,7 +204,7 @@ def test_a_commit_that_takes_longer_than_the_grace_is_pointed_out() -> None:
 def test_a_signal_to_a_rank_is_a_stop_request() -> None:
     bench = Bench()
     bench.train()
-    bench.attempt.on_rank_message(StopSignal(event="stop_signal", in_attempt=1, rank=1))
+    bench.attempt.reports.handle(StopSignal(event="stop_signal", in_attempt=1, rank=1))
     bench.turn()
     assert bench.stop.reason == "a signal to rank 1"
 
@@ -211,7 +213,7 @@ def test_the_signals_with_which_torchrun_ends_the_others_are_none() -> None:
     bench = Bench()
     bench.train()
     bench.ranks.end(0)
-    bench.attempt.on_rank_message(StopSignal(event="stop_signal", in_attempt=1, rank=1))
+    bench.attempt.reports.handle(StopSignal(event="stop_signal", in_attempt=1, rank=1))
     bench.turn()
     assert not bench.stop
 
@@ -293,7 +295,7 @@ def test_a_rank_that_the_kernel_holds_makes_a_bad_node() -> None:
     bench.ranks.end(0)
     bench.turns(40, lambda: setattr(bench.attempt, "_quiet_since", bench.host.now))
     failure = bench.result().failure
-    assert failure.kind is FailureKind.BAD_NODE and "rank 1 does not end by SIGKILL" in failure.cause
+    assert failure.kind is FailureKind.BAD_NODE and "rank 1 does not end after SIGKILL" in failure.cause
 
 
 def test_too_many_refused_saves_end_training_in_good_order() -> None:

@@ -1,0 +1,32 @@
+"""Ends of a run that no attempt has caused."""
+
+from __future__ import annotations
+
+from checkpointing.storage import LocalStorage, Storage
+from runner.errors import ExitCode, RunnerError
+from runner.recovery.policy import Stop
+
+
+def end_of_error(error: RunnerError | OSError) -> Stop:
+    """Return how a runner ends that met an error outside of an attempt."""
+    if isinstance(error, RunnerError):
+        return Stop(error.exit_code, str(error))
+    # A full disk or no more descriptors: it may pass, or another machine may not have it.
+    place = f"{error.filename}: " if error.filename else ""
+    return Stop(ExitCode.BUDGET_SPENT, f"this machine refuses: {place}{error.strerror or error}")
+
+
+def end_without_location(durable: Storage, attempt: int) -> Stop | None:
+    """Return how a run ends whose location has been removed or unmounted; None if it is there.
+
+    Another attempt would start from the beginning, in another folder of that name.
+
+    Args:
+        durable: The durable tier.
+        attempt: The attempt that has ended.
+    """
+    if not isinstance(durable, LocalStorage) or durable.root.is_dir():
+        return None
+    return Stop(
+        ExitCode.STORAGE_FAILED, f"{durable.root} existed when attempt {attempt} began and is gone; put it back"
+    )
