@@ -258,8 +258,8 @@ class Node:
             self._record(ColdStart(reason=failure.cause))
             self._display.message(
                 "a module that is imported before the ranks are forked has initialized the GPU driver, which forks "
-                "cannot use then; from now on ranks start as fresh interpreters, which takes some seconds more (--cold does "
-                "so from the beginning)"
+                "cannot use then; from now on ranks start as fresh interpreters, which takes some seconds more (--cold "
+                "does so from the beginning)"
             )
         return failure
 
