@@ -193,6 +193,18 @@ def test_a_stop_request_is_passed_on_and_the_answer_waited_for(tmp_path: Path) -
     assert bench.session.host.now >= 1000.0 + _STOP_PATIENCE_S
 
 
+def test_after_a_good_end_the_others_have_the_grace_period_to_save(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, WELCOME, BEGIN)
+
+    def attempt(node: FakeNode) -> AttemptResult:
+        bench.session.stop.ask("SIGTERM")
+        return ended(FailureKind.PREEMPTED)
+
+    bench.attempts = [attempt]
+    assert bench.run() is ExitCode.PREEMPTED
+    assert bench.session.host.now >= 1000.0 + _STOP_PATIENCE_S + bench.session.config.restart.grace_s
+
+
 def test_a_stop_request_without_a_leader_ends_it_at_once(tmp_path: Path) -> None:
     bench = Bench(tmp_path, lambda: bench.session.stop.ask("SIGTERM"))
     bench.member.connected = False

@@ -251,6 +251,17 @@ def test_nodes_that_save_have_the_grace_period_as_well(bench: Bench) -> None:
     assert bench.sent == [End(attempt=1, stacks=False)]
 
 
+def test_a_failure_elsewhere_shortens_the_wait_for_the_others(bench: Bench) -> None:
+    """This node ended well and would wait for its grace period; one that fails ends that."""
+    bench.begin()
+    loop: Any = bench.session.loop
+    loop.plan = [lambda: bench.end_on(1, FailureKind.CRASHED, "rank 2: ValueError")]
+    began = bench.session.host.now
+    joined = bench.members.join(Failure(FailureKind.PREEMPTED, "stopped", step=5))
+    assert joined.cause == "rank 2: ValueError" and bench.sent == [End(attempt=1, stacks=False)]
+    assert bench.session.host.now - began < _PEER_END_S + 1
+
+
 def test_only_the_bad_node_leaves(bench: Bench) -> None:
     bench.begin()
     bench.end_on(1, FailureKind.ENDED)

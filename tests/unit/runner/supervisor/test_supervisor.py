@@ -251,6 +251,58 @@ def test_a_fenced_runner_leaves_the_state_to_its_successor(tmp_path: Path) -> No
     assert bench.node.notes == [] and bench.config.tiers.durable.read_note() is None
 
 
+def test_a_script_that_divides_its_batches_is_halved(tmp_path: Path) -> None:
+    oom = ended(FailureKind.OUT_OF_MEMORY)
+    bench = Bench(tmp_path, oom, FINISHED, script="train.py")
+    assert bench.run() is ExitCode.DONE
+    assert [spec.divisor for spec in bench.node.specs] == [1, 2]
+
+
+def test_while_an_attempt_runs_the_state_says_so(tmp_path: Path) -> None:
+    """A runner that is killed now has cost an attempt, and has not finished its job."""
+    seen: list[RestartState] = []
+
+    def attempt(node: FakeNode) -> AttemptResult:
+        seen.append(RestartState.from_json(node.notes[-1]))
+        return ended(FailureKind.CRASHED)
+
+    bench = Bench(tmp_path, attempt, FINISHED)
+    bench.config.tiers.durable.write_note(RestartState(finished="of a shorter training").to_json(0).encode())
+    assert bench.run() is ExitCode.DONE
+    assert [(state.running, state.finished) for state in seen] == [(1, "")]
+    assert bench.kept.history == [] and bench.kept.running is None, "a run that has finished has no failures"
+
+
+@pytest.mark.parametrize(("num_nodes", "is_recorded"), [(1, False), (2, True)])
+def test_that_a_job_of_several_nodes_has_finished_is_recorded(
+    num_nodes: int, is_recorded: bool, tmp_path: Path
+) -> None:
+    """A node that is restarted after that does not wait for the others."""
+    launch = {"nnodes": num_nodes, "master_port": 29400, "master_addr": "127.0.0.1"}
+    bench = Bench(tmp_path, FINISHED, identity=OURS, **launch)
+    leader = FakeLeader()
+    members: Any = bench.supervisor._members
+
+    def open_leader(*_: object) -> Any:
+        leader.present.add(1)
+        members._ready.add(1)
+        members._ended[1] = Failure(FailureKind.FINISHED, "all ranks finished", step=20)
+        return leader
+
+    members._open_leader = open_leader
+    members.begin = lambda spec: None
+
+    def make_node(*_: object, **options: Any) -> Any:
+        node = bench._make_node(**options)
+        node.shape = (num_nodes, 1)
+        return node
+
+    bench.supervisor._make_node = make_node
+    assert bench.run() is ExitCode.DONE
+    note = bench.config.tiers.durable.read_note()
+    assert (RestartState.from_json(note).finished == key_of(OURS)) is is_recorded
+
+
 def test_a_script_that_saves_nothing_is_pointed_out_once(tmp_path: Path) -> None:
     crash = AttemptResult(Failure(FailureKind.CRASHED, "killed", step=0))
     bench = Bench(tmp_path, crash, crash, FINISHED, script="train.py")
