@@ -17,6 +17,7 @@ from pathlib import Path
 from checkpointing.agent import protocol
 from checkpointing.agent.protocol import Message
 from checkpointing.errors import AgentKilled, AgentUnavailable, StorageUnreachable
+from checkpointing.events import Event
 from checkpointing.heartbeat import ControlPage
 from checkpointing.manifest import SnapshotInfo
 from checkpointing.retention import Retention
@@ -270,9 +271,9 @@ class AgentClient:
         """Have old checkpoints removed and new ones uploaded, after a commit that the agent did not make."""
         self._send({"do": "prune", "retention": asdict(retention)})
 
-    def announce(self, event: Message) -> None:
-        """Tell the agent's monitors something that happened on this rank."""
-        self._send({"do": "announce", "event": event})
+    def announce(self, event: Event) -> None:
+        """Report an event of this rank to the agent's monitors."""
+        self._send({"do": "announce", "event": event.to_dict()})
 
     def wait(self, step: int) -> str | None:
         """Block until the step's commit has ended; returns None on success, else why it failed."""

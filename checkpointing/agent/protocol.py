@@ -14,6 +14,12 @@ _MAX_FDS = 16
 
 Message = dict[str, Any]
 
+# What a monitor's requests are answered with, under `event`; everything else that it receives is an event of
+# `checkpointing.events`.
+ATTEMPT_BEGUN = "attempt_begun"
+ATTEMPT_OVER = "attempt_over"
+PONG = "pong"
+
 
 def send(sock: socket.socket, message: Message, fds: tuple[int, ...] = ()) -> None:
     """Send one message.

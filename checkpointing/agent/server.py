@@ -31,7 +31,28 @@ from dataclasses import asdict, dataclass, field
 from checkpointing.agent import protocol
 from checkpointing.agent.arenas import Arena, ArenaPool, ArenaState
 from checkpointing.agent.protocol import Message
+from checkpointing.agent.results import (
+    Digested,
+    FenceAnswered,
+    Result,
+    UploadEnded,
+    stamped,
+    stamped_announcement,
+)
 from checkpointing.agent.storage_worker import Fencing, Writer
+from checkpointing.events import (
+    CommitFailed,
+    Committed,
+    Event,
+    Fetched,
+    FetchFailed,
+    MemoryShort,
+    SnapshotDamaged,
+    SnapshotDropped,
+    SnapshotSkipped,
+    SnapshotTaken,
+    StageEntered,
+)
 from checkpointing.heartbeat import CommitReport, ControlPage
 from checkpointing.manifest import SnapshotInfo
 from checkpointing.retention import Retention
@@ -93,7 +114,7 @@ class Agent:
         self._drained = False
         # The newest snapshot could not be committed.
         self._gave_up = False
-        self._results: deque[tuple[Message, Arena | None]] = deque()
+        self._results: deque[tuple[Result, Arena | None]] = deque()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
@@ -175,9 +196,12 @@ class Agent:
         except OSError:
             self._disconnect(client)
 
-    def _publish(self, event: Message) -> None:
+    def _publish(self, event: Event) -> None:
+        self._send_to_monitors(event.to_dict())
+
+    def _send_to_monitors(self, message: Message) -> None:
         for client in [client for client in self._clients.values() if client.is_monitor]:
-            self._reply(client, event)
+            self._reply(client, message)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -205,10 +229,10 @@ class Agent:
                 self._writer.retention = Retention(**message["retention"])
                 self._writer.prune()
             case "announce":
-                self._publish(self._of_run(self._stage, message["event"]))
+                self._send_to_monitors(stamped_announcement(message["event"], self._stage))
             case "begin_attempt":
                 self._begin_attempt(int(message["attempt"]), fetch=bool(message["fetch"]))
-                self._reply(client, {"event": "attempt_begun", "attempt": self._attempt})
+                self._reply(client, {"event": protocol.ATTEMPT_BEGUN, "attempt": self._attempt})
             case "request_stop":
                 self._control.stop_requested = True
             case "end_attempt":
@@ -216,13 +240,13 @@ class Agent:
                 self._read_pending()
                 self._drop_unfinished()
                 self._commit_newest()
-                self._reply(client, {"event": "attempt_over"})
+                self._reply(client, {"event": protocol.ATTEMPT_OVER})
             case "note":
                 self._run_writer.note(message["text"])
             case "record":
                 self._run_writer.record(message["name"], message["path"], int(message["start"]), int(message["end"]))
             case "ping":
-                self._reply(client, {"event": "pong"})
+                self._reply(client, {"event": protocol.PONG})
             case "shutdown":
                 self._stopping = True
             case unknown:
@@ -271,8 +295,7 @@ class Agent:
             self._writers[stage.name].start()
         self._control.last_commit = CommitReport()
         self._begin_stage(fetch=fetch)
-        event = {"event": "stage", "stage": stage.name, "number": stage.number, "steps_before": stage.steps_before}
-        self._publish(event)
+        self._publish(StageEntered(stage=stage.name, number=stage.number, steps_before=stage.steps_before))
         self._run_writer.keep(f"{stage.name}.json", stage.to_json())
 
     def _begin_stage(self, *, fetch: bool) -> None:
@@ -318,7 +341,7 @@ class Agent:
             if arena is not None:
                 arena.begin(step, self._stage.name)
             elif self._pool.arenas:
-                self._publish({"event": "snapshot_skipped", "step": step, "reason": "all arenas are being written"})
+                self._publish_step(SnapshotSkipped(step=step, reason="all arenas are being written"))
         elif self._decided is None or self._decided[0] != request:
             client.waits_for_arena = message
             return
@@ -367,7 +390,7 @@ class Agent:
             arena.whole_since = time.monotonic()
             arena.num_tasks += 1
             self._writer.digest(arena)
-            self._publish({"event": "snapshot", "step": arena.step, "to_be_committed": arena.commit_wanted})
+            self._publish_step(SnapshotTaken(step=arena.step, to_be_committed=arena.commit_wanted))
             if arena.commit_wanted:
                 self._commit_later(arena)
 
@@ -383,7 +406,7 @@ class Agent:
         arena = self._filling(client, message)
         if arena is not None:
             arena.state = ArenaState.FREE
-            self._publish({"event": "snapshot_dropped", "step": arena.step, "reason": message["reason"]})
+            self._publish_step(SnapshotDropped(step=arena.step, reason=message["reason"]))
 
     def _commit_later(self, arena: Arena) -> None:
         arena.commit_wanted = True
@@ -427,7 +450,7 @@ class Agent:
         for arena in self._of_stage():
             if arena.state is ArenaState.WHOLE and arena.step == step and not arena.damaged:
                 arena.damaged = True
-                self._publish({"event": "snapshot_damaged", "step": step, "reason": reason})
+                self._publish_step(SnapshotDamaged(step=step, reason=reason))
                 if arena.num_tasks == 0:
                     arena.state = ArenaState.FREE
 
@@ -455,7 +478,7 @@ class Agent:
         """Forget snapshots that some rank will never finish."""
         for arena in self._pool.arenas:
             if arena.state is ArenaState.FILLING:
-                self._publish({"event": "snapshot_dropped", "step": arena.step, "reason": "a rank ended in mid-copy"})
+                self._publish_step(SnapshotDropped(step=arena.step, reason="a rank ended in mid-copy"))
                 arena.state = ArenaState.FREE
 
     def _answer_waiting(self) -> None:
@@ -491,27 +514,38 @@ class Agent:
         while self._results:
             self._take_result(*self._results.popleft())
 
-    def _take_result(self, event: Message, arena: Arena | None) -> None:
-        """What a thread of the writer says; `arena`: it has done with that one."""
-        name = event["event"]
+    def _take_result(self, result: Result, arena: Arena | None) -> None:
+        """What a thread of the writer reports; it has finished with `arena`."""
         if arena is not None:
             arena.num_tasks -= 1
-            if name in ("committed", "commit_failed") and arena.stage == self._stage.name:
-                self._outcomes[arena.step] = {"committed": name == "committed", "error": event.get("error")}
-            if name == "commit_failed":
+            self._take_outcome(result, arena)
+            if arena.damaged and arena.num_tasks == 0:
+                arena.state = ArenaState.FREE
+        match result:
+            case FenceAnswered():
+                self._begin_fetch()
+            case Event():
+                self._publish(result)
+            case Digested() | UploadEnded():
+                pass
+
+    def _take_outcome(self, result: Result, arena: Arena) -> None:
+        """Note what has become of a snapshot, or of what was to be read into an arena."""
+        is_current = arena.stage == self._stage.name
+        match result:
+            case Committed(duration_s=duration_s, cpu_s=cpu_s) if is_current:
+                self._outcomes[arena.step] = {"committed": True, "error": None}
+                self._control.last_commit = CommitReport(arena.step, duration_s or 0.0, cpu_s or 0.0)
+            case CommitFailed(error=error):
+                if is_current:
+                    self._outcomes[arena.step] = {"committed": False, "error": error}
                 # Tried again when its ranks are gone, and, if it is still the newest, a last time at the end.
                 arena.commit_wanted = self._stopping
                 self._gave_up = self._stopping
-            if name == "committed" and arena.stage == self._stage.name:
-                self._control.last_commit = CommitReport(arena.step, event["duration_s"], event["cpu_s"])
-            elif name == "fetched":
+            case Fetched():
                 arena.state, arena.whole_since = ArenaState.WHOLE, time.monotonic()
-            elif name == "fetch_failed" or (arena.damaged and arena.num_tasks == 0):
+            case FetchFailed():
                 arena.state = ArenaState.FREE
-        if name == "fence_answered":
-            self._begin_fetch()
-        elif name not in ("digested", "upload_ended"):
-            self._publish(event)
 
     def _begin_fetch(self) -> None:
         """Read the newest checkpoint while the ranks are still starting, if it is not on this machine."""
@@ -547,21 +581,16 @@ class Agent:
         return self._fencing.answered.is_set() and not fetching
 
     def _memory_short(self, num_arenas: int, reason: str) -> None:
-        self._publish({"event": "memory_short", "arenas": num_arenas, "reason": reason})
+        self._publish(MemoryShort(arenas=num_arenas, reason=reason))
 
-    def _tell_of(self, stage: Stage, event: Message, arena: Arena | None) -> None:
-        self._tell(self._of_run(stage, event), arena)
+    def _publish_step(self, event: Event) -> None:
+        """Publish an event of the stage that trains now."""
+        self._publish(stamped(event, self._stage))
 
-    @staticmethod
-    def _of_run(stage: Stage, event: Message) -> Message:
-        """An event of a stage after the first says so, and has the step counted over all stages."""
-        if stage.name:
-            event["stage"] = stage.name
-            if "step" in event:
-                event["run_step"] = event["step"] + stage.steps_before
-        return event
+    def _tell_of(self, stage: Stage, result: Result, arena: Arena | None) -> None:
+        self._tell(stamped(result, stage), arena)
 
-    def _tell(self, event: Message, arena: Arena | None) -> None:
-        self._results.append((event, arena))
+    def _tell(self, result: Result, arena: Arena | None) -> None:
+        self._results.append((result, arena))
         with contextlib.suppress(BlockingIOError):
             self._wake_sender.send(b"x")

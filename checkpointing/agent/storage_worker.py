@@ -18,11 +18,25 @@ from pathlib import Path
 from typing import Literal
 
 from checkpointing.agent.arenas import Arena
-from checkpointing.agent.protocol import Message
+from checkpointing.agent.results import Digested, FenceAnswered, Report, UploadEnded
 from checkpointing.catalog import Catalog, CatalogEntry
 from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import RunningDigest, algorithm_of, digest_buffer, digesting
 from checkpointing.errors import CheckpointError, Fenced, InvalidCheckpoint
+from checkpointing.events import (
+    CheckpointQuarantined,
+    CommitFailed,
+    Committed,
+    Fetched,
+    FetchFailed,
+    Pruned,
+    PruneFailed,
+    RestartStateFailed,
+    StorageRetried,
+    TierUnreachable,
+    Transfer,
+)
+from checkpointing.events import Fenced as FencedEvent
 from checkpointing.manifest import FileEntry, Manifest, SnapshotInfo
 from checkpointing.reading import read_into
 from checkpointing.retention import Retention, steps_to_remove, steps_to_upload
@@ -38,9 +52,6 @@ _PATIENCE_S = 10.0
 _PIECE_BYTES = 32 * 1024 * 1024
 _PROGRESS_INTERVAL_S = 0.5
 _RETRIES_INTERVAL_S = 60.0
-
-# What the agent's main thread is told; with the arena that a task has done with.
-Tell = Callable[[Message, Arena | None], None]
 
 
 @dataclass
@@ -69,7 +80,7 @@ class Fencing:
 class _Retries:
     """How many calls to a tier were made again, and why: told at once, then now and then, and when a task is over."""
 
-    def __init__(self, tier: str, tell: Tell) -> None:
+    def __init__(self, tier: str, tell: Report) -> None:
         self._tier, self._tell, self._lock = tier, tell, threading.Lock()
         self._count, self._reason, self._told_at = 0, "", -_RETRIES_INTERVAL_S
 
@@ -83,7 +94,7 @@ class _Retries:
         with self._lock:
             if not self._count:
                 return
-            event = {"event": "storage_retried", "tier": self._tier, "count": self._count, "reason": self._reason}
+            event = StorageRetried(tier=self._tier, count=self._count, reason=self._reason)
             self._count, self._told_at = 0, time.monotonic()
         self._tell(event, None)
 
@@ -91,7 +102,7 @@ class _Retries:
 class Writer:
     """Methods are called by the agent's main thread; what comes of it is told through `tell`, from any thread."""
 
-    def __init__(self, tiers: Tiers, tell: Tell, *, commits: bool, local_keep_last: int) -> None:
+    def __init__(self, tiers: Tiers, tell: Report, *, commits: bool, local_keep_last: int) -> None:
         """`commits`: whether this node's agent is the one that writes."""
         self._tiers, self._tell, self._commits = tiers, tell, commits
         self._retries = {tiers.name(storage): _Retries(tiers.name(storage), tell) for storage in tiers.nearest_first}
@@ -197,13 +208,13 @@ class Writer:
                     fencing.newest = next((entry for entry in catalog.scan() if entry.manifest), None)
                 except Fenced as error:
                     fencing.error, fencing.fenced = str(error), True
-                    self._tell({"event": "fenced", "reason": str(error)}, None)
+                    self._tell(FencedEvent(reason=str(error)), None)
                 except Exception as error:
                     # Whatever it was, the ranks that wait for the answer must get one.
                     fencing.error = _text(error)
         self._flush_retries()
         fencing.answered.set()
-        self._tell({"event": "fence_answered"}, None)
+        self._tell(FenceAnswered(), None)
         self.upload()
 
     def _fence(self, fencing: Fencing) -> None:
@@ -220,7 +231,7 @@ class Writer:
                 reason = "no answer yet" if isinstance(error, TimeoutError) else error.strerror or str(error)
                 fencing.unreachable = reason
                 tier = self._tiers.name(self._tiers.durable)
-                self._tell({"event": "tier_unreachable", "tier": tier, "reason": reason}, None)
+                self._tell(TierUnreachable(tier=tier, reason=reason), None)
         if not self._swept:  # nothing of ours is being written yet
             for storage in self._tiers.nearest_first:
                 if storage is local or fencing.durable_begun:
@@ -247,25 +258,25 @@ class Writer:
         while (arena := self._to_digest.get()) is not None:
             arena.digests = {name: digest_buffer(arena.view(offset, size)) for name, offset, size in arena.files}
             arena.digested.set()
-            self._tell({"event": "digested"}, arena)
+            self._tell(Digested(), arena)
 
     def _commit_loop(self) -> None:
         while (task := self._to_commit.get()) is not None:
             if task != "prune":
                 event = self._commit(task, self._tiers.first)
-                if event["event"] != "committed" and self._tiers.local is not None and not task.damaged:
+                if isinstance(event, CommitFailed) and self._tiers.local is not None and not task.damaged:
                     # The arena is not done with: the durable tier is to have it.
                     self._tell(event, None)
                     self._put_upload(task)
                     continue
                 self._tell(event, task)
-                if event["event"] != "committed":
+                if isinstance(event, CommitFailed):
                     continue
             self._prune(self._tiers.first)
             self._flush_retries()
             self.upload()
 
-    def _commit(self, arena: Arena, storage: Storage) -> Message:
+    def _commit(self, arena: Arena, storage: Storage) -> Committed | CommitFailed:
         assert arena.info is not None
         # The sweep must not meet our own temporary data.
         while not self._fencing.answered.is_set():
@@ -293,7 +304,7 @@ class Writer:
         *,
         at_once: int = 1,
         since: float,
-    ) -> Message:
+    ) -> Committed | CommitFailed:
         """Commit, and say what has become of it."""
         began, tier = time.process_time(), self._tiers.name(storage)
         storage.watch(self._progress("upload", info.step, nbytes))
@@ -304,19 +315,17 @@ class Writer:
         except Exception as error:
             # Whatever it was, the run must learn of it and the arena must become free again.
             if isinstance(error, Fenced):
-                self._tell({"event": "fenced", "reason": str(error)}, None)
-            return {"event": "commit_failed", "step": info.step, "tier": tier, "error": _text(error)}
+                self._tell(FencedEvent(reason=str(error)), None)
+            return CommitFailed(step=info.step, tier=tier, error=_text(error))
         finally:
             self._flush_retries()
-        return {
-            "event": "committed",
-            "step": info.step,
-            "tier": tier,
-            "attempt": info.attempt,
-            "nbytes": manifest.total_bytes,
-            "duration_s": round(time.monotonic() - since, 4),
-            "cpu_s": round(time.process_time() - began, 4),
-        }
+        return Committed(
+            step=info.step,
+            tier=tier,
+            nbytes=manifest.total_bytes,
+            duration_s=round(time.monotonic() - since, 4),
+            cpu_s=round(time.process_time() - began, 4),
+        )
 
     def _prune(self, storage: Storage) -> None:
         tier = self._tiers.name(storage)
@@ -331,9 +340,9 @@ class Writer:
             for step in doomed:
                 if step not in due:
                     storage.remove(step)
-                    self._tell({"event": "pruned", "step": step, "tier": tier}, None)
+                    self._tell(Pruned(step=step, tier=tier), None)
         except Exception as error:
-            self._tell({"event": "prune_failed", "tier": tier, "error": _text(error)}, None)
+            self._tell(PruneFailed(tier=tier, error=_text(error)), None)
 
     def _note_loop(self) -> None:
         """What storage has refused is owed, and tried again with what comes next; of each name the newest alone."""
@@ -359,7 +368,7 @@ class Writer:
                     write()
                     del owed[name]
                 except Exception as error:
-                    self._tell({"event": "note_failed", "tier": self._tiers.name(durable), "error": _text(error)}, None)
+                    self._tell(RestartStateFailed(tier=self._tiers.name(durable), error=_text(error)), None)
                     if isinstance(error, StorageTimeout):
                         break  # nor would the next one get an answer
             self._flush_retries()
@@ -384,12 +393,12 @@ class Writer:
                 event = self._commit(task, self._tiers.durable)
                 self._tell(event, task)
                 self._on_durable = None
-                if event["event"] == "committed":
+                if isinstance(event, Committed):
                     self._prune(self._tiers.durable)
             self._flush_retries()
             with self._num_uploads_lock:
                 self._num_uploads -= 1
-            self._tell({"event": "upload_ended"}, None)
+            self._tell(UploadEnded(), None)
 
     def _due(self) -> list[int]:
         assert self._tiers.local is not None
@@ -407,15 +416,14 @@ class Writer:
             while due := self._due():
                 event = self._upload(due[0])
                 self._tell(event, None)
-                if event["event"] != "committed":
+                if isinstance(event, CommitFailed):
                     self._on_durable = None
                     return
             self._prune(durable)
         except Exception as error:
-            event = {"event": "commit_failed", "step": step, "tier": self._tiers.name(durable)}
-            self._tell({**event, "error": _text(error)}, None)
+            self._tell(CommitFailed(step=step, tier=self._tiers.name(durable), error=_text(error)), None)
 
-    def _upload(self, step: int) -> Message:
+    def _upload(self, step: int) -> Committed | CommitFailed:
         """Copy a checkpoint of the local tier to the durable one; its digests are compared on the way."""
         local, durable, since = self._tiers.local, self._tiers.durable, time.monotonic()
         assert local is not None and self._on_durable is not None
@@ -436,14 +444,14 @@ class Writer:
         try:
             manifest = local.read_manifest(step)
         except InvalidCheckpoint as error:
-            return {"event": "commit_failed", "step": step, "tier": self._tiers.name(durable), "error": str(error)}
+            return CommitFailed(step=step, tier=self._tiers.name(durable), error=str(error))
         files = [staged(file) for file in manifest.files]
         event = self._publish(durable, manifest.info, files, manifest.total_bytes, since=since)
-        if event["event"] == "committed":
+        if isinstance(event, Committed):
             self._on_durable[step] = manifest
         elif problem is not None:
             kept = local.set_aside(step)
-            self._tell({"event": "checkpoint_set_aside", "step": step, "reason": str(problem), "kept_as": kept}, None)
+            self._tell(CheckpointQuarantined(step=step, reason=str(problem), kept_as=kept), None)
         return event
 
     # -- from storage into memory --------------------------------------------------------------------------------
@@ -466,13 +474,13 @@ class Writer:
                 raise InvalidCheckpoint(storage.describe(entry.step), f"{altered[0]} was altered: its digest differs")
         except (OSError, CheckpointError) as error:
             # The ranks will read it themselves, and find the fault.
-            self._tell({"event": "fetch_failed", "step": entry.step, "error": str(error)}, arena)
+            self._tell(FetchFailed(step=entry.step, error=str(error)), arena)
             return
         arena.digests = {file.name: file.digest for file in manifest.files}
         arena.digested.set()
         duration = round(time.monotonic() - since, 4)
-        event = {"event": "fetched", "step": entry.step, "tier": self._tiers.name(storage)}
-        self._tell({**event, "nbytes": manifest.total_bytes, "duration_s": duration}, arena)
+        tier, nbytes = self._tiers.name(storage), manifest.total_bytes
+        self._tell(Fetched(step=entry.step, tier=tier, nbytes=nbytes, duration_s=duration), arena)
 
     def _progress(self, direction: str, step: int, total: int) -> Callable[[int], None]:
         """For people: how far a transfer is, now and then."""
@@ -485,7 +493,7 @@ class Writer:
                 due = now - told_at >= _PROGRESS_INTERVAL_S
                 told_at = now if due else told_at
             if due:
-                self._tell({"event": "transfer", "what": direction, "step": step, "done": done, "total": total}, None)
+                self._tell(Transfer(step=step, what=direction, done=done, total=total), None)
 
         return transferred
 

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from checkpointing import events
 from checkpointing.agent.client import ATTEMPT_ENV, SOCKET_ENV, AgentClient, AgentProcess
 from checkpointing.catalog import Catalog
 from checkpointing.clock import machine_clock
@@ -274,7 +275,7 @@ class CheckpointManager:
 
     def _say_pinned(self, nbytes: int, seconds: float, complete: bool) -> None:
         if self.rank == 0:
-            event = {"event": "pinned", "nbytes": nbytes, "seconds": round(seconds, 3), "complete": complete}
+            event = events.Pinned(nbytes=nbytes, seconds=round(seconds, 3), complete=complete)
             # Training finds out by itself that the agent is gone.
             with contextlib.suppress(CheckpointError):
                 self._client.announce(event)
@@ -596,9 +597,9 @@ class CheckpointManager:
         """
         self._start = (start_step, machine_clock())
         if self.rank == 0:
-            self._client.announce({"event": "training_started", "step": start_step, "total_steps": total_steps})
+            self._client.announce(events.TrainingStarted(step=start_step, total_steps=total_steps))
         if self.rank == 0 and self._restore_s:
-            self._client.announce({"event": "restored", "step": start_step, "seconds": round(self._restore_s, 3)})
+            self._client.announce(events.Restored(step=start_step, seconds=round(self._restore_s, 3)))
         self._restore_s = 0.0
         self._beat(Phase.TRAINING, start_step)
         if self._hook_states and not self._tracked.states and self.rank == 0:
@@ -714,7 +715,7 @@ class CheckpointManager:
             accumulation: of those in one step.
         """
         if self.rank == 0:
-            self._client.announce({"event": "batch_shape", "micro_batch": micro_batch, "accumulation": accumulation})
+            self._client.announce(events.BatchShape(micro_batch=micro_batch, accumulation=accumulation))
 
     def pause(self) -> None:
         """Say that what runs now is no step (an evaluation, a change of epoch), and alive.
@@ -763,9 +764,10 @@ class CheckpointManager:
             return
         numbers = {name: float(value) for name, value in values.items() if _is_finite(value)}
         if "loss" in numbers:
-            self._client.announce({**numbers, "event": "log", "step": step})
+            loss = numbers.pop("loss")
+            self._client.announce(events.Log(step=step, loss=loss, metrics=numbers))
         elif "eval_loss" in numbers:
-            self._client.announce({**numbers, "event": "evaluated", "step": step})
+            self._client.announce(events.Evaluated(step=step, metrics=numbers))
 
     def wants(self, step: int) -> bool:
         """Whether `save` would do anything: this step has not been saved yet."""

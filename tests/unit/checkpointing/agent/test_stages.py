@@ -11,6 +11,7 @@ import torch
 from checkpointing.agent import protocol
 from checkpointing.agent.client import AgentClient, AgentProcess, Refusal
 from checkpointing.catalog import Catalog
+from checkpointing.events import Log
 from checkpointing.rank import manager
 from checkpointing.retention import Retention
 from checkpointing.stages import FIRST_STAGE, STAGE_NAME, Stage, Stages
@@ -95,7 +96,7 @@ def test_a_stage_has_checkpoints_and_snapshots_of_its_own(agent: AgentProcess, t
     second = rank(agent, SECOND)
     assert second.offer()[0] == []
     save(second, 10)
-    second.announce({"event": "log", "step": 12, "loss": 1.0})
+    second.announce(Log(step=12, loss=1.0))
     save(second, 15, commit=False)
     second.close()
     assert committed(tmp_path) == [10, 20]

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from chaos.stores import MemoryObjects
 
-from checkpointing.agent.protocol import Message
+from checkpointing.agent.results import Result
 from checkpointing.agent.storage_worker import Writer
+from checkpointing.events import RestartStateFailed, StorageRetried
 from checkpointing.storage import LocalStorage
 from checkpointing.storage.object_storage import RemoteStorage
 from checkpointing.tiers import Tiers, open_tiers
@@ -17,7 +18,7 @@ from checkpointing.tiers import Tiers, open_tiers
 
 def test_what_storage_refuses_is_kept_when_it_is_back(tmp_path: Path) -> None:
     """Of a journal that grows, each chunk as it was last; none is left out."""
-    tiers, told = open_tiers(str(tmp_path / "store")), queue.SimpleQueue[Message]()
+    tiers, told = open_tiers(str(tmp_path / "store")), queue.SimpleQueue[Result]()
     writer = Writer(tiers, lambda message, arena: told.put(message), commits=True, local_keep_last=2)
     writer.start()
     journal = tmp_path / "journal"
@@ -27,7 +28,7 @@ def test_what_storage_refuses_is_kept_when_it_is_back(tmp_path: Path) -> None:
     away.touch()
     for name, start, end, owed in (("a", 0, 3, 1), ("a", 0, 4, 1), ("b", 4, 6, 2)):
         writer.record(name, str(journal), start, end)
-        assert [told.get(timeout=60)["event"] for _ in range(owed)] == ["note_failed"] * owed
+        assert all(isinstance(told.get(timeout=60), RestartStateFailed) for _ in range(owed))
     away.unlink()
     writer.record("b", str(journal), 4, 9)
     writer.close()
@@ -45,7 +46,7 @@ class SlowObjects(MemoryObjects):
 
 
 def test_all_tries_are_told_by_the_end_of_what_they_were_for(tmp_path: Path) -> None:
-    told = queue.SimpleQueue[Message]()
+    told = queue.SimpleQueue[Result]()
     tiers = Tiers(RemoteStorage(SlowObjects()))
     writer = Writer(tiers, lambda message, arena: told.put(message), commits=True, local_keep_last=2)
     (tmp_path / "journal").write_bytes(b"0123456789")
@@ -53,10 +54,9 @@ def test_all_tries_are_told_by_the_end_of_what_they_were_for(tmp_path: Path) -> 
     writer.start()
     writer.close()
     messages = [told.get() for _ in range(told.qsize())]
-    retried = {"event": "storage_retried", "tier": "remote"}
     assert messages == [
-        {**retried, "count": 1, "reason": "it was slow"},
-        {**retried, "count": 1, "reason": "it was slow again"},
+        StorageRetried(tier="remote", count=1, reason="it was slow"),
+        StorageRetried(tier="remote", count=1, reason="it was slow again"),
     ]
     assert tiers.durable.read_record("a") == b"012"
 
