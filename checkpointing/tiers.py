@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from checkpointing.catalog import Catalog
 from checkpointing.stages import FIRST_STAGE, Stage
-from checkpointing.storage import LocalStorage, Storage, open_storage
+from checkpointing.storage import Storage, open_storage
 
 LOCAL, REMOTE = "local", "remote"
 # A local tier is for speed; what is kept for long is kept in the durable one.
@@ -18,7 +18,7 @@ class Tiers:
     """Checkpoints are committed to the first, and copied to `durable` in the background."""
 
     durable: Storage
-    local: LocalStorage | None = None
+    local: Storage | None = None
 
     @property
     def first(self) -> Storage:
@@ -68,7 +68,7 @@ class Tiers:
     def name(self, storage: Storage) -> str:
         """What a tier is called in journal and lists. A single one is named by where it is."""
         if self.local is None:
-            return LOCAL if isinstance(storage, LocalStorage) else REMOTE
+            return LOCAL if storage.root is not None else REMOTE
         return LOCAL if storage is self.local else REMOTE
 
 
@@ -82,8 +82,8 @@ def open_tiers(location: str, local_tier: str | None = None) -> Tiers:
     if local_tier is None:
         return Tiers(durable)
     local = open_storage(local_tier)
-    if not isinstance(local, LocalStorage):
+    if local.root is None:
         raise ValueError(f"checkpoint.local_tier {local_tier!r} is not allowed; give a directory of this machine")
-    if isinstance(durable, LocalStorage) and durable.root.absolute() == local.root.absolute():
+    if durable.root is not None and durable.root.absolute() == local.root.absolute():
         raise ValueError(f"checkpoint.local_tier {local_tier!r} is checkpoint.location itself; leave it out")
     return Tiers(durable, local)

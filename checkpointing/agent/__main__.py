@@ -15,7 +15,6 @@ import psutil
 from checkpointing.agent import protocol
 from checkpointing.agent.location_lock import LOCK_TIMEOUT_S, acquire_lock
 from checkpointing.agent.server import Agent
-from checkpointing.storage import LocalStorage
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST, open_tiers
 
 _NICENESS = 10
@@ -55,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         tiers = open_tiers(arguments.location, arguments.local_tier)
         for storage in tiers.nearest_first:
-            if isinstance(storage, LocalStorage) and not arguments.no_commit:
+            if storage.root is not None and not arguments.no_commit:
                 acquire_lock(storage.root, LOCK_TIMEOUT_S)
         listener = protocol.listen(arguments.socket)
     except (OSError, ValueError) as error:

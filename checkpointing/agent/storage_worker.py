@@ -427,6 +427,8 @@ class Writer:
         """Copy a checkpoint of the local tier to the durable one; its digests are compared on the way."""
         local, durable, since = self._tiers.local, self._tiers.durable, time.monotonic()
         assert local is not None and self._on_durable is not None
+        folder = local.directory(step)
+        assert folder is not None
         problem: InvalidCheckpoint | None = None
 
         def staged(file: FileEntry) -> StagedFile:
@@ -439,7 +441,7 @@ class Writer:
                     raise problem
                 return file.digest
 
-            return StagedFile(file.name, digesting(_read(local.directory(step) / file.name), digest), compared)
+            return StagedFile(file.name, digesting(_read(folder / file.name), digest), compared)
 
         try:
             manifest = local.read_manifest(step)

@@ -14,6 +14,7 @@ from checkpointing.errors import CommitConflict, Fenced, ForeignCheckpoint, Inva
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
 from checkpointing.storage.fence import MAX_ACCEPTED, Fence, attempt_of
+from checkpointing.storage.rates import Rates
 
 CHECKPOINT_PREFIX = "checkpoint-"
 # A step or an attempt in a name, as we write it: not 007, nor another script's digits, which int() would take.
@@ -69,6 +70,8 @@ class Storage(ABC):
     """A place that keeps checkpoints, named by `location`."""
 
     location: str
+    # The directory of this machine that holds everything, where there is one: files in it can be renamed and locked.
+    root: Path | None = None
     # How many files are best written beside each other.
     writes_at_once = 1
     # The attempt that we have begun here, or tried to, and what marks it as ours; none for who publishes for another.
@@ -245,6 +248,39 @@ class Storage(ABC):
 
         Raises:
             OSError: something that a run needs is refused; the text says what.
+        """
+
+    @property
+    def decides_between_writers(self) -> bool:
+        """Whether the place itself lets one of two writers win that publish at the same moment.
+
+        Raises:
+            OSError: storage refused.
+        """
+        return True
+
+    def free_bytes(self) -> int | None:
+        """Return how much more can be stored; None where there is no limit that is known.
+
+        Raises:
+            OSError: storage refused.
+        """
+        return None
+
+    @abstractmethod
+    def measure(self, checkpoint_bytes: int) -> Rates | None:
+        """Measure how fast checkpoints of this size are written and read; None where there is no room to try.
+
+        Raises:
+            OSError: storage refused.
+        """
+
+    @abstractmethod
+    def remove_all(self) -> None:
+        """Remove everything that is kept at this location.
+
+        Raises:
+            OSError: storage refused.
         """
 
     @abstractmethod

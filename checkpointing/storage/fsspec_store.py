@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
 from typing import Any, TypeVar
 
+from checkpointing.storage.object_storage import ObjectStorage
 from checkpointing.storage.object_store import ObjectMissing, StorageError, StorageTimeout
 from checkpointing.threads import in_background
 
@@ -148,3 +149,18 @@ class FilesystemStore:
             raise
         except Exception as error:
             raise StorageError(f"{what} at {self.location}: {error or type(error).__name__}") from error
+
+
+def open_location(location: str) -> ObjectStorage:
+    """Open the URL of any file system that fsspec knows.
+
+    Args:
+        location: URL.
+
+    Returns:
+        The storage.
+
+    Raises:
+        ValueError: The scheme is unknown, or its package is not installed.
+    """
+    return ObjectStorage(FilesystemStore(location))

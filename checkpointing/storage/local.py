@@ -24,6 +24,7 @@ from checkpointing.storage.base import CHECKPOINT_PREFIX, IRREGULAR, NUMBER, Sto
 from checkpointing.storage.direct_io import write_file
 from checkpointing.storage.durable import fsync_directory, replace_file
 from checkpointing.storage.fence import Fence
+from checkpointing.storage.rates import Rates, measure_directory
 
 _CHECKPOINT = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})\Z")
 _TEMPORARY = re.compile(rf"\.(?:{CHECKPOINT_PREFIX}{NUMBER}|fence\.json)\.({NUMBER})\.tmp\Z")
@@ -118,6 +119,8 @@ class LocalTransaction:
 class LocalStorage(Storage):
     """See `Storage`. `root` is created on the first write."""
 
+    root: Path
+
     def __init__(self, root: Path) -> None:
         self.root = root
         self.location = str(root)
@@ -130,6 +133,15 @@ class LocalStorage(Storage):
             write_file(path, [memoryview(b"probe")])
         finally:
             path.unlink(missing_ok=True)
+
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(self.root).free
+
+    def measure(self, checkpoint_bytes: int) -> Rates | None:
+        return measure_directory(self.root, checkpoint_bytes)
+
+    def remove_all(self) -> None:
+        shutil.rmtree(self.root, ignore_errors=True)
 
     def watch(self, transferred: Callable[[int], None]) -> None:
         """Nothing does here."""
@@ -293,3 +305,23 @@ class LocalStorage(Storage):
             return sorted(os.listdir(self.root))  # noqa: PTH208 - names, not paths
         except FileNotFoundError:
             return []
+
+
+def open_location(location: str) -> LocalStorage:
+    """Open a path or a `file://` URL.
+
+    Args:
+        location: Path or URL.
+
+    Returns:
+        The storage.
+
+    Raises:
+        ValueError: The URL names no absolute path.
+    """
+    scheme, separator, rest = location.partition("://")
+    if not separator:
+        return LocalStorage(Path(location))
+    if not rest.startswith("/"):
+        raise ValueError(f"location {location!r} is not allowed: write {scheme}:///path, with three slashes")
+    return LocalStorage(Path(rest))

@@ -24,6 +24,7 @@ from checkpointing.manifest import MANIFEST_NAME, Manifest
 from checkpointing.storage.base import CHECKPOINT_PREFIX, NUMBER, Storage
 from checkpointing.storage.fence import Fence
 from checkpointing.storage.object_store import ObjectStore, StorageError, StorageTimeout, probe
+from checkpointing.storage.rates import Rates, measure_objects
 
 _MANIFEST = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})/{re.escape(MANIFEST_NAME)}\Z")
 _ASIDE = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})/manifest\.(invalid|superseded)\.[0-9a-f]+\.json\Z")
@@ -52,10 +53,10 @@ class RemoteFile:
         self.store.read_into(self.key, start, target)
 
 
-class RemoteTransaction:
+class ObjectTransaction:
     """See `Transaction`."""
 
-    def __init__(self, storage: RemoteStorage, step: int, attempt: int) -> None:
+    def __init__(self, storage: ObjectStorage, step: int, attempt: int) -> None:
         self._storage, self._store = storage, storage.store
         self._step, self._attempt = step, attempt
         self._checkpoint = f"{CHECKPOINT_PREFIX}{step}"
@@ -127,7 +128,7 @@ class RemoteTransaction:
                 self._store.delete(written)
 
 
-class RemoteStorage(Storage):
+class ObjectStorage(Storage):
     """See `Storage`."""
 
     writes_at_once = 2
@@ -136,8 +137,18 @@ class RemoteStorage(Storage):
         self.store = store
         self.location = store.location
 
-    def begin(self, step: int, attempt: int) -> RemoteTransaction:
-        return RemoteTransaction(self, step, attempt)
+    def begin(self, step: int, attempt: int) -> ObjectTransaction:
+        return ObjectTransaction(self, step, attempt)
+
+    @property
+    def decides_between_writers(self) -> bool:
+        return self.store.honours_if_absent
+
+    def measure(self, checkpoint_bytes: int) -> Rates:
+        return measure_objects(self.store, checkpoint_bytes)
+
+    def remove_all(self) -> None:
+        self.store.delete(list(self.store.sizes()))
 
     def probe(self) -> str | None:
         probe(self.store)

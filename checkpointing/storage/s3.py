@@ -26,6 +26,7 @@ from botocore.exceptions import (
 )
 
 from checkpointing.failpoints import failpoint
+from checkpointing.storage.object_storage import ObjectStorage
 from checkpointing.storage.object_store import ObjectMissing, StorageError, StorageTimeout
 from checkpointing.storage.s3_errors import Missing, PreconditionFailed, check_is_s3, translated
 from checkpointing.storage.s3_transport import (
@@ -321,3 +322,18 @@ class S3Store:
         if borrows:
             return retried(once)
         return retried(within, _ANSWER_WITHIN_S + nbytes / MIN_BYTES_PER_S, once, what)
+
+
+def open_location(location: str) -> ObjectStorage:
+    """Open an `s3://` URL.
+
+    Args:
+        location: URL.
+
+    Returns:
+        The storage.
+
+    Raises:
+        ValueError: The URL names no bucket, or the configuration of AWS cannot be used.
+    """
+    return ObjectStorage(S3Store(location))

@@ -13,7 +13,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 
 from checkpointing.errors import CheckpointError
-from checkpointing.storage import LocalStorage, Storage, open_storage
+from checkpointing.storage import Storage, open_storage
 from checkpointing.threads import in_background
 from runner.config.load import load_config
 from runner.config.schema import Config
@@ -87,8 +87,8 @@ class JournalCopy:
 
 def needs_copy(config: Config) -> bool:
     """Whether checkpoints outlive the run's folder."""
-    durable = config.tiers.durable
-    return not isinstance(durable, LocalStorage) or not durable.root.is_relative_to(Path(config.output_dir).absolute())
+    root = config.tiers.durable.root
+    return root is None or not root.is_relative_to(Path(config.output_dir).absolute())
 
 
 class History:

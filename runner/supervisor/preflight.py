@@ -14,7 +14,6 @@ from pathlib import Path
 
 from checkpointing.errors import InvalidCheckpoint, StorageUnreachable
 from checkpointing.manifest import Manifest
-from checkpointing.storage import LocalStorage
 from checkpointing.storage.durable import replace_file
 from checkpointing.storage.object_store import StorageTimeout
 from runner.config.schema import Config
@@ -67,7 +66,7 @@ class LocationLock:
             OSError: The location cannot be written.
         """
         storage = self._storage
-        if isinstance(storage, LocalStorage):
+        if storage.root is not None:
             if self._fd is not None:
                 os.close(self._fd)
             storage.root.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ from checkpointing.manifest import SnapshotInfo
 from checkpointing.reading import read_private
 from checkpointing.retention import Retention
 from checkpointing.storage import LocalStorage, Storage
-from checkpointing.storage.object_storage import RemoteStorage
+from checkpointing.storage.object_storage import ObjectStorage
 from checkpointing.tiers import Tiers
 
 # Before which calls one life is interrupted by the other; all of them with the model's wider bounds.
@@ -88,8 +88,8 @@ def in_store(
     recorder.watch_failpoints(monkeypatch)
     location = f"memory://{uuid.uuid4().hex}/run"
     stores = [RecordingStore(location, recorder, honours=honours) for _ in range(2)]
-    first = prepared(RemoteStorage(stores[0]), recorder)
-    return recorder, stores[0], (first, RealLife(RemoteStorage(stores[1]), 2, recorder))
+    first = prepared(ObjectStorage(stores[0]), recorder)
+    return recorder, stores[0], (first, RealLife(ObjectStorage(stores[1]), 2, recorder))
 
 
 def assert_is_a_way(model: CommitModel, recorder: Recorder, *ended: int) -> None:

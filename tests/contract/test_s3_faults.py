@@ -29,7 +29,7 @@ from servers import (
 
 from checkpointing.errors import CommitFailed
 from checkpointing.storage import open_storage, s3, s3_transport
-from checkpointing.storage.object_storage import RemoteStorage
+from checkpointing.storage.object_storage import ObjectStorage
 from checkpointing.storage.object_store import ObjectStore, StorageError, StorageTimeout
 
 # More than the buffers between here and there take at once: sending it waits for the line.
@@ -52,9 +52,9 @@ class Place:
     location: str
     proxy: MeddlingProxy
 
-    def open(self) -> RemoteStorage:
+    def open(self) -> ObjectStorage:
         storage = open_storage(self.location)
-        assert isinstance(storage, RemoteStorage)
+        assert isinstance(storage, ObjectStorage)
         return storage
 
 
@@ -271,7 +271,7 @@ def test_a_read_that_only_trickles_is_given_up(place: Place) -> None:
     assert time.monotonic() - began < 50
 
 
-STORAGE_CALLS: dict[str, Callable[[RemoteStorage], object]] = {
+STORAGE_CALLS: dict[str, Callable[[ObjectStorage], object]] = {
     "put": lambda storage: storage.store.put("x", b"x"),
     "upload": lambda storage: storage.store.upload("x", [memoryview(b"x")]),
     "get": lambda storage: storage.store.get("x"),
@@ -310,17 +310,17 @@ def test_a_save_is_not_acknowledged_by_a_page(place: Place) -> None:
 
 
 @pytest.fixture
-def far(line: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> RemoteStorage:
+def far(line: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> ObjectStorage:
     """At the other end of the line, which it soon thinks dead. What must succeed is tried for as long as ever."""
     bucket = bucket_on(line, monkeypatch)
     with impatient():
         storage = open_storage(f"s3://{bucket}/run")
-    assert isinstance(storage, RemoteStorage)
+    assert isinstance(storage, ObjectStorage)
     return storage
 
 
 @pytest.mark.parametrize("call", STORAGE_CALLS)
-def test_every_call_into_a_black_hole_ends(call: str, line: FaultProxy, far: RemoteStorage) -> None:
+def test_every_call_into_a_black_hole_ends(call: str, line: FaultProxy, far: ObjectStorage) -> None:
     far.sweep()  # a connection is open
     line.set(blackhole=True)
     began = time.monotonic()
@@ -330,7 +330,7 @@ def test_every_call_into_a_black_hole_ends(call: str, line: FaultProxy, far: Rem
     assert time.monotonic() - began < 50
 
 
-def test_an_upload_that_falls_into_a_black_hole_ends(line: FaultProxy, far: RemoteStorage) -> None:
+def test_an_upload_that_falls_into_a_black_hole_ends(line: FaultProxy, far: ObjectStorage) -> None:
     def pieces() -> Iterator[memoryview]:
         yield memoryview(bytes(6 << 20))
         line.set(blackhole=True)
@@ -343,7 +343,7 @@ def test_an_upload_that_falls_into_a_black_hole_ends(line: FaultProxy, far: Remo
 
 
 def test_a_save_that_falls_into_a_black_hole_ends_and_what_it_had_sent_is_swept(
-    line: FaultProxy, far: RemoteStorage
+    line: FaultProxy, far: ObjectStorage
 ) -> None:
     commit(far, 1, nbytes=100)
 

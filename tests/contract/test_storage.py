@@ -15,9 +15,9 @@ from checkpointing.digest import digest_buffer
 from checkpointing.errors import CheckpointError, CommitConflict, Fenced, InvalidCheckpoint
 from checkpointing.manifest import FileEntry, Manifest, SnapshotInfo
 from checkpointing.reading import read_private
-from checkpointing.storage import Storage, open_storage
+from checkpointing.storage import Storage, open_storage, rates
 from checkpointing.storage.local import LocalStorage
-from checkpointing.storage.object_storage import RemoteStorage
+from checkpointing.storage.object_storage import ObjectStorage
 
 
 def commit(storage: Storage, step: int, attempt: int = 1, data: bytes = b"abc") -> Manifest:
@@ -41,7 +41,7 @@ def tamper(storage: Storage, step: int, name: str, data: bytes | None) -> None:
         path = storage.directory(step) / name
         path.unlink() if data is None else path.write_bytes(data)
         return
-    assert isinstance(storage, RemoteStorage)
+    assert isinstance(storage, ObjectStorage)
     key = f"checkpoint-{step}/{name}"
     if name != "manifest.json":
         key = f"{storage.read_manifest(step).folder}/{name}"
@@ -54,13 +54,35 @@ def tamper(storage: Storage, step: int, name: str, data: bytes | None) -> None:
 def raw_manifest(storage: Storage, step: int) -> bytes:
     if isinstance(storage, LocalStorage):
         return (storage.directory(step) / "manifest.json").read_bytes()
-    assert isinstance(storage, RemoteStorage)
+    assert isinstance(storage, ObjectStorage)
     return storage.store.get(f"checkpoint-{step}/manifest.json") or b""
 
 
 def test_an_empty_place_has_no_checkpoints(storage: Storage) -> None:
     assert storage.steps() == [] and Catalog(storage).entries() == [] and storage.sweep() == []
     assert storage.fence().attempt == 0 and storage.set_aside_names() == []
+
+
+def test_a_place_answers_for_itself(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asks which kind of storage it is."""
+    monkeypatch.setattr(rates, "_PIECE_BYTES", 1 << 16)
+    storage.probe()
+    measured = storage.measure(1 << 16)
+    assert measured is not None and measured.write > 0
+    # What is in a directory can be read from a cache, and has a limit.
+    assert (measured.read is None) == (storage.free_bytes() is not None) == (storage.root is not None)
+    assert storage.decides_between_writers in (True, False)
+    assert (storage.probe() is None) == storage.decides_between_writers
+
+
+def test_all_that_is_there_can_be_removed(storage: Storage, location: str) -> None:
+    storage.begin_attempt(1)
+    commit(storage, 5)
+    storage.write_note(b"{}")
+    storage.write_record("a.json", b"{}")
+    storage.remove_all()
+    other = open_storage(location)
+    assert (other.steps(), other.records(), other.read_note(), other.fence().attempt) == ([], {}, None, 0)
 
 
 def test_commit_then_read(storage: Storage, location: str) -> None:
@@ -157,7 +179,7 @@ def test_of_two_writers_one_wins(storage: Storage, location: str) -> None:
         thread.join()
     winners = [outcome for outcome in outcomes if outcome != "lost"]
     assert len(outcomes) == 4
-    if isinstance(storage, LocalStorage) or (isinstance(storage, RemoteStorage) and storage.store.honours_if_absent):
+    if isinstance(storage, LocalStorage) or (isinstance(storage, ObjectStorage) and storage.store.honours_if_absent):
         assert len(winners) == 1 and read(storage, 5) == winners[0].encode()
     # Whoever it was, what is there is whole.
     Catalog(storage).verify(5)

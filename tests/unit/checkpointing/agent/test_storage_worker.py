@@ -12,7 +12,7 @@ from checkpointing.agent.results import Result
 from checkpointing.agent.storage_worker import Writer
 from checkpointing.events import RestartStateFailed, StorageRetried
 from checkpointing.storage import LocalStorage
-from checkpointing.storage.object_storage import RemoteStorage
+from checkpointing.storage.object_storage import ObjectStorage
 from checkpointing.tiers import Tiers, open_tiers
 
 
@@ -47,7 +47,7 @@ class SlowObjects(MemoryObjects):
 
 def test_all_tries_are_told_by_the_end_of_what_they_were_for(tmp_path: Path) -> None:
     told = queue.SimpleQueue[Result]()
-    tiers = Tiers(RemoteStorage(SlowObjects()))
+    tiers = Tiers(ObjectStorage(SlowObjects()))
     writer = Writer(tiers, lambda message, arena: told.put(message), commits=True, local_keep_last=2)
     (tmp_path / "journal").write_bytes(b"0123456789")
     writer.record("a", str(tmp_path / "journal"), 0, 3)
