@@ -15,6 +15,7 @@ from enum import Enum, auto
 from pathlib import Path
 
 from checkpointing.agent import protocol
+from checkpointing.agent.options import AgentOptions
 from checkpointing.agent.protocol import Message
 from checkpointing.errors import AgentKilled, AgentUnavailable, StorageUnreachable
 from checkpointing.events import Event
@@ -23,7 +24,6 @@ from checkpointing.manifest import SnapshotInfo
 from checkpointing.retention import Retention
 from checkpointing.shared_memory import SharedMemory
 from checkpointing.stages import FIRST_STAGE, Stage
-from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
 
 # Told of the size in bytes of each file that is being fetched, and given what to ask whether all of it has arrived.
 OnFetch = Callable[[dict[str, int], Callable[[], bool]], None]
@@ -44,33 +44,30 @@ class AgentProcess:
     @classmethod
     def start(
         cls,
-        location: str,
-        run_id: str,
+        options: AgentOptions,
         *,
-        local_tier: str | None = None,
-        local_keep_last: int = DEFAULT_LOCAL_KEEP_LAST,
-        commits: bool = True,
-        memory_limit: int | None = None,
         directory: Path | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> AgentProcess:
         """Start an agent and wait until it listens; it may first wait for an earlier agent's last commit.
 
+        Args:
+            options: What the agent is to do.
+            directory: Folder for its socket, which `close` removes; None for a new one.
+            cancelled: Asked while it starts; once true, the agent is killed.
+
+        Returns:
+            The running agent.
+
         Raises:
-            AgentUnavailable: it could not start, or `cancelled` became true; the message says why.
+            AgentUnavailable: It could not start, or was cancelled; the message says why.
         """
         # Not the run's own directory: a socket path holds 107 bytes, and NFS holds no sockets.
         directory = directory or Path(tempfile.mkdtemp(prefix="checkpoint-agent-"))
         socket_path = str(directory / "agent.sock")
         read_fd, write_fd = os.pipe()
-        arguments = ["--socket", socket_path, "--location", location, "--run-id", run_id]
+        arguments = ["--options", options.to_json(), "--socket", socket_path]
         arguments += ["--ready-fd", str(write_fd), "--parent-pid", str(os.getpid())]
-        if local_tier is not None:
-            arguments += ["--local-tier", local_tier, "--local-keep-last", str(local_keep_last)]
-        if not commits:
-            arguments += ["--no-commit"]
-        if memory_limit is not None:
-            arguments += ["--memory-limit", str(memory_limit)]
         process = subprocess.Popen(
             [sys.executable, "-m", "checkpointing.agent", *arguments],
             pass_fds=(write_fd,),

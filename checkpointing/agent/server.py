@@ -3,7 +3,7 @@
 It outlives the ranks: a snapshot that was whole when its trainer died is committed all the same. No torch here. This is
 the conversation with ranks and monitors; what touches storage is in `checkpointing.agent.storage_worker`.
 
-    python -m checkpointing.agent --socket PATH --location DIR --run-id ID --ready-fd FD [options]
+    python -m checkpointing.agent --options JSON --socket PATH --ready-fd FD --parent-pid PID
 
 Clients speak `checkpointing.agent.protocol` over the socket. A rank says `hello`, asks for an `offer` of snapshots to
 resume from, then for each snapshot says `acquire`, `staged` (or `abandon`), and where it must know the outcome `wait`.
@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass, field
 
 from checkpointing.agent import protocol
 from checkpointing.agent.arenas import Arena, ArenaPool, ArenaState
+from checkpointing.agent.options import AgentOptions
 from checkpointing.agent.protocol import Message
 from checkpointing.agent.results import (
     Digested,
@@ -84,21 +85,17 @@ class Agent:
         self,
         listener: socket.socket,
         tiers: Tiers,
-        run_id: str,
-        *,
-        commits: bool,
-        memory_limit: int | None,
-        local_keep_last: int,
+        options: AgentOptions,
     ) -> None:
         self._listener = listener
-        self._run_id = run_id
-        self._commits = commits
+        self._run_id = options.run_id
+        self._commits = options.commits
         self._control = ControlPage.create()
         self._attempt = -1
-        self._pool = ArenaPool(memory_limit, self._memory_short)
+        self._pool = ArenaPool(options.memory_limit, self._memory_short)
         # One for each stage of the run, by name; and that of the stage which trains now.
         self._stage = FIRST_STAGE
-        self._make_writer = functools.partial(Writer, commits=commits, local_keep_last=local_keep_last)
+        self._make_writer = functools.partial(Writer, commits=options.commits, local_retention=options.local_retention)
         self._tiers, self._writers = tiers, {FIRST_STAGE.name: self._make_writer(tiers, self._tell)}
         # Of the attempt, in the stage that trains now.
         self._fencing: Fencing | None = None

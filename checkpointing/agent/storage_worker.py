@@ -102,13 +102,13 @@ class _Retries:
 class Writer:
     """Methods are called by the agent's main thread; what comes of it is told through `tell`, from any thread."""
 
-    def __init__(self, tiers: Tiers, tell: Report, *, commits: bool, local_keep_last: int) -> None:
+    def __init__(self, tiers: Tiers, tell: Report, *, commits: bool, local_retention: Retention) -> None:
         """`commits`: whether this node's agent is the one that writes."""
         self._tiers, self._tell, self._commits = tiers, tell, commits
         self._retries = {tiers.name(storage): _Retries(tiers.name(storage), tell) for storage in tiers.nearest_first}
         for storage in tiers.nearest_first:
             storage.watch_retries(self._retries[tiers.name(storage)].add)
-        self._local_retention = Retention(keep_last=local_keep_last)
+        self._local_retention = local_retention
         # Of the durable tier; the ranks say which.
         self.retention: Retention | None = None
         self._fencing = Fencing(-1, durable_begun=True)

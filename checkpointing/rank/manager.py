@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from checkpointing import events
 from checkpointing.agent.client import ATTEMPT_ENV, SOCKET_ENV, AgentClient, AgentProcess
+from checkpointing.agent.options import AgentOptions
 from checkpointing.catalog import Catalog
 from checkpointing.clock import machine_clock
 from checkpointing.data.cursor import LoaderCursor, state_name
@@ -930,14 +931,15 @@ class CheckpointManager:
                 manifest = next((entry.manifest for entry in catalog.scan() if entry.manifest), None)
                 run_id = manifest.run_id if manifest is not None else uuid.uuid4().hex
                 attempt = catalog.newest_attempt() + 1
-                self._own_agent = AgentProcess.start(
-                    tiers.durable.location,
-                    run_id,
+                options = AgentOptions(
+                    location=tiers.durable.location,
+                    run_id=run_id,
                     local_tier=tiers.local.location if tiers.local is not None else None,
-                    local_keep_last=self._local_keep_last,
+                    local_retention=Retention(keep_last=self._local_keep_last),
                     commits=self.rank == 0,
                     memory_limit=self._memory_limit,
                 )
+                self._own_agent = AgentProcess.start(options)
                 mine = (self._own_agent.socket_path, attempt)
             except (CheckpointError, OSError) as error:
                 mine = str(error)

@@ -36,7 +36,7 @@ class RealLife:
 
     def __init__(self, storage: Storage, attempt: int, recorder: Recorder) -> None:
         self.storage, self.attempt, self._recorder = storage, attempt, recorder
-        self._writer = Writer(Tiers(storage), lambda event, arena: None, commits=True, local_keep_last=1)
+        self._writer = Writer(Tiers(storage), lambda event, arena: None, commits=True, local_retention=Retention(1))
         self._writer.retention = Retention(keep_last=1)
 
     def begin(self) -> None:

@@ -11,6 +11,7 @@ from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import digest_buffer
 from checkpointing.errors import Fenced, InvalidCheckpoint
 from checkpointing.manifest import SnapshotInfo
+from checkpointing.retention import Retention
 from checkpointing.storage import Storage
 from checkpointing.tiers import Tiers, open_tiers
 
@@ -93,7 +94,7 @@ def test_what_an_old_machine_commits_for_itself_does_not_count_when_it_comes_bac
     assert tiers.local is not None
 
     def begin(tiers: Tiers, attempt: int) -> Writer:
-        writer = Writer(tiers, lambda message, arena: None, commits=True, local_keep_last=2)
+        writer = Writer(tiers, lambda message, arena: None, commits=True, local_retention=Retention(2))
         assert writer.begin_attempt(attempt, ()).answered.wait(120)
         return writer
 

@@ -14,6 +14,7 @@ import pytest
 from checkpointing.agent import protocol
 from checkpointing.agent.client import AgentClient, AgentProcess, Refusal
 from checkpointing.agent.location_lock import acquire_lock
+from checkpointing.agent.options import AgentOptions
 from checkpointing.catalog import Catalog
 from checkpointing.digest import digest_buffer
 from checkpointing.errors import AgentUnavailable
@@ -25,7 +26,7 @@ from checkpointing.storage import LocalStorage
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[AgentProcess]:
-    process = AgentProcess.start(str(tmp_path / "checkpoints"), "run")
+    process = AgentProcess.start(AgentOptions(location=str(tmp_path / "checkpoints"), run_id="run"))
     yield process
     process.close(10)
 
@@ -130,7 +131,7 @@ def test_a_full_disk_fails_the_save_and_the_next_one_works(tmp_path: Path) -> No
     if os.system(f"mount -t tmpfs -o size=4M tmpfs {mount} 2>/dev/null") != 0:
         pytest.skip("mounting a tmpfs needs root")
     try:
-        agent = AgentProcess.start(str(mount / "checkpoints"), "run")
+        agent = AgentProcess.start(AgentOptions(location=str(mount / "checkpoints"), run_id="run"))
         client = rank(agent)
         assert stage(client, 1, b"small", wait=True) and client.wait(1) is None
         assert stage(client, 2, bytes(8_000_000), wait=True)
@@ -149,16 +150,16 @@ def test_a_full_disk_fails_the_save_and_the_next_one_works(tmp_path: Path) -> No
 def test_a_second_agent_waits_for_the_first(agent: AgentProcess, tmp_path: Path) -> None:
     os.kill(agent.process.pid, signal.SIGSTOP)
     os.kill(agent.process.pid, signal.SIGKILL)
-    second = AgentProcess.start(str(tmp_path / "checkpoints"), "run")
+    second = AgentProcess.start(AgentOptions(location=str(tmp_path / "checkpoints"), run_id="run"))
     second.close(10)
 
 
 def test_an_unusable_location_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(AgentUnavailable, match=r"did not start.*file"):
-        AgentProcess.start(str(tmp_path / "file" / "checkpoints"), "run")
+        AgentProcess.start(AgentOptions(location=str(tmp_path / "file" / "checkpoints"), run_id="run"))
     with pytest.raises(AgentUnavailable, match="scheme 'nosuch' is not known"):
-        AgentProcess.start("nosuch://host/x", "run")
+        AgentProcess.start(AgentOptions(location="nosuch://host/x", run_id="run"))
 
 
 def test_a_growing_log_history_does_not_make_new_arenas(agent: AgentProcess) -> None:
@@ -229,7 +230,7 @@ def test_a_damaged_snapshot_is_neither_offered_nor_published(agent: AgentProcess
 
 @pytest.mark.parametrize(("limit", "arenas"), [(30_000_000, 2), (20_000_000, 1), (1_000_000, 0)])
 def test_the_memory_limit_is_kept_and_its_effect_is_told(limit: int, arenas: int, tmp_path: Path) -> None:
-    agent = AgentProcess.start(str(tmp_path / "checkpoints"), "run", memory_limit=limit)
+    agent = AgentProcess.start(AgentOptions(location=str(tmp_path / "checkpoints"), run_id="run", memory_limit=limit))
     monitor = protocol.connect(agent.socket_path)
     protocol.send(monitor, {"do": "hello", "role": "monitor"})
     protocol.receive(monitor)
@@ -307,7 +308,7 @@ def test_what_is_offered_is_mapped_at_once(agent: AgentProcess) -> None:
 
 def agent_that_fails(tmp_path: Path, failpoints: str, monkeypatch: pytest.MonkeyPatch) -> AgentProcess:
     monkeypatch.setenv("CHECKPOINT_FAILPOINTS", failpoints)
-    process = AgentProcess.start(str(tmp_path / "checkpoints"), "run")
+    process = AgentProcess.start(AgentOptions(location=str(tmp_path / "checkpoints"), run_id="run"))
     monkeypatch.delenv("CHECKPOINT_FAILPOINTS")
     return process
 

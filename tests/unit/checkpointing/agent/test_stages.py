@@ -10,6 +10,7 @@ import torch
 
 from checkpointing.agent import protocol
 from checkpointing.agent.client import AgentClient, AgentProcess, Refusal
+from checkpointing.agent.options import AgentOptions
 from checkpointing.catalog import Catalog
 from checkpointing.events import Log
 from checkpointing.rank import manager
@@ -59,7 +60,7 @@ def test_what_is_no_stage_is_not_taken_for_one(name: str) -> None:
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[AgentProcess]:
-    process = AgentProcess.start(str(tmp_path), "run")
+    process = AgentProcess.start(AgentOptions(location=str(tmp_path), run_id="run"))
     yield process
     process.close(10)
 

@@ -11,6 +11,7 @@ from chaos.stores import MemoryObjects
 from checkpointing.agent.results import Result
 from checkpointing.agent.storage_worker import Writer
 from checkpointing.events import RestartStateFailed, StorageRetried
+from checkpointing.retention import Retention
 from checkpointing.storage import LocalStorage
 from checkpointing.storage.object_storage import ObjectStorage
 from checkpointing.tiers import Tiers, open_tiers
@@ -19,7 +20,7 @@ from checkpointing.tiers import Tiers, open_tiers
 def test_what_storage_refuses_is_kept_when_it_is_back(tmp_path: Path) -> None:
     """Of a journal that grows, each chunk as it was last; none is left out."""
     tiers, told = open_tiers(str(tmp_path / "store")), queue.SimpleQueue[Result]()
-    writer = Writer(tiers, lambda message, arena: told.put(message), commits=True, local_keep_last=2)
+    writer = Writer(tiers, lambda message, arena: told.put(message), commits=True, local_retention=Retention(2))
     writer.start()
     journal = tmp_path / "journal"
     journal.write_bytes(b"0123456789")
@@ -48,7 +49,7 @@ class SlowObjects(MemoryObjects):
 def test_all_tries_are_told_by_the_end_of_what_they_were_for(tmp_path: Path) -> None:
     told = queue.SimpleQueue[Result]()
     tiers = Tiers(ObjectStorage(SlowObjects()))
-    writer = Writer(tiers, lambda message, arena: told.put(message), commits=True, local_keep_last=2)
+    writer = Writer(tiers, lambda message, arena: told.put(message), commits=True, local_retention=Retention(2))
     (tmp_path / "journal").write_bytes(b"0123456789")
     writer.record("a", str(tmp_path / "journal"), 0, 3)
     writer.start()
@@ -65,7 +66,9 @@ def test_what_waits_is_kept_as_it_was_last(tmp_path: Path, monkeypatch: pytest.M
     """A server that is slow is not given what is out of date."""
     written: list[bytes] = []
     monkeypatch.setattr(LocalStorage, "write_record", lambda self, name, data: written.append(data))
-    writer = Writer(open_tiers(str(tmp_path / "store")), lambda message, arena: None, commits=True, local_keep_last=2)
+    writer = Writer(
+        open_tiers(str(tmp_path / "store")), lambda message, arena: None, commits=True, local_retention=Retention(2)
+    )
     journal = tmp_path / "journal"
     journal.write_bytes(b"0123456789")
     for end in (1, 2, 3):
