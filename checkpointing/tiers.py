@@ -46,8 +46,8 @@ class Tiers:
             OSError: a storage refused.
         """
         found = []
-        for name in self.durable.records("stage-"):
-            stage = Stage.from_json(self.durable.read_record(name))
+        for name in self.durable.sidecars.sizes("stage-"):
+            stage = Stage.from_json(self.durable.sidecars.read(name))
             if stage is not None:
                 found.append((stage, self.inside(stage)))
         return sorted(found, key=lambda item: item[0].number)

@@ -357,12 +357,12 @@ class Writer:
                 if task is None:
                     ended = True
                 elif isinstance(task, str):
-                    owed[""] = functools.partial(durable.replace_note, task.encode())
+                    owed[""] = functools.partial(durable.sidecars.replace_restart_state, task.encode())
                 elif len(task) == 2:
-                    owed[task[0]] = functools.partial(durable.write_record, *task)
+                    owed[task[0]] = functools.partial(durable.sidecars.write, *task)
                 else:
                     name, path, start, end = task
-                    owed[name] = functools.partial(durable.write_part, name, Path(path), start, end)
+                    owed[name] = functools.partial(durable.sidecars.write_part, name, Path(path), start, end)
             for name, write in list(owed.items()):
                 try:
                     write()
@@ -452,7 +452,7 @@ class Writer:
         if isinstance(event, Committed):
             self._on_durable[step] = manifest
         elif problem is not None:
-            kept = local.set_aside(step)
+            kept = local.quarantine(step)
             self._tell(CheckpointQuarantined(step=step, reason=str(problem), kept_as=kept), None)
         return event
 

@@ -300,7 +300,7 @@ def _propose(
         _set_aside(entry.storage, entry.step, problem, announce)
     if newest >= 0:
         return _Proposal(newest)
-    kept = [name for storage in catalog.storages for name in storage.set_aside_names()]
+    kept = [name for storage in catalog.storages for name in storage.quarantined()]
     if kept:
         return _Proposal(
             error=f"{tiers.durable.location} holds checkpoints but none is valid ({', '.join(kept)}). Nothing was "
@@ -388,6 +388,6 @@ def _read(
 
 
 def _set_aside(storage: Storage, step: int, problem: str, announce: Announce) -> None:
-    kept = storage.set_aside(step)
+    kept = storage.quarantine(step)
     logger.warning("checkpoint-%d is not used: %s. It is kept as %s", step, problem, kept)
     announce(CheckpointQuarantined(step=step, reason=problem, kept_as=kept))

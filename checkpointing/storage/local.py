@@ -25,17 +25,18 @@ from checkpointing.storage.direct_io import write_file
 from checkpointing.storage.durable import fsync_directory, replace_file
 from checkpointing.storage.fence import Fence
 from checkpointing.storage.rates import Rates, measure_directory
+from checkpointing.storage.sidecars import Sidecars
 
 _CHECKPOINT = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})\Z")
 _TEMPORARY = re.compile(rf"\.(?:{CHECKPOINT_PREFIX}{NUMBER}|fence\.json)\.({NUMBER})\.tmp\Z")
-_TEMPORARY_NOTE = re.compile(rf"\.runner\.json\.{NUMBER}\.tmp\Z")
-_ASIDE = re.compile(rf"{CHECKPOINT_PREFIX}{NUMBER}\.(invalid|superseded)(-{NUMBER})?\Z")
+_TEMPORARY_RESTART_STATE = re.compile(rf"\.runner\.json\.{NUMBER}\.tmp\Z")
+_QUARANTINED = re.compile(rf"{CHECKPOINT_PREFIX}{NUMBER}\.(invalid|superseded)(-{NUMBER})?\Z")
 # A stock Trainer's, and ours.
 TRAINER_STATE = "trainer_state.json"
 _ONLY_OURS = re.compile(r"loop_state_\d+\.json\Z|data_state(_\d+)?\.pth\Z|rank_state_\d+\.pt\Z")
 _FENCE_NAME = ".fence.json"
-_NOTE_NAME = ".runner.json"
-_RECORDS_NAME = ".records"
+_RESTART_STATE_NAME = ".runner.json"
+_SIDECARS_NAME = ".records"
 _REMOVING = re.compile(rf"\.{CHECKPOINT_PREFIX}{NUMBER}\.removing\Z")
 
 
@@ -96,7 +97,7 @@ class LocalTransaction:
         failpoint("local.synced")
         self._storage.check_fence(self._step, self._attempt)
         if self._target.exists():
-            self._storage.make_way(self._step, self._attempt)
+            self._storage.displace_stale(self._step, self._attempt)
         # rename(2) replaces an empty directory silently; only we create these names, so a check is enough.
         if self._target.exists():
             raise CommitConflict(f"{self._target} exists already; it is kept and this copy is dropped")
@@ -116,16 +117,65 @@ class LocalTransaction:
         shutil.rmtree(self._temporary, ignore_errors=True)
 
 
+class LocalSidecars(Sidecars):
+    """See `Sidecars`. The restart state is `.runner.json`, all others are in `.records`."""
+
+    def __init__(self, root: Path, may_create: Callable[[], bool]) -> None:
+        """Create sidecars.
+
+        Args:
+            root: Directory of the storage.
+            may_create: Whether a missing directory may be created by a sidecar.
+        """
+        self._root, self._may_create = root, may_create
+
+    def read_restart_state(self) -> bytes | None:
+        """Read `.runner.json`."""
+        try:
+            return (self._root / _RESTART_STATE_NAME).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def write_restart_state(self, data: bytes) -> None:
+        """Replace `.runner.json`; never in a new directory, as the checkpoints may have been moved away with theirs."""
+        _replace(self._root, _RESTART_STATE_NAME, data, os.getpid())
+
+    def write(self, name: str, data: bytes) -> None:
+        """Replace a file durably."""
+        folder = self._root / _SIDECARS_NAME
+        folder.mkdir(parents=self._may_create(), exist_ok=True)
+        replace_file(folder / name, data, folder / f".{name}.tmp")
+
+    def read(self, name: str) -> bytes:
+        """Read a file."""
+        try:
+            return (self._root / _SIDECARS_NAME / name).read_bytes()
+        except FileNotFoundError:
+            return b""
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """List the files."""
+        try:
+            paths = sorted((self._root / _SIDECARS_NAME).iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        paths = [path for path in paths if path.name.startswith(prefix) and path.name[0] != "."]
+        return {path.name: path.stat().st_size for path in paths}
+
+
 class LocalStorage(Storage):
     """See `Storage`. `root` is created on the first write."""
 
     root: Path
 
     def __init__(self, root: Path) -> None:
+        super().__init__(str(root))
         self.root = root
-        self.location = str(root)
+        # Once an attempt has begun, a directory that is missing was moved away, and no new one may take its place.
+        self.sidecars = LocalSidecars(root, may_create=lambda: self._claim.attempt < 0)
 
     def probe(self) -> None:
+        """Write and sync a file, and remove it."""
         self.root.mkdir(parents=True, exist_ok=True)
         # Pods that share a volume have the same process numbers.
         path = self.root / f".probe.{uuid.uuid4().hex}"
@@ -143,17 +193,8 @@ class LocalStorage(Storage):
     def remove_all(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
 
-    def watch(self, transferred: Callable[[int], None]) -> None:
-        """Nothing does here."""
-
-    def watch_retries(self, retried: Callable[[str], None]) -> None:
-        """Nothing is here."""
-
     def fence(self) -> Fence:
-        """
-        Raises:
-            OSError: it cannot be read.
-        """
+        """Read the fence's file."""
         path = self.root / _FENCE_NAME
         try:
             return Fence.from_json(path.read_bytes())
@@ -201,7 +242,7 @@ class LocalStorage(Storage):
         failpoint("local.unlisted")
         shutil.rmtree(doomed)
 
-    def set_aside(self, step: int, label: str = "invalid") -> str:
+    def quarantine(self, step: int, label: str = "invalid") -> str:
         path = self.directory(step)
         number = 0
         while True:
@@ -212,17 +253,17 @@ class LocalStorage(Storage):
                 return str(aside)
             number += 1
 
-    def set_aside_names(self) -> list[str]:
-        return [name for name in self._names() if _ASIDE.match(name)]
+    def quarantined(self) -> list[str]:
+        return [name for name in self._names() if _QUARANTINED.match(name)]
 
     def sweep(self) -> list[str]:
-        # Our own note may be on its way.
-        ours = f"{_NOTE_NAME}.{os.getpid()}.tmp"
+        # This process may be writing its restart state now.
+        ours = f"{_RESTART_STATE_NAME}.{os.getpid()}.tmp"
         swept = [
             name
             for name in self._names()
-            if ((match := _TEMPORARY.match(name)) and self._outlives(int(match.group(1))))
-            or (_TEMPORARY_NOTE.match(name) and name != ours)
+            if ((match := _TEMPORARY.match(name)) and self._claim.outlives(int(match.group(1))))
+            or (_TEMPORARY_RESTART_STATE.match(name) and name != ours)
             or _REMOVING.match(name)
         ]
         if swept:
@@ -248,42 +289,9 @@ class LocalStorage(Storage):
             raise InvalidCheckpoint(str(path), f"{MANIFEST_NAME} cannot be read ({error.strerror})") from None
         return Manifest.from_json(data, str(path))
 
-    def read_note(self) -> bytes | None:
-        try:
-            return (self.root / _NOTE_NAME).read_bytes()
-        except FileNotFoundError:
-            return None
-
-    def write_note(self, data: bytes) -> None:
-        # Not in a new folder: this one was there when the run began, and may have been moved away with its checkpoints.
-        self._replace(_NOTE_NAME, data, os.getpid())
-
-    def write_record(self, name: str, data: bytes) -> None:
-        folder = self.root / _RECORDS_NAME
-        folder.mkdir(parents=self._claim[0] < 0, exist_ok=True)
-        replace_file(folder / name, data, folder / f".{name}.tmp")
-
-    def records(self, prefix: str = "") -> dict[str, int]:
-        try:
-            paths = sorted((self.root / _RECORDS_NAME).iterdir())
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        paths = [path for path in paths if path.name.startswith(prefix) and path.name[0] != "."]
-        return {path.name: path.stat().st_size for path in paths}
-
-    def read_record(self, name: str) -> bytes:
-        try:
-            return (self.root / _RECORDS_NAME / name).read_bytes()
-        except FileNotFoundError:
-            return b""
-
     def _put_fence(self, fence: Fence) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
-        self._replace(_FENCE_NAME, fence.to_json(), fence.attempt, lambda: failpoint("fence.written"))
-
-    def _replace(self, name: str, data: bytes, mark: int, written: Callable[[], object] = lambda: None) -> None:
-        """`mark` is its writer's."""
-        replace_file(self.root / name, data, self.root / f"{name}.{mark}.tmp", written)
+        _replace(self.root, _FENCE_NAME, fence.to_json(), fence.attempt, lambda: failpoint("fence.written"))
 
     def _sizes(self, step: int | None = None) -> dict[str, int]:
         sizes = {}
@@ -305,6 +313,11 @@ class LocalStorage(Storage):
             return sorted(os.listdir(self.root))  # noqa: PTH208 - names, not paths
         except FileNotFoundError:
             return []
+
+
+def _replace(root: Path, name: str, data: bytes, mark: int, written: Callable[[], object] = lambda: None) -> None:
+    """Replace a file of the root durably, by way of a temporary name with the writer's mark."""
+    replace_file(root / name, data, root / f"{name}.{mark}.tmp", written)
 
 
 def open_location(location: str) -> LocalStorage:

@@ -2,9 +2,9 @@
 
     <location>/checkpoint-<step>/manifest.json                  the commit point, put last, only if absent
     <location>/checkpoint-<step>/<attempt>.<nonce>/<file>       what it names; no two writers share a folder
-    <location>/checkpoint-<step>/manifest.<label>.<nonce>.json  set aside: kept, but nothing resumes from it
+    <location>/checkpoint-<step>/manifest.<label>.<nonce>.json  quarantined: kept, but nothing resumes from it
     <location>/fence/<attempt>.json                             an attempt has begun: see `Fence`
-    <location>/runner.json                                      a supervisor's note
+    <location>/runner.json                                      the run's restart state
 
 There is no rename, so a checkpoint is what its manifest names.
 """
@@ -25,12 +25,13 @@ from checkpointing.storage.base import CHECKPOINT_PREFIX, NUMBER, Storage
 from checkpointing.storage.fence import Fence
 from checkpointing.storage.object_store import ObjectStore, StorageError, StorageTimeout, probe
 from checkpointing.storage.rates import Rates, measure_objects
+from checkpointing.storage.sidecars import Sidecars
 
 _MANIFEST = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})/{re.escape(MANIFEST_NAME)}\Z")
-_ASIDE = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})/manifest\.(invalid|superseded)\.[0-9a-f]+\.json\Z")
+_QUARANTINED = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})/manifest\.(invalid|superseded)\.[0-9a-f]+\.json\Z")
 _DATA = re.compile(rf"({CHECKPOINT_PREFIX}{NUMBER}/({NUMBER})\.[0-9a-f]+)/")
-_NOTE = "runner.json"
-_RECORDS = "records/"
+_RESTART_STATE = "runner.json"
+_SIDECARS = "records/"
 _FENCE = re.compile(rf"fence/({NUMBER})\.json\Z")
 # Newer ones may take the place of what was listed; not for ever.
 _FENCE_LOOKS = 10
@@ -77,7 +78,7 @@ class ObjectTransaction:
         self._storage.check_fence(self._step, self._attempt)
         failpoint("remote.publishing")
         if not self._publish(data):
-            self._storage.make_way(self._step, self._attempt)
+            self._storage.displace_stale(self._step, self._attempt)
             if not self._publish(data):
                 raise CommitConflict(
                     f"{self._storage.describe(self._step)} exists already; it is kept and this copy is dropped"
@@ -128,14 +129,43 @@ class ObjectTransaction:
                 self._store.delete(written)
 
 
+class ObjectSidecars(Sidecars):
+    """See `Sidecars`. The restart state is `runner.json`, all others are below `records/`."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    def read_restart_state(self) -> bytes | None:
+        """Get `runner.json`."""
+        return self._store.get(_RESTART_STATE)
+
+    def write_restart_state(self, data: bytes) -> None:
+        """Put `runner.json`."""
+        self._store.put(_RESTART_STATE, data)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Put an object."""
+        self._store.put(_SIDECARS + name, data)
+
+    def read(self, name: str) -> bytes:
+        """Get an object."""
+        return self._store.get(_SIDECARS + name) or b""
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """List the objects."""
+        found = sorted(self._store.sizes(_SIDECARS + prefix).items())
+        return {key.removeprefix(_SIDECARS): size for key, size in found}
+
+
 class ObjectStorage(Storage):
     """See `Storage`."""
 
     writes_at_once = 2
 
     def __init__(self, store: ObjectStore) -> None:
+        super().__init__(store.location)
         self.store = store
-        self.location = store.location
+        self.sidecars = ObjectSidecars(store)
 
     def begin(self, step: int, attempt: int) -> ObjectTransaction:
         return ObjectTransaction(self, step, attempt)
@@ -203,7 +233,7 @@ class ObjectStorage(Storage):
         if data:
             self.store.delete([key for key in self.store.sizes(folder) if key.startswith(data)])
 
-    def set_aside(self, step: int, label: str = "invalid") -> str:
+    def quarantine(self, step: int, label: str = "invalid") -> str:
         folder = f"{CHECKPOINT_PREFIX}{step}/"
         data = self.store.get(f"{folder}{MANIFEST_NAME}")
         if data is None:
@@ -214,14 +244,14 @@ class ObjectStorage(Storage):
         self.store.delete([f"{folder}{MANIFEST_NAME}"])
         return f"{self.location}/{aside}"
 
-    def set_aside_names(self) -> list[str]:
-        return sorted(key for key in self.store.sizes(CHECKPOINT_PREFIX) if _ASIDE.match(key))
+    def quarantined(self) -> list[str]:
+        return sorted(key for key in self.store.sizes(CHECKPOINT_PREFIX) if _QUARANTINED.match(key))
 
     def sweep(self) -> list[str]:
         keys = self.store.sizes(CHECKPOINT_PREFIX)
         named = set()
         for key in keys:
-            if _MANIFEST.match(key) or _ASIDE.match(key):
+            if _MANIFEST.match(key) or _QUARANTINED.match(key):
                 try:
                     named.add(Manifest.from_json(self.store.get(key) or b"", key).folder)
                 except InvalidCheckpoint:
@@ -240,22 +270,7 @@ class ObjectStorage(Storage):
     def _is_for_our_sweep(self, key: str) -> bool:
         """Data of ours: below our location others may keep their own."""
         match = _DATA.match(key)
-        return match is not None and self._outlives(int(match.group(2)))
-
-    def read_note(self) -> bytes | None:
-        return self.store.get(_NOTE)
-
-    def write_note(self, data: bytes) -> None:
-        self.store.put(_NOTE, data)
-
-    def write_record(self, name: str, data: bytes) -> None:
-        self.store.put(_RECORDS + name, data)
-
-    def records(self, prefix: str = "") -> dict[str, int]:
-        return {key.removeprefix(_RECORDS): size for key, size in sorted(self.store.sizes(_RECORDS + prefix).items())}
-
-    def read_record(self, name: str) -> bytes:
-        return self.store.get(_RECORDS + name) or b""
+        return match is not None and self._claim.outlives(int(match.group(2)))
 
     def _put_fence(self, fence: Fence) -> None:
         key, data = f"fence/{fence.attempt}.json", fence.to_json()

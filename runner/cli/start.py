@@ -234,9 +234,9 @@ def _start_anew(config: Any, directory: Any, overwrite: bool) -> bool:
     """Returns whether an earlier run was moved aside."""
     tiers = config.tiers
     steps = {step for storage in tiers.nearest_first for step in storage.steps()}
-    if not steps and tiers.durable.root is None and tiers.durable.read_note() is not None:
+    if not steps and tiers.durable.root is None and tiers.durable.sidecars.read_restart_state() is not None:
         # What another run has failed of here does not concern this one.
-        tiers.durable.write_note(b"{}")
+        tiers.durable.sidecars.write_restart_state(b"{}")
     if not steps and not directory.journal.exists():
         return False
     if not overwrite:

@@ -64,10 +64,10 @@ class JournalCopy:
         """Keep by ourselves, within seconds, what is not there; what storage refuses is lost from the copy alone."""
 
         def write() -> None:
-            known = storage.records(self._name)
+            known = storage.sidecars.sizes(self._name)
             for name, path, start, end in self._chunks(0, self._size()):
                 if known.get(name) != end - start:
-                    storage.write_part(name, path, start, end)
+                    storage.sidecars.write_part(name, path, start, end)
 
         with contextlib.suppress(Exception):
             in_background(write, "journal").result(_PATIENCE_S)
@@ -182,14 +182,14 @@ class History:
         storage = self._storage(in_folder=in_folder)
         if storage is None:
             return {}
-        lineage = RestartState.from_json(storage.read_note()).lineage
+        lineage = RestartState.from_json(storage.sidecars.read_restart_state()).lineage
         prefix = _prefix(lineage) if lineage else ""
         chunks: dict[str, dict[str, int]] = {}
-        for name, size in storage.records(prefix).items():
+        for name, size in storage.sidecars.sizes(prefix).items():
             chunks.setdefault(name.removeprefix(prefix).rsplit(".", 2)[0], {})[name] = size
         chunks.pop(own_id, None)
         return {
-            run_id: self._copies.setdefault(run_id, _Copy()).entries(sizes, storage.read_record)
+            run_id: self._copies.setdefault(run_id, _Copy()).entries(sizes, storage.sidecars.read)
             for run_id, sizes in chunks.items()
         }
 

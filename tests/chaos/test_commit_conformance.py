@@ -51,7 +51,7 @@ class RealLife:
             if entry.manifest is not None:
                 read_private(self.storage.file(entry.manifest, "model"))
                 return entry.step
-            self.storage.set_aside(entry.step)
+            self.storage.quarantine(entry.step)
         return 0
 
     def save(self, step: int) -> bool:

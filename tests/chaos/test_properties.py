@@ -129,7 +129,7 @@ class CatalogMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def set_aside(self, data: st.DataObject) -> None:
         step = data.draw(st.sampled_from(sorted(self.model)))
-        self.storage.set_aside(step)
+        self.storage.quarantine(step)
         del self.model[step]
         self.aside += 1
 
@@ -144,7 +144,7 @@ class CatalogMachine(RuleBasedStateMachine):
         assert catalog.committed_steps() == whole
         assert [entry.step for entry in catalog.entries()] == sorted(self.model, reverse=True)
         assert catalog.newest_attempt() == self.attempt
-        assert len(self.storage.set_aside_names()) == self.aside
+        assert len(self.storage.quarantined()) == self.aside
         for step, copy in self.model.items():
             if step in whole and copy.content_right:
                 assert catalog.verify(step).step == step

@@ -625,8 +625,8 @@ def note(place: Place) -> Reader:
     next_note = record.to_json(2**62).encode()
 
     def read(data: bytes) -> bool:
-        storage.write_note(data)
-        found = RestartState.from_json(storage.read_note())
+        storage.sidecars.write_restart_state(data)
+        found = RestartState.from_json(storage.sidecars.read_restart_state())
         accepted = found != RestartState()
         assert RestartState.from_json(found.to_json(7)) == found
         found.account_for_lost_runner(10)
@@ -636,8 +636,8 @@ def note(place: Place) -> Reader:
             assert isinstance(decision, (Restart, Stop)) and decision.reason
             if isinstance(decision, Restart):
                 assert 1 <= found.batch.divisor <= decision.batch.divisor <= 2**18
-        storage.replace_note(next_note)
-        assert storage.read_note() in (data, next_note)
+        storage.sidecars.replace_restart_state(next_note)
+        assert storage.sidecars.read_restart_state() in (data, next_note)
         return accepted
 
     data = record.to_json(6).encode()

@@ -60,7 +60,7 @@ def raw_manifest(storage: Storage, step: int) -> bytes:
 
 def test_an_empty_place_has_no_checkpoints(storage: Storage) -> None:
     assert storage.steps() == [] and Catalog(storage).entries() == [] and storage.sweep() == []
-    assert storage.fence().attempt == 0 and storage.set_aside_names() == []
+    assert storage.fence().attempt == 0 and storage.quarantined() == []
 
 
 def test_a_place_answers_for_itself(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,11 +78,16 @@ def test_a_place_answers_for_itself(storage: Storage, monkeypatch: pytest.Monkey
 def test_all_that_is_there_can_be_removed(storage: Storage, location: str) -> None:
     storage.begin_attempt(1)
     commit(storage, 5)
-    storage.write_note(b"{}")
-    storage.write_record("a.json", b"{}")
+    storage.sidecars.write_restart_state(b"{}")
+    storage.sidecars.write("a.json", b"{}")
     storage.remove_all()
     other = open_storage(location)
-    assert (other.steps(), other.records(), other.read_note(), other.fence().attempt) == ([], {}, None, 0)
+    assert (other.steps(), other.sidecars.sizes(), other.sidecars.read_restart_state(), other.fence().attempt) == (
+        [],
+        {},
+        None,
+        0,
+    )
 
 
 def test_commit_then_read(storage: Storage, location: str) -> None:
@@ -217,10 +222,10 @@ def test_what_is_committed_during_a_survey_is_not_taken_for_damaged(storage: Sto
 def test_set_aside_keeps_and_counts(storage: Storage) -> None:
     for data in (b"one", b"two"):
         commit(storage, 5, data=data)
-        kept = storage.set_aside(5)
+        kept = storage.quarantine(5)
         if isinstance(storage, LocalStorage):
             assert (Path(kept) / "a").read_bytes() == data
-    assert storage.steps() == [] and len(storage.set_aside_names()) == 2
+    assert storage.steps() == [] and len(storage.quarantined()) == 2
     assert storage.sweep() == []
 
 
@@ -292,7 +297,7 @@ def test_who_was_shut_out_sets_nothing_aside(storage: Storage, location: str) ->
     late.read_manifest = seen_too_early  # type: ignore[method-assign]
     with pytest.raises(Fenced):
         commit(late, 5, attempt=2, data=b"late")
-    assert read(storage, 5) == b"newer" and len(storage.set_aside_names()) == 1
+    assert read(storage, 5) == b"newer" and len(storage.quarantined()) == 1
 
 
 def test_what_is_acknowledged_while_a_newer_attempt_begins_counts(storage: Storage, location: str) -> None:
@@ -388,34 +393,34 @@ def test_damage_is_told_as_such_after_a_new_attempt_has_begun_and_can_be_repaire
 
 
 def test_a_supervisors_note_is_replaced_whole_and_not_by_an_older_one(storage: Storage, location: str) -> None:
-    assert storage.read_note() is None
+    assert storage.sidecars.read_restart_state() is None
     storage.probe()
-    storage.replace_note(b'{"attempt": 2, "x": 1}')
-    storage.replace_note(b'{"attempt": 2, "x": 2}')
-    storage.replace_note(b'{"attempt": 1, "x": 3}')
-    assert open_storage(location).read_note() == b'{"attempt": 2, "x": 2}'
+    storage.sidecars.replace_restart_state(b'{"attempt": 2, "x": 1}')
+    storage.sidecars.replace_restart_state(b'{"attempt": 2, "x": 2}')
+    storage.sidecars.replace_restart_state(b'{"attempt": 1, "x": 3}')
+    assert open_storage(location).sidecars.read_restart_state() == b'{"attempt": 2, "x": 2}'
     # It is no checkpoint, and no sweep's business.
     commit(storage, 5)
     assert storage.sweep() == [] and storage.steps() == [5]
-    storage.write_note(b"damaged")
-    storage.replace_note(b'{"attempt": 1}')
-    assert storage.read_note() == b'{"attempt": 1}'
+    storage.sidecars.write_restart_state(b"damaged")
+    storage.sidecars.replace_restart_state(b'{"attempt": 1}')
+    assert storage.sidecars.read_restart_state() == b'{"attempt": 1}'
 
 
 def test_records_are_kept_beside_the_checkpoints(storage: Storage) -> None:
-    assert storage.records() == {} and storage.read_record("journal-a-1.000000.jsonl") == b""
+    assert storage.sidecars.sizes() == {} and storage.sidecars.read("journal-a-1.000000.jsonl") == b""
     storage.begin_attempt(1)
-    storage.write_record("journal-a-1.000000.jsonl", b"one")
-    storage.write_record("journal-a-1.000000.jsonl", b"one more")
-    storage.write_record("journal-a-1.000001.jsonl", b"")
-    storage.write_record("journal-b-2.000000.jsonl", b"two")
-    assert list(storage.records("journal-a-").items()) == [
+    storage.sidecars.write("journal-a-1.000000.jsonl", b"one")
+    storage.sidecars.write("journal-a-1.000000.jsonl", b"one more")
+    storage.sidecars.write("journal-a-1.000001.jsonl", b"")
+    storage.sidecars.write("journal-b-2.000000.jsonl", b"two")
+    assert list(storage.sidecars.sizes("journal-a-").items()) == [
         ("journal-a-1.000000.jsonl", 8),
         ("journal-a-1.000001.jsonl", 0),
     ]
-    assert storage.read_record("journal-a-1.000000.jsonl") == b"one more"
-    assert len(storage.records()) == 3
+    assert storage.sidecars.read("journal-a-1.000000.jsonl") == b"one more"
+    assert len(storage.sidecars.sizes()) == 3
     commit(storage, 5)
     storage.begin_attempt(2)
     storage.sweep()
-    assert len(storage.records()) == 3 and Catalog(storage).committed_steps() == [5]
+    assert len(storage.sidecars.sizes()) == 3 and Catalog(storage).committed_steps() == [5]

@@ -31,7 +31,7 @@ def main(location: str, *operations: str) -> None:
                 case "remove":
                     storage.remove(int(number))
                 case "aside":
-                    storage.set_aside(int(number), "superseded")
+                    storage.quarantine(int(number), "superseded")
                 case _:
                     raise ValueError(operation)
         except (CheckpointError, OSError) as error:

@@ -123,7 +123,7 @@ def test_a_stage_has_checkpoints_and_snapshots_of_its_own(agent: AgentProcess, t
     # Counted over all stages, so that progress is seen.
     assert ("stage", "stage-2-dpo", None) in told and ("committed", "stage-2-dpo", 30) in told
     assert ("log", "stage-2-dpo", 32) in told
-    assert LocalStorage(tmp_path).records("stage-") == {
+    assert LocalStorage(tmp_path).sidecars.sizes("stage-") == {
         "stage-2-dpo.json": len(b'{"name": "stage-2-dpo", "number": 2, "steps_before": 20}')
     }
 
@@ -140,9 +140,9 @@ def test_what_is_kept_of_the_run_stays_at_its_location_in_later_stages(agent: Ag
     protocol.send(monitor, {"do": "record", **record})
     second.close()
     agent.close(10)
-    assert LocalStorage(tmp_path).read_note() == b"memory"
-    assert LocalStorage(tmp_path).records("events-") == {"events-1.jsonl": 6}
-    assert LocalStorage(tmp_path / SECOND.name).records("events-") == {}
+    assert LocalStorage(tmp_path).sidecars.read_restart_state() == b"memory"
+    assert LocalStorage(tmp_path).sidecars.sizes("events-") == {"events-1.jsonl": 6}
+    assert LocalStorage(tmp_path / SECOND.name).sidecars.sizes("events-") == {}
 
 
 def test_only_the_runs_first_training_starts_from_another_checkpoint(

@@ -12,7 +12,7 @@ from checkpointing.agent.results import Result
 from checkpointing.agent.storage_worker import Writer
 from checkpointing.events import RestartStateFailed, StorageRetried
 from checkpointing.retention import Retention
-from checkpointing.storage import LocalStorage
+from checkpointing.storage.local import LocalSidecars
 from checkpointing.storage.object_storage import ObjectStorage
 from checkpointing.tiers import Tiers, open_tiers
 
@@ -33,7 +33,10 @@ def test_what_storage_refuses_is_kept_when_it_is_back(tmp_path: Path) -> None:
     away.unlink()
     writer.record("b", str(journal), 4, 9)
     writer.close()
-    assert {name: tiers.durable.read_record(name) for name in tiers.durable.records()} == {"a": b"0123", "b": b"45678"}
+    assert {name: tiers.durable.sidecars.read(name) for name in tiers.durable.sidecars.sizes()} == {
+        "a": b"0123",
+        "b": b"45678",
+    }
     assert told.empty()
 
 
@@ -59,13 +62,13 @@ def test_all_tries_are_told_by_the_end_of_what_they_were_for(tmp_path: Path) -> 
         StorageRetried(tier="remote", count=1, reason="it was slow"),
         StorageRetried(tier="remote", count=1, reason="it was slow again"),
     ]
-    assert tiers.durable.read_record("a") == b"012"
+    assert tiers.durable.sidecars.read("a") == b"012"
 
 
 def test_what_waits_is_kept_as_it_was_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is slow is not given what is out of date."""
     written: list[bytes] = []
-    monkeypatch.setattr(LocalStorage, "write_record", lambda self, name, data: written.append(data))
+    monkeypatch.setattr(LocalSidecars, "write", lambda self, name, data: written.append(data))
     writer = Writer(
         open_tiers(str(tmp_path / "store")), lambda message, arena: None, commits=True, local_retention=Retention(2)
     )
