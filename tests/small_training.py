@@ -8,7 +8,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from checkpointing.agent.client import Refusal
+from checkpointing.agent.protocol import Refusal
 from checkpointing.events import Event
 from checkpointing.layout import MODEL_NAME, OPTIMIZER_NAME
 from checkpointing.rank import device as devices

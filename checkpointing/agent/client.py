@@ -11,12 +11,11 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from enum import Enum, auto
 from pathlib import Path
 
 from checkpointing.agent import protocol
 from checkpointing.agent.options import AgentOptions
-from checkpointing.agent.protocol import Message
+from checkpointing.agent.protocol import Message, Refusal
 from checkpointing.errors import AgentKilled, AgentUnavailable, StorageUnreachable
 from checkpointing.events import Event
 from checkpointing.heartbeat import ControlPage
@@ -98,13 +97,6 @@ class AgentProcess:
             self.process.kill()
             self.process.wait()
         shutil.rmtree(self._directory, ignore_errors=True)
-
-
-class Refusal(Enum):
-    """Why there is no arena for a step."""
-
-    BUSY = auto()
-    NO_MEMORY = auto()
 
 
 @dataclass(frozen=True)

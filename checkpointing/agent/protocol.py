@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import json
 import socket
+from enum import Enum, auto
 from typing import Any
 
 MAX_MESSAGE_BYTES = 128 * 1024
 _MAX_FDS = 16
 
 Message = dict[str, Any]
+
+
+class Refusal(Enum):
+    """Why there is no arena for a step."""
+
+    BUSY = auto()
+    NO_MEMORY = auto()
+
 
 # What a monitor's requests are answered with, under `event`; everything else that it receives is an event of
 # `checkpointing.events`.

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from checkpointing import events
-from checkpointing.agent.client import AgentClient, Refusal
+from checkpointing.agent.client import AgentClient
+from checkpointing.agent.protocol import Refusal
 from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import RunningDigest, digesting
 from checkpointing.errors import CheckpointError, ReplicasDrifted

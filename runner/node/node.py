@@ -136,7 +136,7 @@ class Node:
 
     def note(self, text: str) -> bool:
         """Have the restart state written with the checkpoints; returns False if there is no agent to do it."""
-        return self._helpers.tell_agent("note", text=text)
+        return self._helpers.tell_agent("restart_state", text=text)
 
     def keep_file(self, name: str, path: Path, start: int, end: int) -> bool:
         """Have bytes of a file written with the checkpoints.
@@ -150,7 +150,7 @@ class Node:
         Returns:
             False if there is no agent to do it.
         """
-        return self._helpers.tell_agent("record", name=name, path=str(path), start=start, end=end)
+        return self._helpers.tell_agent("sidecar", name=name, path=str(path), start=start, end=end)
 
     def close(self) -> bool:
         """Wait until all snapshots are committed, then end all processes; returns whether everything was committed."""

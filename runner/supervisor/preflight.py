@@ -144,10 +144,8 @@ def examine(config: Config, directory: RunDirectory, job: JobIdentity, *, allow_
     # The supervisor checks `auto` once torch has counted the accelerators: no other tool counts all kinds.
     if launch.nproc_per_node != "auto" and launch.world_size is None:
         newest = next((entry.manifest for entry in tiers.catalog.scan() if entry.manifest is not None), None)
-        state = RestartState.from_json(tiers.durable.sidecars.read_restart_state())
-        if newest is not None and counts_samples(job, state):
-            job, RestartState.from_json(tiers.durable.sidecars.read_restart_state())
-        ):
+        restart_state = tiers.durable.sidecars.read_restart_state
+        if newest is not None and counts_samples(job, RestartState.from_json(restart_state())):
             check_world_size(newest, launch.nnodes * launch.nproc_per_node)
     note = place.compare(remembered, place.look(tiers, remembered.step), tiers.durable.location)
     return [*notes, *([note] if note is not None else [])]

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from checkpointing.agent import protocol
-from checkpointing.agent.client import AgentClient, AgentProcess, Refusal
+from checkpointing.agent.client import AgentClient, AgentProcess
 from checkpointing.agent.location_lock import acquire_lock
 from checkpointing.agent.options import AgentOptions
+from checkpointing.agent.protocol import Refusal
 from checkpointing.catalog import Catalog
 from checkpointing.digest import digest_buffer
 from checkpointing.errors import AgentUnavailable

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from checkpointing.agent import protocol
-from checkpointing.agent.client import AgentClient, AgentProcess, Refusal
+from checkpointing.agent.client import AgentClient, AgentProcess
 from checkpointing.agent.options import AgentOptions
+from checkpointing.agent.protocol import Refusal
 from checkpointing.catalog import Catalog
 from checkpointing.events import Log
 from checkpointing.rank import manager
@@ -135,9 +136,9 @@ def test_what_is_kept_of_the_run_stays_at_its_location_in_later_stages(agent: Ag
     protocol.send(monitor, {"do": "hello", "role": "monitor"})
     second = rank(agent, SECOND)
     second.offer()
-    protocol.send(monitor, {"do": "note", "text": "memory"})
-    record = {"name": "events-1.jsonl", "path": str(tmp_path / "journal"), "start": 0, "end": 6}
-    protocol.send(monitor, {"do": "record", **record})
+    protocol.send(monitor, {"do": "restart_state", "text": "memory"})
+    sidecar = {"name": "events-1.jsonl", "path": str(tmp_path / "journal"), "start": 0, "end": 6}
+    protocol.send(monitor, {"do": "sidecar", **sidecar})
     second.close()
     agent.close(10)
     assert LocalStorage(tmp_path).sidecars.read_restart_state() == b"memory"
