@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from checkpointing.agent import arenas
 from checkpointing.agent.arenas import Arena, ArenaPool, ArenaState
+from checkpointing.shared_memory import SharedMemory
 
 MB = 1_000_000
 
@@ -35,7 +35,7 @@ def test_the_system_may_refuse_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str, nbytes: int) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(arenas.SharedMemory, "create", refuse)
+    monkeypatch.setattr(SharedMemory, "create", refuse)
     held, [] = pool()
     assert held.take(MB) is None and held.arenas == []
 

@@ -36,7 +36,7 @@ class Peer:
         return self.heard()
 
     def heard(self) -> list[Message]:
-        messages = []
+        messages: list[Message] = []
         while True:
             try:
                 message, fds = protocol.receive(self._sock)

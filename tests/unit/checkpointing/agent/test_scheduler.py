@@ -59,9 +59,9 @@ def test_the_newest_whole_snapshot_is_kept_while_the_next_is_made(bench: Bench) 
 def test_a_snapshot_is_whole_when_every_rank_has_copied(bench: Bench) -> None:
     arena = bench.got(1)
     bench.copied(arena, num_ranks=2)
-    assert arena.state is ArenaState.FILLING
+    assert not arena.is_usable
     bench.scheduler.copied(arena.number, 1, 1, 2, None)
-    assert arena.state is ArenaState.WHOLE
+    assert arena.is_usable
     assert bench.events == [SnapshotTaken(step=1, to_be_committed=False)]
 
 

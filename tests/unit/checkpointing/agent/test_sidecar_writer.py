@@ -29,7 +29,12 @@ def test_of_each_name_only_the_newest_that_waits_is_written(desk: Desk, tmp_path
     (tmp_path / "journal").write_bytes(b"0123456789")
     puts: list[str] = []
     put = desk.store.put
-    desk.store.put = lambda key, data, **how: (puts.append(key), put(key, data, **how))[1]  # type: ignore[method-assign]
+
+    def counted(key: str, data: bytes, *, if_absent: bool = False) -> bool:
+        puts.append(key)
+        return put(key, data, if_absent=if_absent)
+
+    desk.store.put = counted  # type: ignore[method-assign]
     for end in (1, 2, 3):
         desk.writer.write_part("journal", tmp_path / "journal", 0, end)
         desk.writer.replace_restart_state(f'{{"attempt": {end}}}')

@@ -140,8 +140,9 @@ def test_what_is_kept_of_the_run_stays_at_its_location_in_later_stages(agent: Ag
     sidecar = {"name": "events-1.jsonl", "path": str(tmp_path / "journal"), "start": 0, "end": 6}
     protocol.send(monitor, {"do": "sidecar", **sidecar})
     second.close()
-    monitor.close()
+    protocol.send(monitor, {"do": "shutdown"})
     assert agent.process.wait(60) == 0
+    monitor.close()
     assert LocalStorage(tmp_path).sidecars.read_restart_state() == b"memory"
     assert LocalStorage(tmp_path).sidecars.sizes("events-") == {"events-1.jsonl": 6}
     assert LocalStorage(tmp_path / SECOND.name).sidecars.sizes("events-") == {}
