@@ -28,7 +28,7 @@ from servers import (
 )
 
 from checkpointing.errors import CommitFailed
-from checkpointing.storage import open_storage, s3, s3_transport
+from checkpointing.storage import open_storage, s3, s3_client, s3_multipart, s3_transport
 from checkpointing.storage.object_storage import ObjectStorage
 from checkpointing.storage.object_store import ObjectStore, StorageError, StorageTimeout
 
@@ -77,10 +77,10 @@ def impatient(answer_within_s: float = 30) -> Iterator[None]:
     without a sound."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(s3_transport, "_RETRY_FOR_S", 0.3)
-        patch.setattr(s3, "_ANSWER_WITHIN_S", answer_within_s)
+        patch.setattr(s3_client, "_ANSWER_WITHIN_S", answer_within_s)
         patch.setattr(s3_transport, "MIN_BYTES_PER_S", 1 << 30)
-        patch.setattr(s3, "_CONNECT_TIMEOUT_S", 1)
-        patch.setattr(s3, "_SILENCE_TIMEOUT_S", 1)
+        patch.setattr(s3_client, "_CONNECT_TIMEOUT_S", 1)
+        patch.setattr(s3_client, "_SILENCE_TIMEOUT_S", 1)
         yield
 
 
@@ -147,7 +147,7 @@ def test_more_unfinished_uploads_than_one_answer_lists(
     bucket, client = bucket_on(request.getfixturevalue(server), monkeypatch), boto3.client("s3")
     for key in ("run/a", "run/a", "run/a", "run/b", "run/c", "other/a"):
         client.create_multipart_upload(Bucket=bucket, Key=key)
-    monkeypatch.setattr(s3, "_UPLOADS_PER_PAGE", 2)
+    monkeypatch.setattr(s3_multipart, "_UPLOADS_PER_PAGE", 2)
     store = s3.S3Store(f"s3://{bucket}/run")
     assert store.abort_uploads(lambda key: key == "c") == 1
     assert store.abort_uploads() == 4
@@ -187,10 +187,10 @@ def test_a_slow_line_is_not_a_silent_one(
     way: str, nbytes: int, rate_bps: float, line: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part takes longer than either time-out, but something always moves; what is on its way is not sent again."""
-    monkeypatch.setattr(s3, "_PART_BYTES", nbytes)
+    monkeypatch.setattr(s3_multipart, "_PART_BYTES", nbytes)
     # Less than the 16 s that a part takes, and 8 s more than anything is still where everybody works.
-    monkeypatch.setattr(s3, "_CONNECT_TIMEOUT_S", 12)
-    monkeypatch.setattr(s3, "_SILENCE_TIMEOUT_S", 12)
+    monkeypatch.setattr(s3_client, "_CONNECT_TIMEOUT_S", 12)
+    monkeypatch.setattr(s3_client, "_SILENCE_TIMEOUT_S", 12)
     storage = open_storage(f"s3://{bucket_on(line, monkeypatch)}/run")
     if way == "up":
         line.set(rate_bps=rate_bps)
@@ -233,7 +233,7 @@ def test_a_line_that_only_trickles_is_given_up(
     call: Callable[[ObjectStore], None], line: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Never silent, never done."""
-    monkeypatch.setattr(s3, "_PART_BYTES", LONG_BYTES)
+    monkeypatch.setattr(s3_multipart, "_PART_BYTES", LONG_BYTES)
     store = s3.S3Store(f"s3://{bucket_on(line, monkeypatch)}/run")
     upload(store)
     line.set(rate_bps=3e5)
