@@ -1,6 +1,6 @@
 """Messages between processes of one node: one JSON object per packet of a Unix SEQPACKET socket, with descriptors.
 
-SEQPACKET keeps message boundaries and order, tells the end of the peer, and carries descriptors (unix(7)).
+SEQPACKET keeps message boundaries and order, reports the end of the peer, and carries descriptors (unix(7)).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def send(sock: socket.socket, message: Message, fds: tuple[int, ...] = ()) -> No
     """Send one message.
 
     Raises:
-        OSError: the peer is gone.
+        OSError: The peer is gone.
     """
     data = json.dumps(message).encode()
     assert len(data) <= MAX_MESSAGE_BYTES, f"message of {len(data)} bytes"
@@ -45,7 +45,7 @@ def receive(sock: socket.socket) -> tuple[Message, list[int]]:
     """Receive one message and its descriptors, which the caller owns.
 
     Raises:
-        ConnectionError: the peer is gone.
+        ConnectionError: The peer is gone.
     """
     data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, _MAX_FDS)
     if not data:
@@ -54,7 +54,7 @@ def receive(sock: socket.socket) -> tuple[Message, list[int]]:
 
 
 def listen(path: str) -> socket.socket:
-    """A listening socket at a path of at most 107 bytes."""
+    """Return a listening socket at a path of at most 107 bytes."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.bind(path)
     sock.listen(128)
@@ -65,7 +65,7 @@ def connect(path: str, timeout_s: float | None = None) -> socket.socket:
     """Connect to a listening socket.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: No process listens there.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.settimeout(timeout_s)

@@ -724,11 +724,11 @@ class CheckpointManager:
         A hang watchdog then waits longer, until the next step; call it again as a sign of life.
         """
         self._step_began = None
-        self._beat(Phase.BETWEEN, self._step)
+        self._beat(Phase.IDLE, self._step)
 
     def begin_step(self) -> None:
         """Say that a step begins. Only needed after `pause`; without it, the next step's end says so."""
-        if self._phase is Phase.BETWEEN:
+        if self._phase is Phase.IDLE:
             self._beat(Phase.TRAINING, self._step)
 
     def step(self, step: int, samples_consumed: int | None = None, metrics: Mapping[str, float] | None = None) -> None:

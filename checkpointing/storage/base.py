@@ -61,7 +61,8 @@ class RemoteFile(Protocol):
     """
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Its size."""
 
     def read_into(self, start: int, target: memoryview) -> None:
         """Fill `target` from `start` on.

@@ -1,8 +1,8 @@
 """Checkpoints on a local disk or a mounted volume (PVC, NFS).
 
-Commit order, and why nothing may move: temporary directory beside the target → each file written and fsync'ed →
+The order of a commit must not change: temporary directory beside the target → each file written and fsync'ed →
 manifest written and fsync'ed → the directory fsync'ed → rename → the parent fsync'ed. A rename without the first
-three can survive a power cut that its contents did not; a rename without the last can be forgotten by one.
+three can survive a power cut that its contents do not; a rename without the last can be lost in one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CHECKPOINT = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})\Z")
 _TEMPORARY = re.compile(rf"\.(?:{CHECKPOINT_PREFIX}{NUMBER}|fence\.json)\.({NUMBER})\.tmp\Z")
 _TEMPORARY_RESTART_STATE = re.compile(rf"\.runner\.json\.{NUMBER}\.tmp\Z")
 _QUARANTINED = re.compile(rf"{CHECKPOINT_PREFIX}{NUMBER}\.(invalid|superseded)(-{NUMBER})?\Z")
-# A stock Trainer's, and ours.
+# Of a stock Trainer and of this library.
 TRAINER_STATE = "trainer_state.json"
 _ONLY_OURS = re.compile(r"loop_state_\d+\.json\Z|data_state(_\d+)?\.pth\Z|rank_state_\d+\.pt\Z")
 _FENCE_NAME = ".fence.json"
@@ -63,15 +63,15 @@ class LocalTransaction:
         self._storage, self._step, self._attempt = storage, step, attempt
         root = storage.root
         if storage.has_begun(attempt) and not root.is_dir():
-            # A new folder of that name would have neither fence nor lock.
+            # A new directory of that name would have neither fence nor lock.
             raise OSError(errno.ENOENT, f"{root} was there when attempt {attempt} began, and is gone; put it back")
         self._target = root / f"{CHECKPOINT_PREFIX}{step}"
         self._temporary = root / f".{CHECKPOINT_PREFIX}{step}.{attempt}.tmp"
         root.mkdir(parents=True, exist_ok=True)
-        # A leftover of the same attempt can only be our own failed try.
+        # What is left of the same attempt can only be a failed try of this process.
         shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary.mkdir()
-        # Those that files lie in.
+        # Directories that contain files.
         self._folders: set[Path] = set()
         try:
             failpoint("local.begun")
@@ -80,6 +80,7 @@ class LocalTransaction:
             raise
 
     def write(self, name: str, pieces: Iterable[memoryview]) -> int:
+        """Write and sync a file."""
         path = self._temporary / name
         if path.parent != self._temporary:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,6 +90,7 @@ class LocalTransaction:
         return nbytes
 
     def commit(self, manifest: Manifest) -> None:
+        """Write the manifest and rename the directory, in the order that this module describes."""
         write_file(self._temporary / MANIFEST_NAME, [memoryview(manifest.to_json())])
         failpoint("local.manifest")
         for folder in self._folders - {self._temporary}:
@@ -98,7 +100,7 @@ class LocalTransaction:
         self._storage.check_fence(self._step, self._attempt)
         if self._target.exists():
             self._storage.displace_stale(self._step, self._attempt)
-        # rename(2) replaces an empty directory silently; only we create these names, so a check is enough.
+        # rename(2) replaces an empty directory silently; only this class creates these names, so a check is enough.
         if self._target.exists():
             raise CommitConflict(f"{self._target} exists already; it is kept and this copy is dropped")
         try:
@@ -114,6 +116,7 @@ class LocalTransaction:
         self._storage.check_fence(self._step, self._attempt)
 
     def abort(self) -> None:
+        """Remove the temporary directory."""
         shutil.rmtree(self._temporary, ignore_errors=True)
 
 
@@ -185,12 +188,15 @@ class LocalStorage(Storage):
             path.unlink(missing_ok=True)
 
     def free_bytes(self) -> int:
+        """Return the free space of the file system."""
         return shutil.disk_usage(self.root).free
 
     def measure(self, checkpoint_bytes: int) -> Rates | None:
+        """Measure by writing a file."""
         return measure_directory(self.root, checkpoint_bytes)
 
     def remove_all(self) -> None:
+        """Remove the directory."""
         shutil.rmtree(self.root, ignore_errors=True)
 
     def fence(self) -> Fence:
@@ -204,37 +210,43 @@ class LocalStorage(Storage):
             raise OSError(f"{path}: {error}; remove it if no run writes here") from None
 
     def begin(self, step: int, attempt: int) -> LocalTransaction:
+        """Create the temporary directory."""
         return LocalTransaction(self, step, attempt)
 
     def describe(self, step: int) -> str:
+        """Return the checkpoint's path."""
         return str(self.directory(step))
 
     def directory(self, step: int) -> Path:
+        """Return the checkpoint's directory, whether or not it exists."""
         return self.root / f"{CHECKPOINT_PREFIX}{step}"
 
     def file(self, manifest: Manifest, name: str) -> Path:
+        """Return the path of a file."""
         return self.directory(manifest.step) / name
 
     def _are_foreign(self, names: Sequence[str]) -> bool:
-        # Ours may have lost its manifest.
+        # One of this library may have lost its manifest.
         return TRAINER_STATE in names and MANIFEST_NAME not in names and not any(map(_ONLY_OURS.match, names))
 
     def keeps(self, manifest: Manifest) -> bool:
+        """Return whether this very checkpoint is here, and make its name durable."""
         if not super().keeps(manifest):
             return False
-        # It may have been this that had failed.
+        # The earlier try may have failed at this.
         fsync_directory(self.root)
         return True
 
     def remove(self, step: int) -> None:
+        """Rename the directory, then delete it."""
         path = self.directory(step)
-        # Out of the way by one atomic rename: a crash in mid-delete then leaves no directory with a checkpoint's name.
+        # One atomic rename first: a crash during the deletion then leaves no directory with a checkpoint's name.
         doomed = self.root / f".{CHECKPOINT_PREFIX}{step}.removing"
         if doomed.exists():
             fsync_directory(self.root)
             shutil.rmtree(doomed, ignore_errors=True)
         path.rename(doomed)
-        # A power cut must not give it back its name without its files.
+        # A power cut must not restore its name without its files.
         fsync_directory(self.root)
         failpoint("local.removing")
         with contextlib.suppress(FileNotFoundError):
@@ -243,6 +255,7 @@ class LocalStorage(Storage):
         shutil.rmtree(doomed)
 
     def quarantine(self, step: int, label: str = "invalid") -> str:
+        """Rename the directory to `checkpoint-<step>.<label>`, with a number if that exists."""
         path = self.directory(step)
         number = 0
         while True:
@@ -254,9 +267,11 @@ class LocalStorage(Storage):
             number += 1
 
     def quarantined(self) -> list[str]:
+        """Return the names of quarantined directories."""
         return [name for name in self._names() if _QUARANTINED.match(name)]
 
     def sweep(self) -> list[str]:
+        """Remove temporary directories and files."""
         # This process may be writing its restart state now.
         ours = f"{_RESTART_STATE_NAME}.{os.getpid()}.tmp"
         swept = [
@@ -267,7 +282,7 @@ class LocalStorage(Storage):
             or _REMOVING.match(name)
         ]
         if swept:
-            # As in `remove`, whose writer may have died before that.
+            # As in `remove`, whose writer may have died before.
             fsync_directory(self.root)
         for name in swept:
             path = self.root / name
@@ -296,13 +311,13 @@ class LocalStorage(Storage):
     def _sizes(self, step: int | None = None) -> dict[str, int]:
         sizes = {}
         for number in [step] if step is not None else self._listed():
-            # One without files is named like a checkpoint, too.
+            # A directory without files is named like a checkpoint, too.
             sizes[f"{CHECKPOINT_PREFIX}{number}/"] = 0
             _add_sizes(self.directory(number), f"{CHECKPOINT_PREFIX}{number}/", sizes)
         return sizes
 
     def _steps(self, sizes: Mapping[str, int]) -> set[int]:
-        # Not listed anew: what has been committed since would seem to lack its files.
+        # Not listed again: what has been committed since would seem to lack its files.
         return {int(name.partition("/")[0].removeprefix(CHECKPOINT_PREFIX)) for name in sizes}
 
     def _listed(self) -> list[int]:
