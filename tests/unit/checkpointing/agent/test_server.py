@@ -13,13 +13,11 @@ import pytest
 
 from checkpointing.agent import protocol
 from checkpointing.agent.client import AgentClient, AgentProcess
-from checkpointing.agent.location_lock import acquire_lock
 from checkpointing.agent.options import AgentOptions
 from checkpointing.agent.protocol import Refusal
 from checkpointing.catalog import Catalog
 from checkpointing.digest import digest_buffer
 from checkpointing.errors import AgentUnavailable
-from checkpointing.locking import this_machine
 from checkpointing.reading import read_shared
 from checkpointing.retention import Retention
 from checkpointing.storage import LocalStorage
@@ -269,30 +267,6 @@ def test_a_signal_to_every_process_of_the_job_leaves_the_ending_to_the_monitor(
     monitor.close()
     assert agent.process.wait(120) == 0
     assert committed(tmp_path)[-1] == 10 + signal.SIGTERM
-
-
-@pytest.mark.parametrize(("machine", "taken"), [("another-machine", True), (this_machine(), False)])
-def test_a_lock_that_another_machine_keeps_is_left_to_the_fence(tmp_path: Path, machine: str, taken: bool) -> None:
-    """A node that was given up goes on; its lock must not keep the run from going on elsewhere."""
-    first = acquire_lock(tmp_path, 0.0)
-    os.truncate(first, 0)
-    os.pwrite(first, f"pid 7 on {machine}\n".encode(), 0)
-    if not taken:
-        with pytest.raises(TimeoutError, match="stop that run"):
-            acquire_lock(tmp_path, 0.1)
-        os.close(first)
-        return
-    second = acquire_lock(tmp_path, 0.1)
-    assert os.pread(second, 100, 0) == f"pid 7 on {machine}\n".encode()
-    os.close(first)
-    # It becomes ours as soon as that one is gone.
-    deadline = time.monotonic() + 120
-    while str(os.getpid()).encode() not in os.pread(second, 100, 0):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    with pytest.raises(TimeoutError):
-        acquire_lock(tmp_path, 0.0)
-    os.close(second)
 
 
 def test_what_is_offered_is_mapped_at_once(agent: AgentProcess) -> None:
