@@ -1,4 +1,4 @@
-"""What checkpoints exist, in one place or in several, and which of them may be loaded."""
+"""Which checkpoints exist, at one location or at several, and which of them may be loaded."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from checkpointing.storage.fence import Fence
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """One thing that is named like a checkpoint: `manifest` where it is whole, else `problem`.
+    """Something that is named like a checkpoint.
 
     Attributes:
-        is_foreign: this library has not written it.
+        storage: Where it is.
+        step: Its step.
+        manifest: Its manifest, if it is whole.
+        problem: Otherwise, why it is not loaded.
+        is_foreign: Whether it was not written by this library.
     """
 
     storage: Storage
@@ -30,43 +34,47 @@ class CatalogEntry:
 
 
 class Catalog:
-    """Reads storages; changes nothing.
+    """The checkpoints of one storage, or of several that hold copies of the same run's. Changes nothing.
 
-    Of several, which hold copies of the same run's checkpoints, the nearest is given first and the durable one last:
-    that one's fence counts for all.
+    Of several, the nearest is given first and the durable one last: its fence applies to all.
+
+    Attributes:
+        storages: Where to look.
     """
 
     def __init__(self, *storages: Storage) -> None:
         self.storages = storages
 
     def scan(self) -> Iterator[CatalogEntry]:
-        """All entries, newest step first, of one step the nearest first. Sizes are checked, contents are not.
+        """Return all entries, newest step first, and of one step the nearest first.
+
+        Sizes are checked, contents are not.
 
         Raises:
-            OSError: a storage refused.
+            OSError: A storage refused.
         """
         fence = self.storages[-1].fence()
         streams = [_entries(storage, fence, rank) for rank, storage in enumerate(self.storages)]
         return (entry for *_, entry in heapq.merge(*streams, key=lambda item: item[:2]))
 
     def entries(self) -> list[CatalogEntry]:
-        """What `scan` finds."""
+        """Return what `scan` finds."""
         return list(self.scan())
 
     def committed_steps(self) -> list[int]:
-        """Steps of whole checkpoints, ascending."""
+        """Return the steps of whole checkpoints, ascending."""
         return sorted({entry.step for entry in self.scan() if entry.manifest is not None})
 
     def newest_attempt(self) -> int:
-        """The newest attempt that has begun or published anything, 0 before the first."""
+        """Return the newest attempt that has begun or published anything; 0 before the first."""
         attempts = [storage.fence().attempt for storage in self.storages]
         return max([*attempts, *(entry.manifest.attempt for entry in self.scan() if entry.manifest is not None)])
 
     def find(self, step: int) -> CatalogEntry:
-        """The nearest whole copy of a step.
+        """Return the nearest whole copy of a step.
 
         Raises:
-            InvalidCheckpoint: there is none; the text lists the steps that are committed.
+            InvalidCheckpoint: There is none; the message lists the committed steps.
         """
         entries = self.entries()
         copies = [entry for entry in entries if entry.step == step]
@@ -79,21 +87,36 @@ class Catalog:
         raise InvalidCheckpoint(place, f"{reason}; committed steps: {steps}")
 
     def verify(self, step: int, read: Callable[[int], None] = lambda nbytes: None) -> Manifest:
-        """Read the nearest copy of a step again and compare every digest.
+        """Read the nearest copy of a step and compare every digest.
+
+        Args:
+            step: The step.
+            read: Called with the size in bytes of each file that was read.
+
+        Returns:
+            Its manifest.
 
         Raises:
-            InvalidCheckpoint: it is not whole, or a digest differs.
-        StorageUnreachable: it cannot be read now.
+            InvalidCheckpoint: It is not whole, or a digest differs.
+            StorageUnreachable: It cannot be read now.
         """
         return verify(self.find(step).storage, step, read)
 
 
 def verify(storage: Storage, step: int, read: Callable[[int], None] = lambda nbytes: None) -> Manifest:
-    """Read a checkpoint's files again and compare every digest; `read` is told the size of each file that was read.
+    """Read a checkpoint's files and compare every digest.
+
+    Args:
+        storage: Where it is.
+        step: Its step.
+        read: Called with the size in bytes of each file that was read.
+
+    Returns:
+        Its manifest.
 
     Raises:
-        InvalidCheckpoint: it is not whole, or a digest differs.
-        StorageUnreachable: it cannot be read now.
+        InvalidCheckpoint: It is not whole, or a digest differs.
+        StorageUnreachable: It cannot be read now.
     """
     manifest = storage.read_manifest(step)
     place = storage.describe(step)

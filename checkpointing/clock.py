@@ -1,4 +1,4 @@
-"""The clock that processes of one machine tell each other times by."""
+"""The clock that the processes of one machine share."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import time
 
 
 def machine_clock() -> float:
-    """Seconds since this machine was started: the same for all its processes, whatever is done to its wall clock."""
+    """Return the seconds since this machine was booted: the same in all processes, whatever the wall clock does."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,4 +1,4 @@
-"""Turns the staged files of one snapshot into a checkpoint."""
+"""Publishes the staged files of one snapshot as a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from checkpointing.storage import Storage
 
 @dataclass(frozen=True)
 class StagedFile:
-    """A file whose bytes lie ready in memory, or come piece by piece.
+    """A file whose bytes are in memory, or arrive piece by piece.
 
     Attributes:
-        name: file name inside the checkpoint.
-        pieces: its bytes, in order. A sequence, where all lie ready; of an iterator, each is there until the next.
-        digest: of all of them; asked for when they have been written. May raise a CheckpointError: then nothing is
-            published.
+        name: Name of the file inside the checkpoint.
+        pieces: Its bytes, in order. A sequence if all are in memory; each piece of an iterator lasts until the next.
+        digest: Returns the digest of all bytes; called once they have been written. If it raises a CheckpointError,
+            nothing is published.
     """
 
     name: str
@@ -37,18 +37,24 @@ def commit_snapshot(
     *,
     at_once: int = 1,
 ) -> Manifest:
-    """Write the files, then the manifest; returns when the checkpoint is durable.
+    """Write the files, then the manifest; return when the checkpoint is durable.
 
-    The digest is that of the staged bytes, not of what is read back: what differs on the disk later is then seen.
+    The digests are those of the staged bytes, not of what is read back, so that damage on the disk is detected later.
 
     Args:
-        may_publish: asked last; False drops what was written.
-        at_once: so many files are written beside each other; more than one only where their pieces share no memory.
+        storage: Where to publish.
+        info: What the files are of.
+        files: The files.
+        may_publish: Asked last; False drops what was written.
+        at_once: Number of files to write in parallel; more than one only if their pieces share no memory.
+
+    Returns:
+        The manifest that was published.
 
     Raises:
-        CommitFailed: storage refused, or publishing was forbidden; the temporary data has been removed.
-        CommitConflict: the step is already committed.
-        Fenced: a newer attempt has begun.
+        CommitFailed: Storage refused, or publishing was forbidden; the temporary data has been removed.
+        CommitConflict: The step is already committed.
+        Fenced: A newer attempt has begun.
     """
     transaction = None
     try:
@@ -78,7 +84,7 @@ def commit_snapshot(
 
 
 def _is_kept(storage: Storage, manifest: Manifest) -> bool:
-    """Whether an earlier try has committed the same, and could not see that it had."""
+    """Return whether an earlier try has committed the same checkpoint without noticing."""
     if not storage.keeps(manifest):
         return False
     try:

@@ -1,10 +1,10 @@
 """The digest that guards every checkpoint file.
 
 XXH3-128 (https://github.com/Cyan4973/xxHash): memory speed, and every single-bit flip and truncation changes it. It
-guards against faults of disks, networks and software, not against forgery.
+detects faults of disks, networks and software, not forgery.
 
-Files are digested in parts of 32 MiB: the file's digest is that of its parts' digests, one behind the other. Several
-threads, or the ranks of a node, can each take a share of the parts.
+Files are digested in parts of 32 MiB: a file's digest is that of its parts' digests, concatenated. Several threads, or
+the ranks of a node, can each take a share of the parts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import xxhash
 
 ALGORITHM = "xxh3_128_32m"
-# One digest over the whole file: of the manifest itself, and of checkpoints from before files were digested in parts.
+# One digest over the whole file: for the manifest itself, and for checkpoints of older versions.
 PLAIN = "xxh3_128"
 PART_BYTES = 32 * 1024 * 1024
 _CHUNK_BYTES = 16 * 1024 * 1024
@@ -30,10 +30,10 @@ def chunks(buffer: memoryview, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[memo
 
 
 def algorithm_of(digest: str) -> str:
-    """How a recorded digest was computed.
+    """Return the algorithm that computed a recorded digest.
 
     Raises:
-        ValueError: this release does not know the algorithm.
+        ValueError: This release does not know the algorithm.
     """
     name = digest.partition(":")[0]
     if name not in (ALGORITHM, PLAIN):
@@ -42,15 +42,16 @@ def algorithm_of(digest: str) -> str:
 
 
 class RunningDigest:
-    """A digest of bytes that come piece by piece."""
+    """A digest of bytes that arrive piece by piece."""
 
     def __init__(self, algorithm: str = ALGORITHM) -> None:
         self._algorithm = algorithm
         self._state, self._parts = xxhash.xxh3_128(), xxhash.xxh3_128()
-        # Bytes of the part that has begun.
+        # Bytes of the current part so far.
         self._begun = 0
 
     def update(self, piece: memoryview) -> None:
+        """Add bytes."""
         for chunk in chunks(piece):
             if self._algorithm == PLAIN:
                 self._state.update(chunk)
@@ -64,7 +65,7 @@ class RunningDigest:
                     self._end_part()
 
     def result(self) -> str:
-        """`algorithm:hex`; nothing can be added afterwards."""
+        """Return the digest as `algorithm:hex`; nothing can be added afterwards."""
         if self._algorithm == PLAIN:
             return f"{PLAIN}:{self._state.hexdigest()}"
         if self._begun:
@@ -77,15 +78,15 @@ class RunningDigest:
 
 
 def num_parts(nbytes: int) -> int:
-    """Of a file of so many bytes."""
+    """Return the number of parts of a file of `nbytes` bytes."""
     return -(-nbytes // PART_BYTES)
 
 
 def part_digests(buffer: memoryview, numbers: Iterable[int], num_threads: int = 1) -> dict[int, bytes]:
-    """The digests of some of a file's parts, by number."""
+    """Return the digests of some of a file's parts, by number."""
 
     def digest(number: int) -> tuple[int, bytes]:
-        # The call lets other threads run.
+        # The call releases the interpreter lock.
         return number, xxhash.xxh3_128_digest(buffer[number * PART_BYTES : (number + 1) * PART_BYTES])
 
     with ThreadPoolExecutor(num_threads, "checkpoint-digest") as pool:
@@ -93,29 +94,29 @@ def part_digests(buffer: memoryview, numbers: Iterable[int], num_threads: int = 
 
 
 def digest_of_parts(parts: Iterable[bytes]) -> str:
-    """A file's digest from those of its parts, in order."""
+    """Return a file's digest, given those of its parts in order."""
     return f"{ALGORITHM}:{xxhash.xxh3_128_hexdigest(b''.join(parts))}"
 
 
 def digesting(pieces: Iterable[memoryview], digest: RunningDigest) -> Iterator[memoryview]:
-    """The same pieces, each taken into the digest as it is handed on."""
+    """Yield the same pieces, and add each to the digest first."""
     for piece in pieces:
         digest.update(piece)
         yield piece
 
 
 def digest_buffer(buffer: memoryview | bytes, algorithm: str = ALGORITHM) -> str:
-    """Digest of the bytes, as `algorithm:hex`."""
+    """Return the digest of the bytes as `algorithm:hex`."""
     digest = RunningDigest(algorithm)
     digest.update(memoryview(buffer))
     return digest.result()
 
 
 def digest_file(path: Path, algorithm: str = ALGORITHM) -> str:
-    """Digest of a file's bytes, as `algorithm:hex`.
+    """Return the digest of a file's bytes as `algorithm:hex`.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: The file cannot be read.
     """
     with path.open("rb") as file:
         if path.stat().st_size == 0:

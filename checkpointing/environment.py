@@ -3,15 +3,15 @@
 LOCATION_ENV = "CHECKPOINT_LOCATION"
 LOCAL_TIER_ENV = "CHECKPOINT_LOCAL_TIER"
 RESUME_ENV = "CHECKPOINT_RESUME"
-# Into how many parts each micro-batch is to be cut, because whole ones ran out of memory; accumulation grows alike.
+# Number of parts to cut each micro-batch into, because whole ones ran out of memory; accumulation grows alike.
 BATCH_ENV = "CHECKPOINT_MICRO_BATCH_DIVISOR"
-# Windows of steps whose samples are passed over: "41-45,60-60".
+# Windows of steps whose samples are skipped: "41-45,60-60".
 SKIP_ENV = "CHECKPOINT_SKIP_STEPS"
-# "FAILURES:SECONDS": what was seen of this run so far; tells `auto` how often it fails.
+# "FAILURES:SECONDS" of this run so far, from which `auto` estimates how often it fails.
 FAILURES_ENV = "CHECKPOINT_FAILURE_HISTORY"
-# A checkpoint to start from while the run has none of its own: ours, or one that a stock Trainer wrote.
+# A checkpoint to start from while the run has none: this library's, or a stock Trainer's.
 RESUME_FROM_ENV = "CHECKPOINT_RESUME_FROM"
-# "1": the user says that a job which differs from the one that wrote the checkpoints is to resume from them.
+# "1" lets a job resume from the checkpoints of a different job.
 ALLOW_CHANGES_ENV = "CHECKPOINT_ALLOW_CHANGES"
-# What the run is called on whatever machine it goes on.
+# Identity of the run, the same on every machine that continues it.
 LINEAGE_ENV = "CHECKPOINT_LINEAGE"

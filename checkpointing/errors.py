@@ -1,30 +1,37 @@
-"""What can go wrong with a checkpoint.
+"""Errors of this package.
 
 CheckpointError
-├── InvalidCheckpoint     it exists but must not be loaded (torn, altered, foreign)
+├── InvalidCheckpoint     it exists but must not be loaded (torn or altered)
+│   └── ForeignCheckpoint     another program wrote it
 ├── NoValidCheckpoint     checkpoints exist, none can be loaded
-├── StorageUnreachable    it does not answer, or refuses to be read; what is there may be sound
+├── StorageUnreachable    storage does not answer or refuses to be read; the checkpoints may be valid
 ├── CommitConflict        the step is already committed with other content
-├── Fenced                a newer attempt has begun; this one may not write any more
+├── Fenced                a newer attempt has begun; this one may no longer write
 ├── CommitFailed          storage refused the write; training may go on, the next save tries again
 ├── ReplicasDrifted       ranks that must hold equal state do not
-├── NonFinite             a step's gradients are no numbers any more
+├── NonFinite             gradients are NaN or infinite
+├── LossSpike             the loss of a step stands out
 └── AgentUnavailable      the checkpoint agent is gone or refused the request
     └── AgentKilled           it was killed while it started
 """
 
 from __future__ import annotations
 
-# sysexits.h EX_TEMPFAIL: the run is checkpointed, start it again.
+# sysexits.h EX_TEMPFAIL: the run is checkpointed; start it again.
 EXIT_PREEMPTED = 75
 
 
 class CheckpointError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of all errors that this package raises on purpose."""
 
 
 class InvalidCheckpoint(CheckpointError):
-    """A checkpoint that must not be loaded; `reason` says what is wrong with which file."""
+    """A checkpoint must not be loaded.
+
+    Attributes:
+        where: The checkpoint.
+        reason: What is wrong with which file.
+    """
 
     def __init__(self, where: str, reason: str) -> None:
         super().__init__(f"{where}: {reason}")
@@ -33,23 +40,23 @@ class InvalidCheckpoint(CheckpointError):
 
 
 class ForeignCheckpoint(InvalidCheckpoint):
-    """It was written by something else than this library, a stock Trainer for example: nobody's to touch."""
+    """A checkpoint was written by another program, a stock Trainer for example, and must not be changed."""
 
 
 class NoValidCheckpoint(CheckpointError):
-    """Checkpoints exist and none is valid: starting over silently would hide the loss."""
+    """Checkpoints exist, but none is valid: starting from the beginning would hide the loss."""
 
 
 class StorageUnreachable(CheckpointError):
-    """Storage does not answer or refuses to be read. Says nothing about the checkpoints there: try again later."""
+    """Storage does not answer or refuses to be read; nothing is known about its checkpoints. Try again later."""
 
 
 class CommitConflict(CheckpointError):
-    """The step has already been committed; a committed checkpoint is never overwritten."""
+    """The step is already committed; a committed checkpoint is never overwritten."""
 
 
 class Fenced(CheckpointError):
-    """Another attempt of the same run, with a higher number, has begun at the same place."""
+    """Another attempt of the same run, with a higher number, has begun at the same location."""
 
     def __init__(self, newest: int, place: str, attempt: int) -> None:
         super().__init__(
@@ -63,11 +70,11 @@ class CommitFailed(CheckpointError):
 
 
 class ReplicasDrifted(CheckpointError):
-    """Ranks that must hold the same parameters and optimizer state do not: a checkpoint of either would be wrong."""
+    """Ranks that must hold the same parameters and optimizer state do not; a checkpoint of either would be wrong."""
 
 
 class NonFinite(CheckpointError):
-    """A step whose gradients are infinite or NaN, and with it every parameter: nothing of it may be kept."""
+    """The gradients of a step are NaN or infinite, and so are its parameters: nothing of it may be kept."""
 
     def __init__(self, step: int) -> None:
         super().__init__(
@@ -78,7 +85,7 @@ class NonFinite(CheckpointError):
 
 
 class LossSpike(CheckpointError):
-    """A step whose loss stands out from those before it; nothing of it is kept."""
+    """The loss of a step stands out from those before it; nothing of the step is kept."""
 
     def __init__(self, step: int, how: str) -> None:
         super().__init__(f"the loss of step {step} is a spike: {how}; nothing of that step is kept")
@@ -94,10 +101,10 @@ class AgentKilled(AgentUnavailable):
 
 
 class Preempted(SystemExit):
-    """Ends a rank after an agreed stop: the state is committed, the job is to be started again.
+    """Ends a rank after an agreed stop: the state is committed, and the job is to be started again.
 
-    A `SystemExit`, so that a script that knows nothing of it cannot mistake the early end of training for a
-    finished run and go on to publish a model.
+    A `SystemExit`, so that a script that does not handle it cannot mistake the early end of training for a finished
+    run, and publish a model.
     """
 
     def __init__(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Copies a checkpoint out, as a plain Hugging Face directory."""
+"""Copies a checkpoint into a plain Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -21,11 +21,17 @@ def export_checkpoint(
     """Copy the files of a step into a new directory, and compare their digests; it appears whole or not at all.
 
     Args:
-        copied: told of bytes as they are copied.
+        storage: Where the checkpoint is.
+        step: Its step.
+        directory: New or empty directory.
+        copied: Called with a number of bytes as they are copied.
+
+    Returns:
+        The checkpoint's manifest.
 
     Raises:
-        InvalidCheckpoint: it is not whole, or a digest differs.
-        CheckpointError: the directory exists, or cannot be written.
+        InvalidCheckpoint: It is not whole, or a digest differs.
+        CheckpointError: The directory exists, or cannot be written.
     """
     manifest = storage.read_manifest(step)
     if directory.resolve() == Path.cwd():

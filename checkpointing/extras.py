@@ -1,4 +1,4 @@
-"""The optional parts of this distribution (the extras of pyproject.toml), and what to say where one is missing."""
+"""The optional parts of this distribution (the extras of pyproject.toml), and the message where one is missing."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ DISTRIBUTION = "resilient-training"
 
 
 def not_installed(package: str | None, extra: str) -> str:
-    """What a user reads where `package`, which belongs to `extra`, cannot be imported."""
+    """Return the message for a `package` of the extra `extra` that cannot be imported."""
     return f"{package} is not installed: pip install '{DISTRIBUTION}[{extra}]'"

@@ -1,17 +1,17 @@
-"""Named places in the code where a test, or `runner chaos`, lets a fault happen. Without the variables they do nothing.
+"""Named places in the code where a test, or `runner chaos`, injects a fault. Without the variables they do nothing.
 
     CHECKPOINT_FAILPOINTS="local.renamed=kill; remote.part=error@3" CHECKPOINT_FAILPOINTS_ONCE=/tmp/fired
 
 `kill` ends the process by SIGKILL, `error` raises EIO, `full` raises ENOSPC, `oom` raises MemoryError, `pause` sleeps
-for three seconds and `hang` for an hour, `nan` spoils what is computed there (`training.loss` alone listens); `@N`
-means the N-th time that this process comes there (1 by default). With the second variable, a folder, each fires once
-for all processes that share it: one that is started again gets past.
+for three seconds and `hang` for an hour, `nan` spoils what is computed there (only at `training.loss`); `@N` means the
+N-th time that this process reaches the place (1 by default). With the second variable, a folder, each fires once for
+all processes that share it, so that a restarted process passes.
 
     CHECKPOINT_FAILPOINTS_FILE=/tmp/failpoints
 
-The same, in a file that is read again whenever it was replaced (write another one, and rename it): for processes that
-run already. What has fired is then named NAME.I.M in that folder, by the file's inode and its time of change in
-nanoseconds: two that are written within one tick of the clock have the same time.
+The same for running processes: a file that is read again whenever it was replaced (write another one, and rename it).
+A failpoint that has fired is then named NAME.I.M in that folder, after the file's inode and its time of change in
+nanoseconds, because two files written within one tick of the clock have the same time.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ FILE_ENV = "CHECKPOINT_FAILPOINTS_FILE"
 _ACTIONS = ("kill", "error", "full", "oom", "pause", "hang", "nan")
 _SLEEP_S = {"pause": 3.0, "hang": 3600.0}
 
-# Everything that can be armed, in the order in which one save, one removal and one restore come by.
+# Everything that can be armed, in the order in which one save, one removal and one restore reach it.
 NAMES = (
-    "fence.written",  # local: the new fence is there under its temporary name
-    "fence.opened",  # older attempts are shut out, what they have published is not looked at yet
-    "fence.published",  # it is, and counts
-    "local.begun",  # the temporary directory is there
+    "fence.written",  # local: the new fence exists under its temporary name
+    "fence.opened",  # older attempts are shut out, what they have published is not listed yet
+    "fence.published",  # it is listed, and counts
+    "local.begun",  # the temporary directory exists
     "local.write",  # a piece of a file is written
     "local.written",  # a file is written and durable
-    "local.manifest",  # the manifest is, too
+    "local.manifest",  # so is the manifest
     "local.synced",  # the temporary directory is durable
     "local.renamed",  # it has its name, which a power cut may still undo
     "local.committed",
@@ -48,15 +48,15 @@ NAMES = (
     "remote.uploaded",  # a file is
     "remote.publishing",  # the manifest is about to be put
     "remote.published",  # it is put
-    "remote.committed",  # and the fence was looked at again
+    "remote.committed",  # and the fence was checked again
     "local.removing",  # prune: the checkpoint has lost its name
     "local.unlisted",  # prune: its manifest is gone
     "remote.unlisted",
-    "aside.copied",  # set aside in object storage: the manifest is there under both names
+    "aside.copied",  # quarantine in object storage: the manifest exists under both names
     "snapshot.copying",  # a rank is about to copy into the arena
-    "snapshot.copied",  # it has, the agent does not know yet
+    "snapshot.copied",  # it has copied, and has not told the agent yet
     "training.loss",  # a rank has computed the loss of a micro-batch
-    "training.step",  # a rank has ended a step
+    "training.step",  # a rank has finished a step
     "restore.read",  # a rank has read and verified what it resumes from
 )
 
@@ -93,10 +93,17 @@ _lock = threading.Lock()
 
 
 def failpoint(name: str) -> bool:
-    """Come by a named place; returns whether what is computed there is to be spoiled.
+    """Inject the fault that is armed at a place, if any.
+
+    Args:
+        name: Name of the place.
+
+    Returns:
+        Whether what is computed there is to be spoiled.
 
     Raises:
-        OSError, MemoryError: a fault of that kind is armed there.
+        OSError: A failing or full disk is armed there.
+        MemoryError: A lack of memory is armed there.
     """
     if not _armed and _file is None:
         return False
@@ -134,7 +141,7 @@ def _first(name: str) -> bool:
     folder = os.environ.get(ONCE_ENV)
     if folder is None:
         return True
-    # Of a file, each version has its own marks: a process that has read the last one does not spend the next one's.
+    # Each version of a file has its own marks, so that a process that has read an old one does not use up a new one's.
     mark = name if _version is None else f"{name}.{_version[0]}.{_version[1]}"
     try:
         (Path(folder) / mark).touch(exist_ok=False)

@@ -1,4 +1,4 @@
-"""A lock file that says who holds it: flock(2), held as long as its descriptor is open, by whatever process."""
+"""A lock file that names its holder: flock(2), held as long as its descriptor is open in any process."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 
 
 def open_lock(path: Path) -> int:
-    """The descriptor to lock.
+    """Return a descriptor of the lock file.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: The file cannot be written.
     """
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
 
 def try_lock(fd: int) -> bool:
-    """Take the lock and sign it; False where somebody holds it.
+    """Take the lock and write this process's name into it; return False if another process holds it.
 
     Raises:
-        OSError: the file system refuses locks.
+        OSError: The file system refuses locks.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -32,23 +32,23 @@ def try_lock(fd: int) -> bool:
 
 
 def wait_for_lock(fd: int) -> None:
-    """Take it as soon as it is free, and sign it."""
+    """Take the lock as soon as it is free, and write this process's name into it."""
     fcntl.flock(fd, fcntl.LOCK_EX)
     _sign(fd)
 
 
 def holder(fd: int) -> str:
-    """Who has signed it: `pid N on HOST`; "unknown" in the moment before."""
+    """Return the name of the holder, `pid N on HOST`; "unknown" until the holder has written it."""
     return os.pread(fd, 200, 0).decode(errors="replace").strip() or "unknown"
 
 
 def is_elsewhere(name: str) -> bool:
-    """Whether a `holder` is on another machine."""
+    """Return whether a `holder` is on another machine."""
     return " on " in name and not name.endswith(f" on {this_machine()}")
 
 
 def this_machine() -> str:
-    """Its name and what tells it apart from another one of that name: a pod that was moved keeps its host name."""
+    """Return this machine's host name and boot id: a pod that was moved keeps its host name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
     except OSError:

@@ -1,7 +1,7 @@
 """`manifest.json`: the sole commit point of a checkpoint.
 
 A directory with a whole manifest whose files have the recorded sizes and digests is a checkpoint. Everything else is
-not, whatever its name. It carries a digest of itself, so that a flipped bit in its step or cursor is seen too.
+not, whatever its name. The manifest carries a digest of itself, so that a flipped bit in a field is detected.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ from checkpointing.errors import InvalidCheckpoint
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
-# Nothing read from a manifest may point out of the checkpoint's own folder.
+# Nothing read from a manifest may point outside the checkpoint's own folder.
 _FOLDER = re.compile(r"(checkpoint-[0-9]+/[0-9]+\.[0-9a-f]+)?")
 # Of any file system's names, in bytes.
 _LONGEST_NAME = 255
-# Folders inside a checkpoint, and the file.
+# Number of folders in a name, and the file.
 _MOST_PARTS = 8
-# Numbers go through pages and messages of 64 bits.
+# Numbers pass through pages and messages of 64 bits.
 _TOO_MANY = 2**63
 
-
-# What every checkpoint of this format version has: one of each of these, by how the names begin.
+# What every checkpoint of a format version contains: for each entry, one file whose name begins with one of these.
 _REQUIRED = {1: (("model.safetensors", "adapter_model.safetensors"), ("optimizer.pt",), ("rng_state",))}
 
 
 def missing_member(names: Iterable[str]) -> str | None:
-    """The first kind of file that a checkpoint must have and these are not; None where all are there."""
+    """Return the first required kind of file that is not among these names; None if all are present."""
     names = list(names)
     for kinds in _REQUIRED[FORMAT_VERSION]:
         if not any(name.startswith(kinds) for name in names):
@@ -47,7 +46,7 @@ def missing_member(names: Iterable[str]) -> str | None:
 class FileEntry:
     """One file of a checkpoint: its name inside the directory, size in bytes, and digest (`algorithm:hex`).
 
-    A name may have folders in it, divided by `/`.
+    A name may contain folders, separated by `/`.
     """
 
     name: str
@@ -57,15 +56,15 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class SnapshotInfo:
-    """What a state is of.
+    """Where in a run a state was taken.
 
     Attributes:
-        run_id: the run that made it.
-        attempt: the attempt (life of the process group) that computed it; fences older writers.
-        step: global optimizer steps finished, the only clock that orders states.
-        world_size: ranks that wrote it.
-        samples_consumed: the data cursor, in samples drawn by all ranks since the start of the run.
-        metrics: what was measured at this step, by name; says which checkpoint is the best.
+        run_id: The run.
+        attempt: The attempt (lifetime of the process group) that computed it.
+        step: Global optimizer steps finished, the only clock that orders states.
+        world_size: Number of ranks that wrote it.
+        samples_consumed: The data cursor, in samples drawn by all ranks since the start of the run.
+        metrics: Measurements of this step by name, from which the best checkpoint is found.
     """
 
     run_id: str
@@ -78,12 +77,12 @@ class SnapshotInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is: whose, as in `SnapshotInfo`, and of which files.
+    """The description of a checkpoint; see `SnapshotInfo` for the fields that are not listed here.
 
     Attributes:
-        created_at: seconds since the epoch; for people, never for ordering.
-        files: every file but the manifest itself.
-        folder: where the files lie, below the location; empty where they lie beside the manifest.
+        created_at: Seconds since the epoch; for people, never for ordering.
+        files: Every file but the manifest itself.
+        folder: Folder of the files, below the location; empty if it is the manifest's own.
     """
 
     run_id: str
@@ -98,32 +97,42 @@ class Manifest:
 
     @property
     def info(self) -> SnapshotInfo:
+        """Where in its run the state was taken."""
         return SnapshotInfo(
             self.run_id, self.attempt, self.step, self.world_size, self.samples_consumed, dict(self.metrics)
         )
 
     @property
     def total_bytes(self) -> int:
+        """Size of all files."""
         return sum(file.size for file in self.files)
 
     def to_json(self) -> bytes:
+        """Return the manifest as JSON, with its digest."""
         body: dict[str, Any] = {"format_version": FORMAT_VERSION, **asdict(self)}
         body["files"] = [asdict(file) for file in self.files]
         return json.dumps({**body, "manifest_digest": _self_digest(body)}, indent=1).encode()
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Manifest:
-        """Parse and check a manifest; `where` names it in errors.
+        """Parse and check a manifest.
+
+        Args:
+            data: What `to_json` returned.
+            where: Names the checkpoint in errors.
+
+        Returns:
+            The manifest.
 
         Raises:
-            InvalidCheckpoint: not JSON, altered, of another format version, or a field is missing or mistyped.
+            InvalidCheckpoint: It is not JSON, was altered, has another format version, or lacks or mistypes a field.
         """
         try:
             document = json.loads(data)
             if not isinstance(document, dict):
                 raise ValueError("it is not an object")
             claimed = document.pop("manifest_digest", None)
-            # What can be parsed may yet be nested too deeply to be written.
+            # What can be parsed may be nested too deeply to be serialized.
             actual = _self_digest(document)
         except (ValueError, RecursionError) as error:
             raise InvalidCheckpoint(where, f"{MANIFEST_NAME} is not valid JSON ({error})") from None
@@ -164,7 +173,7 @@ def _typed(document: Mapping[str, Any], key: str, kind: type) -> Any:
 
 def _text(document: Mapping[str, Any], key: str) -> str:
     value: str = _typed(document, key, str)
-    # Half of a surrogate pair is valid in JSON, and can be neither a file's name nor printed.
+    # Half of a surrogate pair is valid JSON, but cannot be printed or name a file.
     value.encode()
     return value
 
@@ -179,7 +188,7 @@ def _count(document: Mapping[str, Any], key: str) -> int:
 def _finite(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}={reprlib.repr(value)} is not a number")
-    # No larger than a float can be, nor NaN, which is neither smaller nor larger.
+    # NaN compares as neither smaller nor larger, and so fails this test too.
     if not abs(value) <= sys.float_info.max:
         raise ValueError(f"{name}={reprlib.repr(value)} is not finite")
     return float(value)
@@ -213,7 +222,7 @@ def _file_entry(entry: Any) -> FileEntry:
     parts = name.split("/")
     if any(len(part.encode()) > _LONGEST_NAME for part in parts) or len(parts) > _MOST_PARTS:
         raise ValueError(f"file name {reprlib.repr(name)} is too long")
-    # A name is a plain file inside the checkpoint: nothing read from it may point elsewhere.
+    # A name must be that of a plain file inside the checkpoint: nothing read from it may point elsewhere.
     if "\\" in name or "\0" in name or name == MANIFEST_NAME or not {"", ".", ".."}.isdisjoint(parts):
         raise ValueError(f"file name {reprlib.repr(name)} is not allowed")
     digest = _text(entry, "digest")

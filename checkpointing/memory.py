@@ -1,4 +1,4 @@
-"""How much memory snapshots may take, and on which NUMA nodes it lies."""
+"""How much memory snapshots may take, and on which NUMA nodes it is."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-# Without a limit of the user's, snapshots take at most this share of the memory that is free when they are first made.
+# Without a configured limit, snapshots take at most this share of the memory available at the first one.
 DEFAULT_SHARE = 0.5
-# Version 2 and version 1: where it is mounted, limit, usage, and what counts the kernel's kills.
+# Version 2 and version 1: mount point, limit, usage, and the counter of the kernel's kills.
 _CGROUPS = [
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "memory.events"),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control"),
 ]
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-# By machine: get_mempolicy(2) and set_mempolicy(2), for which the C library has no functions.
+# By machine: the numbers of get_mempolicy(2) and set_mempolicy(2), for which the C library has no functions.
 _POLICY_CALLS = {"x86_64": (239, 238), "aarch64": (236, 237)}
 _DEFAULT_POLICY, _INTERLEAVE = 0, 3
 _ALLOWED_NODES = 4
@@ -27,10 +27,16 @@ _BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def parse_bytes(text: str) -> int:
-    """`8GiB`, `500MB`, `8Gi` (as Kubernetes writes it) or plain bytes, as a number of bytes.
+    """Parse `8GiB`, `500MB`, `8Gi` (as Kubernetes writes it) or plain bytes.
+
+    Args:
+        text: The size.
+
+    Returns:
+        The number of bytes.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: It is none of these.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?", text.strip(), re.IGNORECASE)
     if match is None:
@@ -39,9 +45,9 @@ def parse_bytes(text: str) -> int:
 
 
 def available_bytes() -> int:
-    """Memory that can still be had: the machine's, or the container's where that is less.
+    """Return the available memory of the machine, or of the container where that is less.
 
-    The page cache counts as free: the kernel gives it back.
+    The page cache counts as available: the kernel reclaims it.
     """
     text = Path("/proc/meminfo").read_text()
     match = re.search(r"MemAvailable:\s+(\d+) kB", text)
@@ -56,11 +62,11 @@ def available_bytes() -> int:
 
 @contextlib.contextmanager
 def interleaved() -> Iterator[None]:
-    """Have what this thread allocates inside lie in equal parts on all NUMA nodes that it may use.
+    """Spread what this thread allocates inside over all NUMA nodes that it may use, in equal parts.
 
-    Otherwise all of it lies where the thread runs, and the GPUs of other nodes copy across the link between processors.
-    Where the process was started with a policy (numactl), or the system takes none (Docker's default seccomp profile),
-    nothing changes.
+    Otherwise all of it is on the thread's own node, and the GPUs of other nodes copy across the link between
+    processors. If the process was started with a policy (numactl), or the system refuses one (Docker's default seccomp
+    profile), nothing changes.
     """
     numbers, libc = _POLICY_CALLS.get(platform.machine()), ctypes.CDLL(None)
     mode, nodes = ctypes.c_int(), (ctypes.c_ulong * (_MAX_NODES // _BITS))()
@@ -78,12 +84,12 @@ def interleaved() -> Iterator[None]:
 
 
 def _has_several(nodes: Iterable[int]) -> bool:
-    """Bits of a mask."""
+    """Return whether more than one bit of a mask is set."""
     return sum(word.bit_count() for word in nodes) > 1
 
 
 def oom_kills() -> int:
-    """Processes that the kernel has ended so far because this process's cgroup, or one above it, was out of memory."""
+    """Return how many processes the kernel has killed because a cgroup of this process ran out of memory."""
     kills = 0
     for folder, *_, events in _cgroups():
         with contextlib.suppress(OSError, ValueError):
@@ -93,10 +99,10 @@ def oom_kills() -> int:
 
 
 def oom_groups() -> list[Path]:
-    """Files by which the kernel, short of memory, ends all processes of a cgroup of this process at once (cgroup v2).
+    """Return the files that make the kernel kill all processes of a cgroup of this process at once (cgroup v2).
 
-    The kubelet sets `memory.oom.group` for each container since Kubernetes 1.28, unless its `singleProcessOOMKill` says
-    otherwise: https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files
+    Since Kubernetes 1.28 the kubelet sets `memory.oom.group` for each container, unless its `singleProcessOOMKill` is
+    set: https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files
     """
     files = []
     for folder, *_ in _cgroups():
@@ -108,12 +114,12 @@ def oom_groups() -> list[Path]:
 
 
 def separate_oom_kills() -> None:
-    """Have the kernel end one process when this container is short of memory, not all of them, where that is allowed.
+    """Make the kernel kill one process when this container runs out of memory, not all of them, where that is allowed.
 
-    In most containers the files of `oom_groups` cannot be written, and remain.
+    In most containers the files of `oom_groups` cannot be written, and nothing changes.
     """
     for file in oom_groups():
-        # Without O_CREAT: a cgroup that has gone leaves nothing behind.
+        # Without O_CREAT, so that nothing is created where a cgroup has been removed.
         with contextlib.suppress(OSError):
             fd = os.open(file, os.O_WRONLY)
             try:
@@ -123,7 +129,7 @@ def separate_oom_kills() -> None:
 
 
 def _cgroups() -> Iterator[tuple[Path, str, str, str]]:
-    """This process's memory cgroup and those above it, with the names of their files (cgroups(7))."""
+    """Yield this process's memory cgroup and those above it, with the names of their files (cgroups(7))."""
     own = [""]
     with contextlib.suppress(OSError):
         lines = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())

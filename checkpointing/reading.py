@@ -1,4 +1,4 @@
-"""Reads a file image once: into memory of our own while it is digested, or in place where nobody will write to it."""
+"""Reads a file image once: into private memory while it is digested, or in place where nothing will write to it."""
 
 from __future__ import annotations
 
@@ -30,20 +30,25 @@ class MemoryFile(io.RawIOBase):
         self._position = 0
 
     def readable(self) -> bool:
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
+        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Change the position, and return it."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._buffer)}[whence]
         self._position = max(base + offset, 0)
         return self._position
 
     def tell(self) -> int:
+        """Return the position."""
         return self._position
 
     def readinto(self, target: object) -> int:
+        """Copy bytes from the position on, and return how many there were."""
         view = memoryview(target).cast("B")  # type: ignore[arg-type]
         data = self._buffer[self._position : self._position + len(view)]
         view[: len(data)] = data
@@ -52,7 +57,7 @@ class MemoryFile(io.RawIOBase):
 
 
 def fault(place: str, name: str, error: OSError) -> CheckpointError:
-    """What it means for a checkpoint that one of its files could not be read."""
+    """Return the error to raise for a checkpoint, one of whose files could not be read."""
     reason = f"{name} cannot be read ({error.strerror or error})"
     if isinstance(error, StorageError) and not isinstance(error, ObjectMissing):
         return StorageUnreachable(f"{place}: {reason}")
@@ -60,20 +65,20 @@ def fault(place: str, name: str, error: OSError) -> CheckpointError:
 
 
 def pieces_of(source: Path | RemoteFile) -> Iterator[memoryview]:
-    """A file's bytes in order, read ahead by threads through a window of memory: a piece lasts until the next is taken.
+    """Yield a file's bytes in order, read ahead by threads into a window of memory; a piece lasts until the next one.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: It cannot be read.
     """
     with _reader(source) as (nbytes, read):
-        # No more than the file needs: most files of a checkpoint are small.
+        # Most files of a checkpoint are small: no more memory than the file needs.
         num_windows = min(_READERS, -(-nbytes // _PIECE_BYTES))
         windows = [memoryview(bytearray(min(_PIECE_BYTES, nbytes))) for _ in range(num_windows)]
         yield from _read_ahead(nbytes, read, lambda start: windows[start // _PIECE_BYTES % _READERS])
 
 
 def digest_of(source: Path | RemoteFile, algorithm: str = ALGORITHM) -> str:
-    """Digest of a file, as `algorithm:hex`.
+    """Return the digest of a file as `algorithm:hex`.
 
     Raises:
         OSError: it cannot be read.
@@ -87,17 +92,25 @@ def digest_of(source: Path | RemoteFile, algorithm: str = ALGORITHM) -> str:
 
 
 def private_memory(nbytes: int, enough: Callable[[], bool] = lambda: False) -> memoryview:
-    """Memory of the caller's own. Its pages are there already, until `enough` says that the rest may come later."""
+    """Allocate private memory.
+
+    Args:
+        nbytes: Its size.
+        enough: Asked from time to time; once true, the rest of the pages are mapped when they are used.
+
+    Returns:
+        The memory.
+    """
     if nbytes == 0:
         return memoryview(b"")
-    # Not in huge pages: where memory is fragmented, the kernel first tidies up (2.3 s for 670 MB, else 0.2 s).
+    # Not in huge pages: where memory is fragmented, the kernel compacts it first (2.3 s for 670 MB, otherwise 0.2 s).
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     _populate(memoryview(memory), enough)
     return memoryview(memory)
 
 
 def _populate(memory: memoryview, enough: Callable[[], bool] = lambda: False) -> None:
-    """A page fault for each page, taken while it is copied to, costs ten times what making all of them at once does."""
+    """Map all pages at once: page faults during the copy would cost ten times as much."""
     if memory.nbytes:
         populate_pages(ctypes.addressof(ctypes.c_char.from_buffer(memory)), memory.nbytes, enough)
 
@@ -105,16 +118,20 @@ def _populate(memory: memoryview, enough: Callable[[], bool] = lambda: False) ->
 def read_private(
     source: Path | RemoteFile | memoryview, memory: memoryview | None = None, algorithm: str | None = ALGORITHM
 ) -> tuple[memoryview, str]:
-    """A copy of a file's or a buffer's bytes that is the caller's own, and their digest.
+    """Copy a file's or a buffer's bytes into private memory.
 
-    Reading runs ahead of the digest, in threads; each byte is read once.
+    Threads read ahead of the digest; each byte is read once.
 
     Args:
-        memory: where the copy goes; by default it is made now.
-        algorithm: of the digest; None for none.
+        source: The file or the buffer.
+        memory: Where to copy to; None to allocate it.
+        algorithm: Algorithm of the digest; None for no digest.
+
+    Returns:
+        The copy and its digest.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: The file cannot be read.
     """
     if memory is None:
         memory = private_memory(source.stat().st_size if isinstance(source, Path) else source.nbytes)
@@ -124,10 +141,10 @@ def read_private(
 
 
 def read_into(source: Path | RemoteFile | memoryview, target: memoryview, algorithm: str | None = ALGORITHM) -> str:
-    """Fill `target` with all of a file's or a buffer's bytes; returns their digest, empty where none is wanted.
+    """Fill `target` with all of a file's or a buffer's bytes; return their digest, empty if `algorithm` is None.
 
     Raises:
-        OSError: the file cannot be read, or is of another size.
+        OSError: The file cannot be read, or has another size.
     """
     digest = RunningDigest(algorithm) if algorithm is not None else None
     with _reader(source) as (nbytes, read):
@@ -140,12 +157,12 @@ def read_into(source: Path | RemoteFile | memoryview, target: memoryview, algori
 
 
 def read_shared(source: Path | RemoteFile | memoryview, algorithm: str | None = ALGORITHM) -> tuple[memoryview, str]:
-    """A file's or a buffer's bytes where they lie, not to be written to, and their digest, empty where none is wanted.
+    """Return a file's or a buffer's bytes without a copy, and their digest, empty if `algorithm` is None.
 
-    What is not on this machine is read into memory.
+    They must not be written to. A file that is not on this machine is read into memory.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: The file cannot be read.
     """
     if not isinstance(source, (Path, memoryview)):
         return read_private(source, algorithm=algorithm)
@@ -154,7 +171,7 @@ def read_shared(source: Path | RemoteFile | memoryview, algorithm: str | None = 
             if os.fstat(file.fileno()).st_size == 0:
                 source = memoryview(b"")
             else:
-                # A private mapping, so that an accident cannot reach the file.
+                # A private mapping, so that a stray write cannot reach the file.
                 mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
                 mapped.madvise(mmap.MADV_WILLNEED)
                 source = memoryview(mapped)
@@ -168,7 +185,7 @@ def read_shared(source: Path | RemoteFile | memoryview, algorithm: str | None = 
 def _read_ahead(
     nbytes: int, read: Callable[[int, memoryview], None], memory_for: Callable[[int], memoryview]
 ) -> Iterator[memoryview]:
-    """The pieces in order, each read into the memory for its start; the next `_READERS` are on their way meanwhile."""
+    """Yield the pieces in order, each read into the memory for its start, while the next `_READERS` are being read."""
     ahead: deque[tuple[memoryview, Future[None]]] = deque()
 
     def oldest() -> memoryview:
@@ -193,7 +210,7 @@ def _reader(source: Path | RemoteFile | memoryview) -> Iterator[tuple[int, Calla
         address = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) if len(buffer) else 0
 
         def copy(start: int, target: memoryview) -> None:
-            # Through ctypes, which lets the other threads run meanwhile.
+            # ctypes releases the interpreter lock.
             ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(target)), address + start, len(target))
 
         yield len(buffer), copy

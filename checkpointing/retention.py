@@ -1,4 +1,4 @@
-"""Which checkpoints a tier keeps, and which it should get. Pure: manifests in, steps out."""
+"""Which checkpoints a tier keeps, and which the durable tier should get. Pure: manifests in, steps out."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from checkpointing.manifest import Manifest
 
 @dataclass(frozen=True)
 class Retention:
-    """What is kept; the newest committed checkpoint always is.
+    """Which checkpoints are kept; the newest committed one always is.
 
     Attributes:
-        keep_last: so many of the newest; None keeps all.
-        keep_every: and every one whose step is a multiple of this.
-        best_metric: and the best by this metric, of those that carry it.
-        greater_is_better: how that one compares.
+        keep_last: Number of newest checkpoints to keep; None keeps all.
+        keep_every: Also keep every checkpoint whose step is a multiple of this.
+        best_metric: Also keep the best checkpoint by this metric, among those that have it.
+        greater_is_better: Whether a greater value of the metric is better.
     """
 
     keep_last: int | None = None
@@ -30,22 +30,37 @@ class Retention:
 
 
 def best_by(metric: str | None, greater_is_better: bool | None) -> tuple[str | None, bool]:
-    """The metric's name in a manifest, and how it compares, as a Trainer understands `metric_for_best_model` and
-    `greater_is_better` where they are left out or shortened."""
+    """Complete a Trainer's `metric_for_best_model` and `greater_is_better` as the Trainer does.
+
+    Args:
+        metric: Name of the metric, with or without `eval_`; None for none.
+        greater_is_better: How it compares; None for the Trainer's default.
+
+    Returns:
+        The metric's name in a manifest, and whether a greater value is better.
+    """
     if greater_is_better is None:
         greater_is_better = metric is not None and not metric.endswith("loss")
     return (metric if metric is None or metric.startswith("eval_") else f"eval_{metric}"), greater_is_better
 
 
 def best_first(manifests: Iterable[Manifest], retention: Retention) -> list[int]:
-    """The steps that carry the metric, the best first, of equals the oldest, as the Trainer counts a best one."""
+    """Return the steps that have the metric, best first; of equal ones the oldest first, as the Trainer ranks them."""
     metric, sign = retention.best_metric, -1 if retention.greater_is_better else 1
     rated = {(sign * m.metrics[metric], m.step) for m in manifests if metric is not None and metric in m.metrics}
     return [step for _, step in sorted(rated)]
 
 
 def steps_to_remove(committed: Iterable[Manifest], retention: Retention) -> list[int]:
-    """Oldest first. Only committed checkpoints may be passed: what is torn must not count towards what is kept."""
+    """Return the steps that retention does not keep, oldest first.
+
+    Args:
+        committed: Committed checkpoints only: a torn one must not count towards those that are kept.
+        retention: What to keep.
+
+    Returns:
+        Their steps.
+    """
     manifests = {manifest.step: manifest for manifest in committed}
     if retention.keep_last is None:
         return []
@@ -55,9 +70,17 @@ def steps_to_remove(committed: Iterable[Manifest], retention: Retention) -> list
 
 
 def steps_to_upload(local: Iterable[Manifest], durable: Iterable[Manifest], retention: Retention) -> list[int]:
-    """What the durable tier should get from the local one: the newest first, then what is kept for good.
+    """Return the steps that the durable tier should get from the local one.
 
-    Where uploads are slower than saves, what lies between is passed over.
+    Where uploads are slower than saves, the checkpoints in between are skipped.
+
+    Args:
+        local: Checkpoints of the local tier.
+        durable: Checkpoints of the durable tier.
+        retention: What the durable tier keeps.
+
+    Returns:
+        The newest step first, then those that are kept besides the newest.
     """
     here, there = {m.step: m for m in local}, {m.step: m for m in durable}
     newest = [step for step in [max(here, default=-1)] if step > max(there, default=-1)]

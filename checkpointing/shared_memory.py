@@ -1,7 +1,7 @@
 """Shared memory between ranks and agent: arenas that hold snapshots, and the page that holds heartbeats and flags.
 
-Both are memfd's (memfd_create(2)): anonymous, freed with their last user, and not bound by the 64 MB of a pod's
-`/dev/shm`. The agent creates them and hands the descriptors over its socket.
+Both are memfds (memfd_create(2)): anonymous, freed with their last user, and not limited by the 64 MB of a pod's
+`/dev/shm`. The agent creates them and passes the descriptors over its socket.
 """
 
 from __future__ import annotations
@@ -15,32 +15,37 @@ from collections.abc import Callable
 from checkpointing.memory import interleaved
 
 PAGE_BYTES = mmap.PAGESIZE
-# madvise(2), Linux 5.14. Pages that are there already are mapped three times faster for reading, and can be written to.
+# madvise(2), Linux 5.14. Existing pages are mapped three times faster for reading, and can be written to all the same.
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _POPULATED_AT_ONCE = 64 * 1024 * 1024
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def round_up(nbytes: int, multiple: int = PAGE_BYTES) -> int:
-    """The least multiple of `multiple` that is ≥ `nbytes`."""
+    """Return the least multiple of `multiple` that is ≥ `nbytes`."""
     return -(-nbytes // multiple) * multiple
 
 
 def populate_pages(
     address: int, nbytes: int, enough: Callable[[], bool] = lambda: False, *, shared: bool = False
 ) -> bool:
-    """Have every page there and mapped before it is used; False where the kernel cannot.
+    """Allocate and map every page before it is used.
 
     Args:
-        enough: asked now and then; if so, the rest of the pages come when they are used.
-        shared: it is memory of a memfd whose pages have been made.
+        address: Of the memory.
+        nbytes: Its size.
+        enough: Asked from time to time; once true, the rest of the pages are mapped when they are used.
+        shared: Whether it is memory of a memfd whose pages exist.
+
+    Returns:
+        False if the kernel does not support it.
     """
     how = _MADV_POPULATE_READ if shared else _MADV_POPULATE_WRITE
     for start in range(0, nbytes, _POPULATED_AT_ONCE):
         if enough():
             break
         place, size = ctypes.c_void_p(address + start), ctypes.c_size_t(min(_POPULATED_AT_ONCE, nbytes - start))
-        # Through ctypes, which lets other threads run meanwhile.
+        # ctypes releases the interpreter lock.
         if _libc.madvise(place, size, how) != 0:
             return False
     return True
@@ -53,23 +58,23 @@ class SharedMemory:
         self.fd = fd
         self.nbytes = nbytes
         self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        # A rank that dumps core is not to write a copy of the model (NCCL's abort of one did 60 GB) before it is dead.
+        # A rank that dumps core must not write a copy of the model first (an abort of NCCL wrote 60 GB).
         self._map.madvise(mmap.MADV_DONTDUMP)
         self.buffer = memoryview(self._map)
         self._populated = False
 
     def populate(self) -> None:
-        """Map every page, writable: no page fault is left for the first snapshot."""
+        """Map every page, writable, so that the first snapshot meets no page fault."""
         if self._populated:
             return
         self._populated = True
         if not populate_pages(self.address, self.nbytes, shared=True):
-            # An older kernel: touch every page.
+            # Older kernels: touch every page.
             sum(self.buffer[::PAGE_BYTES])
 
     @property
     def address(self) -> int:
-        """Where it is mapped in this process."""
+        """Address at which it is mapped in this process."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     @classmethod
@@ -77,7 +82,7 @@ class SharedMemory:
         """Allocate `nbytes`, rounded up to pages.
 
         Raises:
-            OSError: the memory is not to be had.
+            OSError: The memory is not available.
         """
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
@@ -93,11 +98,11 @@ class SharedMemory:
 
     @classmethod
     def attach(cls, fd: int) -> SharedMemory:
-        """Map a descriptor that came from another process; takes the descriptor over."""
+        """Map a descriptor that another process sent; takes over the descriptor."""
         return cls(fd, os.fstat(fd).st_size)
 
     def close(self) -> None:
-        """Unmap; where views are still held, their owners' end does it."""
+        """Unmap; where views are still in use, the memory is unmapped with the last of them."""
         with contextlib.suppress(BufferError):
             self.buffer.release()
             self._map.close()

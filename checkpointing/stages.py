@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from dataclasses import asdict, dataclass
 
-# What a stage's folder may be named after: the end of the location that the script chose.
+# Characters of a location that do not appear in the name of a stage.
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]+")
 _LONGEST_NAME = 60
 STAGE_NAME = re.compile(r"stage-([2-9]|[1-9][0-9]{1,8})(?:-[A-Za-z0-9_.-]{1,60})?")
@@ -18,9 +18,9 @@ class Stage:
     """One training of a run.
 
     Attributes:
-        name: folder inside the run's location; empty for the first stage, which has the location itself.
-        number: from 1, in the order in which stages are entered.
-        steps_before: steps that earlier stages of this run have finished.
+        name: Folder inside the run's location; empty for the first stage, which uses the location itself.
+        number: Number of the stage, from 1, in the order in which stages are entered.
+        steps_before: Steps that earlier stages of this run have finished.
     """
 
     name: str = ""
@@ -28,15 +28,16 @@ class Stage:
     steps_before: int = 0
 
     def inside(self, location: str) -> str:
-        """Where the stage's checkpoints are kept."""
+        """Return the location of the stage's checkpoints, given the run's."""
         return f"{location.rstrip('/')}/{self.name}" if self.name else location
 
     def to_json(self) -> bytes:
+        """Return the stage as JSON."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Stage | None:
-        """What `to_json` made; None for anything else."""
+        """Parse what `to_json` returned; None for anything else."""
         try:
             body = json.loads(data)
             stage = cls(body["name"], body["number"], body["steps_before"])
@@ -51,7 +52,7 @@ FIRST_STAGE = Stage()
 
 
 class Stages:
-    """Those of one process. A script that is started again enters them in the same order."""
+    """The stages of one process. A script that is restarted enters them in the same order."""
 
     def __init__(self) -> None:
         self._entered: list[tuple[str, int]] = []
@@ -59,13 +60,17 @@ class Stages:
         self._finished: Counter[str] = Counter()
 
     def enter(self, location: str, *, supervised: bool) -> Stage:
-        """The stage of a training that keeps its checkpoints at `location`, as the script says.
+        """Return the stage of a training.
 
-        A location that is given again is the same stage, unless its training has finished: then it is a further one.
+        A location that is used again is the same stage, unless its training has finished: then it is a new one.
 
         Args:
-            supervised: a supervisor has one location for all stages; otherwise each has its own, and only what uses
-                the same one again needs a folder inside it.
+            location: Where the script keeps the training's checkpoints.
+            supervised: Whether a supervisor keeps all stages at one location. Otherwise each has its own, and only a
+                training that uses the same one again needs a folder inside it.
+
+        Returns:
+            The stage.
         """
         key = (location, self._finished[location])
         if key not in self._entered:
@@ -82,7 +87,7 @@ class Stages:
         return Stage(f"stage-{number}-{words}" if words else f"stage-{number}", number, before)
 
     def leave(self, location: str, step: int, *, finished: bool) -> None:
-        """The training has ended after `step`; if it is finished, the next one there is another stage."""
+        """Note that a training has ended after `step`; once it is finished, the next one there is a new stage."""
         key = (location, self._finished[location])
         self._steps[key] = step
         if finished:

@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 def in_background(call: Callable[[], T], name: str) -> Future[T]:
-    """Start a call in a daemon thread of its own, which may be left behind: it keeps no process alive.
+    """Start a call in a daemon thread, which may be abandoned: it keeps no process alive.
 
-    An executor's threads do: the interpreter joins them at its end.
+    The threads of an executor do, because the interpreter joins them at its end.
     """
     outcome: Future[T] = Future()
 

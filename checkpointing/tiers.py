@@ -1,4 +1,4 @@
-"""Where a run's checkpoints lie: the durable place, and optionally a fast directory of this machine in front of it."""
+"""Where a run keeps its checkpoints: a durable place, and optionally a fast directory of this machine before it."""
 
 from __future__ import annotations
 
@@ -6,58 +6,67 @@ from dataclasses import dataclass
 
 from checkpointing.catalog import Catalog
 from checkpointing.stages import FIRST_STAGE, Stage
-from checkpointing.storage import LocalStorage, Storage, open_storage
+from checkpointing.storage import Storage, open_storage
 
 LOCAL, REMOTE = "local", "remote"
-# A local tier is for speed; what is kept for long is kept in the durable one.
+# A local tier is for speed; the durable one keeps checkpoints for long.
 DEFAULT_LOCAL_KEEP_LAST = 2
 
 
 @dataclass(frozen=True)
 class Tiers:
-    """Checkpoints are committed to the first, and copied to `durable` in the background."""
+    """Checkpoints are committed to the first tier, and copied to the durable one in the background.
+
+    Attributes:
+        durable: The place that survives this machine.
+        local: The directory in front of it; None if there is none.
+    """
 
     durable: Storage
-    local: LocalStorage | None = None
+    local: Storage | None = None
 
     @property
     def first(self) -> Storage:
-        """Where a snapshot is committed."""
+        """The tier that snapshots are committed to."""
         return self.local or self.durable
 
     @property
     def nearest_first(self) -> tuple[Storage, ...]:
+        """All tiers, the local one first."""
         return (self.durable,) if self.local is None else (self.local, self.durable)
 
     @property
     def catalog(self) -> Catalog:
+        """The checkpoints of all tiers."""
         return Catalog(*self.nearest_first)
 
     def inside(self, stage: Stage) -> Tiers:
-        """Where one of the run's trainings keeps its checkpoints."""
+        """Return the tiers of one of the run's stages."""
         local = stage.inside(self.local.location) if self.local is not None else None
         return open_tiers(stage.inside(self.durable.location), local)
 
     @property
     def stages(self) -> list[tuple[Stage, Tiers]]:
-        """The run's trainings after its first one, in their order, and where their checkpoints lie.
+        """The run's stages after its first one, in order, with their tiers.
 
         Raises:
-            OSError: a storage refused.
+            OSError: Storage refused.
         """
         found = []
-        for name in self.durable.records("stage-"):
-            stage = Stage.from_json(self.durable.read_record(name))
+        for name in self.durable.sidecars.sizes("stage-"):
+            stage = Stage.from_json(self.durable.sidecars.read(name))
             if stage is not None:
                 found.append((stage, self.inside(stage)))
         return sorted(found, key=lambda item: item[0].number)
 
     def newest_committed(self) -> tuple[int, int]:
-        """The newest committed step of the last training that has any, and the same counted over all of them; -1 each
-        where there is none.
+        """Find the newest committed step of the last stage that has any.
+
+        Returns:
+            The step within its stage, and counted over all stages; -1 each if there is none.
 
         Raises:
-            OSError: a storage refused.
+            OSError: Storage refused.
         """
         for stage, tiers in [*reversed(self.stages), (FIRST_STAGE, self)]:
             steps = tiers.catalog.committed_steps()
@@ -66,24 +75,31 @@ class Tiers:
         return -1, -1
 
     def name(self, storage: Storage) -> str:
-        """What a tier is called in journal and lists. A single one is named by where it is."""
+        """Return what a tier is called in journals and lists. A single one is called `local` if it is a directory."""
         if self.local is None:
-            return LOCAL if isinstance(storage, LocalStorage) else REMOTE
+            return LOCAL if storage.root is not None else REMOTE
         return LOCAL if storage is self.local else REMOTE
 
 
 def open_tiers(location: str, local_tier: str | None = None) -> Tiers:
-    """Open the durable `location`, and the directory in front of it, if there is one. Talks to nobody yet.
+    """Open the durable location, and the directory in front of it, if any. Connects to nothing yet.
+
+    Args:
+        location: Path or URL.
+        local_tier: Directory of this machine.
+
+    Returns:
+        The tiers.
 
     Raises:
-        ValueError: one of them is not usable.
+        ValueError: One of them is not usable.
     """
     durable = open_storage(location)
     if local_tier is None:
         return Tiers(durable)
     local = open_storage(local_tier)
-    if not isinstance(local, LocalStorage):
+    if local.root is None:
         raise ValueError(f"checkpoint.local_tier {local_tier!r} is not allowed; give a directory of this machine")
-    if isinstance(durable, LocalStorage) and durable.root.absolute() == local.root.absolute():
+    if durable.root is not None and durable.root.absolute() == local.root.absolute():
         raise ValueError(f"checkpoint.local_tier {local_tier!r} is checkpoint.location itself; leave it out")
     return Tiers(durable, local)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from checkpointing.storage import LocalStorage
+from checkpointing.storage.local import LocalSidecars
 from runner.__main__ import main
 from runner.journal.journal import Journal
 from runner.node.helpers import Helpers
@@ -60,7 +60,7 @@ def trace(steps: Steps) -> None:
     before(Journal, "append", lambda event, attempt, **details: f"recorded {event}", steps)
     before(Helpers, "tell_agent", lambda do, **details: f"agent {do}", steps)
     before(Node, "close", lambda: "processes end", steps)
-    before(LocalStorage, "replace_note", lambda data: "note", steps)
+    before(LocalSidecars, "replace_restart_state", lambda data: "restart state", steps)
     before(Supervisor, "_dismiss_others", lambda decision: "others dismissed", steps)
     before(Connection, "drain", lambda timeout_s: "word handed over", steps)
 

@@ -8,7 +8,8 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from checkpointing.agent.client import Refusal
+from checkpointing.agent.protocol import Refusal
+from checkpointing.events import Event
 from checkpointing.layout import MODEL_NAME, OPTIMIZER_NAME
 from checkpointing.rank import device as devices
 from checkpointing.rank.device import Device
@@ -40,7 +41,7 @@ class Arenas:
     def abandon(self, step: int, arena: int, reason: str) -> None:
         self.abandoned.append(reason)
 
-    def announce(self, event: dict[str, Any]) -> None:
+    def announce(self, event: Event) -> None:
         pass
 
 

@@ -14,9 +14,9 @@ import psutil
 
 from checkpointing.agent import protocol
 from checkpointing.agent.location_lock import LOCK_TIMEOUT_S, acquire_lock
+from checkpointing.agent.options import AgentOptions
 from checkpointing.agent.server import Agent
-from checkpointing.storage import LocalStorage
-from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST, open_tiers
+from checkpointing.tiers import open_tiers
 
 _NICENESS = 10
 # Lowest of the best-effort class (ioprio_set(2)).
@@ -25,27 +25,26 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run an agent until it is stopped.
+
+    Args:
+        argv: Arguments; None for those of this process.
+
+    Returns:
+        The exit status: 0 if the newest snapshot is committed, or there is none.
+    """
     parser = argparse.ArgumentParser(prog="checkpointing.agent", description="Checkpoint agent of one node.")
-    parser.add_argument("--socket", required=True)
-    parser.add_argument("--location", required=True)
-    parser.add_argument("--local-tier", help="a directory in front of the location")
-    parser.add_argument("--local-keep-last", type=int, default=DEFAULT_LOCAL_KEEP_LAST)
-    parser.add_argument("--run-id", required=True)
-    parser.add_argument("--no-commit", action="store_true", help="hold snapshots only; another node commits")
-    parser.add_argument("--memory-limit", type=int, help="bytes that snapshots may take; default: half of what is free")
-    parser.add_argument("--ready-fd", type=int, required=True)
-    parser.add_argument("--parent-pid", type=int, required=True, help="ends with this process")
+    parser.add_argument("--options", required=True, metavar="JSON", help="agent options, as AgentOptions.to_json")
+    parser.add_argument("--socket", required=True, metavar="PATH", help="where to listen")
+    parser.add_argument("--ready-fd", type=int, required=True, help="descriptor to report readiness on")
+    parser.add_argument("--parent-pid", type=int, required=True, help="process to end with")
     arguments = parser.parse_args(argv)
 
-    # A parent that dies without a word must not take uncommitted snapshots with it: drain, then end.
+    # A parent that is killed must not take uncommitted snapshots with it: drain, then exit.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != arguments.parent_pid:
-        return 0  # it has died before this one could ask to be told
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    os.nice(_NICENESS)
-    with contextlib.suppress(psutil.Error, OSError):
-        psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, _IO_PRIORITY)
+        return 0  # The parent ended before the call above.
+    _yield_to_training()
 
     def report(text: str) -> None:
         with contextlib.suppress(BrokenPipeError):
@@ -53,30 +52,33 @@ def main(argv: list[str] | None = None) -> int:
         os.close(arguments.ready_fd)
 
     try:
-        tiers = open_tiers(arguments.location, arguments.local_tier)
+        options = AgentOptions.from_json(arguments.options)
+        tiers = open_tiers(options.location, options.local_tier)
         for storage in tiers.nearest_first:
-            if isinstance(storage, LocalStorage) and not arguments.no_commit:
+            if storage.root is not None and options.commits:
                 acquire_lock(storage.root, LOCK_TIMEOUT_S)
         listener = protocol.listen(arguments.socket)
     except (OSError, ValueError) as error:
         report(f"error {error}")
         return 1
-    agent = Agent(
-        listener,
-        tiers,
-        arguments.run_id,
-        commits=not arguments.no_commit,
-        memory_limit=arguments.memory_limit,
-        local_keep_last=arguments.local_keep_last,
-    )
+    agent = Agent(listener, tiers, options)
     signal.signal(signal.SIGTERM, lambda *_: agent.stop())
     report("ready")
     written = agent.run()
     with contextlib.suppress(OSError):
         Path(arguments.socket).unlink()
-        # Its folder, which who started it removes, unless it was killed.
+        # The parent removes the socket's folder, unless it was killed.
         Path(arguments.socket).parent.rmdir()
     return 0 if written else 1
+
+
+def _yield_to_training() -> None:
+    """Leave the terminal's signals, the processor and the disk to the ranks."""
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(_NICENESS)
+    with contextlib.suppress(psutil.Error, OSError):
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, _IO_PRIORITY)
 
 
 if __name__ == "__main__":

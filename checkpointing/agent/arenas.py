@@ -1,4 +1,4 @@
-"""The arenas of one node: what each holds, and which may be filled anew."""
+"""The arenas of one node: what each holds, and which may be refilled."""
 
 from __future__ import annotations
 
@@ -30,13 +30,20 @@ class Arena:
     """One buffer that holds one snapshot at a time.
 
     Attributes:
-        files: name, offset and size in bytes of each file image.
-        digests: by file name, once computed.
-        digested: set when they are.
-        num_tasks: tasks of other threads that still use the buffer.
-        commit_wanted: a commit was asked for, and has not failed.
-        stage: the stage of the run that the snapshot is of.
-        damaged: a reader found other bytes than were digested; must not be published.
+        number: Identifies the arena; never used again.
+        memory: The buffer.
+        state: What it holds.
+        step: Step of the snapshot.
+        stage: Name of the snapshot's stage.
+        copied_by: Local ranks that have copied their share.
+        info: Where in its run the snapshot was taken; None until the leader has copied.
+        files: Name, offset and size in bytes of each file image.
+        digests: By file name, once computed.
+        digested: Set when all digests are known.
+        num_tasks: Tasks of other threads that still use the buffer.
+        commit_wanted: A commit was requested, and has not failed.
+        damaged: A reader found other bytes than were digested; must not be published.
+        whole_since: When the snapshot became whole, by the agent's clock.
     """
 
     number: int
@@ -56,11 +63,11 @@ class Arena:
 
     @property
     def is_usable(self) -> bool:
-        """It holds a whole snapshot that nobody has found damaged."""
+        """Whether it holds a whole snapshot that is not known to be damaged."""
         return self.state is ArenaState.WHOLE and not self.damaged
 
     def begin(self, step: int, stage: str, state: ArenaState = ArenaState.FILLING) -> None:
-        """Forget the last snapshot and let this step's be written."""
+        """Forget the last snapshot, and begin that of a step."""
         self.state, self.step, self.stage = state, step, stage
         self.copied_by.clear()
         self.digests = {}
@@ -68,6 +75,7 @@ class Arena:
         self.commit_wanted = self.damaged = False
 
     def view(self, offset: int, nbytes: int) -> memoryview:
+        """Return a part of the buffer."""
         return self.memory.buffer[offset : offset + nbytes]
 
 
@@ -75,33 +83,34 @@ class ArenaPool:
     """As many arenas as the memory limit allows, up to `NUM_ARENAS`. Used by the agent's main thread alone."""
 
     def __init__(self, memory_limit: int | None, on_short: Callable[[int, str], None]) -> None:
-        """
+        """Create an empty pool.
+
         Args:
-            memory_limit: bytes; None for a share of what is free.
-            on_short: told once for each number of arenas below the wanted one, and why.
+            memory_limit: Bytes that arenas may take; None for a share of the available memory.
+            on_short: Called with the number of arenas and the reason, once for each number that is too small.
         """
         self.arenas: list[Arena] = []
         self._memory_limit = memory_limit
         self._on_short = on_short
-        self._told: int | None = None
+        self._reported: int | None = None
         self._next_number = 0
 
     def newest(self, stage: str) -> Arena | None:
-        """Of the whole, undamaged snapshots of a stage."""
+        """Return the arena with the newest usable snapshot of a stage."""
         usable = (arena for arena in self.arenas if arena.is_usable and arena.stage == stage)
         return max(usable, key=lambda arena: arena.step, default=None)
 
     def take(self, nbytes: int, num_wanted: int = NUM_ARENAS) -> Arena | None:
-        """An arena to fill; None where all are in use, or there is no memory for even one (`arenas` is empty then)."""
+        """Return an arena to fill; None if all are in use, or there is no memory for one (`arenas` is empty then)."""
         self.allocate(nbytes, num_wanted)
         usable = [arena for arena in self.arenas if arena.memory.nbytes >= nbytes and self._may_be_refilled(arena)]
         return min(usable, key=lambda arena: (arena.state is not ArenaState.FREE, arena.step), default=None)
 
     def allocate(self, nbytes: int, num_wanted: int = NUM_ARENAS) -> None:
-        """Have arenas of at least `nbytes`; those that are too small go when nobody needs them."""
+        """Allocate arenas of at least `nbytes`; smaller ones are freed once they are not needed."""
         if sum(arena.memory.nbytes >= nbytes for arena in self.arenas) >= num_wanted:
             return
-        # The log history grows with every save; without some air, so would the arena, all of it anew each time.
+        # The log history grows with every save. Without a margin, every save would need a new arena.
         capacity = round_up(nbytes + max(nbytes // _GROWTH_SHARE, _GROWTH_BYTES))
         held = sum(arena.memory.nbytes for arena in self.arenas)
         limit = self._memory_limit
@@ -122,8 +131,8 @@ class ArenaPool:
             held += memory.nbytes
             self.arenas.append(Arena(self._next_number, memory))
             self._next_number += 1
-        if len(self.arenas) < num_wanted and self._told != len(self.arenas):
-            self._told = len(self.arenas)
+        if len(self.arenas) < num_wanted and self._reported != len(self.arenas):
+            self._reported = len(self.arenas)
             effect = (
                 "one snapshot at a time: one is skipped while the last is being written"
                 if self.arenas

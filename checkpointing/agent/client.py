@@ -1,4 +1,4 @@
-"""How a process reaches the checkpoint agent: starting one, and the rank's side of the conversation."""
+"""How a process uses the checkpoint agent: starting one, and the rank's side of the conversation."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from enum import Enum, auto
 from pathlib import Path
 
 from checkpointing.agent import protocol
-from checkpointing.agent.protocol import Message
+from checkpointing.agent.options import AgentOptions
+from checkpointing.agent.protocol import Message, Refusal
 from checkpointing.errors import AgentKilled, AgentUnavailable, StorageUnreachable
+from checkpointing.events import Event
 from checkpointing.heartbeat import ControlPage
 from checkpointing.manifest import SnapshotInfo
 from checkpointing.retention import Retention
 from checkpointing.shared_memory import SharedMemory
 from checkpointing.stages import FIRST_STAGE, Stage
-from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
 
-# Told of the size in bytes of each file that is being fetched, and given what to ask whether all of it has arrived.
+# Called with the size in bytes of each file that is being fetched, and a function that tells whether all have arrived.
 OnFetch = Callable[[dict[str, int], Callable[[], bool]], None]
 
-# Set by whoever starts the ranks; a rank without it starts an agent of its own.
+# Set by a supervisor for its ranks; a rank without it starts an agent of its own.
 SOCKET_ENV = "CHECKPOINT_AGENT_SOCKET"
 ATTEMPT_ENV = "CHECKPOINT_ATTEMPT"
 
@@ -43,33 +43,30 @@ class AgentProcess:
     @classmethod
     def start(
         cls,
-        location: str,
-        run_id: str,
+        options: AgentOptions,
         *,
-        local_tier: str | None = None,
-        local_keep_last: int = DEFAULT_LOCAL_KEEP_LAST,
-        commits: bool = True,
-        memory_limit: int | None = None,
         directory: Path | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> AgentProcess:
         """Start an agent and wait until it listens; it may first wait for an earlier agent's last commit.
 
+        Args:
+            options: What the agent is to do.
+            directory: Folder for its socket, which `close` removes; None for a new one.
+            cancelled: Asked while it starts; once true, the agent is killed.
+
+        Returns:
+            The running agent.
+
         Raises:
-            AgentUnavailable: it could not start, or `cancelled` became true; the message says why.
+            AgentUnavailable: It could not start, or was cancelled; the message says why.
         """
-        # Not the run's own directory: a socket path holds 107 bytes, and NFS holds no sockets.
+        # Not the run's own directory: a socket path has at most 107 bytes, and NFS has no sockets.
         directory = directory or Path(tempfile.mkdtemp(prefix="checkpoint-agent-"))
         socket_path = str(directory / "agent.sock")
         read_fd, write_fd = os.pipe()
-        arguments = ["--socket", socket_path, "--location", location, "--run-id", run_id]
+        arguments = ["--options", options.to_json(), "--socket", socket_path]
         arguments += ["--ready-fd", str(write_fd), "--parent-pid", str(os.getpid())]
-        if local_tier is not None:
-            arguments += ["--local-tier", local_tier, "--local-keep-last", str(local_keep_last)]
-        if not commits:
-            arguments += ["--no-commit"]
-        if memory_limit is not None:
-            arguments += ["--memory-limit", str(memory_limit)]
         process = subprocess.Popen(
             [sys.executable, "-m", "checkpointing.agent", *arguments],
             pass_fds=(write_fd,),
@@ -91,7 +88,7 @@ class AgentProcess:
         return cls(process, socket_path, directory)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Let it finish its commits, then reap it; killed after `timeout_s`."""
+        """Let the agent finish its commits, and reap it; kill it after `timeout_s`."""
         if self.process.poll() is None:
             self.process.terminate()
         try:
@@ -102,21 +99,14 @@ class AgentProcess:
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-class Refusal(Enum):
-    """Why there is no arena for a step."""
-
-    BUSY = auto()
-    NO_MEMORY = auto()
-
-
 @dataclass(frozen=True)
 class OfferedSnapshot:
     """A whole snapshot in the agent's memory.
 
     Attributes:
-        info: step, attempt, world size and data cursor.
-        files: each file's image, in the arena.
-        digests: of each file, taken when the snapshot was made.
+        info: Step, attempt, world size and data cursor.
+        files: The image of each file, in the arena, by name.
+        digests: The digest of each file, computed when the snapshot was made, by name.
     """
 
     info: SnapshotInfo
@@ -128,9 +118,10 @@ class AgentClient:
     """A rank's connection. Any thread may call it.
 
     Attributes:
-        control: heartbeats, the stop flag and the last commit, shared with the agent and the supervisor.
-        directory: the agent's own, removed with it; for what this process may not live to remove.
-        run_id, attempt: whose snapshots these are.
+        control: Heartbeats, the stop flag and the last commit, shared with the agent and the supervisor.
+        directory: The agent's own, removed with it: for files that this process may not live to remove.
+        run_id: The run that the snapshots belong to.
+        attempt: The attempt that they belong to.
     """
 
     def __init__(
@@ -148,13 +139,18 @@ class AgentClient:
         """Connect and introduce this rank.
 
         Args:
-            fetch: the newest checkpoint is what will be resumed from; where it is not on this machine, the agent may
-                begin to read it.
-            stage: which of the run's trainings this is.
-            on_detach: called with every arena before it is unmapped.
+            socket_path: The agent's socket.
+            attempt: Number of the attempt.
+            rank: This rank, of all nodes.
+            local_rank: This rank, of this node; 0 is the node's leader.
+            local_world_size: Ranks of this node.
+            fetch: Whether the newest checkpoint is what will be resumed from: if it is not on this machine, the agent
+                may begin to read it.
+            stage: The run's stage that this is.
+            on_detach: Called with every arena before it is unmapped.
 
         Raises:
-            AgentUnavailable: nobody listens, or the agent serves a newer attempt.
+            AgentUnavailable: No agent listens, or it serves a newer attempt.
         """
         try:
             self._sock = protocol.connect(socket_path)
@@ -183,21 +179,26 @@ class AgentClient:
         self.control = ControlPage.attach(fds[0])
 
     def reserve(self, nbytes: int) -> None:
-        """Have arenas of this size made and mapped before the first snapshot needs them."""
+        """Have arenas of this size allocated and mapped before the first snapshot needs them."""
         reply, fds = self._call({"do": "reserve", "nbytes": nbytes})
         self._attach(reply["arenas"], fds, set(reply["live"]))
         for arena in self._arenas.values():
             arena.populate()
 
     def acquire(self, step: int, nbytes: int, *, wait: bool) -> tuple[int, memoryview] | Refusal:
-        """The arena of a step: its number and bytes; or why the step has none.
+        """Request the arena of a step. All ranks request equally often, and get the same one.
 
-        The node's leader (local rank 0) says how many bytes are needed and whether to wait; its peers get the same.
+        Args:
+            step: The step.
+            nbytes: Bytes that are needed; the value of the node's leader (local rank 0) counts.
+            wait: Whether to wait until an arena is free; the leader's value counts.
+
+        Returns:
+            The arena's number and bytes; or why the step has none.
 
         Raises:
-            AgentUnavailable: the agent is gone or refuses.
+            AgentUnavailable: The agent is gone or refuses.
         """
-        # All ranks ask equally often.
         self._num_acquired += 1
         request = {"do": "acquire", "step": step, "number": self._num_acquired, "nbytes": nbytes, "wait": wait}
         reply, fds = self._call(request)
@@ -222,7 +223,18 @@ class AgentClient:
         metrics: Mapping[str, float] | None = None,
         commit: bool = True,
     ) -> None:
-        """Say that this rank has copied its share. `files`: name, offset and size in bytes, of the whole snapshot."""
+        """Report that this rank has copied its share of a snapshot.
+
+        Args:
+            step: Step of the snapshot.
+            arena: Number of its arena.
+            files: Name, offset and size in bytes of each file image of the whole snapshot.
+            world_size: Number of ranks.
+            samples_consumed: The data cursor.
+            retention: Checkpoints that the durable tier keeps from now on.
+            metrics: Measurements of this step.
+            commit: Whether the snapshot is to be committed.
+        """
         message: Message = {"do": "staged", "step": step, "arena": arena}
         if self._is_leader:
             message |= {"files": list(files), "world_size": world_size, "samples_consumed": samples_consumed}
@@ -230,17 +242,20 @@ class AgentClient:
         self._send(message)
 
     def abandon(self, step: int, arena: int, reason: str) -> None:
-        """Say that what was copied is no snapshot."""
+        """Report that the copied bytes are not a valid snapshot."""
         self._send({"do": "abandon", "step": step, "arena": arena, "reason": reason})
 
     def offer(self, on_fetch: OnFetch = lambda sizes, arrived: None) -> tuple[list[OfferedSnapshot], bool]:
-        """Whole snapshots that the agent still holds; and whether the durable tier can be reached.
+        """Ask for the whole snapshots that the agent still holds.
 
         Args:
-            on_fetch: called while the agent reads a checkpoint into memory.
+            on_fetch: Called while the agent reads a checkpoint into memory.
+
+        Returns:
+            The snapshots, and whether the durable tier can be reached.
 
         Raises:
-            StorageUnreachable: nothing can be reached.
+            StorageUnreachable: No tier can be reached.
         """
         reply, fds = self._call({"do": "offer"})
         while "fetching" in reply:
@@ -263,23 +278,24 @@ class AgentClient:
         return offered, reply["unreachable"] is None
 
     def discard(self, step: int, reason: str) -> None:
-        """Say that an offered snapshot does not have its digest."""
+        """Report that an offered snapshot does not have its digest."""
         self._send({"do": "discard", "step": step, "reason": reason})
 
     def prune(self, retention: Retention) -> None:
-        """Have old checkpoints removed and new ones uploaded, after a commit that the agent did not make."""
+        """Have old checkpoints removed and new ones uploaded, after a commit that this rank made itself."""
         self._send({"do": "prune", "retention": asdict(retention)})
 
-    def announce(self, event: Message) -> None:
-        """Tell the agent's monitors something that happened on this rank."""
-        self._send({"do": "announce", "event": event})
+    def announce(self, event: Event) -> None:
+        """Report an event of this rank to the agent's monitors."""
+        self._send({"do": "announce", "event": event.to_dict()})
 
     def wait(self, step: int) -> str | None:
-        """Block until the step's commit has ended; returns None on success, else why it failed."""
+        """Block until the step's commit has ended; return None on success, otherwise why it failed."""
         reply, _ = self._call({"do": "wait", "step": step})
         return None if reply["committed"] else str(reply["error"])
 
     def close(self) -> None:
+        """Disconnect; the arenas stay mapped while they are in use."""
         for memory in self._arenas.values():
             self._on_detach(memory)
         self._sock.close()
@@ -298,7 +314,7 @@ class AgentClient:
             self._arenas.pop(stale).close()
 
     def _map(self, numbers: Sequence[int], fds: Sequence[int]) -> None:
-        """Attach arenas that are about to be read: a page fault for each page would cost more than reading it."""
+        """Attach arenas that are about to be read, with all their pages: page faults would cost more than reading."""
         self._attach(numbers, fds, None)
         for number in numbers:
             self._arenas[number].populate()

@@ -16,14 +16,21 @@ LOCK_TIMEOUT_S = 120.0
 
 
 def acquire_lock(root: Path, timeout_s: float) -> int:
-    """Become the only agent of a location; the lock lives as long as the returned descriptor.
+    """Become the only agent of a location.
 
-    An agent of this machine that keeps it is a mistake of somebody's. One of another machine may belong to a node that
-    the cluster has given up and started again elsewhere: that is what fences are for, and they work without the lock.
+    An agent of this machine that keeps the lock belongs to a run that must be stopped. One of another machine may
+    belong to a node that the cluster has replaced: fences protect against it, and they work without the lock.
+
+    Args:
+        root: The location's directory.
+        timeout_s: Seconds to wait for the lock.
+
+    Returns:
+        The descriptor that holds the lock until it is closed.
 
     Raises:
-        TimeoutError: another agent of this machine kept it.
-        OSError: the directory cannot be written.
+        TimeoutError: Another agent of this machine keeps it.
+        OSError: The directory cannot be written.
     """
     root.mkdir(parents=True, exist_ok=True)
     fd = locking.open_lock(root / LOCK_NAME)
@@ -32,7 +39,7 @@ def acquire_lock(root: Path, timeout_s: float) -> int:
         if time.monotonic() > deadline:
             holder = locking.holder(fd)
             if locking.is_elsewhere(holder):
-                # As soon as it is free it is ours, so that the next agent of this machine waits for this one.
+                # Taken as soon as it is free, so that the next agent of this machine waits for this one.
                 threading.Thread(target=_hold_lock, args=(fd,), name="checkpoint-lock", daemon=True).start()
                 return fd
             os.close(fd)

@@ -1,12 +1,13 @@
 """Messages between processes of one node: one JSON object per packet of a Unix SEQPACKET socket, with descriptors.
 
-SEQPACKET keeps message boundaries and order, tells the end of the peer, and carries descriptors (unix(7)).
+SEQPACKET keeps message boundaries and order, reports the end of the peer, and carries descriptors (unix(7)).
 """
 
 from __future__ import annotations
 
 import json
 import socket
+from enum import Enum, auto
 from typing import Any
 
 MAX_MESSAGE_BYTES = 128 * 1024
@@ -15,11 +16,25 @@ _MAX_FDS = 16
 Message = dict[str, Any]
 
 
+class Refusal(Enum):
+    """Why there is no arena for a step."""
+
+    BUSY = auto()
+    NO_MEMORY = auto()
+
+
+# What a monitor's requests are answered with, under `event`; everything else that it receives is an event of
+# `checkpointing.events`.
+ATTEMPT_BEGUN = "attempt_begun"
+ATTEMPT_OVER = "attempt_over"
+PONG = "pong"
+
+
 def send(sock: socket.socket, message: Message, fds: tuple[int, ...] = ()) -> None:
     """Send one message.
 
     Raises:
-        OSError: the peer is gone.
+        OSError: The peer is gone.
     """
     data = json.dumps(message).encode()
     assert len(data) <= MAX_MESSAGE_BYTES, f"message of {len(data)} bytes"
@@ -30,7 +45,7 @@ def receive(sock: socket.socket) -> tuple[Message, list[int]]:
     """Receive one message and its descriptors, which the caller owns.
 
     Raises:
-        ConnectionError: the peer is gone.
+        ConnectionError: The peer is gone.
     """
     data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, _MAX_FDS)
     if not data:
@@ -39,7 +54,7 @@ def receive(sock: socket.socket) -> tuple[Message, list[int]]:
 
 
 def listen(path: str) -> socket.socket:
-    """A listening socket at a path of at most 107 bytes."""
+    """Return a listening socket at a path of at most 107 bytes."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.bind(path)
     sock.listen(128)
@@ -50,7 +65,7 @@ def connect(path: str, timeout_s: float | None = None) -> socket.socket:
     """Connect to a listening socket.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: No process listens there.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.settimeout(timeout_s)

@@ -26,7 +26,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from checkpointing import events
 from checkpointing.agent.client import ATTEMPT_ENV, SOCKET_ENV, AgentClient, AgentProcess
+from checkpointing.agent.options import AgentOptions
 from checkpointing.catalog import Catalog
 from checkpointing.clock import machine_clock
 from checkpointing.data.cursor import LoaderCursor, state_name
@@ -274,7 +276,7 @@ class CheckpointManager:
 
     def _say_pinned(self, nbytes: int, seconds: float, complete: bool) -> None:
         if self.rank == 0:
-            event = {"event": "pinned", "nbytes": nbytes, "seconds": round(seconds, 3), "complete": complete}
+            event = events.Pinned(nbytes=nbytes, seconds=round(seconds, 3), complete=complete)
             # Training finds out by itself that the agent is gone.
             with contextlib.suppress(CheckpointError):
                 self._client.announce(event)
@@ -596,9 +598,9 @@ class CheckpointManager:
         """
         self._start = (start_step, machine_clock())
         if self.rank == 0:
-            self._client.announce({"event": "training_started", "step": start_step, "total_steps": total_steps})
+            self._client.announce(events.TrainingStarted(step=start_step, total_steps=total_steps))
         if self.rank == 0 and self._restore_s:
-            self._client.announce({"event": "restored", "step": start_step, "seconds": round(self._restore_s, 3)})
+            self._client.announce(events.Restored(step=start_step, seconds=round(self._restore_s, 3)))
         self._restore_s = 0.0
         self._beat(Phase.TRAINING, start_step)
         if self._hook_states and not self._tracked.states and self.rank == 0:
@@ -714,7 +716,7 @@ class CheckpointManager:
             accumulation: of those in one step.
         """
         if self.rank == 0:
-            self._client.announce({"event": "batch_shape", "micro_batch": micro_batch, "accumulation": accumulation})
+            self._client.announce(events.BatchShape(micro_batch=micro_batch, accumulation=accumulation))
 
     def pause(self) -> None:
         """Say that what runs now is no step (an evaluation, a change of epoch), and alive.
@@ -722,11 +724,11 @@ class CheckpointManager:
         A hang watchdog then waits longer, until the next step; call it again as a sign of life.
         """
         self._step_began = None
-        self._beat(Phase.BETWEEN, self._step)
+        self._beat(Phase.IDLE, self._step)
 
     def begin_step(self) -> None:
         """Say that a step begins. Only needed after `pause`; without it, the next step's end says so."""
-        if self._phase is Phase.BETWEEN:
+        if self._phase is Phase.IDLE:
             self._beat(Phase.TRAINING, self._step)
 
     def step(self, step: int, samples_consumed: int | None = None, metrics: Mapping[str, float] | None = None) -> None:
@@ -763,9 +765,10 @@ class CheckpointManager:
             return
         numbers = {name: float(value) for name, value in values.items() if _is_finite(value)}
         if "loss" in numbers:
-            self._client.announce({**numbers, "event": "log", "step": step})
+            loss = numbers.pop("loss")
+            self._client.announce(events.Log(step=step, loss=loss, metrics=numbers))
         elif "eval_loss" in numbers:
-            self._client.announce({**numbers, "event": "evaluated", "step": step})
+            self._client.announce(events.Evaluated(step=step, metrics=numbers))
 
     def wants(self, step: int) -> bool:
         """Whether `save` would do anything: this step has not been saved yet."""
@@ -928,14 +931,15 @@ class CheckpointManager:
                 manifest = next((entry.manifest for entry in catalog.scan() if entry.manifest), None)
                 run_id = manifest.run_id if manifest is not None else uuid.uuid4().hex
                 attempt = catalog.newest_attempt() + 1
-                self._own_agent = AgentProcess.start(
-                    tiers.durable.location,
-                    run_id,
+                options = AgentOptions(
+                    location=tiers.durable.location,
+                    run_id=run_id,
                     local_tier=tiers.local.location if tiers.local is not None else None,
-                    local_keep_last=self._local_keep_last,
+                    local_retention=Retention(keep_last=self._local_keep_last),
                     commits=self.rank == 0,
                     memory_limit=self._memory_limit,
                 )
+                self._own_agent = AgentProcess.start(options)
                 mine = (self._own_agent.socket_path, attempt)
             except (CheckpointError, OSError) as error:
                 mine = str(error)

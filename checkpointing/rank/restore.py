@@ -23,6 +23,7 @@ from checkpointing.catalog import Catalog
 from checkpointing.data.cursor import state_name as data_state_name
 from checkpointing.digest import ALGORITHM, algorithm_of, digest_of_parts, num_parts, part_digests
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, NoValidCheckpoint, StorageUnreachable
+from checkpointing.events import CheckpointQuarantined, Event, Resumed
 from checkpointing.failpoints import failpoint
 from checkpointing.layout import (
     MODEL_NAME,
@@ -46,7 +47,7 @@ _FILES_AT_ONCE = 2
 _DIGEST_THREADS = 4
 _ALTERED = "was altered: its digest is not the one that was recorded"
 
-Announce = Callable[[dict[str, Any]], None]
+Announce = Callable[[Event], None]
 
 
 class Room:
@@ -215,7 +216,7 @@ def choose(
             assert point is not None
             if rank == 0:
                 place = tiers.name(storage) if storage is not None else "memory"
-                client.announce({"event": "resumed", "step": step, "from": place})
+                client.announce(Resumed(step=step, source=place))
             return point
         found, unreachable = problems[finder] or ("", False)
         if unreachable:
@@ -299,7 +300,7 @@ def _propose(
         _set_aside(entry.storage, entry.step, problem, announce)
     if newest >= 0:
         return _Proposal(newest)
-    kept = [name for storage in catalog.storages for name in storage.set_aside_names()]
+    kept = [name for storage in catalog.storages for name in storage.quarantined()]
     if kept:
         return _Proposal(
             error=f"{tiers.durable.location} holds checkpoints but none is valid ({', '.join(kept)}). Nothing was "
@@ -387,6 +388,6 @@ def _read(
 
 
 def _set_aside(storage: Storage, step: int, problem: str, announce: Announce) -> None:
-    kept = storage.set_aside(step)
+    kept = storage.quarantine(step)
     logger.warning("checkpoint-%d is not used: %s. It is kept as %s", step, problem, kept)
-    announce({"event": "checkpoint_set_aside", "step": step, "reason": problem, "kept_as": kept})
+    announce(CheckpointQuarantined(step=step, reason=problem, kept_as=kept))

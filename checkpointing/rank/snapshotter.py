@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointing.agent.client import AgentClient, Refusal
+from checkpointing import events
+from checkpointing.agent.client import AgentClient
+from checkpointing.agent.protocol import Refusal
 from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import RunningDigest, digesting
 from checkpointing.errors import CheckpointError, ReplicasDrifted
@@ -191,14 +193,13 @@ class Snapshotter:
         )
         if self._ranks.rank == 0:
             self._client.announce(
-                {
-                    "event": "snapshot_cost",
-                    "step": pending.request.step,
-                    "blocked_s": round(copy.blocked_s, 5),
-                    "copy_s": round(copy.copied_s, 5),
-                    "cost_s": round(cost, 5),
-                    "overlapped": pending.overlapped,
-                }
+                events.SnapshotCost(
+                    step=pending.request.step,
+                    blocked_s=round(copy.blocked_s, 5),
+                    copy_s=round(copy.copied_s, 5),
+                    cost_s=round(cost, 5),
+                    overlapped=pending.overlapped,
+                )
             )
 
     @property
@@ -400,13 +401,13 @@ class Snapshotter:
     def _commit_directly(self, pending: _Pending, images: Sequence[FileImage], device: Device) -> None:
         """Without memory for a snapshot rank 0 writes the files itself, while the optimizer waits."""
         began, request, client = time.monotonic(), pending.request, self._client
-        tier = {"tier": self._tiers.name(self._tiers.first)}
+        tier = self._tiers.name(self._tiers.first)
         if any(image.own for image in images):
             self.direct_error = (
                 "there is no memory for a snapshot, and of sharded state no rank can write all: set a larger "
                 "checkpoint.memory_limit"
             )
-            client.announce({"event": "commit_failed", "step": request.step, **tier, "error": self.direct_error})
+            client.announce(events.CommitFailed(step=request.step, tier=tier, error=self.direct_error))
             return
         info = SnapshotInfo(
             client.run_id,
@@ -427,12 +428,14 @@ class Snapshotter:
             manifest = commit_snapshot(storage, info, files)
         except CheckpointError as error:
             self.direct_error = str(error)
-            client.announce({"event": "commit_failed", "step": request.step, **tier, "error": str(error)})
+            client.announce(events.CommitFailed(step=request.step, tier=tier, error=str(error)))
             return
         self.direct_error = None
         duration = round(time.monotonic() - began, 4)
-        event = {"event": "committed", "step": request.step, **tier, "nbytes": manifest.total_bytes}
-        client.announce({**event, "duration_s": duration, "cpu_s": duration})
+        nbytes = manifest.total_bytes
+        client.announce(
+            events.Committed(step=request.step, tier=tier, nbytes=nbytes, duration_s=duration, cpu_s=duration)
+        )
         client.prune(request.retention)
 
 

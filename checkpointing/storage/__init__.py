@@ -1,39 +1,62 @@
-"""Where checkpoints are kept. `Storage` is the seam; `open_storage` picks the one that a location names."""
+"""Where checkpoints are kept. `Storage` is the seam; `open_storage` picks the back end that a location names.
+
+A back end is a module with a function `open_location(location) -> Storage`, and a line of `BACK_ENDS`. It is imported
+when a location names its scheme, and answers every question about itself: no other code asks for its type. Back ends
+for object stores need only the calls of `checkpointing.storage.object_store.ObjectStore`.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+import importlib
+from typing import NamedTuple
 
 from checkpointing.extras import not_installed
 from checkpointing.storage.base import Storage, Transaction
 from checkpointing.storage.local import LocalStorage
 
-__all__ = ["LocalStorage", "Storage", "Transaction", "open_storage"]
+__all__ = ["BACK_ENDS", "BackEnd", "LocalStorage", "Storage", "Transaction", "open_storage"]
+
+
+class BackEnd(NamedTuple):
+    """A module that opens locations.
+
+    Attributes:
+        module: Its name.
+        extra: The optional part of this distribution that installs the packages it imports; None if it needs none.
+    """
+
+    module: str
+    extra: str | None = None
+
+
+# By URL scheme; a location without a scheme is a directory.
+BACK_ENDS = {
+    "": BackEnd("checkpointing.storage.local"),
+    "file": BackEnd("checkpointing.storage.local"),
+    "s3": BackEnd("checkpointing.storage.s3", extra="s3"),
+}
+# Every other scheme.
+_FSSPEC = BackEnd("checkpointing.storage.fsspec_store", extra="s3")
 
 
 def open_storage(location: str) -> Storage:
-    """The storage at a path, `file://`, `s3://`, or other fsspec URL. Talks to nobody yet.
+    """Open the storage at a path or a URL (`file://`, `s3://`, or another that fsspec knows). Connects to nothing yet.
+
+    Args:
+        location: Path or URL.
+
+    Returns:
+        The storage.
 
     Raises:
-        ValueError: nobody knows the URL's scheme, its package is missing, or its settings are no use.
+        ValueError: The scheme is unknown, the back end's package is missing, or the location is unusable.
     """
-    scheme, separator, rest = location.partition("://")
-    if not separator:
-        return LocalStorage(Path(location))
-    if scheme == "file":
-        if not rest.startswith("/"):
-            raise ValueError(f"location {location!r} is not allowed: write file:///path, with three slashes")
-        return LocalStorage(Path(rest))
-    # Only who needs them pays for these imports.
-    from checkpointing.storage.object_storage import RemoteStorage
-
-    if scheme == "s3":
-        try:
-            from checkpointing.storage.s3 import S3Store
-        except ModuleNotFoundError as error:
-            raise ValueError(f"checkpoint.location {location!r}: {not_installed(error.name, 's3')}") from None
-
-        return RemoteStorage(S3Store(location))
-    from checkpointing.storage.fsspec_store import FilesystemStore
-
-    return RemoteStorage(FilesystemStore(location))
+    scheme, separator, _ = location.partition("://")
+    back_end = BACK_ENDS.get(scheme if separator else "", _FSSPEC)
+    try:
+        storage: Storage = importlib.import_module(back_end.module).open_location(location)
+    except ModuleNotFoundError as error:
+        if back_end.extra is None:
+            raise
+        raise ValueError(f"checkpoint.location {location!r}: {not_installed(error.name, back_end.extra)}") from None
+    return storage

@@ -1,7 +1,7 @@
 """Writes one file from memory with as little processor time as the file system allows.
 
 O_DIRECT (open(2)) moves page-aligned memory to the disk without the page cache: no copy, and no write-back that
-competes with training. Several writes are kept in flight, as the disk's queue wants it. What is unaligned, small, or on
+competes with training. Several writes are kept in flight to fill the disk's queue. Data that is unaligned, small, or on
 a file system without O_DIRECT goes through the page cache, with write-back started early so that it does not pile up.
 """
 
@@ -25,10 +25,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def write_file(path: Path, pieces: Iterable[memoryview]) -> int:
-    """Create a file of these bytes and make it durable; returns its size.
+    """Create a file of these bytes and make it durable; return its size.
 
     Raises:
-        OSError: the file exists, or the storage refused.
+        OSError: The file exists, or the disk refused.
     """
     with contextlib.ExitStack() as stack:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -60,7 +60,7 @@ def write_file(path: Path, pieces: Iterable[memoryview]) -> int:
 
 
 def _write_direct(pool: ThreadPoolExecutor, descriptor: int, data: memoryview, position: int) -> int:
-    """Write the whole blocks of `data`; returns how many bytes were written, 0 where the file system declines."""
+    """Write the whole blocks of `data`; return how many bytes were written, 0 if the file system declines."""
     nbytes = len(data) - len(data) % _BLOCK_BYTES
     starts = range(0, nbytes, _PIECE_BYTES)
     writes = [
@@ -92,7 +92,7 @@ def _open_direct(path: Path) -> int | None:
 
 
 def _reserve(descriptor: int, position: int, nbytes: int) -> None:
-    """Allocate the blocks at once: a full disk is known now, and the writes only fill them.
+    """Allocate the blocks at once, so that a full disk is noticed now and the writes only fill them.
 
     The system call itself, because glibc's posix_fallocate writes zeros where the file system cannot reserve.
     """

@@ -29,14 +29,16 @@ def fsync_tree(folder: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes, temporary: Path, written: Callable[[], object] = lambda: None) -> None:
-    """Give a small file new contents, durably; a crash leaves the old ones or the new ones.
+    """Replace a small file durably; a crash leaves the old contents or the new ones.
 
     Args:
-        temporary: a name beside it that nobody else uses.
-        written: called when they are durable under that name.
+        path: The file.
+        data: Its new contents.
+        temporary: Another name in the same directory that no other writer uses.
+        written: Called when the new contents are durable under that name.
 
     Raises:
-        OSError: the disk refused; the old contents are still there.
+        OSError: The disk refused; the old contents are still there.
     """
     try:
         with temporary.open("wb") as file:

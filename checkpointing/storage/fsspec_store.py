@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
 from typing import Any, TypeVar
 
+from checkpointing.storage.object_storage import ObjectStorage
 from checkpointing.storage.object_store import ObjectMissing, StorageError, StorageTimeout
 from checkpointing.threads import in_background
 
@@ -21,20 +22,24 @@ T = TypeVar("T")
 
 
 class FilesystemStore:
-    """See `ObjectStore`. Whether "only if absent" is decided by the server is not known of most: it counts as no."""
+    """See `ObjectStore`. For most servers it is unknown whether they decide "only if absent": it counts as no."""
 
     honours_if_absent = False
 
     def __init__(self, location: str) -> None:
-        """
+        """Open a location.
+
+        Args:
+            location: URL.
+
         Raises:
-            ValueError: there is no such file system, or its package is not installed.
+            ValueError: The scheme is unknown, or its package is not installed.
         """
         import fsspec
 
         self.location = location.rstrip("/")
         self.transferred: Callable[[int], None] = lambda nbytes: None
-        # Nobody knows whether a back end tries again.
+        # Retries of back ends are invisible.
         self.retried: Callable[[str], None] = lambda reason: None
         scheme = self.location.partition("://")[0]
         try:
@@ -56,6 +61,8 @@ class FilesystemStore:
         return file_system, str(root).rstrip("/") + "/"
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> bool:
+        """Write a file at once."""
+
         def work() -> bool:
             fs, root = self._place
             if if_absent and fs.exists(root + key):
@@ -66,6 +73,7 @@ class FilesystemStore:
         return self._call(f"put {key}", work, len(data))
 
     def upload(self, key: str, pieces: Iterable[memoryview]) -> int:
+        """Write a file chunk by chunk."""
         given = list(pieces) if isinstance(pieces, Sequence) else pieces
 
         def work() -> int:
@@ -82,6 +90,8 @@ class FilesystemStore:
         return self._call(f"upload {key}", work, expected)
 
     def get(self, key: str) -> bytes | None:
+        """Read a file."""
+
         def work() -> bytes | None:
             fs, root = self._place
             try:
@@ -92,6 +102,7 @@ class FilesystemStore:
         return self._call(f"get {key}", work)
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
+        """Read a range of a file."""
         expected = len(target)
 
         def work() -> bytes:
@@ -104,14 +115,16 @@ class FilesystemStore:
                 raise ObjectMissing(f"{self.location}/{key} is shorter than it was")
             return bytes(data)
 
-        # Not by the thread: one that was left behind would write into memory that has become somebody else's.
+        # Not in the thread: an abandoned one would write into memory that has been reused.
         target[:] = self._call(f"read {key}", work, expected)
         self.transferred(expected)
 
     def sizes(self, folder: str = "") -> dict[str, int]:
+        """List files."""
+
         def work() -> dict[str, int]:
             fs, root = self._place
-            # Not from a cache: other machines write here.
+            # Other machines write here, so nothing may come from a cache.
             fs.invalidate_cache()
             try:
                 found = fs.find(root.rstrip("/"), detail=True)
@@ -123,6 +136,8 @@ class FilesystemStore:
         return self._call("list", work)
 
     def delete(self, keys: Sequence[str]) -> None:
+        """Remove files one by one."""
+
         def work() -> None:
             fs, root = self._place
             for key in keys:
@@ -134,10 +149,11 @@ class FilesystemStore:
         self._call("delete", work)
 
     def abort_uploads(self, among: Callable[[str], bool] = lambda key: True) -> int:
+        """Do nothing: fsspec does not list unfinished uploads."""
         return 0
 
     def _call(self, what: str, work: Callable[[], T], nbytes: int = 0) -> T:
-        """Run it in a thread that is left behind if it does not return: some back ends have no time-outs at all."""
+        """Run a call in a thread that is abandoned if it does not return: some back ends have no time-outs at all."""
         outcome = in_background(work, "storage-call")
         deadline_s = _DEADLINE_S + nbytes / _MIN_BYTES_PER_S
         if not wait([outcome], deadline_s).done:
@@ -148,3 +164,18 @@ class FilesystemStore:
             raise
         except Exception as error:
             raise StorageError(f"{what} at {self.location}: {error or type(error).__name__}") from error
+
+
+def open_location(location: str) -> ObjectStorage:
+    """Open the URL of any file system that fsspec knows.
+
+    Args:
+        location: URL.
+
+    Returns:
+        The storage.
+
+    Raises:
+        ValueError: The scheme is unknown, or its package is not installed.
+    """
+    return ObjectStorage(FilesystemStore(location))

@@ -1,8 +1,8 @@
 """Checkpoints on a local disk or a mounted volume (PVC, NFS).
 
-Commit order, and why nothing may move: temporary directory beside the target → each file written and fsync'ed →
+The order of a commit must not change: temporary directory beside the target → each file written and fsync'ed →
 manifest written and fsync'ed → the directory fsync'ed → rename → the parent fsync'ed. A rename without the first
-three can survive a power cut that its contents did not; a rename without the last can be forgotten by one.
+three can survive a power cut that its contents do not; a rename without the last can be lost in one.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from checkpointing.storage.base import CHECKPOINT_PREFIX, IRREGULAR, NUMBER, Sto
 from checkpointing.storage.direct_io import write_file
 from checkpointing.storage.durable import fsync_directory, replace_file
 from checkpointing.storage.fence import Fence
+from checkpointing.storage.rates import Rates, measure_directory
+from checkpointing.storage.sidecars import Sidecars
 
 _CHECKPOINT = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})\Z")
 _TEMPORARY = re.compile(rf"\.(?:{CHECKPOINT_PREFIX}{NUMBER}|fence\.json)\.({NUMBER})\.tmp\Z")
-_TEMPORARY_NOTE = re.compile(rf"\.runner\.json\.{NUMBER}\.tmp\Z")
-_ASIDE = re.compile(rf"{CHECKPOINT_PREFIX}{NUMBER}\.(invalid|superseded)(-{NUMBER})?\Z")
-# A stock Trainer's, and ours.
+_TEMPORARY_RESTART_STATE = re.compile(rf"\.runner\.json\.{NUMBER}\.tmp\Z")
+_QUARANTINED = re.compile(rf"{CHECKPOINT_PREFIX}{NUMBER}\.(invalid|superseded)(-{NUMBER})?\Z")
+# Of a stock Trainer and of this library.
 TRAINER_STATE = "trainer_state.json"
 _ONLY_OURS = re.compile(r"loop_state_\d+\.json\Z|data_state(_\d+)?\.pth\Z|rank_state_\d+\.pt\Z")
 _FENCE_NAME = ".fence.json"
-_NOTE_NAME = ".runner.json"
-_RECORDS_NAME = ".records"
+_RESTART_STATE_NAME = ".runner.json"
+_SIDECARS_NAME = ".records"
 _REMOVING = re.compile(rf"\.{CHECKPOINT_PREFIX}{NUMBER}\.removing\Z")
 
 
@@ -61,15 +63,15 @@ class LocalTransaction:
         self._storage, self._step, self._attempt = storage, step, attempt
         root = storage.root
         if storage.has_begun(attempt) and not root.is_dir():
-            # A new folder of that name would have neither fence nor lock.
+            # A new directory of that name would have neither fence nor lock.
             raise OSError(errno.ENOENT, f"{root} was there when attempt {attempt} began, and is gone; put it back")
         self._target = root / f"{CHECKPOINT_PREFIX}{step}"
         self._temporary = root / f".{CHECKPOINT_PREFIX}{step}.{attempt}.tmp"
         root.mkdir(parents=True, exist_ok=True)
-        # A leftover of the same attempt can only be our own failed try.
+        # What is left of the same attempt can only be a failed try of this process.
         shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary.mkdir()
-        # Those that files lie in.
+        # Directories that contain files.
         self._folders: set[Path] = set()
         try:
             failpoint("local.begun")
@@ -78,6 +80,7 @@ class LocalTransaction:
             raise
 
     def write(self, name: str, pieces: Iterable[memoryview]) -> int:
+        """Write and sync a file."""
         path = self._temporary / name
         if path.parent != self._temporary:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,6 +90,7 @@ class LocalTransaction:
         return nbytes
 
     def commit(self, manifest: Manifest) -> None:
+        """Write the manifest and rename the directory, in the order that this module describes."""
         write_file(self._temporary / MANIFEST_NAME, [memoryview(manifest.to_json())])
         failpoint("local.manifest")
         for folder in self._folders - {self._temporary}:
@@ -95,8 +99,8 @@ class LocalTransaction:
         failpoint("local.synced")
         self._storage.check_fence(self._step, self._attempt)
         if self._target.exists():
-            self._storage.make_way(self._step, self._attempt)
-        # rename(2) replaces an empty directory silently; only we create these names, so a check is enough.
+            self._storage.displace_stale(self._step, self._attempt)
+        # rename(2) replaces an empty directory silently; only this class creates these names, so a check is enough.
         if self._target.exists():
             raise CommitConflict(f"{self._target} exists already; it is kept and this copy is dropped")
         try:
@@ -112,17 +116,69 @@ class LocalTransaction:
         self._storage.check_fence(self._step, self._attempt)
 
     def abort(self) -> None:
+        """Remove the temporary directory."""
         shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+class LocalSidecars(Sidecars):
+    """See `Sidecars`. The restart state is `.runner.json`, all others are in `.records`."""
+
+    def __init__(self, root: Path, may_create: Callable[[], bool]) -> None:
+        """Create sidecars.
+
+        Args:
+            root: Directory of the storage.
+            may_create: Whether a missing directory may be created by a sidecar.
+        """
+        self._root, self._may_create = root, may_create
+
+    def read_restart_state(self) -> bytes | None:
+        """Read `.runner.json`."""
+        try:
+            return (self._root / _RESTART_STATE_NAME).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def write_restart_state(self, data: bytes) -> None:
+        """Replace `.runner.json`; never in a new directory, as the checkpoints may have been moved away with theirs."""
+        _replace(self._root, _RESTART_STATE_NAME, data, os.getpid())
+
+    def write(self, name: str, data: bytes) -> None:
+        """Replace a file durably."""
+        folder = self._root / _SIDECARS_NAME
+        folder.mkdir(parents=self._may_create(), exist_ok=True)
+        replace_file(folder / name, data, folder / f".{name}.tmp")
+
+    def read(self, name: str) -> bytes:
+        """Read a file."""
+        try:
+            return (self._root / _SIDECARS_NAME / name).read_bytes()
+        except FileNotFoundError:
+            return b""
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """List the files."""
+        try:
+            paths = sorted((self._root / _SIDECARS_NAME).iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        paths = [path for path in paths if path.name.startswith(prefix) and path.name[0] != "."]
+        return {path.name: path.stat().st_size for path in paths}
 
 
 class LocalStorage(Storage):
     """See `Storage`. `root` is created on the first write."""
 
+    root: Path
+
     def __init__(self, root: Path) -> None:
+        super().__init__(str(root))
         self.root = root
-        self.location = str(root)
+        # Once an attempt has begun, a directory that is missing was moved away, and no new one may take its place.
+        self.sidecars = LocalSidecars(root, may_create=lambda: self._claim.attempt < 0)
 
     def probe(self) -> None:
+        """Write and sync a file, and remove it."""
         self.root.mkdir(parents=True, exist_ok=True)
         # Pods that share a volume have the same process numbers.
         path = self.root / f".probe.{uuid.uuid4().hex}"
@@ -131,17 +187,20 @@ class LocalStorage(Storage):
         finally:
             path.unlink(missing_ok=True)
 
-    def watch(self, transferred: Callable[[int], None]) -> None:
-        """Nothing does here."""
+    def free_bytes(self) -> int:
+        """Return the free space of the file system."""
+        return shutil.disk_usage(self.root).free
 
-    def watch_retries(self, retried: Callable[[str], None]) -> None:
-        """Nothing is here."""
+    def measure(self, checkpoint_bytes: int) -> Rates | None:
+        """Measure by writing a file."""
+        return measure_directory(self.root, checkpoint_bytes)
+
+    def remove_all(self) -> None:
+        """Remove the directory."""
+        shutil.rmtree(self.root, ignore_errors=True)
 
     def fence(self) -> Fence:
-        """
-        Raises:
-            OSError: it cannot be read.
-        """
+        """Read the fence's file."""
         path = self.root / _FENCE_NAME
         try:
             return Fence.from_json(path.read_bytes())
@@ -151,37 +210,43 @@ class LocalStorage(Storage):
             raise OSError(f"{path}: {error}; remove it if no run writes here") from None
 
     def begin(self, step: int, attempt: int) -> LocalTransaction:
+        """Create the temporary directory."""
         return LocalTransaction(self, step, attempt)
 
     def describe(self, step: int) -> str:
+        """Return the checkpoint's path."""
         return str(self.directory(step))
 
     def directory(self, step: int) -> Path:
+        """Return the checkpoint's directory, whether or not it exists."""
         return self.root / f"{CHECKPOINT_PREFIX}{step}"
 
     def file(self, manifest: Manifest, name: str) -> Path:
+        """Return the path of a file."""
         return self.directory(manifest.step) / name
 
     def _are_foreign(self, names: Sequence[str]) -> bool:
-        # Ours may have lost its manifest.
+        # One of this library may have lost its manifest.
         return TRAINER_STATE in names and MANIFEST_NAME not in names and not any(map(_ONLY_OURS.match, names))
 
     def keeps(self, manifest: Manifest) -> bool:
+        """Return whether this very checkpoint is here, and make its name durable."""
         if not super().keeps(manifest):
             return False
-        # It may have been this that had failed.
+        # The earlier try may have failed at this.
         fsync_directory(self.root)
         return True
 
     def remove(self, step: int) -> None:
+        """Rename the directory, then delete it."""
         path = self.directory(step)
-        # Out of the way by one atomic rename: a crash in mid-delete then leaves no directory with a checkpoint's name.
+        # One atomic rename first: a crash during the deletion then leaves no directory with a checkpoint's name.
         doomed = self.root / f".{CHECKPOINT_PREFIX}{step}.removing"
         if doomed.exists():
             fsync_directory(self.root)
             shutil.rmtree(doomed, ignore_errors=True)
         path.rename(doomed)
-        # A power cut must not give it back its name without its files.
+        # A power cut must not restore its name without its files.
         fsync_directory(self.root)
         failpoint("local.removing")
         with contextlib.suppress(FileNotFoundError):
@@ -189,7 +254,8 @@ class LocalStorage(Storage):
         failpoint("local.unlisted")
         shutil.rmtree(doomed)
 
-    def set_aside(self, step: int, label: str = "invalid") -> str:
+    def quarantine(self, step: int, label: str = "invalid") -> str:
+        """Rename the directory to `checkpoint-<step>.<label>`, with a number if that exists."""
         path = self.directory(step)
         number = 0
         while True:
@@ -200,21 +266,23 @@ class LocalStorage(Storage):
                 return str(aside)
             number += 1
 
-    def set_aside_names(self) -> list[str]:
-        return [name for name in self._names() if _ASIDE.match(name)]
+    def quarantined(self) -> list[str]:
+        """Return the names of quarantined directories."""
+        return [name for name in self._names() if _QUARANTINED.match(name)]
 
     def sweep(self) -> list[str]:
-        # Our own note may be on its way.
-        ours = f"{_NOTE_NAME}.{os.getpid()}.tmp"
+        """Remove temporary directories and files."""
+        # This process may be writing its restart state now.
+        ours = f"{_RESTART_STATE_NAME}.{os.getpid()}.tmp"
         swept = [
             name
             for name in self._names()
-            if ((match := _TEMPORARY.match(name)) and self._outlives(int(match.group(1))))
-            or (_TEMPORARY_NOTE.match(name) and name != ours)
+            if ((match := _TEMPORARY.match(name)) and self._claim.outlives(int(match.group(1))))
+            or (_TEMPORARY_RESTART_STATE.match(name) and name != ours)
             or _REMOVING.match(name)
         ]
         if swept:
-            # As in `remove`, whose writer may have died before that.
+            # As in `remove`, whose writer may have died before.
             fsync_directory(self.root)
         for name in swept:
             path = self.root / name
@@ -236,53 +304,20 @@ class LocalStorage(Storage):
             raise InvalidCheckpoint(str(path), f"{MANIFEST_NAME} cannot be read ({error.strerror})") from None
         return Manifest.from_json(data, str(path))
 
-    def read_note(self) -> bytes | None:
-        try:
-            return (self.root / _NOTE_NAME).read_bytes()
-        except FileNotFoundError:
-            return None
-
-    def write_note(self, data: bytes) -> None:
-        # Not in a new folder: this one was there when the run began, and may have been moved away with its checkpoints.
-        self._replace(_NOTE_NAME, data, os.getpid())
-
-    def write_record(self, name: str, data: bytes) -> None:
-        folder = self.root / _RECORDS_NAME
-        folder.mkdir(parents=self._claim[0] < 0, exist_ok=True)
-        replace_file(folder / name, data, folder / f".{name}.tmp")
-
-    def records(self, prefix: str = "") -> dict[str, int]:
-        try:
-            paths = sorted((self.root / _RECORDS_NAME).iterdir())
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        paths = [path for path in paths if path.name.startswith(prefix) and path.name[0] != "."]
-        return {path.name: path.stat().st_size for path in paths}
-
-    def read_record(self, name: str) -> bytes:
-        try:
-            return (self.root / _RECORDS_NAME / name).read_bytes()
-        except FileNotFoundError:
-            return b""
-
     def _put_fence(self, fence: Fence) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
-        self._replace(_FENCE_NAME, fence.to_json(), fence.attempt, lambda: failpoint("fence.written"))
-
-    def _replace(self, name: str, data: bytes, mark: int, written: Callable[[], object] = lambda: None) -> None:
-        """`mark` is its writer's."""
-        replace_file(self.root / name, data, self.root / f"{name}.{mark}.tmp", written)
+        _replace(self.root, _FENCE_NAME, fence.to_json(), fence.attempt, lambda: failpoint("fence.written"))
 
     def _sizes(self, step: int | None = None) -> dict[str, int]:
         sizes = {}
         for number in [step] if step is not None else self._listed():
-            # One without files is named like a checkpoint, too.
+            # A directory without files is named like a checkpoint, too.
             sizes[f"{CHECKPOINT_PREFIX}{number}/"] = 0
             _add_sizes(self.directory(number), f"{CHECKPOINT_PREFIX}{number}/", sizes)
         return sizes
 
     def _steps(self, sizes: Mapping[str, int]) -> set[int]:
-        # Not listed anew: what has been committed since would seem to lack its files.
+        # Not listed again: what has been committed since would seem to lack its files.
         return {int(name.partition("/")[0].removeprefix(CHECKPOINT_PREFIX)) for name in sizes}
 
     def _listed(self) -> list[int]:
@@ -293,3 +328,28 @@ class LocalStorage(Storage):
             return sorted(os.listdir(self.root))  # noqa: PTH208 - names, not paths
         except FileNotFoundError:
             return []
+
+
+def _replace(root: Path, name: str, data: bytes, mark: int, written: Callable[[], object] = lambda: None) -> None:
+    """Replace a file of the root durably, by way of a temporary name with the writer's mark."""
+    replace_file(root / name, data, root / f"{name}.{mark}.tmp", written)
+
+
+def open_location(location: str) -> LocalStorage:
+    """Open a path or a `file://` URL.
+
+    Args:
+        location: Path or URL.
+
+    Returns:
+        The storage.
+
+    Raises:
+        ValueError: The URL names no absolute path.
+    """
+    scheme, separator, rest = location.partition("://")
+    if not separator:
+        return LocalStorage(Path(location))
+    if not rest.startswith("/"):
+        raise ValueError(f"location {location!r} is not allowed: write {scheme}:///path, with three slashes")
+    return LocalStorage(Path(rest))

@@ -2,9 +2,9 @@
 
     <location>/checkpoint-<step>/manifest.json                  the commit point, put last, only if absent
     <location>/checkpoint-<step>/<attempt>.<nonce>/<file>       what it names; no two writers share a folder
-    <location>/checkpoint-<step>/manifest.<label>.<nonce>.json  set aside: kept, but nothing resumes from it
+    <location>/checkpoint-<step>/manifest.<label>.<nonce>.json  quarantined: kept, but nothing resumes from it
     <location>/fence/<attempt>.json                             an attempt has begun: see `Fence`
-    <location>/runner.json                                      a supervisor's note
+    <location>/runner.json                                      the run's restart state
 
 There is no rename, so a checkpoint is what its manifest names.
 """
@@ -24,14 +24,16 @@ from checkpointing.manifest import MANIFEST_NAME, Manifest
 from checkpointing.storage.base import CHECKPOINT_PREFIX, NUMBER, Storage
 from checkpointing.storage.fence import Fence
 from checkpointing.storage.object_store import ObjectStore, StorageError, StorageTimeout, probe
+from checkpointing.storage.rates import Rates, measure_objects
+from checkpointing.storage.sidecars import Sidecars
 
 _MANIFEST = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})/{re.escape(MANIFEST_NAME)}\Z")
-_ASIDE = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})/manifest\.(invalid|superseded)\.[0-9a-f]+\.json\Z")
+_QUARANTINED = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})/manifest\.(invalid|superseded)\.[0-9a-f]+\.json\Z")
 _DATA = re.compile(rf"({CHECKPOINT_PREFIX}{NUMBER}/({NUMBER})\.[0-9a-f]+)/")
-_NOTE = "runner.json"
-_RECORDS = "records/"
+_RESTART_STATE = "runner.json"
+_SIDECARS = "records/"
 _FENCE = re.compile(rf"fence/({NUMBER})\.json\Z")
-# Newer ones may take the place of what was listed; not for ever.
+# A newer fence may replace one that was listed, but not again and again.
 _FENCE_LOOKS = 10
 
 
@@ -47,24 +49,25 @@ class RemoteFile:
         """Fill `target` from `start` on.
 
         Raises:
-            OSError: it cannot be read.
+            OSError: It cannot be read.
         """
         self.store.read_into(self.key, start, target)
 
 
-class RemoteTransaction:
+class ObjectTransaction:
     """See `Transaction`."""
 
-    def __init__(self, storage: RemoteStorage, step: int, attempt: int) -> None:
+    def __init__(self, storage: ObjectStorage, step: int, attempt: int) -> None:
         self._storage, self._store = storage, storage.store
         self._step, self._attempt = step, attempt
         self._checkpoint = f"{CHECKPOINT_PREFIX}{step}"
         self._folder = f"{self._checkpoint}/{attempt}.{uuid.uuid4().hex[:12]}"
         self._written: list[str] = []
-        # A manifest that names what was written may be there.
+        # Whether a manifest may exist that names what was written.
         self._may_be_published = False
 
     def write(self, name: str, pieces: Iterable[memoryview]) -> int:
+        """Upload a file."""
         key = f"{self._folder}/{name}"
         self._written.append(key)
         nbytes = self._store.upload(key, pieces)
@@ -72,11 +75,12 @@ class RemoteTransaction:
         return nbytes
 
     def commit(self, manifest: Manifest) -> None:
+        """Put the manifest, between two checks of the fence."""
         data = replace(manifest, folder=self._folder).to_json()
         self._storage.check_fence(self._step, self._attempt)
         failpoint("remote.publishing")
         if not self._publish(data):
-            self._storage.make_way(self._step, self._attempt)
+            self._storage.displace_stale(self._step, self._attempt)
             if not self._publish(data):
                 raise CommitConflict(
                     f"{self._storage.describe(self._step)} exists already; it is kept and this copy is dropped"
@@ -86,60 +90,109 @@ class RemoteTransaction:
         try:
             self._storage.check_fence(self._step, self._attempt)
         except Fenced:
-            # A newer attempt that has not seen yet what counts may still see this one.
+            # A newer attempt that has not listed yet what counts may still list this one.
             self._may_be_published = self._storage.fence().admits_step(self._step, self._attempt)
             raise
         failpoint("remote.committed")
 
     def _publish(self, data: bytes) -> bool:
-        """Put the manifest where none is; whether it is there now."""
+        """Put the manifest if there is none; return whether it is there now."""
         key = f"{self._checkpoint}/{MANIFEST_NAME}"
         decided_there = self._store.honours_if_absent
         if not decided_there and self._store.get(key) is not None:
             return False
-        # Until the answer is known: a call that seemed to fail may have been carried out, or may yet be.
+        # Until the answer is known: a call that seems to fail may have been carried out, or may still be.
         self._may_be_published = True
         try:
             stored = self._store.put(key, data, if_absent=True)
         except StorageError as error:
-            # Whatever the last try was told, this or an earlier one may have been carried out: what is there tells.
+            # Whatever the last answer was, this try or an earlier one may have been carried out: look.
             try:
                 found = self._store.get(key)
             except StorageError:
                 raise error from None
             if found is None:
-                # Without an answer, it may still be under way.
+                # Without an answer, the call may still be under way.
                 self._may_be_published = isinstance(error, StorageTimeout)
                 raise
             stored = found == data
         if not (stored and decided_there):
-            # Our own earlier try may have been the one that was there; and where the server does not decide between
-            # two writers, the last one wins.
+            # The object that exists may be that of an earlier try; and where the server does not decide between two
+            # writers, the last one wins.
             stored = self._store.get(key) == data
         self._may_be_published = stored
         return stored
 
     def abort(self) -> None:
+        """Delete what was uploaded, unless a manifest may name it."""
         if not self._may_be_published:
             written, self._written = self._written, []
-            # Of what cannot be removed now, no manifest speaks: the next sweep finds it.
+            # No manifest names what cannot be deleted now: the next sweep finds it.
             with contextlib.suppress(StorageError):
                 self._store.delete(written)
 
 
-class RemoteStorage(Storage):
-    """See `Storage`."""
+class ObjectSidecars(Sidecars):
+    """See `Sidecars`. The restart state is `runner.json`, all others are below `records/`."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    def read_restart_state(self) -> bytes | None:
+        """Get `runner.json`."""
+        return self._store.get(_RESTART_STATE)
+
+    def write_restart_state(self, data: bytes) -> None:
+        """Put `runner.json`."""
+        self._store.put(_RESTART_STATE, data)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Put an object."""
+        self._store.put(_SIDECARS + name, data)
+
+    def read(self, name: str) -> bytes:
+        """Get an object."""
+        return self._store.get(_SIDECARS + name) or b""
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """List the objects."""
+        found = sorted(self._store.sizes(_SIDECARS + prefix).items())
+        return {key.removeprefix(_SIDECARS): size for key, size in found}
+
+
+class ObjectStorage(Storage):
+    """Checkpoints in an object store; see `Storage`.
+
+    Attributes:
+        store: The object store.
+    """
 
     writes_at_once = 2
 
     def __init__(self, store: ObjectStore) -> None:
+        super().__init__(store.location)
         self.store = store
-        self.location = store.location
+        self.sidecars = ObjectSidecars(store)
 
-    def begin(self, step: int, attempt: int) -> RemoteTransaction:
-        return RemoteTransaction(self, step, attempt)
+    def begin(self, step: int, attempt: int) -> ObjectTransaction:
+        """Choose a folder that no other writer uses."""
+        return ObjectTransaction(self, step, attempt)
+
+    @property
+    def decides_between_writers(self) -> bool:
+        """Whether the server honours "only if absent"."""
+        return self.store.honours_if_absent
+
+    def measure(self, checkpoint_bytes: int) -> Rates:
+        """Measure by uploading an object, and reading it back."""
+        return measure_objects(self.store, checkpoint_bytes)
+
+    def remove_all(self) -> None:
+        """Delete all objects below the location."""
+        self.store.delete(list(self.store.sizes()))
 
     def probe(self) -> str | None:
+        """Put, get, list and delete an object."""
         probe(self.store)
         if self.store.honours_if_absent:
             return None
@@ -149,12 +202,15 @@ class RemoteStorage(Storage):
         )
 
     def watch(self, transferred: Callable[[int], None]) -> None:
+        """Pass the function on to the store."""
         self.store.transferred = transferred
 
     def watch_retries(self, retried: Callable[[str], None]) -> None:
+        """Pass the function on to the store."""
         self.store.retried = retried
 
     def fence(self) -> Fence:
+        """Get the fence with the highest number."""
         for _ in range(_FENCE_LOOKS):
             newest = max(self._fences(), default=0)
             if newest == 0:
@@ -172,16 +228,20 @@ class RemoteStorage(Storage):
             ) from None
 
     def describe(self, step: int) -> str:
+        """Return the checkpoint's URL."""
         return f"{self.location}/{CHECKPOINT_PREFIX}{step}"
 
     def directory(self, step: int) -> Path | None:
+        """Return None: nothing is on this machine."""
         return None
 
     def file(self, manifest: Manifest, name: str) -> RemoteFile:
+        """Return the object of a file."""
         size = next(file.size for file in manifest.files if file.name == name)
         return RemoteFile(self.store, f"{manifest.folder}/{name}", size)
 
     def remove(self, step: int) -> None:
+        """Delete the manifest, then what it named."""
         folder = f"{CHECKPOINT_PREFIX}{step}/"
         try:
             data = f"{self._manifest(step).folder}/"
@@ -192,7 +252,8 @@ class RemoteStorage(Storage):
         if data:
             self.store.delete([key for key in self.store.sizes(folder) if key.startswith(data)])
 
-    def set_aside(self, step: int, label: str = "invalid") -> str:
+    def quarantine(self, step: int, label: str = "invalid") -> str:
+        """Copy the manifest to `manifest.<label>.<nonce>.json`, then delete it."""
         folder = f"{CHECKPOINT_PREFIX}{step}/"
         data = self.store.get(f"{folder}{MANIFEST_NAME}")
         if data is None:
@@ -203,18 +264,20 @@ class RemoteStorage(Storage):
         self.store.delete([f"{folder}{MANIFEST_NAME}"])
         return f"{self.location}/{aside}"
 
-    def set_aside_names(self) -> list[str]:
-        return sorted(key for key in self.store.sizes(CHECKPOINT_PREFIX) if _ASIDE.match(key))
+    def quarantined(self) -> list[str]:
+        """Return the keys of quarantined manifests."""
+        return sorted(key for key in self.store.sizes(CHECKPOINT_PREFIX) if _QUARANTINED.match(key))
 
     def sweep(self) -> list[str]:
+        """Delete objects that no manifest names, and abort unfinished uploads."""
         keys = self.store.sizes(CHECKPOINT_PREFIX)
         named = set()
         for key in keys:
-            if _MANIFEST.match(key) or _ASIDE.match(key):
+            if _MANIFEST.match(key) or _QUARANTINED.match(key):
                 try:
                     named.add(Manifest.from_json(self.store.get(key) or b"", key).folder)
                 except InvalidCheckpoint:
-                    # What it named is not known: keep everything beside it.
+                    # It is unknown what it named: keep everything of that checkpoint.
                     beside = (_DATA.match(other) for other in keys if other.startswith(key.split("/")[0] + "/"))
                     named |= {match.group(1) for match in beside if match}
         orphans = [
@@ -227,35 +290,20 @@ class RemoteStorage(Storage):
         return sorted({key.rsplit("/", 1)[0] for key in orphans})
 
     def _is_for_our_sweep(self, key: str) -> bool:
-        """Data of ours: below our location others may keep their own."""
+        """Return whether a key is data of this library that may be swept: other objects may be below the location."""
         match = _DATA.match(key)
-        return match is not None and self._outlives(int(match.group(2)))
-
-    def read_note(self) -> bytes | None:
-        return self.store.get(_NOTE)
-
-    def write_note(self, data: bytes) -> None:
-        self.store.put(_NOTE, data)
-
-    def write_record(self, name: str, data: bytes) -> None:
-        self.store.put(_RECORDS + name, data)
-
-    def records(self, prefix: str = "") -> dict[str, int]:
-        return {key.removeprefix(_RECORDS): size for key, size in sorted(self.store.sizes(_RECORDS + prefix).items())}
-
-    def read_record(self, name: str) -> bytes:
-        return self.store.get(_RECORDS + name) or b""
+        return match is not None and self._claim.outlives(int(match.group(2)))
 
     def _put_fence(self, fence: Fence) -> None:
         key, data = f"fence/{fence.attempt}.json", fence.to_json()
         self.store.put(key, data, if_absent=fence.oldest < fence.attempt)
-        # Somebody else may have put it first, or, where the server does not decide, last.
+        # Another process may have put it first, or, where the server does not decide, last.
         if self.store.get(key) != data:
             raise Fenced(fence.attempt, self.location, fence.attempt)
         if fence.oldest < fence.attempt:
             return
         self.store.delete([f"fence/{older}.json" for older in self._fences() if older < fence.attempt])
-        # Found out now, not in the middle of the first save.
+        # Find this out now, not during the first save.
         _ = self.store.honours_if_absent
 
     def _manifest(self, step: int) -> Manifest:

@@ -1,6 +1,7 @@
-"""The few things that checkpoints in object storage are built on; every back end gives these and no more.
+"""The few calls that checkpoints in object storage are built on.
 
-There is no rename and no append: an object appears whole, by one call, or not at all.
+There is no rename and no append: an object appears whole, by one call, or not at all. A back end for an object store
+implements these and nothing else.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Protocol
 
 
 class StorageError(OSError):
-    """Storage refused or did not answer; the text says which call on which object, and the mend where there is one."""
+    """Storage refused or did not answer; the message names the call, the object, and a fix if one is known."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -19,11 +20,11 @@ class StorageError(OSError):
 
 
 class StorageTimeout(StorageError):
-    """No answer within the deadline. Whether the call took effect is not known."""
+    """No answer within the deadline; whether the call took effect is unknown."""
 
 
 class ObjectMissing(StorageError):
-    """There is no such object, or not all of it."""
+    """There is no such object, or it is shorter than expected."""
 
 
 class ObjectStore(Protocol):
@@ -32,9 +33,9 @@ class ObjectStore(Protocol):
     Every call returns or raises within a deadline of its own.
 
     Attributes:
-        location: the URL, as the user gave it.
-        transferred: told of bytes as they go.
-        retried: told why, before a call is made again; from any thread.
+        location: The URL, as the user gave it.
+        transferred: Called with a number of bytes as they are sent or received.
+        retried: Called with the reason, from any thread, before a call is retried.
     """
 
     location: str
@@ -46,67 +47,67 @@ class ObjectStore(Protocol):
         """Whether `put(if_absent=True)` is decided by the server, so that of several writers one wins.
 
         Raises:
-            StorageError: refused, or no answer.
+            StorageError: The store refused, or did not answer.
         """
 
     def put(self, key: str, data: bytes, *, if_absent: bool = False) -> bool:
-        """Store a small object; with `if_absent`, False where there is one already.
+        """Store a small object; with `if_absent`, return False if there is one already.
 
         Raises:
-            StorageError: refused, or no answer.
+            StorageError: The store refused, or did not answer.
         """
 
     def upload(self, key: str, pieces: Iterable[memoryview]) -> int:
-        """Store an object of any size, its bytes given in order; returns its size. Nothing is left of a failed one.
+        """Store an object of any size, its bytes given in order; return its size. A failed upload leaves nothing.
 
         A piece may be overwritten when the next is asked for, unless they are a sequence.
 
         Raises:
-            StorageError: refused, or no answer.
+            StorageError: The store refused, or did not answer.
         """
 
     def get(self, key: str) -> bytes | None:
-        """A small object's bytes; None where there is none.
+        """Return a small object's bytes; None if there is none.
 
         Raises:
-            StorageError: refused, or no answer.
+            StorageError: The store refused, or did not answer.
         """
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         """Fill `target` with the object's bytes from `start` on.
 
         Raises:
-            ObjectMissing: it is missing or too short.
-            StorageError: refused, or no answer.
+            ObjectMissing: The object is missing or too short.
+            StorageError: The store refused, or did not answer.
         """
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """Every object whose key begins with `folder`, and its size in bytes.
+        """Return the size in bytes of every object whose key begins with `folder`, by key.
 
         Raises:
-            StorageError: refused, or no answer.
+            StorageError: The store refused, or did not answer.
         """
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Remove objects; those that are missing are none.
+        """Delete objects; missing ones are ignored.
 
         Raises:
-            StorageError: refused, or no answer.
+            StorageError: The store refused, or did not answer.
         """
 
     def abort_uploads(self, among: Callable[[str], bool] = lambda key: True) -> int:
-        """End what dead writers have left half uploaded, of those keys; returns how many there were.
+        """Abort uploads of those keys that dead writers have left unfinished; return their number.
 
         Raises:
-            StorageError: refused, or no answer.
+            StorageError: The store refused, or did not answer.
         """
 
 
 def probe(store: ObjectStore) -> None:
-    """Put, get, list, delete: whatever a run will need.
+    """Put, get, list and delete an object: every kind of call that a run needs.
 
     Raises:
-        StorageError: something is refused; the text says what.
+        StorageError: A call was refused; the message says which.
     """
     key, data = f"probe/{uuid.uuid4().hex}", b"written by checkpointing to see what is allowed here"
     store.put(key, data)

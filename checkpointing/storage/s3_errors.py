@@ -1,4 +1,4 @@
-"""What an answer of S3 means: the error to raise, and whether S3 itself has answered."""
+"""The meaning of an answer of S3: the error to raise, and whether S3 itself has answered."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RETRIED_CODES = {
     "Throttling",
 }
 
-# What every S3 server says where it has done what it was asked; a page of whatever stands before it does not.
+# Fields of every S3 server's answer to a successful call, which the page of a proxy in front of it lacks.
 _PROOFS = {
     "put_object": ("ETag",),
     "upload_part": ("ETag",),
@@ -33,7 +33,7 @@ _PROOFS = {
     "list_multipart_uploads": ("Bucket",),
 }
 
-_MENDS = {
+_FIXES = {
     "InvalidAccessKeyId": "the access key is unknown there; check AWS_ACCESS_KEY_ID",
     "SignatureDoesNotMatch": "the secret key is wrong; check AWS_SECRET_ACCESS_KEY",
     "ExpiredToken": "the credentials have expired; renew them",
@@ -50,18 +50,23 @@ class Missing(StorageError):
 
 
 class PreconditionFailed(StorageError):
-    """There is one already."""
+    """The object exists already."""
 
 
 class _Throttled(StorageTimeout):
-    """The server asks for patience, or is ill; or what stands before it, which may have passed the call on."""
+    """The server is overloaded or failing; or a proxy in front of it is, which may have forwarded the call."""
 
 
 def check_is_s3(name: str, answer: dict[str, Any], what: str) -> None:
-    """Whether S3 itself has answered; asked again, it may.
+    """Check that S3 itself has answered.
+
+    Args:
+        name: Name of the operation.
+        answer: The answer, as botocore parsed it.
+        what: Describes the call in errors.
 
     Raises:
-        StorageTimeout: it was something else, so what has become of the call is not known.
+        StorageTimeout: Something else answered, so it is unknown whether the call took effect; a retry may help.
     """
     metadata = answer["ResponseMetadata"]
     proofs, headers = _PROOFS.get(name), metadata["HTTPHeaders"]
@@ -84,14 +89,23 @@ def _not_s3(answer: dict[str, Any], what: str) -> StorageTimeout:
 
 
 def translated(error: ClientError, what: str) -> StorageError:
+    """Return the error to raise for an answer that botocore takes for an error.
+
+    Args:
+        error: The error.
+        what: Describes the call.
+
+    Returns:
+        A StorageTimeout if a retry may help, Missing, PreconditionFailed, or another StorageError.
+    """
     code = str(error.response.get("Error", {}).get("Code", ""))
     metadata = error.response.get("ResponseMetadata", {})
     status = int(metadata.get("HTTPStatusCode", 0))
     if (not code or code.isdecimal()) and not metadata.get("RequestId"):
-        # No error of S3's: neither its code nor its number for the call.
+        # Not an error of S3, which has a code or a request id.
         return _Throttled(str(_not_s3(error.response, what)))
     message = error.response.get("Error", {}).get("Message") or code or "no reason given"
-    text = f"{what}: {_MENDS.get(code, message)} ({status} {code})"
+    text = f"{what}: {_FIXES.get(code, message)} ({status} {code})"
     if status == 412 or code == "PreconditionFailed":
         return PreconditionFailed(text)
     if code in ("NoSuchKey", "NoSuchUpload") or (status == 404 and code in ("404", "NotFound")):

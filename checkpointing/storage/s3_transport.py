@@ -20,21 +20,21 @@ _SEND_BYTES = 256 * 1024
 # S3 allows 10,000 parts; larger objects get larger ones.
 _MAX_PARTS = 9_000
 _RETRY_FOR_S = 60.0
-# Below this rate a call is given up, whatever trickles in.
+# Slower calls are given up.
 MIN_BYTES_PER_S = 50_000
 T = TypeVar("T")
 
 
 def deadline_s(nbytes: int) -> float:
-    """Seconds after which a call that moves so many bytes is given up, retries included."""
+    """Return the seconds after which a call that moves `nbytes` bytes is given up, retries included."""
     return _RETRY_FOR_S + nbytes / MIN_BYTES_PER_S
 
 
 @contextlib.contextmanager
 def hanging_up(answer: Any, limit_s: float) -> Iterator[threading.Event]:
-    """End the connection under who reads from it, after that time; the event says that it was.
+    """Close the connection of an answer that is still being read after `limit_s` seconds; the event says that it was.
 
-    A read returns when it has all bytes that it was asked for, and a socket's timeout begins anew with each.
+    A socket's timeout does not do this: it starts again with every byte that arrives.
     """
     hung_up = threading.Event()
 
@@ -54,10 +54,10 @@ def hanging_up(answer: Any, limit_s: float) -> Iterator[threading.Event]:
 
 
 def within(limit_s: float, call: Callable[[], T], what: str) -> T:
-    """Wait for a call no longer than that. A socket's timeout begins anew with each byte that trickles in.
+    """Make a call that takes at most `limit_s` seconds. A socket's timeout starts again with every byte that arrives.
 
     Raises:
-        StorageTimeout: it is not over; a thread of its own waits on, for as long as something trickles.
+        StorageTimeout: It is not over; its thread is abandoned.
     """
     outcome = in_background(call, "s3-call")
     if not wait([outcome], limit_s).done:
@@ -66,12 +66,13 @@ def within(limit_s: float, call: Callable[[], T], what: str) -> T:
 
 
 def crc32(data: bytes | memoryview) -> str:
-    # By the processor's own instructions; zlib's takes as long as sending does.
+    """Return the checksum that S3 compares, in base 64."""
+    # isal uses the processor's own instructions; zlib takes as long as sending does.
     return base64.b64encode(isal_zlib.crc32(data).to_bytes(4, "big")).decode()
 
 
 class _Body:
-    """Bytes to be sent, piece by piece: a socket's timeout is for one call of `sendall`, however long that is."""
+    """Bytes to be sent piece by piece, because a socket's timeout applies to one call of `sendall` as a whole."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
@@ -88,24 +89,28 @@ class _Body:
 
 
 def lay_body_aside(request: Any, **_: Any) -> None:
-    """A payload that is not signed: where `awscrt` is installed, botocore wants a file or bytes all the same."""
+    """Take the body out of a request while it is signed: with `awscrt`, botocore accepts only files and bytes."""
     if isinstance(request.data, _Body):
         request.context["unsigned_body"], request.data = request.data, b""
 
 
 def take_body_up(request: Any, **_: Any) -> None:
+    """Put the body back that `lay_body_aside` took out."""
     request.data = request.context.pop("unsigned_body", request.data)
 
 
 def body(view: memoryview) -> _Body | bytes:
+    """Return bytes as the body of a request, without a copy."""
     return _Body(view) if len(view) else b""
 
 
 def cut(pieces: Iterable[memoryview], part_bytes: int, *, stays: bool) -> Iterator[memoryview]:
-    """Parts of `part_bytes`, but for the last; without a copy where they lie within one piece.
+    """Yield parts of `part_bytes` bytes, but for the last; without a copy where a part is within one piece.
 
     Args:
-        stays: a piece is still there when the next one is asked for.
+        pieces: The bytes, in order.
+        part_bytes: Size of a part; larger where the object would have too many.
+        stays: Whether a piece still exists when the next one is asked for.
     """
     pending: bytearray | memoryview = memoryview(b"")
     for piece in pieces:

@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 
 from checkpointing.manifest import MANIFEST_NAME
-from checkpointing.storage import LocalStorage
 from runner.chaos.scene import TRAINING, Effect, Fault, Moment, NotNow, Scene
 
 # A failpoint that has not been come by after this is not on this training's way (no S3, nothing to prune).
@@ -210,7 +209,7 @@ def _run_out(scene: Scene) -> str:
 def _damage(scene: Scene, how: Callable[[Path, random.Random], str]) -> str:
     """All processes are killed, then the newest checkpoint is damaged: only an older one is left to go on from."""
     storage = scene.tiers.durable
-    if not isinstance(storage, LocalStorage) or scene.tiers.local is not None:
+    if storage.root is None or scene.tiers.local is not None:
         raise NotNow("checkpoints do not lie in one folder")
     if len(scene.tiers.catalog.committed_steps()) < 2:
         raise NotNow("there are no two checkpoints")

@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
-from checkpointing.storage import LocalStorage
 from checkpointing.tiers import Tiers
 from runner.journal.journal import Event
 from runner.journal.summary import summarise
@@ -122,7 +121,7 @@ def nothing_is_left(tiers: Tiers, temporary: Path, shared_memory: Collection[Pat
     """
     wrong = []
     for storage in tiers.nearest_first:
-        if isinstance(storage, LocalStorage):
+        if storage.root is not None:
             # What is set aside, and the files that say who may write, are there on purpose.
             left = [path.name for path in storage.root.iterdir() if ".tmp" in path.name]
             wrong += [f"{storage.root}: {name} is left over" for name in left]

@@ -6,8 +6,6 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpointing.storage import LocalStorage
-from checkpointing.storage.object_storage import RemoteStorage
 from checkpointing.tiers import Tiers, open_tiers
 
 if TYPE_CHECKING:
@@ -43,8 +41,5 @@ class Places:
     def remove(self, folder: Path) -> None:
         """A run's folder and its checkpoints."""
         for storage in self.tiers(folder).nearest_first:
-            if isinstance(storage, LocalStorage):
-                shutil.rmtree(storage.root, ignore_errors=True)
-            elif isinstance(storage, RemoteStorage):
-                storage.store.delete(list(storage.store.sizes()))
+            storage.remove_all()
         shutil.rmtree(folder, ignore_errors=True)

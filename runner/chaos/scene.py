@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 
 from checkpointing.failpoints import FILE_ENV, ONCE_ENV
-from checkpointing.storage import LocalStorage
 from checkpointing.tiers import Tiers
 from runner.chaos.clock import Clock
 from runner.chaos.faulty_proxy import BadLine, endpoint_of_environment
@@ -120,11 +119,11 @@ class Fault:
     def fits(self, tiers: Tiers) -> bool:
         """Whether checkpoints lie where it could strike."""
         if "local." in self.name or self.name.startswith(("disk", "I/O")):
-            return any(isinstance(storage, LocalStorage) for storage in tiers.nearest_first)
+            return any(storage.root is not None for storage in tiers.nearest_first)
         if "remote." in self.name or self.name.startswith("upload"):
-            return not isinstance(tiers.durable, LocalStorage)
+            return tiers.durable.root is None
         if self.spoils_network:
-            return not isinstance(tiers.durable, LocalStorage) and endpoint_of_environment() is not None
+            return tiers.durable.root is None and endpoint_of_environment() is not None
         if self.damages:
-            return isinstance(tiers.durable, LocalStorage) and tiers.local is None
+            return tiers.durable.root is not None and tiers.local is None
         return True

@@ -232,13 +232,11 @@ def resume_step(text: str) -> str | int:
 
 def _start_anew(config: Any, directory: Any, overwrite: bool) -> bool:
     """Returns whether an earlier run was moved aside."""
-    from checkpointing.storage import LocalStorage
-
     tiers = config.tiers
     steps = {step for storage in tiers.nearest_first for step in storage.steps()}
-    if not steps and not isinstance(tiers.durable, LocalStorage) and tiers.durable.read_note() is not None:
+    if not steps and tiers.durable.root is None and tiers.durable.sidecars.read_restart_state() is not None:
         # What another run has failed of here does not concern this one.
-        tiers.durable.write_note(b"{}")
+        tiers.durable.sidecars.write_restart_state(b"{}")
     if not steps and not directory.journal.exists():
         return False
     if not overwrite:
@@ -246,8 +244,8 @@ def _start_anew(config: Any, directory: Any, overwrite: bool) -> bool:
             f"--resume never: {directory.root} already holds a run; add --overwrite to move it aside, or choose "
             "another --output-dir"
         )
-    folders = [storage.root for storage in tiers.nearest_first if isinstance(storage, LocalStorage)]
-    if not isinstance(tiers.durable, LocalStorage) and tiers.durable.steps():
+    folders = [storage.root for storage in tiers.nearest_first if storage.root is not None]
+    if tiers.durable.root is None and tiers.durable.steps():
         raise UsageError(
             f"--overwrite: {tiers.durable.location} holds checkpoints, which cannot be moved there; choose another "
             "checkpoint.location, or remove them yourself"

@@ -13,7 +13,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 
 from checkpointing.errors import CheckpointError
-from checkpointing.storage import LocalStorage, Storage, open_storage
+from checkpointing.storage import Storage, open_storage
 from checkpointing.threads import in_background
 from runner.config.load import load_config
 from runner.config.schema import Config
@@ -64,10 +64,10 @@ class JournalCopy:
         """Keep by ourselves, within seconds, what is not there; what storage refuses is lost from the copy alone."""
 
         def write() -> None:
-            known = storage.records(self._name)
+            known = storage.sidecars.sizes(self._name)
             for name, path, start, end in self._chunks(0, self._size()):
                 if known.get(name) != end - start:
-                    storage.write_part(name, path, start, end)
+                    storage.sidecars.write_part(name, path, start, end)
 
         with contextlib.suppress(Exception):
             in_background(write, "journal").result(_PATIENCE_S)
@@ -87,8 +87,8 @@ class JournalCopy:
 
 def needs_copy(config: Config) -> bool:
     """Whether checkpoints outlive the run's folder."""
-    durable = config.tiers.durable
-    return not isinstance(durable, LocalStorage) or not durable.root.is_relative_to(Path(config.output_dir).absolute())
+    root = config.tiers.durable.root
+    return root is None or not root.is_relative_to(Path(config.output_dir).absolute())
 
 
 class History:
@@ -182,14 +182,14 @@ class History:
         storage = self._storage(in_folder=in_folder)
         if storage is None:
             return {}
-        lineage = RestartState.from_json(storage.read_note()).lineage
+        lineage = RestartState.from_json(storage.sidecars.read_restart_state()).lineage
         prefix = _prefix(lineage) if lineage else ""
         chunks: dict[str, dict[str, int]] = {}
-        for name, size in storage.records(prefix).items():
+        for name, size in storage.sidecars.sizes(prefix).items():
             chunks.setdefault(name.removeprefix(prefix).rsplit(".", 2)[0], {})[name] = size
         chunks.pop(own_id, None)
         return {
-            run_id: self._copies.setdefault(run_id, _Copy()).entries(sizes, storage.read_record)
+            run_id: self._copies.setdefault(run_id, _Copy()).entries(sizes, storage.sidecars.read)
             for run_id, sizes in chunks.items()
         }
 

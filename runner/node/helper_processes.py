@@ -13,6 +13,7 @@ from typing import Any
 
 from checkpointing.agent import protocol
 from checkpointing.agent.client import AgentProcess
+from checkpointing.agent.options import AgentOptions
 from checkpointing.agent.protocol import Message
 from checkpointing.errors import AgentKilled, AgentUnavailable
 from checkpointing.heartbeat import ControlPage, Heartbeat
@@ -27,13 +28,8 @@ class AgentHelper:
 
     def __init__(
         self,
-        location: str,
-        run_id: str,
+        options: AgentOptions,
         *,
-        local_tier: str | None,
-        local_keep_last: int,
-        commits: bool,
-        memory_limit: int | None,
         directory: Path,
         cancelled: Callable[[], bool],
     ) -> None:
@@ -43,16 +39,7 @@ class AgentHelper:
             LaunchError: it cannot start; the text says why. HelperKilled: somebody has killed it.
         """
         try:
-            self.process = AgentProcess.start(
-                location,
-                run_id,
-                local_tier=local_tier,
-                local_keep_last=local_keep_last,
-                commits=commits,
-                memory_limit=memory_limit,
-                directory=directory,
-                cancelled=cancelled,
-            )
+            self.process = AgentProcess.start(options, directory=directory, cancelled=cancelled)
             self.sock = protocol.connect(self.process.socket_path, _HELLO_TIMEOUT_S)
             protocol.send(self.sock, {"do": "hello", "role": "monitor"})
             _, fds = protocol.receive(self.sock)

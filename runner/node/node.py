@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from checkpointing.agent.options import AgentOptions
 from checkpointing.agent.protocol import Message
 from runner.config.schema import Config
 from runner.config.topology import check_promised_gpu, shape_of
@@ -135,7 +136,7 @@ class Node:
 
     def note(self, text: str) -> bool:
         """Have the restart state written with the checkpoints; returns False if there is no agent to do it."""
-        return self._helpers.tell_agent("note", text=text)
+        return self._helpers.tell_agent("restart_state", text=text)
 
     def keep_file(self, name: str, path: Path, start: int, end: int) -> bool:
         """Have bytes of a file written with the checkpoints.
@@ -149,7 +150,7 @@ class Node:
         Returns:
             False if there is no agent to do it.
         """
-        return self._helpers.tell_agent("record", name=name, path=str(path), start=start, end=end)
+        return self._helpers.tell_agent("sidecar", name=name, path=str(path), start=start, end=end)
 
     def close(self) -> bool:
         """Wait until all snapshots are committed, then end all processes; returns whether everything was committed."""
@@ -267,16 +268,15 @@ class Node:
 
     def _start_agent(self, cancelled: Callable[[], bool]) -> AgentHelper:
         checkpoint = self._config.checkpoint
-        return AgentHelper(
-            self._config.checkpoint_location,
-            self.run_id,
+        options = AgentOptions(
+            location=self._config.checkpoint_location,
+            run_id=self.run_id,
             local_tier=checkpoint.local_tier,
-            local_keep_last=checkpoint.local_keep_last,
+            local_retention=checkpoint.local_retention,
             commits=self._config.launch.node_rank == 0,
             memory_limit=checkpoint.memory_limit_bytes,
-            directory=Path(tempfile.mkdtemp(dir=self._runtime)),
-            cancelled=cancelled,
         )
+        return AgentHelper(options, directory=Path(tempfile.mkdtemp(dir=self._runtime)), cancelled=cancelled)
 
     def _start_launcher(self) -> LauncherHelper:
         mark = processes.mark(self._directory.run_id(), self._config.launch.node_rank)

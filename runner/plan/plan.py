@@ -13,13 +13,10 @@ from rich.text import Text
 
 from checkpointing.errors import CheckpointError
 from checkpointing.memory import available_bytes
-from checkpointing.storage import LocalStorage
-from checkpointing.storage.object_storage import RemoteStorage
 from runner.config.schema import Config
 from runner.config.topology import shape_of
 from runner.errors import UsageError
 from runner.hardware.gpus import find_gpus
-from runner.hardware.storage_rates import disk_rate, object_rates
 from runner.plan.advice import Option, Saving, choose, options, outlook, saving
 from runner.plan.memory import Job
 from runner.plan.model_shape import Anatomy, examine_model
@@ -250,15 +247,11 @@ def _rates(config: Config, state_bytes: int) -> tuple[float, float]:
     storage = config.tiers.durable
     try:
         storage.probe()
-        if isinstance(storage, RemoteStorage):
-            return object_rates(storage.store, state_bytes)
-        if isinstance(storage, LocalStorage):
-            rate, _ = disk_rate(storage, state_bytes)
-            if rate:
-                # Reading is seldom slower, and measuring it would measure the cache.
-                return rate, rate
-            raise UsageError(f"checkpoint.location={storage.location!r} has no room to measure by; make some")
+        rates = storage.measure(state_bytes)
     except (CheckpointError, OSError) as error:
         text = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"checkpoint.location={storage.location!r} cannot be used: {text}") from None
-    raise UsageError(f"checkpoint.location={storage.location!r} is of a kind that cannot be measured")
+    if rates is None:
+        raise UsageError(f"checkpoint.location={storage.location!r} has no room to measure by; make some")
+    # Where reading cannot be measured, it is seldom slower.
+    return rates.write, rates.read or rates.write

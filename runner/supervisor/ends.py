@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from checkpointing.storage import LocalStorage, Storage
+from checkpointing.storage import Storage
 from runner.errors import ExitCode, RunnerError
 from runner.recovery.policy import Stop
 
@@ -25,8 +25,7 @@ def end_without_location(durable: Storage, attempt: int) -> Stop | None:
         durable: The durable tier.
         attempt: The attempt that has ended.
     """
-    if not isinstance(durable, LocalStorage) or durable.root.is_dir():
+    root = durable.root
+    if root is None or root.is_dir():
         return None
-    return Stop(
-        ExitCode.STORAGE_FAILED, f"{durable.root} existed when attempt {attempt} began and is gone; put it back"
-    )
+    return Stop(ExitCode.STORAGE_FAILED, f"{root} existed when attempt {attempt} began and is gone; put it back")

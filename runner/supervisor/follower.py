@@ -250,7 +250,7 @@ class Follower:
             return False
         self._asked_at = now
         try:
-            note = self._config.tiers.durable.read_note()
+            note = self._config.tiers.durable.sidecars.read_restart_state()
         except (CheckpointError, OSError):
             return False
         return RestartState.from_json(note).finished == self._job_key

@@ -90,7 +90,7 @@ def look(tiers: Tiers, step: int | None) -> Found:
         OSError: storage refused.
     """
     committed = tiers.catalog.committed_steps()
-    aside = [name for storage in tiers.nearest_first for name in storage.set_aside_names()]
+    aside = [name for storage in tiers.nearest_first for name in storage.quarantined()]
     steps = {number for storage in tiers.nearest_first for number in storage.steps()}
     # There, and not whole: the ranks say what is wrong with it.
     known = step in steps or any(re.match(rf"checkpoint-{step}[./]", name) for name in aside)
@@ -133,7 +133,7 @@ def read_id(storage: Storage) -> str | None:
         OSError: storage refused.
     """
     try:
-        place = json.loads(storage.read_record(RECORD_NAME))["id"]
+        place = json.loads(storage.sidecars.read(RECORD_NAME))["id"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return place if isinstance(place, str) and re.fullmatch(r"[0-9a-f]{32}", place) else None
@@ -148,5 +148,5 @@ def ensure_id(storage: Storage) -> str:
     place = read_id(storage)
     if place is None:
         place = uuid.uuid4().hex
-        storage.write_record(RECORD_NAME, json.dumps({"id": place}).encode() + b"\n")
+        storage.sidecars.write(RECORD_NAME, json.dumps({"id": place}).encode() + b"\n")
     return place

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from checkpointing.errors import InvalidCheckpoint, StorageUnreachable
 from checkpointing.manifest import Manifest
-from checkpointing.storage import LocalStorage
 from checkpointing.storage.durable import replace_file
 from checkpointing.storage.object_store import StorageTimeout
 from runner.config.schema import Config
@@ -67,7 +66,7 @@ class LocationLock:
             OSError: The location cannot be written.
         """
         storage = self._storage
-        if isinstance(storage, LocalStorage):
+        if storage.root is not None:
             if self._fd is not None:
                 os.close(self._fd)
             storage.root.mkdir(parents=True, exist_ok=True)
@@ -75,7 +74,7 @@ class LocationLock:
             path, option = storage.root / LOCK_NAME, "checkpoint.location"
             self._fd, _ = hold_lock(path, what, option, self._tell, patience_s=self._patience_s)
             return
-        runner = RestartState.from_json(storage.read_note()).runner
+        runner = RestartState.from_json(storage.sidecars.read_restart_state()).runner
         if runner is not None and runner.is_alive_here:
             raise RunBusy(
                 f"another runner (pid {runner.pid} on {runner.host}) keeps its checkpoints at {storage.location}; stop "
@@ -135,8 +134,8 @@ def examine(config: Config, directory: RunDirectory, job: JobIdentity, *, allow_
     in_folder = recorded_in(directory)
     recorded = []
     for storage in tiers.nearest_first:
-        if storage.steps() or storage.set_aside_names():
-            known = JobIdentity.from_json(storage.read_record(identity.RECORD_NAME)) or in_folder
+        if storage.steps() or storage.quarantined():
+            known = JobIdentity.from_json(storage.sidecars.read(identity.RECORD_NAME)) or in_folder
             recorded += [Recorded(known, storage.location)] if known is not None else []
     if in_folder is not None and (remembered.step is not None or has_finished(entries)):
         recorded.append(Recorded(in_folder, str(directory.root)))
@@ -145,7 +144,8 @@ def examine(config: Config, directory: RunDirectory, job: JobIdentity, *, allow_
     # The supervisor checks `auto` once torch has counted the accelerators: no other tool counts all kinds.
     if launch.nproc_per_node != "auto" and launch.world_size is None:
         newest = next((entry.manifest for entry in tiers.catalog.scan() if entry.manifest is not None), None)
-        if newest is not None and counts_samples(job, RestartState.from_json(tiers.durable.read_note())):
+        restart_state = tiers.durable.sidecars.read_restart_state
+        if newest is not None and counts_samples(job, RestartState.from_json(restart_state())):
             check_world_size(newest, launch.nnodes * launch.nproc_per_node)
     note = place.compare(remembered, place.look(tiers, remembered.step), tiers.durable.location)
     return [*notes, *([note] if note is not None else [])]
@@ -165,8 +165,8 @@ def admit(config: Config, directory: RunDirectory, job: JobIdentity) -> str:
         job = job.completed_by(earlier)
     text = job.to_json()
     for storage in config.tiers.nearest_first:
-        if storage.read_record(identity.RECORD_NAME) != text:
-            storage.write_record(identity.RECORD_NAME, text)
+        if storage.sidecars.read(identity.RECORD_NAME) != text:
+            storage.sidecars.write(identity.RECORD_NAME, text)
     write_job(directory, job)
     return place.ensure_id(config.tiers.durable)
 
@@ -294,7 +294,7 @@ def check_resume_step(config: Config, step: int) -> list[str]:
     except InvalidCheckpoint as error:
         raise UsageError(f"--resume {step}: {error}") from None
     return [
-        storage.set_aside(newer, "superseded")
+        storage.quarantine(newer, "superseded")
         for storage in tiers.nearest_first
         for newer in storage.steps()
         if newer > step

@@ -42,7 +42,7 @@ class RunRecord:
             identity: Of the job; None if it is not known.
         """
         self._tiers, self._identity = config.tiers, identity
-        self.state = RestartState.from_json(self._tiers.durable.read_note())
+        self.state = RestartState.from_json(self._tiers.durable.sidecars.read_restart_state())
         self.state.lineage = self.state.lineage or run_id
         self.state.runner = RunnerProcess.current()
         self._copy = JournalCopy(directory.journal, self.state.lineage, run_id) if needs_copy(config) else None
@@ -135,7 +135,7 @@ class RunRecord:
 
     def _replace(self, text: str) -> None:
         with contextlib.suppress(OSError):
-            self._tiers.durable.replace_note(text.encode())
+            self._tiers.durable.sidecars.replace_restart_state(text.encode())
 
     def is_durable(self, step: int) -> bool:
         """Return whether a step is the newest of the durable tier; False if that cannot be found out."""

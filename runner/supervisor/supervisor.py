@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkpointing.manifest import Manifest
-from checkpointing.storage import LocalStorage
 from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError
 from runner.journal.events import RunEnded, StepsSkipped
 from runner.journal.summary import RunState
@@ -138,7 +137,7 @@ class Supervisor:
         try:
             decision = self._stop_after_lost_runners()
             if decision is None:
-                if not isinstance(self._config.tiers.durable, LocalStorage) and self._place is not None:
+                if self._config.tiers.durable.root is None and self._place is not None:
                     # There is no lock: a second runner must find this one's name as early as possible.
                     self._keep_state()
                 decision = retry(self._attempt_and_decide, self._config.restart, self._session)

@@ -32,6 +32,7 @@ from common import ROOT, machine, make_venv, spread, undisturbed
 
 from checkpointing.agent import protocol
 from checkpointing.agent.client import ATTEMPT_ENV, SOCKET_ENV, AgentProcess
+from checkpointing.agent.options import AgentOptions
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
 DLROVER_VENV = ROOT / ".bench" / "dlrover"
@@ -144,7 +145,7 @@ class Bench:
 
     @contextlib.contextmanager
     def agent(self, folder: Path) -> Iterator[AgentProcess]:
-        agent = AgentProcess.start(str(folder), "bench")
+        agent = AgentProcess.start(AgentOptions(location=str(folder), run_id="bench"))
         # As a supervisor does: the agent lives as long as somebody listens.
         monitor = protocol.connect(agent.socket_path)
         protocol.send(monitor, {"do": "hello", "role": "monitor"})

@@ -33,6 +33,7 @@ from common import ROOT, machine, make_venv, spread, undisturbed
 
 from checkpointing.agent import protocol
 from checkpointing.agent.client import ATTEMPT_ENV, SOCKET_ENV, AgentProcess
+from checkpointing.agent.options import AgentOptions
 
 sys.path.append(str(ROOT / "tests"))
 from servers import Server, has_radosgw, radosgw_server, rclone
@@ -223,7 +224,7 @@ class Bench:
     def ranks(self, method: str, location: str) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
         """Ranks of torchrun with an agent that is started here, as a supervisor would: what both have said."""
         self.attempt += 1
-        agent = AgentProcess.start(location, "bench")
+        agent = AgentProcess.start(AgentOptions(location=location, run_id="bench"))
         monitor = protocol.connect(agent.socket_path)
         events: dict[str, dict[str, Any]] = {}
         try:

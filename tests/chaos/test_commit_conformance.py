@@ -14,7 +14,8 @@ from chaos.conformance import DiskRecorder, Recorder, RecordingStore, departure,
 from chaos.disk_model import DiskModel
 from chaos.object_model import ObjectModel
 
-from checkpointing.agent.storage_worker import Fencing, Writer
+from checkpointing.agent.fencing import Fencer
+from checkpointing.agent.publisher import Publisher
 from checkpointing.catalog import Catalog
 from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import digest_buffer
@@ -24,7 +25,7 @@ from checkpointing.manifest import SnapshotInfo
 from checkpointing.reading import read_private
 from checkpointing.retention import Retention
 from checkpointing.storage import LocalStorage, Storage
-from checkpointing.storage.object_storage import RemoteStorage
+from checkpointing.storage.object_storage import ObjectStorage
 from checkpointing.tiers import Tiers
 
 # Before which calls one life is interrupted by the other; all of them with the model's wider bounds.
@@ -36,13 +37,15 @@ class RealLife:
 
     def __init__(self, storage: Storage, attempt: int, recorder: Recorder) -> None:
         self.storage, self.attempt, self._recorder = storage, attempt, recorder
-        self._writer = Writer(Tiers(storage), lambda event, arena: None, commits=True, local_keep_last=1)
-        self._writer.retention = Retention(keep_last=1)
+        tiers, keep = Tiers(storage), Retention(keep_last=1)
+        self.fencer = Fencer(tiers, lambda result, arena: None, commits=True)
+        self._publisher = Publisher(tiers, self.fencer, lambda result, arena: None, local_retention=keep)
+        self._publisher.retention = keep
 
     def begin(self) -> None:
         """And sweep."""
         self._recorder.life = self.attempt
-        self._writer._fence(Fencing(self.attempt))
+        self.fencer._fence(self.fencer.begin(self.attempt, ()))
 
     def choose(self) -> int:
         """As `checkpointing.rank.restore` does it, which imports torch."""
@@ -51,7 +54,7 @@ class RealLife:
             if entry.manifest is not None:
                 read_private(self.storage.file(entry.manifest, "model"))
                 return entry.step
-            self.storage.set_aside(entry.step)
+            self.storage.quarantine(entry.step)
         return 0
 
     def save(self, step: int) -> bool:
@@ -60,7 +63,7 @@ class RealLife:
         data = b"%d of %d" % (step, self.attempt)
         file = StagedFile("model", [memoryview(data)], lambda: digest_buffer(data))
         commit_snapshot(self.storage, SnapshotInfo("run", self.attempt, step, 1, step), [file])
-        self._writer._prune(self.storage)
+        self._publisher.prune(self.storage)
         return True
 
 
@@ -68,7 +71,7 @@ def prepared(storage: Storage, recorder: Recorder) -> RealLife:
     """Where the model begins: attempt 1 has begun, and has committed step 1."""
     first = RealLife(storage, 1, recorder)
     storage.begin_attempt(1)
-    first._writer._swept = True
+    first.fencer._swept = True
     first.save(1)
     recorder.events.clear()
     return first
@@ -88,8 +91,8 @@ def in_store(
     recorder.watch_failpoints(monkeypatch)
     location = f"memory://{uuid.uuid4().hex}/run"
     stores = [RecordingStore(location, recorder, honours=honours) for _ in range(2)]
-    first = prepared(RemoteStorage(stores[0]), recorder)
-    return recorder, stores[0], (first, RealLife(RemoteStorage(stores[1]), 2, recorder))
+    first = prepared(ObjectStorage(stores[0]), recorder)
+    return recorder, stores[0], (first, RealLife(ObjectStorage(stores[1]), 2, recorder))
 
 
 def assert_is_a_way(model: CommitModel, recorder: Recorder, *ended: int) -> None:

@@ -26,7 +26,7 @@ from checkpointing.rank.restore import _propose
 from checkpointing.retention import Retention, steps_to_remove, steps_to_upload
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.fence import Fence
-from checkpointing.storage.object_storage import RemoteStorage
+from checkpointing.storage.object_storage import ObjectStorage
 from checkpointing.tiers import Tiers
 from runner.errors import ExitCode
 from runner.recovery.failure import Failure
@@ -37,7 +37,7 @@ from runner.recovery.restart_state import RestartState
 STEPS = st.integers(0, 12)
 STORAGES: dict[str, Callable[[Path], Storage]] = {
     "local": LocalStorage,
-    "remote": lambda folder: RemoteStorage(MemoryObjects()),
+    "remote": lambda folder: ObjectStorage(MemoryObjects()),
 }
 
 
@@ -129,7 +129,7 @@ class CatalogMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def set_aside(self, data: st.DataObject) -> None:
         step = data.draw(st.sampled_from(sorted(self.model)))
-        self.storage.set_aside(step)
+        self.storage.quarantine(step)
         del self.model[step]
         self.aside += 1
 
@@ -144,7 +144,7 @@ class CatalogMachine(RuleBasedStateMachine):
         assert catalog.committed_steps() == whole
         assert [entry.step for entry in catalog.entries()] == sorted(self.model, reverse=True)
         assert catalog.newest_attempt() == self.attempt
-        assert len(self.storage.set_aside_names()) == self.aside
+        assert len(self.storage.quarantined()) == self.aside
         for step, copy in self.model.items():
             if step in whole and copy.content_right:
                 assert catalog.verify(step).step == step
@@ -179,8 +179,8 @@ class CatalogMachine(RuleBasedStateMachine):
         """The same place, as another process sees it."""
         if isinstance(self.storage, LocalStorage):
             return LocalStorage(self.storage.root)
-        assert isinstance(self.storage, RemoteStorage)
-        return RemoteStorage(self.storage.store)
+        assert isinstance(self.storage, ObjectStorage)
+        return ObjectStorage(self.storage.store)
 
     def alter(self, step: int, how: str) -> None:
         if isinstance(self.storage, LocalStorage):
@@ -192,7 +192,7 @@ class CatalogMachine(RuleBasedStateMachine):
             elif data:
                 path.write_bytes(altered(data, how))
         else:
-            assert isinstance(self.storage, RemoteStorage)
+            assert isinstance(self.storage, ObjectStorage)
             objects = self.storage.store.objects  # type: ignore[attr-defined]
             manifest = objects[f"checkpoint-{step}/manifest.json"]
             if how == "manifest":

@@ -43,6 +43,7 @@ from checkpointing import CheckpointManager, locking
 from checkpointing.data.cursor import Layout
 from checkpointing.data.stream import StreamPosition
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
+from checkpointing.events import CheckpointQuarantined, Event
 from checkpointing.layout import ADAPTER_NAME
 from checkpointing.manifest import Manifest, _self_digest
 from checkpointing.rank import rng
@@ -52,7 +53,7 @@ from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.rank.spikes import SpikeDetector
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.fence import Fence
-from checkpointing.storage.object_storage import RemoteStorage
+from checkpointing.storage.object_storage import ObjectStorage
 from checkpointing.tiers import Tiers
 from runner.errors import UsageError
 from runner.journal.journal import Journal, read_journal
@@ -211,14 +212,15 @@ def manifest_forged(place: Place) -> Reader:
 
 def assert_goes_on(storage: Storage, aside: Callable[[str], None]) -> bool:
     """Whatever has become of step 20, the run goes on from it or from step 10; True where from 20."""
-    tiers, announced = Tiers(storage), list[dict[str, Any]]()
+    tiers, announced = Tiers(storage), list[Event]()
     for entry in tiers.catalog.entries():
         assert (entry.manifest is None) == bool(entry.problem)
         assert_clear(f"{entry.problem}", "")
     proposal = _propose(tiers, tiers.catalog, "auto", set(), set(), announced.append)
     for report in announced:
-        json.dumps(report)
-        aside(report["kept_as"])
+        assert isinstance(report, CheckpointQuarantined)
+        json.dumps(report.to_dict())
+        aside(report.kept_as)
     assert proposal.error is None and proposal.step in (10, STEP), proposal
     assert tiers.catalog.newest_attempt() >= 1
     with refused(f"checkpoint-{STEP}", InvalidCheckpoint) as was:
@@ -247,7 +249,7 @@ def catalog(place: Place) -> Reader:
 def remote_catalog(place: Place) -> Reader:
     """As above, in object storage, where the manifest also says where its files lie."""
     store = MemoryObjects()
-    storage = RemoteStorage(store)
+    storage = ObjectStorage(store)
     for step in (10, STEP):
         commit(storage, step, nbytes=4096)
     objects = dict(store.objects)
@@ -306,7 +308,7 @@ def names(place: Place) -> Reader:
 def remote_names(place: Place) -> Reader:
     """A foreign object among the checkpoints'."""
     store = MemoryObjects()
-    storage = RemoteStorage(store)
+    storage = ObjectStorage(store)
     for step in (10, STEP):
         commit(storage, step, nbytes=4096)
     objects = dict(store.objects)
@@ -623,8 +625,8 @@ def note(place: Place) -> Reader:
     next_note = record.to_json(2**62).encode()
 
     def read(data: bytes) -> bool:
-        storage.write_note(data)
-        found = RestartState.from_json(storage.read_note())
+        storage.sidecars.write_restart_state(data)
+        found = RestartState.from_json(storage.sidecars.read_restart_state())
         accepted = found != RestartState()
         assert RestartState.from_json(found.to_json(7)) == found
         found.account_for_lost_runner(10)
@@ -634,8 +636,8 @@ def note(place: Place) -> Reader:
             assert isinstance(decision, (Restart, Stop)) and decision.reason
             if isinstance(decision, Restart):
                 assert 1 <= found.batch.divisor <= decision.batch.divisor <= 2**18
-        storage.replace_note(next_note)
-        assert storage.read_note() in (data, next_note)
+        storage.sidecars.replace_restart_state(next_note)
+        assert storage.sidecars.read_restart_state() in (data, next_note)
         return accepted
 
     data = record.to_json(6).encode()

@@ -8,14 +8,14 @@ import pytest
 from contract.support import PART_BYTES
 from servers import Server, bucket_on, small_disk
 
-from checkpointing.storage import Storage, open_storage, s3
+from checkpointing.storage import Storage, open_storage, s3_multipart
 
 BACK_ENDS = ["path", "file-url", "tmpfs", "memory", "rclone", "radosgw"]
 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3, "_PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(s3_multipart, "_PART_BYTES", PART_BYTES)
 
 
 @pytest.fixture(params=BACK_ENDS)

@@ -34,7 +34,7 @@ def test_uploads_beside_awscrt(rclone_s3: Server, tmp_path: Path, monkeypatch: o
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         pytest.skip(f"no awscrt to be had here: {error}")
     location = f"s3://{bucket_on(rclone_s3, monkeypatch)}/awscrt"  # type: ignore[arg-type]
-    text = "from checkpointing.storage import s3\ns3._PART_BYTES = 5 << 20\n" + ROUND_TRIP
+    text = "from checkpointing.storage import s3, s3_multipart\ns3_multipart._PART_BYTES = 5 << 20\n" + ROUND_TRIP
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     result = subprocess.run(
         [sys.executable, "-c", text.replace("LOCATION", repr(location))],

@@ -82,7 +82,7 @@ def interrupt(location: str, point: str, action: str, operation: str, number: in
     assert_good_order(location, kept_by(lines))
     if "doing aside:3" in lines:
         storage = open_storage(location)
-        assert 3 in storage.steps() or storage.set_aside_names(), "what is set aside is kept"
+        assert 3 in storage.steps() or storage.quarantined(), "what is set aside is kept"
 
 
 def kept_by(lines: list[str]) -> set[int]:

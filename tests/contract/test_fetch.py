@@ -11,6 +11,7 @@ from contract.support import commit
 from servers import Server, bucket_on, fault_proxy
 
 from checkpointing.agent.client import AgentClient, AgentProcess
+from checkpointing.agent.options import AgentOptions
 from checkpointing.digest import digest_buffer
 from checkpointing.rank.restore import Room
 from checkpointing.storage import open_storage
@@ -26,7 +27,7 @@ def test_room_is_made_until_the_last_byte_has_arrived(
         manifest = commit(open_storage(location), 5, nbytes=NBYTES)
         # On each of eight connections: 25 s in all, of which little has passed when the rank asks.
         line.set(rate_bps=NBYTES / 200)
-        agent = AgentProcess.start(location, "run")
+        agent = AgentProcess.start(AgentOptions(location=location, run_id="run"))
         client = AgentClient(agent.socket_path, 2, 0, 0, 1)
         room = Room(except_for="model")
         try:

@@ -28,8 +28,8 @@ from servers import (
 )
 
 from checkpointing.errors import CommitFailed
-from checkpointing.storage import open_storage, s3, s3_transport
-from checkpointing.storage.object_storage import RemoteStorage
+from checkpointing.storage import open_storage, s3, s3_client, s3_multipart, s3_transport
+from checkpointing.storage.object_storage import ObjectStorage
 from checkpointing.storage.object_store import ObjectStore, StorageError, StorageTimeout
 
 # More than the buffers between here and there take at once: sending it waits for the line.
@@ -52,9 +52,9 @@ class Place:
     location: str
     proxy: MeddlingProxy
 
-    def open(self) -> RemoteStorage:
+    def open(self) -> ObjectStorage:
         storage = open_storage(self.location)
-        assert isinstance(storage, RemoteStorage)
+        assert isinstance(storage, ObjectStorage)
         return storage
 
 
@@ -77,10 +77,10 @@ def impatient(answer_within_s: float = 30) -> Iterator[None]:
     without a sound."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(s3_transport, "_RETRY_FOR_S", 0.3)
-        patch.setattr(s3, "_ANSWER_WITHIN_S", answer_within_s)
+        patch.setattr(s3_client, "_ANSWER_WITHIN_S", answer_within_s)
         patch.setattr(s3_transport, "MIN_BYTES_PER_S", 1 << 30)
-        patch.setattr(s3, "_CONNECT_TIMEOUT_S", 1)
-        patch.setattr(s3, "_SILENCE_TIMEOUT_S", 1)
+        patch.setattr(s3_client, "_CONNECT_TIMEOUT_S", 1)
+        patch.setattr(s3_client, "_SILENCE_TIMEOUT_S", 1)
         yield
 
 
@@ -147,7 +147,7 @@ def test_more_unfinished_uploads_than_one_answer_lists(
     bucket, client = bucket_on(request.getfixturevalue(server), monkeypatch), boto3.client("s3")
     for key in ("run/a", "run/a", "run/a", "run/b", "run/c", "other/a"):
         client.create_multipart_upload(Bucket=bucket, Key=key)
-    monkeypatch.setattr(s3, "_UPLOADS_PER_PAGE", 2)
+    monkeypatch.setattr(s3_multipart, "_UPLOADS_PER_PAGE", 2)
     store = s3.S3Store(f"s3://{bucket}/run")
     assert store.abort_uploads(lambda key: key == "c") == 1
     assert store.abort_uploads() == 4
@@ -187,10 +187,10 @@ def test_a_slow_line_is_not_a_silent_one(
     way: str, nbytes: int, rate_bps: float, line: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part takes longer than either time-out, but something always moves; what is on its way is not sent again."""
-    monkeypatch.setattr(s3, "_PART_BYTES", nbytes)
+    monkeypatch.setattr(s3_multipart, "_PART_BYTES", nbytes)
     # Less than the 16 s that a part takes, and 8 s more than anything is still where everybody works.
-    monkeypatch.setattr(s3, "_CONNECT_TIMEOUT_S", 12)
-    monkeypatch.setattr(s3, "_SILENCE_TIMEOUT_S", 12)
+    monkeypatch.setattr(s3_client, "_CONNECT_TIMEOUT_S", 12)
+    monkeypatch.setattr(s3_client, "_SILENCE_TIMEOUT_S", 12)
     storage = open_storage(f"s3://{bucket_on(line, monkeypatch)}/run")
     if way == "up":
         line.set(rate_bps=rate_bps)
@@ -233,7 +233,7 @@ def test_a_line_that_only_trickles_is_given_up(
     call: Callable[[ObjectStore], None], line: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Never silent, never done."""
-    monkeypatch.setattr(s3, "_PART_BYTES", LONG_BYTES)
+    monkeypatch.setattr(s3_multipart, "_PART_BYTES", LONG_BYTES)
     store = s3.S3Store(f"s3://{bucket_on(line, monkeypatch)}/run")
     upload(store)
     line.set(rate_bps=3e5)
@@ -271,7 +271,7 @@ def test_a_read_that_only_trickles_is_given_up(place: Place) -> None:
     assert time.monotonic() - began < 50
 
 
-STORAGE_CALLS: dict[str, Callable[[RemoteStorage], object]] = {
+STORAGE_CALLS: dict[str, Callable[[ObjectStorage], object]] = {
     "put": lambda storage: storage.store.put("x", b"x"),
     "upload": lambda storage: storage.store.upload("x", [memoryview(b"x")]),
     "get": lambda storage: storage.store.get("x"),
@@ -310,17 +310,17 @@ def test_a_save_is_not_acknowledged_by_a_page(place: Place) -> None:
 
 
 @pytest.fixture
-def far(line: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> RemoteStorage:
+def far(line: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> ObjectStorage:
     """At the other end of the line, which it soon thinks dead. What must succeed is tried for as long as ever."""
     bucket = bucket_on(line, monkeypatch)
     with impatient():
         storage = open_storage(f"s3://{bucket}/run")
-    assert isinstance(storage, RemoteStorage)
+    assert isinstance(storage, ObjectStorage)
     return storage
 
 
 @pytest.mark.parametrize("call", STORAGE_CALLS)
-def test_every_call_into_a_black_hole_ends(call: str, line: FaultProxy, far: RemoteStorage) -> None:
+def test_every_call_into_a_black_hole_ends(call: str, line: FaultProxy, far: ObjectStorage) -> None:
     far.sweep()  # a connection is open
     line.set(blackhole=True)
     began = time.monotonic()
@@ -330,7 +330,7 @@ def test_every_call_into_a_black_hole_ends(call: str, line: FaultProxy, far: Rem
     assert time.monotonic() - began < 50
 
 
-def test_an_upload_that_falls_into_a_black_hole_ends(line: FaultProxy, far: RemoteStorage) -> None:
+def test_an_upload_that_falls_into_a_black_hole_ends(line: FaultProxy, far: ObjectStorage) -> None:
     def pieces() -> Iterator[memoryview]:
         yield memoryview(bytes(6 << 20))
         line.set(blackhole=True)
@@ -343,7 +343,7 @@ def test_an_upload_that_falls_into_a_black_hole_ends(line: FaultProxy, far: Remo
 
 
 def test_a_save_that_falls_into_a_black_hole_ends_and_what_it_had_sent_is_swept(
-    line: FaultProxy, far: RemoteStorage
+    line: FaultProxy, far: ObjectStorage
 ) -> None:
     commit(far, 1, nbytes=100)
 

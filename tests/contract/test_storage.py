@@ -15,9 +15,9 @@ from checkpointing.digest import digest_buffer
 from checkpointing.errors import CheckpointError, CommitConflict, Fenced, InvalidCheckpoint
 from checkpointing.manifest import FileEntry, Manifest, SnapshotInfo
 from checkpointing.reading import read_private
-from checkpointing.storage import Storage, open_storage
+from checkpointing.storage import Storage, open_storage, rates
 from checkpointing.storage.local import LocalStorage
-from checkpointing.storage.object_storage import RemoteStorage
+from checkpointing.storage.object_storage import ObjectStorage
 
 
 def commit(storage: Storage, step: int, attempt: int = 1, data: bytes = b"abc") -> Manifest:
@@ -41,7 +41,7 @@ def tamper(storage: Storage, step: int, name: str, data: bytes | None) -> None:
         path = storage.directory(step) / name
         path.unlink() if data is None else path.write_bytes(data)
         return
-    assert isinstance(storage, RemoteStorage)
+    assert isinstance(storage, ObjectStorage)
     key = f"checkpoint-{step}/{name}"
     if name != "manifest.json":
         key = f"{storage.read_manifest(step).folder}/{name}"
@@ -54,13 +54,40 @@ def tamper(storage: Storage, step: int, name: str, data: bytes | None) -> None:
 def raw_manifest(storage: Storage, step: int) -> bytes:
     if isinstance(storage, LocalStorage):
         return (storage.directory(step) / "manifest.json").read_bytes()
-    assert isinstance(storage, RemoteStorage)
+    assert isinstance(storage, ObjectStorage)
     return storage.store.get(f"checkpoint-{step}/manifest.json") or b""
 
 
 def test_an_empty_place_has_no_checkpoints(storage: Storage) -> None:
     assert storage.steps() == [] and Catalog(storage).entries() == [] and storage.sweep() == []
-    assert storage.fence().attempt == 0 and storage.set_aside_names() == []
+    assert storage.fence().attempt == 0 and storage.quarantined() == []
+
+
+def test_a_place_answers_for_itself(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asks which kind of storage it is."""
+    monkeypatch.setattr(rates, "_PIECE_BYTES", 1 << 16)
+    storage.probe()
+    measured = storage.measure(1 << 16)
+    assert measured is not None and measured.write > 0
+    # What is in a directory can be read from a cache, and has a limit.
+    assert (measured.read is None) == (storage.free_bytes() is not None) == (storage.root is not None)
+    assert storage.decides_between_writers in (True, False)
+    assert (storage.probe() is None) == storage.decides_between_writers
+
+
+def test_all_that_is_there_can_be_removed(storage: Storage, location: str) -> None:
+    storage.begin_attempt(1)
+    commit(storage, 5)
+    storage.sidecars.write_restart_state(b"{}")
+    storage.sidecars.write("a.json", b"{}")
+    storage.remove_all()
+    other = open_storage(location)
+    assert (other.steps(), other.sidecars.sizes(), other.sidecars.read_restart_state(), other.fence().attempt) == (
+        [],
+        {},
+        None,
+        0,
+    )
 
 
 def test_commit_then_read(storage: Storage, location: str) -> None:
@@ -157,7 +184,7 @@ def test_of_two_writers_one_wins(storage: Storage, location: str) -> None:
         thread.join()
     winners = [outcome for outcome in outcomes if outcome != "lost"]
     assert len(outcomes) == 4
-    if isinstance(storage, LocalStorage) or (isinstance(storage, RemoteStorage) and storage.store.honours_if_absent):
+    if isinstance(storage, LocalStorage) or (isinstance(storage, ObjectStorage) and storage.store.honours_if_absent):
         assert len(winners) == 1 and read(storage, 5) == winners[0].encode()
     # Whoever it was, what is there is whole.
     Catalog(storage).verify(5)
@@ -195,10 +222,10 @@ def test_what_is_committed_during_a_survey_is_not_taken_for_damaged(storage: Sto
 def test_set_aside_keeps_and_counts(storage: Storage) -> None:
     for data in (b"one", b"two"):
         commit(storage, 5, data=data)
-        kept = storage.set_aside(5)
+        kept = storage.quarantine(5)
         if isinstance(storage, LocalStorage):
             assert (Path(kept) / "a").read_bytes() == data
-    assert storage.steps() == [] and len(storage.set_aside_names()) == 2
+    assert storage.steps() == [] and len(storage.quarantined()) == 2
     assert storage.sweep() == []
 
 
@@ -270,7 +297,7 @@ def test_who_was_shut_out_sets_nothing_aside(storage: Storage, location: str) ->
     late.read_manifest = seen_too_early  # type: ignore[method-assign]
     with pytest.raises(Fenced):
         commit(late, 5, attempt=2, data=b"late")
-    assert read(storage, 5) == b"newer" and len(storage.set_aside_names()) == 1
+    assert read(storage, 5) == b"newer" and len(storage.quarantined()) == 1
 
 
 def test_what_is_acknowledged_while_a_newer_attempt_begins_counts(storage: Storage, location: str) -> None:
@@ -366,34 +393,34 @@ def test_damage_is_told_as_such_after_a_new_attempt_has_begun_and_can_be_repaire
 
 
 def test_a_supervisors_note_is_replaced_whole_and_not_by_an_older_one(storage: Storage, location: str) -> None:
-    assert storage.read_note() is None
+    assert storage.sidecars.read_restart_state() is None
     storage.probe()
-    storage.replace_note(b'{"attempt": 2, "x": 1}')
-    storage.replace_note(b'{"attempt": 2, "x": 2}')
-    storage.replace_note(b'{"attempt": 1, "x": 3}')
-    assert open_storage(location).read_note() == b'{"attempt": 2, "x": 2}'
+    storage.sidecars.replace_restart_state(b'{"attempt": 2, "x": 1}')
+    storage.sidecars.replace_restart_state(b'{"attempt": 2, "x": 2}')
+    storage.sidecars.replace_restart_state(b'{"attempt": 1, "x": 3}')
+    assert open_storage(location).sidecars.read_restart_state() == b'{"attempt": 2, "x": 2}'
     # It is no checkpoint, and no sweep's business.
     commit(storage, 5)
     assert storage.sweep() == [] and storage.steps() == [5]
-    storage.write_note(b"damaged")
-    storage.replace_note(b'{"attempt": 1}')
-    assert storage.read_note() == b'{"attempt": 1}'
+    storage.sidecars.write_restart_state(b"damaged")
+    storage.sidecars.replace_restart_state(b'{"attempt": 1}')
+    assert storage.sidecars.read_restart_state() == b'{"attempt": 1}'
 
 
 def test_records_are_kept_beside_the_checkpoints(storage: Storage) -> None:
-    assert storage.records() == {} and storage.read_record("journal-a-1.000000.jsonl") == b""
+    assert storage.sidecars.sizes() == {} and storage.sidecars.read("journal-a-1.000000.jsonl") == b""
     storage.begin_attempt(1)
-    storage.write_record("journal-a-1.000000.jsonl", b"one")
-    storage.write_record("journal-a-1.000000.jsonl", b"one more")
-    storage.write_record("journal-a-1.000001.jsonl", b"")
-    storage.write_record("journal-b-2.000000.jsonl", b"two")
-    assert list(storage.records("journal-a-").items()) == [
+    storage.sidecars.write("journal-a-1.000000.jsonl", b"one")
+    storage.sidecars.write("journal-a-1.000000.jsonl", b"one more")
+    storage.sidecars.write("journal-a-1.000001.jsonl", b"")
+    storage.sidecars.write("journal-b-2.000000.jsonl", b"two")
+    assert list(storage.sidecars.sizes("journal-a-").items()) == [
         ("journal-a-1.000000.jsonl", 8),
         ("journal-a-1.000001.jsonl", 0),
     ]
-    assert storage.read_record("journal-a-1.000000.jsonl") == b"one more"
-    assert len(storage.records()) == 3
+    assert storage.sidecars.read("journal-a-1.000000.jsonl") == b"one more"
+    assert len(storage.sidecars.sizes()) == 3
     commit(storage, 5)
     storage.begin_attempt(2)
     storage.sweep()
-    assert len(storage.records()) == 3 and Catalog(storage).committed_steps() == [5]
+    assert len(storage.sidecars.sizes()) == 3 and Catalog(storage).committed_steps() == [5]

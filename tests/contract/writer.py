@@ -10,11 +10,11 @@ import sys
 from support import LARGE_BYTES, PART_BYTES, commit  # type: ignore[import-not-found]
 
 from checkpointing.errors import CheckpointError
-from checkpointing.storage import open_storage, s3
+from checkpointing.storage import open_storage, s3_multipart
 
 
 def main(location: str, *operations: str) -> None:
-    s3._PART_BYTES = PART_BYTES
+    s3_multipart._PART_BYTES = PART_BYTES
     storage, attempt = open_storage(location), 1
     for operation in operations:
         print("doing", operation, flush=True)
@@ -31,7 +31,7 @@ def main(location: str, *operations: str) -> None:
                 case "remove":
                     storage.remove(int(number))
                 case "aside":
-                    storage.set_aside(int(number), "superseded")
+                    storage.quarantine(int(number), "superseded")
                 case _:
                     raise ValueError(operation)
         except (CheckpointError, OSError) as error:

@@ -50,9 +50,9 @@ def test_a_damaged_fence_is_told_with_its_name_and_the_mend(damaged: bytes, tmp_
 )
 def test_a_damaged_note_is_replaced_by_the_next(damaged: bytes, tmp_path: Path) -> None:
     storage, note = LocalStorage(tmp_path), json.dumps({"attempt": 3}).encode()
-    storage.write_note(damaged)
-    storage.replace_note(note)
-    assert storage.read_note() == note
+    storage.sidecars.write_restart_state(damaged)
+    storage.sidecars.replace_restart_state(note)
+    assert storage.sidecars.read_restart_state() == note
 
 
 @pytest.mark.parametrize("number", ["007", "٣", "²", "+5", "-1", "5 ", "5\n", "9" * 230])
@@ -60,7 +60,7 @@ def test_what_is_only_nearly_named_like_a_checkpoint_is_none(number: str, tmp_pa
     """`checkpoint-007` was listed as step 7, which could not be set aside: no attempt could resume any more."""
     storage = LocalStorage(tmp_path)
     (tmp_path / f"checkpoint-{number}").mkdir()
-    assert storage.steps() == [] and storage.set_aside_names() == [] and storage.sweep() == []
+    assert storage.steps() == [] and storage.quarantined() == [] and storage.sweep() == []
 
 
 @pytest.mark.parametrize("number", ["007", "٣", "9" * 230])
@@ -100,7 +100,7 @@ def test_a_stock_trainers_checkpoints_are_left_alone(tmp_path: Path) -> None:
     theirs = stock_checkpoint(tmp_path, 20)
     mine = manager(tmp_path)
     assert mine.resume() == 0
-    assert theirs.is_dir() and LocalStorage(tmp_path).set_aside_names() == []
+    assert theirs.is_dir() and LocalStorage(tmp_path).quarantined() == []
     with pytest.raises(CheckpointError, match=r"checkpoint-20\): they are left as they are\. Start from one"):
         mine.check_way(0)
     mine.check_way(20)  # started from it
@@ -115,12 +115,12 @@ def test_a_folder_that_was_moved_away_is_not_created_again_for_a_note(tmp_path: 
     storage = LocalStorage(tmp_path / "checkpoints")
     storage.probe()
     storage.begin_attempt(1)
-    storage.write_note(b"{}")
+    storage.sidecars.write_restart_state(b"{}")
     (tmp_path / "checkpoints").rename(tmp_path / "moved")
     with pytest.raises(FileNotFoundError):
-        storage.replace_note(b"{}")
+        storage.sidecars.replace_restart_state(b"{}")
     with pytest.raises(FileNotFoundError):
-        storage.write_record("events", b"x")
+        storage.sidecars.write("events", b"x")
     assert not (tmp_path / "checkpoints").exists()
 
 

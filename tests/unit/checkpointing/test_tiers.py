@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.agent.storage_worker import Writer
+from checkpointing.agent.storage_worker import StorageWorker
 from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import digest_buffer
 from checkpointing.errors import Fenced, InvalidCheckpoint
 from checkpointing.manifest import SnapshotInfo
+from checkpointing.retention import Retention
 from checkpointing.storage import Storage
 from checkpointing.tiers import Tiers, open_tiers
 
@@ -92,8 +93,8 @@ def test_what_an_old_machine_commits_for_itself_does_not_count_when_it_comes_bac
     """Cut off, it went on; another machine did, too; then it is back, and begins the next attempt."""
     assert tiers.local is not None
 
-    def begin(tiers: Tiers, attempt: int) -> Writer:
-        writer = Writer(tiers, lambda message, arena: None, commits=True, local_keep_last=2)
+    def begin(tiers: Tiers, attempt: int) -> StorageWorker:
+        writer = StorageWorker(tiers, lambda message, arena: None, commits=True, local_retention=Retention(2))
         assert writer.begin_attempt(attempt, ()).answered.wait(120)
         return writer
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from checkpointing.agent import protocol
-from checkpointing.agent.client import AgentClient, AgentProcess, Refusal
-from checkpointing.agent.location_lock import acquire_lock
+from checkpointing.agent.client import AgentClient, AgentProcess
+from checkpointing.agent.options import AgentOptions
+from checkpointing.agent.protocol import Refusal
 from checkpointing.catalog import Catalog
 from checkpointing.digest import digest_buffer
 from checkpointing.errors import AgentUnavailable
-from checkpointing.locking import this_machine
 from checkpointing.reading import read_shared
 from checkpointing.retention import Retention
 from checkpointing.storage import LocalStorage
@@ -25,7 +25,7 @@ from checkpointing.storage import LocalStorage
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[AgentProcess]:
-    process = AgentProcess.start(str(tmp_path / "checkpoints"), "run")
+    process = AgentProcess.start(AgentOptions(location=str(tmp_path / "checkpoints"), run_id="run"))
     yield process
     process.close(10)
 
@@ -130,7 +130,7 @@ def test_a_full_disk_fails_the_save_and_the_next_one_works(tmp_path: Path) -> No
     if os.system(f"mount -t tmpfs -o size=4M tmpfs {mount} 2>/dev/null") != 0:
         pytest.skip("mounting a tmpfs needs root")
     try:
-        agent = AgentProcess.start(str(mount / "checkpoints"), "run")
+        agent = AgentProcess.start(AgentOptions(location=str(mount / "checkpoints"), run_id="run"))
         client = rank(agent)
         assert stage(client, 1, b"small", wait=True) and client.wait(1) is None
         assert stage(client, 2, bytes(8_000_000), wait=True)
@@ -149,16 +149,16 @@ def test_a_full_disk_fails_the_save_and_the_next_one_works(tmp_path: Path) -> No
 def test_a_second_agent_waits_for_the_first(agent: AgentProcess, tmp_path: Path) -> None:
     os.kill(agent.process.pid, signal.SIGSTOP)
     os.kill(agent.process.pid, signal.SIGKILL)
-    second = AgentProcess.start(str(tmp_path / "checkpoints"), "run")
+    second = AgentProcess.start(AgentOptions(location=str(tmp_path / "checkpoints"), run_id="run"))
     second.close(10)
 
 
 def test_an_unusable_location_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(AgentUnavailable, match=r"did not start.*file"):
-        AgentProcess.start(str(tmp_path / "file" / "checkpoints"), "run")
+        AgentProcess.start(AgentOptions(location=str(tmp_path / "file" / "checkpoints"), run_id="run"))
     with pytest.raises(AgentUnavailable, match="scheme 'nosuch' is not known"):
-        AgentProcess.start("nosuch://host/x", "run")
+        AgentProcess.start(AgentOptions(location="nosuch://host/x", run_id="run"))
 
 
 def test_a_growing_log_history_does_not_make_new_arenas(agent: AgentProcess) -> None:
@@ -229,7 +229,7 @@ def test_a_damaged_snapshot_is_neither_offered_nor_published(agent: AgentProcess
 
 @pytest.mark.parametrize(("limit", "arenas"), [(30_000_000, 2), (20_000_000, 1), (1_000_000, 0)])
 def test_the_memory_limit_is_kept_and_its_effect_is_told(limit: int, arenas: int, tmp_path: Path) -> None:
-    agent = AgentProcess.start(str(tmp_path / "checkpoints"), "run", memory_limit=limit)
+    agent = AgentProcess.start(AgentOptions(location=str(tmp_path / "checkpoints"), run_id="run", memory_limit=limit))
     monitor = protocol.connect(agent.socket_path)
     protocol.send(monitor, {"do": "hello", "role": "monitor"})
     protocol.receive(monitor)
@@ -269,30 +269,6 @@ def test_a_signal_to_every_process_of_the_job_leaves_the_ending_to_the_monitor(
     assert committed(tmp_path)[-1] == 10 + signal.SIGTERM
 
 
-@pytest.mark.parametrize(("machine", "taken"), [("another-machine", True), (this_machine(), False)])
-def test_a_lock_that_another_machine_keeps_is_left_to_the_fence(tmp_path: Path, machine: str, taken: bool) -> None:
-    """A node that was given up goes on; its lock must not keep the run from going on elsewhere."""
-    first = acquire_lock(tmp_path, 0.0)
-    os.truncate(first, 0)
-    os.pwrite(first, f"pid 7 on {machine}\n".encode(), 0)
-    if not taken:
-        with pytest.raises(TimeoutError, match="stop that run"):
-            acquire_lock(tmp_path, 0.1)
-        os.close(first)
-        return
-    second = acquire_lock(tmp_path, 0.1)
-    assert os.pread(second, 100, 0) == f"pid 7 on {machine}\n".encode()
-    os.close(first)
-    # It becomes ours as soon as that one is gone.
-    deadline = time.monotonic() + 120
-    while str(os.getpid()).encode() not in os.pread(second, 100, 0):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    with pytest.raises(TimeoutError):
-        acquire_lock(tmp_path, 0.0)
-    os.close(second)
-
-
 def test_what_is_offered_is_mapped_at_once(agent: AgentProcess) -> None:
     """Not page by page, while it is read."""
     nbytes = 64 << 20
@@ -307,7 +283,7 @@ def test_what_is_offered_is_mapped_at_once(agent: AgentProcess) -> None:
 
 def agent_that_fails(tmp_path: Path, failpoints: str, monkeypatch: pytest.MonkeyPatch) -> AgentProcess:
     monkeypatch.setenv("CHECKPOINT_FAILPOINTS", failpoints)
-    process = AgentProcess.start(str(tmp_path / "checkpoints"), "run")
+    process = AgentProcess.start(AgentOptions(location=str(tmp_path / "checkpoints"), run_id="run"))
     monkeypatch.delenv("CHECKPOINT_FAILPOINTS")
     return process
 

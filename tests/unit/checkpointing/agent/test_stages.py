@@ -9,56 +9,20 @@ import pytest
 import torch
 
 from checkpointing.agent import protocol
-from checkpointing.agent.client import AgentClient, AgentProcess, Refusal
+from checkpointing.agent.client import AgentClient, AgentProcess
+from checkpointing.agent.options import AgentOptions
+from checkpointing.agent.protocol import Refusal
 from checkpointing.catalog import Catalog
+from checkpointing.events import Log
 from checkpointing.rank import manager
 from checkpointing.retention import Retention
-from checkpointing.stages import FIRST_STAGE, STAGE_NAME, Stage, Stages
+from checkpointing.stages import FIRST_STAGE, Stage, Stages
 from checkpointing.storage import LocalStorage
-
-
-def test_under_a_supervisor_each_location_is_a_stage_in_the_order_of_use() -> None:
-    def lives(stages: Stages, ends: list[tuple[str, int]]) -> list[tuple[str, int, int]]:
-        found = []
-        for location, step in ends:
-            stage = stages.enter(location, supervised=True)
-            found.append((stage.name, stage.number, stage.steps_before))
-            stages.leave(location, step, finished=True)
-        return found
-
-    ends = [("runs/sft", 60), ("runs/dpo/", 40), ("/x/ reward model", 10)]
-    expected = [("", 1, 0), ("stage-2-dpo", 2, 60), ("stage-3-reward-model", 3, 100)]
-    # A script that is started again makes them in the same order.
-    assert lives(Stages(), ends) == lives(Stages(), ends) == expected
-    assert all(STAGE_NAME.fullmatch(name) for name, _, _ in expected[1:])
-
-
-def test_the_same_location_is_another_stage_once_its_training_has_finished() -> None:
-    stages = Stages()
-    assert stages.enter("out", supervised=False) == FIRST_STAGE
-    stages.leave("out", 30, finished=False)  # interrupted: a notebook's cell that is run again
-    assert stages.enter("out", supervised=False) == FIRST_STAGE
-    stages.leave("out", 60, finished=True)
-    again = stages.enter("out", supervised=False)
-    assert (again.name, again.inside("out"), again.inside("s3://b/p/")) == (
-        "stage-2",
-        "out/stage-2",
-        "s3://b/p/stage-2",
-    )
-    # Without a supervisor another location is on its own.
-    assert (
-        stages.enter("other", supervised=False) == Stage("", 1, 0) or stages.enter("other", supervised=False).name == ""
-    )
-
-
-@pytest.mark.parametrize("name", ["stage-1", "stage-02", "../stage-2", "stage-2-a/b", "stage-2-", "checkpoint-2"])
-def test_what_is_no_stage_is_not_taken_for_one(name: str) -> None:
-    assert STAGE_NAME.fullmatch(name) is None
 
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[AgentProcess]:
-    process = AgentProcess.start(str(tmp_path), "run")
+    process = AgentProcess.start(AgentOptions(location=str(tmp_path), run_id="run"))
     yield process
     process.close(10)
 
@@ -95,7 +59,7 @@ def test_a_stage_has_checkpoints_and_snapshots_of_its_own(agent: AgentProcess, t
     second = rank(agent, SECOND)
     assert second.offer()[0] == []
     save(second, 10)
-    second.announce({"event": "log", "step": 12, "loss": 1.0})
+    second.announce(Log(step=12, loss=1.0))
     save(second, 15, commit=False)
     second.close()
     assert committed(tmp_path) == [10, 20]
@@ -121,7 +85,7 @@ def test_a_stage_has_checkpoints_and_snapshots_of_its_own(agent: AgentProcess, t
     # Counted over all stages, so that progress is seen.
     assert ("stage", "stage-2-dpo", None) in told and ("committed", "stage-2-dpo", 30) in told
     assert ("log", "stage-2-dpo", 32) in told
-    assert LocalStorage(tmp_path).records("stage-") == {
+    assert LocalStorage(tmp_path).sidecars.sizes("stage-") == {
         "stage-2-dpo.json": len(b'{"name": "stage-2-dpo", "number": 2, "steps_before": 20}')
     }
 
@@ -133,14 +97,16 @@ def test_what_is_kept_of_the_run_stays_at_its_location_in_later_stages(agent: Ag
     protocol.send(monitor, {"do": "hello", "role": "monitor"})
     second = rank(agent, SECOND)
     second.offer()
-    protocol.send(monitor, {"do": "note", "text": "memory"})
-    record = {"name": "events-1.jsonl", "path": str(tmp_path / "journal"), "start": 0, "end": 6}
-    protocol.send(monitor, {"do": "record", **record})
+    protocol.send(monitor, {"do": "restart_state", "text": "memory"})
+    sidecar = {"name": "events-1.jsonl", "path": str(tmp_path / "journal"), "start": 0, "end": 6}
+    protocol.send(monitor, {"do": "sidecar", **sidecar})
     second.close()
-    agent.close(10)
-    assert LocalStorage(tmp_path).read_note() == b"memory"
-    assert LocalStorage(tmp_path).records("events-") == {"events-1.jsonl": 6}
-    assert LocalStorage(tmp_path / SECOND.name).records("events-") == {}
+    protocol.send(monitor, {"do": "shutdown"})
+    assert agent.process.wait(60) == 0
+    monitor.close()
+    assert LocalStorage(tmp_path).sidecars.read_restart_state() == b"memory"
+    assert LocalStorage(tmp_path).sidecars.sizes("events-") == {"events-1.jsonl": 6}
+    assert LocalStorage(tmp_path / SECOND.name).sidecars.sizes("events-") == {}
 
 
 def test_only_the_runs_first_training_starts_from_another_checkpoint(

@@ -8,17 +8,19 @@ from pathlib import Path
 import pytest
 from chaos.stores import MemoryObjects
 
-from checkpointing.agent.protocol import Message
-from checkpointing.agent.storage_worker import Writer
-from checkpointing.storage import LocalStorage
-from checkpointing.storage.object_storage import RemoteStorage
+from checkpointing.agent.results import Result
+from checkpointing.agent.storage_worker import StorageWorker
+from checkpointing.events import RestartStateFailed, StorageRetried
+from checkpointing.retention import Retention
+from checkpointing.storage.local import LocalSidecars
+from checkpointing.storage.object_storage import ObjectStorage
 from checkpointing.tiers import Tiers, open_tiers
 
 
 def test_what_storage_refuses_is_kept_when_it_is_back(tmp_path: Path) -> None:
     """Of a journal that grows, each chunk as it was last; none is left out."""
-    tiers, told = open_tiers(str(tmp_path / "store")), queue.SimpleQueue[Message]()
-    writer = Writer(tiers, lambda message, arena: told.put(message), commits=True, local_keep_last=2)
+    tiers, told = open_tiers(str(tmp_path / "store")), queue.SimpleQueue[Result]()
+    writer = StorageWorker(tiers, lambda message, arena: told.put(message), commits=True, local_retention=Retention(2))
     writer.start()
     journal = tmp_path / "journal"
     journal.write_bytes(b"0123456789")
@@ -26,12 +28,15 @@ def test_what_storage_refuses_is_kept_when_it_is_back(tmp_path: Path) -> None:
     away = tmp_path / "store" / ".records"
     away.touch()
     for name, start, end, owed in (("a", 0, 3, 1), ("a", 0, 4, 1), ("b", 4, 6, 2)):
-        writer.record(name, str(journal), start, end)
-        assert [told.get(timeout=60)["event"] for _ in range(owed)] == ["note_failed"] * owed
+        writer.sidecars.write_part(name, journal, start, end)
+        assert all(isinstance(told.get(timeout=60), RestartStateFailed) for _ in range(owed))
     away.unlink()
-    writer.record("b", str(journal), 4, 9)
+    writer.sidecars.write_part("b", journal, 4, 9)
     writer.close()
-    assert {name: tiers.durable.read_record(name) for name in tiers.durable.records()} == {"a": b"0123", "b": b"45678"}
+    assert {name: tiers.durable.sidecars.read(name) for name in tiers.durable.sidecars.sizes()} == {
+        "a": b"0123",
+        "b": b"45678",
+    }
     assert told.empty()
 
 
@@ -45,31 +50,32 @@ class SlowObjects(MemoryObjects):
 
 
 def test_all_tries_are_told_by_the_end_of_what_they_were_for(tmp_path: Path) -> None:
-    told = queue.SimpleQueue[Message]()
-    tiers = Tiers(RemoteStorage(SlowObjects()))
-    writer = Writer(tiers, lambda message, arena: told.put(message), commits=True, local_keep_last=2)
+    told = queue.SimpleQueue[Result]()
+    tiers = Tiers(ObjectStorage(SlowObjects()))
+    writer = StorageWorker(tiers, lambda message, arena: told.put(message), commits=True, local_retention=Retention(2))
     (tmp_path / "journal").write_bytes(b"0123456789")
-    writer.record("a", str(tmp_path / "journal"), 0, 3)
+    writer.sidecars.write_part("a", tmp_path / "journal", 0, 3)
     writer.start()
     writer.close()
     messages = [told.get() for _ in range(told.qsize())]
-    retried = {"event": "storage_retried", "tier": "remote"}
     assert messages == [
-        {**retried, "count": 1, "reason": "it was slow"},
-        {**retried, "count": 1, "reason": "it was slow again"},
+        StorageRetried(tier="remote", count=1, reason="it was slow"),
+        StorageRetried(tier="remote", count=1, reason="it was slow again"),
     ]
-    assert tiers.durable.read_record("a") == b"012"
+    assert tiers.durable.sidecars.read("a") == b"012"
 
 
 def test_what_waits_is_kept_as_it_was_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is slow is not given what is out of date."""
     written: list[bytes] = []
-    monkeypatch.setattr(LocalStorage, "write_record", lambda self, name, data: written.append(data))
-    writer = Writer(open_tiers(str(tmp_path / "store")), lambda message, arena: None, commits=True, local_keep_last=2)
+    monkeypatch.setattr(LocalSidecars, "write", lambda self, name, data: written.append(data))
+    writer = StorageWorker(
+        open_tiers(str(tmp_path / "store")), lambda message, arena: None, commits=True, local_retention=Retention(2)
+    )
     journal = tmp_path / "journal"
     journal.write_bytes(b"0123456789")
     for end in (1, 2, 3):
-        writer.record("a", str(journal), 0, end)
+        writer.sidecars.write_part("a", journal, 0, end)
     writer.start()
     writer.close()
     assert written == [b"012"]

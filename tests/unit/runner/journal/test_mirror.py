@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from journals import event
 
-from checkpointing.storage import LocalStorage, open_storage
+from checkpointing.storage import open_storage
+from checkpointing.storage.local import LocalSidecars
 from runner.errors import UsageError
 from runner.journal import mirror
 from runner.journal.journal import Journal, read_journal
@@ -24,7 +25,7 @@ def test_only_the_last_chunk_is_written_again(tmp_path: Path, monkeypatch: pytes
 
     def keep(name: str, path: Path, start: int, end: int) -> bool:
         written.append(name)
-        storage.write_record(name, path.read_bytes()[start:end])
+        storage.sidecars.write(name, path.read_bytes()[start:end])
         return True
 
     for number in range(20):
@@ -40,10 +41,10 @@ def test_only_the_last_chunk_is_written_again(tmp_path: Path, monkeypatch: pytes
     assert written.count("journal-abc-life.000000.jsonl") == 2
     # Whoever kept them has died, and some may have been on their way.
     copy.turn(100.0, keep, keeper=2)
-    assert written[count:] == [*storage.records("journal-abc-")]
-    storage.write_note(RestartState(lineage="abc").to_json(1).encode())
+    assert written[count:] == [*storage.sidecars.sizes("journal-abc-")]
+    storage.sidecars.write_restart_state(RestartState(lineage="abc").to_json(1).encode())
     # Another run's, which was here before.
-    storage.write_record("journal-old-life.000000.jsonl", b'{"time": 1, "event": "run_started", "attempt": 0}\n')
+    storage.sidecars.write("journal-old-life.000000.jsonl", b'{"time": 1, "event": "run_started", "attempt": 0}\n')
     assert History(str(tmp_path / "checkpoints")).entries() == read_journal(tmp_path / "journal.jsonl")
 
 
@@ -69,21 +70,21 @@ def test_the_last_words_are_kept_without_an_agent(tmp_path: Path, monkeypatch: p
 def test_asked_again_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mirror, "COPY_INTERVAL_S", 0.0)
     storage = open_storage(str(tmp_path))
-    storage.write_note(RestartState(lineage="abc").to_json(1).encode())
+    storage.sidecars.write_restart_state(RestartState(lineage="abc").to_json(1).encode())
     lines = [
         f'{{"time": {number}, "event": "progress", "attempt": 1, "step": {number}}}\n'.encode() for number in range(9)
     ]
     read: list[str] = []
-    read_record = LocalStorage.read_record
+    read_sidecar = LocalSidecars.read
 
-    def counted(self: LocalStorage, name: str) -> bytes:
+    def counted(self: LocalSidecars, name: str) -> bytes:
         read.append(name)
-        return read_record(self, name)
+        return read_sidecar(self, name)
 
-    monkeypatch.setattr(LocalStorage, "read_record", counted)
+    monkeypatch.setattr(LocalSidecars, "read", counted)
 
     def keep(run_id: str, number: int, data: bytes) -> None:
-        storage.write_record(f"journal-abc-{run_id}.{number:06}.jsonl", data)
+        storage.sidecars.write(f"journal-abc-{run_id}.{number:06}.jsonl", data)
 
     def steps() -> list[int]:
         read.clear()
@@ -116,8 +117,8 @@ def test_storage_that_is_away_hides_no_life_that_was_known(tmp_path: Path, monke
     place = tmp_path / "volume"
     storage = open_storage(str(place))
     storage.probe()
-    storage.write_note(RestartState(lineage="abc").to_json(1).encode())
-    storage.write_record("journal-abc-old.000000.jsonl", b'{"time": 1, "event": "run_started", "attempt": 0}\n')
+    storage.sidecars.write_restart_state(RestartState(lineage="abc").to_json(1).encode())
+    storage.sidecars.write("journal-abc-old.000000.jsonl", b'{"time": 1, "event": "run_started", "attempt": 0}\n')
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text(f"output_dir: {run}\ncheckpoint:\n  location: {place}\n")
@@ -128,7 +129,7 @@ def test_storage_that_is_away_hides_no_life_that_was_known(tmp_path: Path, monke
     shutil.rmtree(place / ".records")
     (place / ".records").symlink_to(".records")
     with pytest.raises(OSError):
-        storage.records()
+        storage.sidecars.sizes()
     journal.append(event("run_ended", state="finished", exit_code=0, reason=""), 1)
     assert [one.time for one in looks.entries()] == [1, 5.0, 5.0]
     assert looks.unread
@@ -150,11 +151,11 @@ def test_storage_that_does_not_answer_holds_up_nobody_who_has_a_journal(
     monkeypatch.setattr(mirror, "COPY_INTERVAL_S", 60.0)
     answers = threading.Event()
 
-    def records(self: LocalStorage, prefix: str = "") -> dict[str, int]:
+    def sizes(self: LocalSidecars, prefix: str = "") -> dict[str, int]:
         answers.wait(60)
         raise OSError("it is gone")
 
-    monkeypatch.setattr(LocalStorage, "records", records)
+    monkeypatch.setattr(LocalSidecars, "sizes", sizes)
     (tmp_path / "config.yaml").write_text(f"output_dir: {tmp_path}\ncheckpoint:\n  location: {tmp_path.parent}/place\n")
     Journal(tmp_path / "journal.jsonl", lambda: 5.0).append(event("run_started", run_id="new"), 0)
     looks = History(str(tmp_path), patience_s=0.1)

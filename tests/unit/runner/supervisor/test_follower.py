@@ -268,7 +268,7 @@ def test_a_follower_that_finds_nobody_looks_at_the_restart_state(
 ) -> None:
     storage = LocalStorage(tmp_path / "checkpoints")
     storage.root.mkdir()
-    storage.replace_note(RestartState(finished=key_of(finished)).to_json(3).encode())
+    storage.sidecars.replace_restart_state(RestartState(finished=key_of(finished)).to_json(3).encode())
     bench = Bench(tmp_path)
     bench.member.connected = False
     assert bench.run() is (ExitCode.DONE if is_done else ExitCode.BUDGET_SPENT)

@@ -97,7 +97,7 @@ def test_a_location_keeps_its_id(tmp_path: Path) -> None:
     assert ensure_id(storage) == read_id(LocalStorage(tmp_path / "one")) == first
     assert ensure_id(LocalStorage(tmp_path / "two")) != first
     for damaged in (b"", b"[]", b'{"id": 3}', b'{"id": "../x"}', b"[" * 3000):
-        storage.write_record("place.json", damaged)
+        storage.sidecars.write("place.json", damaged)
         assert read_id(storage) is None
 
 
@@ -109,7 +109,7 @@ def test_what_is_at_a_location(tmp_path: Path) -> None:
     assert look(tiers, 5).is_empty, "its id is no checkpoint"
     (tmp_path / "checkpoint-5").mkdir()
     assert look(tiers, 5) == Found(place, None, False, set_aside=True)
-    kept = storage.set_aside(5)
+    kept = storage.quarantine(5)
     assert look(tiers, 5) == Found(place, None, False, set_aside=True)
     assert not look(tiers, 15).set_aside
     shutil.rmtree(kept)

@@ -136,7 +136,7 @@ def test_checkpoints_of_an_older_version_are_taken_as_they_are(record: bytes | N
     run = Fixture(tmp_path)
     run.save()
     if record is not None:
-        LocalStorage(run.location).write_record("job.json", record)
+        LocalStorage(run.location).sidecars.write("job.json", record)
     assert run.examine(seed=2) == []
     run.start()
     with pytest.raises(UsageError, match=r"trainer\.seed: 2 -> 1"):
@@ -250,7 +250,7 @@ def test_object_storage_knows_its_runner_by_the_note(
     LocationLock(config, print).hold()
     # A living process that is not this one: pytest's parent.
     note = {"attempt": 1, "runner": {**runner_of(os.getppid()), **change}}
-    storage.write_note(json.dumps(note).encode())
+    storage.sidecars.write_restart_state(json.dumps(note).encode())
     if is_busy:
         with pytest.raises(
             RunBusy, match=rf"another runner \(pid {os.getppid()} on .* keeps its checkpoints at memory"
@@ -258,7 +258,7 @@ def test_object_storage_knows_its_runner_by_the_note(
             LocationLock(config, print).hold()
     else:
         LocationLock(config, print).hold()
-    assert storage.read_note() == json.dumps(note).encode()
+    assert storage.sidecars.read_restart_state() == json.dumps(note).encode()
 
 
 def runner_of(pid: int) -> dict[str, Any]:
@@ -302,7 +302,7 @@ def test_the_tiers_are_all_written_to(tmp_path: Path) -> None:
     run.config.checkpoint.local_tier = str(tmp_path / "fast")
     run.start()
     tiers: Tiers = run.config.tiers
-    assert {storage.read_record("job.json") for storage in tiers.nearest_first} == {run.job.to_json()}
+    assert {storage.sidecars.read("job.json") for storage in tiers.nearest_first} == {run.job.to_json()}
     assert read_journal(run.directory.journal)[0].event.to_dict()["place"] == read_id(tiers.durable)
 
 

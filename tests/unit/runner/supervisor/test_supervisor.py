@@ -197,7 +197,7 @@ def test_what_cannot_be_started_ends_the_run(error: Exception, exit_code: ExitCo
 
 def test_a_runner_that_was_killed_with_its_attempt_has_cost_one(tmp_path: Path) -> None:
     bench = Bench(tmp_path, FINISHED)
-    bench.config.tiers.durable.write_note(RestartState(running=4).to_json(4).encode())
+    bench.config.tiers.durable.sidecars.write_restart_state(RestartState(running=4).to_json(4).encode())
     assert bench.run() is ExitCode.DONE
     assert "the previous runner exited without reporting" in bench.texts
 
@@ -207,7 +207,7 @@ def test_runners_that_are_killed_again_and_again_end_the_run(tmp_path: Path) -> 
     bench = Bench(tmp_path)
     bench.config.restart.max_restarts = 1
     lost = AttemptRecord(Failure(FailureKind.RUNNER_LOST, "ended together with its runner"), -1)
-    bench.config.tiers.durable.write_note(RestartState([lost], running=4).to_json(4).encode())
+    bench.config.tiers.durable.sidecars.write_restart_state(RestartState([lost], running=4).to_json(4).encode())
     assert bench.run() is ExitCode.NO_PROGRESS
     assert bench.node.specs == []
 
@@ -236,7 +236,7 @@ def test_the_state_is_written_by_the_supervisor_where_there_is_no_agent(tmp_path
 
     bench = Bench(tmp_path, agent_dies)
     bench.run()
-    kept = RestartState.from_json(bench.config.tiers.durable.read_note())
+    kept = RestartState.from_json(bench.config.tiers.durable.sidecars.read_restart_state())
     assert [record.failure.kind for record in kept.history] == [FailureKind.STORAGE_FAILED]
 
 
@@ -248,7 +248,7 @@ def test_a_fenced_runner_leaves_the_state_to_its_successor(tmp_path: Path) -> No
 
     bench = Bench(tmp_path, fenced)
     assert bench.run() is ExitCode.DETERMINISTIC
-    assert bench.node.notes == [] and bench.config.tiers.durable.read_note() is None
+    assert bench.node.notes == [] and bench.config.tiers.durable.sidecars.read_restart_state() is None
 
 
 def test_a_script_that_divides_its_batches_is_halved(tmp_path: Path) -> None:
@@ -332,7 +332,8 @@ LONGER = JobIdentity({**OURS.what, "trainer.max_steps": 200})
 def test_a_finished_run_waits_for_nobody_for_long(finished: JobIdentity, exit_code: ExitCode, tmp_path: Path) -> None:
     """Unless it is to go further: then the other nodes are needed."""
     bench = Bench(tmp_path, identity=OURS, nnodes=2, master_port=29400, master_addr="127.0.0.1")
-    LocalStorage(tmp_path / "checkpoints").write_note(RestartState(finished=key_of(finished)).to_json(3).encode())
+    storage = LocalStorage(tmp_path / "checkpoints")
+    storage.sidecars.write_restart_state(RestartState(finished=key_of(finished)).to_json(3).encode())
     began = bench.session.host.now
     leader: Any = bench.supervisor._members
 

@@ -1,0 +1,153 @@
+"""Publishes checkpoints at a tier, and removes those that its retention does not keep."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from checkpointing.agent.arenas import Arena
+from checkpointing.agent.fencing import Fencer
+from checkpointing.agent.reporting import Clock, progress_reporter, text_of
+from checkpointing.agent.results import Report
+from checkpointing.commit import StagedFile, commit_snapshot
+from checkpointing.errors import Fenced
+from checkpointing.events import CommitFailed, Committed, Pruned, PruneFailed
+from checkpointing.events import Fenced as FencedEvent
+from checkpointing.manifest import Manifest, SnapshotInfo
+from checkpointing.retention import Retention, steps_to_remove
+from checkpointing.storage import Storage
+from checkpointing.tiers import Tiers
+
+Outcome = Committed | CommitFailed
+
+
+class Publisher:
+    """Used by the threads that commit and upload.
+
+    Attributes:
+        retention: What the durable tier keeps, as the ranks last said; None until they have.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        fencer: Fencer,
+        report: Report,
+        *,
+        local_retention: Retention,
+        flush_retries: Callable[[], None] = lambda: None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """Create a publisher.
+
+        Args:
+            tiers: Where.
+            fencer: Begins attempts there.
+            report: Takes its events.
+            local_retention: What the local tier keeps.
+            flush_retries: Called at the end of each task, to report calls that were retried.
+            clock: Seconds.
+        """
+        self.retention: Retention | None = None
+        self._tiers, self._fencer, self._report = tiers, fencer, report
+        self._local_retention, self._flush_retries, self._clock = local_retention, flush_retries, clock
+
+    def commit(self, arena: Arena, storage: Storage) -> Outcome:
+        """Publish an arena's snapshot, once its attempt has begun. Its digests are awaited file by file."""
+        assert arena.info is not None
+        self._fencer.wait_until_answered()
+
+        def digest_of(name: str) -> str:
+            arena.digested.wait()
+            return arena.digests[name]
+
+        files = [
+            StagedFile(name, [arena.view(offset, size)], functools.partial(digest_of, name))
+            for name, offset, size in arena.files
+        ]
+        return self.publish(
+            storage,
+            arena.info,
+            files,
+            sum(size for *_, size in arena.files),
+            may_publish=lambda: not arena.damaged,
+            at_once=storage.writes_at_once,
+            since=arena.whole_since,
+        )
+
+    def publish(
+        self,
+        storage: Storage,
+        info: SnapshotInfo,
+        files: Sequence[StagedFile],
+        nbytes: int,
+        *,
+        may_publish: Callable[[], bool] = lambda: True,
+        at_once: int = 1,
+        since: float,
+    ) -> Outcome:
+        """Publish files as a checkpoint.
+
+        Args:
+            storage: The tier.
+            info: What they are of.
+            files: The files.
+            nbytes: Their size, to report progress by.
+            may_publish: Asked last; False drops what was written.
+            at_once: Number of files to write in parallel.
+            since: When the work began, by the clock.
+
+        Returns:
+            The event that says what has become of it; the caller reports it.
+        """
+        began, tier = time.process_time(), self._tiers.name(storage)
+        storage.watch(progress_reporter("upload", info.step, nbytes, self._report, self._clock))
+        try:
+            if storage is self._tiers.durable:
+                self._fencer.begin_at_durable_tier()
+            manifest = commit_snapshot(storage, info, files, may_publish, at_once=at_once)
+        except Exception as error:
+            # Whatever went wrong, the run must learn of it, and the arena must become free again.
+            if isinstance(error, Fenced):
+                self._report(FencedEvent(reason=str(error)), None)
+            return CommitFailed(step=info.step, tier=tier, error=text_of(error))
+        finally:
+            self._flush_retries()
+        return Committed(
+            step=info.step,
+            tier=tier,
+            nbytes=manifest.total_bytes,
+            duration_s=round(self._clock() - since, 4),
+            cpu_s=round(time.process_time() - began, 4),
+        )
+
+    def prune(self, storage: Storage, spared: Callable[[], Collection[int]] = tuple) -> None:
+        """Remove the checkpoints of a tier that its retention does not keep.
+
+        Args:
+            storage: The tier.
+            spared: Steps that stay all the same; asked only if something is to be removed.
+        """
+        tier = self._tiers.name(storage)
+        retention = self.retention if storage is self._tiers.durable else self._local_retention
+        if retention is None:
+            return
+        try:
+            doomed = steps_to_remove(committed_at(storage), retention)
+            kept = spared() if doomed else ()
+            for step in doomed:
+                if step not in kept:
+                    storage.remove(step)
+                    self._report(Pruned(step=step, tier=tier), None)
+        except Exception as error:
+            self._report(PruneFailed(tier=tier, error=text_of(error)), None)
+
+
+def committed_at(storage: Storage) -> list[Manifest]:
+    """Return the manifests of the checkpoints that count at a storage, newest first.
+
+    Raises:
+        OSError: Storage refused.
+    """
+    return [found for _, found in storage.survey() if isinstance(found, Manifest)]

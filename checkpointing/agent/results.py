@@ -1,0 +1,57 @@
+"""What the agent's threads report to its main thread.
+
+A result is an event for the run's monitors, or one of the notices below, which concern the agent alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from checkpointing.agent.arenas import Arena
+from checkpointing.events import Event, StepEvent
+from checkpointing.stages import Stage
+
+
+@dataclass(frozen=True)
+class Digested:
+    """All files of a snapshot have their digests."""
+
+
+@dataclass(frozen=True)
+class FenceAnswered:
+    """An attempt's fence is in place, or could not be put there."""
+
+
+@dataclass(frozen=True)
+class UploadEnded:
+    """A task of the uploader is over."""
+
+
+Result = Event | Digested | FenceAnswered | UploadEnded
+# Called from any thread; the arena is the one that the thread has finished with, if any.
+Report = Callable[[Result, Arena | None], None]
+
+R = TypeVar("R")
+
+
+def stamped(result: R, stage: Stage) -> R:
+    """Return a result with the stage that it belongs to, if it concerns a step.
+
+    The run's first stage has no name, and its steps are those of the run: nothing is added.
+    """
+    if not stage.name or not isinstance(result, StepEvent):
+        return result
+    return dataclasses.replace(result, stage=stage.name, run_step=result.step + stage.steps_before)
+
+
+def stamped_announcement(announced: dict[str, Any], stage: Stage) -> dict[str, Any]:
+    """Return what a rank announced with the stage that it belongs to; its contents mean nothing to the agent."""
+    if not stage.name:
+        return announced
+    added: dict[str, Any] = {"stage": stage.name}
+    if "step" in announced:
+        added["run_step"] = announced["step"] + stage.steps_before
+    return {**announced, **added}

@@ -1,0 +1,118 @@
+"""What an attempt may resume from: snapshots in memory, and the newest checkpoint, read before ranks ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from checkpointing.agent.arenas import Arena, ArenaPool, ArenaState
+from checkpointing.agent.fencing import Fencing
+from checkpointing.agent.results import stamped
+from checkpointing.agent.scheduler import Scheduler
+from checkpointing.agent.stage_workers import StageWorkers
+from checkpointing.catalog import CatalogEntry
+from checkpointing.events import Event, SnapshotDamaged
+from checkpointing.manifest import Manifest
+from checkpointing.shared_memory import round_up
+
+
+class Resumption:
+    """Used by the agent's main thread alone."""
+
+    def __init__(
+        self, pool: ArenaPool, scheduler: Scheduler, workers: StageWorkers, publish: Callable[[Event], None]
+    ) -> None:
+        """Create it.
+
+        Args:
+            pool: The arenas.
+            scheduler: Knows which snapshots are whole.
+            workers: Read checkpoints.
+            publish: Takes events for monitors.
+        """
+        self._pool, self._scheduler, self._workers, self._publish = pool, scheduler, workers, publish
+        self._fencing: Fencing | None = None
+        self._fetch_wanted = False
+
+    def begin(self, fencing: Fencing, *, fetch: bool) -> None:
+        """Begin an attempt, or its next stage.
+
+        Args:
+            fencing: The begin of the attempt at its storage.
+            fetch: Whether the newest checkpoint is what will be resumed from: it may be read before ranks ask.
+        """
+        self._fencing, self._fetch_wanted = fencing, fetch
+
+    @property
+    def fetching(self) -> Arena | None:
+        """The arena that a checkpoint is being read into."""
+        return next((arena for arena in self._scheduler.of_stage() if arena.state is ArenaState.FETCHING), None)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether ranks can be answered: older attempts are fenced, and every snapshot is whole and has digests."""
+        digested = all(a.digested.is_set() for a in self._pool.arenas if a.state is ArenaState.WHOLE)
+        return digested and self._fencing is not None and self._fencing.answered.is_set() and self.fetching is None
+
+    def refusal(self) -> dict[str, str] | None:
+        """Return why the attempt cannot begin, as ranks are answered; None where it can."""
+        assert self._fencing is not None
+        if self._fencing.error is None:
+            return None
+        return {"error" if self._fencing.fenced else "storage_error": self._fencing.error}
+
+    @property
+    def unreachable(self) -> str | None:
+        """Why the attempt begins without the durable tier; None where it does not."""
+        assert self._fencing is not None
+        return self._fencing.unreachable
+
+    def offered(self) -> list[Arena]:
+        """Return the arenas whose snapshots a rank may resume from."""
+        return [arena for arena in self._scheduler.of_stage() if arena.is_usable and arena.info is not None]
+
+    def discard(self, step: int, reason: str) -> None:
+        """Never offer or publish a snapshot again: a rank read other bytes than were digested."""
+        for arena in self._scheduler.whole():
+            if arena.step == step and not arena.damaged:
+                arena.damaged = True
+                self._publish(stamped(SnapshotDamaged(step=step, reason=reason), self._workers.stage))
+                if arena.num_tasks == 0:
+                    arena.state = ArenaState.FREE
+
+    def fetch_newest(self) -> None:
+        """Read the newest checkpoint while ranks are still starting, unless a snapshot or a file here is as new."""
+        assert self._fencing is not None
+        entry = self._fencing.newest if self._fencing.answered.is_set() else None
+        if not self._fetch_wanted or entry is None or entry.storage.directory(entry.step) is not None:
+            return
+        self._fetch_wanted = False
+        manifest, held = entry.manifest, self._pool.newest(self._workers.stage.name)
+        assert manifest is not None
+        on_its_way = any(a.state is ArenaState.FETCHING and a.step == entry.step for a in self._scheduler.of_stage())
+        if not on_its_way and (held is None or held.step < entry.step):
+            self._fetch(entry, manifest)
+
+    def _fetch(self, entry: CatalogEntry, manifest: Manifest) -> None:
+        files, end = [], 0
+        for file in manifest.files:
+            files.append((file.name, end, file.size))
+            end += round_up(max(file.size, 1))
+        # The second arena is allocated during the first step.
+        arena = self._pool.take(end, num_wanted=1)
+        if arena is None:
+            return
+        arena.begin(entry.step, self._workers.stage.name, ArenaState.FETCHING)
+        arena.files = files
+        arena.info = manifest.info
+        arena.commit_wanted = True  # It is committed already.
+        arena.num_tasks += 1
+        self._workers.current.fetch(entry, arena)
+
+
+def described(arena: Arena) -> dict[str, Any]:
+    """Return an offered snapshot as ranks receive it: what it is of, its arena, and its files with their digests."""
+    assert arena.info is not None
+    files = [(name, offset, size, arena.digests[name]) for name, offset, size in arena.files]
+    return {**asdict(arena.info), "arena": arena.number, "files": files}

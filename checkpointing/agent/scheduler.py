@@ -1,0 +1,229 @@
+"""Which snapshot gets which arena, and which snapshots are committed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from checkpointing.agent.arenas import Arena, ArenaPool, ArenaState
+from checkpointing.agent.protocol import Refusal
+from checkpointing.agent.reporting import Clock
+from checkpointing.agent.results import Result, stamped
+from checkpointing.agent.stage_workers import StageWorkers
+from checkpointing.events import (
+    CommitFailed,
+    Committed,
+    Event,
+    Fetched,
+    FetchFailed,
+    SnapshotDropped,
+    SnapshotSkipped,
+    SnapshotTaken,
+)
+from checkpointing.manifest import SnapshotInfo
+
+
+@dataclass(frozen=True)
+class ArenaRequest:
+    """A rank's request for the arena of a step.
+
+    Attributes:
+        step: Step of the snapshot.
+        number: How many arenas the rank has asked for: a step may be asked for again.
+        nbytes: Size of the snapshot, as the node's leader knows it.
+        wait: Whether to wait until an arena is free.
+    """
+
+    step: int
+    number: int
+    nbytes: int
+    wait: bool
+
+
+@dataclass(frozen=True)
+class SnapshotContent:
+    """What the node's leader says of a snapshot.
+
+    Attributes:
+        info: Step, attempt, world size and data cursor.
+        files: Name, offset and size in bytes of each file image.
+        commit: Whether it is to be committed.
+    """
+
+    info: SnapshotInfo
+    files: list[tuple[str, int, int]]
+    commit: bool
+
+
+class Scheduler:
+    """Used by the agent's main thread alone.
+
+    Attributes:
+        is_ending: The agent ends as soon as what it holds is committed.
+        gave_up: The last snapshot could not be committed.
+        outcomes: By step, why its commit failed; None where it is committed.
+    """
+
+    def __init__(
+        self,
+        pool: ArenaPool,
+        workers: StageWorkers,
+        publish: Callable[[Event], None],
+        *,
+        commits: bool,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """Create a scheduler.
+
+        Args:
+            pool: The arenas.
+            workers: Write what is to be committed.
+            publish: Takes events for monitors.
+            commits: Whether this node's agent writes; otherwise a commit is another node's, and over at once.
+            clock: Seconds.
+        """
+        self._pool, self._workers, self._publish, self._commits, self._clock = pool, workers, publish, commits, clock
+        # The leader's latest decision: which request it answers, and the arena, or None where the step is skipped.
+        self._decided: tuple[tuple[int, int], Arena | None] | None = None
+        self.outcomes: dict[int, str | None] = {}
+        self.is_ending = False
+        self.gave_up = False
+
+    def begin_stage(self) -> list[tuple[int, int]]:
+        """Forget what was decided for the stage before, or for an earlier attempt.
+
+        Returns:
+            Step and attempt of snapshots of the current stage that are held, and may yet be committed.
+        """
+        self._decided = None
+        self.outcomes.clear()
+        return [(arena.step, arena.info.attempt) for arena in self.whole() if arena.info]
+
+    def of_stage(self) -> list[Arena]:
+        """Return the arenas whose snapshot is of the current stage."""
+        return [arena for arena in self._pool.arenas if arena.stage == self._workers.stage.name]
+
+    def whole(self) -> list[Arena]:
+        """Return the arenas that hold a whole snapshot of the current stage, damaged or not."""
+        return [arena for arena in self.of_stage() if arena.state is ArenaState.WHOLE]
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a thread works on an arena, or uploads."""
+        return self._workers.are_uploading or any(arena.num_tasks > 0 for arena in self._pool.arenas)
+
+    def acquire(self, request: ArenaRequest, *, is_leader: bool) -> Arena | Refusal | None:
+        """Decide on the arena of a step. The node's leader knows the size and so decides; its peers follow.
+
+        Args:
+            request: The request.
+            is_leader: Whether it is the leader's.
+
+        Returns:
+            The arena; why there is none; or None while the answer has to wait.
+        """
+        key = (request.step, request.number)
+        if is_leader:
+            arena = self._pool.take(request.nbytes)
+            if arena is None and self._pool.arenas and request.wait:
+                return None
+            self._decided = (key, arena)
+            if arena is not None:
+                arena.begin(request.step, self._workers.stage.name)
+            elif self._pool.arenas:
+                self._publish_step(SnapshotSkipped(step=request.step, reason="all arenas are being written"))
+        elif self._decided is None or self._decided[0] != key:
+            return None
+        decided = self._decided[1]
+        if decided is not None:
+            return decided
+        return Refusal.BUSY if self._pool.arenas else Refusal.NO_MEMORY
+
+    def copied(
+        self, number: int, step: int, local_rank: int, local_world_size: int, content: SnapshotContent | None
+    ) -> None:
+        """Note that a rank has copied its share; once all have, the snapshot is whole.
+
+        Args:
+            number: Number of the arena.
+            step: Step of the snapshot.
+            local_rank: The rank.
+            local_world_size: Ranks of this node.
+            content: What the snapshot is; from the node's leader alone.
+        """
+        arena = self._filling(number, step)
+        if arena is None:
+            return
+        arena.copied_by.add(local_rank)
+        if content is not None:
+            arena.files, arena.info, arena.commit_wanted = content.files, content.info, content.commit
+        if len(arena.copied_by) == local_world_size:
+            arena.state = ArenaState.WHOLE
+            arena.whole_since = self._clock()
+            arena.num_tasks += 1
+            self._workers.of(arena.stage).digest(arena)
+            self._publish_step(SnapshotTaken(step=arena.step, to_be_committed=arena.commit_wanted))
+            if arena.commit_wanted:
+                self._commit(arena)
+
+    def abandon(self, number: int, step: int, reason: str) -> None:
+        """Drop a snapshot of which a rank found that it is not the state of one step."""
+        arena = self._filling(number, step)
+        if arena is not None:
+            arena.state = ArenaState.FREE
+            self._publish_step(SnapshotDropped(step=step, reason=reason))
+
+    def drop_unfinished(self) -> None:
+        """Drop the snapshots that some rank will never finish."""
+        for arena in self._pool.arenas:
+            if arena.state is ArenaState.FILLING:
+                self._publish_step(SnapshotDropped(step=arena.step, reason="a rank ended in mid-copy"))
+                arena.state = ArenaState.FREE
+
+    def commit_newest(self) -> None:
+        """Commit the newest snapshot that ranks have left, whether or not they asked for it.
+
+        Those of earlier stages were committed before their stage ended.
+        """
+        newest = self._pool.newest(self._workers.stage.name)
+        if newest is not None and not newest.commit_wanted:
+            self._commit(newest)
+
+    def take_result(self, result: Result, arena: Arena) -> None:
+        """Take in that a thread has finished with an arena, and what has become of its task."""
+        arena.num_tasks -= 1
+        is_current = arena.stage == self._workers.stage.name
+        match result:
+            case Committed() if is_current:
+                self.outcomes[arena.step] = None
+            case CommitFailed(error=error):
+                if is_current:
+                    self.outcomes[arena.step] = error
+                # Tried again when its ranks are gone, and, if it is still the newest, a last time at the end.
+                arena.commit_wanted = self.is_ending
+                self.gave_up = self.is_ending
+            case Fetched():
+                arena.state, arena.whole_since = ArenaState.WHOLE, self._clock()
+            case FetchFailed():
+                arena.state = ArenaState.FREE
+        if arena.damaged and arena.num_tasks == 0:
+            arena.state = ArenaState.FREE
+
+    def _filling(self, number: int, step: int) -> Arena | None:
+        """Return an arena, if it is still being filled for that step."""
+        for arena in self._pool.arenas:
+            if arena.number == number and arena.step == step and arena.state is ArenaState.FILLING:
+                return arena
+        return None
+
+    def _commit(self, arena: Arena) -> None:
+        arena.commit_wanted = True
+        if self._commits:
+            arena.num_tasks += 1
+            self._workers.of(arena.stage).commit(arena)
+        else:
+            self.outcomes[arena.step] = None
+
+    def _publish_step(self, event: Event) -> None:
+        self._publish(stamped(event, self._workers.stage))

@@ -1,0 +1,92 @@
+"""The storage workers of a run: one for each of its stages."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from checkpointing.agent.arenas import Arena
+from checkpointing.agent.results import Report, Result, stamped
+from checkpointing.agent.storage_worker import StorageWorker
+from checkpointing.stages import FIRST_STAGE, STAGE_NAME, Stage
+from checkpointing.tiers import Tiers
+
+MakeWorker = Callable[[Tiers, Report], StorageWorker]
+
+
+class StageWorkers:
+    """Keeps the workers of stages that are over until the agent ends: their uploads may not be.
+
+    Attributes:
+        stage: The stage that trains now.
+    """
+
+    def __init__(self, tiers: Tiers, report: Report, make: MakeWorker) -> None:
+        """Create the first stage's worker.
+
+        Args:
+            tiers: Where the run keeps its checkpoints.
+            report: Takes the workers' results; those of later stages are stamped.
+            make: Creates a worker.
+        """
+        self._tiers, self._report, self._make = tiers, report, make
+        self._workers = {FIRST_STAGE.name: make(tiers, report)}
+        self.stage = FIRST_STAGE
+
+    @property
+    def current(self) -> StorageWorker:
+        """Of the stage that trains now."""
+        return self._workers[self.stage.name]
+
+    @property
+    def of_run(self) -> StorageWorker:
+        """Of the run's own location, where other machines look for what concerns the run as a whole."""
+        return self._workers[FIRST_STAGE.name]
+
+    def of(self, stage: str) -> StorageWorker:
+        """Of a stage that has been entered."""
+        return self._workers[stage]
+
+    @property
+    def are_uploading(self) -> bool:
+        """Whether anything is on its way to the durable tier."""
+        return any(worker.is_uploading for worker in self._workers.values())
+
+    def start(self) -> None:
+        """Start the first stage's threads."""
+        self.of_run.start()
+
+    def restart(self) -> None:
+        """Make the first stage the one that trains now: an attempt begins."""
+        self.stage = FIRST_STAGE
+
+    @staticmethod
+    def check(stage: Stage) -> None:
+        """Check that a later stage can be entered.
+
+        Raises:
+            ValueError: Its name cannot be one.
+        """
+        if not STAGE_NAME.fullmatch(stage.name):
+            raise ValueError(f"{stage.name!r} is not the name of a stage")
+
+    def enter(self, stage: Stage) -> None:
+        """Make this the stage that trains now, and start its threads when it is entered for the first time."""
+        self.stage = stage
+        if stage.name not in self._workers:
+            worker = self._make(self._tiers.inside(stage), functools.partial(self._report_of, stage))
+            self._workers[stage.name] = worker
+            worker.start()
+
+    def upload_due(self) -> None:
+        """Upload what is due, of all stages."""
+        for worker in self._workers.values():
+            worker.upload_due()
+
+    def close(self) -> None:
+        """End all threads, after all that was handed over."""
+        for worker in self._workers.values():
+            worker.close()
+
+    def _report_of(self, stage: Stage, result: Result, arena: Arena | None) -> None:
+        self._report(stamped(result, stage), arena)

@@ -1,0 +1,198 @@
+"""Uploads of objects of any size to S3, in parts that are sent in parallel."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, wait
+from typing import Any
+
+from checkpointing.failpoints import failpoint
+from checkpointing.storage.object_store import StorageError, StorageTimeout
+from checkpointing.storage.s3_client import S3Client
+from checkpointing.storage.s3_errors import Missing
+from checkpointing.storage.s3_transport import body, crc32, cut
+
+_PART_BYTES = 32 * 1024 * 1024
+# What radosgw writes at once. Parts of as many bytes, but not of whole stripes, took 4 % longer.
+_STRIPE_BYTES = 4 * 1024 * 1024
+# S3 takes no smaller part but for the last.
+_LEAST_PART_BYTES = 5 * 1024 * 1024
+# Parts of all uploads together. With six, uploads to radosgw on loopback were 5 % slower (2 cores, 2026-11-22).
+IN_FLIGHT = 12
+# Of those, what a part takes that has memory of its own: what is read from files is bounded by it.
+_PLACES_OF_A_COPY = 2
+_UPLOADS_PER_PAGE = 1_000
+
+
+class Uploads:
+    """The uploads of one client. Thread-safe."""
+
+    def __init__(
+        self,
+        client: S3Client,
+        pool: Executor,
+        *,
+        transferred: Callable[[int], None],
+        size_of: Callable[[str], int | None],
+    ) -> None:
+        """Create them.
+
+        Args:
+            client: Makes the calls.
+            pool: Sends the parts.
+            transferred: Called with the bytes of each part that was sent.
+            size_of: Returns the size of an object; None where there is none.
+        """
+        self._client, self._pool, self._transferred, self._size_of = client, pool, transferred, size_of
+        self._free = threading.Semaphore(IN_FLIGHT)
+
+    def upload(self, key: str, pieces: Iterable[memoryview]) -> int:
+        """Store an object.
+
+        Args:
+            key: Of the object.
+            pieces: Its bytes, in order. A piece may be overwritten when the next is asked for, unless they are a
+                sequence.
+
+        Returns:
+            Its size in bytes.
+
+        Raises:
+            StorageError: S3 refused, or did not answer; nothing is left of the upload.
+        """
+        sent: list[Future[dict[str, Any]]] = []
+        parts, part_bytes, places = _parts_of(pieces, sent)
+        first = next(parts, memoryview(b""))
+        if len(first) < part_bytes:
+            return self._put(key, first)
+        upload_id = self._client.call("create_multipart_upload", key)["UploadId"]
+        nbytes = 0
+        try:
+            for part in itertools.chain([first], parts):
+                for _ in range(places):
+                    self._free.acquire()
+                failed = next((future for future in sent if future.done() and future.exception()), None)
+                if failed is not None:
+                    self._free.release(places)
+                    raise failed.exception() or AssertionError
+                future = self._pool.submit(self._upload_part, key, upload_id, len(sent) + 1, part)
+                future.add_done_callback(lambda _: self._free.release(places))
+                sent.append(future)
+                nbytes += len(part)
+            self._complete(key, upload_id, [future.result() for future in sent], nbytes)
+        except BaseException:
+            wait(sent)
+            self._abort(key, upload_id)
+            raise
+        return nbytes
+
+    def abort_unfinished(self, among: Callable[[str], bool]) -> int:
+        """Abort uploads that dead writers have left unfinished.
+
+        Args:
+            among: Whether an object's upload may be aborted, by its key.
+
+        Returns:
+            Their number.
+
+        Raises:
+            StorageError: S3 refused, or did not answer.
+        """
+        prefix = self._client.prefix
+        found = [(upload["Key"].removeprefix(prefix), upload["UploadId"]) for upload in self._unfinished()]
+        uploads = [(key, upload_id) for key, upload_id in found if among(key)]
+        for key, upload_id in uploads:
+            self._abort(key, upload_id)
+        return len(uploads)
+
+    def _put(self, key: str, data: memoryview) -> int:
+        arguments: dict[str, Any] = {"Body": body(data), "ChecksumCRC32": crc32(data)}
+        self._client.call("put_object", key, nbytes=len(data), borrows=True, **arguments)
+        self._transferred(len(data))
+        return len(data)
+
+    def _upload_part(self, key: str, upload_id: str, number: int, part: memoryview) -> dict[str, Any]:
+        checksum = crc32(part)
+        answer = self._client.call(
+            "upload_part",
+            key,
+            UploadId=upload_id,
+            PartNumber=number,
+            Body=body(part),
+            ChecksumCRC32=checksum,
+            nbytes=len(part),
+            borrows=True,
+        )
+        self._transferred(len(part))
+        failpoint("remote.part")
+        entry = {"PartNumber": number, "ETag": answer["ETag"]}
+        if "ChecksumCRC32" in answer:
+            entry["ChecksumCRC32"] = answer["ChecksumCRC32"]
+        return entry
+
+    def _complete(self, key: str, upload_id: str, parts: list[dict[str, Any]], nbytes: int) -> None:
+        try:
+            # Servers may put the parts together before they answer.
+            arguments: dict[str, Any] = {"UploadId": upload_id, "MultipartUpload": {"Parts": parts}}
+            self._client.call("complete_multipart_upload", key, nbytes=nbytes, **arguments)
+        except (StorageTimeout, Missing):
+            # The answer may have been lost, not the call: the upload is then gone and the object there.
+            if self._size_of(key) != nbytes:
+                raise
+
+    def _unfinished(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        arguments: dict[str, Any] = {"Prefix": self._client.prefix, "MaxUploads": _UPLOADS_PER_PAGE}
+        while True:
+            try:
+                page = self._client.call("list_multipart_uploads", None, **arguments)
+            except Missing:
+                # This is how rclone says that there are none.
+                return found
+            except StorageTimeout:
+                raise
+            except StorageError:
+                # Not allowed with these credentials, or not implemented: a lifecycle rule of the bucket aborts them.
+                return found
+            found += page.get("Uploads", [])
+            if not page.get("IsTruncated") or not page.get("NextKeyMarker"):
+                return found
+            arguments["KeyMarker"] = page["NextKeyMarker"]
+            arguments["UploadIdMarker"] = page.get("NextUploadIdMarker", "")
+
+    def _abort(self, key: str, upload_id: str) -> None:
+        try:
+            self._client.call("abort_multipart_upload", key, UploadId=upload_id)
+        except StorageError:
+            # The next writer's sweep finds it.
+            return
+
+
+def _parts_of(
+    pieces: Iterable[memoryview], sent: Sequence[Future[dict[str, Any]]]
+) -> tuple[Iterator[memoryview], int, int]:
+    """Return the parts of an object, their size but for the last, and how many places in flight each takes."""
+    if not isinstance(pieces, Sequence):
+
+        def one_at_a_time() -> Iterator[memoryview]:
+            for piece in pieces:
+                yield piece
+                # The next one may be in the same memory.
+                wait(sent)
+
+        return cut(one_at_a_time(), _PART_BYTES, stays=False), _PART_BYTES, _PLACES_OF_A_COPY
+    part_bytes = equal_parts(sum(map(len, pieces)))
+    return cut(pieces, part_bytes, stays=True), part_bytes, 1
+
+
+def equal_parts(nbytes: int) -> int:
+    """Return the size of an object's parts: equal ones, as nearly as whole stripes can be.
+
+    A small part at the end would leave the other connections idle.
+    """
+    stripes, num_parts = -(-nbytes // _STRIPE_BYTES), -(-nbytes // _PART_BYTES)
+    if num_parts <= 1:
+        return _PART_BYTES
+    return max(_STRIPE_BYTES * -(-stripes // num_parts), _LEAST_PART_BYTES)

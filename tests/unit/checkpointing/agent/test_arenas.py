@@ -1,0 +1,88 @@
+"""How many arenas there are, and which may be filled again."""
+
+from __future__ import annotations
+
+import pytest
+
+from checkpointing.agent.arenas import Arena, ArenaPool, ArenaState
+from checkpointing.shared_memory import SharedMemory
+
+MB = 1_000_000
+
+
+def pool(limit: int | None = None) -> tuple[ArenaPool, list[tuple[int, str]]]:
+    told: list[tuple[int, str]] = []
+    return ArenaPool(limit, lambda num_arenas, reason: told.append((num_arenas, reason))), told
+
+
+def whole(arena: Arena, step: int) -> Arena:
+    arena.begin(step, "")
+    arena.state = ArenaState.WHOLE
+    return arena
+
+
+@pytest.mark.parametrize(("limit", "number"), [(100 * MB, 2), (20 * MB, 1), (10 * MB, 0)])
+def test_as_many_arenas_as_memory_allows(limit: int, number: int) -> None:
+    held, told = pool(limit)
+    for _ in range(2):
+        held.allocate(8 * MB)
+    assert len(held.arenas) == number
+    # What memory is short of is told once.
+    assert [count for count, _ in told] == ([] if number == 2 else [number])
+
+
+def test_the_system_may_refuse_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, nbytes: int) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(SharedMemory, "create", refuse)
+    held, [] = pool()
+    assert held.take(MB) is None and held.arenas == []
+
+
+def test_a_state_that_grows_a_little_keeps_its_arenas() -> None:
+    held, _ = pool()
+    first = held.take(10 * MB)
+    assert held.take(11 * MB) is first
+
+
+def test_arenas_that_are_too_small_are_replaced_when_nobody_needs_them() -> None:
+    held, _ = pool()
+    held.allocate(MB)
+    small = list(held.arenas)
+    whole(small[0], 5).num_tasks = 1
+    assert held.take(30 * MB) is not None
+    assert small[0] in held.arenas and small[1] not in held.arenas
+
+
+def test_a_free_arena_is_filled_first_then_the_oldest_snapshot() -> None:
+    held, _ = pool()
+    held.allocate(MB)
+    first, second = held.arenas
+    whole(second, 5)
+    assert held.take(MB) is first
+    whole(first, 6)
+    assert held.take(MB) is second
+    assert held.newest("") is first
+
+
+def test_the_only_whole_snapshot_is_kept_unless_there_is_one_arena() -> None:
+    held, _ = pool()
+    held.allocate(MB)
+    first, second = held.arenas
+    whole(first, 5)
+    second.begin(6, "")
+    assert held.take(MB) is None
+    # A damaged one is worth nothing.
+    whole(second, 6).damaged = True
+    assert held.take(MB) is second
+    held.arenas.remove(second)
+    assert held.take(MB, num_wanted=1) is first
+
+
+def test_what_a_thread_still_uses_is_not_filled() -> None:
+    held, _ = pool()
+    held.allocate(MB)
+    first, second = held.arenas
+    first.num_tasks = second.num_tasks = 1
+    assert held.take(MB) is None

@@ -1,0 +1,36 @@
+"""One agent at a time writes to a directory."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from checkpointing.agent.location_lock import acquire_lock
+from checkpointing.locking import this_machine
+
+
+@pytest.mark.parametrize(("machine", "taken"), [("another-machine", True), (this_machine(), False)])
+def test_a_lock_that_another_machine_keeps_is_left_to_the_fence(tmp_path: Path, machine: str, taken: bool) -> None:
+    """A node that was given up goes on; its lock must not keep the run from going on elsewhere."""
+    first = acquire_lock(tmp_path, 0.0)
+    os.truncate(first, 0)
+    os.pwrite(first, f"pid 7 on {machine}\n".encode(), 0)
+    if not taken:
+        with pytest.raises(TimeoutError, match="stop that run"):
+            acquire_lock(tmp_path, 0.1)
+        os.close(first)
+        return
+    second = acquire_lock(tmp_path, 0.1)
+    assert os.pread(second, 100, 0) == f"pid 7 on {machine}\n".encode()
+    os.close(first)
+    # It becomes ours as soon as that one is gone.
+    deadline = time.monotonic() + 120
+    while str(os.getpid()).encode() not in os.pread(second, 100, 0):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with pytest.raises(TimeoutError):
+        acquire_lock(tmp_path, 0.0)
+    os.close(second)

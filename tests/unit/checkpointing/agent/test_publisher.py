@@ -1,0 +1,88 @@
+"""What is published, and what retention removes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from unit.checkpointing.agent.doubles import STATE, Bench, Clock, Reports, Store, save, two_tiers
+
+from checkpointing.agent.fencing import Fencer
+from checkpointing.agent.publisher import Publisher
+from checkpointing.catalog import Catalog
+from checkpointing.events import CommitFailed, Committed, Pruned, PruneFailed
+from checkpointing.events import Fenced as FencedEvent
+from checkpointing.retention import Retention
+from checkpointing.storage.object_storage import ObjectStorage
+from checkpointing.tiers import Tiers
+
+
+def publisher_of(tiers: Tiers, reports: Reports, clock: Clock | None = None) -> Publisher:
+    fencer = Fencer(tiers, reports, commits=True)
+    return Publisher(tiers, fencer, reports, local_retention=Retention(1), clock=clock or Clock())
+
+
+def test_a_snapshot_becomes_a_checkpoint() -> None:
+    bench, clock, reports = Bench(), Clock(), Reports()
+    arena = bench.snapshot(5)
+    bench.settle()
+    arena.whole_since = clock.now - 2.5
+    outcome = publisher_of(bench.tiers, reports, clock).commit(arena, bench.tiers.durable)
+    assert isinstance(outcome, Committed)
+    assert (outcome.step, outcome.tier, outcome.nbytes, outcome.duration_s) == (5, "remote", len(STATE), 2.5)
+    assert Catalog(bench.tiers.durable).verify(5).attempt == 1
+
+
+def test_a_damaged_snapshot_is_not_published() -> None:
+    bench = Bench()
+    arena = bench.snapshot(5)
+    bench.settle()
+    arena.damaged = True
+    outcome = publisher_of(bench.tiers, Reports()).commit(arena, bench.tiers.durable)
+    assert isinstance(outcome, CommitFailed) and "damaged in memory" in outcome.error
+    assert Catalog(bench.tiers.durable).committed_steps() == []
+
+
+def test_an_attempt_that_was_fenced_says_so() -> None:
+    bench, reports = Bench(), Reports()
+    bench.workers.current.begin_attempt(1, ())
+    bench.settle()
+    ObjectStorage(bench.store).begin_attempt(2)
+    bench.snapshot(5, commit=True)
+    results = bench.settle()
+    assert [type(result) for result in results if not isinstance(result, tuple)][-2:] == [FencedEvent, CommitFailed]
+    assert reports == []
+
+
+def test_nothing_is_removed_before_retention_is_known() -> None:
+    tiers = Tiers(ObjectStorage(Store()))
+    for step in (1, 2, 3):
+        save(tiers.durable, step)
+    reports = Reports()
+    publisher = publisher_of(tiers, reports)
+    publisher.prune(tiers.durable)
+    assert reports == [] and Catalog(tiers.durable).committed_steps() == [1, 2, 3]
+    publisher.retention = Retention(1)
+    publisher.prune(tiers.durable)
+    assert reports.results == [Pruned(step=1, tier="remote"), Pruned(step=2, tier="remote")]
+
+
+def test_what_is_yet_to_be_uploaded_stays(tmp_path: Path) -> None:
+    tiers, _ = two_tiers(tmp_path)
+    assert tiers.local is not None
+    for step in (1, 2, 3):
+        save(tiers.local, step)
+    reports = Reports()
+    publisher_of(tiers, reports).prune(tiers.local, lambda: [2])
+    assert reports.results == [Pruned(step=1, tier="local")]
+    assert Catalog(tiers.local).committed_steps() == [2, 3]
+
+
+def test_a_place_that_refuses_to_remove_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, reports = Store(), Reports()
+    tiers = Tiers(ObjectStorage(store))
+    publisher = publisher_of(tiers, reports)
+    publisher.retention = Retention(1)
+    store.refuses = "access denied"
+    publisher.prune(tiers.durable)
+    assert reports.results == [PruneFailed(tier="remote", error="access denied")]

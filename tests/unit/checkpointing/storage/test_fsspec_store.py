@@ -1,0 +1,50 @@
+"""Any fsspec file system as an object store; what all stores must keep is in tests/contract."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+
+import pytest
+
+from checkpointing.storage import fsspec_store
+from checkpointing.storage.fsspec_store import FilesystemStore
+from checkpointing.storage.object_store import StorageError, StorageTimeout
+
+
+@pytest.fixture
+def store() -> FilesystemStore:
+    return FilesystemStore(f"memory://{uuid.uuid4().hex}/run/")
+
+
+def test_keys_are_below_the_location(store: FilesystemStore) -> None:
+    store.put("a/b", b"1")
+    assert not store.put("a/b", b"2", if_absent=True)
+    assert store.put("a/b", b"345")
+    assert store.sizes() == {"a/b": 3} and store.sizes("b") == {} and store.get("a/b") == b"345"
+    store.delete(["a/b", "never/there"])
+    assert store.sizes() == {} and store.get("a/b") is None
+
+
+def test_a_back_end_that_does_not_answer_is_left_behind(
+    store: FilesystemStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(fsspec_store, "_DEADLINE_S", 0.01)
+    with pytest.raises(StorageTimeout, match=r"list at memory://.*: no answer for 0 s"):
+        store._call("list", lambda: release.wait(60))
+    release.set()
+
+
+def test_whatever_a_back_end_raises_is_an_error_of_storage(store: FilesystemStore) -> None:
+    def broken() -> None:
+        raise KeyError("token")
+
+    with pytest.raises(StorageError, match=r"list at memory://.*: 'token'"):
+        store._call("list", broken)
+
+
+@pytest.mark.parametrize("location", ["no://host/x", "nosuch+scheme://x"])
+def test_a_scheme_that_is_not_known_is_refused(location: str) -> None:
+    with pytest.raises(ValueError, match="is not known"):
+        FilesystemStore(location)
