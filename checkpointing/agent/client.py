@@ -27,10 +27,6 @@ from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
 # Told of the size in bytes of each file that is being fetched, and given what to ask whether all of it has arrived.
 OnFetch = Callable[[dict[str, int], Callable[[], bool]], None]
 
-# Set by whoever starts the ranks; a rank without it starts an agent of its own.
-SOCKET_ENV = "CHECKPOINT_AGENT_SOCKET"
-ATTEMPT_ENV = "CHECKPOINT_ATTEMPT"
-
 
 class AgentProcess:
     """A running agent that this process started."""

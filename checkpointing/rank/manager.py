@@ -26,19 +26,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointing.agent.client import ATTEMPT_ENV, SOCKET_ENV, AgentClient, AgentProcess
+from checkpointing.agent.client import AgentClient, AgentProcess
 from checkpointing.catalog import Catalog
 from checkpointing.clock import machine_clock
 from checkpointing.data.cursor import LoaderCursor, state_name
-from checkpointing.environment import (
-    BATCH_ENV,
-    FAILURES_ENV,
-    LOCAL_TIER_ENV,
-    LOCATION_ENV,
-    RESUME_ENV,
-    RESUME_FROM_ENV,
-    SKIP_ENV,
-)
+from checkpointing.environment import LOCATION_ENV, rank_settings
 from checkpointing.errors import CheckpointError, CommitFailed, InvalidCheckpoint, Preempted, StorageUnreachable
 from checkpointing.failpoints import failpoint
 from checkpointing.heartbeat import Heartbeat, Phase
@@ -88,7 +80,7 @@ def micro_batch_divisor() -> int:
 
     1 until an attempt has run out of memory; a supervisor then doubles it. For bare loops: `resilient` does it itself.
     """
-    return int(os.environ.get(BATCH_ENV) or 1)
+    return rank_settings().micro_batch_divisor
 
 
 def skipped_steps() -> SkippedSteps:
@@ -96,7 +88,7 @@ def skipped_steps() -> SkippedSteps:
 
     None until a supervisor says so. For bare loops: `resilient` does it itself.
     """
-    return SkippedSteps(os.environ.get(SKIP_ENV, ""))
+    return SkippedSteps(rank_settings().skipped_steps)
 
 
 @dataclass(frozen=True)
@@ -177,17 +169,17 @@ class CheckpointManager:
                 processes without a process group.
         """
         self._own_location = os.fspath(location or "")
-        location = os.environ.get(LOCATION_ENV) or self._own_location
+        self._settings = settings = rank_settings()
+        location = settings.location or self._own_location
         if not location:
             raise ValueError("CheckpointManager needs a location: a directory for the checkpoints")
-        if LOCATION_ENV in os.environ:
-            local_tier = os.environ.get(LOCAL_TIER_ENV) or None
+        if settings.location:
+            local_tier = settings.local_tier or None
         self._all_tiers = open_tiers(location, os.fspath(local_tier) if local_tier is not None else None)
         self._local_keep_last = local_keep_last
-        self._resume = resume_policy(os.environ.get(RESUME_ENV) or str(resume if resume is not None else "auto"))
+        self._resume = resume_policy(settings.resume or str(resume if resume is not None else "auto"))
         cadence = Cadence(snapshot_steps, save_steps, save_minutes, overhead_cap)
-        num_failures, _, observed_s = os.environ.get(FAILURES_ENV, "0:0").partition(":")
-        self._clock = CadenceClock(cadence, time.monotonic(), int(num_failures), float(observed_s))
+        self._clock = CadenceClock(cadence, time.monotonic(), settings.num_failures, settings.observed_s)
         self._memory_limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
         self.retention = Retention(keep_last, keep_every, best_metric, greater_is_better)
         distributed = dist.is_available() and dist.is_initialized()
@@ -263,7 +255,7 @@ class CheckpointManager:
             AgentUnavailable: the agent cannot be reached or started.
         """
         if self._connection is None:
-            self._stage = STAGES.enter(self._own_location, supervised=LOCATION_ENV in os.environ)
+            self._stage = STAGES.enter(self._own_location, supervised=bool(self._settings.location))
             tiers = self._all_tiers.inside(self._stage)
             pinning = Pinning(device.register, device.unregister, self._say_pinned) if device.can_pin() else None
             client = self._connect(tiers, pinning.release if pinning is not None else lambda _: None)
@@ -282,9 +274,9 @@ class CheckpointManager:
     def _say_where(self, tiers: Tiers) -> None:
         """Where a supervisor has chosen another place than the script: there the script by itself would not look."""
         kept, own = tiers.durable.location, self._own_location
-        elsewhere = LOCATION_ENV in os.environ and own and Path(own).absolute() != Path(kept).absolute()
+        elsewhere = self._settings.location and own and Path(own).absolute() != Path(kept).absolute()
         # Once in a run's life, not at each restart.
-        if self.rank == 0 and elsewhere and os.environ.get(ATTEMPT_ENV) == "1":
+        if self.rank == 0 and elsewhere and self._settings.attempt == 1:
             text = (
                 f"checkpoints are kept at {kept}, not at {own}, as this runs under a supervisor; "
                 f"with {LOCATION_ENV}={kept} plain torchrun or python resumes from them, too"
@@ -350,7 +342,7 @@ class CheckpointManager:
                 local_rank=self.local_rank,
                 local_world_size=self.local_world_size,
             )
-        if point is not None and self.rank == 0 and SOCKET_ENV not in os.environ:
+        if point is not None and self.rank == 0 and not self._settings.agent_socket:
             # A supervisor says it itself.
             print(f"checkpointing: resumed from step {point.step} ({point.place})", file=sys.stderr, flush=True)
         return point
@@ -368,7 +360,7 @@ class CheckpointManager:
         It is for the run's first training: what a script trains after that begins with what the script gives it.
         """
         self._opened()
-        return os.environ.get(RESUME_FROM_ENV) or None if self._stage.number == 1 else None
+        return self._settings.resume_from or None if self._stage.number == 1 else None
 
     def starting_point(self) -> RestorePoint | None:
         """What `starting_folder` holds; None without one.
@@ -874,7 +866,7 @@ class CheckpointManager:
         stop_signal.end_reading(stopped=self._stopped)
         self._client.close()
         # Under a supervisor a loop that has ended is over: who makes another manager begins another stage.
-        finished = not self._stopped and (self.finished or (self._ended_step > 0 and LOCATION_ENV in os.environ))
+        finished = not self._stopped and (self.finished or (self._ended_step > 0 and bool(self._settings.location)))
         STAGES.leave(self._own_location, step, finished=finished)
 
     def _commit_last_step(self) -> None:
@@ -904,9 +896,8 @@ class CheckpointManager:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _connect(self, tiers: Tiers, on_detach: Callable[[SharedMemory], None]) -> AgentClient:
-        socket_path = os.environ.get(SOCKET_ENV)
-        attempt = int(os.environ.get(ATTEMPT_ENV, "0"))
-        if socket_path is None:
+        socket_path, attempt = self._settings.agent_socket, self._settings.attempt
+        if not socket_path:
             socket_path, attempt = self._start_own_agent(tiers)
         return AgentClient(
             socket_path,

@@ -43,15 +43,14 @@ class SpikeDetector:
 
 
 class SkippedSteps:
-    """Windows of steps whose samples are passed over; as text `41-45,60-60`."""
+    """Windows of steps whose samples are skipped.
 
-    def __init__(self, text: str = "") -> None:
-        """
-        Raises:
-            ValueError: the text is not of that form.
-        """
-        windows = (item.partition("-") for item in text.split(",") if item)
-        self._windows = [range(int(first), int(last) + 1) for first, _, last in windows]
+    Args:
+        windows: First and last step of each window.
+    """
+
+    def __init__(self, windows: Iterable[tuple[int, int]] = ()) -> None:
+        self._windows = [range(first, last + 1) for first, last in windows]
 
     def __contains__(self, step: int) -> bool:
         return any(step in window for window in self._windows)

@@ -11,6 +11,7 @@ import torch
 from checkpointing.agent import protocol
 from checkpointing.agent.client import AgentClient, AgentProcess, Refusal
 from checkpointing.catalog import Catalog
+from checkpointing.environment import SETTINGS_ENV, RankSettings
 from checkpointing.rank import manager
 from checkpointing.retention import Retention
 from checkpointing.stages import FIRST_STAGE, STAGE_NAME, Stage, Stages
@@ -159,7 +160,7 @@ def test_only_the_runs_first_training_starts_from_another_checkpoint(
     train(str(tmp_path / "before"), 3)
     monkeypatch.setattr(manager, "STAGES", Stages())
     # What `runner start --resume-from` sets for its ranks.
-    monkeypatch.setenv("CHECKPOINT_LOCATION", str(tmp_path / "run"))
-    monkeypatch.setenv("CHECKPOINT_RESUME_FROM", str(tmp_path / "before" / "checkpoint-3"))
+    resume_from = str(tmp_path / "before" / "checkpoint-3")
+    monkeypatch.setenv(SETTINGS_ENV, RankSettings(location=str(tmp_path / "run"), resume_from=resume_from).to_json())
     assert train("sft", 5) == 3
     assert train("dpo", 4) == 0
