@@ -12,10 +12,10 @@ from checkpointing.agent.client import Refusal
 from checkpointing.layout import MODEL_NAME, OPTIMIZER_NAME
 from checkpointing.rank import device as devices
 from checkpointing.rank.device import Device
-from checkpointing.rank.file_images import tensors_in
 from checkpointing.rank.pinning import Pinning
 from checkpointing.rank.snapshotter import Ranks, Request, Snapshotter
 from checkpointing.rank.train_state import Tracked
+from checkpointing.rank.trees import tensors_in
 from checkpointing.retention import Retention
 
 Tensors = list[torch.Tensor]

@@ -12,7 +12,7 @@ from checkpointing.errors import CheckpointError
 
 # Which base an adapter was trained on: beside it in the checkpoint.
 from checkpointing.layout import ADAPTER_NAME
-from checkpointing.rank import file_images
+from checkpointing.rank.fingerprint import fingerprint
 from checkpointing.rank.restore_point import RestorePoint
 
 BASE_NAME = "base_model.json"
@@ -64,7 +64,7 @@ class Adapter:
                 and ".original_module." not in name
                 and adapters.isdisjoint(name.split("."))
             }
-            sums = file_images.fingerprint(t.contiguous().reshape(-1).view(torch.uint8) for t in base.values()).tolist()
+            sums = fingerprint(t.contiguous().reshape(-1).view(torch.uint8) for t in base.values()).tolist()
             entries = sorted(
                 (name, str(tensor.dtype), list(tensor.shape), total)
                 for (name, tensor), total in zip(base.items(), sums, strict=True)

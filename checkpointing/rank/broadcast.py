@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointing.rank.file_images import replaced, tensors_in
+from checkpointing.rank.trees import replaced, tensors_in
 
 # Each rank copies smaller ones by itself: a collective would take longer.
 _SMALL_BYTES = 1024 * 1024

@@ -38,7 +38,6 @@ from checkpointing.memory import parse_bytes
 from checkpointing.rank import broadcast, device, rng, stop_signal
 from checkpointing.rank.adapter import Adapter
 from checkpointing.rank.cadence import DEFAULT_OVERHEAD_CAP, Auto, Cadence, CadenceClock
-from checkpointing.rank.file_images import torch_bytes
 from checkpointing.rank.flag_sync import Agreement, Flag
 from checkpointing.rank.pinning import Pinning
 from checkpointing.rank.restore import choose, own_checkpoint, read_checkpoint
@@ -46,6 +45,7 @@ from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.rank.sharding import has_sharded
 from checkpointing.rank.snapshotter import Ranks, Request, SmallFile, Snapshotter
 from checkpointing.rank.spikes import SkippedSteps
+from checkpointing.rank.torch_files import torch_bytes
 from checkpointing.rank.train_state import Tracked, hook_states
 from checkpointing.retention import Retention, best_first
 from checkpointing.shared_memory import SharedMemory

@@ -21,8 +21,9 @@ from checkpointing.layout import (
     WEIGHTS_NAMES,
 )
 from checkpointing.rank import rng
-from checkpointing.rank.file_images import replaced, storage_records
+from checkpointing.rank.torch_files import storage_records
 from checkpointing.rank.torch_reader import check_archive, filled, model_state, plain
+from checkpointing.rank.trees import replaced
 from checkpointing.reading import MemoryFile
 
 # Larger files are kept out of a directory that is made of a snapshot for others to read.

@@ -27,8 +27,11 @@ from checkpointing.rank import file_images, sharding
 from checkpointing.rank.cadence import CostModel
 from checkpointing.rank.copy_thread import Copy, Stager
 from checkpointing.rank.device import Device
-from checkpointing.rank.file_images import FileImage, TorchFileLayout, blob_image, safetensors_image
+from checkpointing.rank.file_images import FileImage, blob_image
+from checkpointing.rank.fingerprint import fingerprint
 from checkpointing.rank.pinning import Pinning
+from checkpointing.rank.safetensors_files import safetensors_image
+from checkpointing.rank.torch_files import TorchFileLayout, torch_bytes
 from checkpointing.rank.train_state import State, Tracked
 from checkpointing.retention import Retention
 from checkpointing.tiers import Tiers
@@ -245,7 +248,7 @@ class Snapshotter:
                 "states": {name: value for name, value in state.states.items() if name in differing},
                 "buffers": {name: value for name, value in state.model.items() if name in differing},
             }
-            own[rank_state_name(ranks.rank)] = file_images.torch_bytes(mine)
+            own[rank_state_name(ranks.rank)] = torch_bytes(mine)
         images = [image for name, image in foreign.items() if name not in differing]
         num_foreign = len(images)
         images.append(safetensors_image(state.weights_name, state.model, differing))
@@ -353,10 +356,10 @@ class Snapshotter:
             for name in sorted(state.buffers)
             if not sharding.is_stand_in(tensor := state.model[name], state.parts)
         }
-        sums = file_images.fingerprint(t.contiguous().reshape(-1).view(torch.uint8) for t in buffers.values()).tolist()
+        sums = fingerprint(t.contiguous().reshape(-1).view(torch.uint8) for t in buffers.values()).tolist()
         for image in foreign.values():
             # One number for each, as their structure may differ, too.
-            tensors = file_images.fingerprint(tensor for _, tensor in image.tensors).tolist()
+            tensors = fingerprint(tensor for _, tensor in image.tensors).tolist()
             text = repr((tensors, image.nbytes)).encode() + b"".join(data for _, data in image.literals)
             sums.append(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), signed=True) >> 1)
         if not sums:
@@ -377,7 +380,7 @@ class Snapshotter:
         """
         names = [*parameters, *(f"the optimizer's state (byte {offset})" for offset, _ in optimizer.tensors)]
         flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in parameters.values()]
-        mine = file_images.fingerprint([*flat, *(tensor for _, tensor in optimizer.tensors)])
+        mine = fingerprint([*flat, *(tensor for _, tensor in optimizer.tensors)])
         extremes = torch.stack([mine, -mine])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._ranks.group)
         differing = (extremes[0] != -extremes[1]).nonzero().flatten().tolist()

@@ -14,7 +14,8 @@ import torch
 from torch.torch_version import TorchVersion
 
 from checkpointing.rank import rng
-from checkpointing.rank.file_images import SAFETENSORS_DTYPES, replaced
+from checkpointing.rank.safetensors_files import SAFETENSORS_DTYPES
+from checkpointing.rank.trees import replaced
 from checkpointing.reading import MemoryFile
 
 # Of a record in a zip archive, as MS-DOS had it.

@@ -18,11 +18,13 @@ from checkpointing.layout import (
     SCHEDULER_NAME,
     rank_state_name,
 )
-from checkpointing.rank import file_images, sharding
+from checkpointing.rank import sharding
 from checkpointing.rank.adapter import BASE_NAME, Adapter, live_tensors
-from checkpointing.rank.file_images import tensors_in, torch_bytes
+from checkpointing.rank.readable import check_readable
 from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.rank.supported import check_model, check_optimizer
+from checkpointing.rank.torch_files import torch_bytes
+from checkpointing.rank.trees import freeze, tensors_in
 
 # Buffers above this are too large to be cloned for every snapshot; their version counters guard them instead.
 _CLONE_BYTES = 64 * 1024 * 1024
@@ -114,9 +116,9 @@ class Tracked:
         """
         objects: dict[str, Any] = {}
         if self.scheduler is not None:
-            objects[SCHEDULER_NAME] = file_images.freeze(self.scheduler.state_dict())
+            objects[SCHEDULER_NAME] = freeze(self.scheduler.state_dict())
         if self.scaler is not None:
-            objects[SCALER_NAME] = file_images.freeze(self.scaler.state_dict())
+            objects[SCALER_NAME] = freeze(self.scaler.state_dict())
         small: dict[str, bytes] = {}
         if self.adapter is not None:
             small[BASE_NAME] = self.adapter.identify(self.model)
@@ -124,7 +126,7 @@ class Tracked:
         else:
             live = self.model.state_dict(keep_vars=True)
         # What a module's `get_extra_state` gives need not be a tensor.
-        extra = {name: file_images.freeze(value) for name, value in live.items() if not isinstance(value, torch.Tensor)}
+        extra = {name: freeze(value) for name, value in live.items() if not isinstance(value, torch.Tensor)}
         if extra:
             objects[EXTRA_STATE_NAME] = extra
             live = {name: value for name, value in live.items() if name not in extra}
@@ -139,8 +141,8 @@ class Tracked:
             clones: dict[int, torch.Tensor] = {}
             for name, value in buffers.items():
                 model[name] = clones.setdefault(id(value), value.detach().clone())
-        optimizer = file_images.freeze(self.optimizer.state_dict())
-        states = {name: file_images.freeze(stateful.state_dict()) for name, stateful in self.states.items()}
+        optimizer = freeze(self.optimizer.state_dict())
+        states = {name: freeze(stateful.state_dict()) for name, stateful in self.states.items()}
         if self.on_gpu:
             # The host does not wait at the gate, so what the optimizer changes on the host is copied now.
             optimizer = _clone_small_cpu_tensors(optimizer)
@@ -149,7 +151,7 @@ class Tracked:
         if check:
             named = {f"{name}.pt": value for name, value in states.items()}
             for name, value in {**objects, OPTIMIZER_NAME: optimizer, **named}.items():
-                file_images.check_readable(name, value)
+                check_readable(name, value)
         guarded = [*model.values(), *tensors_in(optimizer), *(t for part in parts.values() for t in part.guards)]
         return State(
             weights_name=self.weights_name,

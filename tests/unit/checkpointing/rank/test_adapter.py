@@ -12,8 +12,9 @@ from transformers import SmolLM3Config, SmolLM3ForCausalLM
 from checkpointing.errors import CheckpointError
 from checkpointing.rank.adapter import BASE_NAME
 from checkpointing.rank.device import Host
-from checkpointing.rank.file_images import pieces, safetensors_image
+from checkpointing.rank.file_images import pieces
 from checkpointing.rank.restore_point import RestorePoint
+from checkpointing.rank.safetensors_files import safetensors_image
 from checkpointing.rank.train_state import Tracked
 from checkpointing.transformers.peft import adapter_of
 

@@ -17,8 +17,8 @@ import torch
 
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.rank import rng
-from checkpointing.rank.file_images import torch_bytes
 from checkpointing.rank.restore_point import RestorePoint
+from checkpointing.rank.torch_files import torch_bytes
 from checkpointing.rank.train_state import Tracked
 
 
