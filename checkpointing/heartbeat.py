@@ -18,8 +18,8 @@ class Phase(IntEnum):
     TRAINING = 2
     SAVING = 3
     DONE = 4
-    BETWEEN = 5  # what is no step: an evaluation, a change of epoch
-    COMPILING = 6  # torch.compile works, in a first step or in any later one
+    IDLE = 5  # no step runs: an evaluation, a change of epoch
+    COMPILING = 6  # torch.compile runs, in the first step or in a later one
 
 
 class Heartbeat(NamedTuple):

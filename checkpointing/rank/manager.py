@@ -38,15 +38,17 @@ from checkpointing.memory import parse_bytes
 from checkpointing.rank import broadcast, device, rng, stop_signal
 from checkpointing.rank.adapter import Adapter
 from checkpointing.rank.cadence import DEFAULT_OVERHEAD_CAP, Auto, Cadence, CadenceClock
-from checkpointing.rank.flag_sync import Agreement, Flag
+from checkpointing.rank.flag_sync import Flag, FlagSync
 from checkpointing.rank.pinning import Pinning
+from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.restore import choose, own_checkpoint, read_checkpoint
 from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.rank.sharding import has_sharded
-from checkpointing.rank.snapshotter import Ranks, Request, SmallFile, Snapshotter
+from checkpointing.rank.snapshot import Request, SmallFile
+from checkpointing.rank.snapshotter import Snapshotter
 from checkpointing.rank.spikes import SkippedSteps
 from checkpointing.rank.torch_files import torch_bytes
-from checkpointing.rank.train_state import Tracked, hook_states
+from checkpointing.rank.train_state import TrainState, hook_states
 from checkpointing.retention import Retention, best_first
 from checkpointing.shared_memory import SharedMemory
 from checkpointing.stages import STAGES, Stage
@@ -196,7 +198,7 @@ class CheckpointManager:
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)) if distributed else 1
         # Groups of our own: collectives here must never interleave with the gradients'.
         self._group, agreement_group, self._copy_group = (_new_group(self.world_size) for _ in range(3))
-        self._agreement = Agreement(agreement_group)
+        self._flag_sync = FlagSync(agreement_group)
         self._own_agent: AgentProcess | None = None
         self._connection: tuple[AgentClient, Snapshotter, Tiers] | None = None
         self._options: dict[str, Any] = {"overlap": overlap, "check_replicas": check_replicas}
@@ -312,7 +314,7 @@ class CheckpointManager:
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             self._hook_states = sorted({type(state).__name__ for state in hook_states(model) if _has_memory(state)})
             model = model.module
-        self._tracked = Tracked(model, optimizer, scheduler, scaler, dict(states or {}), adapter)
+        self._train_state = TrainState(model, optimizer, scheduler, scaler, dict(states or {}), adapter)
 
     # -- resuming ------------------------------------------------------------------------------------------------
 
@@ -329,7 +331,7 @@ class CheckpointManager:
         self._snapshotter.settle()
         self._beat(Phase.RESTORING, 0)
         if on_device is None:
-            on_device = self._tracked.model is not None and self._tracked.on_gpu
+            on_device = self._train_state.model is not None and self._train_state.on_gpu
         with self._restoring():
             point = choose(
                 self._tiers,
@@ -468,17 +470,17 @@ class CheckpointManager:
         """
         self._snapshotter.settle()
         with self._restoring():
-            self._tracked.restore_model(point, self._place)
+            self._train_state.restore_model(point, self._place)
 
     def restore_optimizer(self, point: RestorePoint) -> None:
         """Load the state of optimizer, scheduler, scaler, and of the further `states`."""
         self._snapshotter.settle()
         with self._restoring():
-            self._tracked.restore_optimizer(point, self.rank, self._place)
+            self._train_state.restore_optimizer(point, self.rank, self._place)
 
     def _place(self, state: Any) -> Any:
         """Bring a state that all ranks have to the model's device, where each would have to copy all of it."""
-        model, optimizer = self._tracked.model, self._tracked.optimizer
+        model, optimizer = self._train_state.model, self._train_state.optimizer
         if model is None or has_sharded(model) or not isinstance(optimizer, torch.optim.Optimizer):
             return state
         where = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -489,7 +491,7 @@ class CheckpointManager:
     def restore_states(self, point: RestorePoint, names: Set[str]) -> None:
         """Load some of the further `states` again, as `restore_optimizer` has done."""
         with self._restoring():
-            self._tracked.restore_states(point, self.rank, names)
+            self._train_state.restore_states(point, self.rank, names)
 
     def restore_rng(self, point: RestorePoint) -> None:
         """Set this rank's generators; call it before the first batch is drawn.
@@ -551,7 +553,7 @@ class CheckpointManager:
                 dist.all_gather_object(found, point is not None, group=group)
             if point is not None:
                 if all(found):
-                    self._tracked.restore_model(point)
+                    self._train_state.restore_model(point)
                 point.close()
             if all(found):
                 return step
@@ -593,16 +595,16 @@ class CheckpointManager:
             self._client.announce({"event": "restored", "step": start_step, "seconds": round(self._restore_s, 3)})
         self._restore_s = 0.0
         self._beat(Phase.TRAINING, start_step)
-        if self._hook_states and not self._tracked.states and self.rank == 0:
+        if self._hook_states and not self._train_state.states and self.rank == 0:
             logger.warning(
                 "what DDP's communication hook remembers (%s) is in no checkpoint: a resumed run begins with an empty "
                 "memory. Give it in `states` as an object with state_dict and load_state_dict",
                 ", ".join(self._hook_states),
             )
         self._watch_compiler()
-        if self._tracked.model is not None and self._tracked.optimizer is not None:
-            self._tracked.check(self.local_world_size)
-            self._snapshotter.reserve(self._tracked.expected_bytes())
+        if self._train_state.model is not None and self._train_state.optimizer is not None:
+            self._train_state.check(self.local_world_size)
+            self._snapshotter.reserve(self._train_state.expected_bytes())
         # What was just restored need not be saved again.
         self._snapshotter.last_step = start_step if start_step else -1
 
@@ -614,7 +616,7 @@ class CheckpointManager:
         self._beat(Phase.TRAINING, step, now - began if began is not None else 0.0)
         self._snapshotter.end_of_step()
         self._steps_seen += 1
-        agreed = self._agreement.exchange(self._ask)
+        agreed = self._flag_sync.exchange(self._ask)
         snapshot_due, save_due = self._clock.due_by_step(step)
         return Due(
             Flag.STOP in agreed,
@@ -696,7 +698,7 @@ class CheckpointManager:
 
         Every rank must call it equally often. What is agreed here, the next `end_of_step` does not say again.
         """
-        return Flag.STOP in self._agreement.exchange(lambda: ({Flag.STOP} if self.stop_wanted else set(), 1), now=True)
+        return Flag.STOP in self._flag_sync.exchange(lambda: ({Flag.STOP} if self.stop_wanted else set(), 1), now=True)
 
     def announce_batch(self, micro_batch: int, accumulation: int) -> None:
         """Tell a supervisor how a step is cut, so that it can cut finer where memory runs out.
@@ -714,11 +716,11 @@ class CheckpointManager:
         A hang watchdog then waits longer, until the next step; call it again as a sign of life.
         """
         self._step_began = None
-        self._beat(Phase.BETWEEN, self._step)
+        self._beat(Phase.IDLE, self._step)
 
     def begin_step(self) -> None:
         """Say that a step begins. Only needed after `pause`; without it, the next step's end says so."""
-        if self._phase is Phase.BETWEEN:
+        if self._phase is Phase.IDLE:
             self._beat(Phase.TRAINING, self._step)
 
     def step(self, step: int, samples_consumed: int | None = None, metrics: Mapping[str, float] | None = None) -> None:
@@ -808,7 +810,7 @@ class CheckpointManager:
             wait=wait,
             commit=commit,
         )
-        self._snapshotter.take(self._tracked, request, self.static_files)
+        self._snapshotter.take(self._train_state, request, self.static_files)
         self._step_began = time.monotonic()
         self._beat(Phase.TRAINING, step)
 
@@ -855,7 +857,7 @@ class CheckpointManager:
 
     def _close(self, step: int) -> None:
         self._beat(Phase.SAVING, step)
-        self._agreement.drain()
+        self._flag_sync.drain()
         self._commit_last_step()
         self.wait_for_commit()
         if self._group is not None:

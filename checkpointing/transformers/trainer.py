@@ -40,7 +40,7 @@ from checkpointing.rank.device import Later
 from checkpointing.rank.manager import CheckpointManager, Due, skipped_steps
 from checkpointing.rank.restore import own_checkpoint, read_checkpoint
 from checkpointing.rank.restore_point import RestorePoint
-from checkpointing.rank.snapshotter import SmallFile
+from checkpointing.rank.snapshot import SmallFile
 from checkpointing.rank.spikes import SkippedSteps, SpikeDetector
 from checkpointing.transformers.callback import EvaluationCutShort, Saves, StepCallback
 from checkpointing.transformers.coverage import changed, uncovered

@@ -19,14 +19,14 @@ _NUM_SAMPLES = 1000
 # Whoever looks was stopped himself (SIGSTOP, a suspended machine) if he has not looked for longer than this.
 _LOOK_GAP_S = 3.0
 
-_BUSY = {Phase.RESTORING, Phase.SAVING, Phase.BETWEEN, Phase.COMPILING}
+_BUSY = {Phase.RESTORING, Phase.SAVING, Phase.IDLE, Phase.COMPILING}
 _DOING = {
     Phase.STARTING: "starting",
     Phase.RESTORING: "restoring",
     Phase.TRAINING: "training",
     Phase.SAVING: "saving",
     Phase.DONE: "ending",
-    Phase.BETWEEN: "in an evaluation or between epochs",
+    Phase.IDLE: "in an evaluation or between epochs",
     Phase.COMPILING: "compiling",
 }
 

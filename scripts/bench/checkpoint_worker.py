@@ -227,7 +227,7 @@ class Ours(Method):
 
     # The optimizer's own hook would wait here; this way the wait is measured.
     def before_optimizer(self) -> None:
-        self.manager._snapshotter._stager.gate()
+        self.manager._snapshotter._copy_thread.pre_step_barrier()
 
 
 METHODS: dict[str, type[Method]] = {

@@ -89,8 +89,8 @@ class Switch:
         # Processor time of an exchange, all threads; what the calling thread does is in the callbacks' time already.
         began, num_exchanges = time.process_time(), 200
         for _ in range(num_exchanges):
-            self._manager._agreement.exchange(lambda: (set(), 1), now=True)
-        self._manager._agreement.drain()
+            self._manager._flag_sync.exchange(lambda: (set(), 1), now=True)
+        self._manager._flag_sync.drain()
         exchange_s = (time.process_time() - began) / num_exchanges
         own = {
             "callbacks_s": self._taken_s / self._num_steps,

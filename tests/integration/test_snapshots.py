@@ -149,9 +149,9 @@ def test_killed_between_copy_and_write_goes_on_from_memory(tmp_path: Path, untou
 
 STUCK_COPY = """
 import os, time
-import checkpointing.rank.snapshotter as snapshotter
+import checkpointing.rank.snapshot_maker as snapshot_maker
 from checkpointing.environment import rank_settings
-make, copy_tensors, copied = snapshotter.Snapshotter._make, snapshotter.file_images.copy_tensors, []
+make, copy_tensors, copied = snapshot_maker.SnapshotMaker.make, snapshot_maker.file_images.copy_tensors, []
 def noted(self, pending, *arguments):
     copied.append(pending.request.step)
     make(self, pending, *arguments)
@@ -162,7 +162,7 @@ def stuck(parts, *arguments):
         open({marker!r} + os.environ["RANK"], "w").close()
         time.sleep(600)
     copy_tensors(parts, *arguments)
-snapshotter.Snapshotter._make, snapshotter.file_images.copy_tensors = noted, stuck
+snapshot_maker.SnapshotMaker.make, snapshot_maker.file_images.copy_tensors = noted, stuck
 """
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from checkpointing.rank.snapshotter import _who_differs
+from checkpointing.rank.replicas import describe_differing_ranks
 
 
 @pytest.mark.parametrize(
@@ -15,4 +15,4 @@ from checkpointing.rank.snapshotter import _who_differs
     ],
 )
 def test_the_rank_that_is_not_as_the_others_is_named(sums: list[list[int]], text: str) -> None:
-    assert _who_differs(sums) == text
+    assert describe_differing_ranks(sums) == text

@@ -19,7 +19,7 @@ from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.rank import rng
 from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.rank.torch_files import torch_bytes
-from checkpointing.rank.train_state import Tracked
+from checkpointing.rank.train_state import TrainState
 
 
 def point(name: str, data: bytes) -> RestorePoint:
@@ -155,7 +155,7 @@ def test_a_json_file_that_makes_no_sense_is_named(data: bytes) -> None:
 @pytest.mark.parametrize("state", [None, [], {"param_groups": []}, {"state": {}, "param_groups": 3}])
 def test_a_state_of_another_optimizer_is_named(state: object) -> None:
     model = torch.nn.Linear(2, 2)
-    tracked = Tracked(model, torch.optim.AdamW(model.parameters()))
+    tracked = TrainState(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(CheckpointError, match=r"optimizer\.pt does not fit this AdamW"):
         tracked.restore_optimizer(point("optimizer.pt", torch_bytes(state)), 0)
 

@@ -73,7 +73,7 @@ def test_the_rank_that_is_behind_is_named_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "limit"), [(Phase.BETWEEN, 50.0), (Phase.SAVING, 50.0), (Phase.RESTORING, 50.0), (Phase.COMPILING, 100.0)]
+    ("phase", "limit"), [(Phase.IDLE, 50.0), (Phase.SAVING, 50.0), (Phase.RESTORING, 50.0), (Phase.COMPILING, 100.0)]
 )
 def test_what_is_no_step_has_its_own_limit(phase: Phase, limit: float) -> None:
     ranks = Ranks()
@@ -88,7 +88,7 @@ def test_signs_of_life_between_batches_of_an_evaluation() -> None:
     ranks = Ranks()
     ranks.train(10, 0.5)
     for _ in range(20):
-        ranks.beat(Phase.BETWEEN, 10)
+        ranks.beat(Phase.IDLE, 10)
         assert ranks.wait(40.0) is None
 
 
@@ -133,7 +133,7 @@ def test_a_script_may_do_what_it_likes_after_training_the_default_job_may_not() 
         assert (ranks.wait(10000.0) is not None) is hangs
 
 
-@pytest.mark.parametrize("phase", [Phase.COMPILING, Phase.SAVING, Phase.BETWEEN])
+@pytest.mark.parametrize("phase", [Phase.COMPILING, Phase.SAVING, Phase.IDLE])
 def test_who_waits_for_a_busy_rank_does_not_hang(phase: Phase) -> None:
     ranks = Ranks()
     ranks.train(10, 0.5)
@@ -144,7 +144,7 @@ def test_who_waits_for_a_busy_rank_does_not_hang(phase: Phase) -> None:
     assert hang is not None and 1 in hang.slots
 
 
-@pytest.mark.parametrize("phase", [Phase.COMPILING, Phase.SAVING, Phase.BETWEEN])
+@pytest.mark.parametrize("phase", [Phase.COMPILING, Phase.SAVING, Phase.IDLE])
 def test_who_has_waited_for_a_busy_rank_may_finish_its_step(phase: Phase) -> None:
     ranks = Ranks()
     ranks.train(10, 0.5)
