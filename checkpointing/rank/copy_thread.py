@@ -105,7 +105,7 @@ class Copy:
                 self.changed = self._count()
 
     def end_step(self) -> None:
-        """Note, in the training thread, that a step has ended; what changed the state should have passed the barrier."""
+        """Note, in the training thread, that a step has ended, and whether anything has passed the barrier in it."""
         with self._counting:
             self.is_doubtful |= not self.passed_barrier and self.changed is None
 

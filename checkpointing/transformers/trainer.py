@@ -37,11 +37,12 @@ from checkpointing.layout import loop_state_name
 from checkpointing.rank import rng, sharding
 from checkpointing.rank.adapter import Adapter
 from checkpointing.rank.device import Later
-from checkpointing.rank.manager import CheckpointManager, Due, skipped_steps
+from checkpointing.rank.manager import CheckpointManager, skipped_steps
 from checkpointing.rank.restore import own_checkpoint, read_checkpoint
 from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.rank.snapshot import SmallFile
 from checkpointing.rank.spikes import SkippedSteps, SpikeDetector
+from checkpointing.rank.step_protocol import Due
 from checkpointing.transformers.callback import EvaluationCutShort, Saves, StepCallback
 from checkpointing.transformers.coverage import changed, uncovered
 from checkpointing.transformers.overrides import added_files, overrides_saving

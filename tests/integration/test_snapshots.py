@@ -383,7 +383,8 @@ def test_a_slow_disk_skips_snapshots_and_holds_no_step_up(tmp_path: Path) -> Non
 LARGE = """
 import os, sys, time
 import torch, torch.distributed as dist
-import checkpointing.agent.client as client, checkpointing.digest as digest, checkpointing.rank.restore as restore
+import checkpointing.agent.client as client, checkpointing.digest as digest
+import checkpointing.rank.verified_read as verified_read
 from checkpointing import CheckpointManager
 from checkpointing.environment import rank_settings
 
@@ -399,7 +400,7 @@ def noted(buffer, numbers, num_threads):
     if len(buffer) > digest.PART_BYTES:
         digested.extend(numbers)
     return digest.part_digests(buffer, numbers, num_threads)
-restore.part_digests = noted
+verified_read.part_digests = noted
 if flips and rank == "1":
     client.AgentClient.offer = flipped
 dist.init_process_group("gloo")

@@ -12,7 +12,8 @@ from checkpointing.agent import protocol
 from checkpointing.agent.client import AgentClient, AgentProcess, Refusal
 from checkpointing.catalog import Catalog
 from checkpointing.environment import SETTINGS_ENV, RankSettings
-from checkpointing.rank import manager
+from checkpointing.rank import agent_connection
+from checkpointing.rank.manager import CheckpointManager
 from checkpointing.retention import Retention
 from checkpointing.stages import FIRST_STAGE, STAGE_NAME, Stage, Stages
 from checkpointing.storage import LocalStorage
@@ -149,16 +150,16 @@ def test_only_the_runs_first_training_starts_from_another_checkpoint(
 ) -> None:
     def train(location: str, steps: int) -> int:
         model = torch.nn.Linear(2, 2)
-        own = manager.CheckpointManager(location, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        own = CheckpointManager(location, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
         start = own.resume()
         for step in range(start, steps):
             own.step(step + 1)
         own.close()
         return start
 
-    monkeypatch.setattr(manager, "STAGES", Stages())
+    monkeypatch.setattr(agent_connection, "STAGES", Stages())
     train(str(tmp_path / "before"), 3)
-    monkeypatch.setattr(manager, "STAGES", Stages())
+    monkeypatch.setattr(agent_connection, "STAGES", Stages())
     # What `runner start --resume-from` sets for its ranks.
     resume_from = str(tmp_path / "before" / "checkpoint-3")
     monkeypatch.setenv(SETTINGS_ENV, RankSettings(location=str(tmp_path / "run"), resume_from=resume_from).to_json())
