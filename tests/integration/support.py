@@ -82,7 +82,7 @@ def script(
     path = folder / "train.py"
     text = crawling(SLOW, crawl) + PLAIN_HF_SCRIPT.replace("SLOW", "Slow()").replace("NUM_WORKERS", str(num_workers))
     text = text.replace("FOLDER", repr(str(folder / "hf"))).replace("GATE", str(gate))
-    path.write_text(text.replace('"ATTEMPT"', f'"{attempt}"'))
+    path.write_text(text.replace("ATTEMPT", str(attempt)))
     return [str(path), "--steps", "60"]
 
 
