@@ -1,0 +1,139 @@
+"""Which state all ranks resume from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_checkpoint import Agent, network, snapshot, write_checkpoint
+from thread_ranks import run_ranks
+
+from checkpointing.errors import InvalidCheckpoint, NoValidCheckpoint, StorageUnreachable
+from checkpointing.layout import MODEL_NAME
+from checkpointing.rank.ranks import Ranks
+from checkpointing.rank.restore import choose, own_checkpoint, read_checkpoint
+from checkpointing.storage import LocalStorage
+from checkpointing.tiers import Tiers, open_tiers
+
+TRAINING = network()
+
+
+def chosen(tiers: Tiers, agent: Any, resume: str | int = "auto", ranks: Ranks | None = None) -> int | None:
+    point = choose(tiers, resume, ranks or Ranks(), agent, private=True)
+    if point is None:
+        return None
+    assert torch.equal(point.model_state()["weight"], TRAINING[0].weight)
+    return point.step
+
+
+def damage(folder: Path, step: int) -> None:
+    path = folder / f"checkpoint-{step}" / MODEL_NAME
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_run_without_checkpoints_starts_from_the_beginning(tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    assert chosen(open_tiers(str(tmp_path / "run")), agent) is None and agent.events == []
+
+
+def test_the_newest_checkpoint_is_chosen_unless_another_is_asked_for(tmp_path: Path) -> None:
+    for step in (10, 20):
+        write_checkpoint(tmp_path, step, TRAINING)
+    agent, tiers = Agent(tmp_path), open_tiers(str(tmp_path))
+    assert [chosen(tiers, agent, resume) for resume in ("auto", 10, "never")] == [20, 10, None]
+    assert agent.events == [{"event": "resumed", "step": step, "from": "local"} for step in (20, 10)]
+    with pytest.raises(NoValidCheckpoint, match=r"--resume 15: "):
+        chosen(tiers, agent, 15)
+
+
+def test_a_damaged_checkpoint_is_set_aside(tmp_path: Path) -> None:
+    for step in (10, 20):
+        write_checkpoint(tmp_path, step, TRAINING)
+    damage(tmp_path, 20)
+    agent, tiers = Agent(tmp_path), open_tiers(str(tmp_path))
+    with pytest.raises(NoValidCheckpoint, match=r"--resume 20: .*model\.safetensors was altered"):
+        chosen(tiers, agent, 20)
+    assert (tmp_path / "checkpoint-20").is_dir()
+    assert chosen(tiers, agent) == 10
+    assert not (tmp_path / "checkpoint-20").exists() and agent.events[0]["step"] == 20
+    damage(tmp_path, 10)
+    with pytest.raises(NoValidCheckpoint, match="holds checkpoints but none is valid"):
+        chosen(tiers, agent)
+
+
+def test_a_snapshot_goes_before_an_older_checkpoint(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 10, TRAINING)
+    agent = Agent(tmp_path, snapshot(12, TRAINING))
+    assert chosen(open_tiers(str(tmp_path)), agent) == 12
+    assert agent.events == [{"event": "resumed", "step": 12, "from": "memory"}]
+    assert chosen(open_tiers(str(tmp_path)), agent, 10) == 10
+
+
+def test_a_damaged_snapshot_is_discarded(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 10, TRAINING)
+    damaged = snapshot(12, TRAINING)
+    damaged.files[MODEL_NAME][-1] ^= 1
+    agent = Agent(tmp_path, damaged)
+    assert chosen(open_tiers(str(tmp_path)), agent) == 10 and agent.discarded == [12]
+
+
+@pytest.mark.parametrize(("others", "step"), [([12], 12), ([], 10), ([13], 10)])
+def test_a_snapshot_counts_where_every_node_has_it(others: list[int], step: int, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 10, TRAINING)
+    agents = [Agent(tmp_path, snapshot(12, TRAINING)), Agent(tmp_path, *(snapshot(one, TRAINING) for one in others))]
+
+    def choice(ranks: Ranks) -> int | None:
+        return chosen(open_tiers(str(tmp_path)), agents[ranks.rank], ranks=ranks)
+
+    assert run_ranks(choice, 2, per_node=1) == [step, step]
+
+
+def test_the_same_step_of_another_attempt_is_another_snapshot(tmp_path: Path) -> None:
+    agents = [Agent(tmp_path, snapshot(12, TRAINING, attempt=attempt)) for attempt in (1, 2)]
+
+    def choice(ranks: Ranks) -> int | None:
+        return chosen(open_tiers(str(tmp_path)), agents[ranks.rank], ranks=ranks)
+
+    assert run_ranks(choice, 2, per_node=1) == [None, None]
+
+
+def test_what_one_rank_finds_damaged_is_used_by_none(tmp_path: Path) -> None:
+    """Each machine has a disk of its own in front; one of them is damaged."""
+    tiers = []
+    for node in range(2):
+        for step in (10, 20):
+            write_checkpoint(tmp_path / f"local{node}", step, TRAINING)
+        tiers.append(Tiers(LocalStorage(tmp_path / "durable"), LocalStorage(tmp_path / f"local{node}")))
+    damage(tmp_path / "local1", 20)
+    agents = [Agent(tmp_path) for _ in range(2)]
+
+    def choice(ranks: Ranks) -> int | None:
+        return chosen(tiers[ranks.rank], agents[ranks.rank], ranks=ranks)
+
+    assert run_ranks(choice, 2, per_node=1) == [10, 10]
+    # Only there: the other one is good.
+    assert [(tmp_path / f"local{node}" / "checkpoint-20").is_dir() for node in range(2)] == [True, False]
+
+
+def test_an_unreachable_tier_is_no_empty_one(tmp_path: Path) -> None:
+    tiers = Tiers(LocalStorage(tmp_path / "durable"), LocalStorage(tmp_path / "local"))
+    with pytest.raises(StorageUnreachable, match="cannot be reached, and there is no other checkpoint"):
+        chosen(tiers, Agent(tmp_path, reachable=False))
+    write_checkpoint(tmp_path / "local", 10, TRAINING)
+    assert chosen(tiers, Agent(tmp_path, reachable=False)) == 10
+
+
+def test_own_checkpoints_are_told_from_others(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 10, TRAINING)
+    (tmp_path / "checkpoint-20").mkdir()
+    found = own_checkpoint(tmp_path / "checkpoint-10")
+    assert found is not None and found[1] == 10 and found[0].location == str(tmp_path)
+    assert own_checkpoint(tmp_path / "checkpoint-20") is None and own_checkpoint(tmp_path) is None
+    assert read_checkpoint(*found, 0, 1).step == 10
+    damage(tmp_path, 10)
+    with pytest.raises(InvalidCheckpoint, match=r"model\.safetensors was altered"):
+        read_checkpoint(*found, 0, 1)
