@@ -103,6 +103,22 @@ def test_the_best_model_that_can_be_read_is_loaded(
     assert all(expected is None or bool((model.weight == expected).all()) for model, _ in states)
 
 
+def test_what_one_rank_cannot_read_is_loaded_by_none(tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for folder in folders:
+        evaluated(folder)
+    (folders[1] / "checkpoint-20" / MODEL_NAME).write_bytes(b"")
+    states = [blank() for _ in range(2)]
+
+    def load(ranks: Ranks) -> int | None:
+        own = restorer(folders[ranks.rank], ranks)
+        retention = Retention(best_metric="eval_loss")
+        return own.load_best(states[ranks.rank][1], retention, 40, together=True, preferred=None)
+
+    assert run_ranks(load) == [30, 30]
+    assert all(bool((model.weight == 30).all()) for model, _ in states)
+
+
 def test_without_the_metric_there_is_no_best_model(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 10, network())
     found = restorer(tmp_path).load_best(blank()[1], Retention(best_metric="x"), 10, together=False, preferred=None)
