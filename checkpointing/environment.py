@@ -1,17 +1,150 @@
-"""Variables by which a supervisor overrides what a script asks its `CheckpointManager` for."""
+"""What a rank learns from its environment: the supervisor's settings, and the variables that users may set.
 
+A supervisor passes everything about an attempt to its ranks as one JSON object in one variable. Without a supervisor,
+users may override what a script asks its `CheckpointManager` for by variables of their own. No torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+# Set by a supervisor only: `RankSettings` as JSON.
+SETTINGS_ENV = "CHECKPOINT_RANK_SETTINGS"
+# For users. A supervisor's settings take precedence where they say something.
 LOCATION_ENV = "CHECKPOINT_LOCATION"
 LOCAL_TIER_ENV = "CHECKPOINT_LOCAL_TIER"
 RESUME_ENV = "CHECKPOINT_RESUME"
-# Number of parts to cut each micro-batch into, because whole ones ran out of memory; accumulation grows alike.
-BATCH_ENV = "CHECKPOINT_MICRO_BATCH_DIVISOR"
-# Windows of steps whose samples are skipped: "41-45,60-60".
-SKIP_ENV = "CHECKPOINT_SKIP_STEPS"
-# "FAILURES:SECONDS" of this run so far, from which `auto` estimates how often it fails.
-FAILURES_ENV = "CHECKPOINT_FAILURE_HISTORY"
-# A checkpoint to start from while the run has none: this library's, or a stock Trainer's.
 RESUME_FROM_ENV = "CHECKPOINT_RESUME_FROM"
-# "1" lets a job resume from the checkpoints of a different job.
 ALLOW_CHANGES_ENV = "CHECKPOINT_ALLOW_CHANGES"
-# Identity of the run, the same on every machine that continues it.
-LINEAGE_ENV = "CHECKPOINT_LINEAGE"
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """The settings of one attempt, equal on all ranks of a node.
+
+    Attributes:
+        agent_socket: Path of the node's checkpoint agent; empty where the ranks start an agent of their own.
+        attempt: Number of the attempt, from 1; 0 without a supervisor.
+        location: Path or URL of the run's checkpoints; empty where the script's own choice counts.
+        local_tier: Directory of the machine's fast tier; empty for none. Only meaningful with a location.
+        resume: `auto`, `never` or a step; empty where the script's own choice counts.
+        resume_from: Checkpoint to start from while the run has none of its own.
+        allow_changes: Whether to resume from the checkpoints of a job that differs from this one.
+        lineage: Name of the run, the same on every machine and in every attempt.
+        num_failures: Failures of the run so far.
+        observed_s: Seconds of training in which these failures occurred.
+        lost_steps: Steps that the run has recomputed so far.
+        reached_step: Last step that the previous attempt finished.
+        micro_batch_divisor: Parts into which each micro-batch is cut, because whole ones ran out of memory.
+        skipped_steps: First and last step of each window whose samples are skipped.
+    """
+
+    agent_socket: str = ""
+    attempt: int = 0
+    location: str = ""
+    local_tier: str = ""
+    resume: str = ""
+    resume_from: str = ""
+    allow_changes: bool = False
+    lineage: str = ""
+    num_failures: int = 0
+    observed_s: float = 0.0
+    lost_steps: int = 0
+    reached_step: int = 0
+    micro_batch_divisor: int = 1
+    skipped_steps: tuple[tuple[int, int], ...] = ()
+
+    def to_json(self) -> str:
+        """Return the value for `SETTINGS_ENV`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RankSettings:
+        """Parse what `to_json` returned.
+
+        Raises:
+            ValueError: The text is anything else.
+        """
+        try:
+            values = json.loads(text)
+            if not isinstance(values, dict):
+                raise ValueError("not a JSON object")
+            names = {field.name for field in fields(cls)}
+            if values.keys() != names:
+                raise ValueError(f"missing or unknown fields: {', '.join(sorted(values.keys() ^ names))}")
+            return cls(**{field.name: _CHECKS[field.type](field.name, values[field.name]) for field in fields(cls)})
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{SETTINGS_ENV} cannot be read: {error}; `runner start` sets this variable for its ranks: unset it, "
+                "and use one version of the package for runner and ranks"
+            ) from None
+
+
+def rank_settings(environment: Mapping[str, str] = os.environ) -> RankSettings:
+    """Return the settings of this process: the supervisor's and, where it says nothing, the user's variables.
+
+    Raises:
+        ValueError: The supervisor's variable cannot be parsed.
+    """
+    settings = _parse(environment.get(SETTINGS_ENV, ""))
+    if not settings.location:
+        location = environment.get(LOCATION_ENV, "")
+        settings = replace(settings, location=location, local_tier=environment.get(LOCAL_TIER_ENV, ""))
+    return replace(
+        settings,
+        resume=settings.resume or environment.get(RESUME_ENV, ""),
+        resume_from=settings.resume_from or environment.get(RESUME_FROM_ENV, ""),
+        allow_changes=settings.allow_changes or environment.get(ALLOW_CHANGES_ENV) == "1",
+    )
+
+
+# The value does not change while a process lives.
+@functools.lru_cache(maxsize=1)
+def _parse(text: str) -> RankSettings:
+    return RankSettings.from_json(text) if text else RankSettings()
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is not a string")
+    return value
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is not true or false")
+    return value
+
+
+def _count(name: str, value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{name} is not a number from 0")
+    return value
+
+
+def _seconds(name: str, value: object) -> float:
+    # Comparisons with NaN are false.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+        raise ValueError(f"{name} is not a number of seconds")
+    return float(value)
+
+
+def _windows(name: str, value: object) -> tuple[tuple[int, int], ...]:
+    if not isinstance(value, list) or not all(isinstance(window, list) and len(window) == 2 for window in value):
+        raise ValueError(f"{name} is not a list of pairs of steps")
+    return tuple((_count(name, first), _count(name, last)) for first, last in value)
+
+
+# By a field's annotation, which is text under `from __future__ import annotations`.
+_CHECKS: dict[Any, Callable[[str, object], Any]] = {
+    "str": _text,
+    "bool": _flag,
+    "int": _count,
+    "float": _seconds,
+    "tuple[tuple[int, int], ...]": _windows,
+}

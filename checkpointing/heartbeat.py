@@ -11,28 +11,28 @@ from checkpointing.shared_memory import SharedMemory
 
 
 class Phase(IntEnum):
-    """What a rank is doing."""
+    """What a rank is doing, as its heartbeat says."""
 
     STARTING = 0
     RESTORING = 1
     TRAINING = 2
     SAVING = 3
     DONE = 4
-    IDLE = 5  # outside of steps: an evaluation, a change of epoch
-    COMPILING = 6  # torch.compile is at work, in the first step or in a later one
+    IDLE = 5  # no step runs: an evaluation, a change of epoch
+    COMPILING = 6  # torch.compile runs, in the first step or in a later one
 
 
 class Heartbeat(NamedTuple):
-    """A rank's last sign of life. Times are seconds of `checkpointing.clock`; 0 until there is one.
+    """A rank's last sign of life. Times are seconds of `checkpointing.clock`; 0 where it has not come so far.
 
     Attributes:
-        phase: What the rank was doing.
-        step: Last finished global step.
-        time: When that step ended.
-        start_step: Step that this attempt started from.
-        start_time: When its first step could begin.
-        step_s: Seconds that the last step took; 0 if something else happened during it.
-        beats: Signs of life so far; a watchdog sees them grow.
+        phase: what it was doing.
+        step: last finished global step.
+        time: when that step ended.
+        start_step: step that this attempt started from.
+        start_time: when its first step could begin.
+        step_s: how long the last step took, in seconds; 0 where something else fell into it.
+        beats: signs of life so far; whoever watches sees them grow.
     """
 
     phase: Phase
@@ -46,12 +46,12 @@ class Heartbeat(NamedTuple):
 
 @dataclass(frozen=True)
 class CommitReport:
-    """The agent's last commit, from which the interval between commits is chosen.
+    """The agent's last commit, for whoever decides when the next one is worth its price.
 
     Attributes:
-        step: Step that was committed; -1 before the first.
-        duration_s: Seconds from the whole snapshot to the durable checkpoint.
-        cpu_s: Processor seconds that writing and digesting took.
+        step: what was committed; -1 before the first.
+        duration_s: from the whole snapshot to the durable checkpoint.
+        cpu_s: processor time that writing and digesting took.
     """
 
     step: int = -1
@@ -60,11 +60,11 @@ class CommitReport:
 
 
 class ControlPage:
-    """Heartbeats of a node's ranks, the stop flag and the last commit, in one shared page, used without a system call.
+    """Heartbeats of a node's ranks, the stop flag and the last commit, in one shared page: no system call to use it.
 
     Each slot has one writer (its rank; the agent for the flags); each field is an aligned 8-byte word, and slots are
-    copied as a whole, so a reader sees each field old or new, never half. (`struct.pack_into` fills its target with
-    zeros first, and both it and `unpack_from` copy byte by byte.)
+    copied as a whole, so a reader sees of each field old or new, never half. (`struct.pack_into` fills its target with
+    zeros first, and both it and `unpack_from` go byte by byte.)
     """
 
     _SLOT = struct.Struct("<QQdQddQ")
@@ -79,24 +79,20 @@ class ControlPage:
 
     @classmethod
     def create(cls, num_slots: int = 1024) -> ControlPage:
-        """Allocate a page with a slot for each rank of the node."""
         page = cls(SharedMemory.create("checkpoint-control", cls._FLAGS_BYTES + num_slots * cls._SLOT_BYTES))
         page.last_commit = CommitReport()
         return page
 
     @classmethod
     def attach(cls, fd: int) -> ControlPage:
-        """Map a page that another process created; takes over the descriptor."""
         return cls(SharedMemory.attach(fd))
 
     @property
     def fd(self) -> int:
-        """Descriptor to hand to other processes."""
         return self._memory.fd
 
     @property
     def stop_requested(self) -> bool:
-        """Whether the ranks are asked to checkpoint and stop."""
         return self._memory.buffer[0] != 0
 
     @stop_requested.setter
@@ -105,7 +101,6 @@ class ControlPage:
 
     @property
     def last_commit(self) -> CommitReport:
-        """The agent's last commit in the stage that trains now."""
         return CommitReport(*self._get(self._REPORT, self._REPORT_OFFSET))
 
     @last_commit.setter
@@ -113,21 +108,18 @@ class ControlPage:
         self._put(self._REPORT, self._REPORT_OFFSET, value.step, value.duration_s, value.cpu_s)
 
     def write(self, slot: int, beat: Heartbeat) -> None:
-        """Replace the heartbeat of a slot."""
         self._put(self._SLOT, self._offset(slot), *beat)
 
     def read(self, slot: int) -> Heartbeat:
-        """Return the heartbeat of a slot."""
         phase, *fields = self._get(self._SLOT, self._offset(slot))
         return Heartbeat(Phase(phase), *fields)
 
     def clear(self) -> None:
-        """Erase all heartbeats, as a new attempt begins; the flags stay."""
+        """Forget all heartbeats (a new attempt begins); the flags stay."""
         start = self._FLAGS_BYTES
         self._memory.buffer[start:] = bytes(self._memory.nbytes - start)
 
     def close(self) -> None:
-        """Unmap the page."""
         self._memory.close()
 
     def _put(self, layout: struct.Struct, offset: int, *fields: float) -> None:

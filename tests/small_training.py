@@ -13,10 +13,12 @@ from checkpointing.events import Event
 from checkpointing.layout import MODEL_NAME, OPTIMIZER_NAME
 from checkpointing.rank import device as devices
 from checkpointing.rank.device import Device
-from checkpointing.rank.file_images import tensors_in
 from checkpointing.rank.pinning import Pinning
-from checkpointing.rank.snapshotter import Ranks, Request, Snapshotter
-from checkpointing.rank.train_state import Tracked
+from checkpointing.rank.ranks import Ranks
+from checkpointing.rank.snapshot import Request
+from checkpointing.rank.snapshotter import Snapshotter
+from checkpointing.rank.train_state import TrainState
+from checkpointing.rank.trees import tensors_in
 from checkpointing.retention import Retention
 
 Tensors = list[torch.Tensor]
@@ -106,13 +108,13 @@ class SmallTraining:
         adamw = torch.optim.AdamW(self.model.parameters(), lr=0.1, capturable=capturable)
         self.optimizer: Any = Foreign(self.model) if foreign else adamw
         self.average, self.arenas, self._on = Average(self.model), Arenas(), on
-        self.tracked = Tracked(self.model, self.optimizer, states={"average": self.average})
+        self.train_state = TrainState(self.model, self.optimizer, states={"average": self.average})
         client: Any = self.arenas
         tiers: Any = None
         self.snapshotter = Snapshotter(
             client,
             tiers,
-            Ranks(0, 1, 0, 1, None),
+            Ranks(),
             overlap=overlap,
             check_replicas=True,
             device_of=devices.of if device is None else lambda _: device,
@@ -160,7 +162,7 @@ class SmallTraining:
         self.step_number += 1
         self.expected[self.step_number] = self.state()
         request = Request(self.step_number, 0, {}, {}, Retention(1), {}, wait=True, commit=False)
-        self.snapshotter.take(self.tracked, request, {})
+        self.snapshotter.take(self.train_state, request, {})
 
     def close(self) -> None:
         self.snapshotter.settle()

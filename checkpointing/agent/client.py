@@ -27,10 +27,6 @@ from checkpointing.stages import FIRST_STAGE, Stage
 # Called with the size in bytes of each file that is being fetched, and a function that tells whether all have arrived.
 OnFetch = Callable[[dict[str, int], Callable[[], bool]], None]
 
-# Set by a supervisor for its ranks; a rank without it starts an agent of its own.
-SOCKET_ENV = "CHECKPOINT_AGENT_SOCKET"
-ATTEMPT_ENV = "CHECKPOINT_ATTEMPT"
-
 
 class AgentProcess:
     """A running agent that this process started."""

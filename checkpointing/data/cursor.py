@@ -18,7 +18,6 @@ import hashlib
 import itertools
 import logging
 import math
-import os
 import random
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
@@ -31,7 +30,7 @@ import xxhash
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from checkpointing.environment import ALLOW_CHANGES_ENV
+from checkpointing.environment import ALLOW_CHANGES_ENV, rank_settings
 from checkpointing.errors import CheckpointError
 from checkpointing.rank import rng
 
@@ -545,7 +544,7 @@ class LoaderCursor:
         if self.interleaves:
             # It was warned of when it was seen.
             return
-        if os.environ.get(ALLOW_CHANGES_ENV) == "1":
+        if rank_settings().allow_changes:
             logger.warning("%s gives other samples than before the change", self.name)
             return
         if self.other_ranks is not None:

@@ -1,0 +1,1 @@
+"""What runs in a rank: snapshots, restoring, and agreement between ranks. Needs torch."""

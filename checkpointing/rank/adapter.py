@@ -1,4 +1,4 @@
-"""A model of which only a part is trained (LoRA and its like): that part is saved, its base is identified."""
+"""Models of which only a part is trained (LoRA and similar): that part is saved, and its base is identified."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping
 import torch
 
 from checkpointing.errors import CheckpointError
-
-# Which base an adapter was trained on: beside it in the checkpoint.
 from checkpointing.layout import ADAPTER_NAME
-from checkpointing.rank import file_images
+from checkpointing.rank.fingerprint import fingerprint
 from checkpointing.rank.restore_point import RestorePoint
 
+# Identifies the base that an adapter was trained on; in the same checkpoint.
 BASE_NAME = "base_model.json"
 _MAX_NAMES = 3
 
@@ -22,10 +21,10 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers that a model saves, by their names in its state dict.
+    """Return the parameters and buffers that a model saves, by their names in its state dict.
 
-    Not `state_dict` itself: modules of a quantised base would compute there what nobody asks for (bitsandbytes' nested
-    quantisation makes the host wait for the device once for each layer).
+    This does not call `state_dict`: modules of a quantised base would compute values that are not needed here
+    (bitsandbytes' nested quantisation makes the host wait for the device once per layer).
     """
     found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -36,26 +35,26 @@ def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Adapter:
-    """What of a model is saved. One per training: the base is looked at once."""
+    """The part of a model that is saved. Use one per training, since it reads the base once.
+
+    Args:
+        select: Returns what is saved of a model's state dict, by reference, under the names in the file.
+        base_name: Name of the base, for messages.
+    """
 
     def __init__(self, select: Callable[[Tensors], dict[str, torch.Tensor]], base_name: str = "") -> None:
-        """
-        Args:
-            select: from a model's state dict what is saved of it, by reference, under the names in the file.
-            base_name: what the user calls the base; for messages.
-        """
         self.select, self._base_name = select, base_name
         self._identity: dict[str, str] | None = None
 
     def identify(self, model: torch.nn.Module) -> bytes:
-        """The contents of BASE_NAME: name and digest of everything that is not trained. Reads all of it, once."""
+        """Return the contents of BASE_NAME: name and digest of everything that is not trained; reads it all, once."""
         if self._identity is None:
             live = live_tensors(model)
             saved = {id(tensor) for tensor in self.select(live).values()}
-            # A callback may have added others beside it: a teacher that follows the model.
+            # A callback may have added further adapters: a teacher that follows the model.
             adapters = set(getattr(model, "peft_config", ()))
-            # Buffers may change; what wraps a layer for the adapter renames it; and of a module that is trained whole
-            # PEFT keeps the original, which nobody uses, and which may have been drawn at random.
+            # Buffers may change, and a layer that PEFT wraps for the adapter has another name. Of a module that is
+            # trained whole, PEFT keeps the original, which is not used and may have been initialised at random.
             base = {
                 name.replace(".base_layer", ""): tensor.detach()
                 for name, tensor in live.items()
@@ -64,7 +63,7 @@ class Adapter:
                 and ".original_module." not in name
                 and adapters.isdisjoint(name.split("."))
             }
-            sums = file_images.fingerprint(t.contiguous().reshape(-1).view(torch.uint8) for t in base.values()).tolist()
+            sums = fingerprint(t.contiguous().reshape(-1).view(torch.uint8) for t in base.values()).tolist()
             entries = sorted(
                 (name, str(tensor.dtype), list(tensor.shape), total)
                 for (name, tensor), total in zip(base.items(), sums, strict=True)
@@ -77,7 +76,7 @@ class Adapter:
         """Copy the saved part into the model.
 
         Raises:
-            CheckpointError: it was trained on another base, or is another adapter.
+            CheckpointError: The part was trained on another base, or is another adapter.
         """
         state = point.model_state(ADAPTER_NAME)
         now, then = json.loads(self.identify(model)), point.json(BASE_NAME)

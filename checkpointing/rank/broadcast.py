@@ -1,8 +1,8 @@
-"""Brings a state that all ranks of a node have in host memory to their accelerators: each rank copies a share, the
-process group brings the rest.
+"""Moves a state that all ranks of a node have in host memory to their accelerators.
 
-Host memory that is not pinned crosses the bus by way of the driver's own buffers, a few GB/s at the price of a
-processor; among accelerators the process group moves it many times as fast.
+Each rank copies a share, and the process group broadcasts it. Host memory that is not pinned crosses the bus through
+the driver's own buffers, at a few GB/s and the cost of a processor; between accelerators the process group is many
+times as fast.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointing.rank.file_images import replaced, tensors_in
+from checkpointing.rank.trees import replaced, tensors_in
 
-# Each rank copies smaller ones by itself: a collective would take longer.
+# Each rank copies smaller tensors itself: a collective would take longer.
 _SMALL_BYTES = 1024 * 1024
 
 
 def is_worthwhile(device: torch.device, world_size: int, local_world_size: int) -> bool:
-    """Whether all ranks are on one machine, and the process group moves what is on their accelerators.
+    """Return whether all ranks are on one machine, and the process group moves tensors between their accelerators.
 
-    Gloo would take it back to the host first; between machines, each reads what it has itself.
+    Gloo would copy them back to the host first; with several machines, each rank copies what its machine has.
     """
     if device.type == "cpu" or world_size == 1 or world_size != local_world_size:
         return False
@@ -31,7 +31,12 @@ def is_worthwhile(device: torch.device, world_size: int, local_world_size: int) 
 
 
 def owners(sizes: Sequence[int], world_size: int) -> list[int]:
-    """Which rank copies each tensor, so that all copy about as many bytes. Equal on all ranks; `sizes` are in bytes."""
+    """Return the rank that copies each tensor, so that all copy about as many bytes; equal on all ranks.
+
+    Args:
+        sizes: Sizes of the tensors, in bytes.
+        world_size: Number of ranks.
+    """
     copied = [0] * world_size
     found = []
     for size in sizes:
@@ -48,15 +53,18 @@ def to_device(
     world_size: int,
     broadcast: Callable[[torch.Tensor, int], object] = dist.broadcast,
 ) -> Any:
-    """The same nested state with its large tensors on the device; called by all ranks with equal states.
+    """Return the same nested state with its large tensors on the device; called by all ranks with equal states.
 
     Args:
-        state: dicts, lists and tuples, and what is in them. Small tensors, and views of others, stay.
-        broadcast: moves a tensor from a rank to all others.
+        state: Nested dicts, lists and tuples. Small tensors, and views of others, stay where they are.
+        device: This rank's accelerator.
+        rank: Number of this rank.
+        world_size: Number of ranks.
+        broadcast: Sends a tensor from a rank to all others.
     """
     large: dict[int, torch.Tensor] = {}
     for tensor in tensors_in(state):
-        # Those that share their memory with others are to share it afterwards, too.
+        # Tensors that share their memory must share it afterwards, too.
         is_alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
         if tensor.device.type == "cpu" and tensor.nbytes >= _SMALL_BYTES and is_alone:
             large.setdefault(id(tensor), tensor)
@@ -65,6 +73,6 @@ def to_device(
         large.items(), owners([tensor.nbytes for tensor in large.values()], world_size), strict=True
     ):
         moved[key] = tensor.to(device) if owner == rank else torch.empty_like(tensor, device=device)
-        # As bytes: not every back end knows every type.
+        # As bytes: not every back end supports every type.
         broadcast(moved[key].view(-1).view(torch.uint8), owner)
     return replaced(state, lambda value: moved.get(id(value), value))

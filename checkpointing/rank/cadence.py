@@ -1,4 +1,4 @@
-"""When a snapshot, or a commit, is worth its price. No torch.
+"""When a snapshot, or a commit, is worth its cost. No torch.
 
 The interval that loses least is Young's, sqrt(2 · cost · MTBF) (J. W. Young, "A first order approximation to the
 optimum checkpoint interval", CACM 17(9), 1974; refined by J. T. Daly, FGCS 22(3), 2006), but never so short that the
@@ -17,26 +17,32 @@ from checkpointing.heartbeat import CommitReport
 
 Auto = Literal["auto"]
 DEFAULT_OVERHEAD_CAP = 0.01
-# What is believed about failures before any was seen: one a day. Weighs as much as one day of observation.
+# The prior for the time between failures: one a day. It weighs as much as one day of observation.
 PRIOR_MTBF_S = 86_400.0
-# Snapshots of each kind that are compared before overlapping is given up for blocking, or the other way round.
+# Snapshots of each kind to compare before overlapping is given up for blocking, or the other way round.
 _TRIALS = 3
 _SUSPICIOUS_RATIO = 1.5
 _NEGLIGIBLE_S = 0.005
 _WINDOW = 16
-# Between commits while none has succeeded yet.
+# Interval between commits while none has succeeded yet.
 _UNKNOWN_COMMIT_S = 60.0
 
 
 def mtbf_s(num_failures: int, observed_s: float) -> float:
-    """Mean time between failures: what was observed, tempered by the prior."""
+    """Return the mean time between failures in seconds: the observation, combined with the prior."""
     return (PRIOR_MTBF_S + observed_s) / (1 + num_failures)
 
 
 def best_interval_s(cost_s: float, mean_time_between_failures_s: float, overhead_cap: float) -> float:
-    """Seconds between two saves that cost `cost_s` each.
+    """Return the best number of seconds between two saves.
 
-    Daly's higher-order form where the cost is below half the MTBF, the MTBF itself above; never below cost / cap.
+    This is Daly's higher-order form where the cost is less than twice the MTBF, else the MTBF itself; never less than
+    cost / cap.
+
+    Args:
+        cost_s: Seconds that each save costs.
+        mean_time_between_failures_s: Mean time between failures in seconds.
+        overhead_cap: Share of the run's time that saves may cost.
     """
     mtbf = mean_time_between_failures_s
     if cost_s >= 2 * mtbf:
@@ -48,10 +54,13 @@ def best_interval_s(cost_s: float, mean_time_between_failures_s: float, overhead
 
 
 class CostModel:
-    """What snapshots cost training on this rank, from its own steps; decides whether copying beside training pays.
+    """Measures what snapshots cost training on this rank, and decides whether copying beside training pays.
 
-    Overlapping is the start. When it costs visibly more than the copy itself takes, blocking is tried, and the cheaper
-    of the two is kept; overlapping unless the difference stands out from that between plain steps.
+    It starts with overlapping. When that costs visibly more than the copy itself takes, it tries blocking and keeps the
+    cheaper of the two: overlapping, unless the difference exceeds the noise of plain steps.
+
+    Attributes:
+        overlap: Whether to copy the next snapshot beside training.
     """
 
     def __init__(self) -> None:
@@ -60,15 +69,22 @@ class CostModel:
         self._copies: deque[float] = deque(maxlen=_WINDOW)
         self._trying_blocking = False
         self.overlap = True
-        # How the last one was made: not always as is chosen here (a script's choice, a state that was torn).
+        # How the last snapshot was made. A script's choice, or a torn state, overrides what is chosen here.
         self._overlapped = True
 
     def plain_step(self, compute_s: float) -> None:
-        """A step without a snapshot: seconds from its start to the optimizer."""
+        """Record a step without a snapshot: the seconds from its start to the optimizer."""
         self._plain.append(compute_s)
 
     def snapshot(self, *, blocked_s: float, compute_s: float, copy_s: float, overlapped: bool) -> float:
-        """A step with one: seconds the training thread waited, computed, and the copy's own; returns its cost."""
+        """Record a step with a snapshot; return what the snapshot cost, in seconds.
+
+        Args:
+            blocked_s: Seconds that the training thread waited.
+            compute_s: Seconds from the step's start to the optimizer.
+            copy_s: Seconds that the copy took.
+            overlapped: Whether the copy ran beside training.
+        """
         usual = statistics.median(self._plain) if self._plain else compute_s
         cost = blocked_s + max(compute_s - usual, 0.0)
         self._costs[overlapped].append(cost)
@@ -79,7 +95,7 @@ class CostModel:
 
     @property
     def snapshot_s(self) -> float | None:
-        """Seconds that a snapshot costs, made as the last one was; None before the first."""
+        """Seconds that a snapshot costs, if made like the last one; None before the first."""
         costs = self._costs[self._overlapped]
         return statistics.median(costs) if costs else None
 
@@ -95,7 +111,7 @@ class CostModel:
                 self._trying_blocking, self.overlap = True, False
 
     def _noise_s(self) -> float:
-        """By how much the median of a few trials may be off because steps differ anyway: two standard errors.
+        """Return the error of the median of a few trials that is due to steps differing anyway: two standard errors.
 
         The standard error of a median of n normal values is 1.25 sigma/√n; sigma is 1.48 times the median deviation.
         """
@@ -108,13 +124,13 @@ class CostModel:
 
 @dataclass(frozen=True)
 class Cadence:
-    """How often.
+    """How often to snapshot and to commit.
 
     Attributes:
-        snapshot_steps: steps between snapshots in memory; None makes none but for commits.
-        save_steps: steps between commits to storage; None leaves them to the caller and `save_minutes`.
-        save_minutes: commit at least so often, in minutes.
-        overhead_cap: share of the run's time that `auto` may spend.
+        snapshot_steps: Steps between snapshots in memory; None makes none but for commits.
+        save_steps: Steps between commits to storage; None leaves them to the caller and `save_minutes`.
+        save_minutes: Maximum minutes between commits.
+        overhead_cap: Share of the run's time that `auto` may spend.
     """
 
     snapshot_steps: int | Auto | None = None
@@ -134,9 +150,15 @@ class Cadence:
 
 
 class CadenceClock:
-    """Tells when a snapshot or a commit is due by time. One rank keeps it; the others follow its word.
+    """Decides when a snapshot or a commit is due by time. Rank 0's clock counts for all ranks.
 
-    What is due by step number needs no clock: see `due_by_step`.
+    What is due by step number needs no clock; see `due_by_step`.
+
+    Args:
+        cadence: How often to snapshot and to commit.
+        now: The present time on a monotonic clock, in seconds.
+        num_failures: Failures of the run before this attempt.
+        observed_s: Seconds in which these failures occurred.
     """
 
     def __init__(self, cadence: Cadence, now: float, num_failures: int = 0, observed_s: float = 0.0) -> None:
@@ -145,7 +167,7 @@ class CadenceClock:
         self._num_failures, self._observed_s = num_failures, observed_s
 
     def due_by_step(self, step: int) -> tuple[bool, bool]:
-        """Whether a snapshot and a commit are due at this step, where the cadence is a number of steps."""
+        """Return whether a snapshot and a commit are due at this step, where the cadence is a number of steps."""
         snapshot, save = self._cadence.snapshot_steps, self._cadence.save_steps
         return (
             isinstance(snapshot, int) and step % snapshot == 0,
@@ -155,14 +177,17 @@ class CadenceClock:
     def due_by_time(
         self, now: float, snapshot_s: float | None, commit: CommitReport, *, preparing: bool = False
     ) -> tuple[bool, bool]:
-        """Whether a snapshot and a commit are due by their measured price. Times are seconds, `now` is monotonic.
+        """Return whether a snapshot and a commit are due by their measured cost.
 
         Args:
-            preparing: memory for snapshots is being made ready; what goes by price waits until then.
+            now: The present time on a monotonic clock, in seconds.
+            snapshot_s: Seconds that a snapshot costs; None before the first.
+            commit: The newest commit.
+            preparing: Memory for snapshots is being made ready; what is due by cost waits for it.
         """
         mtbf = mtbf_s(self._num_failures, self._observed_s + now - self._began)
         cadence = self._cadence
-        # The first of each kind is what the price is learnt from.
+        # The cost is unknown until the first of each kind has been measured.
         snapshot_interval = best_interval_s(snapshot_s, mtbf, cadence.overhead_cap) if snapshot_s is not None else 0.0
         snapshot = cadence.snapshot_steps == "auto" and now - self._last_snapshot >= snapshot_interval
         save = cadence.save_minutes is not None and now - self._last_commit >= 60 * cadence.save_minutes
@@ -170,13 +195,13 @@ class CadenceClock:
             if commit.step < 0 or snapshot_s is None:
                 interval = 0.0 if self._last_commit == self._began else _UNKNOWN_COMMIT_S
             else:
-                price = snapshot_s + commit.cpu_s
-                interval = max(best_interval_s(price, mtbf, cadence.overhead_cap), commit.duration_s)
+                cost = snapshot_s + commit.cpu_s
+                interval = max(best_interval_s(cost, mtbf, cadence.overhead_cap), commit.duration_s)
             save = save or (now - self._last_commit >= interval and not preparing)
         return snapshot and not preparing, save
 
     def done(self, now: float, *, commit: bool) -> None:
-        """A snapshot was made, to be committed or not."""
+        """Record that a snapshot was made, to be committed or not."""
         self._last_snapshot = now
         if commit:
             self._last_commit = now

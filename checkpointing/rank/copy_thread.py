@@ -1,14 +1,15 @@
-"""Copies a snapshot into an arena beside training, and keeps the optimizer from changing what is being copied.
+"""Copies snapshots into arenas beside training, and keeps the optimizer from changing what is being copied.
 
 Between two optimizer steps, forward and backward only read the state. So the copy runs beside them, in a thread of its
-own (and on a GPU on a stream of its own, behind the work already enqueued), and whatever would change the state first
-passes `gate`: the hook that torch runs before every optimizer's step, or the replay of a CUDA graph that may hold one.
+own (and on a GPU on a stream of its own, behind the work already enqueued). Whatever would change the state first
+passes the *pre-step barrier*: the hook that torch runs before every optimizer step, or the replay of a CUDA graph that
+may contain one.
 
-What may change without passing there is not copied beside training: small values and buffers are cloned by the caller,
-and the training thread, on a GPU its stream, waits for larger foreign state (`Copy.volatile`).
+State that may change without passing the barrier is not copied beside training: the caller clones small values and
+buffers, and the training thread, on a GPU its stream, waits for larger foreign state (`Copy.volatile`).
 
-On a GPU, "enqueued" is not "copied". Each hand-over therefore records a mark on the device, for which the stream that
-computes waits before anything else is enqueued there.
+On a GPU, "enqueued" is not "copied". Each hand-over therefore records a mark on the device, and the computing stream
+waits for this mark before anything else is enqueued there.
 """
 
 from __future__ import annotations
@@ -29,18 +30,21 @@ from checkpointing.rank.device import Device, Mark
 
 @dataclass
 class Copy:
-    """A snapshot in the making. Times are seconds.
+    """One copy of the state. Times are in seconds.
 
     Attributes:
-        work: runs in the helper thread; calls `volatile_done` and `copied` on its way.
-        device: where the state is.
-        error: what made it fail; raised in the training thread.
-        copied_s: of the copy: the device's time, or the helper thread's processor time.
-        blocked_s: what the training thread has waited for it so far.
-        changed: tensors that something else than an optimizer has changed before they were copied; counted once, when
-            the device has copied them or when an optimizer is about to step, whichever is first.
-        passed_gate: an optimizer has stepped since.
-        is_doubtful: a step has ended while the device was copying, and nothing was seen to pass the gate.
+        work: Runs in the copy thread; calls `volatile_done` and `copied` on its way.
+        device: Where the state is.
+        error: The exception that made the copy fail; raised in the training thread.
+        copied_s: Time of the copy itself: the device's time, or the copy thread's processor time.
+        blocked_s: Time that the training thread has waited for it so far.
+        volatile: Set when state that may change at any moment is copied, or enqueued.
+        enqueued: Set when everything is copied, or enqueued.
+        finished: Set when `work` has returned.
+        changed: Tensors that something other than an optimizer has changed before they were copied. Counted once,
+            when the device has copied them or when an optimizer is about to step, whichever is first.
+        passed_barrier: An optimizer has stepped since.
+        is_doubtful: A step has ended while the device was copying, and nothing was seen to pass the barrier.
     """
 
     work: Callable[[Copy], None]
@@ -52,7 +56,7 @@ class Copy:
     enqueued: threading.Event = field(default_factory=threading.Event)
     finished: threading.Event = field(default_factory=threading.Event)
     changed: int | None = None
-    passed_gate: bool = False
+    passed_barrier: bool = False
     is_doubtful: bool = False
     _count: Callable[[], int] = int
     _counting: threading.Lock = field(default_factory=threading.Lock)
@@ -62,27 +66,27 @@ class Copy:
     _mark: Mark | None = None
 
     def begin(self) -> None:
-        """In the training thread: what is enqueued by now comes first."""
+        """Record, in the training thread, that what is enqueued by now comes first."""
         self._ready = self.device.mark()
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """In the helper thread: on streams of its own."""
+        """Run the body, in the copy thread, on streams of its own."""
         assert self._ready is not None
         with self.device.beside(self._ready):
             self._began = self.device.mark()
             yield
 
     def volatile_done(self) -> None:
-        """What may change at any moment is copied, or on its way."""
+        """Signal that what may change at any moment is copied, or enqueued."""
         self._volatile_mark = self.device.mark()
         self.volatile.set()
 
     def copied(self, count: Callable[[], int] = int) -> None:
-        """Everything is copied, or on its way; returns when the device has copied it.
+        """Signal that everything is copied, or enqueued; return when the device has copied it.
 
         Args:
-            count: tells how many tensors have been changed.
+            count: Returns how many tensors have been changed.
         """
         self._count = count
         self._mark = self.device.mark()
@@ -101,29 +105,32 @@ class Copy:
                 self.changed = self._count()
 
     def end_step(self) -> None:
-        """In the training thread: a step has ended. Whatever has changed the state should have passed the gate."""
+        """Note, in the training thread, that a step has ended, and whether anything has passed the barrier in it."""
         with self._counting:
-            self.is_doubtful |= not self.passed_gate and self.changed is None
+            self.is_doubtful |= not self.passed_barrier and self.changed is None
 
     def hold_volatile(self) -> None:
-        """In the training thread: what may change at any moment may be changed by what is enqueued after this."""
+        """Have what the training thread enqueues next wait for the copy of state that may change at any moment."""
         self.volatile.wait()
         if self._volatile_mark is not None:
             self.device.hold(self._volatile_mark)
 
     def hold(self) -> None:
-        """In the training thread: all of the state may be changed by what is enqueued after this."""
+        """Have what the training thread enqueues next wait for the whole copy."""
         self.enqueued.wait()
         if self._mark is not None:
             self.device.hold(self._mark)
 
 
-class Stager:
-    """One per rank. `submit`, `gate` and `settle` are called by the training thread."""
+class CopyThread:
+    """The thread that copies, and the barrier before optimizer steps. The training thread calls all methods.
 
-    def __init__(self, on_gate: Callable[[], None] = lambda: None) -> None:
-        """`on_gate` is told whenever an optimizer is about to step."""
-        self._on_gate = on_gate
+    Args:
+        on_optimizer_step: Called whenever an optimizer is about to step.
+    """
+
+    def __init__(self, on_optimizer_step: Callable[[], None] = lambda: None) -> None:
+        self._on_optimizer_step = on_optimizer_step
         self._copy: Copy | None = None
         self._work: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -131,7 +138,7 @@ class Stager:
         self._remove_replay_hook = devices.before_replays(self._before_change)
 
     def submit(self, work: Callable[[Copy], None], device: Device | None = None) -> Copy:
-        """Start copying; the one before must be settled."""
+        """Start a copy; the previous one must be settled."""
         assert self._copy is None or self._copy.finished.is_set()
         copy = self._copy = Copy(work, device or devices.Host())
         copy.begin()
@@ -147,41 +154,41 @@ class Stager:
         return self._copy
 
     def _before_step(self, *_: Any) -> None:
-        self.gate()
+        self.pre_step_barrier()
 
-    # As `torch.compiler.disable` marks what is not to be compiled, without importing the compiler: compiled steps wait
-    # here like any others.
+    # The same mark as `torch.compiler.disable` sets, without importing the compiler: compiled steps wait here like any
+    # others.
     _before_step._torchdynamo_disable = True  # type: ignore[attr-defined]
 
-    def gate(self) -> None:
-        """Return when the state may change.
+    def pre_step_barrier(self) -> None:
+        """Return when an optimizer may change the state.
 
         Raises:
-            Exception: what made the snapshot fail, if it did.
+            Exception: Whatever made the snapshot fail.
         """
-        self._on_gate()
+        self._on_optimizer_step()
         self._before_change()
 
     def _before_change(self) -> None:
-        # Also before a graph's replay, which may hold a forward pass as well as an optimizer's step: `on_gate` is for
-        # optimizers alone.
+        # Also runs before the replay of a graph, which may contain a forward pass or an optimizer step:
+        # `on_optimizer_step` is for optimizers only.
         copy = self._copy
         if copy is None:
             return
-        if not copy.passed_gate:
+        if not copy.passed_barrier:
             with _timed(copy):
-                # The device waits, the host does not.
+                # On a GPU the device waits, not the host.
                 copy.hold()
             copy.count_changed()
-            copy.passed_gate = True
+            copy.passed_barrier = True
         if copy.error is not None:
             self.settle()
 
     def settle(self) -> Copy | None:
-        """Wait until the last copy has been handed over entirely; returns it.
+        """Wait until the last copy has been handed over entirely; return it.
 
         Raises:
-            Exception: what made the snapshot fail, if it did; once.
+            Exception: Whatever made the snapshot fail; once.
         """
         copy = self._copy
         if copy is None:

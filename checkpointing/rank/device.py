@@ -1,11 +1,11 @@
-"""The accelerator, over `torch.accelerator`, `torch.Stream` and `torch.Event`: CUDA, ROCm, XPU and others are one path.
+"""The accelerator, through `torch.accelerator`, `torch.Stream` and `torch.Event`: one path for CUDA, ROCm and XPU.
 
 Everything that depends on the kind of device is here: streams and events, copies to the host, pinned memory,
-generators, memory figures and names. Other modules of `checkpointing` and `runner.training` do not name `torch.cuda`.
+generators, memory figures and names. Other modules of `checkpointing` and `runner.training` do not use `torch.cuda`.
 
 Work on a device runs later than the host asks for it. A copy that was *enqueued* has not read anything yet; what the
-host enqueues next on another stream may run first. Order comes from marks alone: `mark` records a point in the work of
-the current streams, `hold` makes the current streams wait for it.
+host enqueues next on another stream may run first. Only marks give an order: `mark` records a point in the work of the
+current streams, `hold` makes the current streams wait for it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 # Memory is pinned in pieces that end at multiples of this in an arena; no copy crosses such a line.
 CHUNK_BYTES = 256 * 1024 * 1024
-# Between two looks at a device that has not come so far yet.
-_LOOK_EVERY_S = 0.0005
+# Interval between two queries of a device that has not reached a mark yet.
+_QUERY_EVERY_S = 0.0005
 
 
 class Mark(Protocol):
@@ -33,29 +33,33 @@ class Mark(Protocol):
         """Wait, on the host, until the device has passed it."""
 
     def seconds_since(self, earlier: Any) -> float | None:
-        """Device time between two marks that have been passed; None where the device has no clock of its own."""
+        """Return the device time between two marks that have been passed; None where the device has no clock."""
 
 
 class Device(Protocol):
-    """Where a training state is, as far as copying it to the host is concerned."""
+    """A device that holds training state, for copying it to the host.
+
+    Attributes:
+        is_asynchronous: Whether work on the device runs later than it is asked for.
+    """
 
     is_asynchronous: bool
 
     def mark(self) -> Mark:
-        """A mark behind what is enqueued on the current streams of this thread."""
+        """Return a mark behind what is enqueued on the current streams of this thread."""
 
     def hold(self, mark: Mark) -> None:
         """Have the current streams of this thread wait for a mark; the host does not wait."""
 
     def beside(self, mark: Mark) -> contextlib.AbstractContextManager[None]:
-        """Work inside runs on streams of its own, behind a mark."""
+        """Return a context whose work runs on streams of its own, behind a mark."""
 
     def copy(self, buffer: memoryview, offset: int, source: torch.Tensor) -> None:
         """Copy a flat uint8 tensor into host memory, in the order of this thread's current streams."""
 
 
 class _Past:
-    """Behind everything: the host's own work is done when it is asked for."""
+    """A mark that is always passed: the host's own work is done when it is asked for."""
 
     def wait(self) -> None:
         pass
@@ -65,20 +69,23 @@ class _Past:
 
 
 class Host:
-    """The CPU's memory: copied at once."""
+    """The CPU's memory, which is copied at once."""
 
     is_asynchronous = False
 
     def mark(self) -> Mark:
+        """Return a mark that is passed."""
         return _Past()
 
     def hold(self, mark: Mark) -> None:
-        pass
+        """Return at once: the host's own work is in order."""
 
     def beside(self, mark: Mark) -> contextlib.AbstractContextManager[None]:
+        """Return a context that changes nothing."""
         return contextlib.nullcontext()
 
     def copy(self, buffer: memoryview, offset: int, source: torch.Tensor) -> None:
+        """Copy at once."""
         # Not `copy_`: that would wake torch's thread pool, which belongs to training.
         address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
         ctypes.memmove(address + offset, source.data_ptr(), source.numel())
@@ -91,10 +98,10 @@ class _Events:
         self._events = events
 
     def wait(self) -> None:
-        # Not `synchronize`, which keeps a core busy that training wants.
+        # Not `synchronize`, which keeps a core busy that training needs.
         for event in self._events:
             while not event.query():
-                time.sleep(_LOOK_EVERY_S)
+                time.sleep(_QUERY_EVERY_S)
 
     def hold(self, devices: Sequence[torch.device]) -> None:
         for event, device in zip(self._events, devices, strict=True):
@@ -105,12 +112,16 @@ class _Events:
             pairs = zip(earlier._events, self._events, strict=True)
             return max(float(first.elapsed_time(last)) for first, last in pairs) / 1e3
         except (RuntimeError, NotImplementedError):
-            # Events of some back ends have no time.
+            # Some back ends' events have no time.
             return None
 
 
 class Accelerator:
-    """One or several accelerators of a process, of one kind. What is on the host among it is copied at once."""
+    """One or several accelerators of a process, of one kind. Tensors on the host are copied at once.
+
+    Args:
+        devices: The accelerators.
+    """
 
     is_asynchronous = True
 
@@ -120,6 +131,7 @@ class Accelerator:
         self._host = Host()
 
     def mark(self) -> _Events:
+        """Return an event on each accelerator's current stream."""
         events = []
         for device in self._devices:
             event = torch.Event(device=device, enable_timing=True)
@@ -128,11 +140,13 @@ class Accelerator:
         return _Events(events)
 
     def hold(self, mark: Mark) -> None:
+        """Have the current streams wait for a mark."""
         assert isinstance(mark, _Events)
         mark.hold(self._devices)
 
     @contextlib.contextmanager
     def beside(self, mark: Mark) -> Iterator[None]:
+        """Run the body on streams of its own, behind a mark."""
         if not self._streams:
             self._streams = [torch.Stream(device=device) for device in self._devices]
         before = [torch.accelerator.current_stream(device) for device in self._devices]
@@ -148,6 +162,7 @@ class Accelerator:
             torch.accelerator.set_device_index(index)
 
     def copy(self, buffer: memoryview, offset: int, source: torch.Tensor) -> None:
+        """Enqueue a copy on the current stream, cut at multiples of `CHUNK_BYTES`."""
         if source.device.type == "cpu":
             self._host.copy(buffer, offset, source)
             return
@@ -157,7 +172,7 @@ class Accelerator:
 
 
 def _cut(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Parts of a copy to `offset` of an arena, none of which crosses a multiple of `CHUNK_BYTES`."""
+    """Yield the parts of a copy to `offset` of an arena, none of which crosses a multiple of `CHUNK_BYTES`."""
     first = 0
     while first < nbytes:
         last = min(nbytes, ((offset + first) // CHUNK_BYTES + 1) * CHUNK_BYTES - offset)
@@ -166,14 +181,14 @@ def _cut(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
 
 
 def of(tensors: Iterable[torch.Tensor]) -> Device:
-    """The device that holds these tensors, as far as any are on one."""
+    """Return the accelerators that hold these tensors, or the host where none is on one."""
     found = dict.fromkeys(tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta"))
     return _accelerator(tuple(found)) if found else Host()
 
 
 @functools.cache
 def _accelerator(devices: tuple[torch.device, ...]) -> Accelerator:
-    """One for each set of devices, as it keeps their streams."""
+    """Return the one object for these devices, which keeps their streams."""
     return Accelerator(devices)
 
 
@@ -183,7 +198,7 @@ _replay_hooks: list[Callable[[], None]] = []
 def before_replays(callback: Callable[[], None]) -> Callable[[], None]:
     """Call a function before any CUDA graph (XPU graph, ...) is replayed in this process.
 
-    A replay runs no hook of the optimizer that was recorded in it, and changes tensors without counting their versions.
+    A replay runs no hook of an optimizer that was recorded in it, and changes tensors without counting their versions.
 
     Returns:
         A function that removes the callback.
@@ -198,7 +213,7 @@ def before_replays(callback: Callable[[], None]) -> Callable[[], None]:
 
 
 def announce_replay() -> None:
-    """Call the hooks; for a graph that is of no class that `before_replays` knows."""
+    """Call the callbacks; for graphs of a class that `before_replays` does not know."""
     for callback in list(_replay_hooks):
         callback()
 
@@ -220,26 +235,26 @@ def _hooked(replay: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def kind() -> str | None:
-    """The accelerator's type ("cuda", which is ROCm's name, too; "xpu", ...); None where there is none."""
+    """Return the accelerator's type ("cuda", which is ROCm's name, too; "xpu", ...); None where there is none."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return found.type if found is not None else None
 
 
 def check_fork() -> None:
-    """
+    """Check that the accelerator can be used in this process.
+
     Raises:
-        RuntimeError: the accelerator cannot be used here, since its runtime was started in a process that this one was
-            forked from.
+        RuntimeError: The accelerator's runtime was started in a process that this one was forked from.
     """
     found = torch.accelerator.current_accelerator()
     is_lost = getattr(torch.get_device_module(found), "_is_in_bad_fork", None) if found is not None else None
     if found is not None and is_lost is not None and is_lost():
-        # torch's own words; it would say so only when the model is moved.
+        # torch's own message, which it would raise only when the model is moved.
         raise RuntimeError(f"Cannot re-initialize {found.type.upper()} in forked subprocess")
 
 
 def generator_states(world_size: int) -> dict[str, Any]:
-    """The accelerators' generator states, named and shaped as the Hugging Face Trainer saves them."""
+    """Return the accelerators' generator states, named and shaped as the Hugging Face Trainer saves them."""
     name = kind()
     if name is None:
         return {}
@@ -248,7 +263,7 @@ def generator_states(world_size: int) -> dict[str, Any]:
 
 
 def set_generator_states(states: Mapping[str, Any]) -> None:
-    """Put the accelerators' generators where `generator_states` found them; nothing where there are none."""
+    """Set the accelerators' generators to what `generator_states` returned; does nothing where there are none."""
     name = kind()
     if name is None or name not in states:
         return
@@ -256,49 +271,53 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
     if isinstance(state, torch.Tensor):
         module.set_rng_state(state)
         return
-    # Each rank uses one device; a state of more or fewer devices is of another machine.
+    # Each rank uses one device; a state of more or fewer devices comes from another machine.
     for index, device_state in enumerate(state[: torch.accelerator.device_count()]):
         module.set_rng_state(device_state, index)
 
 
 def collective_backend() -> str:
-    """The process group's back end for tensors where the model is."""
+    """Return the process group's back end for tensors on the model's device."""
     name = kind()
     return dist.get_default_backend_for_device(name) if name is not None else "gloo"
 
 
 def name_of() -> str | None:
-    """The accelerator as its vendor calls it."""
+    """Return the accelerator's name, as its vendor calls it."""
     name = kind()
     ask = getattr(torch.get_device_module(name), "get_device_name", None) if name is not None else None
     return str(ask()) if ask is not None else None
 
 
 def capability() -> tuple[int, int] | None:
-    """CUDA's compute capability; None for other accelerators, and without one."""
+    """Return CUDA's compute capability; None for other accelerators, and without one."""
     found = torch.cuda.get_device_capability() if kind() == "cuda" else None
     return (found[0], found[1]) if found is not None else None
 
 
 def peak_memory_bytes() -> int | None:
-    """The most that this process has had on its accelerator; None without one."""
+    """Return the most memory that this process has used on its accelerator, in bytes; None without one."""
     if kind() is None:
         return None
-    # The same for all devices as of torch 2.9.
+    # `torch.accelerator` has this for all devices since torch 2.9.
     module = torch.accelerator if hasattr(torch.accelerator, "max_memory_allocated") else torch.get_device_module()
     return int(module.max_memory_allocated())
 
 
 def utilization_percent() -> float | None:
-    """How busy the accelerator is; None where nobody says."""
+    """Return how busy the accelerator is, in percent; None where that is unknown."""
     try:
         return float(torch.cuda.utilization()) if kind() == "cuda" else None
     except Exception:
-        return None  # nvidia-ml-py is not there, or the driver does not say, in errors of its own
+        return None  # nvidia-ml-py is missing, or the driver refuses, each with errors of its own
 
 
 class Later:
-    """A number that the device is still to compute; read without waiting for what was enqueued after it."""
+    """A number that the device has yet to compute; reading it does not wait for what was enqueued after it.
+
+    Args:
+        value: The number, or a tensor with one element.
+    """
 
     def __init__(self, value: torch.Tensor | float) -> None:
         self._mark: Mark | None = None
@@ -313,7 +332,7 @@ class Later:
 
     @property
     def is_at_hand(self) -> bool:
-        """It costs nothing to read."""
+        """Whether reading the number does not wait for the device."""
         return self._mark is None
 
     def __float__(self) -> float:
@@ -326,12 +345,12 @@ class Later:
 
 
 def can_pin() -> bool:
-    """Whether host memory can be registered with the accelerator's driver (CUDA and ROCm)."""
+    """Return whether host memory can be registered with the accelerator's driver (CUDA and ROCm)."""
     return kind() == "cuda"
 
 
 def register(address: int, nbytes: int) -> bool:
-    """Pin host memory that torch has not allocated; returns whether the driver did."""
+    """Pin host memory that torch has not allocated; return whether the driver did."""
     cudart: Any = torch.cuda.cudart
     return int(cudart().cudaHostRegister(address, nbytes, 0)) == 0 or _clear_error()
 
@@ -344,7 +363,7 @@ def unregister(address: int) -> None:
 
 
 def _clear_error() -> Literal[False]:
-    """Take the error that the runtime keeps: the next kernel of this thread would raise it, as "out of memory"."""
+    """Clear the error that the runtime keeps: this thread's next kernel would raise it, as "out of memory"."""
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda").neg()
     return False

@@ -1,9 +1,10 @@
 """A tiny all-reduce by which all ranks act at the same step number.
 
-Nothing that changes the course of training is decided by one rank. An asynchronous maximum of every rank's flags is
-started at a step's end, on a gloo group of its own (never the gradients' group), and read at the end of the next one:
-by then it has arrived, so nobody waits for it. Where steps are short it is not started at each: rank 0 proposes how
-many to leave out, and what it proposes is agreed with the flags, so that all ranks leave out the same.
+No rank alone decides anything that changes the course of training. At the end of a step, an asynchronous maximum over
+every rank's flags is started on a gloo group of its own (never the gradients' group); it is read at the end of the next
+step. By then it has arrived, so no rank waits for it. Where steps are short, it is not started at each step: rank 0
+proposes how many calls to leave out, and the proposal is agreed together with the flags, so that all ranks leave out
+the same ones.
 """
 
 from __future__ import annotations
@@ -17,18 +18,22 @@ import torch.distributed as dist
 
 
 class Flag(IntEnum):
-    """What a rank may ask all ranks to do; the position in the reduced vector."""
+    """What a rank may ask all ranks to do; the value is the position in the reduced vector."""
 
     STOP = 0
     SAVE = 1
     SNAPSHOT = 2
-    # Of the oldest save that callbacks wait for: it is committed, or will not be.
+    # About the oldest save that callbacks wait for: it is committed, or will not be.
     COMMITTED = 3
     NOT_COMMITTED = 4
 
 
-class Agreement:
-    """Used by every rank, in lock-step, from the thread that trains. `group` is None for a single process."""
+class FlagSync:
+    """Synchronises flags; every rank calls it in lock-step, from the thread that trains.
+
+    Args:
+        group: A gloo group that nothing else uses; None for a single process.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
@@ -38,18 +43,18 @@ class Agreement:
         self._values = self._vector.numpy()
         self._work: Any = None
         self._in_flight = False
-        # Calls that are to be left out, as all ranks have agreed.
+        # Calls to leave out, as all ranks have agreed.
         self._num_left_out = 0
 
     def exchange(self, ask: Callable[[], tuple[set[Flag], int]], *, now: bool = False) -> set[Flag]:
-        """Tell what this rank asks for, if that is due; returns the flags that were agreed on since the last call.
+        """Send this rank's flags, where that is due; return the flags agreed on since the last call.
 
-        A flag must be asked for again until it is agreed on.
+        A rank must ask for a flag again until it is agreed on.
 
         Args:
-            ask: called only where it is due: this rank's flags, and how many calls from this exchange to the next it
-                proposes; the largest proposal counts.
-            now: exchange at this call, whatever was agreed; all ranks must say the same.
+            ask: Called only where an exchange is due. Returns this rank's flags, and the number of calls that it
+                proposes from this exchange to the next; the largest proposal counts.
+            now: Exchange at this call, whatever was agreed; all ranks must pass the same value.
         """
         agreed = self.drain()
         if self._num_left_out > 0 and not now:
@@ -58,7 +63,7 @@ class Agreement:
         flags, interval = ask()
         self._values[:] = [*(int(flag in flags) for flag in Flag), interval]
         if self._group is not None:
-            # Not by `dist.all_reduce`: what that checks takes longer than the exchange.
+            # Not `dist.all_reduce`: its checks take longer than the exchange.
             self._work = self._group.allreduce([self._vector], self._options)
         self._in_flight = True
         return agreed

@@ -1,12 +1,12 @@
-"""Registers with the GPU's driver what this rank copies into, beside training.
+"""Registers with the GPU's driver the memory that this rank copies into, beside training.
 
-A copy into pinned memory runs at the full rate of the link and needs no processor; but registering memory costs about
-0.1 s per GB, under a lock of the driver that kernels being launched wait for. So nothing is registered to restore, nor
-before the first snapshot shows which part of an arena this rank writes; only that part is, in small chunks, by a thread
-of its own. What is copied before that is copied unpinned.
+A copy into pinned memory runs at the full rate of the link and needs no processor. But registering memory takes about
+0.1 s per GB, under a lock of the driver that kernel launches wait for. So nothing is registered for restoring, nor
+before the first snapshot shows which part of an arena this rank writes. Only that part is registered, in small chunks,
+by a thread of its own. Copies made before that are unpinned.
 
-A copy must lie in one registered range: registrations end at multiples of `CHUNK_BYTES` of an arena, and copies are cut
-there (`checkpointing.rank.device`).
+A copy must be within one registered range: registrations end at multiples of `CHUNK_BYTES` of an arena, and copies are
+cut there (`checkpointing.rank.device`).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from checkpointing.shared_memory import PAGE_BYTES, SharedMemory
 
 logger = logging.getLogger("checkpointing")
 
-# Between two registrations: for launches that wait for the driver's lock.
+# Pause between two registrations, for launches that wait for the driver's lock.
 _PAUSE_S = 0.005
 
 Range = tuple[int, int]
 
 
 def ranges_to_pin(extents: Sequence[Range]) -> list[Range]:
-    """Begin and end, in bytes of the arena, of what is to be registered so that these extents are.
+    """Return the ranges to register so that these extents are pinned: begin and end, in bytes of the arena.
 
-    Whole pages, merged where they touch, and cut at multiples of `CHUNK_BYTES`.
+    They are whole pages, merged where they touch, and cut at multiples of `CHUNK_BYTES`.
     """
     merged: list[list[int]] = []
     for begin, end in sorted(extents):
@@ -53,7 +53,13 @@ def ranges_to_pin(extents: Sequence[Range]) -> list[Range]:
 
 
 class Pinning:
-    """One per rank. `want`, `release` and `close` may be called by any thread."""
+    """Pins memory for one rank. Any thread may call `want`, `release` and `close`.
+
+    Args:
+        register: Registers an address and a number of bytes with the driver; returns whether it did.
+        unregister: Undoes this, by the address.
+        report: Receives, for each arena, the bytes registered, the seconds that took, and whether it is all.
+    """
 
     def __init__(
         self,
@@ -61,16 +67,11 @@ class Pinning:
         unregister: Callable[[int], None],
         report: Callable[[int, float, bool], None] = lambda nbytes, seconds, complete: None,
     ) -> None:
-        """
-        Args:
-            register, unregister: the driver's; `register` takes address and bytes, and says whether it did.
-            report: receives, for each arena, the bytes registered, the seconds that took, and whether it is all.
-        """
         self._register, self._unregister, self._report = register, unregister, report
-        # Held while the driver works. `want`, which training may wait for, takes only the other one.
+        # Held while the driver works. Training may wait for `want`, which takes only the other lock.
         self._driver = threading.Lock()
         self._lock = threading.Lock()
-        # By the arena's address: addresses of its registered ranges.
+        # Addresses of the registered ranges, by the arena's address.
         self._registered: dict[int, list[int]] = {}
         self._work: queue.SimpleQueue[tuple[int, list[Range]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -79,11 +80,11 @@ class Pinning:
 
     @property
     def is_busy(self) -> bool:
-        """Something is being registered: a copy takes longer than later ones will."""
+        """Whether memory is being registered, so that a copy takes longer than later ones will."""
         return self._num_queued > 0
 
     def want(self, arena: memoryview, extents: Sequence[Range]) -> bool:
-        """Have the parts of an arena registered that this rank copies into; returns whether some are not yet."""
+        """Have the parts of an arena registered that this rank copies into; return whether some are not yet."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(arena))
         with self._lock:
             if address in self._registered or self._given_up:
@@ -97,11 +98,11 @@ class Pinning:
             return True
 
     def release(self, arena: SharedMemory) -> None:
-        """The arena is about to go."""
+        """Unregister an arena that is about to be unmapped."""
         self._release(arena.address)
 
     def close(self) -> None:
-        """End the thread, and release everything."""
+        """Unregister everything, and end the thread."""
         with self._lock:
             addresses = list(self._registered)
         for address in addresses:
@@ -129,14 +130,14 @@ class Pinning:
         nbytes = 0
         for begin, end in ranges:
             with self._driver:
-                # Not of an arena that was released meanwhile; none is while the driver works.
+                # The arena may have been released meanwhile, but not while this lock is held.
                 if address not in self._registered:
                     return nbytes, False
                 if not self._register(address + begin, end - begin):
                     self._given_up = True
                     logger.warning(
-                        "the driver has not pinned memory for snapshots: copies from the GPU will be slower (see "
-                        "`ulimit -l`)"
+                        "the driver refused to pin memory for snapshots: copies from the GPU will be slower; raise the "
+                        "limit that `ulimit -l` shows"
                     )
                     return nbytes, False
                 self._registered[address].append(address + begin)

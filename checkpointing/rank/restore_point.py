@@ -1,4 +1,4 @@
-"""The bytes of one verified state, and what can be parsed from them."""
+"""The bytes of one verified checkpoint or snapshot, and their parsing."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ from checkpointing.layout import (
     WEIGHTS_NAMES,
 )
 from checkpointing.rank import rng
-from checkpointing.rank.file_images import replaced, storage_records
+from checkpointing.rank.torch_files import storage_records
 from checkpointing.rank.torch_reader import check_archive, filled, model_state, plain
+from checkpointing.rank.trees import replaced
 from checkpointing.reading import MemoryFile
 
-# Larger files are kept out of a directory that is made of a snapshot for others to read.
+# Larger files are not written to the directory that `RestorePoint.directory` makes of a snapshot.
 SMALL_BYTES = 64 * 1024 * 1024
 
 
 class RestorePoint:
-    """A state whose bytes have been read and verified. Everything is parsed without running code from it.
+    """A state whose bytes have been read and verified. It is parsed without running code from it.
 
     Attributes:
-        place: what it is called in messages.
-        step, world_size, samples_consumed: the manifest's.
-        private: the tensors of `torch_object` are the reader's own; otherwise, and those of `model_state` always, they
+        place: What the state is called in messages.
+        step: Its step.
+        world_size: Number of ranks that wrote it.
+        samples_consumed: Its data cursor, in samples drawn by all ranks.
+        private: The tensors of `torch_object` are the reader's own. Otherwise, and those of `model_state` always, they
             must be copied before anything changes them.
     """
 
@@ -62,11 +65,12 @@ class RestorePoint:
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def has(self, name: str) -> bool:
+        """Return whether this file was read, and not yet parsed where it may be parsed once."""
         return name in self._files
 
     @property
     def directory(self) -> Path:
-        """A directory with at least the small files, for readers that want one; gone with `close`."""
+        """A directory with at least the small files, for readers that need one; `close` removes it."""
         if self._path is not None:
             return self._path
         if self._temporary is None:
@@ -81,10 +85,10 @@ class RestorePoint:
 
     @contextmanager
     def reading(self, name: str) -> Iterator[None]:
-        """Around what is made of a file's contents: whatever they do to a parser, the file is named.
+        """Have any error of a parser name the file that it reads.
 
         Raises:
-            InvalidCheckpoint: in place of any other error.
+            InvalidCheckpoint: In place of any error that is not a CheckpointError.
         """
         try:
             yield
@@ -95,16 +99,16 @@ class RestorePoint:
             text = f"{type(error).__name__}: {first_line}".encode(errors="replace").decode()
             raise InvalidCheckpoint(
                 self.place,
-                f"{name} is as it was written, but makes no sense ({textwrap.shorten(text, 300)}); resume from another "
+                f"{name} matches its digest but cannot be parsed ({textwrap.shorten(text, 300)}); resume from another "
                 "step",
             ) from error
 
     def model_state(self, name: str = MODEL_NAME) -> dict[str, torch.Tensor]:
-        """The model's state dict on the CPU, aliases of tied weights included. May be asked for once.
+        """Return the model's state dict on the CPU, with aliases of tied weights; may be called once.
 
         Raises:
-            InvalidCheckpoint: there is none, or it makes no sense.
-            CheckpointError: the checkpoint holds a whole model where an adapter is wanted, or the other way round.
+            InvalidCheckpoint: There is no such file, or it cannot be parsed.
+            CheckpointError: The checkpoint holds a whole model where an adapter is wanted, or the other way round.
         """
         other = next((other for other in WEIGHTS_NAMES if other != name and self.has(other)), None)
         if other is not None and not self.has(name):
@@ -118,10 +122,10 @@ class RestorePoint:
             return model_state(buffer)
 
     def torch_object(self, name: str) -> Any:
-        """What `torch.save` put into a file. Its tensors share the bytes that were read, so ask for a file once.
+        """Return the object in a `torch.save` file; its tensors share the bytes that were read, so call this once.
 
         Raises:
-            InvalidCheckpoint: there is no such file, or it makes no sense.
+            InvalidCheckpoint: There is no such file, or it cannot be parsed.
         """
         buffer = self._data(name)
         if name == OPTIMIZER_NAME:
@@ -131,22 +135,22 @@ class RestorePoint:
             if len(buffer) <= SMALL_BYTES and name != OPTIMIZER_NAME:
                 found = torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=True)
                 return replaced(found, plain)
-            # Everything but the tensors' bytes; no memory is touched for those.
+            # Load everything but the tensors' bytes, which takes no memory for these.
             with skip_data():
                 skeleton = torch.load(io.BufferedReader(MemoryFile(buffer)), map_location="cpu", weights_only=True)
             return filled(skeleton, buffer, storage_records(io.BufferedReader(MemoryFile(buffer))))
 
     def json(self, name: str) -> dict[str, Any]:
-        """The object in a JSON file.
+        """Return the object in a JSON file.
 
         Raises:
-            InvalidCheckpoint: there is no such file, or it makes no sense.
+            InvalidCheckpoint: There is no such file, or it cannot be parsed.
         """
         data = bytes(self._data(name))
         with self.reading(name):
             found = json.loads(data)
             if not isinstance(found, dict):
-                raise ValueError("it is not a JSON object")
+                raise ValueError("not a JSON object")
             return found
 
     def _data(self, name: str) -> memoryview:
@@ -155,7 +159,7 @@ class RestorePoint:
         return self._files[name]
 
     def close(self) -> None:
-        """Forget the bytes that nobody has asked for."""
+        """Release the bytes that were not parsed."""
         self._files.clear()
         if self._temporary is not None:
             self._temporary.cleanup()

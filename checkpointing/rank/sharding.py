@@ -1,8 +1,7 @@
-"""State that is sharded over the ranks of a machine, as FSDP2 does: each rank copies, and restores, what it holds.
+"""State that FSDP2 has sharded over the ranks of a machine: each rank copies, and restores, the part that it holds.
 
-FSDP2 cuts tensors along their first dimension, so a rank's part is a range of the bytes that the whole tensor has in
-its file. The files are therefore the same as without sharding, and can be gone on from by any number of ranks, sharded
-or not.
+FSDP2 cuts tensors along their first dimension, so a rank's part is a range of the whole tensor's bytes in its file. The
+files are therefore the same as without sharding, and any number of ranks can resume from them, sharded or not.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from checkpointing.rank.file_images import FileImage, bytes_of
 
 @dataclass(frozen=True)
 class Part:
-    """What this rank holds of a tensor.
+    """The part of a tensor that this rank holds.
 
     Attributes:
-        rows: its place along the first dimension.
-        offset: in bytes of the whole tensor.
-        tensor: the part itself, on the rank's device.
-        guards: their version counters tell together whether it was changed in place, by whichever way.
+        rows: Its range along the first dimension.
+        offset: Its offset in bytes of the whole tensor.
+        tensor: The part itself, on the rank's device.
+        guards: Tensors whose version counters together show any change in place.
     """
 
     rows: slice
@@ -38,26 +37,26 @@ class Part:
     guards: tuple[torch.Tensor, ...]
 
 
-# By the storage of what stands in for the whole tensor.
+# By the storage of the stand-in for the whole tensor.
 Parts = dict[int, Part]
 
 
 def is_sharded(value: object) -> bool:
-    """Whether a tensor is a `DTensor`. Who has any has loaded their module, which takes its time."""
+    """Return whether a value is a `DTensor`, without importing the slow module, which is loaded if there is one."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def has_sharded(model: torch.nn.Module) -> bool:
-    """Whether any parameter is."""
+    """Return whether any parameter is sharded."""
     return any(is_sharded(parameter) for parameter in model.parameters())
 
 
 def part_of(tensor: Any) -> Part:
-    """This rank's part of a `DTensor`.
+    """Return this rank's part of a `DTensor`.
 
     Raises:
-        CheckpointError: it is not cut along its first dimension.
+        CheckpointError: The tensor is not cut along its first dimension.
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -67,7 +66,7 @@ def part_of(tensor: Any) -> Part:
             "supported"
         )
     shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    # The tensor inside: what `to_local` returns has a version counter of its own.
+    # Not `to_local`: the tensor that it returns has a version counter of its own.
     local = tensor._local_tensor.detach()
     first = start[0] if local.numel() else 0
     row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
@@ -75,12 +74,14 @@ def part_of(tensor: Any) -> Part:
 
 
 def stand_ins(obj: Any, parts: Parts) -> Any:
-    """The same dicts, lists and tuples with a tensor of the whole size, without contents, for every sharded one.
+    """Return the same dicts, lists and tuples with a stand-in for every sharded tensor.
 
-    No memory is touched for it. Shared tensors stay shared.
+    A stand-in has the size of the whole tensor, but no contents, and no memory is touched for it. Shared tensors stay
+    shared.
 
     Args:
-        parts: what stands in for what is added here.
+        obj: Nested dicts, lists and tuples.
+        parts: Receives this rank's part for every stand-in.
     """
     return _stand_ins(obj, parts, {})
 
@@ -90,7 +91,7 @@ def _stand_ins(obj: Any, parts: Parts, made: dict[int, torch.Tensor]) -> Any:
         if not is_sharded(obj):
             return obj
         if id(obj) not in made:
-            # Not `torch.empty`, which fills memory where algorithms are to be deterministic.
+            # Not `torch.empty`, which fills memory under deterministic algorithms.
             memory = torch.UntypedStorage(obj.numel() * obj.element_size())
             whole = made[id(obj)] = _whole(memory, obj)
             parts[whole.untyped_storage()._cdata] = part_of(obj)
@@ -110,12 +111,12 @@ def _whole(memory: torch.UntypedStorage, like: Any) -> torch.Tensor:
 
 
 def is_stand_in(tensor: torch.Tensor, parts: Parts) -> bool:
-    """Whether it only has the size of a tensor that is sharded."""
+    """Return whether a tensor only stands in for a sharded one."""
     return tensor.untyped_storage()._cdata in parts
 
 
 def take_over(image: FileImage, parts: Parts) -> FileImage:
-    """The image with this rank's parts in place of what stands in for whole tensors."""
+    """Return the image with this rank's parts in place of the stand-ins."""
     kept = []
     for offset, tensor in image.tensors:
         part = parts.get(tensor.untyped_storage()._cdata)
@@ -127,9 +128,9 @@ def take_over(image: FileImage, parts: Parts) -> FileImage:
 
 
 def cut_like(whole: torch.Tensor, live: Any) -> torch.Tensor:
-    """This rank's part of a whole tensor, distributed as another one; the tensor itself where that is not sharded.
+    """Return this rank's part of a whole tensor, distributed like `live`; all of it where `live` is not sharded.
 
-    The part is a copy: the whole need not be kept for it.
+    The part is a copy, so that the whole tensor can be freed.
     """
     if not is_sharded(live) or whole.shape != live.shape:
         return whole
@@ -143,8 +144,8 @@ def cut_like(whole: torch.Tensor, live: Any) -> torch.Tensor:
 
 
 def cut_optimizer_state(state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-    """An optimizer's state dict with this rank's parts of what is sharded in the optimizer's parameters."""
-    # An optimizer of the user's own need not have groups.
+    """Return an optimizer's state dict, cut to this rank's parts where the optimizer's parameters are sharded."""
+    # A user's own optimizer need not have groups.
     groups = getattr(optimizer, "param_groups", ())
     parameters = [parameter for group in groups for parameter in group["params"]]
     if not any(map(is_sharded, parameters)):
@@ -161,10 +162,10 @@ def cut_optimizer_state(state: dict[str, Any], optimizer: Any) -> dict[str, Any]
 
 
 def check_placement(model: torch.nn.Module, local_world_size: int) -> None:
-    """That the ranks of one machine hold all of the model among them.
+    """Check that the ranks of one machine together hold all of the model.
 
     Raises:
-        CheckpointError: it is sharded over several machines.
+        CheckpointError: The model is sharded over several machines.
     """
     groups, parameters = set(), list[Any](model.parameters())
     for parameter in parameters:

@@ -1,4 +1,4 @@
-"""Losses that stand out from those before them, and steps whose samples are passed over for it."""
+"""Detects losses that stand out from those before them; names the steps whose samples are skipped for it."""
 
 from __future__ import annotations
 
@@ -8,27 +8,31 @@ from collections.abc import Iterable
 
 _NUM_LOSSES = 64
 _MIN_LOSSES = 16
-# Makes the median absolute deviation of a normal distribution its standard deviation.
+# Factor from the median absolute deviation of a normal distribution to its standard deviation.
 _NORMAL = 1.4826
-# Of the median: where losses hardly differ at all, that is no spike yet.
+# The smallest deviation, as a share of the median: where losses hardly differ, a small change is not a spike.
 _LEAST_SHARE = 0.05
 
 
 class SpikeDetector:
-    """By the modified z-score: the distance from the median in median absolute deviations (Iglewicz and Hoaglin, "How
-    to Detect and Handle Outliers", 1993)."""
+    """Detects spikes by the modified z-score: the distance from the median, in median absolute deviations.
+
+    See Iglewicz and Hoaglin, "How to Detect and Handle Outliers", 1993.
+
+    Args:
+        zscore: Score above which a loss is a spike.
+        losses: Losses of the steps so far, the newest last.
+
+    Attributes:
+        losses: The losses that the next one is compared with.
+    """
 
     def __init__(self, zscore: float, losses: Iterable[float] = ()) -> None:
-        """
-        Args:
-            zscore: above which a loss is a spike.
-            losses: of the steps so far, the newest last.
-        """
         self._zscore = zscore
         self.losses = deque(losses, maxlen=_NUM_LOSSES)
 
     def look(self, loss: float) -> str | None:
-        """Why the loss of a step is a spike; None where it is not, and it counts for those that come."""
+        """Return why the loss of a step is a spike; None where it is not, and later losses are compared with it."""
         if len(self.losses) >= _MIN_LOSSES:
             median = statistics.median(self.losses)
             deviation = _NORMAL * statistics.median(abs(other - median) for other in self.losses)
@@ -43,15 +47,14 @@ class SpikeDetector:
 
 
 class SkippedSteps:
-    """Windows of steps whose samples are passed over; as text `41-45,60-60`."""
+    """Windows of steps whose samples are skipped.
 
-    def __init__(self, text: str = "") -> None:
-        """
-        Raises:
-            ValueError: the text is not of that form.
-        """
-        windows = (item.partition("-") for item in text.split(",") if item)
-        self._windows = [range(int(first), int(last) + 1) for first, _, last in windows]
+    Args:
+        windows: First and last step of each window.
+    """
+
+    def __init__(self, windows: Iterable[tuple[int, int]] = ()) -> None:
+        self._windows = [range(first, last + 1) for first, last in windows]
 
     def __contains__(self, step: int) -> bool:
         return any(step in window for window in self._windows)

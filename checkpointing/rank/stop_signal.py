@@ -1,7 +1,7 @@
-"""A rank's answer to preemption notices: from its first moment on they set a flag, and nothing else.
+"""A rank's handlers for preemption notices: they set a flag, and nothing else.
 
-The flag is read at the next step boundary, where all ranks agree to stop. As long as nobody reads it (imports, a script
-that does not use these checkpoints), a signal does what it would do without us.
+The flag is read at the next step boundary, where all ranks agree to stop. While there is no reader (during imports, or
+in a script that does not use these checkpoints), a signal has its usual effect.
 """
 
 from __future__ import annotations
@@ -13,49 +13,53 @@ import threading
 from collections.abc import Callable
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-# Under a supervisor, Ctrl-C is the supervisor's to answer, and so is one that reaches a rank alone.
+# Under a supervisor, Ctrl-C is a stop request to the supervisor, also where it reaches one rank only.
 _SUPERVISED_SIGNALS = (*SIGNALS, signal.SIGINT)
 
 _requested = False
 _num_readers = 0
-_tell: Callable[[], None] | None = None
+_report: Callable[[], None] | None = None
 _owner: int | None = None
 
 
-def install(tell: Callable[[], None] | None = None) -> None:
-    """Answer the signals from now on, in this process; a no-op outside its main thread.
+def install(report: Callable[[], None] | None = None) -> None:
+    """Handle the signals in this process from now on; does nothing outside its main thread.
 
     Args:
-        tell: called at each signal, so that a supervisor learns of one that was sent to this rank alone.
+        report: Called at each signal, so that a supervisor learns of one that was sent to this rank only.
     """
-    global _tell, _owner
+    global _report, _owner
     if threading.current_thread() is not threading.main_thread():
         return
-    _tell = tell or _tell
+    _report = report or _report
     if _owner == os.getpid():
         return
     _owner = os.getpid()
-    for number in _SUPERVISED_SIGNALS if tell is not None else SIGNALS:
+    for number in _SUPERVISED_SIGNALS if report is not None else SIGNALS:
         with contextlib.suppress(OSError):
             signal.signal(number, _on_signal)
 
 
 def begin_reading() -> None:
-    """Say that `requested` is asked at every step from now on."""
+    """Count a reader, which calls `requested` at every step from now on."""
     global _num_readers
     install()
     _num_readers += 1
 
 
 def end_reading(*, stopped: bool = False) -> None:
-    """Say that nobody asks any more; `stopped`: because this process ends in answer to a signal, which it does once."""
+    """Count a reader less.
+
+    Args:
+        stopped: This process is ending because of a signal; further signals must not end it in another way.
+    """
     global _num_readers
     if not stopped:
         _num_readers -= 1
 
 
 def requested() -> bool:
-    """Whether a signal has come."""
+    """Return whether a signal was received."""
     return _requested
 
 
@@ -63,13 +67,13 @@ def _on_signal(number: int, _: object) -> None:
     global _requested
     if os.getpid() == _owner:
         _requested = True
-        if _tell is not None:
-            _tell()
+        if _report is not None:
+            _report()
         if _num_readers > 0:
             return
     elif number != signal.SIGTERM:
-        # A child that was forked with the handler, a worker of a DataLoader's: a notice is its parent's to answer.
+        # A child that was forked with the handler, such as a DataLoader worker: its parent handles the notice.
         return
-    # Nobody would act on it.
+    # There is no reader to act on the flag.
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

@@ -1,4 +1,4 @@
-"""What cannot be saved is refused when it is given, by its name: not at the first save, hundreds of steps later."""
+"""Refuses what cannot be saved when it is given, by its name, not at the first save hundreds of steps later."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import torch
 
 from checkpointing.errors import CheckpointError
 
-# torchao quantizes the state of parameters that are at least so large, and a multiple of its block size.
+# torchao quantizes the state of parameters with at least this many elements and a multiple of its block size.
 _TORCHAO_MIN_NUMEL = 4096
 
 
 def check_model(model: object) -> None:
-    """
+    """Check that a model can be saved; None is allowed.
+
     Raises:
-        CheckpointError: it is not one module that each rank holds whole or as FSDP2 has sharded it.
+        CheckpointError: It is not one module that each rank holds whole or as FSDP2 has sharded it.
     """
     if model is None:
         return
@@ -35,9 +36,10 @@ def check_model(model: object) -> None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """
+    """Check that an optimizer can be saved; None is allowed.
+
     Raises:
-        CheckpointError: it is not one optimizer whose state is equal on all ranks, or sharded as FSDP2 does it.
+        CheckpointError: It is not one optimizer whose state is equal on all ranks, or sharded as FSDP2 does it.
     """
     if isinstance(optimizer, (list, tuple, dict)):
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Parses safetensors and torch.save files in memory without running code from them and without copying tensors."""
+"""Parses safetensors and torch.save files in memory, without running code from them and without copying tensors."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ import torch
 from torch.torch_version import TorchVersion
 
 from checkpointing.rank import rng
-from checkpointing.rank.file_images import SAFETENSORS_DTYPES, replaced
+from checkpointing.rank.safetensors_files import SAFETENSORS_DTYPES
+from checkpointing.rank.trees import replaced
 from checkpointing.reading import MemoryFile
 
-# Of a record in a zip archive, as MS-DOS had it.
+# The attribute of a folder in a zip archive, from MS-DOS.
 _IS_FOLDER = 0x10
-# Where it leaves out the bytes, torch before 2.11 takes a storage's size times that of an element once too often.
+# Under `skip_data`, torch before 2.11 multiplies a storage's size by the element size once too often.
 _COUNTS_TWICE = TorchVersion(torch.__version__) < "2.11"
 
 
 def model_state(buffer: memoryview) -> dict[str, torch.Tensor]:
-    """A safetensors file's tensors, over its bytes (https://github.com/huggingface/safetensors#format).
+    """Return a safetensors file's tensors, over its bytes (https://github.com/huggingface/safetensors#format).
 
     Raises:
-        Exception: of any kind, where the file is not as the format wants it.
+        Exception: Of any kind, where the file does not follow the format.
     """
     start = 8 + int.from_bytes(buffer[:8], "little")
     if start > len(buffer):
         raise ValueError(f"a header of {start - 8} bytes in a file of {len(buffer)}")
     header = json.loads(bytes(buffer[8:start]), object_pairs_hook=_object)
     aliases = header.pop("__metadata__", {})
-    # Of text only, and without half surrogate pairs.
+    # Raises where something is not text, or has half a surrogate pair.
     "".join([*header, *aliases, *aliases.values()]).encode()
     dtypes = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
     state: dict[str, torch.Tensor] = {}
@@ -42,9 +43,9 @@ def model_state(buffer: memoryview) -> dict[str, torch.Tensor]:
     for key, entry in header.items():
         (begin, end), shape, dtype = entry["data_offsets"], entry["shape"], dtypes[entry["dtype"]]
         if not all(type(number) is int and number >= 0 for number in [begin, end, *shape]):
-            raise ValueError(f"{key}: offsets or shape are no counts")
+            raise ValueError(f"{key}: offsets or shape are not counts")
         if end - begin != math.prod(shape) * dtype.itemsize or start + end > len(buffer):
-            raise ValueError(f"{key}: its shape does not fit its place")
+            raise ValueError(f"{key}: its shape does not fit its offsets")
         covered.append((begin, end))
         state[key] = _tensor(buffer, start + begin, end - begin, dtype).view(shape)
     ends = [0, *(end for _, end in sorted(covered))]
@@ -56,12 +57,12 @@ def model_state(buffer: memoryview) -> dict[str, torch.Tensor]:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key occurs twice")
     return found
 
 
 def _tensor(buffer: memoryview, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor over part of a buffer, with a storage of its own; copied only where the place is not aligned."""
+    """Return a tensor over part of a buffer, with a storage of its own; a copy where the offset is not aligned."""
     if nbytes == 0:
         return torch.empty(0, dtype=dtype)
     if offset % dtype.itemsize:
@@ -70,20 +71,22 @@ def _tensor(buffer: memoryview, offset: int, nbytes: int, dtype: torch.dtype) ->
 
 
 def plain(obj: Any) -> Any:
-    """What stood for something while the file was read gives place to it."""
+    """Return the array that `rng.Words` stood for while the file was read; anything else unchanged."""
     return obj.array if isinstance(obj, rng.Words) else obj
 
 
 def filled(skeleton: Any, buffer: memoryview, records: Sequence[tuple[int, int]]) -> Any:
-    """The object with its tensors over the file's bytes; shared storages stay shared.
+    """Return the object with its tensors over the file's bytes; shared storages stay shared.
 
     Args:
-        records: where the storages' bytes are, in the order in which pickling met them.
+        skeleton: The object, with tensors that have no contents.
+        buffer: The file's bytes.
+        records: Offset and size of each storage's bytes, in the order in which pickling met them.
 
     Raises:
-        ValueError: these are the records of other storages.
+        ValueError: The records are those of other storages.
     """
-    # Empty storages have nothing to be filled with, and torch does not remember which of them are shared.
+    # Empty storages need no bytes, and torch does not remember which of them are shared.
     remaining = iter([record for record in records if record[1]])
     storages: dict[int, torch.UntypedStorage] = {}
 
@@ -112,21 +115,21 @@ def filled(skeleton: Any, buffer: memoryview, records: Sequence[tuple[int, int]]
 
 
 def check_archive(buffer: memoryview) -> None:
-    """That records lie in the file one behind the other and as they are, as `torch.save` writes them.
+    """Check that the records follow each other in the file, uncompressed, as `torch.save` writes them.
 
-    torch itself believes each record's own header where its bytes begin, and unpacks what says that it is compressed.
-    Of what says that it is a folder it reads nothing: the tensor holds whatever was in memory.
+    torch itself trusts each record's own header about where its bytes begin, and unpacks a record marked as compressed.
+    It reads nothing of a record marked as a folder: the tensor holds whatever was in memory.
 
     Raises:
-        ValueError: they do not.
-        BadZipFile: it is no archive.
+        ValueError: The records are laid out in another way.
+        BadZipFile: The file is not an archive.
     """
     with zipfile.ZipFile(io.BufferedReader(MemoryFile(buffer))) as archive:
         records = sorted(archive.infolist(), key=lambda record: record.header_offset)
         ends = [*(record.header_offset for record in records[1:]), archive.start_dir]
     for record, end in zip(records, ends, strict=True):
         begin = record.header_offset
-        # A record's own header, its name, a filling, its bytes, and perhaps a descriptor.
+        # A record is its header, name, padding, bytes, and possibly a descriptor.
         mark, how, name_bytes, extra_bytes = struct.unpack("<4s4xH16xHH", buffer[begin : begin + 30])
         rest = end - (begin + 30 + name_bytes + extra_bytes + record.file_size)
         stored = {how, record.compress_type} == {zipfile.ZIP_STORED} and record.compress_size == record.file_size

@@ -18,29 +18,33 @@ from checkpointing.layout import (
     SCHEDULER_NAME,
     rank_state_name,
 )
-from checkpointing.rank import file_images, sharding
+from checkpointing.rank import sharding
 from checkpointing.rank.adapter import BASE_NAME, Adapter, live_tensors
-from checkpointing.rank.file_images import tensors_in, torch_bytes
+from checkpointing.rank.readable import check_readable
 from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.rank.supported import check_model, check_optimizer
+from checkpointing.rank.torch_files import torch_bytes
+from checkpointing.rank.trees import freeze, tensors_in
 
-# Buffers above this are too large to be cloned for every snapshot; their version counters guard them instead.
+# Larger buffers are not cloned for every snapshot; their version counters guard them instead.
 _CLONE_BYTES = 64 * 1024 * 1024
 _SMALL_TENSOR_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
-class State:
+class CapturedState:
     """The state of one step, by reference: valid until an optimizer steps.
 
     Attributes:
-        weights_name: the file that the model is saved in.
-        model: state dict of what is saved; buffers are clones.
-        parameters, buffers: names of those in `model`.
-        optimizer, states: state dicts, in containers of their own.
-        small: scheduler and scaler, by file name.
-        parts: what this rank holds of sharded tensors, of which there are only stand-ins in the state dicts.
-        versions: version counter of every tensor that only an optimizer may change.
+        weights_name: The file that the model is saved in.
+        model: State dict of what is saved; buffers are clones.
+        parameters: Names of the parameters in `model`.
+        buffers: Names of the buffers in `model`.
+        optimizer: The optimizer's state dict, in containers of its own.
+        states: State dicts of the further objects, by name, in containers of their own.
+        small: Scheduler, scaler and other small files, by file name.
+        parts: What this rank holds of sharded tensors; the state dicts have only stand-ins for these.
+        versions: Version counter of every tensor that only an optimizer may change.
     """
 
     weights_name: str
@@ -55,19 +59,28 @@ class State:
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All tensors of it, wherever they are."""
+        """All tensors of the state, on any device."""
         yield from (tensor for tensor, _ in self.versions)
         for state in self.states.values():
             yield from tensors_in(state)
 
     def changed(self) -> int:
-        """How many tensors were changed in place since, by something else than an optimizer that passed the gate."""
+        """Count the tensors that were changed in place since, other than by an optimizer that passed the barrier."""
         return sum(tensor._version != version for tensor, version in self.versions)
 
 
 @dataclass(frozen=True)
-class Tracked:
-    """See `CheckpointManager.track`."""
+class TrainState:
+    """The objects that hold a training's state; see `CheckpointManager.track`.
+
+    Attributes:
+        model: The model, without a DDP wrapper.
+        optimizer: The optimizer, possibly in accelerate's wrapper.
+        scheduler: The learning rate scheduler.
+        scaler: The gradient scaler.
+        states: Further objects with `state_dict` and `load_state_dict`, by name.
+        adapter: The part of the model that is saved; None saves all of it.
+    """
 
     model: torch.nn.Module
     optimizer: Any
@@ -95,63 +108,49 @@ class Tracked:
 
     @property
     def on_gpu(self) -> bool:
+        """Whether the model is on an accelerator."""
         first = next(self.model.parameters(), None)
         return first is not None and first.device.type not in ("cpu", "meta")
 
     @property
-    def has_gate(self) -> bool:
-        """Whether torch tells us before the optimizer changes the state."""
+    def has_step_hook(self) -> bool:
+        """Whether torch calls the pre-step barrier before the optimizer changes the state."""
         return isinstance(self.torch_optimizer, torch.optim.Optimizer)
 
-    def capture(self, *, check: bool = False) -> State:
-        """In the training thread, as quick as can be: references to large state, copies of small.
+    def capture(self, *, check: bool = False) -> CapturedState:
+        """Capture the state in the training thread, quickly: references to large state, copies of small.
 
         Args:
-            check: see that all but the weights can be read back.
+            check: Check that everything but the weights can be read back.
 
         Raises:
-            CheckpointError: it cannot be; the text names the part of it.
+            CheckpointError: Part of the state cannot be read back; the message names it.
         """
-        objects: dict[str, Any] = {}
-        if self.scheduler is not None:
-            objects[SCHEDULER_NAME] = file_images.freeze(self.scheduler.state_dict())
-        if self.scaler is not None:
-            objects[SCALER_NAME] = file_images.freeze(self.scaler.state_dict())
-        small: dict[str, bytes] = {}
-        if self.adapter is not None:
-            small[BASE_NAME] = self.adapter.identify(self.model)
-            live: dict[str, Any] = self.adapter.select(live_tensors(self.model))
-        else:
-            live = self.model.state_dict(keep_vars=True)
-        # What a module's `get_extra_state` gives need not be a tensor.
-        extra = {name: file_images.freeze(value) for name, value in live.items() if not isinstance(value, torch.Tensor)}
-        if extra:
-            objects[EXTRA_STATE_NAME] = extra
-            live = {name: value for name, value in live.items() if name not in extra}
+        live, objects, small = self._live_state()
         for name, value in objects.items():
             small[name] = torch_bytes(value)
         parts: sharding.Parts = {}
         cut = sharding.has_sharded(self.model)
         model = {name: value.detach() for name, value in (sharding.stand_ins(live, parts) if cut else live).items()}
-        # Parameters are what only an optimizer changes; everything else may change at any moment.
+        # Only an optimizer changes parameters; everything else may change at any moment.
         buffers = {name: value for name, value in live.items() if not isinstance(value, torch.nn.Parameter)}
         if sum(value.nbytes for value in buffers.values()) <= _CLONE_BYTES:
             clones: dict[int, torch.Tensor] = {}
             for name, value in buffers.items():
                 model[name] = clones.setdefault(id(value), value.detach().clone())
-        optimizer = file_images.freeze(self.optimizer.state_dict())
-        states = {name: file_images.freeze(stateful.state_dict()) for name, stateful in self.states.items()}
+        optimizer = freeze(self.optimizer.state_dict())
+        states = {name: freeze(stateful.state_dict()) for name, stateful in self.states.items()}
         if self.on_gpu:
-            # The host does not wait at the gate, so what the optimizer changes on the host is copied now.
+            # The host does not wait at the barrier, so what the optimizer changes on the host is copied now.
             optimizer = _clone_small_cpu_tensors(optimizer)
         if cut:
             optimizer = sharding.stand_ins(optimizer, parts)
         if check:
             named = {f"{name}.pt": value for name, value in states.items()}
             for name, value in {**objects, OPTIMIZER_NAME: optimizer, **named}.items():
-                file_images.check_readable(name, value)
+                check_readable(name, value)
         guarded = [*model.values(), *tensors_in(optimizer), *(t for part in parts.values() for t in part.guards)]
-        return State(
+        return CapturedState(
             weights_name=self.weights_name,
             model=model,
             parameters=frozenset(live.keys() - buffers.keys()),
@@ -163,8 +162,28 @@ class Tracked:
             versions=[(tensor, tensor._version) for tensor in guarded],
         )
 
+    def _live_state(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, bytes]]:
+        """Return the model's tensors by name, small objects by file, and ready-made files."""
+        objects: dict[str, Any] = {}
+        if self.scheduler is not None:
+            objects[SCHEDULER_NAME] = freeze(self.scheduler.state_dict())
+        if self.scaler is not None:
+            objects[SCALER_NAME] = freeze(self.scaler.state_dict())
+        small: dict[str, bytes] = {}
+        if self.adapter is not None:
+            small[BASE_NAME] = self.adapter.identify(self.model)
+            live: dict[str, Any] = self.adapter.select(live_tensors(self.model))
+        else:
+            live = self.model.state_dict(keep_vars=True)
+        # A module's `get_extra_state` may return anything.
+        extra = {name: freeze(value) for name, value in live.items() if not isinstance(value, torch.Tensor)}
+        if extra:
+            objects[EXTRA_STATE_NAME] = extra
+            live = {name: value for name, value in live.items() if name not in extra}
+        return live, objects, small
+
     def expected_bytes(self) -> int:
-        """What a snapshot will take, as far as it can be known before the first optimizer step."""
+        """Estimate the size of a snapshot, as far as it can be known before the first optimizer step."""
         parameters = list(self.model.parameters())
         saved = self.adapter.select(live_tensors(self.model)).values() if self.adapter else None
         model = sum(value.nbytes for value in (saved or [*parameters, *self.model.buffers()]))
@@ -178,10 +197,10 @@ class Tracked:
         return int(model + state)
 
     def check(self, local_world_size: int) -> None:
-        """That it can be saved.
+        """Check that the state can be saved.
 
         Raises:
-            CheckpointError: the model is sharded over several machines, or something in `states` is sharded.
+            CheckpointError: The model is sharded over several machines, or something in `states` is sharded.
         """
         sharding.check_placement(self.model, local_world_size)
         for name, stateful in self.states.items():
@@ -194,10 +213,11 @@ class Tracked:
         """Load the weights.
 
         Args:
-            place: brings a state dict to where it is wanted.
+            point: The state to load from.
+            place: Moves a state dict to the device where it is wanted.
 
         Raises:
-            CheckpointError: the checkpoint is of another model.
+            CheckpointError: The checkpoint is of another model.
         """
         if self.adapter is not None:
             self.adapter.restore(self.model, point)
@@ -205,7 +225,7 @@ class Tracked:
         state: dict[str, Any] = place(dict(point.model_state()))
         if point.has(EXTRA_STATE_NAME):
             state |= point.torch_object(EXTRA_STATE_NAME)
-        # Asking for it shards again what an evaluation has left whole.
+        # `state_dict` also shards again what an evaluation has left whole.
         live = self.model.state_dict()
         if any(map(sharding.is_sharded, live.values())):
             state = {
@@ -220,10 +240,10 @@ class Tracked:
             ) from None
 
     def restore_states(self, point: RestorePoint, rank: int, names: Set[str]) -> dict[str, Any]:
-        """Load the further `states` of these names; returns what the checkpoint holds of this rank alone.
+        """Load the further `states` of these names; return what the checkpoint holds of this rank alone.
 
         Raises:
-            CheckpointError: a file makes no sense, or does not fit.
+            CheckpointError: A file cannot be parsed, or does not fit.
         """
         own = rank_state_name(rank) if point.has(rank_state_name(rank)) else rank_state_name(0)
         ranks: dict[str, Any] = point.torch_object(own) if point.has(own) else {}
@@ -242,10 +262,12 @@ class Tracked:
         """Load the state of optimizer, scheduler, scaler, of the further `states`, and what is this rank's own.
 
         Args:
-            place: of `restore_model`.
+            point: The state to load from.
+            rank: Number of this rank.
+            place: See `restore_model`.
 
         Raises:
-            CheckpointError: a file makes no sense, or is of another optimizer.
+            CheckpointError: A file cannot be parsed, or is of another optimizer.
         """
         _load(
             self.optimizer,
@@ -254,14 +276,14 @@ class Tracked:
             lambda state: sharding.cut_optimizer_state(place(state), self.torch_optimizer),
         )
         if not point.private:
-            # What stayed on the CPU is still a view of the checkpoint, which is not ours to change.
+            # What stayed on the CPU is still a view of the checkpoint, which must not change.
             for state in getattr(self.torch_optimizer, "state", {}).values():
                 for name, value in state.items():
                     if isinstance(value, torch.Tensor) and value.device.type == "cpu":
                         state[name] = value.clone()
         ranks = self.restore_states(point, rank, self.states.keys())
         own = rank_state_name(rank)
-        # The model's own file has rank 0's.
+        # The model's own file has rank 0's buffers.
         buffers = dict(self.model.named_buffers()) if ranks.get("buffers") and point.has(own) else {}
         with torch.no_grad():
             for name, value in ranks.get("buffers", {}).items():
@@ -300,7 +322,14 @@ def _clone_small_cpu_tensors(obj: Any) -> Any:
 
 
 def hook_states(model: Any) -> list[object]:
-    """What the communication hooks of a DDP-wrapped model keep between steps; empty for any other model."""
-    # DDP keeps the pair of state and hook in either order, by release.
+    """Return what the communication hooks of a DDP-wrapped model keep between steps; empty for any other model."""
+    # Whether DDP keeps (state, hook) or (hook, state) depends on the release.
     parts = (part for pair in getattr(model, "_comm_hooks", ()) for part in pair)
     return [part for part in parts if hasattr(part, "__dict__") and not callable(part)]
+
+
+def hooks_with_memory(model: Any) -> list[str]:
+    """Return the class names of communication hooks' states that hold tensors, or are meant to."""
+    kinds = (torch.Tensor, torch.nn.Module, dict)
+    states = [state for state in hook_states(model) if any(isinstance(value, kinds) for value in vars(state).values())]
+    return sorted({type(state).__name__ for state in states})

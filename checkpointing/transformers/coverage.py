@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.trainer_callback import ExportableState
 
-from checkpointing.rank import file_images
+from checkpointing.rank.fingerprint import fingerprint
 from checkpointing.rank.train_state import hook_states
 
 # Of their callbacks only tensors count.
@@ -83,7 +83,7 @@ def _add(found: dict[str, str], name: str, value: Any, *, simple: bool) -> None:
 
 def _add_tensors(digest: Any, tensors: list[torch.Tensor]) -> None:
     flat = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel())
-    digest.update(repr(file_images.fingerprint(flat).tolist()).encode())
+    digest.update(repr(fingerprint(flat).tolist()).encode())
 
 
 def _add_simple(digest: Any, value: Any) -> bool:

@@ -30,18 +30,19 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from checkpointing.data.cursor import Layout, LoaderCursor, fingerprint
 from checkpointing.data.stream import StreamBatches, StreamDataLoader, StreamPosition
-from checkpointing.environment import ALLOW_CHANGES_ENV, LINEAGE_ENV
+from checkpointing.environment import ALLOW_CHANGES_ENV, rank_settings
 from checkpointing.errors import CheckpointError, CommitFailed, LossSpike, NonFinite, Preempted
 from checkpointing.failpoints import failpoint
 from checkpointing.layout import loop_state_name
 from checkpointing.rank import rng, sharding
 from checkpointing.rank.adapter import Adapter
 from checkpointing.rank.device import Later
-from checkpointing.rank.manager import CheckpointManager, Due, skipped_steps
+from checkpointing.rank.manager import CheckpointManager, skipped_steps
 from checkpointing.rank.restore import own_checkpoint, read_checkpoint
 from checkpointing.rank.restore_point import RestorePoint
-from checkpointing.rank.snapshotter import SmallFile
+from checkpointing.rank.snapshot import SmallFile
 from checkpointing.rank.spikes import SkippedSteps, SpikeDetector
+from checkpointing.rank.step_protocol import Due
 from checkpointing.transformers.callback import EvaluationCutShort, Saves, StepCallback
 from checkpointing.transformers.coverage import changed, uncovered
 from checkpointing.transformers.overrides import added_files, overrides_saving
@@ -211,7 +212,7 @@ class ResilientMixin(_Base):
 
     def _name_for_trackers(self, point: RestorePoint | None) -> str:
         """A supervisor knows the run from its first attempt on; without one, its checkpoints do."""
-        lineage, name = os.environ.get(LINEAGE_ENV), loop_state_name(0)
+        lineage, name = rank_settings().lineage, loop_state_name(0)
         if lineage:
             return hashlib.sha256(f"{lineage}/{self._manager.stage_name}".encode()).hexdigest()[:_ID_LENGTH]
         if point is not None and point.has(name):
@@ -404,7 +405,7 @@ class ResilientMixin(_Base):
         return self._known_job
 
     def _check_job(self, point: RestorePoint, before: Mapping[str, Any]) -> None:
-        if os.environ.get(ALLOW_CHANGES_ENV) == "1":
+        if rank_settings().allow_changes:
             return
         now = self._job()
         other = [key for key, value in before.items() if value is not None and now.get(key) not in (None, value)]
@@ -809,7 +810,7 @@ class ResilientMixin(_Base):
         # Counted since the Trainer added them up the last time, which it does at saves only.
         state["flos"] = self.current_flos
         state["total_loss"], state["loss_since"] = self._total_loss_scalar, self._loss_since
-        if self._has_trackers and not os.environ.get(LINEAGE_ENV):
+        if self._has_trackers and not rank_settings().lineage:
             # Two runs differ in it; where a supervisor knows it, checkpoints of equal runs stay equal.
             state["tracked_as"] = self._tracked_as
         if self._stream is not None:

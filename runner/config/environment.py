@@ -31,8 +31,6 @@ CONFIG_VARIABLES: dict[str, str] = {
 }
 # What torchrun sets for each rank.
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Set for the ranks, "LOST:REACHED": steps that were computed again so far, and where the attempt before ended.
-LOST_STEPS_ENV = "RUNNER_LOST_STEPS"
 # Passed on to the ranks untouched: NCCL_*, TORCH_*, CUDA_*, HF_*, OMP_NUM_THREADS, GLOO_SOCKET_IFNAME.
 
 

@@ -5,20 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from checkpointing.agent.client import ATTEMPT_ENV, SOCKET_ENV
 from checkpointing.agent.protocol import Message
-from checkpointing.environment import (
-    ALLOW_CHANGES_ENV,
-    BATCH_ENV,
-    FAILURES_ENV,
-    LINEAGE_ENV,
-    LOCAL_TIER_ENV,
-    LOCATION_ENV,
-    RESUME_ENV,
-    RESUME_FROM_ENV,
-    SKIP_ENV,
-)
-from runner.config.environment import LOST_STEPS_ENV, TORCHRUN_VARIABLES
+from checkpointing.environment import SETTINGS_ENV, RankSettings
+from runner.config.environment import TORCHRUN_VARIABLES
 from runner.config.schema import Config
 from runner.journal.run_directory import RunDirectory
 from runner.node.messages import AttemptSpec, Job
@@ -84,8 +73,7 @@ def launch_request(
 ) -> Message:
     """What the launcher is asked for, to start the ranks of an attempt."""
     launch = config.launch
-    resume_from = job.resume_from or spec.resume_from
-    allow_changes = job.allow_changes or spec.allow_changes
+    settings = rank_settings_of(spec, config=config, job=job, agent_socket=setup.agent_socket)
     endpoint, own = launch.rendezvous(spec.nnodes)
     return {
         "run_id": run_id,
@@ -101,29 +89,44 @@ def launch_request(
         "spec": {
             "env": {
                 **(_on_loopback(inherited) if spec.nnodes == 1 else {}),
-                SOCKET_ENV: setup.agent_socket,
-                ATTEMPT_ENV: str(spec.attempt),
-                LOCATION_ENV: config.checkpoint_location,
-                LOCAL_TIER_ENV: config.checkpoint.local_tier or "",
-                RESUME_ENV: "auto",
-                FAILURES_ENV: spec.failure_history,
-                LINEAGE_ENV: spec.lineage,
-                LOST_STEPS_ENV: f"{spec.lost_steps}:{spec.reached}",
-                BATCH_ENV: str(spec.divisor),
-                SKIP_ENV: spec.skipped,
-                **({RESUME_FROM_ENV: resume_from} if resume_from else {}),
-                **({ALLOW_CHANGES_ENV: "1"} if allow_changes else {}),
+                SETTINGS_ENV: settings.to_json(),
             },
             "events": setup.event_socket,
             "config": str(directory.config),
             "cache": str(directory.cache),
             "accelerators": setup.accelerators,
             # Not from what a stock Trainer wrote: it need not hold every weight.
-            "resumes": (spec.attempt > 1 or setup.committed_step >= 0) and not resume_from,
+            "resumes": (spec.attempt > 1 or setup.committed_step >= 0) and not settings.resume_from,
             "script": job.script,
             "args": list(job.args),
         },
     }
+
+
+def rank_settings_of(spec: AttemptSpec, *, config: Config, job: Job, agent_socket: str) -> RankSettings:
+    """The settings with which a node's ranks run an attempt."""
+    num_failures, _, observed_s = spec.failure_history.partition(":")
+    return RankSettings(
+        agent_socket=agent_socket,
+        attempt=spec.attempt,
+        location=config.checkpoint_location,
+        local_tier=config.checkpoint.local_tier or "",
+        resume="auto",
+        resume_from=job.resume_from or spec.resume_from,
+        allow_changes=job.allow_changes or spec.allow_changes,
+        lineage=spec.lineage,
+        num_failures=int(num_failures),
+        observed_s=max(float(observed_s), 0.0),
+        lost_steps=spec.lost_steps,
+        reached_step=spec.reached,
+        micro_batch_divisor=spec.divisor,
+        skipped_steps=tuple(_window(text) for text in spec.skipped.split(",") if text),
+    )
+
+
+def _window(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    return int(first), int(last)
 
 
 def _on_loopback(environment: Mapping[str, str]) -> dict[str, str]:

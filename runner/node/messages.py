@@ -44,7 +44,7 @@ class AttemptSpec:
         attempt: Its number, from 1.
         nnodes: Nodes of the run.
         divisor: Parts that micro-batches are divided into.
-        skipped: Windows of steps that are skipped, as `checkpointing.rank.spikes.SkippedSteps` parses them.
+        skipped: Windows of steps that are skipped, as text: "41-45,60-60".
         failure_history: "FAILURES:SECONDS" of the run so far.
         lineage: See `RestartState`.
         lost_steps: See `RestartState`.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import resource
 import time
@@ -12,9 +11,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from checkpointing.agent.client import ATTEMPT_ENV
+from checkpointing.environment import rank_settings
 from checkpointing.rank import device
-from runner.config.environment import LOST_STEPS_ENV
 
 # Dense bf16 or fp16 operations per second, by NVIDIA's data sheets; the first name that the device's contains.
 _PEAK_FLOPS = {
@@ -45,7 +43,7 @@ class MetricsCallback(TrainerCallback):
     def __init__(self) -> None:
         self._last: tuple[float, float] | None = None
         self._data_wait_s, self._stall_s, self._num_steps = 0.0, 0.0, 0
-        self._attempt = int(os.environ.get(ATTEMPT_ENV, "0"))
+        self._attempt = rank_settings().attempt
         self._lost_steps = 0
 
     def watch(self, trainer: Any) -> None:
@@ -66,8 +64,8 @@ class MetricsCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        lost, _, reached = os.environ.get(LOST_STEPS_ENV, "0:0").partition(":")
-        self._lost_steps = int(lost) + max(int(reached) - state.global_step, 0)
+        settings = rank_settings()
+        self._lost_steps = settings.lost_steps + max(settings.reached_step - state.global_step, 0)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._num_steps += 1

@@ -12,7 +12,7 @@ import signal
 import sys
 from typing import Any
 
-from checkpointing.agent.client import ATTEMPT_ENV
+from checkpointing.environment import SETTINGS_ENV, RankSettings
 from checkpointing.errors import EXIT_PREEMPTED
 from checkpointing.rank import stop_signal
 from runner.system import processes
@@ -34,7 +34,7 @@ def run_rank(spec: dict[str, Any]) -> None:
     processes.die_with_parent(lambda: launcher is not None and not launcher.is_alive())
     processes.be_traceable()
     _take_back_signals()
-    sender = EventSender(spec["events"], int(spec["env"][ATTEMPT_ENV]))
+    sender = EventSender(spec["events"], RankSettings.from_json(spec["env"][SETTINGS_ENV]).attempt)
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     processes.set_name(f"rank {rank}")
     # A notice may come to one rank alone, at any moment from now on.

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import importlib.util
 import logging
-import os
 import queue
 import shutil
 import threading
@@ -16,8 +15,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from checkpointing.agent.client import ATTEMPT_ENV
-from checkpointing.environment import LINEAGE_ENV
+from checkpointing.environment import rank_settings
 from checkpointing.extras import not_installed
 from runner.training.callbacks import perplexities
 
@@ -53,9 +51,10 @@ class AimTracker(TrainerCallback):
         if importlib.util.find_spec("aim") is None:
             raise ImportError(f"tracking.aim_repo is set, but {not_installed('Aim', 'aim')}")
         self._repo, self._experiment, self._location = repo, experiment, location
-        self._lineage = os.environ.get(LINEAGE_ENV, "")
+        settings = rank_settings()
+        self._lineage = settings.lineage
         self._hash = hashlib.sha256(self._lineage.encode()).hexdigest()[:_HASH_LENGTH]
-        self._attempt = int(os.environ.get(ATTEMPT_ENV, "0"))
+        self._attempt = settings.attempt
         self._waiting: queue.Queue[Callable[[Any], None] | None] = queue.Queue(_MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._told = False

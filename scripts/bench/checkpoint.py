@@ -31,8 +31,9 @@ import psutil
 from common import ROOT, machine, make_venv, spread, undisturbed
 
 from checkpointing.agent import protocol
-from checkpointing.agent.client import ATTEMPT_ENV, SOCKET_ENV, AgentProcess
+from checkpointing.agent.client import AgentProcess
 from checkpointing.agent.options import AgentOptions
+from checkpointing.environment import SETTINGS_ENV, RankSettings
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
 DLROVER_VENV = ROOT / ".bench" / "dlrover"
@@ -179,7 +180,8 @@ class Bench:
         command += [] if finish else ["--no-finish"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         if agent is not None:
-            environment |= {SOCKET_ENV: agent.socket_path, ATTEMPT_ENV: str(time.monotonic_ns() // 1_000_000)}
+            settings = RankSettings(agent_socket=agent.socket_path, attempt=time.monotonic_ns() // 1_000_000)
+            environment[SETTINGS_ENV] = settings.to_json()
         if core is not None:
             command = ["taskset", "-c", str(core), *command]
             if agent is not None:

@@ -190,12 +190,12 @@ class Ours(Method):
         super().__init__(*args)
         from checkpointing import CheckpointManager
         from checkpointing.agent import protocol
-        from checkpointing.agent.client import SOCKET_ENV
+        from checkpointing.environment import rank_settings
 
         self.manager = CheckpointManager(
             str(self.folder), model=self.model, optimizer=self.optimizer, snapshot_steps=None, keep_last=2
         )
-        self.monitor = protocol.connect(os.environ[SOCKET_ENV])
+        self.monitor = protocol.connect(rank_settings().agent_socket)
         protocol.send(self.monitor, {"do": "hello", "role": "monitor"})
         protocol.receive(self.monitor)
         threading.Thread(target=self._listen, daemon=True).start()
@@ -227,7 +227,7 @@ class Ours(Method):
 
     # The optimizer's own hook would wait here; this way the wait is measured.
     def before_optimizer(self) -> None:
-        self.manager._snapshotter._stager.gate()
+        self.manager._snapshotter._copy_thread.pre_step_barrier()
 
 
 METHODS: dict[str, type[Method]] = {

@@ -300,7 +300,7 @@ def _steps(on: str, parameters: float, num_steps: int, tokens: int, every: int |
         # Behind the first snapshots, whose memory is reserved and pinned meanwhile.
         settled = times[num_steps // 3 :]
         copies = list(manager._snapshotter.costs._copies)
-        nbytes = manager._tracked.expected_bytes()
+        nbytes = manager._train_state.expected_bytes()
         stall_s, price = manager.stall_s, manager._snapshotter.costs.snapshot_s
         manager.close()
     return {

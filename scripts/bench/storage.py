@@ -32,8 +32,9 @@ import psutil
 from common import ROOT, machine, make_venv, spread, undisturbed
 
 from checkpointing.agent import protocol
-from checkpointing.agent.client import ATTEMPT_ENV, SOCKET_ENV, AgentProcess
+from checkpointing.agent.client import AgentProcess
 from checkpointing.agent.options import AgentOptions
+from checkpointing.environment import SETTINGS_ENV, RankSettings
 
 sys.path.append(str(ROOT / "tests"))
 from servers import Server, has_radosgw, radosgw_server, rclone
@@ -232,7 +233,7 @@ class Bench:
             listener = threading.Thread(target=_listen, args=(monitor, events))
             listener.start()
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-            environment = {SOCKET_ENV: agent.socket_path, ATTEMPT_ENV: str(self.attempt)}
+            environment = {SETTINGS_ENV: RankSettings(agent_socket=agent.socket_path, attempt=self.attempt).to_json()}
             results = self.run([*torchrun, HERE / "storage_training.py", method, location], environment)
         finally:
             # A signal does not end an agent that has a supervisor.

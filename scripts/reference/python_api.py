@@ -63,9 +63,11 @@ def _object(name: str, found: Any) -> Iterator[str]:
         return
     yield from _function(name, found.members["__init__"], found.docstring)
     for method in _METHODS[name]:
-        assert method in found.members, f"{name}.{method} is not there any more: correct _METHODS in {__file__}"
+        # Also those that the class inherits.
+        assert method in found.all_members, f"{name}.{method} is not there any more: correct _METHODS in {__file__}"
+        own = found.all_members[method]
         yield f"#### {name}.{method}"
-        yield from _function(f"{name}.{method}", found.members[method])
+        yield from _function(f"{name}.{method}", own.final_target if own.is_alias else own)
 
 
 def _function(name: str, found: Any, summary: Any = None) -> Iterator[str]:

@@ -48,9 +48,10 @@ from checkpointing.layout import ADAPTER_NAME
 from checkpointing.manifest import Manifest, _self_digest
 from checkpointing.rank import rng
 from checkpointing.rank.adapter import BASE_NAME, Adapter
-from checkpointing.rank.restore import Room, Shares, _propose, _read
+from checkpointing.rank.restore import _propose
 from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.rank.spikes import SpikeDetector
+from checkpointing.rank.verified_read import Room, Shares, read_verified
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.fence import Fence
 from checkpointing.storage.object_storage import ObjectStorage
@@ -361,7 +362,7 @@ def any_file(place: Place) -> Reader:
         path = storage.directory(STEP) / name
         path.write_bytes(damaged)
         try:
-            found, problem = _read(storage, STEP, 0, 1, private=number % 2 == 0, room=Room(""), shares=Shares())
+            found, problem = read_verified(storage, STEP, 0, 1, private=number % 2 == 0, room=Room(""), shares=Shares())
         finally:
             path.write_bytes(original)
         if found is None:

@@ -13,7 +13,7 @@ from servers import Server, bucket_on, fault_proxy
 from checkpointing.agent.client import AgentClient, AgentProcess
 from checkpointing.agent.options import AgentOptions
 from checkpointing.digest import digest_buffer
-from checkpointing.rank.restore import Room
+from checkpointing.rank.verified_read import Room
 from checkpointing.storage import open_storage
 
 NBYTES = 80 << 20

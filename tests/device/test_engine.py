@@ -18,9 +18,12 @@ from small_training import SmallTraining
 
 from checkpointing import CheckpointManager
 from checkpointing.rank import device as devices
-from checkpointing.rank import file_images, rng
+from checkpointing.rank import rng
 from checkpointing.rank.device import Later
-from checkpointing.rank.file_images import FileImage, TorchFileLayout, fingerprint, pieces, tensors_in
+from checkpointing.rank.file_images import FileImage, blob_image, pieces
+from checkpointing.rank.fingerprint import fingerprint
+from checkpointing.rank.torch_files import TorchFileLayout
+from checkpointing.rank.trees import tensors_in
 
 pytestmark = pytest.mark.device
 
@@ -141,7 +144,7 @@ def test_a_copy_is_cut_where_pinned_memory_ends(on: str, monkeypatch: pytest.Mon
 def test_the_seam_says_what_there_is(sim: Any) -> None:
     assert devices.kind() == "sim" and devices.name_of() == "Second Device"
     assert devices.capability() is None and not devices.can_pin() and devices.utilization_percent() is None
-    assert isinstance(file_images.blob_image("x", b""), FileImage)
+    assert isinstance(blob_image("x", b""), FileImage)
 
 
 def test_device_time_is_measured(sim: Any) -> None:

@@ -59,10 +59,11 @@ print("script finished on rank", args.process_index)
 """
 SLOW = """
 import os, time
+from checkpointing.environment import rank_settings
 from transformers import TrainerCallback
 class Slow(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
-        chosen = os.environ.get("CHECKPOINT_ATTEMPT") == "ATTEMPT"
+        chosen = rank_settings().attempt == ATTEMPT
         time.sleep(CRAWL_S if chosen and state.global_step > CRAWL else 0.1)
         while chosen and state.global_step == GATE and not os.path.exists(FOLDER + ".open"):
             time.sleep(0.02)
@@ -81,7 +82,7 @@ def script(
     path = folder / "train.py"
     text = crawling(SLOW, crawl) + PLAIN_HF_SCRIPT.replace("SLOW", "Slow()").replace("NUM_WORKERS", str(num_workers))
     text = text.replace("FOLDER", repr(str(folder / "hf"))).replace("GATE", str(gate))
-    path.write_text(text.replace('"ATTEMPT"', f'"{attempt}"'))
+    path.write_text(text.replace("ATTEMPT", str(attempt)))
     return [str(path), "--steps", "60"]
 
 
@@ -91,9 +92,10 @@ import os, sys, time
 import torch
 from datasets import Dataset
 from transformers import SmolLM3Config, SmolLM3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from checkpointing.environment import rank_settings
 from checkpointing.transformers import resilient
 
-RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ["CHECKPOINT_ATTEMPT"])
+RANK, ATTEMPT = int(os.environ["RANK"]), rank_settings().attempt
 class Trouble(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         time.sleep(CRAWL_S if ATTEMPT == 1 and state.global_step > CRAWL else 0.05)

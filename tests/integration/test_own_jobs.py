@@ -17,6 +17,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from checkpointing.environment import rank_settings
 from checkpointing.transformers import resilient
 
 out = sys.argv[1]
@@ -28,7 +29,7 @@ class Kill(TrainerCallback):
         self.stage = stage
     def on_step_end(self, args, state, control, **_):
         time.sleep(0.05)
-        here = kills.get(os.environ.get("CHECKPOINT_ATTEMPT"))
+        here = kills.get(str(rank_settings().attempt))
         if here == f"{self.stage}.{state.global_step}" and args.process_index == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -24,7 +24,7 @@ from checkpointing import CheckpointManager
 from checkpointing.rank.restore import read_checkpoint
 from checkpointing.rank.sharding import is_sharded
 from checkpointing.storage import open_storage
-from checkpointing.rank.train_state import Tracked
+from checkpointing.rank.train_state import TrainState
 
 folder, steps, strategy = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 torch.set_num_threads(1)
@@ -44,7 +44,7 @@ class Model(torch.nn.Module):
 model = Model()
 if strategy == "as on a GPU":
     # There the host does not wait at the optimizer, and small state of its own is copied at once.
-    Tracked.on_gpu = property(lambda self: True)
+    TrainState.on_gpu = property(lambda self: True)
 if strategy != "ddp":
     fully_shard(model.layers)
     fully_shard(model, reshard_after_forward=False)
@@ -74,13 +74,13 @@ for step in range(start, steps):
 manager.wait_for_commit()
 if strategy == "fsdp":
     # What trains changes nothing but through the optimizer; what does is seen, by whichever way.
-    state = manager._tracked.capture()
+    state = manager._train_state.capture()
     torch.nn.functional.cross_entropy(trained(tokens)[0], tokens[0].roll(1)).backward()
     assert state.changed() == 0
     before = digest()
     with torch.no_grad():
         for change in (lambda p: p.mul_(2), lambda p: p._local_tensor.mul_(2), lambda p: p.to_local().mul_(2)):
-            state = manager._tracked.capture()
+            state = manager._train_state.capture()
             change(next(model.parameters()))
             assert state.changed() > 0
         trained(tokens)

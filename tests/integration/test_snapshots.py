@@ -149,19 +149,20 @@ def test_killed_between_copy_and_write_goes_on_from_memory(tmp_path: Path, untou
 
 STUCK_COPY = """
 import os, time
-import checkpointing.rank.snapshotter as snapshotter
-make, copy_tensors, copied = snapshotter.Snapshotter._make, snapshotter.file_images.copy_tensors, []
+import checkpointing.rank.snapshot_maker as snapshot_maker
+from checkpointing.environment import rank_settings
+make, copy_tensors, copied = snapshot_maker.SnapshotMaker.make, snapshot_maker.file_images.copy_tensors, []
 def noted(self, pending, *arguments):
     copied.append(pending.request.step)
     make(self, pending, *arguments)
 def stuck(parts, *arguments):
     # In attempt 1, the copy of step 25, or the next that is made, never ends: half of the bytes are there.
-    if os.environ["CHECKPOINT_ATTEMPT"] == "1" and parts and copied[-1] >= 25:
+    if rank_settings().attempt == 1 and parts and copied[-1] >= 25:
         copy_tensors(parts[: len(parts) // 2], *arguments)
         open({marker!r} + os.environ["RANK"], "w").close()
         time.sleep(600)
     copy_tensors(parts, *arguments)
-snapshotter.Snapshotter._make, snapshotter.file_images.copy_tensors = noted, stuck
+snapshot_maker.SnapshotMaker.make, snapshot_maker.file_images.copy_tensors = noted, stuck
 """
 
 
@@ -225,11 +226,12 @@ def test_too_little_memory_for_a_snapshot_writes_while_training_waits(tmp_path: 
 
 DRIFT = """
 import os
+from checkpointing.environment import rank_settings
 from transformers import TrainerCallback
 import torch
 class Drift(TrainerCallback):
     def on_step_end(self, args, state, control, model, **_):
-        if state.global_step == 25 and os.environ["RANK"] == "1" and os.environ["CHECKPOINT_ATTEMPT"] == "1":
+        if state.global_step == 25 and os.environ["RANK"] == "1" and rank_settings().attempt == 1:
             with torch.no_grad():
                 next(iter(model.parameters())).view(-1)[3] += 1e-3
 """
@@ -381,8 +383,10 @@ def test_a_slow_disk_skips_snapshots_and_holds_no_step_up(tmp_path: Path) -> Non
 LARGE = """
 import os, sys, time
 import torch, torch.distributed as dist
-import checkpointing.agent.client as client, checkpointing.digest as digest, checkpointing.rank.restore as restore
+import checkpointing.agent.client as client, checkpointing.digest as digest
+import checkpointing.rank.verified_read as verified_read
 from checkpointing import CheckpointManager
+from checkpointing.environment import rank_settings
 
 folder, flips = sys.argv[1], sys.argv[2] == "flipped"
 rank, offer, digested = os.environ["RANK"], client.AgentClient.offer, []
@@ -396,7 +400,7 @@ def noted(buffer, numbers, num_threads):
     if len(buffer) > digest.PART_BYTES:
         digested.extend(numbers)
     return digest.part_digests(buffer, numbers, num_threads)
-restore.part_digests = noted
+verified_read.part_digests = noted
 if flips and rank == "1":
     client.AgentClient.offer = flipped
 dist.init_process_group("gloo")
@@ -405,13 +409,13 @@ model = torch.nn.Linear(5000, 5000)
 manager = CheckpointManager("unused", model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
                             snapshot_steps=5, save_steps=5)
 start = manager.resume(total_steps=12)
-open(f"{folder}/digested-{rank}-{os.environ['CHECKPOINT_ATTEMPT']}", "w").write(str(digested))
+open(f"{folder}/digested-{rank}-{rank_settings().attempt}", "w").write(str(digested))
 for step in range(start + 1, 13):
     with torch.no_grad():
         model.weight.add_(1)
         model.bias.add_(step)
     manager.step(step)
-    while step == 10 and os.environ["CHECKPOINT_ATTEMPT"] == "1":
+    while step == 10 and rank_settings().attempt == 1:
         open(f"{folder}/held-{rank}", "w").close()
         time.sleep(0.1)
 manager.close()

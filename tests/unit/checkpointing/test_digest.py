@@ -21,8 +21,7 @@ from checkpointing.digest import (
     num_parts,
     part_digests,
 )
-from checkpointing.rank import restore
-from checkpointing.rank.restore import Shares, altered_file
+from checkpointing.rank.verified_read import Shares, altered_file, altered_files
 
 PART = 1000
 
@@ -92,4 +91,4 @@ def test_each_node_is_judged_by_its_own_ranks() -> None:
     shares = [Shares(0, 2), Shares(1, 2), Shares(0, 1), Shares(0, 2), Shares(1, 2)]
     for number, one in enumerate(shares):
         one.add("f", digest_buffer(data), memoryview(damaged if number == 3 else data))
-    assert list(restore._altered_files(shares)) == [(3, "f")]
+    assert list(altered_files(shares)) == [(3, "f")]

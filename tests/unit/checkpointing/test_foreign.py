@@ -108,7 +108,8 @@ def test_a_stock_trainers_checkpoints_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(CommitFailed, match=r"checkpoint-20 was not written by this library and is kept"):
         mine.close()
     assert (theirs / "model.safetensors").read_bytes() == b"weights"
-    assert mine._own_agent is not None and mine._own_agent.process.poll() is not None  # nothing is left running
+    agent = mine._connection._own_agent
+    assert agent is not None and agent.process.poll() is not None  # nothing is left running
 
 
 def test_a_folder_that_was_moved_away_is_not_created_again_for_a_note(tmp_path: Path) -> None:

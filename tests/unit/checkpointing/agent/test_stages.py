@@ -13,8 +13,10 @@ from checkpointing.agent.client import AgentClient, AgentProcess
 from checkpointing.agent.options import AgentOptions
 from checkpointing.agent.protocol import Refusal
 from checkpointing.catalog import Catalog
+from checkpointing.environment import SETTINGS_ENV, RankSettings
 from checkpointing.events import Log
-from checkpointing.rank import manager
+from checkpointing.rank import agent_connection
+from checkpointing.rank.manager import CheckpointManager
 from checkpointing.retention import Retention
 from checkpointing.stages import FIRST_STAGE, Stage, Stages
 from checkpointing.storage import LocalStorage
@@ -114,18 +116,18 @@ def test_only_the_runs_first_training_starts_from_another_checkpoint(
 ) -> None:
     def train(location: str, steps: int) -> int:
         model = torch.nn.Linear(2, 2)
-        own = manager.CheckpointManager(location, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        own = CheckpointManager(location, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
         start = own.resume()
         for step in range(start, steps):
             own.step(step + 1)
         own.close()
         return start
 
-    monkeypatch.setattr(manager, "STAGES", Stages())
+    monkeypatch.setattr(agent_connection, "STAGES", Stages())
     train(str(tmp_path / "before"), 3)
-    monkeypatch.setattr(manager, "STAGES", Stages())
+    monkeypatch.setattr(agent_connection, "STAGES", Stages())
     # What `runner start --resume-from` sets for its ranks.
-    monkeypatch.setenv("CHECKPOINT_LOCATION", str(tmp_path / "run"))
-    monkeypatch.setenv("CHECKPOINT_RESUME_FROM", str(tmp_path / "before" / "checkpoint-3"))
+    resume_from = str(tmp_path / "before" / "checkpoint-3")
+    monkeypatch.setenv(SETTINGS_ENV, RankSettings(location=str(tmp_path / "run"), resume_from=resume_from).to_json())
     assert train("sft", 5) == 3
     assert train("dpo", 4) == 0

@@ -12,9 +12,10 @@ from transformers import SmolLM3Config, SmolLM3ForCausalLM
 from checkpointing.errors import CheckpointError
 from checkpointing.rank.adapter import BASE_NAME
 from checkpointing.rank.device import Host
-from checkpointing.rank.file_images import pieces, safetensors_image
+from checkpointing.rank.file_images import pieces
 from checkpointing.rank.restore_point import RestorePoint
-from checkpointing.rank.train_state import Tracked
+from checkpointing.rank.safetensors_files import safetensors_image
+from checkpointing.rank.train_state import TrainState
 from checkpointing.transformers.peft import adapter_of
 
 # Within PEFT.
@@ -31,14 +32,14 @@ def model(seed: int = 0, **options: Any) -> Any:
     )  # fmt: skip
 
 
-def tracked(base: Any, r: int = 4, **options: Any) -> Tracked:
+def tracked(base: Any, r: int = 4, **options: Any) -> TrainState:
     torch.manual_seed(1)
     adapted = get_peft_model(base, LoraConfig(r=r, target_modules="all-linear", task_type="CAUSAL_LM", **options))
     trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
-    return Tracked(adapted, torch.optim.AdamW(trained), adapter=adapter_of(adapted))
+    return TrainState(adapted, torch.optim.AdamW(trained), adapter=adapter_of(adapted))
 
 
-def saved(source: Tracked) -> RestorePoint:
+def saved(source: TrainState) -> RestorePoint:
     state = source.capture()
     image = safetensors_image(state.weights_name, state.model)
     data = b"".join(bytes(piece) for piece in pieces(image, memoryview(bytearray(4096)), Host()))
@@ -105,7 +106,7 @@ def test_what_an_adapter_does_not_hold_is_saved_with_the_whole_model() -> None:
 
 
 def test_an_adapter_is_no_whole_model_nor_the_other_way_round() -> None:
-    whole = Tracked(model(), torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]))
+    whole = TrainState(model(), torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]))
     with pytest.raises(
         CheckpointError, match=r"holds adapter_model.safetensors, this training saves model.safetensors"
     ):

@@ -1,128 +1,60 @@
-from __future__ import annotations
+"""Images of files: their place in an arena, and which rank copies what."""
 
-import io
-from pathlib import Path
+from __future__ import annotations
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 
-from checkpointing.errors import CheckpointError
 from checkpointing.rank.device import Host
-from checkpointing.rank.file_images import (
-    FileImage,
-    TorchFileLayout,
-    copy_literals,
-    copy_tensors,
-    place,
-    safetensors_image,
-    shares,
-)
-from checkpointing.rank.snapshotter import _who_differs
+from checkpointing.rank.file_images import FileImage, blob_image, bytes_of, layout_digest, pieces, place, shares
+from checkpointing.shared_memory import PAGE_BYTES
 
 
-def materialise(images: list[FileImage], folder: Path, num_shares: int = 1) -> None:
-    placed, nbytes = place(images)
-    buffer = memoryview(bytearray(nbytes))
-    for share in range(num_shares):
-        copy_tensors(shares(placed, share, num_shares), buffer, Host())
-    copy_literals(placed, buffer)
-    for file in placed:
-        (folder / file.image.name).write_bytes(buffer[file.offset : file.offset + file.image.nbytes])
+def tensor_image(name: str, sizes: list[int]) -> FileImage:
+    """A file of nothing but tensors, of these sizes in bytes."""
+    offsets = [sum(sizes[:number]) for number in range(len(sizes))]
+    tensors = [(offset, torch.zeros(size, dtype=torch.uint8)) for offset, size in zip(offsets, sizes, strict=True)]
+    return FileImage(name, sum(sizes), tensors=tensors)
 
 
-STATE = {
-    "a": torch.randn(3, 5),
-    "half": torch.randn(7).to(torch.bfloat16),
-    "flag": torch.tensor([True, False, True]),
-    "scalar": torch.tensor(3.5, dtype=torch.float64),
-    "empty": torch.empty(0, 4),
-    "strided": torch.randn(4, 6).t(),
-    "long": torch.arange(5),
-}
-
-
-class Hider:
-    """An object with a tensor inside."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+def test_every_file_begins_on_a_page() -> None:
+    placed, nbytes = place([blob_image("a", b"x"), blob_image("empty", b""), blob_image("b", bytes(PAGE_BYTES + 1))])
+    assert [file.offset for file in placed] == [0, PAGE_BYTES, 2 * PAGE_BYTES]
+    assert nbytes == 4 * PAGE_BYTES
+    assert place([]) == ([], PAGE_BYTES)
 
 
 @pytest.mark.parametrize("num_shares", [1, 2, 3, 7])
-def test_safetensors_file_is_read_back_equal(num_shares: int, tmp_path: Path) -> None:
-    state = {**STATE, "tied": STATE["a"]}
-    materialise([safetensors_image("m.safetensors", state)], tmp_path, num_shares)
-    read = load_file(tmp_path / "m.safetensors")
-    assert set(read) == set(STATE)
-    for name, tensor in STATE.items():
-        assert torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype
-    with safe_open(tmp_path / "m.safetensors", framework="pt") as file:
-        assert file.metadata() == {"format": "pt", "tied": "a"}
+def test_shares_are_about_equal_and_cover_every_byte_once(num_shares: int) -> None:
+    placed, _ = place([tensor_image("a", [10, 0, 300]), tensor_image("b", [91])])
+    covered: list[int] = []
+    for share in range(num_shares):
+        own = shares(placed, share, num_shares)
+        nbytes = sum(tensor.numel() for _, tensor in own)
+        assert abs(nbytes - 401 / num_shares) <= 1
+        covered += [position for offset, tensor in own for position in range(offset, offset + tensor.numel())]
+    assert sorted(covered) == [*range(310), *range(PAGE_BYTES, PAGE_BYTES + 91)]
 
 
-def test_safetensors_refuses_what_it_cannot_hold() -> None:
-    with pytest.raises(CheckpointError, match=r"model\.c: safetensors cannot hold"):
-        safetensors_image("m", {"c": torch.zeros(2, dtype=torch.complex128)})
+def test_what_only_one_rank_holds_is_copied_by_it_whole() -> None:
+    image = FileImage("a", 8)
+    image.own.append((0, torch.ones(4, dtype=torch.uint8)))
+    image.alone.append((4, torch.ones(4, dtype=torch.uint8)))
+    placed, _ = place([image])
+    assert [[offset for offset, _ in shares(placed, share, 2)] for share in range(2)] == [[0, 4], [0]]
 
 
-@pytest.mark.parametrize("mmap", [True, False])
-@pytest.mark.parametrize("num_shares", [1, 3])
-def test_optimizer_file_is_read_back_equal_by_stock_torch(num_shares: int, mmap: bool, tmp_path: Path) -> None:
-    parameters = [torch.nn.Parameter(torch.randn(9, 4)), torch.nn.Parameter(torch.randn(5))]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
-    layout = TorchFileLayout("optimizer.pt")
-    # The learning rate changes the pickled part, and its length with it; the layout must follow.
-    for rate in (1e-3, 0.1, 5):
-        optimizer.param_groups[0]["lr"] = rate
-        for parameter in parameters:
-            parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
-        materialise([layout.image(optimizer.state_dict())], tmp_path, num_shares)
-        read = torch.load(tmp_path / "optimizer.pt", weights_only=True, mmap=mmap)
-        buffer = io.BytesIO()
-        torch.save(optimizer.state_dict(), buffer)
-        buffer.seek(0)
-        expected = torch.load(buffer, weights_only=True)
-        assert read["param_groups"] == expected["param_groups"]
-        for index, state in expected["state"].items():
-            for name, tensor in state.items():
-                assert torch.equal(read["state"][index][name], tensor), (index, name)
+@pytest.mark.parametrize("window", [1, 3, 64])
+def test_a_file_is_read_through_a_small_window(window: int) -> None:
+    image = FileImage("a", 10, literals=[(0, b"head"), (8, b"!?")])
+    image.tensors.append((4, bytes_of(torch.tensor([1, 2], dtype=torch.uint8))))
+    image.alone.append((6, bytes_of(torch.tensor([3, 4], dtype=torch.uint8))))
+    memory = memoryview(bytearray(window))
+    assert b"".join(bytes(piece) for piece in pieces(image, memory, Host())) == b"head\x01\x02\x03\x04!?"
 
 
-def test_shared_storage_is_kept_shared(tmp_path: Path) -> None:
-    base = torch.arange(10.0)
-    materialise([TorchFileLayout("x.pt").image({"all": base, "part": base[3:5]})], tmp_path)
-    read = torch.load(tmp_path / "x.pt", weights_only=True)
-    read["all"][3] = 99.0
-    assert read["part"][0] == 99.0
-
-
-def test_tensors_that_cannot_be_found_are_refused_by_name() -> None:
-    state = {"weight": torch.zeros(3), "hidden": Hider(torch.ones(3))}
-    with pytest.raises(ValueError, match=r"ema\.pt: tensors may only lie in dicts, lists and tuples"):
-        TorchFileLayout("ema.pt").image(state)
-
-
-def test_the_same_shapes_in_another_order_are_found(tmp_path: Path) -> None:
-    layout = TorchFileLayout("x.pt")
-    first, second = torch.zeros(1000), torch.ones(1000)
-    for state in ({"a": first, "b": [second, {"c": first}]}, {"b": [second, {"c": first}], "a": first}):
-        materialise([layout.image(state)], tmp_path)
-        read = torch.load(tmp_path / "x.pt", weights_only=True)
-        assert torch.equal(read["a"], first) and torch.equal(read["b"][0], second)
-        assert torch.equal(read["b"][1]["c"], first)
-
-
-@pytest.mark.parametrize(
-    ("sums", "text"),
-    [
-        ([[1, 2], [1, 3]], "the 2 ranks hold different values"),
-        ([[1, 2], [1, 3], [1, 2]], "rank 1 holds other values than the others"),
-        ([[1], [2], [1], [3], [1]], "ranks 1, 3 hold other values than the others"),
-        ([[1], [2], [1], [2]], "the 4 ranks hold different values"),
-    ],
-)
-def test_the_rank_that_is_not_as_the_others_is_named(sums: list[list[int]], text: str) -> None:
-    assert _who_differs(sums) == text
+def test_the_layouts_digest_depends_on_places_and_not_on_contents() -> None:
+    one, other = tensor_image("a", [4, 4]), tensor_image("a", [4, 4])
+    other.tensors[0][1].fill_(7)
+    assert layout_digest([one]) == layout_digest([other])
+    assert layout_digest([one]) != layout_digest([tensor_image("a", [5, 3])])

@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from checkpointing.rank.flag_sync import Agreement, Flag
+from checkpointing.rank.flag_sync import Flag, FlagSync
 
 SCRIPT = """
 import json, os, sys
 import torch.distributed as dist
-from checkpointing.rank.flag_sync import Agreement, Flag
+from checkpointing.rank.flag_sync import FlagSync, Flag
 rank, plan = int(os.environ["RANK"]), json.loads(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2] + "group", rank=rank, world_size=2)
-agreement, seen = Agreement(dist.new_group(backend="gloo")), []
+flag_sync, seen = FlagSync(dist.new_group(backend="gloo")), []
 for call, asked in enumerate(plan["calls"]):
     flags = {Flag[name] for name in asked.get(str(rank), [])}
-    agreed = agreement.exchange(lambda: (flags, plan["intervals"][rank]), now=call in plan["now"])
+    agreed = flag_sync.exchange(lambda: (flags, plan["intervals"][rank]), now=call in plan["now"])
     seen.append(sorted(flag.name for flag in agreed))
-seen.append(sorted(flag.name for flag in agreement.drain()))
+seen.append(sorted(flag.name for flag in flag_sync.drain()))
 open(sys.argv[2] + str(rank), "w").write(json.dumps(seen))
 dist.destroy_process_group()
 """
@@ -59,8 +59,8 @@ def test_now_is_now(tmp_path: Path) -> None:
 
 
 def test_alone() -> None:
-    agreement = Agreement(None)
-    assert agreement.exchange(lambda: ({Flag.SAVE}, 2)) == set()
-    assert agreement.exchange(lambda: ({Flag.STOP}, 1)) == {Flag.SAVE}
-    assert agreement.exchange(lambda: ({Flag.STOP}, 1)) == set()
-    assert agreement.drain() == {Flag.STOP} and agreement.drain() == set()
+    flag_sync = FlagSync(None)
+    assert flag_sync.exchange(lambda: ({Flag.SAVE}, 2)) == set()
+    assert flag_sync.exchange(lambda: ({Flag.STOP}, 1)) == {Flag.SAVE}
+    assert flag_sync.exchange(lambda: ({Flag.STOP}, 1)) == set()
+    assert flag_sync.drain() == {Flag.STOP} and flag_sync.drain() == set()

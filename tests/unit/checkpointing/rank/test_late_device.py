@@ -49,7 +49,7 @@ def interleave(number: int) -> Job:
             case "run":
                 job.device.run_some(draw.randint(1, 8))
             case "enqueue":
-                copy = job.snapshotter._stager.current
+                copy = job.snapshotter._copy_thread.current
                 if copy is not None:
                     copy.enqueued.wait()
     job.close()
@@ -118,7 +118,7 @@ def test_a_later_step_does_not_clear_the_doubt() -> None:
     """Where the helper thread looks only after the next step has ended."""
     copy = copy_thread.Copy(lambda _: None)
     copy.end_step()
-    copy.passed_gate = True
+    copy.passed_barrier = True
     copy.end_step()
     assert copy.is_doubtful
 
@@ -131,7 +131,7 @@ def test_after_it_training_waits_until_an_optimizer_has_stepped() -> None:
     assert job.device.num_waiting == 0
     job.optimizer_step()
     job.snapshot()
-    job.snapshotter._stager.current.enqueued.wait()  # type: ignore[union-attr]
+    job.snapshotter._copy_thread.current.enqueued.wait()  # type: ignore[union-attr]
     assert job.device.num_waiting > 0
     job.close()
     assert job.torn() == [] and set(job.arenas.staged_steps) == {1, 2}

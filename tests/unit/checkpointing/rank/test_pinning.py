@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from small_training import SmallTraining
 
 from checkpointing.heartbeat import CommitReport
-from checkpointing.rank import copy_thread, device, pinning, snapshotter
+from checkpointing.rank import copy_thread, device, pinning, snapshot_maker, snapshotter
 from checkpointing.rank.cadence import Cadence, CadenceClock
 from checkpointing.rank.device import CHUNK_BYTES
 from checkpointing.rank.pinning import Pinning, ranges_to_pin
@@ -185,7 +185,7 @@ def snapshot_times(register_s_per_gb: float, monkeypatch: pytest.MonkeyPatch) ->
     """When `auto` snapshots in the first hour of a run, in seconds from its start."""
     gpu = ThirtyGigabytes(register_s_per_gb)
     clocks = {name: lambda: gpu.now for name in ("perf_counter", "thread_time", "monotonic", "time")}
-    for module in (snapshotter, copy_thread):
+    for module in (snapshot_maker, snapshotter, copy_thread):
         monkeypatch.setattr(module, "time", SimpleNamespace(**clocks))
     job = SmallTraining(overlap=False, device=gpu, pinning=gpu.pinning)
     gpu.nbytes = sum(tensor.nbytes for tensor in job.state())

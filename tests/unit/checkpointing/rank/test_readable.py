@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from checkpointing.errors import CheckpointError
-from checkpointing.rank.file_images import check_readable, freeze
+from checkpointing.rank.readable import check_readable
+from checkpointing.rank.trees import freeze
 
 
 class Own:

@@ -1,262 +1,139 @@
-"""What is made of a file's bytes once their digest was found right."""
+"""Which state all ranks resume from."""
 
 from __future__ import annotations
 
-import io
-import json
-import os
-import random
-import warnings
-import zipfile
-from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from small_checkpoint import Agent, network, snapshot, write_checkpoint
+from thread_ranks import run_ranks
 
-from checkpointing.errors import CheckpointError, InvalidCheckpoint
-from checkpointing.rank import rng
-from checkpointing.rank.file_images import torch_bytes
-from checkpointing.rank.restore_point import RestorePoint
-from checkpointing.rank.train_state import Tracked
+from checkpointing.errors import InvalidCheckpoint, NoValidCheckpoint, StorageUnreachable
+from checkpointing.layout import MODEL_NAME
+from checkpointing.rank.ranks import Ranks
+from checkpointing.rank.restore import choose, own_checkpoint, read_checkpoint
+from checkpointing.storage import LocalStorage
+from checkpointing.tiers import Tiers, open_tiers
 
-
-def point(name: str, data: bytes) -> RestorePoint:
-    files = {name: memoryview(bytearray(data))}
-    return RestorePoint(
-        "/runs/checkpoint-20", step=20, world_size=1, samples_consumed=80, files=files, path=None, private=True
-    )
+TRAINING = network()
 
 
-def safetensors(header: object, body: bytes = bytes(16)) -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + body
+def chosen(tiers: Tiers, agent: Any, resume: str | int = "auto", ranks: Ranks | None = None) -> int | None:
+    point = choose(tiers, resume, ranks or Ranks(), agent, private=True)
+    if point is None:
+        return None
+    assert torch.equal(point.model_state()["weight"], TRAINING[0].weight)
+    return point.step
 
 
-def entry(*offsets: object, dtype: str = "F32", shape: object = (2,)) -> dict[str, object]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+def damage(folder: Path, step: int) -> None:
+    path = folder / f"checkpoint-{step}" / MODEL_NAME
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\xff" * 100,
-        safetensors(b"[" * 3000),
-        safetensors([]),
-        safetensors({"a": entry(0, 8)}),  # a gap at the end
-        safetensors({"a": entry(8, 16)}),
-        safetensors({"a": entry(0, 16, shape=[4]), "b": entry(8, 16)}),  # an overlap
-        safetensors({"a": entry(-8, 0), "b": entry(0, 16, shape=[4])}),
-        safetensors({"a": entry(0, 2**60, shape=[2**58])}),
-        safetensors({"a": entry(0, 16, shape=[2**60])}),
-        safetensors({"a": entry(0, 16, shape=[-4])}),
-        safetensors({"a": entry(0, 16, shape="4")}),
-        safetensors({"a": entry(0, 16.0, shape=[4])}),
-        safetensors({"a": entry(0, 16, dtype="F31", shape=[4])}),
-        safetensors({"a": entry(0, 16, shape=[4]), "__metadata__": {"b": ["a"]}}),
-        safetensors(b'{"a": {}, "a": {}}'),
-    ],
-)
-def test_a_model_file_that_makes_no_sense_is_named(data: bytes) -> None:
-    with pytest.raises(InvalidCheckpoint, match=r"checkpoint-20: model\.safetensors .* makes no sense"):
-        point("model.safetensors", data).model_state()
+def test_a_run_without_checkpoints_starts_from_the_beginning(tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    assert chosen(open_tiers(str(tmp_path / "run")), agent) is None and agent.events == []
 
 
-def test_what_is_not_in_a_checkpoint_is_named() -> None:
-    for read in (RestorePoint.torch_object, RestorePoint.json):
-        with pytest.raises(InvalidCheckpoint, match=r"scheduler\.pt is not in it"):
-            read(point("x", b""), "scheduler.pt")
-    with pytest.raises(InvalidCheckpoint, match=r"model\.safetensors is not in it"):
-        point("x", b"").model_state()
+def test_the_newest_checkpoint_is_chosen_unless_another_is_asked_for(tmp_path: Path) -> None:
+    for step in (10, 20):
+        write_checkpoint(tmp_path, step, TRAINING)
+    agent, tiers = Agent(tmp_path), open_tiers(str(tmp_path))
+    assert [chosen(tiers, agent, resume) for resume in ("auto", 10, "never")] == [20, 10, None]
+    assert agent.events == [{"event": "resumed", "step": step, "source": "local"} for step in (20, 10)]
+    with pytest.raises(NoValidCheckpoint, match=r"--resume 15: "):
+        chosen(tiers, agent, 15)
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
-def test_empty_tensors_that_share_their_storage(name: str) -> None:
-    """They were counted twice: every tensor behind them got the bytes of the one before, or there were too few."""
-    empty = torch.empty(0)
-    state = {"a": empty, "b": empty.view(0, 1), "c": torch.arange(4.0), "d": torch.arange(4.0) + 10}
-    read = point(name, torch_bytes(state)).torch_object(name)
-    assert all(torch.equal(read[key], value) for key, value in state.items())
+def test_a_damaged_checkpoint_is_set_aside(tmp_path: Path) -> None:
+    for step in (10, 20):
+        write_checkpoint(tmp_path, step, TRAINING)
+    damage(tmp_path, 20)
+    agent, tiers = Agent(tmp_path), open_tiers(str(tmp_path))
+    with pytest.raises(NoValidCheckpoint, match=r"--resume 20: .*model\.safetensors was altered"):
+        chosen(tiers, agent, 20)
+    assert (tmp_path / "checkpoint-20").is_dir()
+    assert chosen(tiers, agent) == 10
+    assert not (tmp_path / "checkpoint-20").exists() and agent.events[0]["step"] == 20
+    damage(tmp_path, 10)
+    with pytest.raises(NoValidCheckpoint, match="holds checkpoints but none is valid"):
+        chosen(tiers, agent)
 
 
-def rewritten(data: bytes, changes: Mapping[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
-    target = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(target, "w", compression) as new:
-        for name in old.namelist():
-            new.writestr(name, changes.get(name.rpartition("/")[2], old.read(name)))
-    return target.getvalue()
+def test_a_snapshot_goes_before_an_older_checkpoint(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 10, TRAINING)
+    agent = Agent(tmp_path, snapshot(12, TRAINING))
+    assert chosen(open_tiers(str(tmp_path)), agent) == 12
+    assert agent.events == [{"event": "resumed", "step": 12, "source": "memory"}]
+    assert chosen(open_tiers(str(tmp_path)), agent, 10) == 10
 
 
-class Runs:
-    """Unpickled by a careless reader, it runs a command."""
-
-    def __reduce__(self) -> Any:
-        return os.system, ("true",)
-
-
-STATE = {"a": torch.arange(4.0), "b": [torch.arange(3)]}
+def test_a_damaged_snapshot_is_discarded(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 10, TRAINING)
+    damaged = snapshot(12, TRAINING)
+    damaged.files[MODEL_NAME][-1] ^= 1
+    agent = Agent(tmp_path, damaged)
+    assert chosen(open_tiers(str(tmp_path)), agent) == 10 and agent.discarded == [12]
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"x" * 100,
-        torch_bytes(STATE)[:-30],
-        torch_bytes(Runs()),
-        rewritten(torch_bytes(STATE), {}, zipfile.ZIP_DEFLATED),
-        rewritten(torch_bytes(STATE), {"data.pkl": b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b"."}),
-        rewritten(torch_bytes(STATE), {"data.pkl": b"\x80\x02q"}),
-    ],
-    # Their own bytes hold the time of day: two workers of a test run would not collect the same tests.
-    ids=lambda data: "",
-)
-def test_a_torch_file_that_makes_no_sense_is_named(name: str, data: bytes) -> None:
-    with pytest.raises(InvalidCheckpoint, match=f"checkpoint-20: {name} .* makes no sense"):
-        point(name, data).torch_object(name)
+@pytest.mark.parametrize(("others", "step"), [([12], 12), ([], 10), ([13], 10)])
+def test_a_snapshot_counts_where_every_node_has_it(others: list[int], step: int, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 10, TRAINING)
+    agents = [Agent(tmp_path, snapshot(12, TRAINING)), Agent(tmp_path, *(snapshot(one, TRAINING) for one in others))]
+
+    def choice(ranks: Ranks) -> int | None:
+        return chosen(open_tiers(str(tmp_path)), agents[ranks.rank], ranks=ranks)
+
+    assert run_ranks(choice, 2, per_node=1) == [step, step]
 
 
-@pytest.mark.parametrize("change", [{"0": bytes(8)}, {"1": bytes(32)}, {"byteorder": b"big"}])
-def test_records_that_are_not_the_ones_asked_for_fill_no_tensor(change: dict[str, bytes]) -> None:
-    with pytest.raises(InvalidCheckpoint, match=r"optimizer\.pt .* makes no sense"):
-        point("optimizer.pt", rewritten(torch_bytes(STATE), change)).torch_object("optimizer.pt")
+def test_the_same_step_of_another_attempt_is_another_snapshot(tmp_path: Path) -> None:
+    agents = [Agent(tmp_path, snapshot(12, TRAINING, attempt=attempt)) for attempt in (1, 2)]
+
+    def choice(ranks: Ranks) -> int | None:
+        return chosen(open_tiers(str(tmp_path)), agents[ranks.rank], ranks=ranks)
+
+    assert run_ranks(choice, 2, per_node=1) == [None, None]
 
 
-def test_a_shifted_record_fills_no_tensor() -> None:
-    """torch believes the record's own header where its bytes begin, and we read there."""
-    data = torch_bytes(STATE)
-    place = data.index(b"data/0FB") - len(data[: data.index(b"data/0FB")].rpartition(b"PK\x03\x04")[2]) - 4
-    damaged = bytearray(data)
-    damaged[place + 28] -= 4
-    with pytest.raises(InvalidCheckpoint, match=r"data/0' is compressed, or not where it should be"):
-        point("optimizer.pt", bytes(damaged)).torch_object("optimizer.pt")
+def test_what_one_rank_finds_damaged_is_used_by_none(tmp_path: Path) -> None:
+    """Each machine has a disk of its own in front; one of them is damaged."""
+    tiers = []
+    for node in range(2):
+        for step in (10, 20):
+            write_checkpoint(tmp_path / f"local{node}", step, TRAINING)
+        tiers.append(Tiers(LocalStorage(tmp_path / "durable"), LocalStorage(tmp_path / f"local{node}")))
+    damage(tmp_path / "local1", 20)
+    agents = [Agent(tmp_path) for _ in range(2)]
+
+    def choice(ranks: Ranks) -> int | None:
+        return chosen(tiers[ranks.rank], agents[ranks.rank], ranks=ranks)
+
+    assert run_ranks(choice, 2, per_node=1) == [10, 10]
+    # Only there: the other one is good.
+    assert [(tmp_path / f"local{node}" / "checkpoint-20").is_dir() for node in range(2)] == [True, False]
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
-def test_a_record_that_says_it_is_a_folder_fills_no_tensor(name: str) -> None:
-    """torch read nothing, and the tensor held what happened to be in memory."""
-    data = torch_bytes(STATE)
-    entry = data.rindex(b"data/0") - len(data[: data.rindex(b"data/0")].rpartition(b"PK\x01\x02")[2]) - 4
-    damaged = bytearray(data)
-    damaged[entry + 38] |= 0x10
-    with pytest.raises(InvalidCheckpoint, match=r"data/0' is compressed, or not where it should be"):
-        point(name, bytes(damaged)).torch_object(name)
+def test_an_unreachable_tier_is_no_empty_one(tmp_path: Path) -> None:
+    tiers = Tiers(LocalStorage(tmp_path / "durable"), LocalStorage(tmp_path / "local"))
+    with pytest.raises(StorageUnreachable, match="cannot be reached, and there is no other checkpoint"):
+        chosen(tiers, Agent(tmp_path, reachable=False))
+    write_checkpoint(tmp_path / "local", 10, TRAINING)
+    assert chosen(tiers, Agent(tmp_path, reachable=False)) == 10
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b"[" * 3000, b'{"a": 1' * 3])
-def test_a_json_file_that_makes_no_sense_is_named(data: bytes) -> None:
-    with pytest.raises(InvalidCheckpoint, match=r"loop_state_0\.json .* makes no sense"):
-        point("loop_state_0.json", data).json("loop_state_0.json")
-
-
-@pytest.mark.parametrize("state", [None, [], {"param_groups": []}, {"state": {}, "param_groups": 3}])
-def test_a_state_of_another_optimizer_is_named(state: object) -> None:
-    model = torch.nn.Linear(2, 2)
-    tracked = Tracked(model, torch.optim.AdamW(model.parameters()))
-    with pytest.raises(CheckpointError, match=r"optimizer\.pt does not fit this AdamW"):
-        tracked.restore_optimizer(point("optimizer.pt", torch_bytes(state)), 0)
-
-
-# -- generators ------------------------------------------------------------------------------------------------------
-
-
-def read_generators(states: object) -> None:
-    name = "rng_state.pth"
-    here = point(name, states if isinstance(states, bytes) else torch_bytes(states))
-    with here.reading(name):
-        rng.set_state(here.torch_object(name))
-
-
-def draws() -> list[Any]:
-    return [random.random(), random.gauss(), np.random.rand(800).tolist(), torch.rand(3).tolist()]
-
-
-def test_generators_go_on_where_they_were() -> None:
-    random.gauss(), np.random.randn()  # each keeps a second one
-    states = torch_bytes(rng.state(1))
-    expected = draws()
-    read_generators(states)
-    assert draws() == expected
-
-
-def test_arrays_of_words_are_read_as_they_were() -> None:
-    state = {
-        "words": np.arange(6, dtype=np.uint32),
-        "table": np.asfortranarray(np.arange(6, dtype=np.uint32).reshape(2, 3)),
-    }
-    for name in ("optimizer.pt", "average.pt"):
-        read = point(name, torch_bytes(state)).torch_object(name)
-        assert all(type(read[key]) is np.ndarray and np.array_equal(read[key], state[key]) for key in state)
-
-
-def numpy_with(index: int, value: object) -> Callable[[dict[str, Any]], object]:
-    def change(states: dict[str, Any]) -> object:
-        words = list(states["numpy"])
-        words[index] = value
-        return {**states, "numpy": tuple(words)}
-
-    return change
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        # numpy then drew from memory that was not its own: a segmentation fault.
-        numpy_with(2, 10**6),
-        numpy_with(2, -5),
-        numpy_with(2, 0.5),
-        numpy_with(1, np.zeros(3, np.uint32)),
-        numpy_with(3, 2),
-        numpy_with(4, "x"),
-        lambda states: {**states, "python": (3, states["python"][1], "x")},
-        lambda states: {**states, "python": (3, (2**70,) * 625, None)},
-        lambda states: {**states, "cpu": torch.zeros(10, dtype=torch.uint8)},
-        lambda states: {**states, "cpu": torch.full((5056,), 255, dtype=torch.uint8)},
-        lambda states: {name: value for name, value in states.items() if name != "cpu"},
-        lambda states: [states],
-    ],
-)
-def test_states_that_no_generator_can_have_are_refused_and_none_is_touched(
-    change: Callable[[dict[str, Any]], object],
-) -> None:
-    states = rng.state(1)
-    with pytest.raises(InvalidCheckpoint, match=r"rng_state\.pth .* makes no sense"):
-        read_generators(change(states))
-    after = rng.state(1)
-    assert after["python"] == states["python"] and torch.equal(after["cpu"], states["cpu"])
-    assert str(after["numpy"]) == str(states["numpy"])
-
-
-class Forged:
-    """An array whose one field is an object, somewhere else."""
-
-    def __reduce__(self) -> Any:
-        return np._core.multiarray._reconstruct, (np.ndarray, (0,), b"b"), (1, (1,), ForgedType(), False, b"A" * 8)  # type: ignore[attr-defined]
-
-
-class ForgedType:
-    def __reduce__(self) -> Any:
-        field = {"a": (np.dtype("O"), 1 << 20)}
-        return np.dtype, ("V8", False, True), (3, "|", None, ("a",), field, 8, 1, 0)
-
-
-def test_no_array_can_be_made_that_points_to_other_memory() -> None:
-    """numpy.dtype's __setstate__ believes the file; printing such an array was a segmentation fault."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in ("scheduler.pt", "optimizer.pt", "rng_state.pth"):
-            with pytest.raises(InvalidCheckpoint, match="'V8'"):
-                point(name, torch_bytes({"a": Forged()})).torch_object(name)
-
-
-@pytest.mark.parametrize("key", [torch.ones(3), ("a", (torch.ones(3), 1))])
-@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
-def test_a_tensor_that_is_a_key_is_refused(name: str, key: object) -> None:
-    """Of a skeleton its bytes would be whatever was in memory."""
-    with pytest.raises(InvalidCheckpoint, match="key"):
-        point(name, torch_bytes({"a": {key: 1}})).torch_object(name)
-    plain = {"a": {("a", 1): torch.ones(3)}}
-    assert point(name, torch_bytes(plain)).torch_object(name)["a"]["a", 1].tolist() == [1, 1, 1]
+def test_own_checkpoints_are_told_from_others(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 10, TRAINING)
+    (tmp_path / "checkpoint-20").mkdir()
+    found = own_checkpoint(tmp_path / "checkpoint-10")
+    assert found is not None and found[1] == 10 and found[0].location == str(tmp_path)
+    assert own_checkpoint(tmp_path / "checkpoint-20") is None and own_checkpoint(tmp_path) is None
+    assert read_checkpoint(*found, 0, 1).step == 10
+    damage(tmp_path, 10)
+    with pytest.raises(InvalidCheckpoint, match=r"model\.safetensors was altered"):
+        read_checkpoint(*found, 0, 1)

@@ -8,34 +8,62 @@ from typing import Any
 
 import pytest
 
+from checkpointing.environment import SETTINGS_ENV, RankSettings
 from runner.config.schema import Config
 from runner.node.launch_request import RankSetup, launch_request, launcher_environment
 from runner.node.messages import AttemptSpec, Job
 from runner.supervisor.peer_messages import Begin, read_by_member
 
 
-def launched(job: Job, spec: AttemptSpec, committed_step: int = -1, **environment: str) -> dict[str, Any]:
+def launched(
+    job: Job, spec: AttemptSpec, committed_step: int = -1, config: Config | None = None, **environment: str
+) -> dict[str, Any]:
     """What ranks are started with."""
     directory: Any = SimpleNamespace(logs=Path("logs"), config=Path("config"), cache=Path("cache"))
     setup = RankSetup(2, 0, False, "agent", "events", "logs/attempt-1", committed_step)
     request = launch_request(
-        spec, config=Config(), directory=directory, job=job, run_id="run", setup=setup, inherited=environment
+        spec, config=config or Config(), directory=directory, job=job, run_id="run", setup=setup, inherited=environment
     )
     ranks: dict[str, Any] = request["spec"]
     return ranks
 
 
+def settings_of(ranks: dict[str, Any]) -> RankSettings:
+    return RankSettings.from_json(ranks["env"][SETTINGS_ENV])
+
+
 def test_ranks_learn_where_to_start_from_and_whether_the_job_may_differ() -> None:
-    names = {"CHECKPOINT_RESUME_FROM", "CHECKPOINT_ALLOW_CHANGES"}
-    assert not names & launched(Job(), AttemptSpec(1, 1))["env"].keys()
-    told = launched(Job(resume_from="/own", allow_changes=True), AttemptSpec(1, 1, resume_from="/first"))["env"]
-    assert [told[name] for name in sorted(names)] == ["1", "/own"]
+    def start(job: Job, spec: AttemptSpec) -> tuple[str, bool]:
+        settings = settings_of(launched(job, spec))
+        return settings.resume_from, settings.allow_changes
+
+    assert start(Job(), AttemptSpec(1, 1)) == ("", False)
+    own = Job(resume_from="/own", allow_changes=True)
+    assert start(own, AttemptSpec(1, 1, resume_from="/first")) == ("/own", True)
     # Another node's ranks learn it from the first one.
     spec = AttemptSpec(1, 1, resume_from="/first", allow_changes=True)
     (begin,) = [read_by_member(Begin(spec=spec).encode())]
     assert isinstance(begin, Begin)
-    told = launched(Job(), begin.spec)["env"]
-    assert [told[name] for name in sorted(names)] == ["1", "/first"]
+    assert start(Job(), begin.spec) == ("/first", True)
+
+
+def test_an_attempt_reaches_the_ranks_as_one_typed_value() -> None:
+    spec = AttemptSpec(3, 1, 2, "41-45,60-60", "2:90", "run", lost_steps=7, reached=70)
+    config = Config.model_validate({"checkpoint": {"location": "/store", "local_tier": "/nvme"}})
+    assert settings_of(launched(Job(), spec, config=config)) == RankSettings(
+        agent_socket="agent",
+        attempt=3,
+        location="/store",
+        local_tier="/nvme",
+        resume="auto",
+        lineage="run",
+        num_failures=2,
+        observed_s=90.0,
+        lost_steps=7,
+        reached_step=70,
+        micro_batch_divisor=2,
+        skipped_steps=((41, 45), (60, 60)),
+    )
 
 
 @pytest.mark.parametrize(

@@ -267,7 +267,9 @@ def test_while_an_attempt_runs_the_state_says_so(tmp_path: Path) -> None:
         return ended(FailureKind.CRASHED)
 
     bench = Bench(tmp_path, attempt, FINISHED)
-    bench.config.tiers.durable.write_note(RestartState(finished="of a shorter training").to_json(0).encode())
+    bench.config.tiers.durable.sidecars.write_restart_state(
+        RestartState(finished="of a shorter training").to_json(0).encode()
+    )
     assert bench.run() is ExitCode.DONE
     assert [(state.running, state.finished) for state in seen] == [(1, "")]
     assert bench.kept.history == [] and bench.kept.running is None, "a run that has finished has no failures"
@@ -278,7 +280,7 @@ def test_that_a_job_of_several_nodes_has_finished_is_recorded(
     num_nodes: int, is_recorded: bool, tmp_path: Path
 ) -> None:
     """A node that is restarted after that does not wait for the others."""
-    launch = {"nnodes": num_nodes, "master_port": 29400, "master_addr": "127.0.0.1"}
+    launch: dict[str, Any] = {"nnodes": num_nodes, "master_port": 29400, "master_addr": "127.0.0.1"}
     bench = Bench(tmp_path, FINISHED, identity=OURS, **launch)
     leader = FakeLeader()
     members: Any = bench.supervisor._members
@@ -299,7 +301,7 @@ def test_that_a_job_of_several_nodes_has_finished_is_recorded(
 
     bench.supervisor._make_node = make_node
     assert bench.run() is ExitCode.DONE
-    note = bench.config.tiers.durable.read_note()
+    note = bench.config.tiers.durable.sidecars.read_restart_state()
     assert (RestartState.from_json(note).finished == key_of(OURS)) is is_recorded
 
 

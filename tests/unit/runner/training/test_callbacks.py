@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
+from checkpointing.environment import SETTINGS_ENV, RankSettings
 from checkpointing.rank import device
 from runner.training import callbacks
 
@@ -72,7 +73,7 @@ def test_what_is_measured_is_added_to_the_entry_of_rank_0(monkeypatch: pytest.Mo
     clock = SimpleNamespace(monotonic=lambda: next(times), perf_counter=time.perf_counter)
     monkeypatch.setattr(callbacks, "time", clock)
     control: Any = None
-    monkeypatch.setenv("RUNNER_LOST_STEPS", "3:9")
+    monkeypatch.setenv(SETTINGS_ENV, RankSettings(lost_steps=3, reached_step=9).to_json())
     state.max_steps = 7
     metrics.on_train_begin(args, state, control)
     for tokens in (1000, 1400):

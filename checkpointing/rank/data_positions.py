@@ -1,0 +1,105 @@
+"""The positions in the data loaders that training draws from: saved with each step, and resumed from."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from checkpointing.data.cursor import LoaderCursor, state_name
+from checkpointing.errors import CheckpointError
+from checkpointing.rank import rng
+from checkpointing.rank.ranks import Ranks
+from checkpointing.rank.restore_point import RestorePoint
+from checkpointing.rank.torch_files import torch_bytes
+
+_END = object()
+
+
+class DataPositions:
+    """The loaders of one rank, in the order in which they were given.
+
+    Args:
+        ranks: This rank among all.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._cursors: list[LoaderCursor] = []
+        self._restored: list[Any] = []
+        self._restored_ranks = ranks.world_size
+
+    def follow(self, cursor: LoaderCursor) -> None:
+        """Have the position of a loader saved that the caller drives."""
+        self._cursors.append(cursor)
+
+    def forget(self) -> None:
+        """Stop following all loaders."""
+        self._cursors.clear()
+
+    def files(self) -> dict[str, Callable[[], bytes]]:
+        """Return this rank's file with all positions, as of now; empty where no loader is followed."""
+        if not self._cursors:
+            return {}
+        positions = [cursor.state() for cursor in self._cursors]
+        return {state_name(self._ranks.rank, self._ranks.world_size): functools.partial(torch_bytes, positions)}
+
+    def read(self, point: RestorePoint) -> list[Any]:
+        """Return the positions that a checkpoint holds for this rank or, where it has none, for rank 0.
+
+        Raises:
+            InvalidCheckpoint: The file cannot be parsed.
+        """
+        names = (state_name(self._ranks.rank, self._ranks.world_size), state_name(0, 2), state_name(0, 1))
+        name = next(filter(point.has, names), None)
+        if name is None:
+            return []
+        with point.reading(name):
+            found = point.torch_object(name)
+            if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+                raise ValueError("not a list of positions")
+            return found
+
+    def restore(self, point: RestorePoint) -> None:
+        """Have `batches` start from the positions in a checkpoint."""
+        self._restored, self._restored_ranks = self.read(point), point.world_size
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        """Iterate over a loader without end, from the restored position; see `CheckpointManager.batches`.
+
+        Raises:
+            CheckpointError: The loader is of an unknown kind; or, while iterating, the resumed order differs.
+        """
+        cursor = LoaderCursor(loader, seed=torch.initial_seed(), rank=self._ranks.rank)
+        if self._restored_ranks != self._ranks.world_size:
+            cursor.other_ranks = (self._restored_ranks, self._ranks.world_size)
+        number = len(self._cursors)
+        self._cursors.append(cursor)
+        return self._iterate(cursor, self._restored[number] if number < len(self._restored) else None)
+
+    def _iterate(self, cursor: LoaderCursor, position: Mapping[str, Any] | None) -> Iterator[Any]:
+        epoch = 0
+        if position is not None:
+            try:
+                epoch, _ = cursor.resume(position)
+            except (KeyError, TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"the checkpoint's position in {cursor.name} cannot be parsed: {error}; resume from another step"
+                ) from None
+        while True:
+            cursor.set_epoch(epoch)
+            # What the loader draws on its way to the position must not be taken from training.
+            training = rng.state(self._ranks.world_size) if cursor.resumes_mid_epoch else None
+            iterator = cursor.iterate()
+            batch = next(iterator, _END)
+            if training is not None:
+                rng.set_state(training)
+            elif batch is _END:
+                raise ValueError(f"the loader of {cursor.name} has no batch")
+            while batch is not _END:
+                cursor.consume(1)
+                yield batch
+                batch = next(iterator, _END)
+            epoch += 1

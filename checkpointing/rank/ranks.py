@@ -1,0 +1,94 @@
+"""This process among the ranks of a training, and the collectives that checkpointing needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from checkpointing.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A rank, and a process group that exactly one of its threads uses.
+
+    Attributes:
+        rank: Number of this rank among all.
+        world_size: Number of all ranks.
+        local_rank: Number of this rank among those of its node, which follow each other.
+        local_world_size: Number of ranks on this node.
+        group: A gloo group of all ranks; None for a single process.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of_this_process(cls) -> Ranks:
+        """Ask torch.distributed, and create a group; all ranks must call this together.
+
+        Raises:
+            CheckpointError: This is one of several processes, but torch.distributed is not initialized.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            if "LOCAL_RANK" in os.environ and int(os.environ.get("WORLD_SIZE") or 1) > 1:
+                # Each of them would act as rank 0 of one, and write the same checkpoints.
+                raise CheckpointError(
+                    f"{os.environ['WORLD_SIZE']} processes were started (WORLD_SIZE), but torch.distributed is not "
+                    "initialized: call torch.distributed.init_process_group() before the CheckpointManager is made, or "
+                    "start one process (--nproc-per-node 1)"
+                )
+            return cls()
+        world_size = dist.get_world_size()
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        return cls(dist.get_rank(), world_size, local_rank, local_world_size).with_new_group()
+
+    def with_new_group(self) -> Ranks:
+        """Return the same ranks with a group for another thread; all ranks must call this together.
+
+        The groups are separate because collectives of two threads, or those of the gradients, must not interleave.
+        """
+        return dataclasses.replace(self, group=dist.new_group(backend="gloo") if self.world_size > 1 else None)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's value, by rank."""
+        if self.group is None:
+            return [value]
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, value, group=self.group)
+        return everyone
+
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's value."""
+        if self.group is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.group)
+        return values[0]
+
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the element-wise maximum over all ranks; `values` is overwritten."""
+        if self.group is not None:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.group is not None:
+            dist.barrier(group=self.group)

@@ -1,0 +1,213 @@
+"""A training whose state can be restored: where its checkpoints are, and what is restored from them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Set
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpointing.heartbeat import Phase
+from checkpointing.rank.adapter import Adapter
+from checkpointing.rank.agent_connection import AgentConnection
+from checkpointing.rank.data_positions import DataPositions
+from checkpointing.rank.heartbeat_writer import HeartbeatWriter
+from checkpointing.rank.options import Options
+from checkpointing.rank.ranks import Ranks
+from checkpointing.rank.restore_point import RestorePoint
+from checkpointing.rank.restorer import Restorer, check_nothing_in_the_way, restore_generators
+from checkpointing.rank.snapshotter import Snapshotter
+from checkpointing.rank.train_state import TrainState, hooks_with_memory
+
+
+class RestorableTraining:
+    """The restoring half of the interface for integrations; every rank calls all methods at the same step.
+
+    The agent is reached, or started, when one of the methods first needs it: a script may make several managers before
+    the first one trains.
+
+    Args:
+        options: The manager's options.
+        ranks: This rank, with a group that the training thread uses.
+
+    Attributes:
+        rank: Number of this rank among all.
+        world_size: Number of all ranks.
+        retention: Which checkpoints are kept.
+        static_files: Configuration and tokenizer, by file name: part of every checkpoint.
+    """
+
+    def __init__(self, options: Options, ranks: Ranks) -> None:
+        self._options, self._ranks = options, ranks
+        self._copy_thread_ranks = ranks.with_new_group()
+        self.rank, self.world_size = ranks.rank, ranks.world_size
+        self.retention = options.retention
+        self.static_files: dict[str, bytes] = {}
+        self._positions = DataPositions(ranks)
+        self._train_state: TrainState
+        # Classes of what DDP's communication hooks remember, which no checkpoint holds.
+        self._hook_states: list[str] = []
+
+    @functools.cached_property
+    def _connection(self) -> AgentConnection:
+        return AgentConnection(self._options, self._ranks)
+
+    @property
+    def _is_connected(self) -> bool:
+        return "_connection" in vars(self)
+
+    @functools.cached_property
+    def _snapshotter(self) -> Snapshotter:
+        return Snapshotter(
+            self._connection.client,
+            self._connection.tiers,
+            self._copy_thread_ranks,
+            overlap=self._options.overlap,
+            check_replicas=self._options.check_replicas,
+            pinning=self._connection.pinning,
+        )
+
+    @functools.cached_property
+    def _heartbeat(self) -> HeartbeatWriter:
+        return HeartbeatWriter(self._connection.client.control, self._ranks.local_rank)
+
+    @functools.cached_property
+    def _restorer(self) -> Restorer:
+        connection, options = self._connection, self._options
+        supervised = bool(options.settings.agent_socket)
+        return Restorer(connection.tiers, connection.client, self._ranks, options.resume, supervised=supervised)
+
+    @property
+    def scratch(self) -> Path:
+        """A folder on this machine for files that this process may not live to remove."""
+        return self._connection.client.directory
+
+    @property
+    def stage_name(self) -> str:
+        """Name of a supervised run's later trainings; empty for its first one."""
+        return self._connection.stage.name
+
+    @property
+    def starting_folder(self) -> str | None:
+        """The checkpoint of another run to start from (`CHECKPOINT_RESUME_FROM`, or `--resume-from`).
+
+        It is for the run's first training: later ones begin with what the script gives them.
+        """
+        return self._options.settings.resume_from or None if self._connection.stage.number == 1 else None
+
+    def track(
+        self,
+        *,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any = None,
+        scaler: Any = None,
+        states: Mapping[str, Any] | None = None,
+        adapter: Adapter | None = None,
+    ) -> None:
+        """Set what is saved and restored.
+
+        State that FSDP2 has sharded is saved and restored whole; each machine must hold all of it among its ranks.
+
+        Args:
+            model: The model; a DDP wrapper is looked through.
+            optimizer: The optimizer.
+            scheduler: The learning rate scheduler.
+            scaler: The gradient scaler.
+            states: Further objects with `state_dict` and `load_state_dict`, by name.
+            adapter: The part of the model that is trained, where the rest is not to be saved.
+
+        Raises:
+            ValueError: A name in `states` is taken.
+            CheckpointError: The model or the optimizer is of a kind that cannot be saved.
+        """
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            self._hook_states = hooks_with_memory(model)
+            model = model.module
+        self._train_state = TrainState(model, optimizer, scheduler, scaler, dict(states or {}), adapter)
+
+    def choose(self, *, on_device: bool | None = None) -> RestorePoint | None:
+        """Agree with all ranks on the checkpoint to resume from; None starts from the beginning.
+
+        This changes no training state.
+
+        Args:
+            on_device: Whether the model will be on an accelerator, to which its state is copied from memory that all
+                ranks share; None goes by where it is now.
+
+        Raises:
+            NoValidCheckpoint: There are checkpoints, but none can be loaded.
+        """
+        self._snapshotter.settle()
+        self._heartbeat.write(Phase.RESTORING, 0)
+        if on_device is None:
+            on_device = self._train_state.model is not None and self._train_state.on_gpu
+        return self._restorer.choose(private=not on_device)
+
+    def starting_point(self) -> RestorePoint | None:
+        """Read what `starting_folder` holds; None without one.
+
+        Raises:
+            CheckpointError: This library did not write it, or it is damaged.
+        """
+        folder = self.starting_folder
+        return self._restorer.starting_point(folder) if folder is not None else None
+
+    def restore_model(self, point: RestorePoint) -> None:
+        """Load the weights; raises CheckpointError where the checkpoint is of another model."""
+        self._snapshotter.settle()
+        self._restorer.load_model(self._train_state, point)
+
+    def restore_optimizer(self, point: RestorePoint) -> None:
+        """Load the state of optimizer, scheduler, scaler, and of the further `states`."""
+        self._snapshotter.settle()
+        self._restorer.load_optimizer(self._train_state, point)
+
+    def restore_states(self, point: RestorePoint, names: Set[str]) -> None:
+        """Load some of the further `states` again, as `restore_optimizer` has done."""
+        self._restorer.load_states(self._train_state, point, names)
+
+    def restore_rng(self, point: RestorePoint) -> None:
+        """Set this rank's generators; call it before the first batch is drawn."""
+        restore_generators(point, self.rank, self.world_size)
+
+    def positions_in(self, point: RestorePoint) -> list[Any]:
+        """Return the loaders' positions that a checkpoint holds; raises InvalidCheckpoint where it is damaged."""
+        return self._positions.read(point)
+
+    def load_best(self, last_step: int, *, together: bool = False, preferred: int | None = None) -> int | None:
+        """Load the model of the best checkpoint by `best_metric`, and nothing else of it.
+
+        A damaged checkpoint is skipped with a warning.
+
+        Args:
+            last_step: Step of the weights that the model has now; they need not be read.
+            together: All ranks call this and load the same; otherwise this rank alone does.
+            preferred: The best step, where the caller knows it; others are used where it cannot be read.
+
+        Returns:
+            The step; None where no checkpoint carries the metric and can be read, and the model is unchanged.
+
+        Raises:
+            CheckpointError: The checkpoint is of another model.
+        """
+        return self._restorer.load_best(
+            self._train_state, self.retention, last_step, together=together, preferred=preferred
+        )
+
+    def folder_of(self, step: int) -> str:
+        """Return the path or URL of the durable checkpoint of a step."""
+        return f"{self._connection.tiers.durable.location}/checkpoint-{step}"
+
+    def is_committed(self, step: int) -> bool:
+        """Ask storage whether it has the checkpoint of a step."""
+        try:
+            return step in self._connection.tiers.catalog.committed_steps()
+        except OSError:
+            return False
+
+    def check_way(self, start_step: int) -> None:
+        """Check that nothing is where the checkpoints after `start_step` will be written; raises CheckpointError."""
+        check_nothing_in_the_way(self._connection.tiers, start_step)

@@ -1,0 +1,55 @@
+"""What a snapshot is requested with, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from checkpointing.retention import Retention
+
+# A small file of a rank: its bytes, or a function that returns them beside training.
+SmallFile = bytes | Callable[[], bytes]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request for a snapshot; see `CheckpointManager.save`.
+
+    Attributes:
+        step: Step whose state is saved.
+        samples_consumed: Samples drawn by all ranks so far.
+        own_files: This rank's own small files, by name.
+        shared_files: Small files that are equal on all ranks, by name.
+        retention: Which checkpoints to keep after the commit.
+        metrics: Metrics of the step, by name.
+        wait: Whether to wait for an arena where all are busy.
+        commit: Whether to commit the snapshot to storage.
+    """
+
+    step: int
+    samples_consumed: int
+    own_files: Mapping[str, SmallFile]
+    shared_files: Mapping[str, SmallFile]
+    retention: Retention
+    metrics: Mapping[str, float]
+    wait: bool
+    commit: bool
+
+
+@dataclass
+class PendingSnapshot:
+    """A snapshot that is not settled yet.
+
+    Attributes:
+        request: What was asked for.
+        overlapped: The copy runs beside training.
+        was_staged: The agent has the snapshot, or will have it; False once it was refused or dropped.
+        cost_known: Its cost has been measured.
+        is_typical: Its cost says something about later ones.
+    """
+
+    request: Request
+    overlapped: bool
+    was_staged: bool = True
+    cost_known: bool = False
+    is_typical: bool = True

@@ -1,0 +1,198 @@
+"""Makes one snapshot in the copy thread: lays the state out, compares replicas, copies, hands over to the agent."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from checkpointing.agent.client import AgentClient
+from checkpointing.agent.protocol import Refusal
+from checkpointing.failpoints import failpoint
+from checkpointing.layout import OPTIMIZER_NAME, rank_state_name
+from checkpointing.rank import file_images, sharding
+from checkpointing.rank.copy_thread import Copy
+from checkpointing.rank.direct_commit import DirectCommit
+from checkpointing.rank.file_images import FileImage, PlacedFile, blob_image
+from checkpointing.rank.pinning import Pinning
+from checkpointing.rank.ranks import Ranks
+from checkpointing.rank.replicas import ReplicaComparison
+from checkpointing.rank.safetensors_files import safetensors_image
+from checkpointing.rank.snapshot import PendingSnapshot, SmallFile
+from checkpointing.rank.torch_files import TorchFileLayout, torch_bytes
+from checkpointing.rank.train_state import CapturedState
+
+logger = logging.getLogger("checkpointing")
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The files of a snapshot.
+
+    Attributes:
+        images: All files. The further states come first, since the training thread waits for their copy.
+        num_foreign: How many of the first ones are further states.
+    """
+
+    images: list[FileImage]
+    num_foreign: int
+
+    @property
+    def optimizer(self) -> FileImage:
+        """The optimizer's file, which follows the model's."""
+        return self.images[self.num_foreign + 1]
+
+
+class SnapshotMaker:
+    """Makes the snapshots of one rank; all methods run in the copy thread.
+
+    Args:
+        client: The connection to the node's agent.
+        ranks: This rank, with a group that only the copy thread uses.
+        direct: Commits where there is no memory for a snapshot.
+        check_replicas: Whether to compare parameters and optimizer state.
+        pinning: Pins what this rank copies into; None where the driver cannot.
+
+    Attributes:
+        has_torn: Something other than an optimizer has changed the state during a copy.
+    """
+
+    def __init__(
+        self, client: AgentClient, ranks: Ranks, direct: DirectCommit, *, check_replicas: bool, pinning: Pinning | None
+    ) -> None:
+        self._client, self._ranks, self._direct, self._pinning = client, ranks, direct, pinning
+        self._replicas = ReplicaComparison(ranks)
+        self._check_replicas = check_replicas
+        self._layouts: dict[str, TorchFileLayout] = {}
+        self.has_torn = False
+
+    def reserve(self, nbytes: int, copy: Copy) -> None:
+        """Have the agent's memory for snapshots made and mapped."""
+        copy.copied()
+        TorchFileLayout.warm_up()
+        self._client.reserve(nbytes)
+
+    def make(
+        self, pending: PendingSnapshot, state: CapturedState, static_files: Mapping[str, bytes], copy: Copy
+    ) -> None:
+        """Make the snapshot of a captured state; `copy` tells the training thread how far this has come."""
+        cpu_began = time.thread_time()
+        request, ranks = pending.request, self._ranks
+        layout = self._lay_out(pending, state, static_files)
+        placed, nbytes = file_images.place(layout.images)
+        if ranks.group is not None and self._check_replicas:
+            count_changed = state.changed if pending.overlapped else int
+            changed = self._replicas.check_equal(request.step, state, layout.optimizer, count_changed)
+            if changed:
+                self._drop_torn(pending, changed)
+                copy.copied()
+                return
+        acquired = self._client.acquire(request.step, nbytes, wait=request.wait)
+        if isinstance(acquired, Refusal):
+            pending.was_staged = False
+            if acquired is Refusal.NO_MEMORY and request.commit and ranks.is_first:
+                self._direct.commit(request, layout.images, copy.device)
+            copy.copied()
+            return
+        number, buffer = acquired
+        failpoint("snapshot.copying")
+        self._copy_share(pending, placed, layout.num_foreign, buffer, copy)
+        copy.copied_s = time.thread_time() - cpu_began
+        copy.copied(state.changed)
+        why_not = self._why_unusable(pending, copy)
+        if why_not is not None:
+            self._client.abandon(request.step, number, why_not)
+            return
+        if ranks.local_rank == 0:
+            file_images.copy_literals(placed, buffer)
+        failpoint("snapshot.copied")
+        self._client.staged(
+            request.step,
+            number,
+            [(file.image.name, file.offset, file.image.nbytes) for file in placed],
+            ranks.world_size,
+            request.samples_consumed,
+            request.retention,
+            metrics=request.metrics,
+            commit=request.commit,
+        )
+
+    def _lay_out(self, pending: PendingSnapshot, state: CapturedState, static_files: Mapping[str, bytes]) -> _Layout:
+        """Lay the files out, and exchange the small ones with all ranks.
+
+        Raises:
+            ReplicasDrifted: The ranks lay a file out differently.
+        """
+        request = pending.request
+        foreign = {name: self._torch_file(f"{name}.pt").image(value) for name, value in state.states.items()}
+        differing = self._replicas.differing_names(state, foreign)
+        own = _contents(request.own_files)
+        if differing:
+            # What is not equal on all ranks is kept for each of them.
+            mine = {
+                "states": {name: value for name, value in state.states.items() if name in differing},
+                "buffers": {name: value for name, value in state.model.items() if name in differing},
+            }
+            own[rank_state_name(self._ranks.rank)] = torch_bytes(mine)
+        images = [image for name, image in foreign.items() if name not in differing]
+        num_foreign = len(images)
+        images.append(safetensors_image(state.weights_name, state.model, differing))
+        images.append(self._torch_file(OPTIMIZER_NAME).image(state.optimizer))
+        everyones = self._replicas.gather_files(request.step, own, images)
+        small = {**static_files, **state.small, **_contents(request.shared_files), **everyones}
+        if self._ranks.local_rank == 0:
+            images += [blob_image(name, data) for name, data in small.items()]
+        if state.parts:
+            images = [sharding.take_over(image, state.parts) for image in images]
+        return _Layout(images, num_foreign)
+
+    def _copy_share(
+        self,
+        pending: PendingSnapshot,
+        placed: Sequence[PlacedFile],
+        num_foreign: int,
+        buffer: memoryview,
+        copy: Copy,
+    ) -> None:
+        """Copy this rank's share of the tensors into the arena, the further states first."""
+        volatile, rest = (
+            file_images.shares(part, self._ranks.local_rank, self._ranks.local_world_size)
+            for part in (placed[:num_foreign], placed[num_foreign:])
+        )
+        if copy.device.is_asynchronous and self._pinning is not None:
+            extents = [(offset, offset + tensor.numel()) for offset, tensor in volatile + rest]
+            # A copy into memory that is not pinned yet says nothing about the cost of later ones.
+            pending.is_typical = not self._pinning.want(buffer, extents)
+        file_images.copy_tensors(volatile, buffer, copy.device)
+        copy.volatile_done()
+        file_images.copy_tensors(rest, buffer, copy.device)
+
+    def _why_unusable(self, pending: PendingSnapshot, copy: Copy) -> str | None:
+        """Return why what was copied beside training is not the state of one step."""
+        if not pending.overlapped:
+            return None
+        if copy.changed:
+            return self._drop_torn(pending, copy.changed)
+        if copy.is_doubtful:
+            pending.was_staged = False
+            return "during the copy a step ended in which no optimizer stepped: a skipped step, or a CUDA graph"
+        return None
+
+    def _drop_torn(self, pending: PendingSnapshot, changed: int) -> str:
+        """Drop a snapshot whose state changed while it was copied or compared; return the reason."""
+        self.has_torn = True
+        pending.was_staged = False
+        reason = (
+            f"{changed} tensors were changed in place between the snapshot and the next optimizer step; from now "
+            "on training waits for the copy"
+        )
+        logger.warning("the snapshot of step %d is dropped: %s", pending.request.step, reason)
+        return reason
+
+    def _torch_file(self, name: str) -> TorchFileLayout:
+        return self._layouts.setdefault(name, TorchFileLayout(name))
+
+
+def _contents(files: Mapping[str, SmallFile]) -> dict[str, bytes]:
+    return {name: data if isinstance(data, bytes) else data() for name, data in files.items()}

@@ -1,0 +1,228 @@
+"""Reads and verifies the files of one checkpoint, or of one snapshot in memory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpointing.agent.client import OfferedSnapshot
+from checkpointing.data.cursor import state_name as data_state_name
+from checkpointing.digest import ALGORITHM, algorithm_of, digest_of_parts, num_parts, part_digests
+from checkpointing.errors import CheckpointError, InvalidCheckpoint, StorageUnreachable
+from checkpointing.failpoints import failpoint
+from checkpointing.layout import PER_RANK_PREFIXES, WEIGHTS_NAMES, loop_state_name, rank_state_name
+from checkpointing.manifest import SnapshotInfo, missing_member
+from checkpointing.rank import rng
+from checkpointing.rank.restore_point import SMALL_BYTES, RestorePoint
+from checkpointing.reading import fault, private_memory, read_private, read_shared
+from checkpointing.storage import Storage
+from checkpointing.storage.base import RemoteFile
+
+# Model and optimizer are verified at the same time.
+_FILES_AT_ONCE = 2
+# Of one rank, for each file: some 20 GB/s each (2 cores, 2026-11-23).
+_DIGEST_THREADS = 4
+ALTERED = "was altered: its digest is not the one that was recorded"
+
+Source = Path | RemoteFile | memoryview
+
+
+class Room:
+    """Memory for the reader's own copies of large files, allocated while there is nothing else to do.
+
+    Args:
+        except_for: The file that is not copied.
+    """
+
+    def __init__(self, except_for: str) -> None:
+        self._except_for = except_for
+        self._made: dict[str, memoryview] = {}
+
+    def make(self, sizes: Mapping[str, int], enough: Callable[[], bool]) -> None:
+        """Allocate memory for files of these sizes in bytes; stop as soon as `enough()`, since it then only delays."""
+        for name, nbytes in sizes.items():
+            if nbytes > SMALL_BYTES and name != self._except_for and not enough():
+                self._made[name] = private_memory(nbytes, enough)
+
+    def take(self, name: str, nbytes: int) -> memoryview | None:
+        """Return the memory for a file, unless it was allocated for another checkpoint."""
+        memory = self._made.pop(name, None)
+        return memory if memory is not None and memory.nbytes == nbytes else None
+
+
+class Shares:
+    """The digests of those parts of large files that one rank of a node has computed.
+
+    Args:
+        local_rank: Number of this rank on its node.
+        local_world_size: Number of ranks on this node.
+
+    Attributes:
+        files: By name, the recorded digest, the number of parts, and the digests of this rank's parts, by number.
+    """
+
+    def __init__(self, local_rank: int = 0, local_world_size: int = 1) -> None:
+        self.local_rank, self.local_world_size = local_rank, local_world_size
+        self.files: dict[str, tuple[str, int, dict[int, bytes]]] = {}
+
+    def add(self, name: str, recorded: str, data: memoryview) -> None:
+        """Digest this rank's share of a file that all ranks of the node see in the same memory."""
+        count = num_parts(len(data))
+        self.files[name] = (recorded, count, self._digests(data, range(self.local_rank, count, self.local_world_size)))
+
+    def digest(self, data: memoryview) -> str:
+        """Digest a file that only this rank reads."""
+        return digest_of_parts(self._digests(data, range(num_parts(len(data)))).values())
+
+    def _digests(self, data: memoryview, numbers: Sequence[int]) -> dict[int, bytes]:
+        # Memory bandwidth limits the number of threads that help.
+        num_threads = max(1, min(_DIGEST_THREADS, (os.cpu_count() or 1) // self.local_world_size))
+        return part_digests(data, numbers, num_threads)
+
+
+def altered_file(shares: Sequence[Shares]) -> str | None:
+    """Return the first file whose parts, as the ranks of a node have digested them, do not give the recorded digest."""
+    for name, (recorded, count, _) in shares[0].files.items():
+        digests: dict[int, bytes] = {}
+        for one in shares:
+            digests |= one.files[name][2]
+        if digest_of_parts(digests[number] for number in range(count)) != recorded:
+            return name
+    return None
+
+
+def altered_files(shares: Sequence[Shares]) -> Iterator[tuple[int, str]]:
+    """Yield, by node, the number of its first rank and a file that was altered. `shares` are all ranks', by rank."""
+    firsts = [number for number, one in enumerate(shares) if one.local_rank == 0]
+    for first, end in itertools.pairwise([*firsts, len(shares)]):
+        altered = altered_file(shares[first:end])
+        if altered is not None:
+            yield first, altered
+
+
+@dataclass(frozen=True)
+class _Located:
+    """The files of a checkpoint or of a snapshot.
+
+    Attributes:
+        place: What it is called in messages.
+        info: Its step, world size and data cursor.
+        files: Each file's bytes and recorded digest, by name.
+        path: Its directory, where it is on this machine.
+    """
+
+    place: str
+    info: SnapshotInfo
+    files: Mapping[str, tuple[Source, str]]
+    path: Path | None = None
+
+
+@dataclass(frozen=True)
+class _Verifier:
+    """Reads one file at a time; see `read_verified`."""
+
+    located: _Located
+    own: frozenset[str]
+    private: bool
+    room: Room
+    shares: Shares
+
+    def read(self, name: str) -> memoryview:
+        """Read a file and verify it, or this rank's share of it.
+
+        Raises:
+            InvalidCheckpoint: The file was altered.
+            StorageUnreachable: It cannot be read now.
+        """
+        place, shares = self.located.place, self.shares
+        source, digest = self.located.files[name]
+        # A model is copied into its parameters anyway, and what is in memory need not be read ahead.
+        in_place = not self.private or (name in WEIGHTS_NAMES and isinstance(source, memoryview))
+        memory = self.room.take(name, source.nbytes) if isinstance(source, memoryview) else None
+        algorithm = algorithm_of(digest)
+        # Files that each rank reads from storage for itself are verified while they are read.
+        in_parts = algorithm == ALGORITHM and (
+            isinstance(source, memoryview) or (in_place and isinstance(source, Path))
+        )
+        running = None if in_parts else algorithm
+        try:
+            data, actual = read_shared(source, running) if in_place else read_private(source, memory, running)
+        except OSError as error:
+            raise fault(place, name, error) from None
+        if in_parts and shares.local_world_size > 1 and name not in self.own and num_parts(len(data)) > 1:
+            shares.add(name, digest, data)
+            return data
+        if (shares.digest(data) if in_parts else actual) != digest:
+            raise InvalidCheckpoint(place, f"{name} {ALTERED}")
+        return data
+
+
+def read_verified(
+    storage: Storage | None,
+    source: OfferedSnapshot | int,
+    rank: int,
+    world_size: int,
+    *,
+    private: bool,
+    room: Room,
+    shares: Shares,
+    scratch: Path | None = None,
+) -> tuple[RestorePoint | None, CheckpointError | None]:
+    """Read what one rank needs of a checkpoint or a snapshot.
+
+    Args:
+        storage: Where the checkpoint is; None for a snapshot.
+        source: The snapshot, or the checkpoint's step.
+        rank: Number of this rank.
+        world_size: Number of all ranks.
+        private: Whether tensors must be the reader's own; see `RestorePoint`.
+        room: Memory for copies.
+        shares: Takes the digests of parts that this rank verifies for all ranks of its node.
+        scratch: Folder for temporary files.
+
+    Returns:
+        The state, or why it cannot be used.
+    """
+    # Rank 0's files are also for ranks that did not exist when the checkpoint was written.
+    own = {rng.file_name(rank, world_size), loop_state_name(rank), loop_state_name(0)}
+    own |= {data_state_name(rank, world_size), data_state_name(0, 1), data_state_name(0, 2)}
+    own |= {rank_state_name(rank), rank_state_name(0)}
+    try:
+        located = _locate(storage, source)
+        if (lacking := missing_member(located.files)) is not None:
+            raise InvalidCheckpoint(located.place, f"{lacking} is not among its files")
+        verifier = _Verifier(located, frozenset(own), private, room, shares)
+        names = [name for name in located.files if name in own or not name.startswith(PER_RANK_PREFIXES)]
+        with ThreadPoolExecutor(_FILES_AT_ONCE, "checkpoint-verify") as pool:
+            files = dict(zip(names, pool.map(verifier.read, names), strict=True))
+        failpoint("restore.read")
+    except (CheckpointError, OSError) as error:
+        return None, error if isinstance(error, CheckpointError) else StorageUnreachable(str(error))
+    point = RestorePoint(
+        located.place,
+        step=located.info.step,
+        world_size=located.info.world_size,
+        samples_consumed=located.info.samples_consumed,
+        files=files,
+        path=located.path,
+        private=private,
+        scratch=scratch,
+    )
+    return point, None
+
+
+def _locate(storage: Storage | None, source: OfferedSnapshot | int) -> _Located:
+    if not isinstance(source, int):
+        files: dict[str, tuple[Source, str]] = {
+            name: (view, source.digests[name]) for name, view in source.files.items()
+        }
+        return _Located(f"the snapshot of step {source.info.step} in memory", source.info, files)
+    assert storage is not None
+    path, place = storage.directory(source), storage.describe(source)
+    manifest = storage.read_manifest(source)
+    files = {file.name: (storage.file(manifest, file.name), file.digest) for file in manifest.files}
+    return _Located(place, manifest.info, files, path)

@@ -1,0 +1,18 @@
+"""Checkpoint files written from their images, as snapshots write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from checkpointing.rank.device import Host
+from checkpointing.rank.file_images import FileImage, copy_literals, copy_tensors, place, shares
+
+
+def materialise(images: list[FileImage], folder: Path, num_shares: int = 1) -> None:
+    placed, nbytes = place(images)
+    buffer = memoryview(bytearray(nbytes))
+    for share in range(num_shares):
+        copy_tensors(shares(placed, share, num_shares), buffer, Host())
+    copy_literals(placed, buffer)
+    for file in placed:
+        (folder / file.image.name).write_bytes(buffer[file.offset : file.offset + file.image.nbytes])

@@ -1,0 +1,85 @@
+"""A checkpoint of a small training, on disk or as a snapshot in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpointing.agent.client import OfferedSnapshot
+from checkpointing.commit import StagedFile, commit_snapshot
+from checkpointing.digest import RunningDigest, digesting
+from checkpointing.events import Event
+from checkpointing.layout import MODEL_NAME, OPTIMIZER_NAME
+from checkpointing.manifest import SnapshotInfo
+from checkpointing.rank import rng
+from checkpointing.rank.device import Host
+from checkpointing.rank.file_images import FileImage, blob_image, pieces
+from checkpointing.rank.safetensors_files import safetensors_image
+from checkpointing.rank.torch_files import TorchFileLayout, torch_bytes
+from checkpointing.storage import LocalStorage
+
+
+def network() -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
+    """A model and its optimizer, after one step."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def images(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[FileImage]:
+    return [
+        safetensors_image(MODEL_NAME, model.state_dict()),
+        TorchFileLayout(OPTIMIZER_NAME).image(optimizer.state_dict()),
+        blob_image(rng.file_name(0, 1), torch_bytes(rng.state(1))),
+    ]
+
+
+def write_checkpoint(
+    folder: Path, step: int, training: tuple[torch.nn.Module, torch.optim.Optimizer], **metrics: float
+) -> LocalStorage:
+    """Commit the state of a training; returns the storage."""
+    storage, window, files = LocalStorage(folder), memoryview(bytearray(1 << 16)), []
+    for image in images(*training):
+        digest = RunningDigest()
+        files.append(StagedFile(image.name, digesting(pieces(image, window, Host()), digest), digest.result))
+    commit_snapshot(storage, SnapshotInfo("run", 1, step, 1, step, metrics), files)
+    return storage
+
+
+def snapshot(step: int, training: tuple[torch.nn.Module, torch.optim.Optimizer], attempt: int = 1) -> OfferedSnapshot:
+    """The state of a training as an agent offers it."""
+    files, digests = {}, {}
+    for image in images(*training):
+        digest = RunningDigest()
+        window = memoryview(bytearray(1 << 16))
+        data = b"".join(bytes(piece) for piece in digesting(pieces(image, window, Host()), digest))
+        files[image.name], digests[image.name] = memoryview(bytearray(data)), digest.result()
+    return OfferedSnapshot(SnapshotInfo("run", attempt, step, 1, step, {}), files, digests)
+
+
+class Agent:
+    """In place of a connection to an agent: offers snapshots, and keeps what it is told."""
+
+    def __init__(self, directory: Path, *snapshots: OfferedSnapshot, reachable: bool = True) -> None:
+        self.directory, self._snapshots, self._reachable = directory, list(snapshots), reachable
+        self.events: list[dict[str, Any]] = []
+        self.discarded: list[int] = []
+        self.pruned = 0
+        self.run_id, self.attempt = "run", 2
+
+    def offer(self, on_fetch: object = None) -> tuple[list[OfferedSnapshot], bool]:
+        return self._snapshots, self._reachable
+
+    def announce(self, event: Event) -> None:
+        self.events.append(event.to_dict())
+
+    def discard(self, step: int, reason: str) -> None:
+        self.discarded.append(step)
+
+    def prune(self, retention: object) -> None:
+        self.pruned += 1

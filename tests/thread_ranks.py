@@ -1,0 +1,68 @@
+"""Ranks that are threads of one process: collectives without a process group."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from checkpointing.rank.ranks import Ranks
+
+T = TypeVar("T")
+
+
+class Meeting:
+    """Where the threads exchange values."""
+
+    def __init__(self, size: int) -> None:
+        self._values: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=30)
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self._values[rank] = value
+        self._barrier.wait()
+        everyone = list(self._values)
+        self._barrier.wait()
+        return everyone
+
+
+@dataclass(frozen=True)
+class ThreadRanks(Ranks):
+    meeting: Meeting = field(default_factory=lambda: Meeting(1))
+
+    def gather(self, value: T) -> list[T]:
+        return self.meeting.exchange(self.rank, value)
+
+    def broadcast(self, value: T) -> T:
+        return self.gather(value)[0]
+
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        return values.copy_(torch.stack(self.gather(values.clone())).amax(0))
+
+    def barrier(self) -> None:
+        self.gather(None)
+
+
+def run_ranks(function: Callable[[Ranks], T], size: int = 2, per_node: int | None = None) -> list[T | BaseException]:
+    """Call a function as every rank at the same time; return what each has returned or raised.
+
+    Args:
+        function: Receives its rank.
+        size: Number of ranks.
+        per_node: Ranks of one node; default: all.
+    """
+    meeting, per_node = Meeting(size), per_node or size
+    group: Any = object()
+
+    def call(rank: int) -> T | BaseException:
+        try:
+            return function(ThreadRanks(rank, size, rank % per_node, per_node, group, meeting))
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(call, range(size)))

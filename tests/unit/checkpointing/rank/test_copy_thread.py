@@ -1,0 +1,82 @@
+"""The copy thread and the barrier before optimizer steps, on the host."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from checkpointing.rank import device
+from checkpointing.rank.copy_thread import Copy, CopyThread
+
+
+@pytest.fixture
+def thread() -> Iterator[CopyThread]:
+    thread = CopyThread()
+    yield thread
+    thread.close()
+
+
+def optimizer() -> torch.optim.Optimizer:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    return torch.optim.SGD([parameter], lr=1.0)
+
+
+def test_an_optimizer_waits_for_the_copy_and_not_for_the_rest(thread: CopyThread) -> None:
+    may_copy, may_end, seen = threading.Event(), threading.Event(), []
+    own = optimizer()
+    parameter = own.param_groups[0]["params"][0].detach()
+
+    def work(copy: Copy) -> None:
+        may_copy.wait(10)
+        seen.append(float(parameter))
+        copy.copied()
+        may_end.wait(10)
+
+    copy = thread.submit(work)
+    threading.Timer(0.05, may_copy.set).start()
+    own.step()
+    assert seen == [0.0] and float(parameter) == -1.0
+    assert copy.passed_barrier and not copy.finished.is_set() and copy.blocked_s > 0.01
+    may_end.set()
+    assert thread.settle() is copy and thread.current is None and thread.settle() is None
+
+
+@pytest.mark.parametrize("passes", ["optimizer", "replay"])
+def test_a_failure_is_raised_once_where_the_state_would_change(thread: CopyThread, passes: str) -> None:
+    def work(copy: Copy) -> None:
+        raise RuntimeError("no space")
+
+    copy = thread.submit(work)
+    copy.finished.wait(10)
+    with pytest.raises(RuntimeError, match="no space"):
+        if passes == "optimizer":
+            optimizer().step()
+        else:
+            device.announce_replay()
+    thread.settle()
+    optimizer().step()
+
+
+def test_only_optimizers_are_reported() -> None:
+    steps: list[int] = []
+    thread = CopyThread(on_optimizer_step=lambda: steps.append(1))
+    device.announce_replay()
+    optimizer().step()
+    thread.close()
+    optimizer().step()
+    assert steps == [1]
+
+
+def test_changes_are_counted_once() -> None:
+    counts = iter([3, 5])
+    copy = Copy(lambda _: None)
+    copy.begin()
+    copy.copied(lambda: next(counts))
+    copy.count_changed()
+    assert copy.changed == 3
+    copy.end_step()
+    assert not copy.is_doubtful

@@ -1,0 +1,135 @@
+"""Loading a chosen state, and the best model."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_checkpoint import Agent, network, write_checkpoint
+from thread_ranks import run_ranks
+
+from checkpointing.errors import CheckpointError
+from checkpointing.layout import MODEL_NAME
+from checkpointing.rank import rng
+from checkpointing.rank.ranks import Ranks
+from checkpointing.rank.restorer import Restorer, check_nothing_in_the_way, restore_generators
+from checkpointing.rank.train_state import TrainState
+from checkpointing.retention import Retention
+from checkpointing.tiers import open_tiers
+
+
+def restorer(folder: Path, ranks: Ranks | None = None, *, supervised: bool = False) -> Restorer:
+    agent: Any = Agent(folder)
+    return Restorer(open_tiers(str(folder)), agent, ranks or Ranks(), "auto", supervised=supervised)
+
+
+def blank() -> tuple[torch.nn.Linear, TrainState]:
+    model = torch.nn.Linear(4, 3)
+    return model, TrainState(model, torch.optim.AdamW(model.parameters(), lr=0.5))
+
+
+def test_everything_is_restored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    training = network()
+    write_checkpoint(tmp_path, 10, training)
+    draws = [random.random(), float(torch.rand(()))]
+    own = restorer(tmp_path)
+    point = own.choose(private=True)
+    assert point is not None and "resumed from step 10" in capsys.readouterr().err
+    model, state = blank()
+    own.load_model(state, point)
+    own.load_optimizer(state, point)
+    restore_generators(point, 0, 1)
+    assert torch.equal(model.weight, training[0].weight) and own.seconds > 0
+    assert state.optimizer.state_dict()["param_groups"][0]["lr"] == 0.1
+    assert [random.random(), float(torch.rand(()))] == draws
+
+
+def test_under_a_supervisor_nothing_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(tmp_path, 10, network())
+    assert restorer(tmp_path, supervised=True).choose(private=True) is not None
+    assert capsys.readouterr().err == ""
+
+
+def test_a_rank_that_is_new_keeps_its_generators(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_checkpoint(tmp_path, 10, network())
+    point = restorer(tmp_path).choose(private=True)
+    assert point is not None
+    before = rng.host_state()["python"]
+    restore_generators(point, 1, 2)
+    assert rng.host_state()["python"] == before and "holds no generator state for rank 1" in caplog.text
+
+
+def test_another_runs_checkpoint_must_be_of_this_library(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 10, network())
+    own = restorer(tmp_path)
+    assert own.starting_point(str(tmp_path / "checkpoint-10")).step == 10
+    (tmp_path / "checkpoint-20").mkdir()
+    with pytest.raises(CheckpointError, match="no checkpoint of this library"):
+        own.starting_point(str(tmp_path / "checkpoint-20"))
+
+
+def evaluated(folder: Path) -> None:
+    for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0)):
+        training = network()
+        with torch.no_grad():
+            training[0].weight.fill_(step)
+        write_checkpoint(folder, step, training, eval_loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "last_step", "preferred", "best"),
+    [(None, 30, None, 20), (20, 40, None, 30), (20, 30, None, 30), (None, 30, 10, 10), (10, 30, 10, 20)],
+)
+def test_the_best_model_that_can_be_read_is_loaded(
+    damaged: int | None, last_step: int, preferred: int | None, best: int, tmp_path: Path
+) -> None:
+    evaluated(tmp_path)
+    if damaged is not None:
+        (tmp_path / f"checkpoint-{damaged}" / MODEL_NAME).write_bytes(b"")
+    states = [blank() for _ in range(2)]
+
+    def load(ranks: Ranks) -> int | None:
+        _, state = states[ranks.rank]
+        retention = Retention(best_metric="eval_loss")
+        own = restorer(tmp_path, ranks)
+        return own.load_best(state, retention, last_step, together=True, preferred=preferred)
+
+    assert run_ranks(load) == [best, best]
+    # The weights of the last step are in the model already.
+    expected = best if best != last_step else None
+    assert all(expected is None or bool((model.weight == expected).all()) for model, _ in states)
+
+
+def test_what_one_rank_cannot_read_is_loaded_by_none(tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "other"]
+    for folder in folders:
+        evaluated(folder)
+    (folders[1] / "checkpoint-20" / MODEL_NAME).write_bytes(b"")
+    states = [blank() for _ in range(2)]
+
+    def load(ranks: Ranks) -> int | None:
+        own = restorer(folders[ranks.rank], ranks)
+        retention = Retention(best_metric="eval_loss")
+        return own.load_best(states[ranks.rank][1], retention, 40, together=True, preferred=None)
+
+    assert run_ranks(load) == [30, 30]
+    assert all(bool((model.weight == 30).all()) for model, _ in states)
+
+
+def test_without_the_metric_there_is_no_best_model(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 10, network())
+    found = restorer(tmp_path).load_best(blank()[1], Retention(best_metric="x"), 10, together=False, preferred=None)
+    assert found is None
+
+
+def test_another_writers_checkpoints_are_not_overwritten(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-20"
+    folder.mkdir()
+    (folder / MODEL_NAME).write_bytes(b"weights")
+    (folder / "trainer_state.json").write_text("{}")
+    check_nothing_in_the_way(open_tiers(str(tmp_path)), 20)
+    with pytest.raises(CheckpointError, match=r"not written \(checkpoint-20\): they are left as they are"):
+        check_nothing_in_the_way(open_tiers(str(tmp_path)), 10)

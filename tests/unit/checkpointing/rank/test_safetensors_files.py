@@ -1,0 +1,53 @@
+"""Safetensors files are read back by the stock library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from materialised import materialise
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from checkpointing.errors import CheckpointError
+from checkpointing.rank.device import Host
+from checkpointing.rank.file_images import copy_tensors, place, shares
+from checkpointing.rank.safetensors_files import safetensors_image
+
+STATE = {
+    "a": torch.randn(3, 5),
+    "half": torch.randn(7).to(torch.bfloat16),
+    "flag": torch.tensor([True, False, True]),
+    "scalar": torch.tensor(3.5, dtype=torch.float64),
+    "empty": torch.empty(0, 4),
+    "strided": torch.randn(4, 6).t(),
+    "long": torch.arange(5),
+}
+
+
+@pytest.mark.parametrize("num_shares", [1, 2, 3, 7])
+def test_safetensors_file_is_read_back_equal(num_shares: int, tmp_path: Path) -> None:
+    state = {**STATE, "tied": STATE["a"]}
+    materialise([safetensors_image("m.safetensors", state)], tmp_path, num_shares)
+    read = load_file(tmp_path / "m.safetensors")
+    assert set(read) == set(STATE)
+    for name, tensor in STATE.items():
+        assert torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype
+    with safe_open(tmp_path / "m.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "tied": "a"}
+
+
+def test_safetensors_refuses_what_it_cannot_hold() -> None:
+    with pytest.raises(CheckpointError, match=r"model\.c: safetensors cannot hold"):
+        safetensors_image("m", {"c": torch.zeros(2, dtype=torch.complex128)})
+
+
+def test_what_differs_between_ranks_is_taken_from_the_nodes_first() -> None:
+    image = safetensors_image("m", {"same": torch.ones(2), "other": torch.full((2,), 2.0)}, frozenset({"other"}))
+    placed, nbytes = place([image])
+    buffers = [memoryview(bytearray(nbytes)) for _ in range(2)]
+    for share, buffer in enumerate(buffers):
+        copy_tensors(shares(placed, share, 2), buffer, Host())
+    two = torch.full((2,), 2.0).numpy().tobytes()
+    assert [two in bytes(buffer) for buffer in buffers] == [True, False]
