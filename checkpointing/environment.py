@@ -1,5 +1,7 @@
 """Variables by which a supervisor overrides what a script asks its `CheckpointManager` for."""
 
+import os
+
 LOCATION_ENV = "CHECKPOINT_LOCATION"
 LOCAL_TIER_ENV = "CHECKPOINT_LOCAL_TIER"
 RESUME_ENV = "CHECKPOINT_RESUME"
@@ -15,3 +17,8 @@ RESUME_FROM_ENV = "CHECKPOINT_RESUME_FROM"
 ALLOW_CHANGES_ENV = "CHECKPOINT_ALLOW_CHANGES"
 # What the run is called on whatever machine it goes on.
 LINEAGE_ENV = "CHECKPOINT_LINEAGE"
+
+
+def changes_allowed() -> bool:
+    """Return whether the user lets a job resume from checkpoints although it differs from the job that wrote them."""
+    return os.environ.get(ALLOW_CHANGES_ENV) == "1"

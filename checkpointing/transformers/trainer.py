@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import logging
 import math
@@ -22,14 +21,15 @@ import accelerate
 import torch
 import torch.distributed as dist
 import transformers.trainer
-from packaging.version import Version
-from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState, TrainerControl
 from transformers.trainer_utils import get_last_checkpoint
 
-from checkpointing.data.cursor import Layout, LoaderCursor, fingerprint
+from checkpointing.data.cursor import LoaderCursor
+from checkpointing.data.fingerprint import fingerprint
+from checkpointing.data.layout import StepLayout
 from checkpointing.data.stream import StreamBatches, StreamDataLoader, StreamPosition
+from checkpointing.data.stream_source import beginning_of, is_seekable
 from checkpointing.environment import ALLOW_CHANGES_ENV, LINEAGE_ENV
 from checkpointing.errors import CheckpointError, CommitFailed, LossSpike, NonFinite, Preempted
 from checkpointing.failpoints import failpoint
@@ -70,7 +70,7 @@ class ResilientMixin(_Base):
     # As above until the first batch of the resumed run is drawn.
     _pending_restore: RestorePoint | None
     # How steps were divided when the run began, and are now.
-    _made_for: Layout
+    _made_for: StepLayout
     # The position in the trainer's own loader; None where that cannot be followed, and while there is none.
     _cursor: LoaderCursor | None
     _shuffle_samples: int | None
@@ -131,7 +131,7 @@ class ResilientMixin(_Base):
     ) -> None:
         """What `resilient` does once it knows that it can."""
         args = self.args
-        self._made_for = Layout(args.world_size, args.train_batch_size, args.gradient_accumulation_steps)
+        self._made_for = StepLayout(args.world_size, args.train_batch_size, args.gradient_accumulation_steps)
         if divisor > 1 and hasattr(self, "_buffered_inputs"):
             raise CheckpointError(
                 f"{type(self).__name__} ran out of memory, and its micro-batches cannot be halved: their samples are "
@@ -143,12 +143,12 @@ class ResilientMixin(_Base):
         self._shuffle_samples, self._saves_by_price = shuffle_samples, saves_by_price
         self._check_finite, self._spike_zscore = check_finite, spike_zscore
         self._adapter = adapter_of(self.model)
-        if seekable_stream and not _is_stream(self.train_dataset):
+        if seekable_stream and not is_seekable(self.train_dataset):
             raise ValueError(
                 "resilient(seekable_stream=True) is for an IterableDataset with state_dict and load_state_dict; "
                 f"train_dataset is {type(self.train_dataset).__name__}"
             )
-        self._beginning = _beginning_of(self.train_dataset) if seekable_stream else None
+        self._beginning = beginning_of(self.train_dataset) if seekable_stream else None
         self._skipped = skipped_steps()
         self._saves = Saves(self)
         self._staging = None
@@ -324,7 +324,7 @@ class ResilientMixin(_Base):
             self._stream = self._stream_loader(self.train_dataset)
             return self._stream
         loader, args = super().get_train_dataloader(), self.args
-        now = Layout(args.world_size, self._train_batch_size, args.gradient_accumulation_steps)
+        now = StepLayout(args.world_size, self._train_batch_size, args.gradient_accumulation_steps)
         if args.auto_find_batch_size and self._restore_point is None:
             # The Trainer may restart with smaller batches.
             self._made_for = now
@@ -379,7 +379,7 @@ class ResilientMixin(_Base):
                 counts = [int(state["made_for"][key]) for key in ("world_size", "batch_size", "accumulation")]
                 if min(counts) < 1:
                     raise ValueError("a step was divided into no parts")
-                self._made_for = Layout(*counts)
+                self._made_for = StepLayout(*counts)
             if "stream" in state:
                 self._stream_position = StreamPosition.from_json(state["stream"])
             job = dict(state.get("job", {}))
@@ -459,15 +459,7 @@ class ResilientMixin(_Base):
             return position
         name, state = "its position in the data", dict(saved[0])
         with point.reading(name):
-            accumulation = self.args.gradient_accumulation_steps
-            if state["layout"] != list(dataclasses.astuple(cursor.layout)):
-                # An epoch's last step may be shorter.
-                steps = math.ceil(state["consumed"] / state["layout"][2])
-                state |= {
-                    "consumed": min(steps * accumulation, num_update_steps_per_epoch * accumulation),
-                    "order": None,
-                }
-            return cursor.resume(state)
+            return cursor.resume(state, num_update_steps_per_epoch)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         cursor, point, state = self._cursor, self._pending_restore, self.state
@@ -914,39 +906,6 @@ class _Attributes:
         vars(self._trainer).update(state)
 
 
-def _is_stream(dataset: Any) -> bool:
-    """Without a length, and able to continue from where it was."""
-    return (
-        isinstance(dataset, IterableDataset) and hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
-    )
-
-
-def _beginning_of(dataset: Any) -> dict[str, Any]:
-    """A stream's state before its first sample, also where somebody has read from it since it was made.
-
-    Raises:
-        CheckpointError: it is divided among the ranks already, or its library resumes streams with other samples.
-    """
-    if type(dataset).__module__.startswith("datasets."):
-        version = Version(importlib.metadata.version("datasets"))
-        # Tried with 4.7.0, 4.8.0, 4.8.5, 5.0.0, 5.1.0, 5.2.0: those without the fix went on elsewhere in the stream.
-        if version < Version("4.8.5") or version.release[:2] == (5, 0):
-            raise CheckpointError(
-                f"datasets {version} does not resume a stream where it was; install datasets 4.8.5, or 5.1 or newer"
-            )
-    if getattr(dataset, "_distributed", None) is not None:
-        raise CheckpointError(
-            "the streamed data set was given through split_dataset_by_node; give it whole: each rank takes its share "
-            "of every batch, so that the number of ranks may change"
-        )
-    if hasattr(dataset, "_prepare_ex_iterable_for_iteration"):
-        # datasets' own; its state is that of the last sample that anybody was given.
-        dataset = copy.copy(dataset)
-        dataset._prepare_ex_iterable_for_iteration()
-    state: dict[str, Any] = dataset.state_dict()
-    return state
-
-
 def _cut_micro_batches(trainer: Trainer, divisor: int) -> None:
     """The same samples in each step, in smaller portions: so many, or as many as make equal ones.
 
@@ -971,18 +930,18 @@ def _step_of(start: str | bool | None) -> int:
 def _skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """accelerate's `skip_first_batches`, by position where the loader is followed."""
     if isinstance(dataloader, StreamDataLoader):
-        if not dataloader.told:
+        if not dataloader.is_positioned:
             dataloader.drop_first(num_batches)
         return dataloader
     cursor = LoaderCursor.of(dataloader)
     if cursor is None:
         return accelerate.skip_first_batches(dataloader, num_batches)
-    if cursor.is_left_out:
+    if cursor.skips_epoch:
         return dataloader
     if not cursor.resumes_mid_epoch:
         # A stock checkpoint says no more.
         cursor.skip(num_batches)
-    return cursor.skipping()
+    return cursor.remaining()
 
 
 # The Trainer's loop calls this name and offers no hook: accelerate's function would build

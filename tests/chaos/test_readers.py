@@ -40,7 +40,7 @@ from prometheus_client import generate_latest
 from rich.console import Console
 
 from checkpointing import CheckpointManager, locking
-from checkpointing.data.cursor import Layout
+from checkpointing.data.layout import StepLayout
 from checkpointing.data.stream import StreamPosition
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.layout import ADAPTER_NAME
@@ -144,7 +144,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
         _total_train_tokens=1000,
         current_flos=7.5e9,
         _spikes=SpikeDetector(8.0, [2.5, 2.25]),
-        _made_for=Layout(1, 4, 1),
+        _made_for=StepLayout(1, 4, 1),
         _last_norm=None,
         _last_rate=None,
         _job=dict,
