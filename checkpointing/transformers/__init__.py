@@ -24,6 +24,7 @@ from checkpointing.rank.cadence import DEFAULT_OVERHEAD_CAP, Auto
 from checkpointing.rank.manager import CheckpointManager, micro_batch_divisor
 from checkpointing.retention import best_by
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
+from checkpointing.transformers.options import Options
 from checkpointing.transformers.trainer import ResilientMixin
 
 __all__ = ["resilient", "load_best"]
@@ -142,13 +143,15 @@ def resilient(
     trainer.__class__ = type(f"Resilient{cls.__name__}", (ResilientMixin, cls), {})
     trainer._become_resilient(
         make_manager,
-        states=dict(states or {}),
-        divisor=micro_batch_divisor(),
-        saves_by_price=save_steps == "auto",
-        check_finite=check_finite,
-        spike_zscore=spike_zscore,
-        seekable_stream=seekable_stream,
-        shuffle_samples=shuffle_samples,
+        Options(
+            states=dict(states or {}),
+            divisor=micro_batch_divisor(),
+            saves_by_price=save_steps == "auto",
+            check_finite=check_finite,
+            spike_zscore=spike_zscore,
+            seekable_stream=seekable_stream,
+            shuffle_samples=shuffle_samples,
+        ),
     )
     return trainer
 
