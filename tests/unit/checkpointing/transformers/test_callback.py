@@ -70,7 +70,7 @@ def test_gradients_are_measured_where_the_trainer_does_not_clip() -> None:
     for max_grad_norm, num_calls in ((1.0, 0), (0.0, 1)):
         subject = trainer()
         StepCallback(subject).on_pre_optimizer_step(
-            SimpleNamespace(max_grad_norm=max_grad_norm),  # type: ignore[arg-type]
+            SimpleNamespace(max_grad_norm=max_grad_norm),
             Mock(),
             Mock(),
         )

@@ -223,7 +223,8 @@ def test_a_stream_that_is_slow_is_not_a_hang(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_seed_of_batches_is_the_one_for_data() -> None:
     states = []
-    for options in ({"seed": 3}, {"seed": 4, "data_seed": 3}):
+    seeds: list[dict[str, Any]] = [{"seed": 3}, {"seed": 4, "data_seed": 3}]
+    for options in seeds:
         data = training_data(**options)
         data.follow(loader(), 2, None)
         assert data.cursor is not None

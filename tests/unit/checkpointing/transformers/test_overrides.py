@@ -12,12 +12,12 @@ from checkpointing.transformers.overrides import Staging, added_files, overrides
 
 
 class Plain(Trainer):
-    def compute_loss(self) -> None:  # type: ignore[override]
+    def compute_loss(self) -> None:
         pass
 
 
 class Adds(Plain):
-    def _save(self) -> None:  # type: ignore[override]
+    def _save(self) -> None:
         pass
 
 

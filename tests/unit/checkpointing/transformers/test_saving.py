@@ -21,6 +21,9 @@ from checkpointing.transformers.saving import SavingMixin
 from checkpointing.transformers.session import Session
 from checkpointing.transformers.start import Start
 
+# What a stock Trainer does in addition when it saves.
+LARGE = ("_save_scaler", "_save_rng_state", "_save_optimizer_and_scheduler", "_push_from_checkpoint")
+
 
 class Stock:
     """In place of transformers' Trainer: records what it would have done itself."""
@@ -35,10 +38,8 @@ class Stock:
         self.calls.append("_save_checkpoint")
         folder = Path(self._get_output_dir(trial), f"checkpoint-{self.state.global_step}")
         (folder / "model.safetensors").write_bytes(b"1")
-        self._save_scaler(str(folder))
-        self._save_rng_state(str(folder))
-        self._save_optimizer_and_scheduler(str(folder))
-        self._push_from_checkpoint(str(folder))
+        for name in LARGE:
+            getattr(self, name)(str(folder))
 
     def _get_output_dir(self, trial: Any) -> str:
         return "/runs"
@@ -48,10 +49,7 @@ class Stock:
 
 
 for name in (
-    "_save_scaler",
-    "_save_rng_state",
-    "_save_optimizer_and_scheduler",
-    "_push_from_checkpoint",
+    *LARGE,
     "_load_scaler",
     "_load_rng_state",
     "_load_optimizer_and_scheduler",
@@ -90,7 +88,8 @@ class Subject(SavingMixin, Stock):
         self.callback_handler = SimpleNamespace(callbacks=[])
         self.accelerator = SimpleNamespace(scaler=None)
         self.model = self.model_wrapped = torch.nn.Linear(1, 1)
-        self.optimizer = self.lr_scheduler = self.processing_class = None
+        self.optimizer = self.lr_scheduler = None
+        self.processing_class: Any = None
         self.is_fsdp_enabled = False
         self._tr_loss, self._total_loss_scalar, self._globalstep_last_logged = torch.tensor(1.0), 0.0, 20
         self.current_flos = 0

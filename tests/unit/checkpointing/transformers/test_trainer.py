@@ -63,7 +63,7 @@ class Loop:
     def compute_loss(self, loss: Any) -> Any:
         return loss
 
-    def _init_training_state(self, max_steps: int, steps_per_epoch: int) -> tuple[int, int]:
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         return (1, 2)
 
     def get_train_dataloader(self) -> str:
@@ -92,7 +92,7 @@ class Subject(ResilientMixin, Loop):
             "throughput": Throughput(),
         }
         self._manager = manager
-        self._session = Session(start=start or Start(), **{**defaults, **parts})  # type: ignore[arg-type]
+        self._session = Session(start=start or Start(), **{**defaults, **parts})
         self._options = Options()
         self._notices, self._skipped, self._beginning, self._adapter = Mock(), SkippedSteps(), None, None
         self._train_batch_size = 2
@@ -249,7 +249,7 @@ def test_an_evaluation_can_be_cut_short_where_the_position_is_known() -> None:
 
     for wants in (True, False):
         subject = Subject()
-        subject._manager.wants = lambda step, wants=wants: wants  # type: ignore[method-assign]
+        subject._manager.wants.return_value = wants  # type: ignore[attr-defined]
         subject.control.should_evaluate = subject.control.should_save = True
         seen: list[Any] = []
         subject.while_evaluating = lambda seen=seen, subject=subject: seen.append(subject._session.evaluation.before)
@@ -370,7 +370,7 @@ def test_the_position_is_the_datas() -> None:
 
 def test_micro_batches_of_one_prompts_groups_cannot_be_cut() -> None:
     subject = Subject()
-    subject._buffered_inputs = None  # type: ignore[attr-defined]
+    subject._buffered_inputs = None
     subject.args.train_batch_size = 2
     with pytest.raises(CheckpointError, match="ran out of memory, and its micro-batches cannot be halved"):
         subject._become_resilient(Mock, Options(divisor=2))
