@@ -46,7 +46,7 @@ class TrainingData:
 
     Attributes:
         layout: How steps were divided when the run began.
-        cursor: The position in the trainer's own loader; None where it cannot be followed, or there is no loader yet.
+        cursor: The position in the trainer's own loader; None if it cannot be followed, or before the loader is made.
         stream: What reads a seekable stream; None without one.
     """
 

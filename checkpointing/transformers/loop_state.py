@@ -36,7 +36,7 @@ class LoopFigures:
     def update(self, grad_norm: Any, learning_rate: Any) -> None:
         """Take over the figures of a step; None keeps those of the last one.
 
-        Where only an epoch's end is left of a resumed run, there is no step that has any.
+        If only the end of an epoch is left of a resumed run, no step has set them.
         """
         self.grad_norm = self.grad_norm if grad_norm is None else grad_norm
         self.learning_rate = self.learning_rate if learning_rate is None else learning_rate

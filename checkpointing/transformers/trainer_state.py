@@ -51,7 +51,7 @@ def state_bytes(state: TrainerState) -> bytes:
 
 
 def state_file(state: TrainerState) -> Callable[[], bytes]:
-    """Take the present state; what is returned makes the file of it, beside training."""
+    """Copy the present state; return a function that writes it out while training continues."""
     taken = copy.copy(state)
     # The history only grows at its end: a new list of the same entries is enough.
     taken.log_history = list(state.log_history)

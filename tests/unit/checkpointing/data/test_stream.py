@@ -76,7 +76,7 @@ def test_a_stream_that_was_read_already_begins_anew() -> None:
     assert [numbers(next(iter(reader))[0]) for reader in readers] == [[0, 1, 2, 3]] * 2
 
 
-def test_what_cannot_be_a_stream_is_told() -> None:
+def test_what_cannot_be_a_stream_is_refused() -> None:
     class Odd:
         def state_dict(self) -> dict[str, Any]:
             return {"n": {1, 2}}
@@ -130,7 +130,7 @@ def test_another_order_is_refused() -> None:
 
 
 @pytest.mark.skipif(Version(datasets.__version__) < Version("4.8.5"), reason="this datasets is refused")
-def test_a_stream_begins_where_it_begins_whoever_has_looked_into_it() -> None:
+def test_a_stream_that_was_read_from_begins_at_its_beginning() -> None:
     rows, fresh = stream(), stream()
     assert [row["n"] for row in itertools.islice(rows, 5)] == [0, 1, 2, 3, 4]
     assert beginning_of(rows) == fresh.state_dict()
@@ -148,7 +148,7 @@ good = StreamPosition(1, 2, 3, {}, None, 0).to_json()
     [None, [], {}, {**good, "epoch": -1}, {**good, "block": 1.5}, {**good, "offset": True}, {**good, "state": 3},
      {**good, "offset": 2**64}, {**good, "more": 1}, {**good, "shuffle_samples": 0}, {**good, "seed": "1"}],
 )  # fmt: skip
-def test_a_position_that_is_none_is_refused(document: Any) -> None:
+def test_a_document_that_is_not_a_position_is_refused(document: Any) -> None:
     with pytest.raises(ValueError, match=r"in the stream|stream's state"):
         StreamPosition.from_json(document)
 

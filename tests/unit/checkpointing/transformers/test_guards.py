@@ -15,7 +15,7 @@ INF = float("inf")
 
 
 class OnDevice:
-    """A figure that is read only when somebody waits for it."""
+    """A figure that the device has not computed yet."""
 
     is_at_hand = False
 

@@ -50,12 +50,12 @@ def test_a_sound_trainer_state_is_read_by_the_trainer() -> None:
         trainer_state(best_model_checkpoint=3),
     ],
 )
-def test_a_trainer_state_that_makes_no_sense_is_named(data: bytes) -> None:
-    with pytest.raises(InvalidCheckpoint, match=r"checkpoint-20: trainer_state\.json .* makes no sense"):
+def test_a_trainer_state_that_cannot_be_parsed_is_named(data: bytes) -> None:
+    with pytest.raises(InvalidCheckpoint, match=r"checkpoint-20: trainer_state\.json "):
         checked_directory(point("trainer_state.json", data))
 
 
-def test_a_checkpoint_of_a_bare_loop_is_told_to_a_trainer() -> None:
+def test_a_trainer_refuses_a_checkpoint_of_a_bare_loop() -> None:
     with pytest.raises(InvalidCheckpoint, match=r"trainer_state\.json is not in it"):
         checked_directory(point("optimizer.pt", b""))
 
