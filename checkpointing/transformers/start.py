@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from transformers.trainer_utils import get_last_checkpoint
 
-from checkpointing.environment import LINEAGE_ENV
 from checkpointing.rank.restore import own_checkpoint, read_checkpoint
 from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.transformers.loop_state import JobRecord
@@ -76,21 +75,21 @@ class Start:
         return pending
 
 
-def choose_start(manager: Chooser, args: Any, asked: str | bool | None) -> Start:
+def choose_start(manager: Chooser, args: Any, asked: str | bool | None, lineage: str = "") -> Start:
     """Agree with all ranks on where to start; called by every rank.
 
     Args:
         manager: Knows this run's checkpoints.
         args: The trainer's `TrainingArguments`.
         asked: `resume_from_checkpoint` as the script passes it; counts while the run has no checkpoint of its own.
+        lineage: A supervisor's name of the run, the same in every attempt; empty without a supervisor.
 
     Raises:
         CheckpointError: There are checkpoints, but none can be used.
     """
     # FSDP2 moves the model to the device only later.
     point = manager.choose(on_device=args.device.type != "cpu")
-    run_name = _run_name(manager, JobRecord.read(point) if point is not None else None)
-    is_supervised = bool(os.environ.get(LINEAGE_ENV))
+    run_name = _run_name(lineage, manager.stage_name, JobRecord.read(point) if point is not None else None)
     folder: str | bool | None = None
     if point is None:
         folder = asked or manager.starting_folder
@@ -100,14 +99,14 @@ def choose_start(manager: Chooser, args: Any, asked: str | bool | None) -> Start
         if found is not None:
             point = read_checkpoint(*found, args.process_index, args.world_size)
     if point is None:
-        return Start(None, folder or None, run_name, is_supervised)
-    return Start(point, checked_directory(point), run_name, is_supervised, JobRecord.read(point))
+        return Start(None, folder or None, run_name, bool(lineage))
+    return Start(point, checked_directory(point), run_name, bool(lineage), JobRecord.read(point))
 
 
-def _run_name(manager: Chooser, record: JobRecord | None) -> str:
+def _run_name(lineage: str, stage: str, record: JobRecord | None) -> str:
     """Return the run's name: a supervisor knows it from the first attempt on, otherwise the run's checkpoints do."""
-    if lineage := os.environ.get(LINEAGE_ENV):
-        return hashlib.sha256(f"{lineage}/{manager.stage_name}".encode()).hexdigest()[:_ID_LENGTH]
+    if lineage:
+        return hashlib.sha256(f"{lineage}/{stage}".encode()).hexdigest()[:_ID_LENGTH]
     if record is not None and record.run_name is not None:
         return record.run_name
     return uuid.uuid4().hex[:_ID_LENGTH]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from checkpointing.data.layout import StepLayout
 from checkpointing.data.stream_source import beginning_of, is_seekable
+from checkpointing.environment import LINEAGE_ENV
 from checkpointing.errors import CheckpointError, CommitFailed
 from checkpointing.failpoints import failpoint
 from checkpointing.rank.manager import CheckpointManager, skipped_steps
@@ -86,7 +88,9 @@ class ResilientMixin(SavingMixin):
         self._track()
         # As the script passes the data: trainers may drop rows when training begins.
         session.job = job_of(type(self), self.train_dataset)
-        session.start = start = choose_start(self._manager, self.args, resume_from_checkpoint)
+        session.start = start = choose_start(
+            self._manager, self.args, resume_from_checkpoint, os.environ.get(LINEAGE_ENV, "")
+        )
         self._fit_job(start)
         session.has_trackers = continue_trackers(self.callback_handler.callbacks, start.run_name)
         self._manager.check_way(start.step)

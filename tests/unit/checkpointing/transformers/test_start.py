@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from transformers import TrainerState
 
-from checkpointing.environment import LINEAGE_ENV
 from checkpointing.errors import InvalidCheckpoint
 from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.transformers.start import Start, choose_start
@@ -94,18 +93,16 @@ def test_true_is_the_newest_folder_of_a_stock_trainer(tmp_path: Path) -> None:
     assert choose_start(Manager(), arguments(tmp_path / "empty"), True).folder is True
 
 
-def test_a_supervisor_knows_the_runs_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LINEAGE_ENV, "4f1c")
-    first = choose_start(Manager(), arguments(tmp_path), None)
-    again = choose_start(Manager(checkpoint(tracked_as="abc")), arguments(tmp_path), None)
+def test_a_supervisor_knows_the_runs_name(tmp_path: Path) -> None:
+    first = choose_start(Manager(), arguments(tmp_path), None, "4f1c")
+    again = choose_start(Manager(checkpoint(tracked_as="abc")), arguments(tmp_path), None, "4f1c")
     assert first.run_name == again.run_name and first.run_name.isalnum() and first.is_supervised
     stage = Manager()
     stage.stage_name = "stage-2"
-    assert choose_start(stage, arguments(tmp_path), None).run_name != first.run_name
+    assert choose_start(stage, arguments(tmp_path), None, "4f1c").run_name != first.run_name
 
 
-def test_without_a_supervisor_checkpoints_know_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(LINEAGE_ENV, raising=False)
+def test_without_a_supervisor_checkpoints_know_it(tmp_path: Path) -> None:
     names = {choose_start(Manager(), arguments(tmp_path), None).run_name for _ in range(2)}
     assert len(names) == 2
     start = choose_start(Manager(checkpoint(tracked_as="abc")), arguments(tmp_path), None)

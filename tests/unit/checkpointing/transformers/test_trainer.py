@@ -15,7 +15,6 @@ from restore_points import point
 from checkpointing.data.layout import StepLayout
 from checkpointing.errors import CheckpointError, CommitFailed, NonFinite
 from checkpointing.rank.manager import Due
-from checkpointing.rank.spikes import SkippedSteps
 from checkpointing.transformers import trainer as trainer_module
 from checkpointing.transformers.evaluation import EvaluationCutShort, InterruptibleEvaluation
 from checkpointing.transformers.guards import StepGuard
@@ -94,7 +93,8 @@ class Subject(ResilientMixin, Loop):
         self._manager = manager
         self._session = Session(start=start or Start(), **{**defaults, **parts})
         self._options = Options()
-        self._notices, self._skipped, self._beginning, self._adapter = Mock(), SkippedSteps(), None, None
+        skipped: Any = ()
+        self._notices, self._skipped, self._beginning, self._adapter = Mock(), skipped, None, None
         self._train_batch_size = 2
         self.args = SimpleNamespace(
             world_size=1,
@@ -198,7 +198,8 @@ def test_an_evaluation_that_was_cut_short_is_repeated() -> None:
 
 def test_a_skipped_step_computes_nothing_and_leaves_the_mean() -> None:
     subject = Subject()
-    subject._skipped = SkippedSteps("21-22")
+    skipped: Any = (21, 22)
+    subject._skipped = skipped
     # Two steps since the last log entry, with a loss of 2.0 each; two micro-batches per step.
     assert [subject.training_step(None, {}) for _ in range(2)] == [1.0, 1.0]
     assert subject.calls == []
