@@ -1,1 +1,1 @@
-"""Data positions: where in its data a training is, and how a resumed one gets back there."""
+"""Data positions: where training is in its data, and how a resumed run returns to that place."""

@@ -1,8 +1,8 @@
-"""The position in a stream, by the stream's own state.
+"""The position in a stream, by the stream's own `state_dict`.
 
-A stream is read in blocks: the state where a block begins and an offset in it are the position, so that at most one
-block is read again. All ranks read the whole stream, and each takes its share of every global batch: the samples of a
-step are the same for every world size.
+A stream is read in blocks. The position is the state at the beginning of a block and an offset in it, so that a resumed
+run reads at most one block again. All ranks read the whole stream, and each takes its share of every global batch: the
+samples of a step are the same for every world size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from checkpointing.errors import CheckpointError
 
-# Where nothing is shuffled.
+# Size of a block where nothing is shuffled.
 _BLOCK_SAMPLES = 64
 _END = object()
 
@@ -31,11 +31,12 @@ class StreamPosition:
     """How far a stream has been read; the same on all ranks.
 
     Attributes:
-        epoch: how often it was read to its end.
-        block: number of the block in this epoch.
-        offset: samples of the block that were given out.
-        state: the stream's own, where the block begins. JSON can hold it.
-        shuffle_samples, seed: of the order in which the samples of a block come.
+        epoch: Number of times that the stream was read to its end.
+        block: Number of the block in this epoch.
+        offset: Samples of the block that were returned.
+        state: The stream's own state at the beginning of the block; JSON can hold it.
+        shuffle_samples: Samples per block that are shuffled; None for the stream's own order.
+        seed: Seed of the order of the samples in a block.
     """
 
     epoch: int
@@ -46,42 +47,33 @@ class StreamPosition:
     seed: int
 
     def to_json(self) -> dict[str, Any]:
+        """Return the position as a JSON object."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, document: Any) -> StreamPosition:
-        """
+        """Parse what `to_json` returned.
+
         Raises:
-            ValueError: it is not what `to_json` makes.
+            ValueError: The document is something else.
         """
         if not isinstance(document, dict) or document.keys() != {field.name for field in fields(cls)}:
-            raise ValueError("the position in the stream is no position")
+            raise ValueError("the position in the stream has other fields")
         counts = {name: document[name] for name in ("epoch", "block", "offset", "seed")}
         size = document["shuffle_samples"]
         if size is not None:
             counts["shuffle_samples"] = size
         if not all(type(count) is int and 0 <= count < 2**63 for count in counts.values()) or size == 0:
-            raise ValueError("a number of the position in the stream is no count")
+            raise ValueError("a number of the position in the stream is not a count")
         if not isinstance(document["state"], dict):
-            raise ValueError("the stream's state is no object")
+            raise ValueError("the stream's state is not an object")
         return cls(**{"shuffle_samples": None, **counts}, state=document["state"])
 
 
 class StreamBatches(IterableDataset):  # type: ignore[type-arg]
-    """Micro-batches of one rank from a stream, without end: after its last sample comes the first again.
+    """Micro-batches of one rank from a stream, without end: the first sample follows the last one.
 
-    Each one is a list of samples, with the position after it.
-
-    Args:
-        dataset: an iterable with `state_dict` and `load_state_dict`, such as `datasets.IterableDataset`.
-        batch_size: samples per micro-batch.
-        rank, world_size: this process among those that share each global batch.
-        seed: of the order within a block.
-        shuffle_samples: size of a block, in which samples come in random order; None keeps the stream's own.
-        beginning: the stream's state where an epoch begins; None: as it is now.
-
-    Raises:
-        CheckpointError: JSON cannot hold the stream's state.
+    Each item is a list of samples and the position behind them.
     """
 
     def __init__(
@@ -94,22 +86,36 @@ class StreamBatches(IterableDataset):  # type: ignore[type-arg]
         shuffle_samples: int | None = None,
         beginning: Mapping[str, Any] | None = None,
     ) -> None:
+        """Read a data set in batches.
+
+        Args:
+            dataset: An iterable with `state_dict` and `load_state_dict`, such as `datasets.IterableDataset`.
+            batch_size: Samples per micro-batch.
+            rank: This process among those that share each global batch.
+            world_size: Number of those processes.
+            seed: Seed of the order within a block.
+            shuffle_samples: Samples per block that are shuffled; None keeps the stream's own order.
+            beginning: The stream's state at the beginning of an epoch; None takes the present one.
+
+        Raises:
+            CheckpointError: JSON cannot hold the stream's state.
+        """
         self._dataset = dataset
         self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
         self._beginning = _copied(beginning if beginning is not None else dataset.state_dict())
         self.start = StreamPosition(0, 0, 0, self._beginning, shuffle_samples, seed)
 
     def start_at(self, position: StreamPosition) -> None:
-        """Let the next iteration begin there.
+        """Begin the next iteration at a position.
 
         Raises:
-            CheckpointError: it is a position in another order.
+            CheckpointError: The position belongs to another order.
         """
         if (position.shuffle_samples, position.seed) != (self.start.shuffle_samples, self.start.seed):
             raise CheckpointError(
-                f"the stream was read with shuffle_samples={position.shuffle_samples} and seed {position.seed}, now it "
-                f"would be with {self.start.shuffle_samples} and {self.start.seed}: where to go on cannot be told. "
-                "Read it as before, or train in another output_dir."
+                f"the position in the stream does not fit: it was read with shuffle_samples={position.shuffle_samples} "
+                f"and seed {position.seed}, and now has {self.start.shuffle_samples} and {self.start.seed}. Use the "
+                "former, or train in another output_dir"
             )
         self.start = position
 
@@ -120,19 +126,19 @@ class StreamBatches(IterableDataset):  # type: ignore[type-arg]
             yield [sample for sample, _ in drawn[share : share + self._batch_size]], drawn[-1][1]
 
     def _samples(self) -> Iterator[tuple[Any, StreamPosition]]:
-        """Every sample in turn, with the position after it."""
+        """Iterate over samples, each with the position behind it."""
         at = self.start
         reader = _BlockReader(self._dataset, self._beginning, at)
         block = reader.next_block()
         reader.fill(block)
-        # Read one by one as the samples before are given out, so that no step waits for a whole block.
+        # The next block is read sample by sample as this one is returned, so that no step waits for a whole block.
         upcoming = reader.next_block()
         reader.fill(upcoming, at.offset)
         offset = at.offset
         while True:
             order = list(range(len(block.rows)))
             if at.shuffle_samples is not None:
-                # A text as seed: the same on every machine.
+                # Seeding with a string gives the same order on every machine.
                 random.Random(f"{at.seed} {block.epoch} {block.number}").shuffle(order)
             for index in range(offset, len(order)):
                 reader.fill(upcoming, 1)
@@ -146,7 +152,7 @@ class StreamBatches(IterableDataset):  # type: ignore[type-arg]
 
 @dataclass
 class _Block:
-    """Samples that lie one behind the other in the stream; `state` is the stream's before the first of them."""
+    """Consecutive samples of the stream; `state` is the stream's state before the first of them."""
 
     epoch: int
     number: int
@@ -156,7 +162,7 @@ class _Block:
 
 
 class _BlockReader:
-    """Reads a stream block by block, without end. The last one of an epoch may be shorter, and empty."""
+    """Reads a stream block by block, without end. The last block of an epoch may be shorter, or empty."""
 
     def __init__(self, dataset: Any, beginning: Mapping[str, Any], start: StreamPosition) -> None:
         self._dataset, self._beginning = dataset, beginning
@@ -167,18 +173,18 @@ class _BlockReader:
 
     def _open(self) -> Iterator[Any]:
         epoch, _, state = self._next
-        # A stream that has several files reads them in another order in every epoch.
+        # A stream of several files reads them in another order in every epoch.
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch if self._shuffled else 0)
         self._dataset.load_state_dict(copy.deepcopy(state))
         return iter(self._dataset)
 
     def next_block(self) -> _Block:
-        """The one behind the last, which must be whole."""
+        """Begin the next block; the previous one must be whole."""
         return _Block(*self._next, rows=[])
 
     def fill(self, block: _Block, count: int | None = None) -> None:
-        """Read so many of its samples, or all that are missing."""
+        """Read `count` samples of a block, or all that are missing."""
         for _ in range(self._size if count is None else count):
             if block.whole:
                 return
@@ -200,19 +206,27 @@ class StreamDataLoader(DataLoader):  # type: ignore[type-arg]
     """A `DataLoader` over `StreamBatches`.
 
     Attributes:
-        position: after the batch that was drawn last.
-        told: where to begin was said by `start_at`.
+        position: Position behind the batch that was drawn last.
+        is_positioned: `start_at` was called.
     """
 
     def __init__(
         self, batches: StreamBatches, collate_fn: Callable[[list[Any]], Any], num_workers: int, **options: Any
     ) -> None:
+        """Load batches.
+
+        Args:
+            batches: What is read.
+            collate_fn: Makes a batch of a list of samples.
+            num_workers: Of which at most one is used.
+            options: Further options of `DataLoader`.
+        """
         self._batches = batches
-        self.position, self.told = batches.start, False
+        self.position, self.is_positioned = batches.start, False
         self._num_dropped = 0
         collate = functools.partial(_collated, collate_fn)
-        # There is one order of a stream, so one who reads it; a generator of our own: a draw from the global one
-        # would differ between a resumed and an uninterrupted run.
+        # A stream has one order, so one worker reads it. The loader gets a generator of its own, because draws from the
+        # global one would differ between a resumed and an uninterrupted run.
         super().__init__(
             batches,
             batch_size=None,
@@ -223,12 +237,12 @@ class StreamDataLoader(DataLoader):  # type: ignore[type-arg]
         )
 
     def start_at(self, position: StreamPosition) -> None:
-        """Let the next iteration begin there; see `StreamBatches.start_at`."""
+        """Begin the next iteration at a position; see `StreamBatches.start_at`."""
         self._batches.start_at(position)
-        self.position, self.told = position, True
+        self.position, self.is_positioned = position, True
 
     def drop_first(self, num_batches: int) -> None:
-        """Let the next iteration read over so many batches."""
+        """Pass over so many batches in the next iteration."""
         self._num_dropped = num_batches
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -244,10 +258,10 @@ def _collated(collate: Callable[[list[Any]], Any], item: tuple[list[Any], Stream
 
 
 def _copied(state: Any) -> dict[str, Any]:
-    """A stream's state as JSON gives it back.
+    """Return a stream's state as JSON holds it.
 
     Raises:
-        CheckpointError: it does not.
+        CheckpointError: JSON cannot hold it.
     """
     try:
         copied: dict[str, Any] = json.loads(json.dumps(state))
@@ -255,6 +269,7 @@ def _copied(state: Any) -> dict[str, Any]:
         copied = {}
     if copied != state:
         raise CheckpointError(
-            "the streamed data set's state_dict() holds more than JSON can: use one of numbers, texts, lists and dicts"
+            "the streamed data set's state_dict() cannot be written as JSON; it may hold numbers, strings, lists and "
+            "dicts"
         )
     return copied

@@ -1,7 +1,7 @@
-"""What training changes and no checkpoint holds: found out by looking twice, so that it can be named.
+"""State that training changes and no checkpoint holds, found by comparing digests as training begins and later.
 
-Looked at are the trainer's and its callbacks' own attributes: modules, tensors, generators, and of the user's callbacks
-also numbers, texts and small containers of those. It finds what is common, not everything.
+Compared are attributes of the trainer and its callbacks: modules, tensors, generators, and of a script's own callbacks
+also numbers, strings and small containers of those. This finds the common cases, not all of them.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from transformers.trainer_callback import ExportableState
 from checkpointing.rank.fingerprint import fingerprint
 from checkpointing.rank.train_state import hook_states
 
-# Of their callbacks only tensors count.
+# Of these packages' callbacks only tensors are compared: numbers count time, progress and the like.
 _KNOWN_PACKAGES = ("transformers.", "trl.", "checkpointing.", "runner.", "accelerate.", "sentence_transformers.")
-# Of a module this many tensors are compared: reading a large frozen one whole would take seconds.
+# Number of a module's tensors that are compared: reading all of a large frozen one would take seconds.
 _TENSORS_OF_A_MODULE = 16
 _SIMPLE = (bool, int, float, str)
 
 
 def uncovered(trainer: Any, covered: Set[int]) -> dict[str, str]:
-    """A digest of everything that could change without being saved, by what it is called.
+    """Return digests of what could change without being saved, by name.
 
     Args:
-        covered: ids of objects that are saved.
+        trainer: A Hugging Face trainer.
+        covered: `id` of each object that is saved.
     """
     found: dict[str, str] = {}
     saved = set(covered) | {id(trainer.model), id(trainer.model_wrapped)}
@@ -35,13 +36,12 @@ def uncovered(trainer: Any, covered: Set[int]) -> dict[str, str]:
         kind = type(callback)
         if isinstance(callback, ExportableState) or id(callback) in saved:
             continue
-        # Of what comes with a library, numbers count time, progress and the like.
         own = not (kind.__module__ + ".").startswith(_KNOWN_PACKAGES)
         for name, value in vars(callback).items():
             if id(value) not in saved and (own or _holds_tensors(value)):
                 _add(found, f"{kind.__name__}.{name}", value, simple=True)
     for name, value in vars(trainer).items():
-        # The Trainer's own are those of its loop, of which what counts is saved.
+        # Private attributes are those of the Trainer's loop, and what matters of them is saved.
         if id(value) not in saved and not name.startswith("_"):
             _add(found, f"{type(trainer).__name__.removeprefix('Resilient')}.{name}", value, simple=False)
     for number, state in enumerate(hook_states(trainer.model_wrapped)):
@@ -59,7 +59,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def changed(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """What differs, by name."""
+    """Return the names of what differs, sorted."""
     return sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
 
 
@@ -87,7 +87,7 @@ def _add_tensors(digest: Any, tensors: list[torch.Tensor]) -> None:
 
 
 def _add_simple(digest: Any, value: Any) -> bool:
-    """False where it holds something that is not compared."""
+    """Add a value to a digest; returns False if it contains something that is not compared."""
     for part in _flat(value):
         if isinstance(part, torch.Tensor):
             _add_tensors(digest, [part])

@@ -1,8 +1,8 @@
-"""The Trainer's own trackers (`report_to`) over all attempts of a run: one run of the tracker, each step in it once.
+"""The Trainer's own trackers (`report_to`) over all attempts of a run: one tracker run, with each step logged once.
 
-By themselves they begin another run whenever a process starts, and what was computed again is plotted twice. Here
-every attempt opens the run of the first one, asks the tracker what it holds, adds from the Trainer's history what is
-missing (a killed process takes along what it had not written), and logs only what is new.
+Without this, trackers begin another run whenever a process starts, and recomputed steps are plotted twice. Here every
+attempt opens the run of the first one, queries which steps the tracker has, adds missing entries from the Trainer's
+history (a killed process loses what it had not written), and logs only new entries.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ _STEP = "train/global_step"
 _IN_EVERY_ENTRY = {"epoch"}
 _MLFLOW_TAG = "resilient.run"
 
-# All of them, not the newest: some write in no order, and a killed process leaves gaps.
+# Steps by name. All of them, not the newest: some trackers write out of order, and a killed process leaves gaps.
 _Held = dict[str, Collection[int]]
 
 _Base: Any = TrainerCallback if TYPE_CHECKING else object
 
 
 def continue_trackers(callbacks: list[Any], run: str) -> bool:
-    """Have the trackers among `callbacks` go on with a run of theirs. Others are left alone.
+    """Make the trackers among `callbacks` continue one run of theirs; other callbacks are left alone.
 
     Args:
-        run: its name, the same in all attempts: letters and digits.
+        callbacks: The trainer's callbacks; trackers are changed in place.
+        run: Name of the run, the same in all attempts: letters and digits.
 
     Returns:
-        Whether there are any.
+        Whether there are any trackers.
     """
     found = False
     for callback in callbacks:
@@ -58,15 +59,16 @@ def continue_trackers(callbacks: list[Any], run: str) -> bool:
 
 
 class _Continued(_Base):
-    """Put in front of a tracker's class."""
+    """Overrides that are put in front of a tracker's class."""
 
     run_name: str
-    # The steps of each name that the tracker holds; None: that cannot be told, and nothing is left out.
+    # Steps of each name that the tracker has; None if unknown, so that everything is logged.
     _held: _Held | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        """Open the run, and log what it is missing."""
         self._held = None
         if not state.is_world_process_zero or state.is_hyper_param_search:
             super().on_train_begin(args, state, control, **kwargs)
@@ -76,7 +78,9 @@ class _Continued(_Base):
         try:
             self._held = self._find_held(args, state)
         except Exception as error:  # the tracker's own
-            logger.warning("%s: what it holds cannot be read (%s)", type(self).__name__, error)
+            logger.warning(
+                "%s: reading the tracker's entries failed: %s; all entries are logged", type(self).__name__, error
+            )
         if self._held is not None:
             for entry in state.log_history:
                 self.on_log(args, _at(state, entry["step"]), control, logs=dict(entry), **kwargs)
@@ -89,6 +93,7 @@ class _Continued(_Base):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        """Log the values that the tracker does not have."""
         logs = {name: value for name, value in (logs or {}).items() if name != "step"}
         if self._held is not None:
             step = state.global_step
@@ -106,7 +111,7 @@ class _Continued(_Base):
         return step in self._held.get(self._called(name), ())
 
     def _called(self, name: str) -> str:
-        """What the tracker calls an entry of the Trainer's."""
+        """Return the tracker's name for an entry of the Trainer's log."""
         (called,) = integrations.rewrite_logs({name: None})
         return str(called)
 
@@ -118,7 +123,7 @@ class _Continued(_Base):
 
 
 class _TensorBoard(_Continued):
-    """One folder of event files; readers drop what an earlier file has from the step on with which a later begins."""
+    """One folder of event files; readers drop entries of an earlier file from the step at which a later file begins."""
 
     logging_dir: str | None
     _SummaryWriter: Any
@@ -132,7 +137,7 @@ class _TensorBoard(_Continued):
         writer: Any = self._SummaryWriter
         if isinstance(writer, functools.partial):
             writer = writer.func
-        # Of a new machine everything is written again, from the Trainer's history.
+        # On a new machine everything is written again, from the Trainer's history.
         purge = {} if self._is_new else {"purge_step": state.global_step + 1}
         self._SummaryWriter = functools.partial(writer, **purge)
 
@@ -141,10 +146,10 @@ class _TensorBoard(_Continued):
 
 
 class _Wandb(_Continued):
-    """By the run's id. Offline, the attempts are files of one run, which `wandb sync` sends one after the other."""
+    """Continued by the run's id. Offline, attempts are files of one run, which `wandb sync` sends one after another."""
 
     _wandb: Any
-    # Runs of this process that were opened here.
+    # Ids of runs that this class has opened in this process.
     _opened: ClassVar[set[str]] = set()
     _last: tuple[int, dict[str, Any]] | None = None
 
@@ -167,7 +172,7 @@ class _Wandb(_Continued):
         if run.offline:
             held, rows = _held_in_files(Path(run.settings.wandb_dir), run.id, besides=Path(run.settings.sync_file))
             if rows:
-                # It would count from 0 again.
+                # wandb would count rows from 0 again.
                 run.log({}, step=rows, commit=False)
             return held
         last = run.summary.get(_STEP)
@@ -184,7 +189,7 @@ class _Wandb(_Continued):
 
 
 class _Trackio(_Continued):
-    """By the run's name. What a remote server holds cannot be asked."""
+    """Continued by the run's name. A remote server cannot be queried."""
 
     _trackio: Any
 
@@ -211,7 +216,7 @@ class _Trackio(_Continued):
 
 
 class _MLflow(_Continued):
-    """By a tag: a run's id is the server's choice."""
+    """Continued by a tag, since the server chooses a run's id."""
 
     _ml_flow: Any
     _resumed: str | None = None
@@ -223,7 +228,7 @@ class _MLflow(_Continued):
             return  # the script has opened it
         if run is None:
             if name := os.environ.get("MLFLOW_EXPERIMENT_NAME"):
-                # As its own `setup` does later; without it the script's choice counts.
+                # As MLflowCallback.setup does later; without the variable the script's choice counts.
                 mlflow.set_experiment(name)
             client, place = mlflow.MlflowClient(), mlflow.tracking.fluent._get_experiment_id()
             found = client.search_runs([place], f"tags.`{_MLFLOW_TAG}` = '{self.run_name}'", max_results=1)
@@ -236,7 +241,7 @@ class _MLflow(_Continued):
             self._resumed = run
         replaced: dict[str, Any] = {"start_run": functools.partial(_start_mlflow, mlflow, run)}
         if self._resumed is not None:
-            # They are those of the first attempt, and the server refuses others.
+            # The parameters are those of the first attempt, and the server refuses others.
             replaced["log_params"] = lambda *args, **kwargs: None
         self._initialized = False
         self._ml_flow = _Module(mlflow, **replaced)
@@ -252,7 +257,7 @@ class _MLflow(_Continued):
         return dict(held)
 
     def _called(self, name: str) -> str:
-        # As its `on_log`.
+        # As MLflowCallback.on_log does.
         return re.sub(r"[^0-9A-Za-z_\-\.\ :/]", "_", name)
 
 
@@ -295,7 +300,7 @@ def _note(held: dict[str, set[int]], names: Iterable[str], step: int) -> None:
 
 
 def _held_in_files(folder: Path, run: str, besides: Path) -> tuple[_Held, int]:
-    """What the files of a wandb run on this machine hold, and the number of their rows."""
+    """Return the steps in the files of a wandb run on this machine, by name, and the number of rows."""
     held: dict[str, set[int]] = {}
     rows = 0
     for path in sorted(folder.glob(f"*run-*-{run}/run-{run}.wandb")):
@@ -309,8 +314,11 @@ def _held_in_files(folder: Path, run: str, besides: Path) -> tuple[_Held, int]:
 
 
 def _wandb_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The history in a file of wandb's: a header of 7 bytes, then LevelDB's log format around protobuf records
-    (https://github.com/google/leveldb/blob/main/doc/log_format.md). It ends where a process was killed."""
+    """Iterate over the history in a wandb file, up to where the process was killed.
+
+    The file is a header of 7 bytes and LevelDB's log format around protobuf records, see
+    https://github.com/google/leveldb/blob/main/doc/log_format.md.
+    """
     from wandb.proto import wandb_internal_pb2
 
     data, at, whole = path.read_bytes(), 7, b""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 
 from transformers import TrainerState
 
@@ -14,10 +16,10 @@ TRAINER_STATE_NAME = "trainer_state.json"
 
 
 def checked_directory(point: RestorePoint) -> str:
-    """The directory that the Trainer may read from: what it will not look at itself has been.
+    """Check what the Trainer reads without checks; return the directory to read it from.
 
     Raises:
-        InvalidCheckpoint: there is no `trainer_state.json`, or it makes no sense.
+        InvalidCheckpoint: `trainer_state.json` is missing or cannot be parsed.
     """
     state = point.json(TRAINER_STATE_NAME)
     with point.reading(TRAINER_STATE_NAME):
@@ -26,23 +28,39 @@ def checked_directory(point: RestorePoint) -> str:
             raise ValueError(f"it is of step {read.global_step}")
         numbers = [read.epoch, read.best_metric, read.total_flos, read.num_input_tokens_seen]
         if not all(number is None or is_number(number) for number in numbers):
-            raise ValueError("epoch, best_metric, total_flos or num_input_tokens_seen is no number")
+            raise ValueError("epoch, best_metric, total_flos or num_input_tokens_seen is not a number")
         if not isinstance(read.best_model_checkpoint, str | None):
-            raise ValueError("best_model_checkpoint is no path")
+            raise ValueError("best_model_checkpoint is not a path")
         if not isinstance(read.log_history, list) or not all(isinstance(entry, dict) for entry in read.log_history):
-            raise ValueError("log_history is no list of objects")
+            raise ValueError("log_history is not a list of objects")
         if not isinstance(read.stateful_callbacks, dict):
-            raise ValueError("stateful_callbacks is no object")
+            raise ValueError("stateful_callbacks is not an object")
     return str(point.directory)
 
 
 def is_number(value: object) -> bool:
-    """One that a float can be made of."""
+    """Return whether a value is an int or a float that `float` accepts."""
     if isinstance(value, float):
         return True
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def state_bytes(state: TrainerState) -> bytes:
-    """`trainer_state.json` as the Trainer writes it."""
+    """Return `trainer_state.json` as the Trainer writes it."""
     return (json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n").encode()
+
+
+def state_file(state: TrainerState) -> Callable[[], bytes]:
+    """Copy the present state; return a function that writes it out while training continues."""
+    taken = copy.copy(state)
+    # The history only grows at its end: a new list of the same entries is enough.
+    taken.log_history = list(state.log_history)
+    taken.stateful_callbacks = copy.deepcopy(state.stateful_callbacks)
+    return lambda: state_bytes(taken)
+
+
+def evaluated_metrics(state: TrainerState) -> dict[str, float]:
+    """Return what was evaluated at the present step."""
+    entries = [entry for entry in state.log_history[-3:] if entry.get("step") == state.global_step]
+    values = {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
+    return {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}

@@ -40,7 +40,7 @@ from prometheus_client import generate_latest
 from rich.console import Console
 
 from checkpointing import CheckpointManager, locking
-from checkpointing.data.cursor import Layout
+from checkpointing.data.layout import StepLayout
 from checkpointing.data.stream import StreamPosition
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.events import CheckpointQuarantined, Event
@@ -50,7 +50,6 @@ from checkpointing.rank import rng
 from checkpointing.rank.adapter import BASE_NAME, Adapter
 from checkpointing.rank.restore import _propose
 from checkpointing.rank.restore_point import RestorePoint
-from checkpointing.rank.spikes import SpikeDetector
 from checkpointing.rank.verified_read import Room, Shares, read_verified
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.fence import Fence
@@ -115,7 +114,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     """Everything is written by the manager, as in a user's own loop; what the Trainer adds, by our Trainer's code."""
     from transformers import TrainerState
 
-    from checkpointing.transformers.trainer import ResilientMixin
+    from checkpointing.transformers.loop_state import JobRecord, LoopFigures, LoopState
     from checkpointing.transformers.trainer_state import state_bytes
 
     root = tmp_path_factory.mktemp("checkpoints")
@@ -137,24 +136,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     loop = SimpleNamespace(
         _tr_loss=torch.tensor(0.25),
         _total_loss_scalar=1.5,
-        _loss_since=0,
-        _has_trackers=False,
         _globalstep_last_logged=10,
-        _stopping=False,
-        _before_evaluation=None,
         _metrics={"train": {"entropy": [0.5, 0.25]}},
         _total_train_tokens=1000,
         current_flos=7.5e9,
-        _spikes=SpikeDetector(8.0, [2.5, 2.25]),
-        _made_for=Layout(1, 4, 1),
-        _last_norm=None,
-        _last_rate=None,
-        _job=dict,
-        control=SimpleNamespace(should_training_stop=False),
-        state=SimpleNamespace(global_step=STEP, max_steps=40),
-        _stream=SimpleNamespace(position=StreamPosition(1, 2, 3, {"epoch": 1, "shards": [0, 5]}, 50, 7)),
     )
-    own = {"loop_state_0.json": ResilientMixin._capture_loop_state(loop)}  # type: ignore[arg-type]
+    record = JobRecord(
+        layout=StepLayout(1, 4, 1), stream=StreamPosition(1, 2, 3, {"epoch": 1, "shards": [0, 5]}, 50, 7)
+    )
+    loop_state = LoopState.capture(loop, LoopFigures(), record=record, recent_losses=[2.5, 2.25])
+    own = {"loop_state_0.json": loop_state.to_bytes()}
     shared = {"trainer_state.json": state_bytes(state)}
     manager.save(STEP, 80, own, shared, metrics={"eval_loss": 2.0}, wait=True)
     manager.close()
@@ -564,31 +555,26 @@ def trainer_state(place: Place) -> Reader:
 
 
 def loop_state(place: Place) -> Reader:
-    from checkpointing.transformers.trainer import ResilientMixin
+    from checkpointing.transformers.guards import StepGuard
+    from checkpointing.transformers.loop_state import JobRecord, LoopFigures, LoopState
 
     def read(data: bytes) -> bool:
-        trainer = SimpleNamespace(
-            args=SimpleNamespace(process_index=0), current_flos=0, _tr_loss=torch.tensor(0.0), _metrics={"train": {}},
-            _spikes=SpikeDetector(8.0),
-        )  # fmt: skip
+        trainer = SimpleNamespace(current_flos=0, _tr_loss=torch.tensor(0.0), _metrics={"train": {}})
         with refused("loop_state_0.json", CheckpointError) as was:
             restored = point("loop_state_0.json", data)
-            resumed: Any = SimpleNamespace(
-                _restore_point=restored,
-                args=SimpleNamespace(world_size=1),
-                _beginning={},
-                _keep_samples_per_step=list,
-                _check_job=lambda *_: None,
-                _stream_position=None,
-            )
-            ResilientMixin._look_into_loop_state(resumed)
-            state = ResilientMixin._restore_loop_state(trainer, restored)  # type: ignore[arg-type]
-            state.get("evaluation_due")
+            record, state = JobRecord.read(restored), LoopState.read(restored, 0)
+            assert record is not None and state is not None
+            assert record.layout is None or record.layout.samples_per_step > 0
+            figures, guard = LoopFigures(), StepGuard(spike_zscore=8.0)
+            state.restore(trainer, figures)
+            guard.restore_losses(state.recent_losses or ())
             assert isinstance(trainer._tr_loss.item(), float)
             assert isinstance(trainer._globalstep_last_logged + 1, (int, float))
             assert all(isinstance(sum(values, 0.0), float) for values in trainer._metrics["train"].values())
             assert isinstance(getattr(trainer, "_total_train_tokens", 0) + 1, (int, float))
-            trainer._spikes.look(2.0)
+            assert isinstance(figures.mean_loss(0.0, STEP), float)
+            assert guard.spikes is not None
+            guard.spikes.look(2.0)
         return not was()
 
     return Reader(place.data("loop_state_0.json"), [mutations.blindly, mutations.json_knowingly], read)

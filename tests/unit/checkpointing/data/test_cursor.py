@@ -1,8 +1,7 @@
-"""The position in a loader's order: replayed, compared, divided in another way; and what is drawn by batch number."""
+"""The position in a loader's order, replayed and compared."""
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -10,11 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
-from hypothesis import given
-from hypothesis import strategies as st
+from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -24,55 +20,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from checkpointing.data.cursor import Layout, LoaderCursor, RecutBatchSampler, drawing_by, fingerprint
+from checkpointing.data.cursor import LoaderCursor
 from checkpointing.errors import CheckpointError
 from checkpointing.rank import rng
-
-LAYOUTS = st.builds(Layout, st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
-
-
-def prepared(num_samples: int, layout: Layout, rank: int, epoch: int, drop_last: bool = False) -> Any:
-    """As the Trainer and accelerate make it."""
-    sampler = SeedableRandomSampler(range(num_samples), data_seed=7)
-    sampler.set_epoch(epoch)
-    batches = BatchSampler(sampler, layout.batch_size, drop_last)
-    return batches if layout.world_size == 1 else BatchSamplerShard(batches, layout.world_size, rank)
-
-
-def steps(samplers: list[Any], layout: Layout) -> list[list[int]]:
-    """The samples of each optimizer step, put together from what every rank draws."""
-    rounds = [list(itertools.chain(*batches)) for batches in zip(*map(list, samplers), strict=True)]
-    size = layout.accumulation
-    return [list(itertools.chain(*rounds[i : i + size])) for i in range(0, len(rounds), size)]
-
-
-@given(st.integers(1, 70), LAYOUTS, st.integers(0, 3), st.booleans())
-def test_another_division_gives_each_step_the_same_samples(n: int, was: Layout, epoch: int, drop_last: bool) -> None:
-    whole = steps([prepared(n, was, rank, epoch, drop_last) for rank in range(was.world_size)], was)
-    for world_size in range(1, was.samples_per_step + 1):
-        share, rest = divmod(was.samples_per_step, world_size)
-        if rest:
-            continue
-        for batch_size in (size for size in range(1, share + 1) if share % size == 0):
-            now = Layout(world_size, batch_size, share // batch_size)
-            recut = [
-                RecutBatchSampler(prepared(n, now, rank, epoch, drop_last), was, now, rank)
-                for rank in range(world_size)
-            ]
-            found = steps(recut, now)
-            assert [step[: len(other)] for step, other in zip(found, whole, strict=True)] == whole
-            # Filled only where the ranks could not share the last step.
-            assert all(len(step) - len(other) < world_size for step, other in zip(found, whole, strict=True))
-            assert {len(sampler) for sampler in recut} == {len(list(sampler)) for sampler in recut}
-
-
-def test_an_order_that_depends_on_the_division_is_refused() -> None:
-    class Pairs(BatchSampler):
-        pass
-
-    pairs = Pairs(RandomSampler(range(8)), 2, False)
-    with pytest.raises(CheckpointError, match=r"order of Pairs depends on the number of ranks.* were 2 x 2"):
-        RecutBatchSampler(pairs, Layout(2, 2, 1), Layout(1, 4, 1), 0)
 
 
 class Rows(Dataset[Any]):
@@ -303,25 +253,6 @@ def test_a_look_into_the_data_beside_training_moves_no_position() -> None:
     assert next(resumed.iterate()) == [9, 10, 11]
 
 
-def test_the_generators_are_as_before_whatever_a_batch_draws() -> None:
-    def twice() -> list[float]:
-        return [float(np.random.normal()), random.random(), float(torch.rand(()))]
-
-    seeded()
-    expected = [twice() for _ in range(4)]
-    seeded()
-    found = []
-    for number in range(4):
-        found.append(twice())
-        # The second normal of a pair is not drawn again.
-        with drawing_by(number):
-            first = (np.random.normal(size=3).tolist(), random.random(), float(torch.rand(())))
-            with drawing_by(number):
-                assert (np.random.normal(size=3).tolist(), random.random(), float(torch.rand(()))) == first
-            np.random.rand()
-    assert found == expected
-
-
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return ((number, random.random(), float(torch.rand(()))) for number in range(17))
@@ -339,21 +270,3 @@ def test_a_stream_is_read_up_to_the_position(num_workers: int, save_at: int) -> 
     rest, rest_draws, _, _ = train(make(), saved, 12, save_at)
     assert rest == whole[save_at:]
     assert rest_draws == draws[save_at:]
-
-
-def test_the_fingerprint_tells_data_sets_apart() -> None:
-    from datasets import Dataset as Rows
-
-    one = Rows.from_dict({"text": [f"row {n}" for n in range(50)]})
-    same, other = Rows.from_dict({"text": [f"row {n}" for n in range(50)]}), one.select(range(49))
-    assert fingerprint(one) == fingerprint(same)
-    assert fingerprint(one) != fingerprint(other)
-    # A transform may draw at random: rows are looked at as they are stored.
-    assert fingerprint(one.with_transform(lambda rows: {"x": [random.random() for _ in rows["text"]]})) == fingerprint(
-        one
-    )
-    tensors = [{"x": torch.arange(3) + n} for n in range(20)]
-    assert fingerprint(tensors) == fingerprint([dict(row) for row in tensors])
-    assert fingerprint(tensors) != fingerprint([{"x": row["x"] + 1} for row in tensors])
-    assert fingerprint(Stream()) is None
-    assert fingerprint([]) is None

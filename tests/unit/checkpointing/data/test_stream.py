@@ -15,6 +15,7 @@ from datasets.distributed import split_dataset_by_node
 from packaging.version import Version
 
 from checkpointing.data.stream import StreamBatches, StreamDataLoader, StreamPosition
+from checkpointing.data.stream_source import beginning_of
 from checkpointing.errors import CheckpointError
 
 
@@ -75,12 +76,12 @@ def test_a_stream_that_was_read_already_begins_anew() -> None:
     assert [numbers(next(iter(reader))[0]) for reader in readers] == [[0, 1, 2, 3]] * 2
 
 
-def test_what_cannot_be_a_stream_is_told() -> None:
+def test_what_cannot_be_a_stream_is_refused() -> None:
     class Odd:
         def state_dict(self) -> dict[str, Any]:
             return {"n": {1, 2}}
 
-    with pytest.raises(CheckpointError, match="more than JSON"):
+    with pytest.raises(CheckpointError, match="cannot be written as JSON"):
         StreamBatches(Odd(), 1, 0, 1)
     empty = StreamBatches(stream(3).filter(lambda row: False), 1, 0, 1)
     with pytest.raises(ValueError, match="no rows"):
@@ -92,7 +93,7 @@ def test_a_stream_can_be_read_over(num_workers: int) -> None:
     whole = list(itertools.islice(StreamDataLoader(StreamBatches(stream(), 3, 0, 1), numbers, num_workers), 20))
     second = StreamDataLoader(StreamBatches(stream(), 3, 0, 1), numbers, num_workers)
     second.drop_first(12)
-    assert list(itertools.islice(second, 8)) == whole[12:] and not second.told
+    assert list(itertools.islice(second, 8)) == whole[12:] and not second.is_positioned
 
 
 def test_no_sample_waits_for_a_whole_block() -> None:
@@ -124,21 +125,19 @@ def test_no_sample_waits_for_a_whole_block() -> None:
 def test_another_order_is_refused() -> None:
     position = StreamBatches(stream(), 3, 0, 1, seed=5, shuffle_samples=7).start
     for options in ({"seed": 5}, {"seed": 6, "shuffle_samples": 7}, {"seed": 5, "shuffle_samples": 8}):
-        with pytest.raises(CheckpointError, match="where to go on cannot be told"):
+        with pytest.raises(CheckpointError, match="position in the stream does not fit"):
             StreamBatches(stream(), 3, 0, 1, **options).start_at(position)  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(Version(datasets.__version__) < Version("4.8.5"), reason="this datasets is refused")
-def test_a_stream_begins_where_it_begins_whoever_has_looked_into_it() -> None:
-    from checkpointing.transformers.trainer import _beginning_of
-
+def test_a_stream_that_was_read_from_begins_at_its_beginning() -> None:
     rows, fresh = stream(), stream()
     assert [row["n"] for row in itertools.islice(rows, 5)] == [0, 1, 2, 3, 4]
-    assert _beginning_of(rows) == fresh.state_dict()
-    batches = StreamBatches(rows, 4, 0, 1, beginning=_beginning_of(rows))
+    assert beginning_of(rows) == fresh.state_dict()
+    batches = StreamBatches(rows, 4, 0, 1, beginning=beginning_of(rows))
     assert numbers(next(iter(batches))[0]) == [0, 1, 2, 3]
     with pytest.raises(CheckpointError, match="give it whole"):
-        _beginning_of(split_dataset_by_node(stream(), rank=0, world_size=2))
+        beginning_of(split_dataset_by_node(stream(), rank=0, world_size=2))
 
 
 good = StreamPosition(1, 2, 3, {}, None, 0).to_json()
@@ -149,8 +148,8 @@ good = StreamPosition(1, 2, 3, {}, None, 0).to_json()
     [None, [], {}, {**good, "epoch": -1}, {**good, "block": 1.5}, {**good, "offset": True}, {**good, "state": 3},
      {**good, "offset": 2**64}, {**good, "more": 1}, {**good, "shuffle_samples": 0}, {**good, "seed": "1"}],
 )  # fmt: skip
-def test_a_position_that_is_none_is_refused(document: Any) -> None:
-    with pytest.raises(ValueError, match=r"position|state|count"):
+def test_a_document_that_is_not_a_position_is_refused(document: Any) -> None:
+    with pytest.raises(ValueError, match=r"in the stream|stream's state"):
         StreamPosition.from_json(document)
 
 
@@ -158,8 +157,6 @@ def test_a_position_that_is_none_is_refused(document: Any) -> None:
 def test_a_library_that_resumes_streams_elsewhere_is_refused(
     version: str, works: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from checkpointing.transformers.trainer import _beginning_of
-
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     with contextlib.nullcontext() if works else pytest.raises(CheckpointError, match=f"datasets {version}"):
-        _beginning_of(stream())
+        beginning_of(stream())

@@ -12,6 +12,7 @@ from small_training import Arenas, SmallTraining
 
 from checkpointing.agent.protocol import Refusal
 from checkpointing.errors import CheckpointError
+from checkpointing.events import Event
 from checkpointing.layout import MODEL_NAME
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.snapshot import Request

@@ -85,7 +85,7 @@ def test_a_tracker_that_cannot_be_asked_logs_as_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     callback, state = begin(monkeypatch, SimpleNamespace(offline=True, settings=SimpleNamespace()))
-    assert not callback.logged and "what it holds cannot be read" in caplog.text
+    assert not callback.logged and "reading the tracker's entries failed" in caplog.text
     callback.on_log(None, state, None, logs={"loss": 2.0})
     assert callback.logged == [(20, {"loss": 2.0})]
 

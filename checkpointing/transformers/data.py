@@ -1,0 +1,255 @@
+"""The training data of a resilient trainer: its own loader with a cursor, or a seekable stream."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import accelerate
+import transformers.trainer
+
+from checkpointing.data.cursor import LoaderCursor
+from checkpointing.data.layout import StepLayout
+from checkpointing.data.stream import StreamBatches, StreamDataLoader, StreamPosition
+from checkpointing.errors import CheckpointError
+from checkpointing.rank.restore_point import RestorePoint
+from checkpointing.transformers.job import check_same_job, check_samples_per_step, fit_layout
+from checkpointing.transformers.loop_state import JobRecord
+
+logger = logging.getLogger("checkpointing")
+
+# Seconds that a stream may take for a batch before the step is paused; less than the smallest hang timeout.
+_STREAM_PATIENCE_S = 1.0
+
+
+class Positions(Protocol):
+    """The part of `CheckpointManager` that saves positions and knows of pauses."""
+
+    def follow(self, cursor: LoaderCursor) -> None:
+        """Save the position of a cursor with every checkpoint."""
+
+    def forget_positions(self) -> None:
+        """Follow no loader any more."""
+
+    def positions_in(self, point: RestorePoint) -> list[Any]:
+        """Return the positions that a checkpoint holds."""
+
+    def pause(self) -> None:
+        """Report that what runs now is not a step."""
+
+
+class TrainingData:
+    """The data of one training, and the position in it.
+
+    Attributes:
+        layout: How steps were divided when the run began.
+        cursor: The position in the trainer's own loader; None if it cannot be followed, or before the loader is made.
+        stream: What reads a seekable stream; None without one.
+    """
+
+    def __init__(
+        self,
+        manager: Positions,
+        args: Any,
+        *,
+        layout: StepLayout,
+        beginning: Mapping[str, Any] | None = None,
+        shuffle_samples: int | None = None,
+    ) -> None:
+        """Begin without a loader.
+
+        Args:
+            manager: Saves the position.
+            args: The trainer's `TrainingArguments`; changed where the number of ranks has changed.
+            layout: How steps are divided if the run begins now.
+            beginning: State of a seekable stream at the beginning of an epoch; None for other data.
+            shuffle_samples: Samples of the stream that are shuffled at a time; None keeps its order.
+        """
+        self._manager, self._args = manager, args
+        self.layout = layout
+        self._beginning, self._shuffle_samples = beginning, shuffle_samples
+        self.cursor: LoaderCursor | None = None
+        self.stream: StreamDataLoader | None = None
+        self._stream_position: StreamPosition | None = None
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether a resumed run continues behind the last batch."""
+        return self.cursor is not None or self.stream is not None
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the data is read by the stream's own state."""
+        return self._beginning is not None
+
+    @property
+    def _seed(self) -> int:
+        return int(self._args.data_seed if self._args.data_seed is not None else self._args.seed)
+
+    def resume(
+        self, point: RestorePoint, record: JobRecord, job: Mapping[str, Any], batch_size: int
+    ) -> StepLayout | None:
+        """Prepare for the loader of a resumed run.
+
+        Args:
+            point: The checkpoint.
+            record: What it says of its job.
+            job: This job, see `job_of`.
+            batch_size: Samples per micro-batch and rank, as configured.
+
+        Returns:
+            The layout that gives each step its samples on another number of ranks; None to keep the configured one.
+
+        Raises:
+            CheckpointError: The checkpoint is of another job, or its data was read in another way.
+        """
+        self._stream_position = record.stream
+        if (record.stream is not None) != self.is_stream:
+            before, now = ("not streamed", "is streamed") if self.is_stream else ("streamed", "is not")
+            raise CheckpointError(
+                f"{point.place} cannot be resumed: its data was {before}, and now {now}, so that the position is "
+                "unknown. Read the data as before, or train in another output_dir"
+            )
+        check_same_job(point.place, record.job, job)
+        self.layout = record.layout or self.layout
+        return fit_layout(self.layout, self._args.world_size, batch_size)
+
+    def forget_loader(self) -> None:
+        """Follow no loader: another one is about to be made."""
+        self.cursor = self.stream = None
+        self._manager.forget_positions()
+
+    def follow(self, loader: Any, batch_size: int, point: RestorePoint | None) -> Any:
+        """Follow the trainer's own loader; returns it.
+
+        Args:
+            loader: As the trainer makes it; changed in place.
+            batch_size: Samples per micro-batch and rank.
+            point: The checkpoint that is resumed, if any.
+
+        Raises:
+            CheckpointError: The checkpoint's steps have another number of samples, or the loader's order cannot be
+                divided differently.
+        """
+        args = self._args
+        now = StepLayout(args.world_size, batch_size, args.gradient_accumulation_steps)
+        if args.auto_find_batch_size and point is None:
+            # The Trainer may restart with smaller batches.
+            self.layout = now
+        check_samples_per_step(point, now.samples_per_step)
+        try:
+            cursor = LoaderCursor(loader, seed=self._seed, rank=args.process_index, made_for=self.layout, now=now)
+        except CheckpointError as error:
+            if self.layout != now:
+                raise
+            logger.warning("%s: a resumed run reads it again from the beginning, as the Trainer does", error)
+            return loader
+        self.cursor = cursor
+        self._manager.follow(cursor)
+        return loader
+
+    def read_stream(
+        self, dataset: Any, collate: Callable[[list[Any]], Any], batch_size: int, point: RestorePoint | None
+    ) -> StreamDataLoader:
+        """Make the loader of a seekable stream.
+
+        Args:
+            dataset: The stream.
+            collate: Makes a batch of a list of samples.
+            batch_size: Samples per micro-batch and rank.
+            point: The checkpoint that is resumed, if any.
+
+        Raises:
+            CheckpointError: The checkpoint's steps have another number of samples, or the stream another order.
+        """
+        args = self._args
+        check_samples_per_step(point, batch_size * args.gradient_accumulation_steps * args.world_size)
+        batches = StreamBatches(
+            dataset,
+            batch_size,
+            args.process_index,
+            args.world_size,
+            seed=self._seed,
+            shuffle_samples=self._shuffle_samples,
+            beginning=self._beginning,
+        )
+        self.stream = StreamDataLoader(
+            batches,
+            collate,
+            args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            prefetch_factor=args.dataloader_prefetch_factor,
+        )
+        if self._stream_position is not None:
+            self.stream.start_at(self._stream_position)
+        return self.stream
+
+    def resume_position(
+        self, point: RestorePoint | None, by_steps: tuple[int, int], steps_per_epoch: int
+    ) -> tuple[int, int]:
+        """Set the loader to a checkpoint's position.
+
+        Args:
+            point: The checkpoint; None if nothing is resumed.
+            by_steps: Epoch and number of batches, as the Trainer derives them from the number of steps.
+            steps_per_epoch: Optimizer steps in one epoch.
+
+        Returns:
+            The epoch and the number of its batches to skip.
+
+        Raises:
+            InvalidCheckpoint: The position cannot be parsed.
+        """
+        if point is None or self.cursor is None or self._args.ignore_data_skip:
+            return by_steps
+        saved = self._manager.positions_in(point)
+        if not saved:
+            # The checkpoint is older than positions are.
+            self.cursor.skip(by_steps[1])
+            return by_steps
+        with point.reading("its position in the data"):
+            return self.cursor.resume(saved[0], steps_per_epoch)
+
+    def consume(self, num_batches: int) -> None:
+        """Count batches that training has drawn; a stream counts by itself."""
+        if self.cursor is not None:
+            self.cursor.consume(num_batches)
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Wait for a batch: a stream that is slow for once is not a hang, so the step is paused until it answers."""
+        if self.stream is None:
+            yield
+            return
+        pause = threading.Timer(_STREAM_PATIENCE_S, self._manager.pause)
+        pause.daemon = True
+        pause.start()
+        try:
+            yield
+        finally:
+            pause.cancel()
+
+
+def _skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """Replace accelerate's `skip_first_batches`: by position where the loader is followed."""
+    if isinstance(dataloader, StreamDataLoader):
+        if not dataloader.is_positioned:
+            dataloader.drop_first(num_batches)
+        return dataloader
+    cursor = LoaderCursor.of(dataloader)
+    if cursor is None:
+        return accelerate.skip_first_batches(dataloader, num_batches)
+    if cursor.skips_epoch:
+        return dataloader
+    if not cursor.resumes_mid_epoch:
+        # A stock checkpoint knows only the number of batches.
+        cursor.skip(num_batches)
+    return cursor.remaining()
+
+
+# The Trainer's loop calls this name and offers no hook. accelerate's function would build another loader, whose batches
+# the cursor would not see.
+transformers.trainer.skip_first_batches = _skip_first_batches

@@ -1,0 +1,237 @@
+"""What the Trainer's loop keeps in variables and forgets when it ends: one small JSON file per rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from checkpointing.data.layout import StepLayout
+from checkpointing.data.stream import StreamPosition
+from checkpointing.layout import loop_state_name
+from checkpointing.rank.restore_point import RestorePoint
+from checkpointing.transformers.guards import whole
+from checkpointing.transformers.trainer_state import is_number
+
+
+@dataclass
+class LoopFigures:
+    """Figures that the Trainer passes along as arguments, or counts per process instead of per run.
+
+    Attributes:
+        grad_norm: Of the last step, for a log entry at the epoch's end; at first that of the checkpoint.
+        learning_rate: Likewise.
+        loss_since: The loss that the Trainer adds up is that of the steps from here on.
+    """
+
+    grad_norm: torch.Tensor | float | None = None
+    learning_rate: float | None = None
+    loss_since: int = 0
+
+    def update(self, grad_norm: Any, learning_rate: Any) -> None:
+        """Take over the figures of a step; None keeps those of the last one.
+
+        If only the end of an epoch is left of a resumed run, no step has set them.
+        """
+        self.grad_norm = self.grad_norm if grad_norm is None else grad_norm
+        self.learning_rate = self.learning_rate if learning_rate is None else learning_rate
+
+    def mean_loss(self, total: float, step: int) -> float:
+        """Return the mean loss of the run's steps, of which the Trainer knows those of the last process only."""
+        return float(total) / max(step - self.loss_since, 0.001)
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """What all ranks must know of a checkpoint before the data loader is made; in rank 0's loop state.
+
+    Attributes:
+        layout: How steps were divided when the run began.
+        job: What identified the job, see `job_of`.
+        stream: Position in a stream; None if the data was not streamed.
+        ended: A callback has ended training.
+        run_name: What trackers call the run.
+    """
+
+    layout: StepLayout | None = None
+    job: Mapping[str, Any] = field(default_factory=dict)
+    stream: StreamPosition | None = None
+    ended: bool = False
+    run_name: str | None = None
+
+    @classmethod
+    def read(cls, point: RestorePoint) -> JobRecord | None:
+        """Read a checkpoint's record; None if it has none.
+
+        Raises:
+            InvalidCheckpoint: The file cannot be parsed.
+        """
+        name = loop_state_name(0)
+        if not point.has(name):
+            return None
+        state = point.json(name)
+        with point.reading(name):
+            run_name = state.get("tracked_as")
+            return cls(
+                layout=_layout(state["made_for"]) if "made_for" in state else None,
+                job=dict(state.get("job", {})),
+                stream=StreamPosition.from_json(state["stream"]) if "stream" in state else None,
+                ended=bool(state.get("ended")),
+                run_name=run_name if isinstance(run_name, str) and run_name.isalnum() else None,
+            )
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """The loop's variables of one rank, with the record of the job.
+
+    Attributes:
+        tr_loss: Losses added up since the last log entry; read from the device by `to_bytes`.
+        grad_norm: Of the last step, likewise.
+        last_logged: Step of the last log entry.
+        record: Of the job; not filled in by `read`.
+        learning_rate: Of the last step.
+        evaluation_due: An evaluation was cut short, and is repeated by the resumed run.
+        flos: Floating point operations since the Trainer stored them, which it does at saves only.
+        total_loss: Losses added up by the Trainer.
+        loss_since: From which step on.
+        recent_losses: By which the next loss is judged; None if losses are not checked.
+        metrics: TRL's values since the last log entry, by name; None for trainers without them.
+        train_tokens: Tokens that TRL has counted.
+    """
+
+    tr_loss: torch.Tensor | float
+    last_logged: int
+    grad_norm: torch.Tensor | float | None = None
+    record: JobRecord = JobRecord()
+    learning_rate: float | None = None
+    evaluation_due: bool = False
+    flos: float = 0
+    total_loss: float = 0.0
+    loss_since: int = 0
+    recent_losses: Sequence[float] | None = None
+    metrics: Mapping[str, list[float]] | None = None
+    train_tokens: float = 0
+
+    @classmethod
+    def capture(cls, trainer: Any, figures: LoopFigures, **fields: Any) -> LoopState:
+        """Take the variables of a trainer's loop.
+
+        Args:
+            trainer: A Hugging Face or TRL trainer.
+            figures: What is counted besides.
+            fields: The other fields.
+        """
+        metrics = None
+        if hasattr(trainer, "_metrics"):
+            metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
+        return cls(
+            # A copy: reading it now would wait for all work that is enqueued on the device.
+            tr_loss=trainer._tr_loss.detach().clone(),
+            last_logged=trainer._globalstep_last_logged,
+            # All ranks together, here: the copying thread must not wait for other ranks' gradients.
+            grad_norm=whole(figures.grad_norm),
+            learning_rate=figures.learning_rate,
+            flos=trainer.current_flos,
+            total_loss=trainer._total_loss_scalar,
+            loss_since=figures.loss_since,
+            metrics=metrics,
+            train_tokens=getattr(trainer, "_total_train_tokens", 0),
+            **fields,
+        )
+
+    def to_bytes(self) -> bytes:
+        """Return the file's contents; reads from the device."""
+        record = self.record
+        state: dict[str, Any] = {
+            "tr_loss": float(self.tr_loss),
+            "grad_norm": float(self.grad_norm) if self.grad_norm is not None else None,
+            "last_logged": self.last_logged,
+            **({"made_for": dataclasses.asdict(record.layout)} if record.layout is not None else {}),
+            "job": dict(record.job),
+            "learning_rate": self.learning_rate,
+            "ended": record.ended,
+        }
+        if self.evaluation_due:
+            state["evaluation_due"] = True
+        state |= {"flos": self.flos, "total_loss": self.total_loss, "loss_since": self.loss_since}
+        if record.run_name is not None:
+            state["tracked_as"] = record.run_name
+        if record.stream is not None:
+            state["stream"] = record.stream.to_json()
+        if self.recent_losses is not None:
+            state["recent_losses"] = list(self.recent_losses)
+        if self.metrics is not None:
+            state |= {"metrics": dict(self.metrics), "train_tokens": self.train_tokens}
+        return json.dumps(state).encode()
+
+    @classmethod
+    def read(cls, point: RestorePoint, rank: int) -> LoopState | None:
+        """Read what a checkpoint holds of a rank, or of rank 0 if it holds nothing of this one.
+
+        Raises:
+            InvalidCheckpoint: The file cannot be parsed.
+        """
+        name = next(filter(point.has, map(loop_state_name, (rank, 0))), None)
+        if name is None:
+            return None
+        state = point.json(name)
+        with point.reading(name):
+            metrics = state.get("metrics")
+            return cls(
+                tr_loss=float(state["tr_loss"]),
+                last_logged=_number(state["last_logged"]),
+                grad_norm=_number_or_none(state.get("grad_norm")),
+                learning_rate=_number_or_none(state.get("learning_rate")),
+                evaluation_due=bool(state.get("evaluation_due")),
+                flos=_number(state.get("flos", 0)),
+                # Older checkpoints have neither of these two.
+                total_loss=float(state.get("total_loss", 0.0)),
+                loss_since=_number(state.get("loss_since", point.step)),
+                recent_losses=[_number(loss) for loss in state.get("recent_losses", [])],
+                metrics={name: _numbers(values) for name, values in metrics.items()} if metrics is not None else None,
+                train_tokens=_number(state["train_tokens"]) if metrics is not None else 0,
+            )
+
+    def restore(self, trainer: Any, figures: LoopFigures) -> None:
+        """Put the variables back into a trainer's loop."""
+        trainer._tr_loss += self.tr_loss
+        trainer._total_loss_scalar = self.total_loss
+        trainer._globalstep_last_logged = self.last_logged
+        trainer.current_flos = self.flos
+        figures.grad_norm, figures.learning_rate, figures.loss_since = (
+            self.grad_norm,
+            self.learning_rate,
+            self.loss_since,
+        )
+        if self.metrics is not None and hasattr(trainer, "_metrics"):
+            trainer._metrics["train"].update(self.metrics)
+            trainer._total_train_tokens = self.train_tokens
+
+
+def _layout(counts: Mapping[str, Any]) -> StepLayout:
+    return StepLayout.from_list([counts[key.name] for key in dataclasses.fields(StepLayout)])
+
+
+def _number(value: Any) -> Any:
+    if not is_number(value):
+        raise ValueError(f"{value!r} is not a number")
+    return value
+
+
+def _number_or_none(value: Any) -> Any:
+    """Accept NaN and infinity as well: the last step's figures may be either."""
+    if value is None or value != value or abs(value) == math.inf:
+        return value
+    return _number(value)
+
+
+def _numbers(values: Any) -> list[float]:
+    if not isinstance(values, list):
+        raise ValueError(f"{values!r} is not a list")
+    return [_number(value) for value in values]

@@ -1,0 +1,234 @@
+"""Overrides of what a trainer writes into a checkpoint, and reads from it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from transformers import Trainer
+
+from checkpointing.errors import Preempted
+from checkpointing.layout import loop_state_name
+from checkpointing.rank import rng
+from checkpointing.rank.adapter import Adapter
+from checkpointing.rank.manager import CheckpointManager
+from checkpointing.rank.snapshot import SmallFile
+from checkpointing.transformers.callback_states import export_states, restore_states
+from checkpointing.transformers.commit_notices import CommitNotices
+from checkpointing.transformers.configuration import configuration_files
+from checkpointing.transformers.coverage import changed, uncovered
+from checkpointing.transformers.further_states import further_states
+from checkpointing.transformers.loop_state import JobRecord, LoopState
+from checkpointing.transformers.options import Options
+from checkpointing.transformers.overrides import Staging, added_files, overrides_saving
+from checkpointing.transformers.session import Session
+from checkpointing.transformers.trainer_state import TRAINER_STATE_NAME, evaluated_metrics, state_file
+
+logger = logging.getLogger("checkpointing")
+
+# At run time the mixin stands in front of the trainer's own class; only the type checker needs a base.
+_Base: Any = Trainer if TYPE_CHECKING else object
+
+
+class SavingMixin(_Base):
+    """Saves and restores through a `CheckpointManager` in place of the Trainer's own files.
+
+    Attributes:
+        _manager: Of the present training.
+        _session: Likewise.
+        _options: Of `resilient`.
+        _adapter: What is saved of a PEFT model; None for other models.
+        _notices: Calls the callbacks' `on_save`.
+        _staging: Where a script's overrides of saving methods write.
+    """
+
+    _manager: CheckpointManager
+    _session: Session
+    _options: Options
+    _adapter: Adapter | None
+    _notices: CommitNotices
+    _staging: Staging
+
+    def _track(self) -> None:
+        """Pass the manager what is saved; the Trainer replaces some of it as training begins."""
+        self._manager.track(
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.lr_scheduler,
+            scaler=getattr(self.accelerator, "scaler", None),
+            states=self._further_states(),
+            adapter=self._adapter,
+        )
+
+    def _further_states(self) -> dict[str, Any]:
+        return further_states(self) | dict(self._options.states)
+
+    def _uncovered(self) -> dict[str, str]:
+        saved = [*self._further_states().values(), self.optimizer, self.lr_scheduler, self._manager]
+        return uncovered(self, {id(value) for value in saved})
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self._staging.folder is not None:
+            # The script's override calls it a second time.
+            super()._save_checkpoint(model, trial)
+            return
+        if not self._manager.wants(self.state.global_step):
+            return
+        added: dict[str, bytes] = {}
+        if overrides_saving(type(self)):
+            with self._staging.opened(self.args, self.state, self._manager.scratch) as folder:
+                super()._save_checkpoint(model, trial)
+                added = added_files(folder)
+        self._snapshot(commit=True, added=added)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._staging.folder or str(super()._get_output_dir(trial))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._staging.folder is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        if self._staging.folder is None:
+            super()._save_scaler(output_dir)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self._staging.folder is None:
+            super()._save_rng_state(output_dir)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._staging.folder is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _snapshot(self, *, commit: bool, added: Mapping[str, bytes] | None = None) -> None:
+        """Take a snapshot of the present step, unless there is one.
+
+        Args:
+            commit: Commit it to storage.
+            added: Further files of this rank, by name.
+
+        Raises:
+            Preempted: Training stops on request, and the snapshot is committed.
+        """
+        manager, session, step = self._manager, self._session, self.state.global_step
+        if not manager.wants(step):
+            return
+        if commit:
+            self.store_flos()
+            self._warn_of_uncovered()
+        # As the Trainer does before it saves.
+        self.state.stateful_callbacks |= export_states([*self.callback_handler.callbacks, self.control])
+        self._track()
+        own: dict[str, SmallFile] = {
+            loop_state_name(self.args.process_index): self._loop_state().to_bytes,
+            **(added or {}),
+        }
+        shared: dict[str, SmallFile] = {}
+        if self.args.local_process_index == 0:
+            if not manager.static_files:
+                manager.static_files = configuration_files(
+                    self.model,
+                    self.processing_class,
+                    manager.scratch,
+                    is_adapter=self._adapter is not None,
+                    is_fsdp=self.is_fsdp_enabled,
+                )
+            shared[TRAINER_STATE_NAME] = state_file(self.state)
+        # The best step is loaded at the end: like the last one, it must not be skipped because memory is busy.
+        is_best = self.args.load_best_model_at_end and commit and step == self.state.best_global_step
+        manager.save(
+            step,
+            step * session.data.layout.samples_per_step,
+            own,
+            shared,
+            metrics=evaluated_metrics(self.state),
+            wait=session.stopping or step >= self.state.max_steps or is_best,
+            commit=commit,
+            generators=session.evaluation.before if session.stopping else None,
+        )
+        if session.stopping:
+            try:
+                manager.stop(step)
+            except Preempted:
+                self._notices.notify_all()
+                raise
+
+    def _warn_of_uncovered(self) -> None:
+        """At the first save, warn of what training has changed and no checkpoint holds."""
+        session = self._session
+        before, session.uncovered = session.uncovered, None
+        if before is None or not self.args.should_save:
+            return
+        if names := changed(before, self._uncovered()):
+            logger.warning(
+                "training has changed what no checkpoint holds: %s. A resumed run begins with the values that "
+                "the script sets. If that matters, pass objects with state_dict and load_state_dict to resilient(..., "
+                "states={...}), or derive the callback from transformers' ExportableState",
+                ", ".join(names),
+            )
+
+    def _loop_state(self) -> LoopState:
+        session, start = self._session, self._session.start
+        stream = session.data.stream
+        record = JobRecord(
+            layout=session.data.layout,
+            job=session.job,
+            stream=stream.position if stream is not None else None,
+            # By a callback. A stop on request is not one, and after the last step there may be more next time.
+            ended=self.control.should_training_stop
+            and not session.stopping
+            and self.state.global_step < self.state.max_steps,
+            # Two runs differ in it. Where a supervisor knows it, checkpoints of equal runs stay equal.
+            run_name=start.run_name if session.has_trackers and not start.is_supervised else None,
+        )
+        return LoopState.capture(
+            self,
+            session.figures,
+            record=record,
+            evaluation_due=session.stopping and session.evaluation.before is not None,
+            recent_losses=session.guard.recent_losses,
+        )
+
+    # -- restoring -----------------------------------------------------------------------------------------------
+
+    def _load_callback_state(self) -> None:
+        """Always, where this run is resumed; `restore_callback_states_from_checkpoint` is for other starts."""
+        point = self._session.start.point
+        if point is None:
+            super()._load_callback_state()
+            return
+        with point.reading(TRAINER_STATE_NAME):
+            restore_states(self.callback_handler.callbacks, self.state.stateful_callbacks)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        point = self._session.start.point
+        if point is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        self._track()
+        self._manager.restore_model(point)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        point = self._session.start.point
+        if point is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        self._track()
+        self._manager.restore_optimizer(point)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if self._session.start.point is None:
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """The Trainer calls it where an epoch begins, or once the first batch of a resumed one is drawn."""
+        session, point = self._session, self._session.start.point
+        if point is None:
+            super()._load_rng_state(checkpoint)
+        elif session.evaluation.after is not None:
+            rng.set_state(session.evaluation.after)
+        elif session.data.stream is None:
+            self._manager.restore_rng(point)

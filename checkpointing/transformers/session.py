@@ -1,0 +1,87 @@
+"""What one call of `train` keeps besides the Trainer's own state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from checkpointing.data.layout import StepLayout
+from checkpointing.rank.manager import CheckpointManager
+from checkpointing.rank.step_protocol import Due
+from checkpointing.transformers.data import TrainingData
+from checkpointing.transformers.evaluation import InterruptibleEvaluation
+from checkpointing.transformers.guards import SkippedLoss, StepGuard
+from checkpointing.transformers.loop_state import LoopFigures
+from checkpointing.transformers.options import Options
+from checkpointing.transformers.start import Start
+from checkpointing.transformers.throughput import Throughput
+
+
+@dataclass
+class Session:
+    """The state of one training; another call of `train` gets a new one.
+
+    Attributes:
+        data: The loader, and the position in it.
+        guard: Judges steps before anything of them is kept.
+        evaluation: Lets evaluations be cut short.
+        throughput: Tokens per second.
+        start: Where training started.
+        figures: What the Trainer counts per process instead of per run.
+        skipped_loss: Stands in for the loss of skipped steps.
+        job: What identifies the job, see `job_of`.
+        has_trackers: A callback reports to a tracker.
+        due: What all ranks have agreed on for the step that has just ended.
+        stopping: All ranks have agreed to stop.
+        is_finalizing: The loop has ended.
+        uncovered: Digests of what could change without being saved, as training began; None once they were compared.
+    """
+
+    data: TrainingData
+    guard: StepGuard
+    evaluation: InterruptibleEvaluation
+    throughput: Throughput
+    start: Start = field(default_factory=Start)
+    figures: LoopFigures = field(default_factory=LoopFigures)
+    skipped_loss: SkippedLoss = field(default_factory=SkippedLoss)
+    job: Mapping[str, str | None] = field(default_factory=dict)
+    has_trackers: bool = False
+    due: Due = field(default_factory=Due)
+    stopping: bool = False
+    is_finalizing: bool = False
+    uncovered: dict[str, str] | None = None
+
+    @classmethod
+    def create(
+        cls,
+        manager: CheckpointManager,
+        args: Any,
+        options: Options,
+        layout: StepLayout,
+        beginning: Mapping[str, Any] | None,
+    ) -> Session:
+        """Create the session of a training that is about to start.
+
+        Args:
+            manager: The training's checkpoints.
+            args: The trainer's `TrainingArguments`.
+            options: Of `resilient`.
+            layout: How steps are divided if the run begins now.
+            beginning: State of a seekable stream at the beginning of an epoch; None for other data.
+        """
+        return cls(
+            data=TrainingData(
+                manager, args, layout=layout, beginning=beginning, shuffle_samples=options.shuffle_samples
+            ),
+            guard=StepGuard(
+                check_finite=options.check_finite, spike_zscore=options.spike_zscore, world_size=args.world_size
+            ),
+            evaluation=InterruptibleEvaluation(manager, args.world_size),
+            throughput=Throughput(args.world_size),
+        )
+
+    def take_due(self) -> Due:
+        """Return `due`, once."""
+        due, self.due = self.due, Due()
+        return due

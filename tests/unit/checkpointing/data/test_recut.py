@@ -1,0 +1,89 @@
+"""An order that is divided as the world size or the micro-batch size changes."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, RandomSampler
+
+from checkpointing.data.layout import StepLayout
+from checkpointing.data.position import Position
+from checkpointing.data.recut import RecutBatchSampler, recut_position
+from checkpointing.errors import CheckpointError
+
+LAYOUTS = st.builds(StepLayout, st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
+
+
+def prepared(num_samples: int, layout: StepLayout, rank: int, epoch: int, drop_last: bool = False) -> Any:
+    """As the Trainer and accelerate make it."""
+    sampler = SeedableRandomSampler(range(num_samples), data_seed=7)
+    sampler.set_epoch(epoch)
+    batches = BatchSampler(sampler, layout.batch_size, drop_last)
+    return batches if layout.world_size == 1 else BatchSamplerShard(batches, layout.world_size, rank)
+
+
+def steps(samplers: list[Any], layout: StepLayout) -> list[list[int]]:
+    """The samples of each optimizer step, put together from what every rank draws."""
+    rounds = [list(itertools.chain(*batches)) for batches in zip(*map(list, samplers), strict=True)]
+    size = layout.accumulation
+    return [list(itertools.chain(*rounds[i : i + size])) for i in range(0, len(rounds), size)]
+
+
+@given(st.integers(1, 70), LAYOUTS, st.integers(0, 3), st.booleans())
+def test_another_layout_gives_each_step_the_same_samples(n: int, was: StepLayout, epoch: int, drop_last: bool) -> None:
+    whole = steps([prepared(n, was, rank, epoch, drop_last) for rank in range(was.world_size)], was)
+    for world_size in range(1, was.samples_per_step + 1):
+        share, rest = divmod(was.samples_per_step, world_size)
+        if rest:
+            continue
+        for batch_size in (size for size in range(1, share + 1) if share % size == 0):
+            now = StepLayout(world_size, batch_size, share // batch_size)
+            recut = [
+                RecutBatchSampler(prepared(n, now, rank, epoch, drop_last), was, now, rank)
+                for rank in range(world_size)
+            ]
+            found = steps(recut, now)
+            assert [step[: len(other)] for step, other in zip(found, whole, strict=True)] == whole
+            # Filled only where the ranks could not share the last step.
+            assert all(len(step) - len(other) < world_size for step, other in zip(found, whole, strict=True))
+            assert {len(sampler) for sampler in recut} == {len(list(sampler)) for sampler in recut}
+
+
+def test_an_order_that_depends_on_the_division_is_refused() -> None:
+    class Pairs(BatchSampler):
+        pass
+
+    pairs = Pairs(RandomSampler(range(8)), 2, False)
+    with pytest.raises(CheckpointError, match=r"order of Pairs depends on the number of ranks.* were 2 x 2"):
+        RecutBatchSampler(pairs, StepLayout(2, 2, 1), StepLayout(1, 4, 1), 0)
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "consumed", "expected"),
+    [
+        (StepLayout(2, 2, 2), StepLayout(2, 2, 2), 6, 6),
+        (StepLayout(2, 2, 2), StepLayout(1, 2, 4), 6, 12),
+        (StepLayout(1, 2, 4), StepLayout(2, 2, 2), 12, 6),
+        # The epoch's last step was shorter than the others.
+        (StepLayout(1, 2, 4), StepLayout(2, 2, 2), 39, 20),
+        (StepLayout(1, 1, 1), StepLayout(1, 1, 3), 99, 30),
+    ],
+)
+def test_a_position_counts_the_micro_batches_of_now(
+    was: StepLayout, now: StepLayout, consumed: int, expected: int
+) -> None:
+    recorded = Position(1, consumed, order="digest", layout=was)
+    found = recut_position(recorded, now, steps_per_epoch=10)
+    assert (found.epoch, found.consumed) == (1, expected)
+    # The digest is of the indices of other micro-batches.
+    assert found.order == ("digest" if was == now else None)
+
+
+def test_a_position_without_a_layout_cannot_be_recut() -> None:
+    with pytest.raises(ValueError, match="does not say how steps were divided"):
+        recut_position(Position(0, 1), StepLayout(1, 1, 1), 10)
