@@ -25,7 +25,7 @@ from pathlib import Path
 
 from common import ROOT, machine
 
-from runner.chaos.run_under_test import Subject, runner_command
+from runner.chaos.run_under_test import RunUnderTest, runner_command
 from runner.journal.journal import Event
 from runner.journal.ledger import account, attempts_of
 from runner.simulate.engine import forecast, simulate
@@ -46,7 +46,7 @@ def struck_run(folder: Path, gaps: random.Random, mttf_s: float, most: int | Non
     struck: list[float] = []
     # As the simulation counts: from the run's begin, later ones from the attempt's, behind its backoff.
     since, strike_at, pid, number, seen = 0.0, math.inf, 0, 0, 0
-    with Subject(command, folder, {"PYTHONPATH": str(ROOT)}) as job:
+    with RunUnderTest(command, folder, {"PYTHONPATH": str(ROOT)}) as job:
         while job.process.poll() is None:
             job.refresh()
             new, seen = job.events[seen:], len(job.events)

@@ -33,7 +33,7 @@ from common import ROOT, machine, spread, undisturbed
 
 from checkpointing.errors import CheckpointError
 from checkpointing.tiers import open_tiers
-from runner.chaos.run_under_test import SETTLE_S, START_TIMEOUT_S, NeverStarted, Subject, runner_command
+from runner.chaos.run_under_test import SETTLE_S, START_TIMEOUT_S, NeverStarted, RunUnderTest, runner_command
 from runner.journal.journal import Event
 from runner.system import processes
 
@@ -130,7 +130,7 @@ class Bench:
             shutil.rmtree(folder, ignore_errors=True)
 
     @contextlib.contextmanager
-    def training(self, method: str) -> Iterator[Subject]:
+    def training(self, method: str) -> Iterator[RunUnderTest]:
         """A training of the default job under a method."""
         with self.folder() as folder:
             script = [str(HERE / "recovery_peer.py"), str(folder), *JOB]
@@ -149,7 +149,7 @@ class Bench:
                     command = [sys.executable, "-m", FT_MODULE, *launch, "--max-restarts", "3"]
                     command += ["--ignore-missing-fault-tol-cfg", *script]
                     environment = ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{self._ft_site}"}
-            with Subject(command, folder, environment) as training:
+            with RunUnderTest(command, folder, environment) as training:
                 yield training
 
     # -- a killed rank, a preemption -----------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class Bench:
                 self.say(f"{METHODS[method]} did not come back; it said:\n{training.tail(1000)}")
         return event["time"] - killed_at if event is not None else None
 
-    def preempt(self, training: Subject, crashed: int, step: int) -> None:
+    def preempt(self, training: RunUnderTest, crashed: int, step: int) -> None:
         """SIGTERM to the supervisor in mid-training; checks its exit code, and that the last step is committed.
 
         Args:
@@ -208,11 +208,11 @@ class Bench:
         self.measured.commit_s += commits[-1:]
         self.check_leftovers(training)
 
-    def problem(self, text: str, training: Subject) -> None:
+    def problem(self, text: str, training: RunUnderTest) -> None:
         self.measured.problems.append(text)
         self.say(f"WRONG: {text}; it said:\n{training.tail(1000)}")
 
-    def check_leftovers(self, training: Subject) -> None:
+    def check_leftovers(self, training: RunUnderTest) -> None:
         for left in training.leftovers():
             self.measured.orphans.append(left)
             self.say(f"LEFT: {left}")
@@ -256,7 +256,7 @@ class Bench:
         """One run; a hang ends it."""
         with self.folder() as folder:
             command = ours(folder, *JOB, "restart.max_restarts=100000")
-            with Subject(command, folder, ENVIRONMENT) as training:
+            with RunUnderTest(command, folder, ENVIRONMENT) as training:
                 victims = Victims(training, plan)
                 last = "the start"
                 for number in range(num_kills):
@@ -285,7 +285,7 @@ class Bench:
                     self.problem(f"{name}: stopped in order, but its exit code is {code}", training)
                 self.check_leftovers(training)
 
-    def hang(self, text: str, training: Subject) -> None:
+    def hang(self, text: str, training: RunUnderTest) -> None:
         """No progress: it waits for ever, or it has given up, which is as bad."""
         code = training.process.poll()
         text += f"; the supervisor {'lives' if code is None else f'has ended with {code}'}"
@@ -301,7 +301,7 @@ class Bench:
         with self.folder() as folder:
             output = folder.parent / "pairs.jsonl"
             script = [str(HERE / "recovery_steps.py"), str(output), str(num_pairs), str(self._seed)]
-            with Subject(ours(folder, script=script), folder, ENVIRONMENT) as training:
+            with RunUnderTest(ours(folder, script=script), folder, ENVIRONMENT) as training:
 
                 def lines() -> list[str]:
                     return output.read_text().splitlines() if output.exists() else []
@@ -339,7 +339,7 @@ def ours(folder: Path, *settings: str, script: Sequence[str] = ()) -> list[str]:
 class Victims:
     """Waits for moments of a run of ours, and kills somebody in them."""
 
-    def __init__(self, training: Subject, plan: random.Random) -> None:
+    def __init__(self, training: RunUnderTest, plan: random.Random) -> None:
         self._training, self._plan = training, plan
         self.killed_in = 0
         self._killed_at = time.time()

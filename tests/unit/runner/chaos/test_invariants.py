@@ -51,16 +51,12 @@ def test_what_the_journal_says_of_the_resume_is_so() -> None:
     ]
 
 
-def test_restarts_and_lives_are_counted() -> None:
+def test_restarts_and_sessions_are_counted() -> None:
     events = journal(("run_started", {}), ("backoff", {}), ("run_started", {}), ("backoff", {}))
-    assert invariants.restarts_are_those_injected(events, 1, 2, 2) == []
-    assert invariants.restarts_are_those_injected(events, 3, 3, 2) == [
-        "the journal tells of 2 restarts, the faults were for 3"
-    ]
-    assert invariants.restarts_are_those_injected(events, 0, 1, 2)
-    assert invariants.restarts_are_those_injected(events, 2, 2, 1) == [
-        "the journal tells of 2 lives of the runner, there were 1"
-    ]
+    assert invariants.restarts_match(events, 1, 2, 2) == []
+    assert invariants.restarts_match(events, 3, 3, 2) == ["the journal has 2 restarts, the faults account for 3"]
+    assert invariants.restarts_match(events, 0, 1, 2)
+    assert invariants.restarts_match(events, 2, 2, 1) == ["the journal has 2 sessions of the runner, there were 1"]
 
 
 def test_leftovers_are_named(tmp_path: Path) -> None:
@@ -81,10 +77,10 @@ def test_leftovers_are_named(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_is_not_whole_is_seen(tmp_path: Path) -> None:
     tiers = open_tiers(str(tmp_path))
-    assert invariants.newest_is_whole(tiers, set()) == []
+    assert invariants.newest_is_intact(tiers, set()) == []
     transaction = tiers.durable.begin(3, 1)
     transaction.abort()
-    assert invariants.newest_is_whole(tiers, set()) == []
+    assert invariants.newest_is_intact(tiers, set()) == []
 
 
 @pytest.mark.parametrize(
@@ -95,6 +91,6 @@ def test_a_runner_ends_with_the_code_of_its_journal(code: int, told: int | None,
     before = [("run_started", {"pid": 6}), ("run_ended", {"exit_code": 75})]
     ended = [("run_ended", {"exit_code": told})] if told is not None else []
     events = journal(*before, ("run_started", {"pid": 7}), *ended)
-    assert bool(invariants.exit_code_is_the_journals(events, 7, code)) is wrong
+    assert bool(invariants.exit_code_matches_journal(events, 7, code)) is wrong
     # It was stopped before it had begun to tell.
-    assert invariants.exit_code_is_the_journals(events, 8, code) == []
+    assert invariants.exit_code_matches_journal(events, 8, code) == []
