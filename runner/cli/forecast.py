@@ -38,8 +38,8 @@ def doctor(
         if not as_json:
             line = Text.assemble((f"{finding.level.value:<4}", colours[finding.level]), "  ", (finding.subject, "bold"))
             console.print(line.append(f": {finding.text}"))
-            if finding.mend:
-                console.print(Text(f"      {finding.mend}", "dim"))
+            if finding.fix:
+                console.print(Text(f"      {finding.fix}", "dim"))
     if as_json:
         click.echo(json.dumps([{**vars(one), "level": one.level.value} for one in findings], indent=1))
     failed = sum(finding.level is Level.FAIL for finding in findings)
