@@ -81,7 +81,7 @@ def struck_run(folder: Path, gaps: random.Random, mttf_s: float, most: int | Non
 
 def scenario_from(events: list[Event]) -> Scenario:
     """What the learning run tells; the work is its steps, at their own pace."""
-    learnt = learn(events, Scenario(work_s=1.0, mttf_s=_MTTF_S, hang_share=0.0, machine_share=0.0))
+    learnt = learn(events, Scenario(work_s=1.0, mttf_s=_MTTF_S, hang_share=0.0, node_loss_share=0.0))
     ledger = account(events)
     steps = next(event["total_steps"] for event in events if event["event"] == "training_started")
     computed = sum(attempt.steps for attempt in attempts_of(events))
