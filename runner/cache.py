@@ -1,7 +1,7 @@
 """The cache of what a run computes once (tokenizer, tokenised data), protected against incomplete files.
 
 The libraries that write to it rename files that are not durable yet, so a power cut can leave files with a name but
-without their content. The cache is therefore made durable and then listed; a start removes whatever is not on the list.
+without their content. Therefore the cache is made durable and then listed; a start removes files that are not listed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TEMPORARY_NAME = f".{_LIST_NAME}.tmp"
 
 
 def seal(cache: Path) -> None:
-    """Make all files durable and list them. If that fails, they are computed again after the next start.
+    """Make all files durable and list them. If that fails, they are recomputed after the next start.
 
     Args:
         cache: Folder of the cache.
@@ -33,7 +33,7 @@ def seal(cache: Path) -> None:
 
 
 def discard_unsealed(cache: Path) -> None:
-    """Remove files that are not listed with their size; they will be computed again.
+    """Remove files that are not listed with their size; they will be recomputed.
 
     Args:
         cache: Folder of the cache.

@@ -72,7 +72,7 @@ def _health(row: dict[str, str]) -> Iterator[Finding]:
         yield warn(subject, text, "stop the processes that nvidia-smi lists")
     width, widest = number(row["pcie.link.width.current"]), number(row["pcie.link.width.max"])
     if 0 < width < widest:
-        # An idle card lowers its PCIe generation, so only the width tells of a bad slot.
+        # An idle card lowers its PCIe generation, so only the width indicates a bad slot.
         yield warn(subject, f"PCIe runs at x{width} of x{widest}", "reseat the card, or use another node")
     if row["clocks_throttle_reasons.hw_thermal_slowdown"] == "Active":
         yield warn(subject, "throttled because it is too hot", "check its cooling, or use another node")

@@ -15,7 +15,7 @@ from runner.chaos.scene import TRAINING, CampaignFailed, Effect, Fault
 
 
 def fault(name: str, **options: bool) -> Fault:
-    return Fault(name, Effect.ATTEMPT, lambda scene: "done", TRAINING, **options)  # type: ignore[arg-type]
+    return Fault(name, Effect.ATTEMPT, lambda scene: "done", TRAINING, **options)
 
 
 def test_all_kinds_are_drawn_equally_often(tmp_path: Path) -> None:
