@@ -23,7 +23,7 @@ from runner.chaos.result import HALVED_TOLERANCE, NONDETERMINISTIC_TOLERANCE, Re
 from runner.chaos.round import Round, prepare_scene
 from runner.chaos.run_under_test import RunUnderTest, runner_command
 from runner.chaos.scene import CampaignFailed, Fault, JobPace
-from runner.journal.journal import Event
+from runner.journal.events import Entry
 from runner.journal.summary import summarise
 from runner.system import processes
 
@@ -144,7 +144,7 @@ class Campaign:
         self._report(f"{pace.steps} steps of {pace.step_s:.3f} s")
         return pace
 
-    def _run_fault_free(self, folder: Path) -> list[Event]:
+    def _run_fault_free(self, folder: Path) -> list[Entry]:
         with self._make_run(folder, {}) as run:
             code = run.process.wait()
             run.refresh()
@@ -153,7 +153,7 @@ class Campaign:
                     f"the job exits with {code} without any fault; fix that first. The end of "
                     f"{run.folder / 'output.log'}:\n{run.tail(2000)}"
                 )
-        return run.events
+        return run.entries
 
     @functools.cached_property
     def _is_deterministic(self) -> bool:

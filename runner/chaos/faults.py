@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from checkpointing.events import BatchShape, TrainingStarted
 from checkpointing.manifest import MANIFEST_NAME
 from checkpointing.storage import LocalStorage
 from runner.chaos.scene import TRAINING, Effect, Fault, Moment, NotApplicable, Scene
@@ -146,11 +147,11 @@ def _kill_in_next_attempt(name: str) -> Callable[[Scene], str]:
     def inject(scene: Scene) -> str:
         if not scene.tiers.catalog.committed_steps():
             raise NotApplicable("there is no checkpoint yet")
-        attempt = scene.run.all("attempt_started")[-1]["attempt"]
+        attempt = max(entry.attempt for entry in scene.run.entries)
         scene.failpoints.arm(f"{name}=kill")
         _kill_rank(scene)
         scene.run.wait(
-            lambda: scene.failpoints.has_fired(name) or scene.run.all("training_started", after=attempt + 1) or None,
+            lambda: scene.failpoints.has_fired(name) or scene.run.all(TrainingStarted, after=attempt + 1) or None,
             60.0,
         )
         return f"SIGKILL to a rank, and at {name} in the next attempt"
@@ -175,9 +176,9 @@ def _if_divisible(fault: Callable[[Scene], str]) -> Callable[[Scene], str]:
     """Limit a fault to runs whose micro-batch can be halved; the others are right to fail."""
 
     def inject(scene: Scene) -> str:
-        shapes = scene.run.all("batch_shape")
-        if shapes and shapes[-1]["micro_batch"] % 2:
-            raise NotApplicable(f"a micro-batch of {shapes[-1]['micro_batch']} cannot be halved")
+        shapes = scene.run.all(BatchShape)
+        if shapes and shapes[-1].micro_batch % 2:
+            raise NotApplicable(f"a micro-batch of {shapes[-1].micro_batch} cannot be halved")
         return fault(scene)
 
     return inject

@@ -10,8 +10,10 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
+from checkpointing.events import Committed, Resumed, TrainingStarted
+from checkpointing.storage import LocalStorage
 from checkpointing.tiers import Tiers
-from runner.journal.journal import Event
+from runner.journal.events import Backoff, Entry, RunEnded, RunStarted
 from runner.journal.summary import summarise
 
 # Share of the wall time by which the sum of all causes may differ from it.
@@ -48,71 +50,71 @@ def newest_is_intact(tiers: Tiers, damaged: set[int]) -> list[str]:
     return [f"the newest checkpoint is not intact: {last}"]
 
 
-def nothing_acknowledged_is_lost(events: Sequence[Event], damaged: Sequence[tuple[int, int]]) -> list[str]:
+def nothing_acknowledged_is_lost(entries: Sequence[Entry], damaged: Sequence[tuple[int, int]]) -> list[str]:
     """Check that every attempt resumed from the newest acknowledged checkpoint, or from a newer snapshot.
 
     Args:
-        events: The journal.
-        damaged: (number of events at that time, step) of each checkpoint that the campaign damaged.
+        entries: The journal.
+        damaged: (number of entries at that time, step) of each checkpoint that the campaign damaged.
     """
     wrong: list[str] = []
     acknowledged: set[int] = set()
     # The agent writes `resumed`, a rank `training_started`, so either may come first.
-    resumed = {event["attempt"]: event["step"] for event in events if event["event"] == "resumed"}
+    resumed = {entry.attempt: entry.event.step for entry in entries if isinstance(entry.event, Resumed)}
     harmed = list(damaged)
-    for number, event in enumerate(events):
+    for number, entry in enumerate(entries):
         while harmed and harmed[0][0] <= number:
             acknowledged.discard(harmed.pop(0)[1])
-        match event["event"]:
-            case "committed":
-                acknowledged.add(event["step"])
-            case "training_started":
-                begun, newest = event["step"], max(acknowledged, default=0)
+        match entry.event:
+            case Committed(step=step):
+                acknowledged.add(step)
+            case TrainingStarted(step=begun):
+                newest = max(acknowledged, default=0)
                 if begun < newest:
-                    wrong.append(f"attempt {event['attempt']} began at step {begun}; step {newest} had been committed")
-                recorded = resumed.get(event["attempt"], 0)
+                    wrong.append(f"attempt {entry.attempt} began at step {begun}; step {newest} had been committed")
+                recorded = resumed.get(entry.attempt, 0)
                 if begun != recorded:
                     wrong.append(
-                        f"attempt {event['attempt']} began at step {begun}; the journal says resumed at {recorded}"
+                        f"attempt {entry.attempt} began at step {begun}; the journal says resumed at {recorded}"
                     )
                 # Steps after this one are recomputed and committed once more.
                 acknowledged = {step for step in acknowledged if step <= begun}
     return wrong
 
 
-def restarts_match(events: Sequence[Event], at_least: int, at_most: int, sessions: int) -> list[str]:
+def restarts_match(entries: Sequence[Entry], at_least: int, at_most: int, sessions: int) -> list[str]:
     """Check the number of restarts and of sessions in the journal.
 
     Args:
-        events: The journal.
+        entries: The journal.
         at_least: Restarts that the faults certainly caused.
         at_most: Restarts that the faults may have caused.
         sessions: Sessions of the runner that should be in the journal.
     """
     wrong = []
-    restarts = sum(event["event"] == "backoff" for event in events)
+    restarts = sum(isinstance(entry.event, Backoff) for entry in entries)
     if not at_least <= restarts <= at_most:
         expected = str(at_least) if at_least == at_most else f"{at_least} to {at_most}"
         wrong.append(f"the journal has {restarts} restarts, the faults account for {expected}")
-    found = sum(event["event"] == "run_started" for event in events)
+    found = sum(isinstance(entry.event, RunStarted) for entry in entries)
     if found != sessions:
         wrong.append(f"the journal has {found} sessions of the runner, there were {sessions}")
     return wrong
 
 
-def exit_code_matches_journal(events: Sequence[Event], pid: int, code: int) -> list[str]:
+def exit_code_matches_journal(entries: Sequence[Entry], pid: int, code: int) -> list[str]:
     """Check that a runner that ended by itself exited with the code in its journal.
 
     Args:
-        events: The journal; a runner that was stopped early may have no events in it.
+        entries: The journal; a runner that was stopped early may have no events in it.
         pid: Process id of the runner.
         code: Exit code of the runner; negative if a signal killed it.
     """
-    begun = [number for number, event in enumerate(events) if event["event"] == "run_started"]
-    begun = [number for number in begun if events[number]["pid"] == pid]
+    events = [entry.event for entry in entries]
+    begun = [number for number, event in enumerate(events) if isinstance(event, RunStarted) and event.pid == pid]
     if code < 0 or not begun:
         return []
-    recorded = [event["exit_code"] for event in events[begun[-1] :] if event["event"] == "run_ended"][:1]
+    recorded = [event.exit_code for event in events[begun[-1] :] if isinstance(event, RunEnded)][:1]
     return (
         []
         if recorded == [code]
@@ -120,12 +122,12 @@ def exit_code_matches_journal(events: Sequence[Event], pid: int, code: int) -> l
     )
 
 
-def ledger_adds_up(events: Sequence[Event]) -> list[str]:
+def ledger_adds_up(entries: Sequence[Entry]) -> list[str]:
     """Check that every second of the wall time belongs to one cause."""
-    if not events:
+    if not entries:
         return []
-    wall = events[-1]["time"] - events[0]["time"]
-    summary = summarise(events)
+    wall = entries[-1].time - entries[0].time
+    summary = summarise(entries)
     if abs(summary.wall_s - wall) > max(_LEDGER_TOLERANCE * wall, 0.01):
         return [f"the ledger's causes sum to {summary.wall_s:.3f} s of {wall:.3f} s"]
     return []

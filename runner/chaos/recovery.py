@@ -48,12 +48,12 @@ class RecoveryWatch:
             False if the run continues without them.
         """
         run = self._scene.run
-        if run.wait(lambda: progress.num_restarts(run.events) >= wanted or None, RECOVERY_LIMIT_S):
+        if run.wait(lambda: progress.num_restarts(run.entries) >= wanted or None, RECOVERY_LIMIT_S):
             return True
         code = run.process.poll()
         if code == ExitCode.DONE:
             # The fault hit a process whose work was committed already: its death then costs no restart.
-            self.expected.min_restarts -= wanted - progress.num_restarts(run.events)
+            self.expected.min_restarts -= wanted - progress.num_restarts(run.entries)
         return code is not None
 
     def restart(self, injection: Injection, moment: Moment) -> None:
@@ -71,7 +71,7 @@ class RecoveryWatch:
         if code not in (ExitCode.PREEMPTED, ExitCode.DONE, _KILLED):
             injection.violations.append(f"the runner exited with {code}: {run.tail(500)}")
             raise RunOver
-        injection.violations += invariants.exit_code_matches_journal(run.events, run.process.pid, code)
+        injection.violations += invariants.exit_code_matches_journal(run.entries, run.process.pid, code)
         # An agent whose supervisor was killed first commits the complete snapshots that it holds.
         settle_s = END_LIMIT_S if code == _KILLED else SETTLE_S
         injection.violations += [f"left over: {left}" for left in run.leftovers(settle_s)]
@@ -84,7 +84,7 @@ class RecoveryWatch:
                 shutil.rmtree(path, ignore_errors=True)
         injection.violations += invariants.newest_is_intact(self._scene.tiers, self._scene.damaged)
         # A runner that was ended during start-up may not have written to the journal yet.
-        in_journal = progress.has_session(run.events, run.process.pid)
+        in_journal = progress.has_session(run.entries, run.process.pid)
         self.expected.sessions += in_journal or moment not in (Moment.START_UP, Moment.RESTORE)
         run.start()
         self._report(f"exit code {code}, started again")
@@ -101,7 +101,7 @@ class RecoveryWatch:
             RunOver: The run does not continue.
         """
         run = self._scene.run
-        if run.wait(lambda: progress.has_progressed(run.events, events, attempt) or None, RECOVERY_LIMIT_S):
+        if run.wait(lambda: progress.has_progressed(run.entries, events, attempt) or None, RECOVERY_LIMIT_S):
             return
         code = run.process.poll()
         if code == ExitCode.DONE or self._stopped_by_full_disk(code):
@@ -133,7 +133,7 @@ class RecoveryWatch:
         if code != ExitCode.DONE:
             ended = f"exited with {code}" if code is not None else f"did not exit within {limit_s:.0f} s"
             return False, [f"without further faults the runner {ended}: {run.tail(800)}"]
-        found += invariants.exit_code_matches_journal(run.events, run.process.pid, code)
+        found += invariants.exit_code_matches_journal(run.entries, run.process.pid, code)
         found += [f"left over: {left}" for left in run.leftovers()]
         try:
             steps = self._scene.tiers.catalog.committed_steps()

@@ -103,7 +103,7 @@ class Round:
         self._recovery = RecoveryWatch(scene, self._injections, lambda text: report(f"run {number}: {text}"))
         self._moments = MomentWaiter(scene, self._recovery, pace)
         self._shared_memory: set[Path] = set()
-        # (number of events at that time, step) of each damaged checkpoint.
+        # (number of entries at that time, step) of each damaged checkpoint.
         self._damaged: list[tuple[int, int]] = []
         self.violations: list[str] = []
 
@@ -123,19 +123,19 @@ class Round:
                 while not is_enough():
                     self._inject_next()
             finished, self.violations = self._recovery.finish(self._pace)
-        events = run.events
-        self.violations += invariants.nothing_acknowledged_is_lost(events, self._damaged)
-        sessions = progress.num_sessions_in_journal(events, expected.sessions, run.process.pid)
-        self.violations += invariants.restarts_match(events, expected.min_restarts, expected.max_restarts, sessions)
-        self.violations += invariants.ledger_adds_up(events)
+        entries = run.entries
+        self.violations += invariants.nothing_acknowledged_is_lost(entries, self._damaged)
+        sessions = progress.num_sessions_in_journal(entries, expected.sessions, run.process.pid)
+        self.violations += invariants.restarts_match(entries, expected.min_restarts, expected.max_restarts, sessions)
+        self.violations += invariants.ledger_adds_up(entries)
         self.violations += invariants.nothing_is_left(scene.tiers, run.temporary, self._shared_memory)
-        self._result.lost_steps += summarise(events).lost_steps
+        self._result.lost_steps += summarise(entries).lost_steps
         return finished
 
     @property
     def is_halved(self) -> bool:
         """Whether a fault made the run halve its micro-batch."""
-        return progress.is_halved(self._scene.run.events)
+        return progress.is_halved(self._scene.run.entries)
 
     def _inject_next(self) -> None:
         # Halving twice would leave too little of a small micro-batch.
@@ -145,12 +145,12 @@ class Round:
         fault, moment = self._draw.next(self._scene.tiers, may_halve=may_halve)
         self._moments.wait_for(moment)
         scene, run = self._scene, self._scene.run
-        step, attempt, num_events = (
-            progress.latest_step(run.events),
-            progress.latest_attempt(run.events),
-            len(run.events),
+        step, attempt, num_entries = (
+            progress.latest_step(run.entries),
+            progress.latest_attempt(run.entries),
+            len(run.entries),
         )
-        restarts = progress.num_restarts(run.events)
+        restarts = progress.num_restarts(run.entries)
         scene.damaged.clear()
         self._shared_memory |= run.shared_memory()
         try:
@@ -164,10 +164,10 @@ class Round:
         self._result.injections.append(injection)
         self._report(f"run {self._number}, step {step}: {fault.name} ({moment.value}): {what}")
         run.refresh()
-        self._damaged += [(len(run.events), step) for step in scene.damaged]
+        self._damaged += [(len(run.entries), step) for step in scene.damaged]
         ends_something = fault.effect is not Effect.NOTHING
         self._expect(fault, moment, injection, restarts)
-        self._recovery.recovered(injection, None if ends_something else attempt, num_events)
+        self._recovery.recovered(injection, None if ends_something else attempt, num_entries)
         injection.recovered_s = round(time.monotonic() - at, 2) if ends_something else None
         injection.violations += invariants.newest_is_intact(scene.tiers, scene.damaged)
         for text in injection.violations:

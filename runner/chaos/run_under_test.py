@@ -17,8 +17,10 @@ from typing import TypeVar
 
 import psutil
 
+from checkpointing.events import Event, Log
 from runner.config.environment import CONFIG_VARIABLES
-from runner.journal.journal import JOURNAL_NAME, Event, JournalReader
+from runner.journal.events import Entry, RankStarted, RunStarted
+from runner.journal.journal import JOURNAL_NAME, JournalReader
 from runner.system import processes
 
 # In the environment of all processes of a run.
@@ -30,6 +32,7 @@ START_TIMEOUT_S = 240.0
 SETTLE_S = 30.0
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Event)
 
 
 class NeverStarted(SystemExit):
@@ -44,7 +47,7 @@ class RunUnderTest:
     Attributes:
         folder: The run's folder; `tmp` in it holds its temporary files, `output.log` its output.
         command: The command that starts the run.
-        events: The journal as of the last `refresh`.
+        entries: The journal as of the last `refresh`.
         temporary: Folder of its temporary files.
         process: The supervisor.
     """
@@ -67,7 +70,7 @@ class RunUnderTest:
             on_start: Called with the supervisor's process id before it has children.
         """
         self.folder, self.command, self._on_start = folder, command, on_start
-        self.events: list[Event] = []
+        self.entries: list[Entry] = []
         self._journal = JournalReader(folder / JOURNAL_NAME)
         self._mark = uuid.uuid4().hex
         self.temporary = folder / "tmp"
@@ -105,12 +108,13 @@ class RunUnderTest:
     # -- journal and output ----------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Read the events that were added to the journal."""
-        self.events = self._journal.events()
+        """Read what was added to the journal."""
+        self.entries = self._journal.entries()
 
-    def all(self, name: str, *, after: int | None = None) -> list[Event]:
-        """Return the events of a name; with `after`, only those of later attempts."""
-        return [e for e in self.events if e["event"] == name and (after is None or e["attempt"] > after)]
+    def all(self, kind: type[E], *, after: int | None = None) -> list[E]:
+        """Return the events of a kind; with `after`, only those of later attempts."""
+        newer = (entry.event for entry in self.entries if after is None or entry.attempt > after)
+        return [event for event in newer if isinstance(event, kind)]
 
     def wait(self, find: Callable[[], T | None], timeout_s: Callable[[], float] | float) -> T | None:
         """Wait until `find` returns a value.
@@ -132,8 +136,8 @@ class RunUnderTest:
                 return found
             time.sleep(POLL_S)
 
-    def wait_for_step(self, step: int, *, after: int | None = None) -> Event:
-        """Wait for the first logged step from this one on, and return its event.
+    def wait_for_step(self, step: int, *, after: int | None = None) -> Entry:
+        """Wait for the first logged step from this one on, and return its entry.
 
         Args:
             step: The step.
@@ -142,14 +146,18 @@ class RunUnderTest:
         Raises:
             NeverStarted: The run did not get there in time, or ended.
         """
-        event = self.wait(
-            lambda: next((e for e in self.all("log", after=after) if e["step"] >= step), None), START_TIMEOUT_S
-        )
-        if event is None:
+        entry = self.wait(lambda: self._log_entry(step, after), START_TIMEOUT_S)
+        if entry is None:
             raise NeverStarted(
                 f"{' '.join(self.command)} did not reach step {step}; the end of its output:\n{self.tail(3000)}"
             )
-        return event
+        return entry
+
+    def _log_entry(self, step: int, after: int | None) -> Entry | None:
+        for entry in self.entries:
+            if isinstance(entry.event, Log) and entry.event.step >= step and (after is None or entry.attempt > after):
+                return entry
+        return None
 
     def tail(self, length: int = 300) -> str:
         """Return the end of the output, this many bytes."""
@@ -159,7 +167,7 @@ class RunUnderTest:
 
     def rank(self, rank: int) -> psutil.Process | None:
         """Return a rank of the newest process group, if it is running."""
-        pids = [e["pid"] for e in self.all("rank_started") if e["rank"] == rank]
+        pids = [event.pid for event in self.all(RankStarted) if event.rank == rank and event.pid is not None]
         return _process(pids[-1]) if pids else None
 
     def helper(self, module: str) -> psutil.Process | None:
@@ -183,7 +191,7 @@ class RunUnderTest:
             with contextlib.suppress(OSError, psutil.Error):
                 if marker in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                     found[pid] = psutil.Process(pid)
-        run_ids = [event["run_id"] for event in self.all("run_started") if "run_id" in event]
+        run_ids = [event.run_id for event in self.all(RunStarted) if event.run_id]
         for process in processes.processes_of_run(run_ids[-1], 0) if run_ids else ():
             found[process.pid] = process
         return [process for process in found.values() if _is_running(process)]

@@ -17,6 +17,7 @@ from runner.chaos.faulty_proxy import FaultyProxy, endpoint_of_environment
 from runner.chaos.memory_group import MemoryGroup
 from runner.chaos.run_under_test import RunUnderTest
 from runner.errors import ExitCode, RunnerError
+from runner.journal.events import RankStarted
 
 
 class CampaignFailed(RunnerError):
@@ -120,9 +121,9 @@ class Scene:
 
     def ranks(self) -> list[psutil.Process]:
         """Return the running ranks of the newest attempt."""
-        started = self.run.all("rank_started")
-        newest = max((event["attempt"] for event in started), default=0)
-        numbers = sorted({event["rank"] for event in started if event["attempt"] == newest})
+        started = [(entry.attempt, entry.event) for entry in self.run.entries if isinstance(entry.event, RankStarted)]
+        newest = max((attempt for attempt, _ in started), default=0)
+        numbers = sorted({event.rank for attempt, event in started if attempt == newest})
         return [process for number in numbers if (process := self.run.rank(number)) is not None]
 
 

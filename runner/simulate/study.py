@@ -79,7 +79,7 @@ def scenario_of(
     """Build the scenario of a command line.
 
     Args:
-        events: Journal of a run to measure durations from; may be empty.
+        entries: Journal of a run to measure durations from; may be empty.
         work_hours: Hours of steps.
         mttf_hours: Mean hours between failures; None for no failures.
         reclaims_per_day: Announced reclaims of spot nodes per day.

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from common import ROOT, machine, spread, undisturbed
 
+from checkpointing.events import Log
 from runner.chaos.run_under_test import RunUnderTest, runner_command
 from runner.system import processes
 
@@ -40,7 +41,7 @@ def measure(folder: Path, ranks: int, steps: int) -> tuple[float, float]:
         if run.process.poll() != 0:
             sys.exit(f"the job on {ranks} ranks ended with {run.process.poll()}:\n{run.tail(2000)}")
         run.refresh()
-        entries = run.all("log")[NUM_COLD_ENTRIES:]
+        entries = [event.metrics for event in run.all(Log)[NUM_COLD_ENTRIES:]]
     rates = [entry["tokens_per_s"] for entry in entries if entry.get("tokens_per_s")]
     shares = [entry.get("communication_share", 0.0) for entry in entries]
     return statistics.median(rates), statistics.median(shares)

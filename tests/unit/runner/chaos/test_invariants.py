@@ -9,13 +9,17 @@ import pytest
 
 from checkpointing.tiers import open_tiers
 from runner.chaos import invariants
+from runner.journal.events import Entry, parse
 
 
-def journal(*entries: tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Events a second apart."""
-    return [
+def journal(*entries: tuple[str, dict[str, Any]]) -> list[Entry]:
+    """Entries a second apart."""
+    lines = [
         {"time": 100.0 + number, "event": name, "attempt": 1, **rest} for number, (name, rest) in enumerate(entries)
     ]
+    parsed = [entry for line in lines if (entry := parse(line)) is not None]
+    assert [entry.event.name for entry in parsed] == [name for name, _ in entries]
+    return parsed
 
 
 BEGUN = ("training_started", {"step": 0, "total_steps": 50})
@@ -24,7 +28,7 @@ COMMITTED = ("committed", {"step": 20})
 
 def again(step: int, told: int | None) -> list[tuple[str, dict[str, Any]]]:
     """The second attempt begins."""
-    resumed = [("resumed", {"step": told, "attempt": 2})] if told is not None else []
+    resumed = [("resumed", {"step": told, "attempt": 2, "source": "memory"})] if told is not None else []
     return [*resumed, ("training_started", {"step": step, "attempt": 2})]
 
 
@@ -52,7 +56,8 @@ def test_what_the_journal_says_of_the_resume_is_so() -> None:
 
 
 def test_restarts_and_sessions_are_counted() -> None:
-    events = journal(("run_started", {}), ("backoff", {}), ("run_started", {}), ("backoff", {}))
+    backoff = ("backoff", {"delay_s": 1.0})
+    events = journal(("run_started", {}), backoff, ("run_started", {}), backoff)
     assert invariants.restarts_match(events, 1, 2, 2) == []
     assert invariants.restarts_match(events, 3, 3, 2) == ["the journal has 2 restarts, the faults account for 3"]
     assert invariants.restarts_match(events, 0, 1, 2)
@@ -88,8 +93,11 @@ def test_a_checkpoint_that_is_not_whole_is_seen(tmp_path: Path) -> None:
     [(0, 0, False), (75, 75, False), (0, 75, True), (76, None, True), (-9, None, False)],
 )
 def test_a_runner_ends_with_the_code_of_its_journal(code: int, told: int | None, wrong: bool) -> None:
-    before = [("run_started", {"pid": 6}), ("run_ended", {"exit_code": 75})]
-    ended = [("run_ended", {"exit_code": told})] if told is not None else []
+    before: list[tuple[str, dict[str, Any]]] = [
+        ("run_started", {"pid": 6}),
+        ("run_ended", {"exit_code": 75, "state": "preempted"}),
+    ]
+    ended = [("run_ended", {"exit_code": told, "state": "failed"})] if told is not None else []
     events = journal(*before, ("run_started", {"pid": 7}), *ended)
     assert bool(invariants.exit_code_matches_journal(events, 7, code)) is wrong
     # It was stopped before it had begun to tell.

@@ -14,6 +14,7 @@ from runner.chaos.recovery import RecoveryWatch, RunOver
 from runner.chaos.result import Injection
 from runner.chaos.scene import FailpointFile, JobPace, Moment, Scene
 from runner.errors import ExitCode
+from runner.journal.events import Entry, parse
 
 
 class Process:
@@ -31,8 +32,8 @@ class Process:
 class Run:
     """Answers as `RunUnderTest` does, without processes and without waiting."""
 
-    def __init__(self, folder: Path, code: int | None, events: list[dict[str, Any]]) -> None:
-        self.process, self.events, self.num_starts = Process(code), events, 0
+    def __init__(self, folder: Path, code: int | None, entries: list[Entry]) -> None:
+        self.process, self.entries, self.num_starts = Process(code), entries, 0
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
 
@@ -52,8 +53,9 @@ class Run:
         self.num_starts += 1
 
 
-def scene_of(folder: Path, code: int | None, *events: dict[str, Any]) -> tuple[Scene, Any]:
-    run: Any = Run(folder, code, list(events))
+def scene_of(folder: Path, code: int | None, *lines: dict[str, Any]) -> tuple[Scene, Any]:
+    entries = [entry for line in lines if (entry := parse({"time": 1.0, **line})) is not None]
+    run: Any = Run(folder, code, entries)
     tiers = open_tiers(str(folder / "checkpoints"))
     return Scene(run, tiers, random.Random(1), FailpointFile(folder / "failpoints")), run
 
@@ -118,7 +120,7 @@ def test_a_fault_that_goes_unnoticed_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_new_step_has_not_recovered(tmp_path: Path) -> None:
-    scene, _ = scene_of(tmp_path, None, {"event": "log", "attempt": 1, "step": 3})
+    scene, _ = scene_of(tmp_path, None, {"event": "log", "attempt": 1, "step": 3, "loss": 1.0})
     record = injection()
     with pytest.raises(RunOver):
         watch(scene).recovered(record, 1, 1)
