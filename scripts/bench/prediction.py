@@ -3,7 +3,7 @@
     python scripts/bench/prediction.py --rounds 4 --docs
 
 One run with a few kills teaches the simulation how long things take here (`--from`). Then the job runs again and again,
-with kills at times of an exponential distribution that is drawn anew for each run. Compared are a run's goodput, by its
+with kills at times of an exponential distribution that is redrawn for each run. Compared are a run's goodput, by its
 ledger, with the simulation of the very failures that struck it, and the mean of all runs with the forecast, which knows
 the mean time between failures alone.
 """
