@@ -17,7 +17,6 @@ import psutil
 
 from checkpointing.events import BatchShape, TrainingStarted
 from checkpointing.manifest import MANIFEST_NAME
-from checkpointing.storage import LocalStorage
 from runner.chaos.scene import TRAINING, Effect, Fault, Moment, NotApplicable, Scene
 
 # A failpoint that was not reached within this time is not on this run's path (no S3, nothing to prune).
@@ -211,7 +210,7 @@ def _run_out(scene: Scene) -> str:
 def _damage(scene: Scene, how: Callable[[Path, random.Random], str]) -> str:
     """Kill all processes and damage the newest checkpoint, so that only an older one can be resumed from."""
     storage = scene.tiers.durable
-    if not isinstance(storage, LocalStorage) or scene.tiers.local is not None:
+    if storage.root is None or scene.tiers.local is not None:
         raise NotApplicable("checkpoints are not in one local folder")
     if len(scene.tiers.catalog.committed_steps()) < 2:
         raise NotApplicable("there are fewer than two checkpoints")

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.events import Committed, Resumed, TrainingStarted
-from checkpointing.storage import LocalStorage
 from checkpointing.tiers import Tiers
 from runner.journal.events import Backoff, Entry, RunEnded, RunStarted
 from runner.journal.summary import summarise
@@ -143,7 +142,7 @@ def nothing_is_left(tiers: Tiers, temporary: Path, shared_memory: Collection[Pat
     """
     wrong = []
     for storage in tiers.nearest_first:
-        if isinstance(storage, LocalStorage):
+        if storage.root is not None:
             # Quarantined checkpoints and the fence are there on purpose.
             left = [path.name for path in storage.root.iterdir() if ".tmp" in path.name]
             wrong += [f"{storage.root}: {name} is left over" for name in left]

@@ -156,9 +156,9 @@ class Fault:
         if "local." in self.name or self.name.startswith(("disk", "I/O")):
             return any(storage.root is not None for storage in tiers.nearest_first)
         if "remote." in self.name or self.name.startswith("upload"):
-            return not isinstance(tiers.durable, LocalStorage)
+            return tiers.durable.root is None
         if self.disturbs_network:
-            return not isinstance(tiers.durable, LocalStorage) and endpoint_of_environment() is not None
+            return tiers.durable.root is None and endpoint_of_environment() is not None
         if self.damages:
             return tiers.durable.root is not None and tiers.local is None
         return True

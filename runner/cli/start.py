@@ -244,13 +244,11 @@ def _start_over(config: Any, directory: Any, overwrite: bool) -> bool:
     Raises:
         UsageError: There is an earlier run that may not or cannot be moved.
     """
-    from checkpointing.storage import LocalStorage
-
     tiers = config.tiers
     steps = {step for storage in tiers.nearest_first for step in storage.steps()}
-    if not steps and not isinstance(tiers.durable, LocalStorage) and tiers.durable.read_note() is not None:
+    if not steps and tiers.durable.root is None and tiers.durable.sidecars.read_restart_state() is not None:
         # The stored state of another run's failures does not apply to this one.
-        tiers.durable.write_note(b"{}")
+        tiers.durable.sidecars.write_restart_state(b"{}")
     if not steps and not directory.journal.exists():
         return False
     if not overwrite:

@@ -126,7 +126,7 @@ class CheckpointConfig(_Section):
 
     @property
     def local_retention(self) -> Retention:
-        """What `local_tier` keeps."""
+        """Retention of `local_tier`."""
         return Retention(keep_last=self.local_keep_last)
 
     @property

@@ -1,1 +1,1 @@
-"""Hardware of this node: GPUs and the bandwidth of storage."""
+"""Hardware of this node: GPUs."""

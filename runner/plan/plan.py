@@ -271,17 +271,13 @@ def _rates(config: Config, state_bytes: int) -> tuple[float, float]:
     storage = config.tiers.durable
     try:
         storage.probe()
-        if isinstance(storage, RemoteStorage):
-            return object_rates(storage.store, state_bytes)
-        if isinstance(storage, LocalStorage):
-            rate, _ = disk_rate(storage, state_bytes)
-            if rate:
-                # Reading is rarely slower than writing, and a measurement would only see the page cache.
-                return rate, rate
-            raise UsageError(f"checkpoint.location={storage.location!r} has no space for a measurement; free some")
+        rates = storage.measure(state_bytes)
     except (CheckpointError, OSError) as error:
         text = getattr(error, "strerror", None) or str(error)
         raise UsageError(
             f"checkpoint.location={storage.location!r} cannot be used: {text}; fix that or set another"
         ) from None
-    raise UsageError(f"checkpoint.location={storage.location!r} cannot be measured; use a folder or an s3:// URL")
+    if rates is None:
+        raise UsageError(f"checkpoint.location={storage.location!r} has no space for a measurement; free some")
+    # Reading from a disk is rarely slower than writing, and a measurement would only see the page cache.
+    return rates.write, rates.read or rates.write
