@@ -9,13 +9,13 @@ from runner.errors import ExitCode
 
 
 def main() -> None:
-    """As `runner.cli.main.main`; one line where the packages of the supervisor are not installed."""
+    """Run the command line; report missing packages in one line."""
     try:
         from runner.cli.main import main as run
 
         run()
     except ModuleNotFoundError as error:
-        # One of our own modules missing is a fault of ours.
+        # A missing module of this distribution is a bug, which deserves its traceback.
         if error.name is None or error.name.partition(".")[0] in ("runner", "checkpointing"):
             raise
         print(f"runner: error: {not_installed(error.name, 'runner')}", file=sys.stderr)

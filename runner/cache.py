@@ -1,7 +1,7 @@
-"""What a run computes once (tokenizer, tokenised data), and how it is kept from going on with half of it.
+"""The cache of what a run computes once (tokenizer, tokenised data), protected against incomplete files.
 
-The libraries that write there rename files that are not durable yet: after a power cut they have their names, and no
-content. So whatever is there is made durable and then listed, and what is not on the list does not survive a start.
+The libraries that write to it rename files that are not durable yet, so a power cut can leave files with a name but
+without their content. Therefore the cache is made durable and then listed; a start removes files that are not listed.
 """
 
 from __future__ import annotations
@@ -18,30 +18,38 @@ _TEMPORARY_NAME = f".{_LIST_NAME}.tmp"
 
 
 def seal(cache: Path) -> None:
-    """Make everything in it durable, and say so; where that cannot be done, it is computed again after a start."""
+    """Make all files durable and list them. If that fails, they are recomputed after the next start.
+
+    Args:
+        cache: Folder of the cache.
+    """
     sizes = _sizes(cache)
     if sizes == _sealed(cache):
         return
-    # A full disk, or another rank's temporary file that has just gone.
+    # The disk may be full, or another rank may just have removed a temporary file.
     with contextlib.suppress(OSError):
         fsync_tree(cache)
         replace_file(cache / _LIST_NAME, json.dumps(sizes).encode(), cache / _TEMPORARY_NAME)
 
 
 def discard_unsealed(cache: Path) -> None:
-    """Remove what may be torn; it will be computed again."""
+    """Remove files that are not listed with their size; they will be recomputed.
+
+    Args:
+        cache: Folder of the cache.
+    """
     sealed = _sealed(cache)
     for name, size in _sizes(cache).items():
         if sealed.get(name) != size:
             with contextlib.suppress(OSError):
                 (cache / name).unlink()
     for folder, _, _ in os.walk(cache, topdown=False):
-        with contextlib.suppress(OSError):  # not empty
+        with contextlib.suppress(OSError):  # The folder is not empty.
             Path(folder).rmdir()
 
 
 def _sizes(cache: Path) -> dict[str, int]:
-    """Of every file there, by its path."""
+    """Return the size of every file in bytes, by relative path."""
     found = {}
     for folder, _, files in os.walk(cache):
         for name in files:

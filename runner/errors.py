@@ -1,12 +1,14 @@
 """Exit codes, and the errors that lead to them.
 
 RunnerError
-├── UsageError          2   the user's configuration or command line; one line, no traceback
+├── UsageError          2   the configuration or the command line is wrong
 ├── RunBusy             2   another runner works on this run
-├── LaunchError         78  the launcher or agent cannot be started at all
-│   └── HelperKilled        it was killed while it started: tried again
-├── CheckpointsMissing  81  the location does not hold what the journal says was committed
-└── PeersMissing        76  another machine of the run does not come (back)
+├── StorageFull         74  there is no space for checkpoints
+├── LaunchError         78  the launcher or the agent cannot be started
+│   └── HelperKilled        it was killed while it started; retried
+├── CheckpointsMissing  81  the location lacks checkpoints that the journal lists as committed
+├── GpuMissing          80  none of this node's GPUs can be used
+└── PeersMissing        76  another node of the run does not join in time
 """
 
 from __future__ import annotations
@@ -62,19 +64,23 @@ class ExitCode(IntEnum):
 
 
 class RunnerError(Exception):
-    """Base of the errors that end `runner` with one clear line."""
+    """Base of the errors that end `runner` with one line instead of a traceback.
+
+    Attributes:
+        exit_code: Exit code of the process.
+    """
 
     exit_code = ExitCode.DETERMINISTIC
 
 
 class UsageError(RunnerError):
-    """The configuration or the command line is wrong; the text names the key, the value and what is allowed."""
+    """The configuration or the command line is wrong. The text names the key, the value and what is allowed."""
 
     exit_code = ExitCode.USAGE
 
 
 class StorageFull(RunnerError):
-    """There is no room for checkpoints."""
+    """There is no space for checkpoints."""
 
     exit_code = ExitCode.STORAGE_FAILED
 
@@ -86,7 +92,7 @@ class RunBusy(RunnerError):
 
 
 class CheckpointsMissing(RunnerError):
-    """The location does not hold what this run has committed: it is another place, or an empty one."""
+    """The location lacks checkpoints that this run committed: it is another location, or it was emptied."""
 
     exit_code = ExitCode.NO_VALID_CHECKPOINT
 
@@ -96,16 +102,16 @@ class LaunchError(RunnerError):
 
 
 class HelperKilled(LaunchError):
-    """The launcher or the checkpoint agent was killed while it started, by somebody or for want of memory."""
+    """The launcher or the checkpoint agent was killed while it started, by a user or because memory ran out."""
 
 
 class GpuMissing(RunnerError):
-    """This machine has GPUs, and none of them can be used."""
+    """This node has GPUs, but none of them can be used."""
 
     exit_code = ExitCode.BAD_NODE
 
 
 class PeersMissing(RunnerError):
-    """Another machine of the run did not come, or did not come back, in time."""
+    """Another node of the run did not join, or did not rejoin, in time."""
 
     exit_code = ExitCode.BUDGET_SPENT

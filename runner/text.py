@@ -1,19 +1,19 @@
-"""Figures as people read them."""
+"""Numbers with units, for people."""
 
 from __future__ import annotations
 
 
 def gb(nbytes: int) -> str:
-    """As people read it."""
+    """Format a number of bytes: 24.18 GB, 3.20 MB."""
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10_000_000 else f"{nbytes / 1e6:.2f} MB"
 
 
 def duration(seconds: float) -> str:
-    """As people say it: 42 s, 3 min 20 s, 5 h 12 min, 2 d 4 h."""
+    """Format a duration: 9.5 s, 42 s, 3 min 20 s, 5 h 12 min, 2 d 4 h."""
     seconds = max(seconds, 0.0)
     if seconds < 9.95:
         return f"{seconds:.1f} s"
-    # Rounded once: 119.7 s are two minutes, not one and 60 s.
+    # Rounding once avoids "1 min 60 s" for 119.7 s.
     seconds = round(seconds)
     if seconds < 60:
         return f"{seconds:.0f} s"

@@ -1,8 +1,8 @@
-"""The runs: one in peace, then as many under faults as it takes to strike all of them; all must end in the same bits.
+"""A fault-free run, then runs under faults until enough were injected; all must end bit-identical.
 
-A fault strikes at a random moment: while an attempt starts, while it restores, in mid-step, around a save. What comes
-of it is waited for, as a user would: by the journal and by the exit code. A runner that has ended is started again, as
-Kubernetes or Slurm would.
+A fault is injected at a random moment: while an attempt starts, while it restores, in mid-step, around a save. Its
+consequences are observed as a user would: by the journal and by the exit code. A runner that exited is started again,
+as Kubernetes or Slurm would.
 """
 
 from __future__ import annotations
@@ -16,161 +16,177 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from runner.chaos.draw import FaultDraw
 from runner.chaos.faults import FAULTS
-from runner.chaos.locations import Places
-from runner.chaos.result import HALVED_TOLERANCE, UNSTEADY_TOLERANCE, Result
-from runner.chaos.round import Round
-from runner.chaos.run_under_test import Subject, runner_command
-from runner.chaos.scene import Fault, Moment, Scene
-from runner.errors import ExitCode, RunnerError
-from runner.journal.journal import Event
+from runner.chaos.locations import Locations
+from runner.chaos.result import HALVED_TOLERANCE, NONDETERMINISTIC_TOLERANCE, Result
+from runner.chaos.round import Round, prepare_scene
+from runner.chaos.run_under_test import RunUnderTest, runner_command
+from runner.chaos.scene import CampaignFailed, Fault, JobPace
+from runner.journal.events import Entry
 from runner.journal.summary import summarise
 from runner.system import processes
 
-# Budgets and waits are for strangers; here faults are expected.
+# Faults are expected here, so neither the restart budget nor the backoff may end or delay a run.
 SETTINGS = ("restart.max_restarts=1000000", "restart.backoff_max_s=0.2", "restart.backoff_jitter_s=0.05")
-
-
-class CampaignFailed(RunnerError):
-    """The job does not even end well in peace."""
-
-    exit_code = ExitCode.USAGE
+# Rounds in a row without any fault (none was applicable) after which the campaign ends.
+_MAX_EMPTY_ROUNDS = 3
 
 
 class Campaign:
-    """A job, its reference, and the faults that it is to survive."""
+    """A job, its fault-free run, and the faults that the job should survive."""
 
     def __init__(
         self,
         folder: Path,
         options: Sequence[str],
         *,
-        places: Places,
+        locations: Locations,
         seed: int,
         faults: Sequence[Fault] = FAULTS,
         tolerance: float | None = None,
-        tell: Callable[[str], None] = print,
+        report: Callable[[str], None] = print,
     ) -> None:
-        """`options` are `runner start`'s. With a tolerance, bits may differ by that share of a tensor's norm."""
-        self._folder, self.places = folder, places
+        """Prepare a campaign.
+
+        Args:
+            folder: Holds the folders of all runs.
+            options: Options of `runner start` that describe the job.
+            locations: Where the runs keep their checkpoints.
+            seed: Of faults and moments.
+            faults: The kinds of faults to inject.
+            tolerance: Share of a tensor's norm by which results may differ; None for bit-identical.
+            report: Receives progress, a line at a time.
+        """
+        self._folder, self._locations = folder, locations
         self._options = [*options, *(part for setting in SETTINGS for part in ("--set", setting))]
-        self.random = random.Random(seed)
-        self._faults, self._tolerance, self._tell = list(faults), tolerance, tell
+        self._random = random.Random(seed)
+        self._faults, self._tolerance, self._print = list(faults), tolerance, report
         self._began = time.monotonic()
         self.result = Result()
 
     def run(self, num_faults: int, *, seconds: float | None = None, keep: bool = False) -> Result:
-        """Strike so many faults, and for so many seconds where that is given.
+        """Inject at least this many faults, for at least this long.
 
         Args:
-            keep: leave the folders of runs that ended well, too.
+            num_faults: Number of faults.
+            seconds: Duration in seconds; None if only the number counts.
+            keep: Keep the folders of runs that passed, too.
 
         Raises:
-            CampaignFailed: the job does not end well in peace.
+            CampaignFailed: The job fails without faults.
         """
         processes.become_subreaper()
-        self._reference()
-        stalled = 0
-        while not self._enough(num_faults, seconds) and stalled < 3:
-            before = len(self.result.strikes)
-            number = self.result.runs + 1
-            folder = self._folder / f"run-{number}"
-            well = Round(self, number, folder, num_faults, seconds).run()
-            if well and not keep:
-                self.places.remove(folder)
-            stalled = stalled + 1 if len(self.result.strikes) == before else 0
+        pace = self._run_reference()
+        draw = FaultDraw(self._faults, self._random, self.result)
+        is_enough = functools.partial(self._is_enough, num_faults, seconds)
+        num_empty = 0
+        while not is_enough() and num_empty < _MAX_EMPTY_ROUNDS:
+            before = len(self.result.injections)
+            folder = self._folder / f"run-{self.result.runs + 1}"
+            if self._run_round(folder, draw, pace, is_enough) and not keep:
+                self._locations.remove(folder)
+            num_empty = num_empty + 1 if len(self.result.injections) == before else 0
         self.result.total_s = time.monotonic() - self._began
         return self.result
 
-    def _enough(self, num_faults: int, seconds: float | None) -> bool:
-        done = len(self.result.strikes) >= num_faults
+    def _is_enough(self, num_faults: int, seconds: float | None) -> bool:
+        done = len(self.result.injections) >= num_faults
         return done and (seconds is None or time.monotonic() - self._began >= seconds)
 
-    def say(self, text: str) -> None:
-        self._tell(f"[{time.monotonic() - self._began:6.0f} s] {text}")
+    def _report(self, text: str) -> None:
+        self._print(f"[{time.monotonic() - self._began:6.0f} s] {text}")
 
-    def subject(
+    def _make_run(
         self, folder: Path, environment: dict[str, str], on_start: Callable[[int], None] = lambda pid: None
-    ) -> Subject:
+    ) -> RunUnderTest:
         folder.mkdir(parents=True, exist_ok=True)
-        command = runner_command(folder, *self._options, *self.places.settings(folder))
-        return Subject(command, folder, environment, on_start)
+        command = runner_command(folder, *self._options, *self._locations.settings(folder))
+        return RunUnderTest(command, folder, environment, on_start)
 
-    def _reference(self) -> None:
-        self.say("the run in peace")
+    def _run_round(self, folder: Path, draw: FaultDraw, pace: JobPace, is_enough: Callable[[], bool]) -> bool:
+        """Run the job under faults and compare it with the fault-free run; return whether it passed."""
+        result = self.result
+        result.runs += 1
+        number, before = result.runs, len(result.all_violations)
+        with prepare_scene(folder, self._locations, self._random, self._make_run) as scene:
+            current = Round(number, scene, draw, pace, result, self._report)
+            finished = current.run(is_enough)
+            result.violations += [f"run {number}: {text}" for text in current.violations]
+            is_halved = current.is_halved
+            differences = self._compare(folder, is_halved=is_halved) if finished else ["the run did not finish"]
+        if not differences:
+            result.identical, result.close = result.identical + (not is_halved), result.close + is_halved
+        result.differences += [f"run {number}: {text}" for text in differences]
+        new_violations = result.all_violations[before:]
+        passed = not differences and not new_violations
+        verdict = "FAILED"
+        if passed:
+            verdict = f"passed (micro-batch halved, losses within {HALVED_TOLERANCE:.0%})" if is_halved else "passed"
+        self._report(f"run {number}: {verdict}, {len(result.injections)} faults so far")
+        for text in [*new_violations, *differences]:
+            self._report(f"  {text}")
+        return passed
+
+    def _run_reference(self) -> JobPace:
+        self._report("the fault-free run")
         self._reference_folder = self._folder / "reference"
-        run = summarise(self._in_peace(self._reference_folder))
+        run = summarise(self._run_fault_free(self._reference_folder))
         if run.total_steps is None or not run.committed:
-            raise CampaignFailed(f"the job has committed no checkpoint; see {self._reference_folder / 'output.log'}")
+            raise CampaignFailed(
+                f"the job committed no checkpoint; see {self._reference_folder / 'output.log'}, and set "
+                "trainer.save_steps below the number of steps"
+            )
         self.result.steps = run.total_steps
         attempt = run.attempts[-1]
-        trained = (attempt.last_step_at or 0.0) - (attempt.training_began or 0.0)
-        self.step_s = max(trained / max(run.total_steps, 1), 1e-3)
-        self.say(f"{run.total_steps} steps of {self.step_s:.3f} s")
+        trained_s = (attempt.last_step_at or 0.0) - (attempt.training_began or 0.0)
+        pace = JobPace(run.total_steps, max(trained_s / max(run.total_steps, 1), 1e-3))
+        self._report(f"{pace.steps} steps of {pace.step_s:.3f} s")
+        return pace
 
-    def _in_peace(self, folder: Path) -> list[Event]:
-        with self.subject(folder, {}) as subject:
-            code = subject.process.wait()
-            subject.refresh()
+    def _run_fault_free(self, folder: Path) -> list[Entry]:
+        with self._make_run(folder, {}) as run:
+            code = run.process.wait()
+            run.refresh()
             if code != 0:
                 raise CampaignFailed(
-                    f"the job ends with {code} without any fault; see {subject.folder / 'output.log'}:\n"
-                    f"{subject.tail(2000)}"
+                    f"the job exits with {code} without any fault; fix that first. The end of "
+                    f"{run.folder / 'output.log'}:\n{run.tail(2000)}"
                 )
-        return subject.events
+        return run.entries
 
     @functools.cached_property
-    def _steady(self) -> bool:
-        """Whether the job ends in the same bits when it is run in peace again."""
-        self.say("bits differ: the run in peace once more, to see whether it is the faults")
+    def _is_deterministic(self) -> bool:
+        """Whether a second fault-free run ends bit-identical to the first one."""
+        self._report("results differ: repeating the fault-free run to see whether the job is deterministic")
         folder = self._folder / "reference-again"
-        self._in_peace(folder)
+        self._run_fault_free(folder)
         differences = self._differences(folder)
         if differences:
-            self.result.unsteady = True
-            self.say(
-                f"it is not: the job itself ends in other bits each time ({differences[0]}). Compared within "
-                f"{UNSTEADY_TOLERANCE:g} of each tensor's norm from now on; --deterministic may mend it"
+            self.result.nondeterministic = True
+            self._report(
+                f"the job is nondeterministic: two fault-free runs differ ({differences[0]}). From now on results are "
+                f"compared within {NONDETERMINISTIC_TOLERANCE:g} of each tensor's norm; try --deterministic"
             )
         return not differences
 
-    def compare(self, folder: Path, *, halved: bool) -> list[str]:
-        """What differs between the last checkpoints of a run and of the one in peace."""
-        tolerance = UNSTEADY_TOLERANCE if self.result.unsteady and self._tolerance is None else self._tolerance
-        if halved:
+    def _compare(self, folder: Path, *, is_halved: bool) -> list[str]:
+        """Return what differs between the last checkpoints of a run and of the fault-free run."""
+        is_relaxed = self.result.nondeterministic and self._tolerance is None
+        tolerance = NONDETERMINISTIC_TOLERANCE if is_relaxed else self._tolerance
+        if is_halved:
             return self._differences(folder, losses=HALVED_TOLERANCE)
         differences = self._differences(folder, tolerance=tolerance)
-        if differences and tolerance is None and not self._steady:
-            return self._differences(folder, tolerance=UNSTEADY_TOLERANCE)
+        if differences and tolerance is None and not self._is_deterministic:
+            return self._differences(folder, tolerance=NONDETERMINISTIC_TOLERANCE)
         return differences
 
     def _differences(self, folder: Path, **options: float | None) -> list[str]:
         folders = (self._reference_folder, folder)
-        places = [json.dumps([self.places.location(f), self.places.local_tier(f)]) for f in folders]
-        command = [sys.executable, "-m", "runner.chaos.compare", *places]
+        pairs = [json.dumps([self._locations.location(f), self._locations.local_tier(f)]) for f in folders]
+        command = [sys.executable, "-m", "runner.chaos.compare", *pairs]
         command += [f"--{name}={value}" for name, value in options.items() if value is not None]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             return [f"the comparison failed: {done.stderr[-1000:]}"]
         return list(json.loads(done.stdout))
-
-    def draw(self, scene: Scene, *, may_halve: bool) -> tuple[Fault, Moment]:
-        """A fault and its moment; all kinds equally often."""
-        fitting = [fault for fault in self._faults if fault.fits(scene.tiers) and (may_halve or not fault.halves)]
-        if not fitting:
-            raise CampaignFailed("none of the chosen faults can strike where this job's checkpoints lie")
-        struck = [strike.fault for strike in self.result.strikes]
-        tries = {fault.name: struck.count(fault.name) + self._num_skipped(fault.name) for fault in fitting}
-        least = min(tries.values())
-        fault = self.random.choice([fault for fault in fitting if tries[fault.name] == least])
-        return fault, self.random.choice(fault.moments)
-
-    @property
-    def all_halve(self) -> bool:
-        return all(fault.halves for fault in self._faults)
-
-    def _num_skipped(self, name: str) -> int:
-        return self.result.skipped.get(name, (0, ""))[0]
-
-    def skip(self, fault: Fault, why: str) -> None:
-        self.result.skipped[fault.name] = (self._num_skipped(fault.name) + 1, why)

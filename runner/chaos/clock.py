@@ -1,7 +1,7 @@
-"""A wall clock that jumps, for one training alone: a library that stands before libc's and adds an offset.
+"""A wall clock that jumps for one run only: a preloaded library that adds an offset to libc's clock.
 
-libfaketime 0.9.10 cannot do it: told to leave the monotonic clock alone, as a wrong time server would, it refuses every
-sleep until a time of that clock (EINVAL), which is how Python sleeps.
+libfaketime 0.9.10 cannot do this. With DONT_FAKE_MONOTONIC, which imitates a wrong time server, it refuses every sleep
+until a time of the monotonic clock (EINVAL), which is how Python sleeps.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 
 OFFSET_ENV = "CHAOS_CLOCK_OFFSET"
 
-# Deadlines of semaphores and conditions are wall-clock times unless somebody has asked for the monotonic clock, whose
-# times are small: the kernel, whose clock has not jumped, is given the deadline of its own clock.
+# Deadlines of semaphores and conditions are wall-clock times, except those of the monotonic clock, which are small
+# numbers. The kernel's clock has not jumped, so it gets the deadline without the offset.
 _SOURCE = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -41,7 +41,7 @@ __attribute__((constructor)) static void open_offset(void) {
 }
 
 static void *libc(const char *name) {
-    void *found = dlvsym(RTLD_NEXT, name, "GLIBC_2.3.2");  /* x86-64 has an older one, too */
+    void *found = dlvsym(RTLD_NEXT, name, "GLIBC_2.3.2");  /* x86-64 has an older version of some symbols */
     return found ? found : dlsym(RTLD_NEXT, name);
 }
 
@@ -92,29 +92,33 @@ int pthread_cond_timedwait(pthread_cond_t *restrict condition, pthread_mutex_t *
 
 
 class Clock:
-    """The wall clock of the processes that are started with `environment`."""
+    """The wall clock of the processes that are started with `environment`.
+
+    Attributes:
+        environment: Environment variables that preload the library.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Build the library in `folder`.
 
         Raises:
-            OSError: there is no C compiler, or it refuses; the text says which.
+            OSError: There is no C compiler, or it fails; the text says which.
         """
         compiler = shutil.which("cc") or shutil.which("gcc")
         if compiler is None:
-            raise OSError("no C compiler here (cc)")
+            raise OSError("cannot build the clock library: no C compiler; install cc or gcc")
         folder.mkdir(parents=True, exist_ok=True)
         source, library, offset = folder / "clock.c", folder / "clock.so", folder / "offset"
         source.write_text(_SOURCE)
         command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl", "-lpthread"]
         built = subprocess.run(command, capture_output=True, text=True)
         if built.returncode != 0:
-            raise OSError(f"{compiler} cannot build it: {built.stderr.strip()[-300:]}")
+            raise OSError(f"cannot build the clock library: {compiler}: {built.stderr.strip()[-300:]}")
         offset.write_bytes(struct.pack("q", 0))
         with offset.open("r+b") as file:
             self._page = mmap.mmap(file.fileno(), 8)
         self.environment = {"LD_PRELOAD": str(library), OFFSET_ENV: str(offset)}
 
     def set(self, seconds: int) -> None:
-        """So far ahead of the machine's clock from now on."""
+        """Set the offset from the machine's clock in seconds."""
         self._page[:] = struct.pack("q", seconds)

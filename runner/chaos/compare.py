@@ -1,12 +1,12 @@
-"""Whether two runs have ended in the same state: the files of their last checkpoints, bit for bit.
+"""Compare the files of two runs' last checkpoints, bit for bit.
 
     python -m runner.chaos.compare '["A", null]' '["B", null]' [--tolerance T | --losses T]
 
-Prints a JSON list of what differs. Each place is a location and a local tier. What is bound to differ is left out: the
-clock's times in the Trainer's history. With a tolerance (a share of a tensor's norm), for GPUs whose kernels do not add
-in the same order each time, tensors may differ by that. With `--losses`, for a run whose micro-batch was halved, only
-the course of training is compared: same steps, samples and learning rates, and losses within that share. Its sums are
-made in another order, and where there is dropout, other units are dropped.
+Prints a JSON list of differences. Each argument is a location and a local tier. Clock times in the Trainer's history
+are ignored, as they always differ. With a tolerance (a share of a tensor's norm), for GPUs whose kernels add in any
+order, tensors may differ by that share. With `--losses`, for a run whose micro-batch was halved, only the course of
+training is compared: same steps, samples and learning rates, and losses within that share. Halving changes the order of
+sums and the dropout masks.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from checkpointing.tiers import open_tiers
 
 TRAINER_STATE_NAME = "trainer_state.json"
 _CLOCK = ("_runtime", "_per_second", "tokens_per_s")
-_PLACES = ("best_model_checkpoint",)
-# Of a run whose micro-batch was halved. TRL leaves tokens of an epoch's last micro-batch out of its count by how many
-# samples there are beyond whole ones (accelerate's `gather_for_metrics`): with other micro-batches, others.
+_PATHS = ("best_model_checkpoint",)
+# For a run whose micro-batch was halved. The number of tokens is only close: accelerate's `gather_for_metrics` drops
+# samples of an epoch's last, incomplete micro-batch, and how many depends on the micro-batch.
 _EXACT = ("step", "epoch", "learning_rate")
 _CLOSE = ("loss", "eval_loss", "num_tokens")
 
 
 def main() -> None:
+    """Compare the checkpoints that the command line names."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("places", nargs=2)
+    parser.add_argument("locations", nargs=2)
     parser.add_argument("--tolerance", type=float)
     parser.add_argument("--losses", type=float)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="chaos-compare-") as scratch:
         folders = []
-        for name, place in zip("ab", options.places, strict=True):
-            location, local_tier = json.loads(place)
+        for name, argument in zip("ab", options.locations, strict=True):
+            location, local_tier = json.loads(argument)
             tiers = open_tiers(location, local_tier)
             folder = Path(scratch) / name
             newest = tiers.catalog.find(tiers.catalog.committed_steps()[-1])
@@ -55,7 +56,16 @@ def main() -> None:
 
 
 def course_differences(a: Path, b: Path, tolerance: float) -> list[str]:
-    """What differs in the course of two trainings, and whether the second has ended in numbers at all."""
+    """Compare the course of two runs: steps, learning rates, losses.
+
+    Args:
+        a: Folder of the first checkpoint.
+        b: Folder of the second checkpoint, whose weights must be finite.
+        tolerance: Share by which losses may differ.
+
+    Returns:
+        What differs, in words.
+    """
     histories = [json.loads((folder / TRAINER_STATE_NAME).read_text())["log_history"] for folder in (a, b)]
     text = ""
     for names, allowed in ((_EXACT, None), (_CLOSE, tolerance)):
@@ -73,8 +83,17 @@ def _only(names: Sequence[str], entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(a: Path, b: Path, tolerance: float | None = None) -> list[str]:
-    """What differs between two checkpoints' files; each file at most once."""
-    # A manifest says whose it is, and when it was made.
+    """Compare the files of two checkpoints.
+
+    Args:
+        a: Folder of the first checkpoint.
+        b: Folder of the second checkpoint.
+        tolerance: Share of a tensor's norm by which it may differ; None for bit-identical.
+
+    Returns:
+        What differs, in words, once per file.
+    """
+    # A manifest contains the run's name and the time of the save, which differ.
     names = [{path.name for path in folder.iterdir()} - {MANIFEST_NAME} for folder in (a, b)]
     found = [f"{name} is in one of the two only" for name in sorted(names[0] ^ names[1])]
     for name in sorted(names[0] & names[1]):
@@ -83,7 +102,7 @@ def differences(a: Path, b: Path, tolerance: float | None = None) -> list[str]:
         if name == TRAINER_STATE_NAME:
             text = _history_difference(a / name, b / name, tolerance)
         elif name.startswith("rng_state"):
-            # No tolerance, and nothing to be read from where.
+            # The states of generators are opaque: there is neither a tolerance nor a position to name.
             text = "the generators' states differ"
         elif name.endswith((".safetensors", ".pt", ".pth")):
             text = _difference(_load(a / name), _load(b / name), tolerance)
@@ -102,9 +121,9 @@ def _history_difference(a: Path, b: Path, tolerance: float | None) -> str:
 
 
 def _without_clock(value: Any) -> Any:
-    """Without what is measured by a clock, and without the folder's name."""
+    """Return the value without clock times and paths."""
     if isinstance(value, dict):
-        return {k: _without_clock(v) for k, v in value.items() if not k.endswith(_CLOCK) and k not in _PLACES}
+        return {k: _without_clock(v) for k, v in value.items() if not k.endswith(_CLOCK) and k not in _PATHS}
     return [_without_clock(item) for item in value] if isinstance(value, list) else value
 
 
@@ -116,30 +135,30 @@ def _load(path: Path) -> Any:
     return torch.load(path, weights_only=True, map_location="cpu")
 
 
-def _difference(a: Any, b: Any, tolerance: float | None, place: str = "") -> str:
-    """Where two trees of tensors and values differ first; empty: nowhere (or not by more than the tolerance)."""
+def _difference(a: Any, b: Any, tolerance: float | None, path: str = "") -> str:
+    """Describe the first difference of two trees of tensors and values; empty if there is none beyond the tolerance."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if a.shape != b.shape or a.dtype != b.dtype:
-            return f"{place}: {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}"
+            return f"{path}: {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}"
         if _raw(a) == _raw(b):
             return ""
         distance = float((a.double() - b.double()).norm() / max(float(a.double().norm()), 1e-12))
         if tolerance is not None and distance <= tolerance:
             return ""
-        return f"{place} differs by {distance:.3g} of its norm"
+        return f"{path} differs by {distance:.3g} of its norm"
     if isinstance(a, dict) and isinstance(b, dict):
         if a.keys() != b.keys():
-            return f"{place}: other keys"
+            return f"{path}: other keys"
         pairs = [(str(key), a[key], b[key]) for key in a]
     elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         if len(a) != len(b):
-            return f"{place}: {len(a)} and {len(b)} entries"
+            return f"{path}: {len(a)} and {len(b)} entries"
         pairs = [(str(index), x, y) for index, (x, y) in enumerate(zip(a, b, strict=True))]
     elif isinstance(a, float) and isinstance(b, float) and tolerance is not None:
-        return "" if abs(a - b) <= tolerance * max(abs(a), abs(b)) else f"{place}: {a} and {b}"
+        return "" if abs(a - b) <= tolerance * max(abs(a), abs(b)) else f"{path}: {a} and {b}"
     else:
-        return "" if a == b else f"{place}: {a!r} and {b!r}"
-    return next(filter(None, (_difference(x, y, tolerance, f"{place}.{key}".strip(".")) for key, x, y in pairs)), "")
+        return "" if a == b else f"{path}: {a!r} and {b!r}"
+    return next(filter(None, (_difference(x, y, tolerance, f"{path}.{key}".strip(".")) for key, x, y in pairs)), "")
 
 
 def _raw(tensor: torch.Tensor) -> bytes:

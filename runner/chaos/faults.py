@@ -1,6 +1,6 @@
-"""The catalog of faults: what can be done to a training, from outside or at a named place in its code.
+"""The catalog of faults: what can be done to a run, from outside or at a failpoint in its code.
 
-Each says what is expected to come of it, so that a campaign knows what to wait for and what to count.
+Each fault declares its expected effect, so that a campaign knows what to wait for and what to count.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from pathlib import Path
 
 import psutil
 
+from checkpointing.events import BatchShape, TrainingStarted
 from checkpointing.manifest import MANIFEST_NAME
-from runner.chaos.scene import TRAINING, Effect, Fault, Moment, NotNow, Scene
+from runner.chaos.scene import TRAINING, Effect, Fault, Moment, NotApplicable, Scene
 
-# A failpoint that has not been come by after this is not on this training's way (no S3, nothing to prune).
+# A failpoint that was not reached within this time is not on this run's path (no S3, nothing to prune).
 _REACH_S = 20.0
 _SHORT_GRACE_S = 0.3
 _CLOCK_JUMP_S = 3600
@@ -33,13 +34,13 @@ def _send(process: psutil.Process, number: signal.Signals) -> None:
     try:
         process.send_signal(number)
     except psutil.NoSuchProcess:
-        raise NotNow("it has just ended") from None
+        raise NotApplicable("the process has just ended") from None
 
 
 def _kill_rank(scene: Scene) -> str:
     ranks = scene.ranks()
     if not ranks:
-        raise NotNow("no rank lives")
+        raise NotApplicable("no rank is running")
     victim = scene.random.choice(ranks)
     _send(victim, signal.SIGKILL)
     return f"SIGKILL to rank process {victim.pid}"
@@ -48,66 +49,66 @@ def _kill_rank(scene: Scene) -> str:
 def _kill_all_ranks(scene: Scene) -> str:
     ranks = scene.ranks()
     if not ranks:
-        raise NotNow("no rank lives")
+        raise NotApplicable("no rank is running")
     for victim in ranks:
-        with contextlib.suppress(NotNow):
+        with contextlib.suppress(NotApplicable):
             _send(victim, signal.SIGKILL)
     return f"SIGKILL to {len(ranks)} ranks"
 
 
 def _kill_helper(module: str) -> Callable[[Scene], str]:
-    def strike(scene: Scene) -> str:
-        victim = scene.subject.helper(module)
+    def inject(scene: Scene) -> str:
+        victim = scene.run.helper(module)
         if victim is None:
-            raise NotNow(f"no {module} lives")
+            raise NotApplicable(f"no {module} is running")
         _send(victim, signal.SIGKILL)
         return f"SIGKILL to {victim.pid}"
 
-    return strike
+    return inject
 
 
 def _kill_supervisor(scene: Scene) -> str:
-    scene.subject.process.send_signal(signal.SIGKILL)
-    return f"SIGKILL to {scene.subject.process.pid}"
+    scene.run.process.send_signal(signal.SIGKILL)
+    return f"SIGKILL to {scene.run.process.pid}"
 
 
 def _stop_rank(scene: Scene) -> str:
     ranks = scene.ranks()
     if not ranks:
-        raise NotNow("no rank lives")
+        raise NotApplicable("no rank is running")
     victim = scene.random.choice(ranks)
     _send(victim, signal.SIGSTOP)
     return f"SIGSTOP to rank process {victim.pid}"
 
 
 def _preempt(scene: Scene) -> str:
-    scene.subject.process.send_signal(signal.SIGTERM)
-    return "SIGTERM, all the grace that it needs"
+    scene.run.process.send_signal(signal.SIGTERM)
+    return "SIGTERM, with enough grace time"
 
 
 def _preempt_short(scene: Scene) -> str:
-    """As a spot machine that is gone before it has said so."""
-    # With the machine its shared memory goes: also what only the resource tracker knows of by then.
-    shared_memory = scene.subject.shared_memory()
-    scene.subject.process.send_signal(signal.SIGTERM)
+    """Imitate a spot instance that is taken before its grace period is over."""
+    # Shared memory disappears with the node, including what only the resource tracker still knows.
+    shared_memory = scene.run.shared_memory()
+    scene.run.process.send_signal(signal.SIGTERM)
     time.sleep(scene.random.uniform(0.0, _SHORT_GRACE_S))
-    if scene.subject.process.poll() is None:
+    if scene.run.process.poll() is None:
         for number in (signal.SIGSTOP, signal.SIGKILL):
-            for process in scene.subject.alive():
+            for process in scene.run.alive():
                 with contextlib.suppress(psutil.Error):
                     process.send_signal(number)
             if number is signal.SIGSTOP:
-                shared_memory |= scene.subject.shared_memory()
+                shared_memory |= scene.run.shared_memory()
         for path in shared_memory:
             path.unlink(missing_ok=True)
-    return f"SIGTERM, and within {_SHORT_GRACE_S} s SIGKILL to all processes"
+    return f"SIGTERM, then SIGKILL to all processes within {_SHORT_GRACE_S} s"
 
 
 def _preempt_twice(scene: Scene) -> str:
-    scene.subject.process.send_signal(signal.SIGTERM)
+    scene.run.process.send_signal(signal.SIGTERM)
     time.sleep(scene.random.uniform(0.02, 0.3))
-    if scene.subject.process.poll() is None:
-        scene.subject.process.send_signal(signal.SIGTERM)
+    if scene.run.process.poll() is None:
+        scene.run.process.send_signal(signal.SIGTERM)
     return "SIGTERM twice"
 
 
@@ -115,111 +116,111 @@ def _preempt_twice(scene: Scene) -> str:
 
 
 def _at_failpoint(name: str, action: str, most: int = 1) -> Callable[[Scene], str]:
-    """Arm one, and wait until somebody has come by.
+    """Return a function that arms a failpoint and waits until it fires.
 
     Args:
-        most: it strikes at the first to this-th time, at random.
+        name: The failpoint.
+        action: What it does when it fires.
+        most: It fires at the first to this-th hit, at random.
     """
 
-    def strike(scene: Scene) -> str:
+    def inject(scene: Scene) -> str:
         number = scene.random.randint(1, most)
         scene.failpoints.arm(f"{name}={action}@{number}")
         try:
-            came = scene.subject.wait(lambda: scene.failpoints.has_fired(name) or None, _REACH_S)
+            fired = scene.run.wait(lambda: scene.failpoints.has_fired(name) or None, _REACH_S)
         finally:
-            # Fired ones stay quiet by themselves; the folder must outlive this.
+            # A failpoint that fired does not fire again, and its folder is still needed to see that.
             if not scene.failpoints.has_fired(name):
                 scene.failpoints.arm("")
-        if not came:
-            raise NotNow(f"nobody came by {name} within {_REACH_S:.0f} s")
-        return f"{action} at the {number}. {name}"
+        if not fired:
+            raise NotApplicable(f"{name} was not reached within {_REACH_S:.0f} s")
+        return f"{action} at {name}, hit {number}"
 
-    return strike
+    return inject
 
 
 def _kill_in_next_attempt(name: str) -> Callable[[Scene], str]:
-    """A rank is killed, and then who comes by that place in the next attempt."""
+    """Return a function that kills a rank, and then the process that reaches the failpoint in the next attempt."""
 
-    def strike(scene: Scene) -> str:
+    def inject(scene: Scene) -> str:
         if not scene.tiers.catalog.committed_steps():
-            raise NotNow("there is no checkpoint yet")
-        attempt = scene.subject.all("attempt_started")[-1]["attempt"]
+            raise NotApplicable("there is no checkpoint yet")
+        attempt = max(entry.attempt for entry in scene.run.entries)
         scene.failpoints.arm(f"{name}=kill")
         _kill_rank(scene)
-        scene.subject.wait(
-            lambda: (
-                scene.failpoints.has_fired(name) or scene.subject.all("training_started", after=attempt + 1) or None
-            ),
+        scene.run.wait(
+            lambda: scene.failpoints.has_fired(name) or scene.run.all(TrainingStarted, after=attempt + 1) or None,
             60.0,
         )
-        return f"SIGKILL to a rank, and to who came by {name} in the next attempt"
+        return f"SIGKILL to a rank, and at {name} in the next attempt"
 
-    return strike
+    return inject
 
 
-# -- the machine ---------------------------------------------------------------------------------------------------
+# -- the node ------------------------------------------------------------------------------------------------------
 
 
 def _jump(scene: Scene) -> str:
     if isinstance(scene.clock, str):
-        raise NotNow(scene.clock)
+        raise NotApplicable(scene.clock)
     seconds = scene.random.choice((-_CLOCK_JUMP_S, _CLOCK_JUMP_S))
     scene.clock.set(seconds)
-    scene.subject.wait(lambda: None, 3.0)
+    scene.run.wait(lambda: None, 3.0)
     scene.clock.set(0)
-    return f"by {seconds:+} s, and back after 3 s"
+    return f"clock set by {seconds:+} s, and back after 3 s"
 
 
-def _needs_a_half(strike: Callable[[Scene], str]) -> Callable[[Scene], str]:
-    """The mend is half a micro-batch: where there is none, the run would rightly end."""
+def _if_divisible(fault: Callable[[Scene], str]) -> Callable[[Scene], str]:
+    """Limit a fault to runs whose micro-batch can be halved; the others are right to fail."""
 
-    def struck(scene: Scene) -> str:
-        shapes = scene.subject.all("batch_shape")
-        if shapes and shapes[-1]["micro_batch"] % 2:
-            raise NotNow(f"a micro-batch of {shapes[-1]['micro_batch']} cannot be halved")
-        return strike(scene)
+    def inject(scene: Scene) -> str:
+        shapes = scene.run.all(BatchShape)
+        if shapes and shapes[-1].micro_batch % 2:
+            raise NotApplicable(f"a micro-batch of {shapes[-1].micro_batch} cannot be halved")
+        return fault(scene)
 
-    return struck
+    return inject
 
 
 def _squeeze(scene: Scene) -> str:
     if isinstance(scene.memory, str):
-        raise NotNow(scene.memory)
+        raise NotApplicable(scene.memory)
     with scene.memory.limited(_SPARE_BYTES):
-        scene.subject.wait(lambda: None, _PRESSURE_S)
+        scene.run.wait(lambda: None, _PRESSURE_S)
     return f"no page cache, and {_SPARE_BYTES >> 20} MiB more than in use, for {_PRESSURE_S:.0f} s"
 
 
 def _run_out(scene: Scene) -> str:
-    """Those that need more while the limit stands are ended by the kernel; what a killed rank leaves is free again."""
+    """Let the kernel kill the processes that need more memory while the limit applies."""
     if isinstance(scene.memory, str):
-        raise NotNow(scene.memory)
+        raise NotApplicable(scene.memory)
     memory, before = scene.memory, scene.memory.num_kills
     with memory.limited(0):
-        scene.subject.wait(lambda: memory.num_kills > before or None, 10.0)
+        scene.run.wait(lambda: memory.num_kills > before or None, 10.0)
     killed = memory.num_kills - before
     if not killed:
-        raise NotNow("nobody needed more memory within 10 s")
-    return f"the kernel has ended {killed} processes"
+        raise NotApplicable("no process needed more memory within 10 s")
+    return f"the kernel killed {killed} processes"
 
 
-# -- what lies in storage ------------------------------------------------------------------------------------------
+# -- stored checkpoints --------------------------------------------------------------------------------------------
 
 
 def _damage(scene: Scene, how: Callable[[Path, random.Random], str]) -> str:
-    """All processes are killed, then the newest checkpoint is damaged: only an older one is left to go on from."""
+    """Kill all processes and damage the newest checkpoint, so that only an older one can be resumed from."""
     storage = scene.tiers.durable
     if storage.root is None or scene.tiers.local is not None:
-        raise NotNow("checkpoints do not lie in one folder")
+        raise NotApplicable("checkpoints are not in one local folder")
     if len(scene.tiers.catalog.committed_steps()) < 2:
-        raise NotNow("there are no two checkpoints")
-    scene.subject.process.send_signal(signal.SIGKILL)
-    scene.subject.process.wait(30)
-    # Its agent first commits what is whole.
-    scene.subject.leftovers(60.0)
+        raise NotApplicable("there are fewer than two checkpoints")
+    scene.run.process.send_signal(signal.SIGKILL)
+    scene.run.process.wait(30)
+    # The agent first commits the complete snapshots that it holds.
+    scene.run.leftovers(60.0)
     steps = scene.tiers.catalog.committed_steps()
     if len(steps) < 2:
-        return "the supervisor was killed; there were no two checkpoints to damage one"
+        return "the supervisor was killed; fewer than two checkpoints were left, so none was damaged"
     folder = storage.directory(steps[-1])
     assert folder is not None
     scene.damaged.add(steps[-1])
@@ -257,32 +258,32 @@ def _remove_file(folder: Path, random: random.Random) -> str:
 
 def _remove_manifest(folder: Path, random: random.Random) -> str:
     (folder / MANIFEST_NAME).unlink()
-    return "its manifest removed"
+    return "manifest removed"
 
 
 def _damaging(how: Callable[[Path, random.Random], str]) -> Callable[[Scene], str]:
     return lambda scene: _damage(scene, how)
 
 
-# -- the line to S3 ------------------------------------------------------------------------------------------------
+# -- the path to S3 ------------------------------------------------------------------------------------------------
 
 
-def _spoil(how: str, seconds: float) -> Callable[[Scene], str]:
-    def strike(scene: Scene) -> str:
-        if scene.line is None:
-            raise NotNow("S3 is not asked over plain HTTP")
-        before = scene.line.num_spoiled
-        scene.line.spoil(how, seconds)
-        scene.subject.wait(lambda: None, seconds)
-        return f"{scene.line.num_spoiled - before} times within {seconds:.0f} s"
+def _disturb(how: str, seconds: float) -> Callable[[Scene], str]:
+    def inject(scene: Scene) -> str:
+        if scene.proxy is None:
+            raise NotApplicable("the S3 endpoint is not plain HTTP")
+        before = scene.proxy.num_disturbed
+        scene.proxy.disturb(how, seconds)
+        scene.run.wait(lambda: None, seconds)
+        return f"{scene.proxy.num_disturbed - before} requests affected within {seconds:.0f} s"
 
-    return strike
+    return inject
 
 
-LINES = {
-    "S3 answers 503": _spoil("busy", 3.0),
-    "S3 is silent": _spoil("silent", 5.0),
-    "S3 breaks connections": _spoil("broken", 3.0),
+NETWORK = {
+    "S3 answers 503": _disturb("busy", 3.0),
+    "S3 is silent": _disturb("silent", 5.0),
+    "S3 breaks connections": _disturb("broken", 3.0),
 }
 
 DAMAGES = {
@@ -304,7 +305,7 @@ FAULTS = [
     Fault("preempted", Effect.RUN, _preempt),
     Fault("preempted, short grace", Effect.RUN, _preempt_short),
     Fault("preempted twice", Effect.RUN, _preempt_twice),
-    # Before, within and after the copy, file, manifest, rename, sync; prune; restore.
+    # Before, within and after each step of a save (copy, file, manifest, rename, sync), of pruning and of a restore.
     *(
         Fault(f"killed at {name}", Effect.ATTEMPT, _at_failpoint(name, "kill", most), moments)
         for name, most, moments in (
@@ -340,14 +341,14 @@ FAULTS = [
     Fault("NaN in a batch", Effect.ATTEMPT, _at_failpoint("training.loss", "nan", 8), TRAINING),
     Fault("clock jumps by an hour", Effect.NOTHING, _jump),
     Fault("memory pressure", Effect.NOTHING, _squeeze, TRAINING),
-    Fault("no memory left", Effect.ATTEMPT, _needs_a_half(_run_out), TRAINING, halves=True),
+    Fault("no memory left", Effect.ATTEMPT, _if_divisible(_run_out), TRAINING, halves=True),
     Fault(
         "out of memory",
         Effect.ATTEMPT,
-        _needs_a_half(_at_failpoint("training.step", "oom", 8)),
+        _if_divisible(_at_failpoint("training.step", "oom", 8)),
         TRAINING,
         halves=True,
     ),
-    *(Fault(name, Effect.NOTHING, strike, (Moment.SAVE,), spoils_network=True) for name, strike in LINES.items()),
+    *(Fault(name, Effect.NOTHING, inject, (Moment.SAVE,), disturbs_network=True) for name, inject in NETWORK.items()),
     *(Fault(name, Effect.RUN, _damaging(how), TRAINING, damages=True) for name, how in DAMAGES.items()),
 ]

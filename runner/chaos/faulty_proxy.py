@@ -1,7 +1,7 @@
-"""A bad line before an S3 endpoint: answers of 503, silence, broken connections, for as long as a fault lasts.
+"""A proxy in front of an S3 endpoint that answers 503, stays silent or resets connections while a fault lasts.
 
-A TCP proxy on loopback, in a thread of its own. It needs an endpoint that speaks plain HTTP, as a server in one's own
-network often does; requests are signed for the name that the client uses, which S3 servers accept.
+The TCP proxy listens on loopback, in its own thread. It needs an endpoint that speaks plain HTTP, as a server in a
+private network often does. Requests are signed for the name that the client uses, which S3 servers accept.
 """
 
 from __future__ import annotations
@@ -24,24 +24,32 @@ _CHUNK_BYTES = 65536
 
 
 def endpoint_of_environment() -> str | None:
-    """Where S3 is, if that speaks plain HTTP."""
+    """Return the S3 endpoint of the environment if it speaks plain HTTP."""
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     return endpoint if endpoint is not None and urlsplit(endpoint).scheme == "http" else None
 
 
-class BadLine:
-    """A context; `endpoint` is where the clients go."""
+class FaultyProxy:
+    """A context manager that runs the proxy.
+
+    Attributes:
+        endpoint: URL for the clients.
+        num_disturbed: Number of requests or pieces of data that a fault affected.
+    """
+
+    endpoint: str
 
     def __init__(self, upstream: str) -> None:
+        """Prepare a proxy to the URL `upstream`."""
         parts = urlsplit(upstream)
         self._host, self._port = parts.hostname or "localhost", parts.port or 80
         self._loop = asyncio.new_event_loop()
-        self._how, self._until, self.num_spoiled = "", 0.0, 0
+        self._how, self._until, self.num_disturbed = "", 0.0, 0
 
-    def __enter__(self) -> BadLine:
+    def __enter__(self) -> FaultyProxy:
         server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
         self.endpoint = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        self._thread = threading.Thread(target=self._loop.run_forever, name="bad-line", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="faulty-proxy", daemon=True)
         self._thread.start()
         return self
 
@@ -51,8 +59,13 @@ class BadLine:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
-    def spoil(self, how: str, seconds: float) -> None:
-        """For so long: `busy` answers 503 to every request, `silent` forwards nothing, `broken` resets connections."""
+    def disturb(self, how: str, seconds: float) -> None:
+        """Disturb the traffic for a time.
+
+        Args:
+            how: `busy` answers 503 to every request, `silent` forwards nothing, `broken` resets connections.
+            seconds: Duration in seconds.
+        """
         assert how in ("busy", "silent", "broken")
         self._how, self._until = how, time.monotonic() + seconds
 
@@ -74,18 +87,24 @@ class BadLine:
     async def _forward(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, client: asyncio.StreamWriter | None
     ) -> None:
-        """Bytes of one direction; `client` is who asks, where this is the requests' direction."""
+        """Forward one direction.
+
+        Args:
+            reader: Source.
+            writer: Destination.
+            client: The client's own stream if this is the direction of requests, to answer them.
+        """
         with contextlib.suppress(ConnectionError, OSError, RuntimeError):
             while data := await reader.read(_CHUNK_BYTES):
                 if self._is("silent"):
-                    self.num_spoiled += 1
+                    self.num_disturbed += 1
                 while self._is("silent"):
                     await asyncio.sleep(0.05)
                 if self._is("broken"):
-                    self.num_spoiled += 1
+                    self.num_disturbed += 1
                     break
                 if client is not None and self._is("busy") and data.startswith(_METHODS):
-                    self.num_spoiled += 1
+                    self.num_disturbed += 1
                     head = "HTTP/1.1 503 Slow Down\r\nContent-Type: application/xml\r\nConnection: close\r\n"
                     body = b"" if data.startswith(b"HEAD") else _SLOW_DOWN
                     client.write(f"{head}Content-Length: {len(_SLOW_DOWN)}\r\n\r\n".encode() + body)

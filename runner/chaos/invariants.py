@@ -1,5 +1,7 @@
-"""What must hold after every fault, and at the end of a run, whatever was done to it. All by what lies there and by the
-journal; each check returns what it finds wrong, in words."""
+"""What must hold after every fault and at the end of a run.
+
+The checks read storage and the journal only. Each returns the violations that it finds, in words.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +10,33 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
+from checkpointing.events import Committed, Resumed, TrainingStarted
 from checkpointing.tiers import Tiers
-from runner.journal.journal import Event
+from runner.journal.events import Backoff, Entry, RunEnded, RunStarted
 from runner.journal.summary import summarise
 
-# Shares of the wall time, and seconds.
+# Share of the wall time by which the sum of all causes may differ from it.
 _LEDGER_TOLERANCE = 0.001
-# torch's own, for whatever runs next; and what wandb makes when it is imported, and removes unless it is killed.
+# Caches that torch keeps on purpose, and folders that wandb makes on import and removes unless it is killed.
 _OF_OTHERS = re.compile(r"torchinductor_|\w+wandb-(media|artifacts)$")
 
 
-def newest_is_whole(tiers: Tiers, damaged: set[int]) -> list[str]:
-    """The newest checkpoint that counts has all its files, with their digests."""
+def newest_is_intact(tiers: Tiers, damaged: set[int]) -> list[str]:
+    """Check that the newest committed checkpoint has all its files, with the right digests.
+
+    Args:
+        tiers: Storage of the run.
+        damaged: Steps of checkpoints that the campaign itself damaged.
+    """
     last = ""
-    # Retention may remove one while it is being read; then there is a newer one.
+    # Retention may remove a checkpoint while it is being read; then there is a newer one to look at.
     for _ in range(5):
         try:
             steps = tiers.catalog.committed_steps()
             if not steps:
                 return []
             if steps[-1] in damaged:
-                # Nobody has looked at it yet; the next attempt will set it aside.
+                # No attempt has read it yet; the next one will quarantine it.
                 steps = [step for step in steps if step not in damaged]
                 if not steps:
                     return []
@@ -38,91 +46,104 @@ def newest_is_whole(tiers: Tiers, damaged: set[int]) -> list[str]:
             last = str(error)
         except CheckpointError as error:
             return [f"the newest checkpoint cannot be read: {error}"]
-    return [f"the newest checkpoint is not whole: {last}"]
+    return [f"the newest checkpoint is not intact: {last}"]
 
 
-def nothing_acknowledged_is_lost(events: Sequence[Event], damaged: Sequence[tuple[int, int]]) -> list[str]:
-    """Every attempt goes on from the newest checkpoint that was acknowledged before, or from a newer snapshot.
+def nothing_acknowledged_is_lost(entries: Sequence[Entry], damaged: Sequence[tuple[int, int]]) -> list[str]:
+    """Check that every attempt resumed from the newest acknowledged checkpoint, or from a newer snapshot.
 
     Args:
-        damaged: (number of the events there were then, step) of each checkpoint that was damaged.
+        entries: The journal.
+        damaged: (number of entries at that time, step) of each checkpoint that the campaign damaged.
     """
     wrong: list[str] = []
     acknowledged: set[int] = set()
-    # By who says it, these two come by two ways: either may be the first.
-    resumed = {event["attempt"]: event["step"] for event in events if event["event"] == "resumed"}
+    # The agent writes `resumed`, a rank `training_started`, so either may come first.
+    resumed = {entry.attempt: entry.event.step for entry in entries if isinstance(entry.event, Resumed)}
     harmed = list(damaged)
-    for number, event in enumerate(events):
+    for number, entry in enumerate(entries):
         while harmed and harmed[0][0] <= number:
             acknowledged.discard(harmed.pop(0)[1])
-        match event["event"]:
-            case "committed":
-                acknowledged.add(event["step"])
-            case "training_started":
-                begun, newest = event["step"], max(acknowledged, default=0)
+        match entry.event:
+            case Committed(step=step):
+                acknowledged.add(step)
+            case TrainingStarted(step=begun):
+                newest = max(acknowledged, default=0)
                 if begun < newest:
-                    wrong.append(f"attempt {event['attempt']} began at step {begun}; step {newest} had been committed")
-                told = resumed.get(event["attempt"], 0)
-                if begun != told:
+                    wrong.append(f"attempt {entry.attempt} began at step {begun}; step {newest} had been committed")
+                recorded = resumed.get(entry.attempt, 0)
+                if begun != recorded:
                     wrong.append(
-                        f"attempt {event['attempt']} began at step {begun}; the journal says resumed at {told}"
+                        f"attempt {entry.attempt} began at step {begun}; the journal says resumed at {recorded}"
                     )
-                # What was ahead and is done again will be committed again.
+                # Steps after this one are recomputed and committed once more.
                 acknowledged = {step for step in acknowledged if step <= begun}
     return wrong
 
 
-def restarts_are_those_injected(events: Sequence[Event], at_least: int, at_most: int, lives: int) -> list[str]:
-    """Restarts of attempts in the journal, and lives of the supervisor."""
+def restarts_match(entries: Sequence[Entry], at_least: int, at_most: int, sessions: int) -> list[str]:
+    """Check the number of restarts and of sessions in the journal.
+
+    Args:
+        entries: The journal.
+        at_least: Restarts that the faults certainly caused.
+        at_most: Restarts that the faults may have caused.
+        sessions: Sessions of the runner that should be in the journal.
+    """
     wrong = []
-    restarts = sum(event["event"] == "backoff" for event in events)
+    restarts = sum(isinstance(entry.event, Backoff) for entry in entries)
     if not at_least <= restarts <= at_most:
         expected = str(at_least) if at_least == at_most else f"{at_least} to {at_most}"
-        wrong.append(f"the journal tells of {restarts} restarts, the faults were for {expected}")
-    told = sum(event["event"] == "run_started" for event in events)
-    if told != lives:
-        wrong.append(f"the journal tells of {told} lives of the runner, there were {lives}")
+        wrong.append(f"the journal has {restarts} restarts, the faults account for {expected}")
+    found = sum(isinstance(entry.event, RunStarted) for entry in entries)
+    if found != sessions:
+        wrong.append(f"the journal has {found} sessions of the runner, there were {sessions}")
     return wrong
 
 
-def exit_code_is_the_journals(events: Sequence[Event], pid: int, code: int) -> list[str]:
-    """A runner that has ended by itself ends with the code that its journal tells.
+def exit_code_matches_journal(entries: Sequence[Entry], pid: int, code: int) -> list[str]:
+    """Check that a runner that ended by itself exited with the code in its journal.
 
     Args:
-        events: of the run; a runner that was stopped before it had anything to tell has none.
-        pid, code: of the runner's process.
+        entries: The journal; a runner that was stopped early may have no events in it.
+        pid: Process id of the runner.
+        code: Exit code of the runner; negative if a signal killed it.
     """
-    begun = [number for number, event in enumerate(events) if event["event"] == "run_started"]
-    begun = [number for number in begun if events[number]["pid"] == pid]
+    events = [entry.event for entry in entries]
+    begun = [number for number, event in enumerate(events) if isinstance(event, RunStarted) and event.pid == pid]
     if code < 0 or not begun:
         return []
-    told = [event["exit_code"] for event in events[begun[-1] :] if event["event"] == "run_ended"][:1]
+    recorded = [event.exit_code for event in events[begun[-1] :] if isinstance(event, RunEnded)][:1]
     return (
-        [] if told == [code] else [f"the runner ended with {code}; its journal says {told[0] if told else 'nothing'}"]
+        []
+        if recorded == [code]
+        else [f"the runner ended with {code}; its journal says {recorded[0] if recorded else 'nothing'}"]
     )
 
 
-def ledger_adds_up(events: Sequence[Event]) -> list[str]:
-    """Every second of the wall time belongs to one cause."""
-    if not events:
+def ledger_adds_up(entries: Sequence[Entry]) -> list[str]:
+    """Check that every second of the wall time belongs to one cause."""
+    if not entries:
         return []
-    wall = events[-1]["time"] - events[0]["time"]
-    summary = summarise(events)
+    wall = entries[-1].time - entries[0].time
+    summary = summarise(entries)
     if abs(summary.wall_s - wall) > max(_LEDGER_TOLERANCE * wall, 0.01):
         return [f"the ledger's causes sum to {summary.wall_s:.3f} s of {wall:.3f} s"]
     return []
 
 
 def nothing_is_left(tiers: Tiers, temporary: Path, shared_memory: Collection[Path]) -> list[str]:
-    """No temporary data where checkpoints lie, none in the temporary folder, no named shared memory.
+    """Check that no temporary files and no named shared memory are left.
 
     Args:
-        shared_memory: files in /dev/shm that the training's processes have had mapped.
+        tiers: Storage of the run.
+        temporary: The run's temporary folder.
+        shared_memory: Files in /dev/shm that the run's processes had mapped.
     """
     wrong = []
     for storage in tiers.nearest_first:
         if storage.root is not None:
-            # What is set aside, and the files that say who may write, are there on purpose.
+            # Quarantined checkpoints and the fence are there on purpose.
             left = [path.name for path in storage.root.iterdir() if ".tmp" in path.name]
             wrong += [f"{storage.root}: {name} is left over" for name in left]
     wrong += [f"{path} is left over" for path in sorted(temporary.iterdir()) if not _OF_OTHERS.match(path.name)]

@@ -1,4 +1,4 @@
-"""A memory cgroup of a training's own, whose limit can be lowered under it (cgroups(7), version 1 and 2)."""
+"""A memory cgroup for one run, whose limit can be lowered while it runs (cgroups(7), version 1 and 2)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _MOUNT = Path("/sys/fs/cgroup")
-# Smallest distance to what is used that is tried.
+# By how much a limit is raised that the kernel refuses.
 _STEP_BYTES = 4 << 20
 
 
 class MemoryGroup:
-    """Exists until `close`; processes that are started by one that has entered it are in it, too."""
+    """A cgroup that exists until `close`. Children of a process in it belong to it, too."""
 
     def __init__(self) -> None:
-        """Make one.
+        """Create the cgroup.
 
         Raises:
-            OSError: that is not allowed here; the text says what is missing.
+            OSError: It cannot be created here; the text says what is missing.
         """
         name = f"chaos-{uuid.uuid4().hex[:12]}"
         first = (_MOUNT / "memory").is_dir()
@@ -32,24 +32,24 @@ class MemoryGroup:
         try:
             self._folder.mkdir()
         except OSError as error:
-            raise OSError(f"no memory cgroup can be made here ({error.strerror}: {self._folder})") from None
+            raise OSError(f"cannot create a memory cgroup: {self._folder}: {error.strerror}") from None
         if not (self._folder / self._limit).exists():
             self._folder.rmdir()
-            raise OSError(f"the memory controller is not on in {self._folder.parent}")
+            raise OSError(f"cannot limit memory: the memory controller is not enabled in {self._folder.parent}")
 
     def enter(self, pid: int) -> None:
-        """Put a process in it."""
+        """Move a process into it."""
         (self._folder / "cgroup.procs").write_text(str(pid))
 
     @property
     def num_kills(self) -> int:
-        """Processes that the kernel has ended in it for want of memory."""
+        """Number of processes in it that the kernel killed because memory ran out."""
         match = re.search(r"^oom_kill (\d+)$", (self._folder / self._events).read_text(), re.MULTILINE)
         return int(match.group(1)) if match else 0
 
     @contextlib.contextmanager
     def limited(self, spare_bytes: int) -> Iterator[None]:
-        """No more memory than what is in use and cannot be given back, and so much besides, within the context."""
+        """Within the context, limit memory to what is in use without the page cache, plus `spare_bytes`."""
         stat = dict(line.split() for line in (self._folder / "memory.stat").read_text().splitlines())
         cache = sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in ("inactive_file", "active_file"))
         used = int((self._folder / self._usage).read_text())
@@ -59,14 +59,14 @@ class MemoryGroup:
                 try:
                     (self._folder / self._limit).write_text(str(limit))
                     break
-                except OSError:  # version 1: the kernel could not take so much back
+                except OSError:  # Version 1 refuses a limit that it cannot reach by reclaiming.
                     limit += _STEP_BYTES
             yield
         finally:
             (self._folder / self._limit).write_text(self._none)
 
     def close(self) -> None:
-        """Its processes have ended, or go up again."""
+        """Remove the cgroup; processes still in it move to its parent."""
         with contextlib.suppress(OSError):
             for pid in (self._folder / "cgroup.procs").read_text().split():
                 with contextlib.suppress(OSError):

@@ -1,19 +1,29 @@
-"""What a campaign has done and found."""
+"""What a campaign injected and found."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-# Where the micro-batch was halved, sums are made in another order, and dropout falls otherwise: losses may differ by
-# this share. The faults that do that strike in every so many-th run only, so that others are compared bit for bit.
+# Halving the micro-batch changes the order of sums and the dropout masks, so losses may differ by this share. Only
+# every few runs get faults that halve it, so that all others are compared bit for bit.
 HALVED_TOLERANCE = 0.02
-# For a job that does not end in the same bits when nobody disturbs it, either (kernels that add in any order).
-UNSTEADY_TOLERANCE = 1e-3
+# For a job that is not bit-identical without faults either, because its kernels add in any order.
+NONDETERMINISTIC_TOLERANCE = 1e-3
 
 
 @dataclass
-class Strike:
-    """One fault, and what came of it."""
+class Injection:
+    """One injected fault and its consequences.
+
+    Attributes:
+        fault: Name of the fault.
+        moment: When it was injected, as a value of `Moment`.
+        run: Number of the run, from 1.
+        step: Last step that the journal knew at that time.
+        what: What was done, in words.
+        recovered_s: Seconds until the run made progress again; None if the fault ends nothing, or it never did.
+        violations: Invariants that did not hold afterwards, in words.
+    """
 
     fault: str
     moment: str
@@ -26,23 +36,28 @@ class Strike:
 
 @dataclass
 class Result:
-    """All that a campaign has found.
+    """Everything that a campaign found.
 
     Attributes:
-        skipped: by fault, how often it could not strike, and why the last time.
-        identical: runs under faults that ended in the same bits as the one in peace, of `runs`.
-        close: others, whose micro-batch was halved, and whose losses were within HALVED_TOLERANCE of its.
-        unsteady: the job ends in other bits each time, also in peace: compared within UNSTEADY_TOLERANCE.
-        differences: what differed.
-        lost_steps: computed again.
+        injections: Every injected fault, in order.
+        skipped: By fault: how often it was not applicable, and the last reason.
+        runs: Number of runs under faults.
+        identical: Runs that ended bit-identical to the fault-free run (or within the tolerance).
+        close: Runs with a halved micro-batch whose losses were within HALVED_TOLERANCE of the fault-free run's.
+        nondeterministic: Whether fault-free runs differ from each other, so that NONDETERMINISTIC_TOLERANCE applies.
+        differences: What differed between last checkpoints.
+        violations: Violations at the end of runs, which belong to no single fault.
+        lost_steps: Number of recomputed steps.
+        steps: Number of steps of the job.
+        total_s: Seconds that the campaign took.
     """
 
-    strikes: list[Strike] = field(default_factory=list)
+    injections: list[Injection] = field(default_factory=list)
     skipped: dict[str, tuple[int, str]] = field(default_factory=dict)
     runs: int = 0
     identical: int = 0
     close: int = 0
-    unsteady: bool = False
+    nondeterministic: bool = False
     differences: list[str] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     lost_steps: int = 0
@@ -51,13 +66,15 @@ class Result:
 
     @property
     def all_violations(self) -> list[str]:
-        struck = [
-            f"run {strike.run}, {strike.fault} at step {strike.step}: {text}"
-            for strike in self.strikes
-            for text in strike.violations
+        """Violations after single faults, then those at the end of runs."""
+        of_faults = [
+            f"run {injection.run}, {injection.fault} at step {injection.step}: {text}"
+            for injection in self.injections
+            for text in injection.violations
         ]
-        return struck + self.violations
+        return of_faults + self.violations
 
     @property
-    def well(self) -> bool:
+    def passed(self) -> bool:
+        """Whether there is no violation and every run under faults ended like the fault-free one."""
         return not self.all_violations and self.identical + self.close == self.runs

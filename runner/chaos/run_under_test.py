@@ -1,4 +1,4 @@
-"""A training as it is seen from outside: started in a session of its own, watched by its journal, ended."""
+"""A run as it is seen from outside: started in its own session, observed through its journal, ended."""
 
 from __future__ import annotations
 
@@ -17,30 +17,42 @@ from typing import TypeVar
 
 import psutil
 
+from checkpointing.events import Event, Log
 from runner.config.environment import CONFIG_VARIABLES
-from runner.journal.journal import JOURNAL_NAME, Event, JournalReader
+from runner.journal.events import Entry, RankStarted, RunStarted
+from runner.journal.journal import JOURNAL_NAME, JournalReader
 from runner.system import processes
 
-# In the environment of all processes of a training.
-MARK_ENV = "RUNNER_SUBJECT"
+# In the environment of all processes of a run.
+MARK_ENV = "RUNNER_UNDER_TEST"
 POLL_S = 0.02
-# From a start to the steps that are waited for: imports, on a machine that others use too.
+# From the start to the first steps: mostly imports, on a machine that may be busy.
 START_TIMEOUT_S = 240.0
-# A process that has been killed needs a moment until it is gone; on a machine that others use too, a long one.
+# A killed process takes a moment to disappear, and long on a busy machine.
 SETTLE_S = 30.0
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Event)
 
 
 class NeverStarted(SystemExit):
-    """A training has not come to the step that was waited for; ends the program, if nobody minds."""
+    """The run did not reach a step in time. Ends the program unless it is caught."""
 
 
-class Subject:
-    """The processes and the journal of one training, which may be started again in the same folder.
+class RunUnderTest:
+    """The processes and the journal of one run, which may be started again in the same folder.
 
-    A context: it starts the training; leaving it ends whatever is left.
+    As a context manager it starts the run, and kills what is left of it at the end.
+
+    Attributes:
+        folder: The run's folder; `tmp` in it holds its temporary files, `output.log` its output.
+        command: The command that starts the run.
+        entries: The journal as of the last `refresh`.
+        temporary: Folder of its temporary files.
+        process: The supervisor.
     """
+
+    process: subprocess.Popen[bytes]
 
     def __init__(
         self,
@@ -49,25 +61,27 @@ class Subject:
         environment: Mapping[str, str] | None = None,
         on_start: Callable[[int], None] = lambda pid: None,
     ) -> None:
-        """The training's temporary files lie in `folder`/tmp.
+        """Prepare the run without starting it.
 
         Args:
-            environment: goes before what is inherited.
-            on_start: told of the supervisor's pid, before that has children.
+            command: The command that starts the run.
+            folder: The run's folder.
+            environment: Environment variables that override inherited ones.
+            on_start: Called with the supervisor's process id before it has children.
         """
         self.folder, self.command, self._on_start = folder, command, on_start
-        self.events: list[Event] = []
+        self.entries: list[Entry] = []
         self._journal = JournalReader(folder / JOURNAL_NAME)
         self._mark = uuid.uuid4().hex
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True, exist_ok=True)
-        # A user's own settings (OUTPUT_DIR, BATCH_SIZE, …) would change the job.
+        # The user's own settings (OUTPUT_DIR, BATCH_SIZE, …) would change the job.
         inherited = {name: value for name, value in os.environ.items() if name not in CONFIG_VARIABLES}
         own = {"TMPDIR": str(self.temporary), "TOKENIZERS_PARALLELISM": "false", MARK_ENV: self._mark}
         self._environment = {**inherited, **own, **(environment or {})}
         self._log = (folder / "output.log").open("ab")
 
-    def __enter__(self) -> Subject:
+    def __enter__(self) -> RunUnderTest:
         self.start()
         return self
 
@@ -80,7 +94,7 @@ class Subject:
         self._log.close()
 
     def start(self) -> None:
-        """Type the command (again)."""
+        """Run the command, again if it has ended."""
         self.process = subprocess.Popen(
             self.command,
             stdin=subprocess.DEVNULL,
@@ -91,18 +105,27 @@ class Subject:
         )
         self._on_start(self.process.pid)
 
-    # -- what it says --------------------------------------------------------------------------------------------
+    # -- journal and output ----------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Read what its journal has got meanwhile."""
-        self.events = self._journal.events()
+        """Read what was added to the journal."""
+        self.entries = self._journal.entries()
 
-    def all(self, name: str, *, after: int | None = None) -> list[Event]:
-        """Events of a name; with `after`, of later attempts than that."""
-        return [e for e in self.events if e["event"] == name and (after is None or e["attempt"] > after)]
+    def all(self, kind: type[E], *, after: int | None = None) -> list[E]:
+        """Return the events of a kind; with `after`, only those of later attempts."""
+        newer = (entry.event for entry in self.entries if after is None or entry.attempt > after)
+        return [event for event in newer if isinstance(event, kind)]
 
     def wait(self, find: Callable[[], T | None], timeout_s: Callable[[], float] | float) -> T | None:
-        """What `find` returns as soon as it is something; None after the time, or once the training has ended."""
+        """Wait until `find` returns a value.
+
+        Args:
+            find: Called after each refresh; None means to wait on.
+            timeout_s: Seconds to wait, or a function that returns them.
+
+        Returns:
+            The value; None after the time-out, or once the run has ended.
+        """
         began = time.monotonic()
         while True:
             ended = self.process.poll() is not None
@@ -113,32 +136,42 @@ class Subject:
                 return found
             time.sleep(POLL_S)
 
-    def wait_for_step(self, step: int, *, after: int | None = None) -> Event:
-        """The first finished step from this one on.
+    def wait_for_step(self, step: int, *, after: int | None = None) -> Entry:
+        """Wait for the first logged step from this one on, and return its entry.
+
+        Args:
+            step: The step.
+            after: Only later attempts than this count.
 
         Raises:
-            NeverStarted: it has not got there in time, or has ended.
+            NeverStarted: The run did not get there in time, or ended.
         """
-        event = self.wait(
-            lambda: next((e for e in self.all("log", after=after) if e["step"] >= step), None), START_TIMEOUT_S
-        )
-        if event is None:
-            raise NeverStarted(f"{' '.join(self.command)} has not reached step {step}:\n{self.tail(3000)}")
-        return event
+        entry = self.wait(lambda: self._log_entry(step, after), START_TIMEOUT_S)
+        if entry is None:
+            raise NeverStarted(
+                f"{' '.join(self.command)} did not reach step {step}; the end of its output:\n{self.tail(3000)}"
+            )
+        return entry
+
+    def _log_entry(self, step: int, after: int | None) -> Entry | None:
+        for entry in self.entries:
+            if isinstance(entry.event, Log) and entry.event.step >= step and (after is None or entry.attempt > after):
+                return entry
+        return None
 
     def tail(self, length: int = 300) -> str:
-        """The end of its output."""
+        """Return the end of the output, this many bytes."""
         return (self.folder / "output.log").read_bytes()[-length:].decode(errors="replace")
 
     # -- its processes -------------------------------------------------------------------------------------------
 
     def rank(self, rank: int) -> psutil.Process | None:
-        """A rank of the newest process group."""
-        pids = [e["pid"] for e in self.all("rank_started") if e["rank"] == rank]
+        """Return a rank of the newest process group, if it is running."""
+        pids = [event.pid for event in self.all(RankStarted) if event.rank == rank and event.pid is not None]
         return _process(pids[-1]) if pids else None
 
     def helper(self, module: str) -> psutil.Process | None:
-        """The supervisor's own child that runs a module."""
+        """Return the supervisor's own child that runs a module."""
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self.process.pid).children():
                 with contextlib.suppress(psutil.Error):
@@ -147,9 +180,10 @@ class Subject:
         return None
 
     def alive(self) -> list[psutil.Process]:
-        """All its living processes: by the mark in their environment, by the run's id, and by descent from us.
+        """Return all running processes of the run.
 
-        We are the subreaper of what it leaves, and run one training at a time.
+        They are found by the mark in their environment, by the run's id, and by descent: this process is the
+        subreaper of what the run leaves, and observes one run at a time.
         """
         found = {process.pid: process for process in processes.descendants()}
         marker = f"{MARK_ENV}={self._mark}".encode()
@@ -157,13 +191,13 @@ class Subject:
             with contextlib.suppress(OSError, psutil.Error):
                 if marker in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                     found[pid] = psutil.Process(pid)
-        run_ids = [event["run_id"] for event in self.all("run_started") if "run_id" in event]
+        run_ids = [event.run_id for event in self.all(RunStarted) if event.run_id]
         for process in processes.processes_of_run(run_ids[-1], 0) if run_ids else ():
             found[process.pid] = process
-        return [process for process in found.values() if _lives(process)]
+        return [process for process in found.values() if _is_running(process)]
 
     def shared_memory(self) -> set[Path]:
-        """Files in /dev/shm that its processes have mapped: their semaphores, for example."""
+        """Return the files in /dev/shm that its processes have mapped, such as semaphores."""
         found = set()
         for process in self.alive():
             with contextlib.suppress(OSError):
@@ -172,7 +206,11 @@ class Subject:
         return {path for path in found if not path.name.endswith(" (deleted)")}
 
     def stop(self, timeout_s: float) -> tuple[int | None, float]:
-        """SIGTERM; its exit code (None: it did not end) and the seconds that it took."""
+        """Send SIGTERM.
+
+        Returns:
+            The exit code (None if it did not exit in time), and the seconds it took.
+        """
         pidfd = os.pidfd_open(self.process.pid)
         try:
             began = time.perf_counter()
@@ -181,22 +219,22 @@ class Subject:
             seconds = time.perf_counter() - began
         finally:
             os.close(pidfd)
-        # It is reaped here; the supervisor's own end is no orphan.
+        # The supervisor is reaped here: it is this process's own child, so `reap_strays` must not do it.
         code = self.process.poll()
         self.refresh()
         return code, seconds
 
     def leftovers(self, settle_s: float = SETTLE_S) -> list[str]:
-        """What lives of it so long after its end."""
+        """Return the processes that still run this many seconds after the end, described in words."""
         deadline = time.monotonic() + settle_s
-        while (living := self.alive()) and time.monotonic() < deadline:
+        while (running := self.alive()) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         processes.reap_strays({self.process.pid})
-        return [_describe(process) for process in living]
+        return [_describe(process) for process in running]
 
 
 def runner_command(folder: Path, *options: str, script: Sequence[str] = ()) -> list[str]:
-    """`runner start` of this environment."""
+    """Return the command line of `runner start` in this Python environment."""
     runner = str(Path(sys.executable).with_name("runner"))
     return [runner, "start", "--output-dir", str(folder), *options, *script]
 
@@ -204,11 +242,11 @@ def runner_command(folder: Path, *options: str, script: Sequence[str] = ()) -> l
 def _process(pid: int) -> psutil.Process | None:
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
-        return process if _lives(process) else None
+        return process if _is_running(process) else None
     return None
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_running(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:

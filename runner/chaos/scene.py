@@ -1,4 +1,4 @@
-"""What a fault sees of a training, and when it may strike."""
+"""What a fault may touch, and when it may be injected."""
 
 from __future__ import annotations
 
@@ -13,21 +13,33 @@ import psutil
 from checkpointing.failpoints import FILE_ENV, ONCE_ENV
 from checkpointing.tiers import Tiers
 from runner.chaos.clock import Clock
-from runner.chaos.faulty_proxy import BadLine, endpoint_of_environment
+from runner.chaos.faulty_proxy import FaultyProxy, endpoint_of_environment
 from runner.chaos.memory_group import MemoryGroup
-from runner.chaos.run_under_test import Subject
+from runner.chaos.run_under_test import RunUnderTest
+from runner.errors import ExitCode, RunnerError
+from runner.journal.events import RankStarted
+
+
+class CampaignFailed(RunnerError):
+    """The campaign cannot start: the job fails without faults, or no fault applies to it."""
+
+    exit_code = ExitCode.USAGE
+
+
+class NotApplicable(Exception):
+    """The fault cannot be injected at this moment; the text says why."""
 
 
 class Effect(Enum):
     """What a fault is expected to end."""
 
-    ATTEMPT = "attempt"  # the supervisor starts the next one
-    RUN = "run"  # the supervisor itself: whoever runs it starts it again
-    NOTHING = "nothing"  # training goes on
+    ATTEMPT = "attempt"  # The supervisor starts the next one.
+    RUN = "run"  # The supervisor exits, and its scheduler starts it again.
+    NOTHING = "nothing"  # Training continues.
 
 
 class Moment(Enum):
-    """When it strikes."""
+    """When a fault is injected."""
 
     START_UP = "start-up"
     RESTORE = "restore"
@@ -39,25 +51,39 @@ ANY_MOMENT = tuple(Moment)
 TRAINING = (Moment.STEP, Moment.SAVE)
 
 
-class NotNow(Exception):
-    """Nothing to do it to at this moment; the text says why."""
+@dataclass(frozen=True)
+class JobPace:
+    """How long a job takes.
+
+    Attributes:
+        steps: Number of steps.
+        step_s: Seconds per step of the fault-free run.
+    """
+
+    steps: int
+    step_s: float
 
 
 class FailpointFile:
-    """Arms failpoints in processes that run; see `checkpointing.failpoints`."""
+    """A file that arms failpoints in running processes; see `checkpointing.failpoints`."""
 
     def __init__(self, path: Path) -> None:
+        """Create the file with no failpoint armed.
+
+        Args:
+            path: The file; a folder of the same name, with the suffix .fired, holds what has fired.
+        """
         self._path, self._fired = path, path.with_suffix(".fired")
         self._fired.mkdir(parents=True)
         self.arm("")
 
     @property
     def environment(self) -> dict[str, str]:
-        """What makes a training listen."""
+        """The environment variables that make a run read the file."""
         return {FILE_ENV: str(self._path), ONCE_ENV: str(self._fired)}
 
     def arm(self, text: str) -> None:
-        """These, and no others."""
+        """Arm these failpoints and disarm all others."""
         new = self._path.with_suffix(".new")
         new.write_text(text)
         status = new.stat()
@@ -65,6 +91,7 @@ class FailpointFile:
         new.rename(self._path)
 
     def has_fired(self, name: str) -> bool:
+        """Return whether a failpoint has fired since it was armed last."""
         return (self._fired / f"{name}.{self._version}").exists()
 
 
@@ -73,26 +100,31 @@ class Scene:
     """What a fault may touch.
 
     Attributes:
-        line: between the training and its S3 server; None: there is no such server, or none that can be spoiled.
-        clock, memory: the training's own; or why it has none.
-        damaged: steps of checkpoints that this strike has damaged.
+        run: The run under test.
+        tiers: The run's storage.
+        random: Source of all choices.
+        failpoints: Arms failpoints in the run's processes.
+        proxy: Between the run and its S3 server; None without a server that speaks plain HTTP.
+        clock: The run's own wall clock, or why it has none.
+        memory: The run's own memory cgroup, or why it has none.
+        damaged: Steps of the checkpoints that the current fault damaged.
     """
 
-    subject: Subject
+    run: RunUnderTest
     tiers: Tiers
     random: random.Random
     failpoints: FailpointFile
-    line: BadLine | None = None
-    clock: Clock | str = "no clock of its own"
-    memory: MemoryGroup | str = "no memory cgroup of its own"
+    proxy: FaultyProxy | None = None
+    clock: Clock | str = "the run has no clock of its own"
+    memory: MemoryGroup | str = "the run has no memory cgroup of its own"
     damaged: set[int] = field(default_factory=set)
 
     def ranks(self) -> list[psutil.Process]:
-        """Living ranks of the newest attempt."""
-        started = self.subject.all("rank_started")
-        newest = max((event["attempt"] for event in started), default=0)
-        numbers = sorted({event["rank"] for event in started if event["attempt"] == newest})
-        return [process for number in numbers if (process := self.subject.rank(number)) is not None]
+        """Return the running ranks of the newest attempt."""
+        started = [(entry.attempt, entry.event) for entry in self.run.entries if isinstance(entry.event, RankStarted)]
+        newest = max((attempt for attempt, _ in started), default=0)
+        numbers = sorted({event.rank for attempt, event in started if attempt == newest})
+        return [process for number in numbers if (process := self.run.rank(number)) is not None]
 
 
 @dataclass(frozen=True)
@@ -100,29 +132,32 @@ class Fault:
     """One kind of fault.
 
     Attributes:
-        strike: does it; returns what it has done, in words. Raises NotNow.
-        restarts: attempts that it ends, at a moment of training.
-        halves: the micro-batch, so that the same sums are made in another order from then on.
-        spoils_network: between the run and its object store.
-        damages: a checkpoint on a local disk.
+        name: Name, as `runner chaos --fault` takes it.
+        effect: What it is expected to end.
+        inject: Injects it and returns what it did, in words. Raises NotApplicable.
+        moments: When it may be injected.
+        restarts: Number of attempts that it ends when it is injected during training.
+        halves: Whether it halves the micro-batch, so that sums are added in another order from then on.
+        disturbs_network: Whether it needs the proxy between the run and its object store.
+        damages: Whether it damages a checkpoint on a local disk.
     """
 
     name: str
     effect: Effect
-    strike: Callable[[Scene], str]
+    inject: Callable[[Scene], str]
     moments: tuple[Moment, ...] = ANY_MOMENT
     restarts: int = 1
     halves: bool = False
-    spoils_network: bool = False
+    disturbs_network: bool = False
     damages: bool = False
 
     def fits(self, tiers: Tiers) -> bool:
-        """Whether checkpoints lie where it could strike."""
+        """Return whether the fault applies to this storage."""
         if "local." in self.name or self.name.startswith(("disk", "I/O")):
             return any(storage.root is not None for storage in tiers.nearest_first)
         if "remote." in self.name or self.name.startswith("upload"):
             return tiers.durable.root is None
-        if self.spoils_network:
+        if self.disturbs_network:
             return tiers.durable.root is None and endpoint_of_environment() is not None
         if self.damages:
             return tiers.durable.root is not None and tiers.local is None

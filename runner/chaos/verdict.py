@@ -5,40 +5,39 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from runner.chaos.result import HALVED_TOLERANCE, UNSTEADY_TOLERANCE, Result
+from runner.chaos.result import HALVED_TOLERANCE, NONDETERMINISTIC_TOLERANCE, Result
 
 
 def rows(result: Result) -> list[dict[str, Any]]:
-    """One per kind of fault that was struck, or could not be."""
+    """Return one row per kind of fault that was injected or skipped, the most frequent first."""
     found = []
-    for fault in dict.fromkeys([*(strike.fault for strike in result.strikes), *result.skipped]):
-        strikes = [strike for strike in result.strikes if strike.fault == fault]
-        times = [strike.recovered_s for strike in strikes if strike.recovered_s is not None]
+    for fault in dict.fromkeys([*(injection.fault for injection in result.injections), *result.skipped]):
+        injections = [injection for injection in result.injections if injection.fault == fault]
+        times = [injection.recovered_s for injection in injections if injection.recovered_s is not None]
         number, why = result.skipped.get(fault, (0, ""))
         found.append(
             {
                 "fault": fault,
-                "struck": len(strikes),
+                "injected": len(injections),
                 "recovered_s": round(statistics.median(times), 2) if times else None,
-                "violations": sum(len(strike.violations) for strike in strikes),
+                "violations": sum(len(injection.violations) for injection in injections),
                 "skipped": number,
                 "why_skipped": why,
             }
         )
-    return sorted(found, key=lambda row: (-row["struck"], row["fault"]))
+    return sorted(found, key=lambda row: (-row["injected"], row["fault"]))
 
 
 def to_json(result: Result, seed: int) -> dict[str, Any]:
-    """What `--json` writes."""
+    """Return what `runner chaos --json` writes."""
     return {
-        "faults": len(result.strikes),
+        "faults": len(result.injections),
         "violations": len(result.all_violations),
-        # Of all that could be: a halved micro-batch adds up in another order.
-        "identical": result.identical + result.close == result.runs and not result.unsteady,
+        # A run with a halved micro-batch cannot be bit-identical, so it does not count against this.
+        "identical": result.identical + result.close == result.runs and not result.nondeterministic,
         "lost_steps": result.lost_steps,
         "runs": result.runs,
-        # The job ends in other bits each time, also in peace.
-        "unsteady": result.unsteady,
+        "nondeterministic": result.nondeterministic,
         "runs_identical": result.identical,
         "runs_halved_within_tolerance": result.close,
         "steps": result.steps,
@@ -47,28 +46,28 @@ def to_json(result: Result, seed: int) -> dict[str, Any]:
         "violation_texts": result.all_violations,
         "differences": result.differences,
         "rows": rows(result),
-        "strikes": [vars(strike) for strike in result.strikes],
+        "injections": [vars(injection) for injection in result.injections],
     }
 
 
 def render(result: Result, seed: int) -> str:
-    """The table, and the verdict as its last line."""
-    lines = [f"{'fault':<30} {'struck':>6} {'back after':>11} {'violations':>11}"]
+    """Return the table, with the verdict as its last line."""
+    lines = [f"{'fault':<30} {'injected':>8} {'recovery':>9} {'violations':>11}"]
     for row in rows(result):
-        back = f"{row['recovered_s']:.2f} s" if row["recovered_s"] is not None else "-"
-        note = f"   {row['skipped']} times it could not strike: {row['why_skipped']}" if row["skipped"] else ""
-        lines.append(f"{row['fault']:<30} {row['struck']:>6} {back:>11} {row['violations']:>11}{note}")
+        recovery = f"{row['recovered_s']:.2f} s" if row["recovered_s"] is not None else "-"
+        note = f"   {row['skipped']} times not applicable: {row['why_skipped']}" if row["skipped"] else ""
+        lines.append(f"{row['fault']:<30} {row['injected']:>8} {recovery:>9} {row['violations']:>11}{note}")
     lines += [f"VIOLATION: {text}" for text in result.all_violations]
     lines += [f"DIFFERENT: {text}" for text in result.differences]
-    same = f"within {UNSTEADY_TOLERANCE:g} of the same numbers" if result.unsteady else "in the same bits"
+    same = "bit-identical to"
+    if result.nondeterministic:
+        same = f"within {NONDETERMINISTIC_TOLERANCE:g} of"
     close = (
-        f"{result.close} with a halved micro-batch in its losses within {HALVED_TOLERANCE:.0%}, "
-        if result.close
-        else ""
+        f"{result.close} with a halved micro-batch and losses within {HALVED_TOLERANCE:.0%}, " if result.close else ""
     )
     lines.append(
-        f"{len(result.strikes)} faults in {result.runs} runs of {result.steps} steps (seed {seed}, "
+        f"{len(result.injections)} faults in {result.runs} runs of {result.steps} steps (seed {seed}, "
         f"{result.total_s:.0f} s): {len(result.all_violations)} violations, {result.identical} of {result.runs} runs "
-        f"ended {same} as the run in peace, {close}{result.lost_steps} steps were computed again"
+        f"{same} the fault-free run, {close}{result.lost_steps} steps recomputed"
     )
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""runner chaos."""
+"""The command `runner chaos`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def chaos(
     """
     from runner.chaos.campaign import Campaign
     from runner.chaos.faults import FAULTS
-    from runner.chaos.locations import Places
+    from runner.chaos.locations import Locations
     from runner.chaos.verdict import render, to_json
 
     names = [fault.name for fault in FAULTS]
@@ -80,9 +80,9 @@ def chaos(
         return
     for name in faults:
         if name not in names:
-            raise UsageError(f"--fault {name!r} is not known; `runner chaos --list` lists them")
+            raise UsageError(f"--fault {name!r} is unknown; `runner chaos --list` shows all faults")
     if config_file is not None and config_path is not None:
-        raise UsageError(f"CONFIG {config_file!r} and --config {config_path!r}: give one of them")
+        raise UsageError(f"CONFIG {config_file!r} and --config {config_path!r} are both given; pass only one")
     if deterministic:
         settings = (*settings, "trainer.full_determinism=true")
     seed = int.from_bytes(os.urandom(3), "big") if seed is None else seed
@@ -98,18 +98,18 @@ def chaos(
     campaign = Campaign(
         folder,
         ["--config", str(job)],
-        places=Places(config, folder.name),
+        locations=Locations(config, folder.name),
         seed=seed,
         faults=[fault for fault in FAULTS if not faults or fault.name in faults],
         tolerance=tolerance,
-        tell=click.echo,
+        report=click.echo,
     )
     result = campaign.run(kills, seconds=None if minutes is None else 60 * minutes, keep=keep)
     click.echo(render(result, seed))
     if json_file is not None:
         json_file.write_text(json.dumps(to_json(result, seed), indent=2) + "\n")
-    if not result.well:
+    if not result.passed:
         click.echo(
-            f"runner chaos: NOT WELL; the folders are kept in {folder}; --seed {seed} draws the same faults again"
+            f"runner chaos: FAILED: see the folders of the runs in {folder}; --seed {seed} draws the same faults again"
         )
         sys.exit(1)

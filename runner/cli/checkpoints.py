@@ -1,4 +1,4 @@
-"""runner checkpoints: list, verify, export and prune."""
+"""The commands `runner checkpoints list`, `verify`, `export` and `prune`."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def list_checkpoints(location: str) -> None:
     if not any(tiers.catalog.entries() for _, tiers in parts):
         click.echo(f"no checkpoints at {location}")
         return
-    click.echo(f"{'step':>8}  {'age':>12}  {'size':>12}  {'tier':<6}  whole")
+    click.echo(f"{'step':>8}  {'age':>12}  {'size':>12}  {'tier':<6}  state")
     for stage, tiers in parts:
         if stage:
             click.echo(f"{stage}:")
         for entry in tiers.catalog.entries():
             tier = tiers.name(entry.storage)
             if entry.manifest is None:
-                click.echo(f"{entry.step:>8}  {'':>12}  {'':>12}  {tier:<6}  no: {entry.problem}")
+                click.echo(f"{entry.step:>8}  {'':>12}  {'':>12}  {tier:<6}  invalid: {entry.problem}")
                 continue
             age = duration(time.time() - entry.manifest.created_at)
             size = f"{entry.manifest.total_bytes / 1e6:.1f} MB"
@@ -73,7 +73,8 @@ def verify(location: str, step: int | None) -> None:
     found = [(stage, tiers, entry) for stage, tiers in parts for entry in tiers.catalog.entries()]
     found = [(stage, tiers, entry) for stage, tiers, entry in found if step in (None, entry.step)]
     if not found:
-        raise UsageError(f"there is no {'checkpoint' if step is None else f'checkpoint-{step}'} at {location}")
+        name = "checkpoint" if step is None else f"checkpoint-{step}"
+        raise UsageError(f"there is no {name} at {location}; see `runner checkpoints list`")
     damaged = 0
     for stage, tiers, entry in found:
         name = f"{entry.step:>8}  {tiers.name(entry.storage):<6}" + (f"  {stage}" if stage else "")
@@ -87,7 +88,7 @@ def verify(location: str, step: int | None) -> None:
             click.echo(f"{name}  ok       {len(manifest.files)} files, {manifest.total_bytes / 1e6:.1f} MB")
         except InvalidCheckpoint as error:
             if entry.manifest is not None and entry.step not in entry.storage.steps():
-                click.echo(f"{name}  gone     removed meanwhile, as its run keeps fewer")
+                click.echo(f"{name}  gone     removed by its run during verification")
                 continue
             damaged += 1
             click.echo(f"{name}  INVALID  {error}")
@@ -142,7 +143,7 @@ def prune(location: str, keep_last: int, keep_every: int | None) -> None:
     config = _config_of(location)
     metric, greater = None, False
     if config is not None:
-        # Held to the end: a run that lives prunes by itself, and none may begin meanwhile.
+        # The lock is held to the end: a running run prunes by itself, and none may start meanwhile.
         run_directory_of(config).lock(cancelled=lambda: True)
         metric, greater = best_by(config.best_metric, config.trainer.get("greater_is_better"))
         keep_every = keep_every or config.checkpoint.keep_every_steps
@@ -162,7 +163,7 @@ def prune(location: str, keep_last: int, keep_every: int | None) -> None:
 
 
 def _config_of(location: str) -> Any:
-    """The configuration of the run whose folder this is; None: it is something else."""
+    """Return the configuration of the run in this folder; None if it is not a run's folder."""
     from runner.config.load import load_config
 
     root = Path(location.removeprefix("file://"))
@@ -174,8 +175,15 @@ def _config_of(location: str) -> Any:
 
 
 def _tiers(location: str, config: Any = None) -> Any:
-    """Where the checkpoints of a run lie, by its folder (its configuration, where that is known); or at a place given
-    directly."""
+    """Open the storage of a run by its folder, or a location of checkpoints.
+
+    Args:
+        location: A run's folder, or the folder or URL of checkpoints.
+        config: Configuration of the run, if it is known already.
+
+    Raises:
+        UsageError: It is neither.
+    """
     from checkpointing.tiers import open_tiers
 
     try:
@@ -189,13 +197,21 @@ def _tiers(location: str, config: Any = None) -> Any:
     except ValueError as error:
         raise UsageError(str(error)) from None
     if not location or ("://" not in location and not root.is_dir()):
-        raise UsageError(f"{location!r} is not a folder; give a run's output_dir or its checkpoints folder")
+        raise UsageError(f"{location!r} is not a folder; pass a run's output_dir or its checkpoints folder")
     return tiers
 
 
 @contextlib.contextmanager
 def _progress_bar(name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Of a long transfer, on a terminal; gone when it is through."""
+    """Show a progress bar on a terminal, and remove it at the end.
+
+    Args:
+        name: What is transferred.
+        total: Size in bytes.
+
+    Yields:
+        A function that takes the number of bytes of each step.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 

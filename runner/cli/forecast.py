@@ -1,4 +1,4 @@
-"""runner doctor, plan and simulate: what a run will need and cost."""
+"""The commands `runner doctor`, `plan` and `simulate`."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def doctor(
         if not as_json:
             line = Text.assemble((f"{finding.level.value:<4}", colours[finding.level]), "  ", (finding.subject, "bold"))
             console.print(line.append(f": {finding.text}"))
-            if finding.mend:
-                console.print(Text(f"      {finding.mend}", "dim"))
+            if finding.fix:
+                console.print(Text(f"      {finding.fix}", "dim"))
     if as_json:
         click.echo(json.dumps([{**vars(one), "level": one.level.value} for one in findings], indent=1))
     failed = sum(finding.level is Level.FAIL for finding in findings)
@@ -208,7 +208,7 @@ def simulate(
     from runner.simulate.study import Study, read_trace, render, scenario_of, to_page, variations
 
     if sum(given is not None for given in (mttf_hours, gpus, trace)) > 1:
-        raise UsageError("--mttf-hours, --gpus and --trace say the same in three ways: give one of them")
+        raise UsageError("--mttf-hours, --gpus and --trace exclude each other; pass only one")
     if gpus is not None:
         mttf_hours = GPU_MTTF_S / HOUR_S / gpus
     trace_s = read_trace(trace) if trace is not None else None
@@ -219,9 +219,9 @@ def simulate(
             click.echo(f"{name}={value:g}")
         return
     if plot is not None and not vary:
-        raise UsageError("--plot needs something that varies: --vary NAME=A,B,…")
+        raise UsageError("--plot needs --vary; pass --vary NAME=A,B,…")
     if plot is not None and not plot.absolute().parent.is_dir():
-        raise UsageError(f"--plot {plot}: there is no folder {plot.absolute().parent}; make it, or write elsewhere")
+        raise UsageError(f"--plot {plot}: {plot.absolute().parent} does not exist; create it, or choose another folder")
     study = Study(scenario, variations(vary, scenario), runs, seed, trace_s)
     if as_json:
         click.echo(json.dumps(study.to_dict(target), indent=1))

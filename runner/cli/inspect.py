@@ -1,4 +1,4 @@
-"""runner config, status and report: look at a run."""
+"""The commands `runner config`, `status` and `report`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,8 @@ if TYPE_CHECKING:
     from runner.journal.events import Entry
 
 _WATCH_INTERVAL_S = 2.0
-
-
-# Of what a look takes, so many times between two.
+# Time between two updates as a multiple of the time that an update takes.
 _WATCH_SHARE = 10
-
-
 _STATUS_PATIENCE_S = 5.0
 
 
@@ -69,13 +65,12 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
     from runner.journal.summary import summarise
     from runner.ui.status import panel, runner_is_gone
 
-    place = location if location is not None else _newest_run()
-
-    # For people, what is at hand now.
-    history = History(place, None if as_json else _STATUS_PATIENCE_S)
+    where = location if location is not None else _newest_run()
+    # A person prefers a quick answer to a complete one.
+    history = History(where, None if as_json else _STATUS_PATIENCE_S)
 
     def look() -> tuple[Any, bool, float]:
-        """And what it has taken to sum up, in seconds: a journal of weeks takes its time."""
+        """Return the summary, whether the runner is gone, and the CPU seconds that this took."""
         entries, began = history.entries(), time.thread_time()
         return summarise(entries, now=time.time()), runner_is_gone(entries), time.thread_time() - began
 
@@ -86,7 +81,7 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
 
     def page() -> Any:
         unread = {"out of date": history.unread} if history.unread else {}
-        return panel(run, time.time(), {"location": place, **unread}, gone=gone)
+        return panel(run, time.time(), {"location": where, **unread}, gone=gone)
 
     console = Console(highlight=False)
     if not watch:
@@ -103,10 +98,10 @@ def status(location: str | None, watch: bool, as_json: bool) -> None:
 
 
 def _newest_run() -> str:
-    """The run that somebody most likely means who names none.
+    """Return the folder of $OUTPUT_DIR, or of the newest run in ./runs.
 
     Raises:
-        UsageError: there is none.
+        UsageError: There is none.
     """
     from runner.journal.journal import JOURNAL_NAME
 
@@ -117,15 +112,19 @@ def _newest_run() -> str:
         with contextlib.suppress(OSError):
             written.append((journal.stat().st_mtime, str(journal.parent)))
     if not written:
-        raise UsageError("there is no run in ./runs; give the output_dir of one, or the location of its checkpoints")
+        raise UsageError("there is no run in ./runs; pass the output_dir of a run, or the location of its checkpoints")
     return max(written)[1]
 
 
-def entries_at(place: str) -> list[Entry]:
-    """Read all journals of the run at a place; what could not be read is reported on standard error."""
+def entries_at(location: str) -> list[Entry]:
+    """Read the journals of a run, with a warning about those that cannot be read.
+
+    Args:
+        location: The run's folder, or the location of its checkpoints.
+    """
     from runner.journal.mirror import History
 
-    history = History(place)
+    history = History(location)
     entries = history.entries()
     if history.unread:
         click.echo(f"runner: warning: some journals could not be read: {history.unread}", err=True)
@@ -162,9 +161,9 @@ def report(
     """
     from runner.ui.report import render_page
 
-    place = location if location is not None else _newest_run()
-    page = render_page(entries_at(place), place, time.time(), price_per_hour, spot_discount)
-    own = "://" not in place and (Path(place) / "journal.jsonl").exists()
-    output = output or (Path(place) if own else Path()) / "report.html"
+    where = location if location is not None else _newest_run()
+    page = render_page(entries_at(where), where, time.time(), price_per_hour, spot_discount)
+    is_run = "://" not in where and (Path(where) / "journal.jsonl").exists()
+    output = output or (Path(where) if is_run else Path()) / "report.html"
     output.write_text(page, encoding="utf-8")
     click.echo(f"runner: {output.absolute()}")

@@ -1,4 +1,4 @@
-"""The `runner` command. Thin: each command parses, calls, and turns errors into one line and an exit code."""
+"""The command `runner`: its commands, and the exit codes of errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runner import __version__
 from runner.cli import chaos, checkpoints, forecast, init, inspect, start
 from runner.errors import ExitCode, RunnerError
 
-# Heavier imports stay inside the commands: `runner --help` answers in a blink.
+# Heavier imports are inside the commands, to keep `runner --help` fast.
 
 
 @click.group(
@@ -26,6 +26,7 @@ from runner.errors import ExitCode, RunnerError
 )
 @click.version_option(__version__, prog_name="runner")
 def cli() -> None:
+    # The marker \b keeps click from rewrapping the table.
     """Run PyTorch training jobs that survive crashes, preemption and damaged checkpoints.
 
     \b
@@ -33,7 +34,7 @@ def cli() -> None:
        0 finished            2 usage error            74 storage failed
       75 stopped on request  76 restarts spent        78 would fail again
       79 no progress         80 bad node              81 no valid checkpoint
-    """
+    """  # noqa: D301
 
 
 _COMMANDS = [
@@ -53,9 +54,9 @@ for _command in _COMMANDS:
 
 
 def main() -> None:
-    """Entry point: every expected error is one line on stderr and its exit code."""
+    """Run the command line. Every expected error is one line on standard error and an exit code."""
     for stream in (sys.stdout, sys.stderr):
-        # A terminal or log of another character set gets a question mark.
+        # Print a question mark for characters that the terminal or log cannot encode.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
@@ -78,16 +79,16 @@ def main() -> None:
         sys.exit(ExitCode.BUDGET_SPENT)
     except OSError as error:
         if not error.filename and not _can_be_written(1):
-            click.echo(f"runner: error: standard output cannot be written: {error.strerror or error}", err=True)
-            # What is left in its buffer would be tried again at the end.
+            click.echo(f"runner: error: cannot write standard output: {error.strerror or error}", err=True)
+            # A normal exit would try to flush the buffer again.
             os._exit(int(ExitCode.STORAGE_FAILED))
-        place = f"{error.filename}: " if error.filename else ""
-        click.echo(f"runner: error: {place}{error.strerror or error}", err=True)
+        path = f"{error.filename}: " if error.filename else ""
+        click.echo(f"runner: error: {path}{error.strerror or error}", err=True)
         sys.exit(ExitCode.USAGE)
 
 
 def _can_be_written(stream: int) -> bool:
-    # What failed is gone from Python's buffers, so one more byte is tried.
+    # Python's buffers no longer contain what failed, so the test writes one more byte.
     try:
         os.write(stream, b"\n")
     except OSError:

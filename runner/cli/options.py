@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they are turned into."""
+"""Options that several commands share, and their conversion."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from runner.errors import UsageError
 
 
 class Number(click.FloatRange):
-    """Within its bounds, and neither infinite nor NaN, which are in no order with them."""
+    """A finite number within bounds; click's own range accepts infinity and NaN."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Convert the text of an option, or fail with a usage error."""
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
-            self.fail(f"{value!r}: write a number", param, ctx)
+            self.fail(f"{value!r} is not a finite number", param, ctx)
         return number
 
 
@@ -68,6 +69,7 @@ _CONFIG_OPTIONS = [
 
 
 def config_options(command: Any) -> Any:
+    """Decorate a command with the options that describe a run."""
     for option in reversed(_CONFIG_OPTIONS):
         command = option(command)
     return command
@@ -81,6 +83,22 @@ def load(
     restart: dict[str, Any] | None = None,
     script: str | None = None,
 ) -> Any:
+    """Load the configuration of a command line.
+
+    Args:
+        config_path: Value of `--config`.
+        output_dir: Value of `--output-dir`.
+        settings: Values of `--set`.
+        launch: Options of the section `launch`, by key; None where an option is not given.
+        restart: Options of the section `restart`, likewise.
+        script: The user's own training script.
+
+    Returns:
+        The `Config`.
+
+    Raises:
+        UsageError: It is invalid.
+    """
     from runner.config.load import load_config, parse_setting
 
     overrides = [parse_setting(text) for text in settings]
@@ -97,7 +115,7 @@ def load(
 
 
 def table_console() -> Any:
-    """For tables: in a file or a pipe as wide as they are."""
+    """Return a console for tables, which are not squeezed in a file or a pipe."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -105,6 +123,11 @@ def table_console() -> Any:
 
 
 def size_of(option: str, text: str | None) -> int | None:
+    """Return the bytes of a size such as 80GiB; None if the option is not given.
+
+    Raises:
+        UsageError: It is not a size above 0.
+    """
     from checkpointing.memory import parse_bytes
 
     try:
@@ -112,11 +135,12 @@ def size_of(option: str, text: str | None) -> int | None:
     except ValueError as error:
         raise UsageError(f"{option}: {error}") from None
     if size == 0:
-        raise UsageError(f"{option} {text}: write a size above 0")
+        raise UsageError(f"{option} {text}: must be above 0")
     return size
 
 
 def run_directory_of(config: Any) -> Any:
+    """Return the `RunDirectory` of a configuration."""
     from runner.journal.run_directory import RunDirectory
 
     return RunDirectory(config.output_dir, config.launch.node_rank)

@@ -1,4 +1,4 @@
-"""runner start."""
+"""The command `runner start`."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ def start(
     """
     from runner.system.event_loop import StopRequest
 
-    # Only here: `status --watch | head` is to end with its reader.
+    # Only `start` survives the loss of its terminal or pipe; `status --watch | head` should end.
     make_streams_lossy()
-    # From here on; what comes before the first attempt is not lost.
+    # Signals are counted from here on, so that a stop request before the first attempt is not lost.
     stop = StopRequest()
     stop.count_signals()
 
@@ -113,21 +113,21 @@ def start(
         settings = (*settings, f"monitoring.port={metrics_port}")
     config = load(config_path, output_dir, settings, launch, restart, script)
     if script is not None and not Path(script).is_file():
-        raise UsageError(f"script {script!r} does not exist; give the path of a Python file")
+        raise UsageError(f"script {script!r} does not exist; pass the path of a Python file")
     if debug:
         from runner.config.debug import debugging_environment, for_debugging
         from runner.hardware.gpus import find_gpus
 
         if script is not None:
-            raise UsageError(f"--debug makes the configured job small; what {script} does, only its own options can")
+            raise UsageError(f"--debug cannot scale down a script; pass smaller sizes to {script} by its own options")
         if resume not in ("auto", "never"):
-            raise UsageError(f"--debug begins anew, in a folder of its own; leave --resume {resume} out")
+            raise UsageError(f"--debug always starts from scratch, in its own folder; remove --resume {resume}")
         gpus = find_gpus()
         config, resume, overwrite = for_debugging(config, len(gpus)), "never", True
         os.environ.update(debugging_environment(os.environ, on_gpu=bool(gpus)))
     step = resume_step(resume)
     if overwrite and step != "never":
-        raise UsageError("--overwrite goes with --resume never")
+        raise UsageError("--overwrite needs --resume never")
     starting_point = preflight.starting_point(resume_from) if resume_from is not None else ""
 
     def say(text: str) -> None:
@@ -138,31 +138,31 @@ def start(
     directory.lock(say, lambda: bool(stop))
     identity = _unless_stopped(stop, lambda: identify(config, script, args))
     if step == "auto" and preflight.is_done(config, directory, identity):
-        say("this run is finished; nothing to do (--resume never --overwrite starts it over)")
-        click.echo(render(summary_of_run(directory), places_of(config, directory)))
+        say("this run is finished; nothing to do (--resume never --overwrite starts a new run)")
+        click.echo(render(summary_of_run(directory), paths_of(config, directory)))
         return
     caveats, is_away = _unless_stopped(stop, lambda: preflight.check_storage(config))
     first_node = config.launch.node_rank == 0
-    place: str | None = None
+    location: str | None = None
     if not first_node:
         preflight.write_job(directory, identity)
     elif not is_away or step != "auto":
-        # The location is the run's: the first node's runner checks and prepares it.
+        # The location belongs to the whole run, so the first node's runner checks and prepares it.
         lock = preflight.LocationLock(config, say, None if directory.is_locked else 0.0)
         _unless_stopped(stop, lock.hold)
         if step == "never":
-            if _start_anew(config, directory, overwrite):
+            if _start_over(config, directory, overwrite):
                 lock.hold()
         else:
             check = functools.partial(preflight.examine, config, directory, identity, allow_changes=allow_changes)
             caveats += _unless_stopped(stop, check)
         if isinstance(step, int):
             for kept in preflight.check_resume_step(config, step):
-                say(f"newer than step {step}, kept as {kept}")
-        place = preflight.admit(config, directory, identity)
+                say(f"checkpoint newer than step {step} kept as {kept}")
+        location = preflight.admit(config, directory, identity)
     if first_node:
         discard_unsealed(directory.cache)
-    # A restart, or a script that changes its directory, must find the same places.
+    # A restart, or a script that changes its working directory, must find the same paths.
     config.make_absolute()
     directory.config.write_text(config.to_yaml())
     display = ProgressDisplay(quiet=not first_node, live=script is None and not debug)
@@ -179,7 +179,7 @@ def start(
     if first_node and config.monitoring.port is not None:
         from runner.ui.prometheus import RunCollector, serve
 
-        # Others can reach it only where there are others, or the user says so.
+        # With one node, only local processes may connect, unless the user sets an address.
         address = config.monitoring.address or ("127.0.0.1" if config.launch.nnodes == 1 else "0.0.0.0")
         serve(address, config.monitoring.port, RunCollector(directory.journal))
     shared = between_nodes(identity, config.checkpoint.location)
@@ -187,15 +187,15 @@ def start(
     if not first_node:
         follower = Follower(session, job, identity=shared, compared=not allow_changes)
         sys.exit(int(follower.run()))
-    supervisor = Supervisor(session, job, place=place, identity=shared)
+    supervisor = Supervisor(session, job, place=location, identity=shared)
     exit_code = supervisor.run()
     summary = summary_of_run(directory)
     if summary.step > 0:
-        click.echo(render(summary, places_of(config, directory)))
+        click.echo(render(summary, paths_of(config, directory)))
     elif exit_code == ExitCode.DONE:
         click.echo("runner: finished")
     if exit_code != ExitCode.DONE:
-        # Not by the journal, which may have been moved away, or its disk may be full.
+        # Not from the journal: it may have been moved away, or its disk may be full.
         state = "stopped" if exit_code == ExitCode.PREEMPTED else "failed"
         shown = supervisor.failed_log is not None and exit_code != ExitCode.PREEMPTED
         log = f"; log: {supervisor.failed_log}" if shown else ""
@@ -204,10 +204,13 @@ def start(
 
 
 def _unless_stopped(stop: Any, work: Callable[[], T]) -> T:
-    """What may take a minute where a server is silent; a stop request ends the wait.
+    """Return the result of a check that may take a minute if a server does not answer.
 
-    Raises:
-        SystemExit: with the code of a stop.
+    A stop request ends the wait and the process.
+
+    Args:
+        stop: The stop request.
+        work: The check.
     """
     outcome = in_background(work, "check")
     while not stop:
@@ -216,13 +219,18 @@ def _unless_stopped(stop: Any, work: Callable[[], T]) -> T:
         except TimeoutError:
             if outcome.done():
                 raise
-    click.echo("runner: stopped before anything was started")
+    click.echo("runner: stopped before the first attempt")
     sys.stdout.flush()
-    # The thread may wait for a server yet.
+    # A normal exit would join the thread, which may still wait for a server.
     os._exit(int(ExitCode.PREEMPTED))
 
 
 def resume_step(text: str) -> str | int:
+    """Parse the value of `--resume`: auto, never, or a step.
+
+    Raises:
+        UsageError: It is none of them.
+    """
     if text in ("auto", "never"):
         return text
     if text.isascii() and text.isdigit():
@@ -230,43 +238,49 @@ def resume_step(text: str) -> str | int:
     raise UsageError(f"--resume {text!r} is not allowed; use auto, never, or the number of a committed step")
 
 
-def _start_anew(config: Any, directory: Any, overwrite: bool) -> bool:
-    """Returns whether an earlier run was moved aside."""
+def _start_over(config: Any, directory: Any, overwrite: bool) -> bool:
+    """Make room for a new run; return whether an earlier run was moved aside.
+
+    Raises:
+        UsageError: There is an earlier run that may not or cannot be moved.
+    """
     tiers = config.tiers
     steps = {step for storage in tiers.nearest_first for step in storage.steps()}
     if not steps and tiers.durable.root is None and tiers.durable.sidecars.read_restart_state() is not None:
-        # What another run has failed of here does not concern this one.
+        # The stored state of another run's failures does not apply to this one.
         tiers.durable.sidecars.write_restart_state(b"{}")
     if not steps and not directory.journal.exists():
         return False
     if not overwrite:
         raise UsageError(
-            f"--resume never: {directory.root} already holds a run; add --overwrite to move it aside, or choose "
+            f"--resume never: {directory.root} already contains a run; add --overwrite to move it aside, or choose "
             "another --output-dir"
         )
     folders = [storage.root for storage in tiers.nearest_first if storage.root is not None]
     if tiers.durable.root is None and tiers.durable.steps():
         raise UsageError(
-            f"--overwrite: {tiers.durable.location} holds checkpoints, which cannot be moved there; choose another "
-            "checkpoint.location, or remove them yourself"
+            f"--overwrite: {tiers.durable.location} contains checkpoints, and an object store cannot move them; choose "
+            "another checkpoint.location, or remove them"
         )
-    click.echo(f"runner: the earlier run is kept in {directory.move_aside(folders)}")
+    click.echo(f"runner: moved the earlier run to {directory.move_aside(folders)}")
     return True
 
 
 def summary_of_run(directory: Any) -> Any:
+    """Return the `RunSummary` of a run's folder."""
     from runner.journal.journal import read_journal
     from runner.journal.summary import summarise
 
     return summarise(read_journal(directory.journal), now=time.time())
 
 
-def places_of(config: Any, directory: Any) -> dict[str, str]:
-    places = {
+def paths_of(config: Any, directory: Any) -> dict[str, str]:
+    """Return what a run leaves, by name: the paths that exist, and URLs."""
+    paths = {
         "best model": str(directory.best_model),
         "checkpoints": config.checkpoint_location,
         **({"local tier": config.checkpoint.local_tier} if config.checkpoint.local_tier else {}),
         "journal": str(directory.journal),
         "logs": str(directory.logs),
     }
-    return {name: path for name, path in places.items() if "://" in path or Path(path).exists()}
+    return {name: path for name, path in paths.items() if "://" in path or Path(path).exists()}

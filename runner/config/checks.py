@@ -1,36 +1,53 @@
-"""Checks of a configuration that need more than one key, or the machine."""
+"""Checks of a configuration that need more than one key, or the file system."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from checkpointing.extras import not_installed
 from runner.config.schema import DATA_LOADERS, DEFAULT_CONFIG, Config
 from runner.errors import UsageError
 
+SourceOf = Callable[[str], str]
+"""Names where a key was set: the YAML file, an environment variable, or the command line."""
+
 
 def check_model(config: Config) -> None:
+    """Check that a model is configured and, if it is a folder, exists.
+
+    Raises:
+        UsageError: It does not.
+    """
     if config.model.name_or_path is None and not config.model.config:
         raise UsageError(
             "no model is configured; set model.name_or_path (variable MODEL_NAME) to a hub name or a local folder, or "
-            f"model.config to build a new one. The bundled job's model is in {DEFAULT_CONFIG}, which --config accepts"
+            f"model.config to build a new one (the bundled job's is in {DEFAULT_CONFIG})"
         )
     name = config.model.name_or_path
     if name is not None and _is_path(name) and not Path(name).is_dir():
-        raise UsageError(f"model.name_or_path={name!r} does not exist; give a model's folder, or a name on the Hub")
+        raise UsageError(f"model.name_or_path={name!r} does not exist; give a model's folder, or a Hub name")
 
 
 def _is_path(name: str) -> bool:
-    """Of what is on this machine, or the Hub's: asking that for a path takes a minute, and answers beside the point."""
+    """Return whether a name is a local path; asking the Hub for a path takes a minute and gives a misleading answer."""
     first, separator, rest = name.partition("/")
-    # The Hub's names have one part, or two.
+    # Hub names have one or two parts.
     return name.startswith((".", "/", "~")) or "/" in rest or (bool(separator) and Path(first).is_dir())
 
 
-def resolve_nodes(config: Config, source_of: Any) -> None:
+def check_nodes(config: Config, source_of: SourceOf) -> None:
+    """Check the numbers of ranks and nodes.
+
+    Args:
+        config: The configuration.
+        source_of: Names where a key was set.
+
+    Raises:
+        UsageError: They cannot be used.
+    """
     launch = config.launch
     if launch.nproc_per_node != "auto" and launch.nproc_per_node < 1:
         raise UsageError(
@@ -39,12 +56,13 @@ def resolve_nodes(config: Config, source_of: Any) -> None:
         )
     if launch.node_rank and launch.nnodes == 1 and launch.world_size is None:
         raise UsageError(
-            f"{source_of('launch.node_rank')}: node rank {launch.node_rank} needs --nnodes (or WORLD_SIZE) above it"
+            f"{source_of('launch.node_rank')}: node rank {launch.node_rank} needs more than one node; set --nnodes or "
+            "WORLD_SIZE"
         )
 
 
 def _unknown_scheme(url: str) -> str | None:
-    """Why no file can be read at this URL, if so: nobody knows its scheme, or the package for it is missing."""
+    """Return why files at a URL cannot be read (unknown scheme, missing package), or None."""
     import fsspec
 
     scheme = urlsplit(url).scheme
@@ -57,7 +75,27 @@ def _unknown_scheme(url: str) -> str | None:
     return None
 
 
-def check_files(config: Config, source_of: Any, *, needs_data: bool) -> None:
+def check_all(config: Config, source_of: SourceOf, *, needs_data: bool) -> None:
+    """Run all checks, and make data paths absolute.
+
+    Args:
+        config: The configuration; relative data paths in it become absolute.
+        source_of: Names where a key was set.
+        needs_data: Whether the training data must exist.
+
+    Raises:
+        UsageError: A check failed.
+    """
+    check_nodes(config, source_of)
+    _check_storage(config, source_of)
+    _check_data_paths(config, source_of, needs_data=needs_data)
+    _check_validation(config, source_of)
+    if config.data.streaming:
+        _check_streaming(config, source_of)
+    _check_strategy(config, source_of)
+
+
+def _check_storage(config: Config, source_of: SourceOf) -> None:
     try:
         _ = config.launch.peer_address
     except ValueError as error:
@@ -71,6 +109,9 @@ def check_files(config: Config, source_of: Any, *, needs_data: bool) -> None:
         _ = config.checkpoint.memory_limit_bytes
     except ValueError as error:
         raise UsageError(f"{source_of('checkpoint.memory_limit')}: checkpoint.memory_limit: {error}") from None
+
+
+def _check_data_paths(config: Config, source_of: SourceOf, *, needs_data: bool) -> None:
     for name in ("path", "validation_path"):
         path = getattr(config.data, name)
         if needs_data and path and "://" not in path and _is_path(path) and not Path(path).exists():
@@ -89,13 +130,16 @@ def check_files(config: Config, source_of: Any, *, needs_data: bool) -> None:
                 f"{source_of(f'data.{name}')}: data.{name}={path!r} does not exist; give a .parquet, .jsonl, .json or "
                 ".csv file, or the name of a hub data set"
             )
-        # A restart may come from another directory.
-        setattr(config.data, name, os.path.abspath(path))  # noqa: PTH100 - keeps symlinks
+        # A restart may run in another directory; abspath keeps symbolic links.
+        setattr(config.data, name, os.path.abspath(path))  # noqa: PTH100
+
+
+def _check_validation(config: Config, source_of: SourceOf) -> None:
     metric = str(config.trainer.get("metric_for_best_model") or "")
     if metric.endswith("perplexity"):
         raise UsageError(
             f"{source_of('trainer.metric_for_best_model')}: trainer.metric_for_best_model={metric!r} is not allowed: "
-            "use eval_loss, which falls with it"
+            "use eval_loss, which orders checkpoints the same way"
         )
     split = config.data.validation_split
     source = config.data.validation_path or config.data.path
@@ -104,26 +148,37 @@ def check_files(config: Config, source_of: Any, *, needs_data: bool) -> None:
             f"{source_of('data.validation_split')}: data.validation_split={split!r} is a split of a hub data set, and "
             f"{source or 'the bundled data'} has none: use data.validation_path or data.validation_share"
         )
-    if config.data.streaming:
-        wrong = {
-            "data.validation_share": config.data.validation_share is not None,
-            "data.validation_split": split is not None and config.data.validation_path is None,
-        }
-        for key, is_wrong in wrong.items():
-            if is_wrong:
-                raise UsageError(
-                    f"{source_of(key)}: {key} is not allowed with data.streaming, which never holds all rows: use "
-                    "data.validation_path"
-                )
-        if not config.trainer.get("max_steps", 0) > 0:
+    given = [name for name in ("validation_path", "validation_share") if getattr(config.data, name) is not None]
+    if len(given) > 1 or (config.data.validation_share is not None and split is not None):
+        raise UsageError(
+            f"{source_of('data.validation_share')}: data.validation_share={config.data.validation_share} is not "
+            "allowed together with data.validation_path or data.validation_split: choose one"
+        )
+
+
+def _check_streaming(config: Config, source_of: SourceOf) -> None:
+    needs_all_rows = {
+        "data.validation_share": config.data.validation_share is not None,
+        "data.validation_split": config.data.validation_split is not None and config.data.validation_path is None,
+    }
+    for key, is_set in needs_all_rows.items():
+        if is_set:
             raise UsageError(
-                f"{source_of('data.streaming')}: data.streaming needs trainer.max_steps: how long an epoch is, nobody "
-                "knows before its end"
+                f"{source_of(key)}: {key} is not allowed with data.streaming, which never loads all rows: use "
+                "data.validation_path"
             )
+    if not config.trainer.get("max_steps", 0) > 0:
+        raise UsageError(
+            f"{source_of('data.streaming')}: data.streaming needs trainer.max_steps, because the length of an epoch is "
+            "unknown before its end"
+        )
+
+
+def _check_strategy(config: Config, source_of: SourceOf) -> None:
     if config.strategy == "fsdp" and config.method.type != "full":
         raise UsageError(
             f"{source_of('strategy')}: strategy=fsdp is not supported with method.type={config.method.type} yet: use "
-            "ddp, which an adapter's small state does not burden"
+            "ddp, which suits the small state of an adapter"
         )
     fsdp = config.trainer.get("fsdp_config")
     if fsdp and config.strategy != "fsdp":
@@ -132,10 +187,4 @@ def check_files(config: Config, source_of: Any, *, needs_data: bool) -> None:
         raise UsageError(
             f"{source_of('trainer.fsdp_config')}: trainer.fsdp_config={fsdp!r} is not allowed: write FSDP2's "
             "options as a mapping, without version or with version: 2"
-        )
-    given = [name for name in ("validation_path", "validation_share") if getattr(config.data, name) is not None]
-    if len(given) > 1 or (config.data.validation_share is not None and config.data.validation_split is not None):
-        raise UsageError(
-            f"{source_of('data.validation_share')}: data.validation_share={config.data.validation_share} is not "
-            "allowed beside data.validation_path or data.validation_split: choose one"
         )

@@ -1,4 +1,4 @@
-"""`runner start --debug`: the same job made small, so that what is wrong shows within a minute, and says where."""
+"""`runner start --debug`: a scaled-down job with verbose logging, which fails within a minute if it fails at all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_STEPS = 20
 _SAVE_STEPS = 5
 _MAX_LENGTH = 128
 _VALIDATION_SHARE = 0.05
-# What tells where a collective stalls; the user's own word goes before it.
+# Logging that shows where a collective stalls. Variables that the user has set take precedence.
 _ENVIRONMENT = {
     "NCCL_DEBUG": "INFO",
     "TORCH_CPP_LOG_LEVEL": "INFO",
@@ -23,14 +23,18 @@ _ENVIRONMENT = {
 
 
 def for_debugging(config: Config, num_gpus: int) -> Config:
-    """One machine, two ranks, a small model, few rows, few steps, saves that block training until they are written.
+    """Return a scaled-down copy of a job: one node, two ranks, a small model, few rows and steps, blocking saves.
 
-    It lies in a folder of its own, beside the run's; nothing is read from or written to the run's checkpoints.
+    Its folder is next to the run's; it neither reads nor writes the run's checkpoints.
+
+    Args:
+        config: The job.
+        num_gpus: Number of GPUs of this node.
     """
     small = config.model_copy(deep=True)
     small.output_dir = f"{config.output_dir.rstrip('/')}-debug"
     small.checkpoint.location = small.checkpoint.local_tier = None
-    # Without memory for a snapshot every save blocks.
+    # Without memory for a snapshot, every save blocks training until it is written.
     small.checkpoint.memory_limit = 0
     small.checkpoint.snapshot_steps = small.checkpoint.save_steps = small.checkpoint.save_minutes = None
     small.launch = LaunchConfig(nproc_per_node=min(2, num_gpus or 2), cold=config.launch.cold)
@@ -41,7 +45,7 @@ def for_debugging(config: Config, num_gpus: int) -> Config:
     small.model = bundled.model
     small.data.max_rows = min(config.data.max_rows or _MAX_ROWS, _MAX_ROWS)
     if config.data.validation_share is not None:
-        # Of so few rows, at least some.
+        # A small share of so few rows could be none.
         small.data.validation_share = max(config.data.validation_share, _VALIDATION_SHARE)
     steps = int(config.trainer.get("max_steps", 0))
     length = min(int(config.trainer.get("max_length") or _MAX_LENGTH), _MAX_LENGTH)
@@ -59,7 +63,12 @@ def for_debugging(config: Config, num_gpus: int) -> Config:
 
 
 def debugging_environment(environment: Mapping[str, str], *, on_gpu: bool) -> dict[str, str]:
-    """What is to be set for the ranks."""
-    # With DETAIL, torch 2.13 dies of a segmentation fault when DDP is made over gloo.
+    """Return the environment variables to set for the ranks.
+
+    Args:
+        environment: The variables that are set already; they take precedence.
+        on_gpu: Whether the ranks use GPUs.
+    """
+    # With DETAIL, torch 2.13 crashes (segmentation fault) when DDP is created over gloo.
     wanted = {**_ENVIRONMENT, "TORCH_DISTRIBUTED_DEBUG": "DETAIL" if on_gpu else "INFO"}
     return {name: value for name, value in wanted.items() if name not in environment}

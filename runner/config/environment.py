@@ -1,11 +1,11 @@
-"""The one table of environment variables that set configuration, and the one place that reads them."""
+"""The table of environment variables that set configuration, and the only function that reads them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-# Variable → dotted configuration key. The names are those of the PyTorch, Kubeflow and Hugging Face world.
+# Variable → dotted configuration key. The names are common in PyTorch, Kubeflow and Hugging Face.
 CONFIG_VARIABLES: dict[str, str] = {
     "EPOCHS": "trainer.num_train_epochs",
     "BATCH_SIZE": "trainer.per_device_train_batch_size",
@@ -17,11 +17,11 @@ CONFIG_VARIABLES: dict[str, str] = {
     "MASTER_PORT": "launch.master_port",
     "WORLD_SIZE": "launch.world_size",
     "RANK": "launch.node_rank",
-    # Of a multi-node parallel job of AWS Batch; the last one is not set on the main node.
+    # AWS Batch sets these in multi-node parallel jobs, except the last one on the main node.
     "AWS_BATCH_JOB_NUM_NODES": "launch.nnodes",
     "AWS_BATCH_JOB_NODE_INDEX": "launch.node_rank",
     "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS": "launch.master_addr",
-    # torchrun's own names, which Kubeflow's Trainer sets; they go before those above.
+    # torchrun's own names, which Kubeflow's Trainer sets; they take precedence over those above.
     "PET_MASTER_ADDR": "launch.master_addr",
     "PET_MASTER_PORT": "launch.master_port",
     "PET_NNODES": "launch.nnodes",
@@ -29,13 +29,13 @@ CONFIG_VARIABLES: dict[str, str] = {
     "PET_NODE_RANK": "launch.node_rank",
     "PET_RDZV_ENDPOINT": "launch.rdzv_endpoint",
 }
-# What torchrun sets for each rank.
+# The variables that torchrun sets for each rank.
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Passed on to the ranks untouched: NCCL_*, TORCH_*, CUDA_*, HF_*, OMP_NUM_THREADS, GLOO_SOCKET_IFNAME.
+# All other variables reach the ranks unchanged: NCCL_*, TORCH_*, CUDA_*, HF_*, OMP_NUM_THREADS, GLOO_SOCKET_IFNAME.
 
 
 def settings_from_environment(environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
-    """Dotted key → (text value, the variable's name), for every variable that is set and not empty."""
+    """Return {dotted key: (text value, name of the variable)} of the variables that are set and not empty."""
     return {
         key: (environment[variable], variable)
         for variable, key in CONFIG_VARIABLES.items()

@@ -1,4 +1,4 @@
-"""Reads the configuration: defaults < YAML < environment < command line."""
+"""Loading a configuration. Precedence: defaults < YAML < environment < command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from runner.config import trainer_options
-from runner.config.checks import check_files, check_model, resolve_nodes
+from runner.config.checks import SourceOf, check_all, check_model
 from runner.config.environment import settings_from_environment
 from runner.config.schema import DEFAULT_CONFIG, Config
 from runner.errors import UsageError
@@ -28,15 +28,18 @@ def load_config(
     """Resolve a configuration.
 
     Args:
-        path: YAML file. Without one the bundled job is the base, unless `script`, or a model or data that the
-            environment or `settings` name, make it another job: nothing of the bundled one applies to that.
-        environment: usually `os.environ`.
-        settings: (dotted key, value, how the user wrote it) from the command line.
-        needs_data: whether the model must be named and the training data exist.
+        path: YAML file. Without one the bundled job is the base, unless `script` is given, or the environment or
+            `settings` name a model or data: nothing of the bundled job applies to another job.
+        environment: Environment variables, usually `os.environ`.
+        settings: (dotted key, value, as the user wrote it) of each setting on the command line.
+        needs_data: Whether a model must be configured and the training data must exist.
         script: The user's own training script, which needs no model here.
 
+    Returns:
+        The validated configuration.
+
     Raises:
-        UsageError: a file is missing or malformed, a key unknown, a value of the wrong type, or no model is given.
+        UsageError: A file is missing or malformed, a key is unknown, a value is not allowed, or no model is given.
     """
     sources: dict[str, str] = {}
     overrides: list[tuple[str, Any, str]] = []
@@ -66,15 +69,14 @@ def load_config(
     for name, value in config.trainer.items():
         options |= trainer_options.validate({name: value}, source_of(f"trainer.{name}"))
     config.trainer = options
-    resolve_nodes(config, source_of)
-    check_files(config, source_of, needs_data=needs_data)
+    check_all(config, source_of, needs_data=needs_data)
     if needs_data and script is None:
         check_model(config)
     return config
 
 
 def _names_a_job(overrides: Sequence[tuple[str, Any, str]]) -> bool:
-    """Whether the environment or the command line name a model or data."""
+    """Return whether the environment or the command line name a model or data."""
     document: dict[str, Any] = {}
     for key, value, written in overrides:
         _set(document, key, value, written)
@@ -87,30 +89,33 @@ def _value(document: Mapping[str, Any], section: str, key: str) -> Any:
 
 
 def _default_folder(script: str | None, path: str | None, document: Mapping[str, Any]) -> str:
-    """The folder of a run that nobody has given one."""
+    """Return the folder of a run for which none is configured."""
     data, model = _value(document, "data", "path"), _value(document, "model", "name_or_path")
     if script is not None or path is not None:
         name = Path(str(script or path)).stem
     elif model:
-        name = Path(os.path.abspath(str(model))).name  # noqa: PTH100 - the name as given, not what it links to
+        name = Path(os.path.abspath(str(model))).name  # noqa: PTH100
     else:
         name = Path(str(data)).stem if data else ""
     return f"runs/{name or 'default'}"
 
 
 def parse_setting(text: str) -> tuple[str, Any, str]:
-    """`key=value` of `--set`, the value read as YAML.
+    """Parse the `KEY=VALUE` of `--set`, whose value is YAML.
+
+    Returns:
+        Dotted key, value, and the option as the user wrote it.
 
     Raises:
-        UsageError: there is no `=`.
+        UsageError: There is no `=`, or the value is not YAML.
     """
     key, separator, value = text.partition("=")
     if not separator or not key:
-        raise UsageError(f"--set {text!r}: write key=value, for example --set trainer.learning_rate=1e-4")
+        raise UsageError(f"--set {text!r}: not KEY=VALUE; write for example --set trainer.learning_rate=1e-4")
     try:
         return key, yaml.safe_load(value), f"--set {text}"
     except yaml.YAMLError:
-        raise UsageError(f"--set {text!r}: the value is not valid YAML") from None
+        raise UsageError(f"--set {text!r}: the value is not valid YAML; quote it") from None
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
@@ -123,7 +128,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     if document is None:
         return {}
     if not isinstance(document, dict):
-        raise UsageError(f"{file}: must be a mapping of {', '.join(Config.model_fields)}")
+        raise UsageError(f"{file}: not a mapping; write one with the keys {', '.join(Config.model_fields)}")
     # A section whose keys are all comments reads as null.
     return {key: value for key, value in document.items() if value is not None or key not in Config.model_fields}
 
@@ -135,13 +140,13 @@ def _set(document: dict[str, Any], key: str, value: Any, written: str) -> None:
         if child is None:
             child = document[parent] = {}
         if not isinstance(child, dict):
-            raise UsageError(f"{written}: {parent} is not a section but {child!r}")
+            raise UsageError(f"{written}: {parent}={child!r} is a value, not a section; remove one of the two")
         document = child
     document[leaf] = value
 
 
-def _explain(error: ValidationError, source_of: Any) -> str:
-    """The first problem, as one line."""
+def _explain(error: ValidationError, source_of: SourceOf) -> str:
+    """Return the first problem as one line."""
     problem = error.errors()[0]
     location = [str(part) for part in problem["loc"] if part not in ("int", "literal['auto']")]
     key = ".".join(location)

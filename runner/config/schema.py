@@ -1,4 +1,4 @@
-"""The one typed configuration of a run: defaults < YAML < environment < command line."""
+"""The typed configuration of a run."""
 
 from __future__ import annotations
 
@@ -89,6 +89,7 @@ class DataConfig(_Section):
 
     @property
     def has_validation(self) -> bool:
+        """Whether there is data for evaluations."""
         return any(value is not None for value in (self.validation_path, self.validation_split, self.validation_share))
 
 
@@ -125,16 +126,17 @@ class CheckpointConfig(_Section):
 
     @property
     def local_retention(self) -> Retention:
-        """What `local_tier` keeps."""
+        """Retention of `local_tier`."""
         return Retention(keep_last=self.local_keep_last)
 
     @property
     def memory_limit_bytes(self) -> int | None:
+        """`memory_limit` in bytes. Raises ValueError if it is not a size."""
         return parse_bytes(str(self.memory_limit)) if self.memory_limit is not None else None
 
 
 def _torchruns_auto(value: Any) -> Any:
-    """torchrun knows `gpu` and `cpu` besides `auto`; Kubeflow sets them."""
+    """Treat `gpu` and `cpu`, which torchrun also accepts and Kubeflow sets, like `auto`."""
     return "auto" if value in ("gpu", "cpu") else value
 
 
@@ -168,33 +170,36 @@ class LaunchConfig(_Section):
 
     @property
     def endpoint(self) -> str:
-        """host:port of the rendezvous between machines."""
+        """Rendezvous endpoint of several nodes, host:port."""
         return self.rdzv_endpoint or f"{self.master_addr or 'localhost'}:{self.master_port}"
 
     def rendezvous(self, nnodes: int) -> tuple[str, str | None]:
-        """host:port where so many machines meet, and this one's name there; one machine needs neither."""
-        # Nobody else is to reach a single one; nor may a pod's name resolve.
+        """Return what torchrun needs for the rendezvous.
+
+        Args:
+            nnodes: Number of nodes.
+
+        Returns:
+            The endpoint, host:port, and the address of this node for the other nodes (None for torchrun's choice).
+        """
+        # A single node uses loopback: no other host may connect, and a pod's name may not resolve.
         own = "127.0.0.1" if nnodes == 1 else self.local_addr
         return self.endpoint if nnodes > 1 or self.rdzv_endpoint else "localhost:0", own
 
     @property
     def peer_address(self) -> tuple[str, int]:
-        """Host and port of the first machine's runner.
-
-        Raises:
-            ValueError: the rendezvous endpoint names no port to count from.
-        """
+        """Host and port of the first node's runner. Raises ValueError if the port is out of range."""
         host, _, port = self.endpoint.rpartition(":")
         if not host or not port.isdigit():
             host, port = self.endpoint.rstrip(":"), str(self.master_port)
         number = self.peer_port or int(port) + 1
         if not 0 < number < 65536:
-            raise ValueError(f"port {number} of the runners' own connection is none; set launch.peer_port")
+            raise ValueError(f"port {number} for the connection between runners is out of range; set launch.peer_port")
         return host.strip("[]"), number
 
 
 def _yaml_off(value: Any) -> Any:
-    """YAML reads an unquoted off as false."""
+    """Undo that YAML reads an unquoted off as false."""
     return "off" if value is False else value
 
 
@@ -242,8 +247,11 @@ class RestartConfig(_Section):
 
 
 class GuardsConfig(_Section):
-    """Steps to discard: training resumes from the newest snapshot before such a step. If the step fails again, it is
-    skipped together with all steps since that snapshot."""
+    """Steps that are discarded.
+
+    Training resumes from the newest snapshot before such a step. If the step fails again, it is skipped together with
+    all steps since that snapshot.
+    """
 
     check_finite: bool = True
     """Whether steps with infinite or NaN gradients are discarded."""
@@ -312,16 +320,17 @@ class Config(_Section):
 
     @property
     def best_metric(self) -> str | None:
-        """What the best checkpoint is chosen by, as a Trainer's option."""
+        """The metric of the best checkpoint, as the Trainer's option; None if there is none."""
         chosen: str | None = self.trainer.get("metric_for_best_model")
         return chosen or ("eval_loss" if self.data.has_validation else None)
 
     @property
     def checkpoint_location(self) -> str:
+        """Durable location of the checkpoints: a folder or a URL."""
         return self.checkpoint.location or str(Path(self.output_dir) / "checkpoints")
 
     def make_absolute(self) -> None:
-        """Have every place named so that it is the same from whatever directory it is looked at."""
+        """Make the run's paths independent of the working directory."""
         self.output_dir = str(Path(self.output_dir).absolute())
         for name in ("location", "local_tier"):
             value = getattr(self.checkpoint, name)
@@ -329,7 +338,11 @@ class Config(_Section):
                 setattr(self.checkpoint, name, str(Path(value).absolute()))
 
     def move_to(self, root: Path) -> None:
-        """What lay in the run's folder when this was written lies in `root` now: the folder was copied, or renamed."""
+        """Adjust paths after the run's folder was copied or renamed.
+
+        Args:
+            root: The folder now.
+        """
         recorded, here = Path(self.output_dir).absolute(), root.absolute()
         for name in ("location", "local_tier"):
             value = getattr(self.checkpoint, name)
@@ -339,8 +352,9 @@ class Config(_Section):
 
     @property
     def tiers(self) -> Tiers:
-        """Where checkpoints lie. Raises ValueError for what is not usable."""
+        """Storage of the checkpoints. Raises ValueError for a location that cannot be used."""
         return open_tiers(self.checkpoint_location, self.checkpoint.local_tier)
 
     def to_yaml(self) -> str:
+        """Return the whole configuration as YAML."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)

@@ -1,4 +1,4 @@
-"""The number of nodes, and of ranks on this one."""
+"""The number of nodes, and the number of ranks on this node."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ from runner.errors import GpuMissing, UsageError
 
 
 def shape_of(config: Config, accelerators: int) -> tuple[int, int]:
-    """Machines, and ranks on this one, by options, variables and GPUs.
+    """Derive the shape of a run from options, variables and GPUs.
+
+    Args:
+        config: The run.
+        accelerators: Number of GPUs of this node.
+
+    Returns:
+        The number of nodes, and the number of ranks on this node.
 
     Raises:
-        UsageError: they do not fit together.
+        UsageError: The settings contradict each other.
     """
     launch = config.launch
     nproc = (accelerators or 2) if launch.nproc_per_node == "auto" else launch.nproc_per_node
@@ -21,43 +28,49 @@ def shape_of(config: Config, accelerators: int) -> tuple[int, int]:
     if launch.world_size is not None and nnodes == 1:
         if launch.world_size % nproc:
             raise UsageError(
-                f"WORLD_SIZE={launch.world_size} is not a multiple of the {nproc} ranks on this machine; set "
+                f"WORLD_SIZE={launch.world_size} is not a multiple of the {nproc} ranks on this node; set "
                 "--nproc-per-node, or unset WORLD_SIZE"
             )
         nnodes = launch.world_size // nproc
     if launch.node_rank >= nnodes:
         raise UsageError(
-            f"node rank {launch.node_rank} (--node-rank or RANK) needs more than {nnodes} machine(s) of {nproc} "
+            f"node rank {launch.node_rank} (--node-rank or RANK) needs more than {nnodes} node(s) of {nproc} "
             "ranks; check --nnodes, WORLD_SIZE and --nproc-per-node"
         )
     return nnodes, nproc
 
 
 def check_promised_gpu(config: Config, environment: Mapping[str, str], devices: Path) -> None:
-    """Refuse to train on the CPU of a node that should have GPUs, where torch finds none.
+    """Refuse to train on the CPU of a node that should have GPUs. Called if torch finds none.
+
+    Args:
+        config: The run.
+        environment: Environment variables.
+        devices: The folder of device files, `/dev`.
 
     Raises:
-        GpuMissing: There should be GPUs, and the user has not asked for the CPU.
+        GpuMissing: There should be GPUs, and the user did not ask for the CPU.
     """
     promised = promised_gpu(environment, devices) if config.trainer.get("use_cpu") is not True else None
     if promised:
         raise GpuMissing(
             f"{promised}, but torch finds no GPU: the driver is missing, too old for this torch, or has lost "
-            "them (nvidia-smi). To train on the CPU: --set trainer.use_cpu=true, or CUDA_VISIBLE_DEVICES=-1"
+            "them; check nvidia-smi, or train on the CPU with --set trainer.use_cpu=true or CUDA_VISIBLE_DEVICES=-1"
         )
 
 
 def promised_gpu(environment: Mapping[str, str], devices: Path) -> str | None:
-    """What says that this machine or container has NVIDIA GPUs to use; None where nothing does.
+    """Return the evidence that this node or container should have NVIDIA GPUs, or None.
 
     Args:
+        environment: Environment variables.
         devices: The folder of device files, `/dev`.
     """
     if environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None
     nodes = sorted(path for path in devices.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit())
     if nodes:
-        return f"there is {nodes[0]}"
-    # Set by who starts the container, for the runtime that makes the devices.
+        return f"{nodes[0]} exists"
+    # The container runtime creates the devices that this variable requests.
     wanted = environment.get("NVIDIA_VISIBLE_DEVICES", "")
     return f"NVIDIA_VISIBLE_DEVICES={wanted}" if wanted not in ("", "none", "void") else None

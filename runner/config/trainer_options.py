@@ -1,7 +1,7 @@
-"""Names and types of `SFTConfig`'s fields, read from the installed source, so that a typo is told in milliseconds.
+"""Names and types of `SFTConfig`'s fields, read from the installed source, so that a typo is reported at once.
 
-Importing `SFTConfig` takes seconds and torch. Its fields are plain annotated assignments, so the abstract syntax tree
-of its module, and of the base class's, says all that is needed.
+Importing `SFTConfig` takes seconds and needs torch. Its fields are plain annotated assignments, so the abstract syntax
+trees of its module and of its base class contain their names and types.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ _TYPES: dict[str, Any] = {
     "Literal": Literal,
     "None": None,
 }
-# Names that transformers 5.23 has given to options: with an older one a configuration's new name means the old one.
+# Options that transformers 5.23 renamed. With an older version, the new name in a configuration means the old one.
 _FORMER_NAMES = {
     "activation_checkpointing": "gradient_checkpointing",
     "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
 }
-# Decided by the runner itself; setting them would work against it.
+# Options that the runner sets itself, and why or what to use instead.
 RESERVED = {
     "output_dir": "set the top-level output_dir",
     "resume_from_checkpoint": "use --resume",
     "local_rank": "the launcher sets it",
-    "ddp_backend": "gloo on CPU and nccl on GPUs are chosen by themselves",
+    "ddp_backend": "the runner chooses gloo on CPUs and nccl on GPUs",
     "save_only_model": "a checkpoint must be complete to resume from",
     "auto_find_batch_size": "the global batch must not change within a run",
-    "load_best_model_at_end": "with data.validation_path, _split or _share best_model is the best checkpoint",
+    "load_best_model_at_end": "with data.validation_path, _split or _share, best_model is the best checkpoint",
     "fsdp": "set the top-level strategy: fsdp",
-    "deepspeed": "it is not supported yet; set the top-level strategy: fsdp for a model that is too large for ddp",
-    "parallelism_config": "tensor and context parallelism are not supported yet; see the top-level strategy",
-    "push_to_hub": "push best_model yourself when the run is done",
+    "deepspeed": "DeepSpeed is not supported; set the top-level strategy: fsdp for a model that is too large for ddp",
+    "parallelism_config": "tensor and context parallelism are not supported; see the top-level strategy",
+    "push_to_hub": "push best_model yourself after the run",
     "overwrite_output_dir": "use --resume never --overwrite",
 }
 
 
 @functools.cache
 def fields() -> dict[str, Any]:
-    """Field name → type for every `SFTConfig` option.
+    """Return {name: type} of all `SFTConfig` options.
 
     Raises:
         UsageError: transformers or trl is not installed.
@@ -77,10 +77,18 @@ def fields() -> dict[str, Any]:
 
 
 def validate(options: dict[str, Any], source: str) -> dict[str, Any]:
-    """Check names and types; returns the options with text turned into numbers where the field is one.
+    """Check the names and types of options.
+
+    Args:
+        options: Options by name.
+        source: Where they were set, for the error.
+
+    Returns:
+        The options, with text converted where the field is a number.
 
     Raises:
-        UsageError: unknown or reserved name, or wrong type; the text names `source`, key, value and what is allowed.
+        UsageError: A name is unknown or reserved, or a value has the wrong type. The text names `source`, key, value
+            and what is allowed.
     """
     known = fields()
     checked = {}
@@ -96,10 +104,10 @@ def validate(options: dict[str, Any], source: str) -> dict[str, Any]:
             hint = f"did you mean {' or '.join(close)}?" if close else "see `runner config --trainer-options`"
             raise UsageError(f"{source}: trainer.{name}={value!r} is not an SFTConfig option; {hint}")
         if name.endswith("_strategy") and value is False:
-            value = "no"  # as Hugging Face calls it, and YAML reads it as false
+            value = "no"  # YAML reads an unquoted no as false.
         try:
             result = TypeAdapter(known[name]).validate_python(value)
-            # `save_steps: 20` stays 20, though the field is a float for the sake of shares below 1.
+            # `save_steps: 20` stays 20, although the field is a float to allow shares below 1.
             checked[name] = value if isinstance(value, int) and result == value else result
         except ValidationError as error:
             raise UsageError(
@@ -110,7 +118,7 @@ def validate(options: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def describe(kind: Any) -> str:
-    """A type as a user would write it."""
+    """Return the name of a type as a user would write it."""
     return getattr(kind, "__name__", str(kind).replace("typing.", ""))
 
 
@@ -128,7 +136,7 @@ def _fields_of(path: Path) -> dict[str, Any]:
 
 
 def _evaluate(annotation: ast.expr) -> Any:
-    """The type that an annotation names; `Any` where it uses names of its own module (enums mostly)."""
+    """Return the type of an annotation; `Any` if it uses names of its own module, mostly enums."""
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
         annotation = ast.parse(annotation.value, mode="eval").body
     names = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}

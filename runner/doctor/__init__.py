@@ -1,4 +1,4 @@
-"""`runner doctor`: what would go wrong, before it is paid for."""
+"""`runner doctor`: preflight checks with suggested fixes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from runner.config.topology import shape_of
 from runner.doctor.collectives import check_collectives
 from runner.doctor.findings import Finding, Level, fail, warn
 from runner.doctor.gpus import check_devices
-from runner.doctor.locations import check_places
-from runner.doctor.machine import check_machine
+from runner.doctor.locations import check_locations
+from runner.doctor.node import check_node
 from runner.doctor.settings import check_settings
 from runner.errors import UsageError
 from runner.hardware.gpus import find_gpus
@@ -22,9 +22,15 @@ __all__ = ["Finding", "Level", "examine"]
 
 
 def examine(config: Config) -> Iterator[Finding]:
-    """Every check of this machine for this run, as it is done.
+    """Run all checks of this node for a run.
 
-    On several machines it is called on each one, with the options that `runner start` gets there.
+    With several nodes, every node calls it at about the same time, with the options that `runner start` gets there.
+
+    Args:
+        config: The run.
+
+    Yields:
+        Each finding as soon as its check is done.
     """
     gpus = find_gpus()
     try:
@@ -40,9 +46,9 @@ def examine(config: Config) -> Iterator[Finding]:
     except UsageError as error:
         yield fail("model", str(error), "set model.name_or_path to a hub name or a local folder")
         return
-    yield from check_machine(config, nproc, bool(gpus), need.host_bytes, need.checkpoint_bytes)
-    yield from check_places(config, need.checkpoint_bytes)
+    yield from check_node(config, nproc, bool(gpus), need.host_bytes, need.checkpoint_bytes)
+    yield from check_locations(config, need.checkpoint_bytes)
     if any(finding.level is Level.FAIL for finding in settings):
-        yield warn("all-reduce", "not tried: it would fail by what is named above", "mend that first")
+        yield warn("all-reduce", "not tried: the settings above would make it fail", "fix those first")
     else:
         yield from check_collectives(config, nnodes, nproc)

@@ -1,4 +1,4 @@
-"""All-reduce over the real rendezvous: by torchrun, with as many ranks as the run will have."""
+"""All-reduce over the real rendezvous: started by torchrun, with as many ranks as the run will have."""
 
 from __future__ import annotations
 
@@ -17,18 +17,24 @@ from typing import Any
 from runner.config.schema import Config
 from runner.doctor.findings import Finding, fail, ok, warn
 
-# Start of the ranks, and the trial itself, once all machines are there.
+# Seconds to start the ranks and to measure, once all nodes have joined.
 _TRIAL_S = 180.0
 _SLOW = 1.3
 _NETWORK = (
-    "see that the ports between the machines are open, and NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names their network"
+    "open the ports between the nodes, and set NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME to their network interface"
 )
 
 
 def check_collectives(config: Config, nnodes: int, nproc: int) -> Iterator[Finding]:
-    """Run the trial; on several machines all of them call this at about the same time."""
+    """Run all-reduce on all ranks; with several nodes, every node calls this at about the same time.
+
+    Args:
+        config: The run.
+        nnodes: Number of nodes.
+        nproc: Number of ranks per node.
+    """
     if nnodes * nproc < 2:
-        yield ok("all-reduce", "one rank has nobody to add up with")
+        yield ok("all-reduce", "not needed with one rank")
         return
     launch = config.launch
     with tempfile.TemporaryDirectory() as folder:
@@ -46,7 +52,7 @@ def check_collectives(config: Config, nnodes: int, nproc: int) -> Iterator[Findi
             patience = f"timeout={launch.rendezvous_timeout_s:.0f},join_timeout={launch.rendezvous_timeout_s:.0f}"
             command += ["--rdzv-conf", f"is_host={is_host},{patience}"]
         command += ["-m", "runner.doctor.ranks", str(answer)]
-        # RANK and the like say something else to the runner than to torchrun's ranks.
+        # A scheduler may set RANK and the like for the runner; torchrun sets its own for the ranks.
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         environment.setdefault("OMP_NUM_THREADS", "1")
         error = _run(command, environment, log, limit_s)
@@ -56,32 +62,36 @@ def check_collectives(config: Config, nnodes: int, nproc: int) -> Iterator[Findi
             yield from judge(json.loads(answer.read_text()))
 
 
-def judge(told: Mapping[str, Any]) -> Iterator[Finding]:
-    """What the ranks have measured. `told`: see `runner.doctor.ranks`."""
-    ranks = told["ranks"]
+def judge(measured: Mapping[str, Any]) -> Iterator[Finding]:
+    """Judge what the ranks measured.
+
+    Args:
+        measured: The JSON of `runner.doctor.ranks`.
+    """
+    ranks = measured["ranks"]
     wrong = [str(rank["rank"]) for rank in ranks if not rank["right"]]
     if wrong:
-        text = f"{told['backend']} gives wrong sums on rank {', '.join(wrong)}"
+        text = f"{measured['backend']} computes wrong sums on rank {', '.join(wrong)}"
         yield fail(
-            "all-reduce", text, "exclude that machine; try NCCL_P2P_DISABLE=1 to see whether its links are at fault"
+            "all-reduce", text, "exclude that node; try NCCL_P2P_DISABLE=1 to see whether its GPU links are faulty"
         )
         return
-    # An operation ends with its slowest rank.
+    # A collective is as fast as its slowest rank.
     rates = {int(size): min(rank["bandwidth"][size] for rank in ranks) for size in ranks[0]["bandwidth"]}
     listed = ", ".join(f"{rate / 1e9:.2f} GB/s at {size >> 20} MiB" for size, rate in sorted(rates.items()))
-    yield ok("all-reduce", f"right on {len(ranks)} ranks over {told['backend']}; bus bandwidth {listed}")
+    yield ok("all-reduce", f"correct on {len(ranks)} ranks over {measured['backend']}; bus bandwidth {listed}")
     usual = statistics.median_low(rank["compute_s"] for rank in ranks)
     slow = [rank for rank in ranks if rank["compute_s"] > _SLOW * usual]
     for rank in slow:
         times = f"{rank['compute_s'] / usual:.1f}"
-        text = f"rank {rank['rank']} on {rank['host']} computes {times} times as long as the others"
-        yield warn("speed of ranks", text, "look at that machine's other processes, clock and cooling, or exclude it")
+        text = f"rank {rank['rank']} on {rank['host']} takes {times} times as long as the others"
+        yield warn("speed of ranks", text, "check that node's other processes, clock speed and cooling, or exclude it")
     if not slow:
         yield ok("speed of ranks", f"equal within {100 * (_SLOW - 1):.0f} %")
 
 
 def _run(command: list[str], environment: Mapping[str, str], log: Path, limit_s: float) -> str | None:
-    """Run it to its end; returns what went wrong."""
+    """Run the command; return what went wrong, or None."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
@@ -89,14 +99,14 @@ def _run(command: list[str], environment: Mapping[str, str], log: Path, limit_s:
     try:
         code = process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        return f"not done after {limit_s:.0f} s: a machine is missing, or packets are lost"
+        return f"not done after {limit_s:.0f} s: a node is missing, or packets are lost"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if code == 0:
         return None
-    # The first error is the cause; what follows are the others that have lost it.
+    # The first error is the cause; later ones come from ranks that lost their peer.
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
     return (errors or lines or ["no reason given"])[0][-300:]

@@ -1,4 +1,4 @@
-"""What a check has found."""
+"""What a check found."""
 
 from __future__ import annotations
 
@@ -7,28 +7,40 @@ from enum import Enum
 
 
 class Level(Enum):
+    """Severity of a finding."""
+
     OK = "ok"
-    WARN = "warn"  # the run may be slow, or fail under some circumstances
-    FAIL = "fail"  # the run would fail
+    WARN = "warn"  # The run may be slow, or fail under some circumstances.
+    FAIL = "fail"  # The run would fail.
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line. `mend` says what to do, where there is something."""
+    """One line of the report.
+
+    Attributes:
+        level: Severity.
+        subject: What was checked.
+        text: What was found.
+        fix: Suggested fix; empty if there is nothing to do.
+    """
 
     level: Level
     subject: str
     text: str
-    mend: str = ""
+    fix: str = ""
 
 
 def ok(subject: str, text: str) -> Finding:
+    """Return a finding without a problem."""
     return Finding(Level.OK, subject, text)
 
 
-def warn(subject: str, text: str, mend: str) -> Finding:
-    return Finding(Level.WARN, subject, text, mend)
+def warn(subject: str, text: str, fix: str) -> Finding:
+    """Return a finding that may slow the run down or make it fail."""
+    return Finding(Level.WARN, subject, text, fix)
 
 
-def fail(subject: str, text: str, mend: str) -> Finding:
-    return Finding(Level.FAIL, subject, text, mend)
+def fail(subject: str, text: str, fix: str) -> Finding:
+    """Return a finding that makes the run fail."""
+    return Finding(Level.FAIL, subject, text, fix)

@@ -1,6 +1,6 @@
-"""One rank of `runner doctor`'s trial: do all-reduces add up, how fast are they, is one rank slower than the others?
+"""One rank of `runner doctor`'s all-reduce check: correctness, bandwidth, and speed compared with other ranks.
 
-Started by torchrun, as training's ranks will be. The first rank of each machine writes what all have found, as JSON.
+torchrun starts it like the ranks of a training. The first rank of each node writes the results of all as JSON.
 """
 
 from __future__ import annotations
@@ -22,15 +22,32 @@ _SHARES = 64
 
 
 def all_reduce_is_right(device: torch.device, rank: int, world_size: int) -> bool:
-    """Sums of small integers, another one at every place: exact in float32 up to 16,000 ranks, whatever the order."""
-    places = torch.arange(_ELEMENTS, device=device, dtype=torch.float32) % 16
-    value = places * (rank % _SHARES + 1)
+    """Check the sum of small integers, which differ by position and rank.
+
+    The sums are exact in float32 up to 16,000 ranks, in any order.
+
+    Args:
+        device: This rank's device.
+        rank: This rank.
+        world_size: Number of ranks.
+    """
+    positions = torch.arange(_ELEMENTS, device=device, dtype=torch.float32) % 16
+    value = positions * (rank % _SHARES + 1)
     dist.all_reduce(value)
-    return bool(torch.equal(value, places * sum(other % _SHARES + 1 for other in range(world_size))))
+    return bool(torch.equal(value, positions * sum(other % _SHARES + 1 for other in range(world_size))))
 
 
 def bus_bandwidth(device: torch.device, nbytes: int, world_size: int) -> float:
-    """Bytes per second, as nccl-tests count them (doc/PERFORMANCE.md): size / time * 2 (n - 1) / n."""
+    """Measure the bus bandwidth as nccl-tests define it (doc/PERFORMANCE.md): size / time * 2 (n - 1) / n.
+
+    Args:
+        device: This rank's device.
+        nbytes: Size of the tensor in bytes.
+        world_size: Number of ranks.
+
+    Returns:
+        Bytes per second.
+    """
     value = torch.ones(nbytes // 4, device=device)
     seconds = []
     for number in range(_REPEATS + 1):
@@ -39,7 +56,7 @@ def bus_bandwidth(device: torch.device, nbytes: int, world_size: int) -> float:
         began = time.perf_counter()
         dist.all_reduce(value)
         _settle(device)
-        # The first one makes connections.
+        # The first operation also opens the connections.
         if number:
             seconds.append(time.perf_counter() - began)
         value.fill_(1.0)
@@ -47,7 +64,7 @@ def bus_bandwidth(device: torch.device, nbytes: int, world_size: int) -> float:
 
 
 def compute_s(device: torch.device) -> float:
-    """Seconds of a fixed amount of arithmetic: the same on equal, healthy devices."""
+    """Return the seconds of a fixed amount of arithmetic, the same on equal, healthy devices."""
     size = 4096 if device.type == "cuda" else 512
     matrix = torch.full((size, size), 0.5, device=device)
     seconds = []
@@ -67,6 +84,7 @@ def _settle(device: torch.device) -> None:
 
 
 def main() -> None:
+    """Measure, and write the results of all ranks on the first rank of each node."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -81,12 +99,12 @@ def main() -> None:
         "bandwidth": {str(nbytes): bus_bandwidth(device, nbytes, world_size) for nbytes in _SIZES},
         "compute_s": compute_s(device),
     }
-    told: list[Any] = [None] * world_size
-    dist.all_gather_object(told, mine)
-    # The rendezvous numbers the machines as it likes.
+    measured: list[Any] = [None] * world_size
+    dist.all_gather_object(measured, mine)
+    # The rendezvous orders the nodes arbitrarily, so every node writes the file.
     if int(os.environ["LOCAL_RANK"]) == 0:
-        with open(sys.argv[1], "w", encoding="utf-8") as file:  # noqa: PTH123 - one line
-            json.dump({"backend": dist.get_backend(), "ranks": told}, file)
+        with open(sys.argv[1], "w", encoding="utf-8") as file:  # noqa: PTH123
+            json.dump({"backend": dist.get_backend(), "ranks": measured}, file)
     dist.barrier()
     dist.destroy_process_group()
 

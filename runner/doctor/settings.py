@@ -1,4 +1,4 @@
-"""Environment variables and addresses that cannot work, or work badly."""
+"""Environment variables and addresses that do not work, or work badly."""
 
 from __future__ import annotations
 
@@ -16,11 +16,19 @@ from runner.doctor.findings import Finding, fail, ok, warn
 def check_settings(
     config: Config, environment: Mapping[str, str], num_ranks: int, nnodes: int, *, on_gpu: bool
 ) -> Iterator[Finding]:
-    """What the environment and `launch:` say, against this machine."""
+    """Compare the environment and the section `launch:` with this node.
+
+    Args:
+        config: The run.
+        environment: Environment variables.
+        num_ranks: Number of ranks on this node.
+        nnodes: Number of nodes.
+        on_gpu: Whether the ranks use GPUs.
+    """
     interfaces = psutil.net_if_addrs()
     found = [*_interfaces(environment, set(interfaces)), *_variables(environment, num_ranks, nnodes, on_gpu)]
     found += _addresses(config, nnodes, {a.address for addresses in interfaces.values() for a in addresses})
-    yield from found or [ok("environment", "nothing in it contradicts this machine")]
+    yield from found or [ok("environment", "no problem found")]
 
 
 def _interfaces(environment: Mapping[str, str], names: Collection[str]) -> Iterator[Finding]:
@@ -31,52 +39,52 @@ def _interfaces(environment: Mapping[str, str], names: Collection[str]) -> Itera
             continue
         wanted = [name for name in value.lstrip("^=").split(",") if name]
         if variable.startswith("NCCL"):
-            # "eth" means every name that begins so; "=eth0" this one; "^docker" all others.
+            # "eth" is a prefix, "=eth0" an exact name, "^docker" excludes a prefix.
             if value.startswith("^"):
-                there = any(not any(name.startswith(w) for w in wanted) for name in names)
+                exists = any(not any(name.startswith(w) for w in wanted) for name in names)
             elif value.startswith("="):
-                there = any(name in wanted for name in names)
+                exists = any(name in wanted for name in names)
             else:
-                there = any(name.startswith(w) for w in wanted for name in names)
+                exists = any(name.startswith(w) for w in wanted for name in names)
         else:
-            there = all(name in names for name in wanted)
-        if there:
+            exists = all(name in names for name in wanted)
+        if exists:
             yield ok(variable, value)
         else:
-            yield fail(variable, f"{value!r}: no such network interface here", f"choose among {known}, or unset it")
+            yield fail(variable, f"{value!r}: no such network interface", f"set it to one of {known}, or unset it")
 
 
 def _variables(environment: Mapping[str, str], num_ranks: int, nnodes: int, on_gpu: bool) -> Iterator[Finding]:
     debug = environment.get("NCCL_DEBUG", "").upper()
     if debug in ("INFO", "TRACE"):
-        yield warn("NCCL_DEBUG", f"{debug} writes for every operation", "set it to WARN, or unset it, in production")
+        yield warn("NCCL_DEBUG", f"{debug} logs every operation", "set it to WARN, or unset it")
     for variable in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"):
         if environment.get(variable, "0") not in ("", "0") and num_ranks > 1:
-            yield warn(variable, "GPUs of this machine will talk by a slower way", "unset it")
+            yield warn(variable, "the GPUs of this node communicate over a slower path", "unset it")
     if (
         environment.get("NCCL_IB_DISABLE", "0") not in ("", "0")
         and nnodes > 1
         and Path("/sys/class/infiniband").is_dir()
     ):
-        yield warn("NCCL_IB_DISABLE", "this machine has InfiniBand or RoCE, which is left unused", "unset it")
+        yield warn("NCCL_IB_DISABLE", "this node has InfiniBand or RoCE, which stays unused", "unset it")
     threads = environment.get("OMP_NUM_THREADS", "")
     cores = len(os.sched_getaffinity(0))
     if threads.isdigit() and int(threads) > 1 and int(threads) * num_ranks > cores:
         text = f"{threads} threads in each of {num_ranks} ranks, on {cores} cores"
         yield warn("OMP_NUM_THREADS", text, f"set it to {max(cores // num_ranks, 1)}, or unset it")
     if environment.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL" and not on_gpu and num_ranks * nnodes > 1:
-        text = "with DETAIL torch 2.13 dies of a segmentation fault when DDP is made over gloo"
+        text = "with DETAIL, torch 2.13 crashes (segmentation fault) when DDP is created over gloo"
         yield fail("TORCH_DISTRIBUTED_DEBUG", text, "set it to INFO, or unset it")
     if environment.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
-        yield warn("CUDA_LAUNCH_BLOCKING", "every kernel is waited for", "unset it when the search is over")
+        yield warn("CUDA_LAUNCH_BLOCKING", "training waits for every kernel", "unset it after debugging")
     if environment.get("CUDA_VISIBLE_DEVICES") == "":
-        yield warn("CUDA_VISIBLE_DEVICES", "set, and empty: no GPU is seen", "unset it, or name the GPUs")
+        yield warn("CUDA_VISIBLE_DEVICES", "empty, which hides all GPUs", "unset it, or list the GPUs")
     if environment.get("LOCAL_RANK") and not environment.get("TORCHELASTIC_RUN_ID"):
-        yield warn("LOCAL_RANK", "set from outside; every rank gets its own", "unset it")
+        yield warn("LOCAL_RANK", "set from outside, but each rank needs its own", "unset it")
 
 
 def _addresses(config: Config, nnodes: int, own: Collection[str]) -> Iterator[Finding]:
-    """The rendezvous' address and ports, as this machine will use them."""
+    """Check the addresses and ports that this node will use."""
     launch = config.launch
     ports = {}
     if config.monitoring.port is not None and launch.node_rank == 0:
@@ -87,23 +95,27 @@ def _addresses(config: Config, nnodes: int, own: Collection[str]) -> Iterator[Fi
         try:
             addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
         except OSError as error:
-            mend = "name the first machine as all others can reach it (--rdzv-endpoint, or MASTER_ADDR)"
-            yield fail("rendezvous", f"{host!r} cannot be resolved: {error.strerror or error}", mend)
+            fix = "set --rdzv-endpoint or MASTER_ADDR to an address of the first node that all others can reach"
+            yield fail("rendezvous", f"{host!r} cannot be resolved: {error.strerror or error}", fix)
             return
         is_here = bool(addresses & set(own)) or "0.0.0.0" in addresses
         is_loopback = all(address.startswith("127.") or address == "::1" for address in addresses)
         if launch.node_rank == 0 and not is_here:
-            yield fail("rendezvous", f"{host} is no address of this machine, whose --node-rank is 0", "check both")
+            yield fail("rendezvous", f"{host} is not an address of this node, whose --node-rank is 0", "check both")
             return
         if launch.node_rank > 0 and is_here and not is_loopback:
-            yield fail("rendezvous", f"{host} is this machine, whose --node-rank is {launch.node_rank}", "check both")
+            yield fail("rendezvous", f"{host} is this node, whose --node-rank is {launch.node_rank}", "check both")
             return
         if launch.node_rank == 0:
             ports |= {"rendezvous": ("", int(port)), "launch.peer_port": ("", launch.peer_address[1])}
-        yield ok("rendezvous", f"{launch.endpoint}, {'here' if is_here else 'another machine'}")
+        yield ok("rendezvous", f"{launch.endpoint}, {'this node' if is_here else 'another node'}")
     for subject, (address, number) in ports.items():
         try:
             with socket.create_server((address, number)):
                 yield ok(subject, f"port {number} is free")
         except OSError as error:
-            yield fail(subject, f"port {number} cannot be had: {error.strerror}", "end who holds it, or choose another")
+            yield fail(
+                subject,
+                f"port {number} cannot be used: {error.strerror}",
+                "stop the process that uses it, or set another port",
+            )

@@ -1,0 +1,1 @@
+"""Hardware of this node: GPUs."""

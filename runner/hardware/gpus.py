@@ -1,4 +1,4 @@
-"""GPUs, as the driver's own tool knows them; no torch, no CUDA context."""
+"""GPUs as nvidia-smi reports them; without torch and without a CUDA context."""
 
 from __future__ import annotations
 
@@ -32,19 +32,29 @@ _MIB = 1024 * 1024
 
 @dataclass(frozen=True)
 class Gpu:
+    """One GPU.
+
+    Attributes:
+        index: Index as nvidia-smi counts.
+        memory_bytes: Size of its memory in bytes.
+    """
+
     index: int
     memory_bytes: int
 
 
 def find_gpus() -> list[Gpu]:
-    """Empty where there is no driver, or none that answers."""
+    """Return the GPUs that CUDA will see; none if the driver is missing or does not answer."""
     with contextlib.suppress(subprocess.CalledProcessError):
         return [Gpu(int(row["index"]), number(row["memory.total"]) * _MIB) for row in visible(query())]
     return []
 
 
 def visible(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Those that CUDA will see: CUDA_VISIBLE_DEVICES names them by index or UUID, up to the first that is none."""
+    """Return the rows of the GPUs that CUDA will see.
+
+    CUDA_VISIBLE_DEVICES lists them by index or UUID; like CUDA, this stops at the first unknown name.
+    """
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     if names is None:
         return rows
@@ -58,10 +68,10 @@ def visible(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def query() -> list[dict[str, str]]:
-    """Each GPU's values by field; empty for a field that this driver does not know: they come and go with releases.
+    """Return the values of each GPU by field; empty for a field that this driver does not know.
 
     Raises:
-        CalledProcessError: the driver does not answer.
+        CalledProcessError: The driver does not answer.
     """
     known = list(_FIELDS)
     while True:
@@ -79,7 +89,11 @@ def query() -> list[dict[str, str]]:
 
 
 def run(*command: str) -> str:
-    """What it prints; nothing where it is not there, or never ends."""
+    """Return what a command prints; nothing if it is missing or does not end in time.
+
+    Raises:
+        CalledProcessError: The command failed.
+    """
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
     except (OSError, subprocess.TimeoutExpired):
@@ -87,5 +101,5 @@ def run(*command: str) -> str:
 
 
 def number(text: str) -> int:
-    """0 for what the card does not know."""
+    """Return a value as an integer; 0 for what the card does not report."""
     return int(text) if text.isdigit() else 0

@@ -1,1 +1,1 @@
-"""`runner plan`: what a run will need, computed before it is paid for."""
+"""`runner plan`: estimated memory, goodput and cost of a run."""

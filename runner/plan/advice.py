@@ -1,4 +1,4 @@
-"""What to do: which strategy fits and why, how often to save, what it will cost."""
+"""Recommendations: which strategy fits and why, how often to save, and the cost."""
 
 from __future__ import annotations
 
@@ -9,20 +9,27 @@ from dataclasses import dataclass
 from checkpointing.rank.cadence import best_interval_s
 from runner.journal.ledger import NOT_RUNNING
 from runner.plan.memory import Job, Need, estimate
-from runner.plan.model_shape import Anatomy
+from runner.plan.model_shape import ModelShape
 from runner.simulate.engine import Forecast, forecast
 from runner.simulate.scenario import HOUR_S, Scenario
 
-# Beyond it an allocator's gaps, and the longest batch, end in "out of memory".
+# Above this share, gaps of the allocator or the longest batch run out of memory.
 _USABLE_SHARE = 0.92
-# What a snapshot costs the training thread: a fixed part, and one per tensor (docs/benchmarks/checkpoint.md).
+# Seconds for which a snapshot blocks the training thread: fixed, and per tensor (docs/benchmarks/checkpoint.md).
 _STALL_S, _STALL_PER_TENSOR_S = 0.0005, 5e-6
 _RUNS = 200
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to train. `obstacle`: why it cannot be used; empty where it can."""
+    """One way to train.
+
+    Attributes:
+        name: Name for the table.
+        job: The job, trained this way.
+        need: Its memory.
+        obstacle: Why it cannot be used; empty if it can.
+    """
 
     name: str
     job: Job
@@ -31,19 +38,21 @@ class Option:
 
     @property
     def fits(self) -> bool:
+        """Whether it can be used."""
         return not self.obstacle
 
 
 @dataclass(frozen=True)
 class Saving:
-    """Snapshots and checkpoints, in seconds.
+    """Durations and intervals of snapshots and checkpoints, in seconds.
 
     Attributes:
-        copy_s: from the device into memory, beside training.
-        stall_s: for which training waits, per snapshot.
-        write_s, read_s: of a checkpoint.
-        snapshot_interval_s, commit_interval_s: that lose least (Young, Daly), within the cap on overhead, and for
-            commits never shorter than one takes.
+        copy_s: Copying a snapshot from the device into memory, while training continues.
+        stall_s: How long training waits per snapshot.
+        write_s: Writing a checkpoint.
+        read_s: Reading a checkpoint.
+        snapshot_interval_s: Between snapshots: optimal (Young, Daly) within the cap on overhead.
+        commit_interval_s: Between commits: the same, and at least as long as a commit takes.
     """
 
     copy_s: float
@@ -54,8 +63,14 @@ class Saving:
     commit_interval_s: float
 
 
-def options(model: Anatomy, job: Job, memory_bytes: int) -> list[Option]:
-    """The strategies that the runner has, simplest first."""
+def options(model: ModelShape, job: Job, memory_bytes: int) -> list[Option]:
+    """Evaluate the strategies that the runner supports, simplest first.
+
+    Args:
+        model: The model.
+        job: The job as configured.
+        memory_bytes: Memory of a GPU, or of this node per rank, in bytes.
+    """
     found = []
     for name, method, strategy in (
         ("full, DDP", "full", "ddp"),
@@ -65,7 +80,7 @@ def options(model: Anatomy, job: Job, memory_bytes: int) -> list[Option]:
     ):
         one = job.by(method, strategy)
         need = estimate(model, one)
-        # Without GPUs all ranks share this machine's memory, and its arenas.
+        # Without GPUs, all ranks of a node share its memory and its arenas.
         own = need.peak_bytes if job.on_gpu else need.host_bytes + need.arenas // job.local_ranks
         if strategy == "fsdp" and job.local_ranks == 1:
             obstacle = "one rank"
@@ -80,7 +95,15 @@ def options(model: Anatomy, job: Job, memory_bytes: int) -> list[Option]:
 
 
 def choose(found: Sequence[Option], wanted: Job) -> tuple[Option | None, str]:
-    """The configured way if it fits, else the simplest that does; and why."""
+    """Choose the configured strategy if it fits, else the simplest that does.
+
+    Args:
+        found: The evaluated strategies.
+        wanted: The job as configured.
+
+    Returns:
+        The choice (None if nothing fits), and the reason.
+    """
     configured = next(o for o in found if (o.job.method, o.job.strategy) == (wanted.method, wanted.strategy))
     if configured.fits:
         return configured, "as configured, and it fits"
@@ -88,19 +111,19 @@ def choose(found: Sequence[Option], wanted: Job) -> tuple[Option | None, str]:
     if best is None:
         return None, (
             "nothing fits: lower trainer.per_device_train_batch_size or max_length, set gradient_checkpointing, or "
-            "take more, or larger, GPUs; tensor parallelism is not there yet"
+            "use more or larger GPUs; tensor parallelism is not supported"
         )
     why = {
-        "full, DDP": "every GPU holds the whole model: the simplest and fastest",
-        "full, FSDP": "the model's state is too large for one GPU, and not for all of a machine",
-        "LoRA, DDP": "full fine-tuning fits neither whole nor sharded; adapters leave the base without optimizer state",
-        "QLoRA, DDP": "even the base is too large in 16 bits",
+        "full, DDP": "every GPU holds the whole model, which is simplest and fastest",
+        "full, FSDP": "the model's state exceeds one GPU, but not all GPUs of a node",
+        "LoRA, DDP": "full fine-tuning fits neither whole nor sharded; with adapters the base needs no optimizer state",
+        "QLoRA, DDP": "the base is too large even in 16 bits",
     }[best.name]
     return best, f"{configured.name} does not fit; {why}"
 
 
 def saving(
-    model: Anatomy,
+    model: ModelShape,
     need: Need,
     mttf_s: float,
     overhead_cap: float,
@@ -112,27 +135,46 @@ def saving(
     step_s: float | None,
     adapters: bool,
 ) -> Saving:
-    """Prices and best intervals. Rates: bytes per second, `copy_rate` of one rank."""
+    """Estimate durations and optimal intervals.
+
+    Args:
+        model: The model.
+        need: Memory of a rank.
+        mttf_s: Mean time between failures of the run in seconds.
+        overhead_cap: Share of the time that snapshots may cost.
+        local_ranks: Ranks per node.
+        copy_rate: Bytes per second from a device into memory, per rank.
+        write_rate: Bytes per second that are written to storage.
+        read_rate: Bytes per second that are read from storage.
+        step_s: Seconds of an optimizer step, if known.
+        adapters: Whether only adapters are trained.
+    """
     copy_s = need.checkpoint_bytes / local_ranks / copy_rate
     tensors = (model.adapter_tensors if adapters else model.tensors) * 4
     stall_s = _STALL_S + _STALL_PER_TENSOR_S * tensors
     if step_s is not None:
-        # Beside forward and backward; what takes longer holds the optimizer up.
+        # The copy overlaps forward and backward; only the excess delays the optimizer.
         stall_s += max(copy_s - step_s, 0.0)
     write_s, read_s = need.checkpoint_bytes / write_rate, need.checkpoint_bytes / read_rate
-    # The next copy cannot begin before this one is done.
+    # Copies do not overlap.
     snapshot = max(best_interval_s(stall_s, mttf_s, overhead_cap), copy_s)
     if step_s is not None:
         snapshot = max(math.ceil(snapshot / step_s), 1) * step_s
-    # Writing goes on beside training, and has no price here; but one is written at a time.
+    # Writing overlaps training and costs nothing here, but only one checkpoint is written at a time.
     commit = max(snapshot, write_s)
     return Saving(copy_s, stall_s, write_s, read_s, snapshot, commit)
 
 
-def outlook(scenario: Scenario, price_per_hour: float | None, machines: int) -> tuple[Forecast, float | None]:
-    """Goodput, and what all machines cost together: while one is missing, the others wait at their price."""
+def outlook(scenario: Scenario, price_per_hour: float | None, nnodes: int) -> tuple[Forecast, float | None]:
+    """Forecast goodput and cost. While one node is missing, the others wait and are paid for.
+
+    Args:
+        scenario: The run.
+        price_per_hour: Price of a node; None if unknown.
+        nnodes: Number of nodes.
+    """
     seen = forecast(scenario, _RUNS)
     if price_per_hour is None:
         return seen, None
-    paid_s = seen.wall_s * machines - seen.seconds.get(NOT_RUNNING, 0.0)
+    paid_s = seen.wall_s * nnodes - seen.seconds.get(NOT_RUNNING, 0.0)
     return seen, paid_s / HOUR_S * price_per_hour

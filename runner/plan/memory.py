@@ -1,8 +1,8 @@
-"""Bytes that a rank needs, by what holds them.
+"""Memory of a rank, by component.
 
-Weights, gradients and optimizer state are counted. Activations follow "Reducing Activation Recomputation in Large
-Transformer Models" (arXiv 2205.05198), counted anew for the layers of today's models: RMSNorm, gated MLP, grouped
-queries, attention that keeps no matrix unless it drops some of it.
+Weights, gradients and optimizer state are counted exactly. Activations follow "Reducing Activation Recomputation in
+Large Transformer Models" (arXiv 2205.05198), adapted to current layers: RMSNorm, gated MLP, grouped queries, and
+attention that stores no matrix unless it has dropout.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from runner.config.schema import Config
-from runner.plan.model_shape import Anatomy
+from runner.plan.model_shape import ModelShape
 
 # Bits per weight of 4-bit NormalFloat with double quantisation: 4 + 8 / 64 + 32 / (64 * 256) (arXiv 2305.14314).
 _NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
-# Of one GPU, before any tensor: CUDA's context, NCCL's and cuBLAS's buffers.
+# Memory of a GPU before any tensor: CUDA's context, buffers of NCCL and cuBLAS.
 CUDA_BASE_BYTES = 1_200_000_000
-# Of a rank's process, besides what it has imported: rows, tokenizer, process group (measured: docs/guides/planning.md).
+# Memory of a rank's process besides its imports: rows, tokenizer, process group (measured: docs/guides/planning.md).
 _RANK_OWN_BYTES = 40_000_000
-# Layers' worth of activations beyond those that are kept: gradients of the layer that is on its way back, what the
-# forward pass holds for a moment, and on a CPU the allocator's gaps (measured there: docs/guides/planning.md).
+# Activations beyond the stored ones, in layers: gradients of the layer in the backward pass, temporaries of the forward
+# pass, and on a CPU the gaps of the allocator (measured: docs/guides/planning.md).
 _PASSING_LAYERS_GPU, _PASSING_LAYERS_CPU = 1, 3
-# TRL's loss takes so many tokens and words of the vocabulary at a time; on a CPU with so many copies in fp32 beside it
-# (fitted: docs/guides/planning.md).
+# TRL's loss works on tiles of this many tokens and vocabulary entries; on a CPU with this many fp32 copies (fitted:
+# docs/guides/planning.md).
 _TILE_TOKENS, _TILE_WORDS, _TILE_COPIES_CPU = 4096, 32_768, 3
 # SFTConfig's own defaults.
 _MICRO_BATCH = 8
@@ -33,18 +33,23 @@ _MAX_LENGTH = 1024
 
 @dataclass(frozen=True)
 class Job:
-    """What decides on memory, besides the model.
+    """What determines memory, besides the model.
 
     Attributes:
-        method: full, lora or qlora. strategy: ddp or fsdp.
-        ranks: of all machines; local_ranks: of one of them.
-        weight_bytes: per element of the trained or frozen weights.
-        compute_bytes: per element of activations: 2 under bf16 or fp16.
-        micro_batch: sequences per rank and pass; length: tokens of each.
-        loaded: the weights come from a checkpoint; only such a model can be quantised.
-        recompute: activations are computed again in the backward pass (gradient checkpointing).
-        drops_attention: attention dropout, for which the whole matrix is kept.
-        optimizer: the Trainer's name of it.
+        method: full, lora or qlora.
+        strategy: ddp or fsdp.
+        ranks: Number of ranks of all nodes.
+        local_ranks: Number of ranks per node.
+        weight_bytes: Bytes per element of the weights.
+        compute_bytes: Bytes per element of activations; 2 with bf16 or fp16.
+        micro_batch: Sequences per rank and pass.
+        length: Tokens per sequence.
+        accumulation: Passes per optimizer step.
+        loaded: Whether the weights come from a checkpoint; only such a model can be quantised.
+        recompute: Whether activations are recomputed in the backward pass (gradient checkpointing).
+        drops_attention: Whether there is attention dropout, for which the whole matrix is stored.
+        on_gpu: Whether ranks train on GPUs.
+        optimizer: The optimizer, as the Trainer names it.
     """
 
     method: str
@@ -64,7 +69,14 @@ class Job:
 
     @classmethod
     def of(cls, config: Config, ranks: int, local_ranks: int, *, on_gpu: bool) -> Job:
-        """As `runner start` would train."""
+        """Return the job that `runner start` would run.
+
+        Args:
+            config: The configuration.
+            ranks: Number of ranks of all nodes.
+            local_ranks: Number of ranks per node.
+            on_gpu: Whether ranks train on GPUs.
+        """
         trainer: Mapping[str, Any] = config.trainer
         fp16 = bool(trainer.get("fp16", False))
         bf16 = bool(trainer.get("bf16", on_gpu and not fp16))
@@ -82,7 +94,7 @@ class Job:
             length=length if length > 0 else _MAX_LENGTH,
             accumulation=int(trainer.get("gradient_accumulation_steps", 1)),
             loaded=loaded,
-            # TRL's own name, and its default, goes before the older one.
+            # TRL's own name and its default take precedence over the older name.
             recompute=bool(trainer.get("activation_checkpointing", trainer.get("gradient_checkpointing", True))),
             drops_attention=float(config.model.config.get("attention_dropout") or 0.0) > 0,
             on_gpu=on_gpu,
@@ -90,20 +102,26 @@ class Job:
         )
 
     def by(self, method: str, strategy: str) -> Job:
-        """The same job by another method and strategy."""
+        """Return the same job with another method and strategy."""
         return replace(self, method=method, strategy=strategy)
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of one rank at its peak; `checkpoint_bytes`: of the whole run's state.
+    """Memory of one rank at its peak, in bytes.
 
     Attributes:
-        base: of the process, or of CUDA, before the model is there.
-        buckets: copies: of gradients (DDP), of what is gathered (FSDP), of weights in 16 bits (autocast).
-        logits: of the last layer and the loss.
-        arenas: of snapshots: this machine's memory, which all its ranks have mapped, and each one's figures show.
-        host_base: of the process on this machine, where training is on a GPU.
+        base: The process, or CUDA, before the model is loaded.
+        weights: Weights.
+        gradients: Gradients.
+        optimizer: Optimizer state.
+        buckets: Copies of gradients (DDP), of gathered parameters (FSDP), of weights in 16 bits (autocast).
+        activations: What the backward pass needs.
+        logits: The last layer and the loss.
+        arenas: Snapshots. Each node has them once, mapped by all of its ranks.
+        host_base: The process in host memory if training is on a GPU.
+        checkpoint_bytes: State of the whole run, as in a checkpoint.
+        on_gpu: Whether ranks train on GPUs.
     """
 
     base: int
@@ -120,21 +138,26 @@ class Need:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the device that trains."""
+        """Memory of the device that trains."""
         own = self.base + self.weights + self.gradients + self.optimizer + self.buckets + self.activations + self.logits
         return own if self.on_gpu else own + self.arenas
 
     @property
     def host_bytes(self) -> int:
-        """Of this machine's memory, without the arenas' own: those are counted once per machine."""
+        """Host memory without the arenas, which count once per node."""
         return self.host_base if self.on_gpu else self.peak_bytes - self.arenas
 
 
-def estimate(model: Anatomy, job: Job) -> Need:
-    """What a rank of this job needs."""
+def estimate(model: ModelShape, job: Job) -> Need:
+    """Estimate the memory of a rank.
+
+    Args:
+        model: The model.
+        job: The job.
+    """
     adapters, sharded = job.method in ("lora", "qlora"), job.strategy == "fsdp" and job.local_ranks > 1
     trained = model.adapter if adapters else model.parameters
-    # accelerate keeps what FSDP2 trains in fp32; PEFT its adapters, but for those of a quantised base.
+    # accelerate stores what FSDP2 trains in fp32. PEFT does the same with adapters, except on a quantised base.
     held = 4 if sharded else job.weight_bytes
     trained_bytes = {"lora": 4, "qlora": 2}.get(job.method, held)
     weights = model.parameters * held
@@ -146,8 +169,8 @@ def estimate(model: Anatomy, job: Job) -> Need:
     saved = (model.adapter * trained_bytes if adapters else weights) + optimizer
     buckets = 0
     if sharded:
-        # The root's own (embeddings, output) and two layers, one of which is fetched ahead, are whole at a time; so are
-        # the gradients of the root and of one layer, and all of them while steps are accumulated.
+        # Gathered at a time are the root's own parameters (embeddings, output) and two layers, one of them prefetched.
+        # So are the gradients of the root and of one layer, or all of them with gradient accumulation.
         root = model.parameters - model.layers * model.largest_layer
         whole = model.parameters if job.accumulation > 1 else root + model.largest_layer
         buckets = (root + 2 * model.largest_layer + whole) * job.compute_bytes
@@ -172,19 +195,19 @@ def estimate(model: Anatomy, job: Job) -> Need:
     )
 
 
-def _activations(model: Anatomy, job: Job) -> int:
-    """What the backward pass needs of the forward one."""
+def _activations(model: ModelShape, job: Job) -> int:
+    """Return the bytes that the forward pass stores for the backward pass."""
     tokens, size = job.micro_batch * job.length, job.compute_bytes
-    # Two norms (input, normalised, scaled) in fp32; queries, keys and values for every head, what attention makes of
-    # them, and the same in its projection's order; gate, up, its activation and their product.
+    # Two norms (input, normalised, scaled) in fp32; queries, keys and values of every head, the output of attention,
+    # and the same in the order of its projection; gate, up, its activation and their product.
     norms = 2 * 2 * model.hidden * 4 + 2 * model.hidden * size
     attention = 5 * model.hidden * size
     layer = tokens * (norms + attention + 4 * model.intermediate * size)
     if job.drops_attention:
-        # Probabilities, what was dropped of them, and the mask.
+        # Probabilities before and after dropout, and the mask.
         layer += job.micro_batch * model.heads * job.length * job.length * (2 * size + 1)
     if job.method != "full":
-        # Dropout before each adapter keeps its input again.
+        # Dropout before each adapter stores its input once more.
         layer += tokens * (model.hidden * 4 + model.intermediate) * size
     passing = (_PASSING_LAYERS_GPU if job.on_gpu else _PASSING_LAYERS_CPU) * layer
     if not job.recompute:
@@ -192,8 +215,8 @@ def _activations(model: Anatomy, job: Job) -> int:
     return model.layers * tokens * model.hidden * size + layer + passing
 
 
-def _logits(model: Anatomy, job: Job) -> int:
-    """What TRL's loss holds: a tile of the output at a time, and its gradients, which are added up in fp32.
+def _logits(model: ModelShape, job: Job) -> int:
+    """Return the bytes of TRL's loss: one tile of the output at a time, and gradients that are summed in fp32.
 
     On a GPU a kernel computes the tile's gradient in place (`ChunkedLogProbFunction` of trl 1.16).
     """
@@ -204,8 +227,8 @@ def _logits(model: Anatomy, job: Job) -> int:
 
 
 def _optimizer_bytes(name: str, element_bytes: int) -> int:
-    """Of state per trained weight, by the Trainer's `optim`."""
+    """Return the bytes of optimizer state per trained weight, by the Trainer's `optim`."""
     if name.startswith(("sgd", "adafactor")):
-        return 0  # no momentum by default; rows and columns only
+        return 0  # SGD has no momentum by default; Adafactor stores rows and columns only.
     moments = 1 if name.startswith(("rmsprop", "adagrad", "lion")) else 2
     return moments * (1 if "8bit" in name else element_bytes)

@@ -1,4 +1,4 @@
-"""What a model is made of. Asked of a process that has torch."""
+"""Sizes of a model, measured by a process that imports torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,23 @@ _TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
-class Anatomy:
-    """Numbers of elements, and the architecture's sizes.
+class ModelShape:
+    """Numbers of elements, and sizes of the architecture.
 
     Attributes:
-        linear: elements of the linear layers but the output; QLoRA holds them in 4 bits.
-        largest_layer: elements of the largest decoder layer; FSDP gathers one at a time.
-        adapter: elements that LoRA trains.
-        base_bytes: of a process that has imported what a rank imports, on this machine.
+        parameters: Elements of all parameters.
+        tensors: Number of parameter tensors.
+        linear: Elements of the linear layers except the output, which QLoRA stores in 4 bits.
+        largest_layer: Elements of the largest decoder layer, the unit that FSDP gathers.
+        layers: Number of decoder layers.
+        hidden: Width of the hidden state.
+        intermediate: Width of the MLP.
+        heads: Number of attention heads.
+        kv_heads: Number of key and value heads.
+        vocab: Size of the vocabulary.
+        adapter: Elements that LoRA trains.
+        adapter_tensors: Number of tensors that LoRA trains.
+        base_bytes: Memory of a process with the imports of a rank, in bytes.
     """
 
     parameters: int
@@ -41,11 +50,14 @@ class Anatomy:
     base_bytes: int
 
 
-def examine_model(config: Config) -> Anatomy:
+def examine_model(config: Config) -> ModelShape:
     """Build the configured model without its weights, and measure it.
 
+    Args:
+        config: The configuration.
+
     Raises:
-        UsageError: the model cannot be found or built.
+        UsageError: The model cannot be found or built.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
@@ -54,12 +66,14 @@ def examine_model(config: Config) -> Anatomy:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL)
         except subprocess.TimeoutExpired:
-            raise UsageError(f"the model could not be examined within {_TIMEOUT_S:.0f} s; is the hub away?") from None
+            raise UsageError(
+                f"the model could not be built within {_TIMEOUT_S:.0f} s; check that the Hub can be reached"
+            ) from None
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
         if "error" in answer:
             raise UsageError(str(answer["error"]))
-        return Anatomy(**{field.name: int(answer[field.name]) for field in fields(Anatomy)})
+        return ModelShape(**{field.name: int(answer[field.name]) for field in fields(ModelShape)})
     except (ValueError, IndexError, KeyError, TypeError):
         lines = done.stderr.strip().splitlines()
         raise UsageError(f"the model cannot be built: {lines[-1] if lines else 'no reason given'}") from None

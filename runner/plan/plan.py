@@ -1,4 +1,4 @@
-"""`runner plan`: put together, and shown."""
+"""The plan of a run, and its tables."""
 
 from __future__ import annotations
 
@@ -19,19 +19,29 @@ from runner.errors import UsageError
 from runner.hardware.gpus import find_gpus
 from runner.plan.advice import Option, Saving, choose, options, outlook, saving
 from runner.plan.memory import Job
-from runner.plan.model_shape import Anatomy, examine_model
+from runner.plan.model_shape import ModelShape, examine_model
 from runner.simulate.engine import Forecast
 from runner.simulate.scenario import GPU_MTTF_S, HOUR_S, Scenario
 from runner.text import duration, gb
 
-# Of page-locked memory over PCIe 4.0 x16, where it cannot be measured without starting CUDA.
+# Bytes per second into page-locked memory over PCIe 4.0 x16. Measuring would need a CUDA context.
 _GPU_COPY_RATE = 20e9
 _COPY_PROBE_BYTES = 128 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the user says; None where the plan is to find out, or to suppose."""
+    """What the user states; None means to measure or to assume.
+
+    Attributes:
+        gpus: GPUs per node.
+        gpu_memory: Memory of a GPU in bytes.
+        step_s: Seconds of an optimizer step.
+        work_hours: Hours of steps.
+        mttf_hours: Mean hours between failures of the run.
+        reclaims_per_day: Reclaims of one spot node per day.
+        copy_rate: Bytes per second from a device into memory.
+    """
 
     gpus: int | None = None
     gpu_memory: int | None = None
@@ -44,11 +54,26 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that was found. `outlooks`: by way of renting, the forecast and its cost."""
+    """A plan.
 
-    model: Anatomy
+    Attributes:
+        model: The model.
+        memory_bytes: Memory of a GPU, or of this node per rank.
+        local_ranks: Ranks per node.
+        options: The evaluated strategies.
+        chosen: The recommended one; None if nothing fits.
+        why: The reason.
+        saving: Durations and intervals of saves.
+        rates: Bytes per second: copy, write, read.
+        mttf_s: Mean seconds between failures of the run.
+        assumed: Assumptions, in words.
+        outlooks: Forecast and cost, by way of renting.
+        currency: Currency of the cost.
+    """
+
+    model: ModelShape
     memory_bytes: int
-    machines: int
+    nnodes: int
     local_ranks: int
     options: list[Option]
     chosen: Option | None
@@ -56,16 +81,17 @@ class Plan:
     saving: Saving | None
     rates: dict[str, float]
     mttf_s: float
-    supposed: list[str]
+    assumed: list[str]
     outlooks: dict[str, tuple[Forecast, float | None]]
     currency: str
 
     def to_dict(self) -> dict[str, Any]:
+        """Return what `runner plan --json` prints."""
         return {
             "model": asdict(self.model),
             "memory_bytes": self.memory_bytes,
-            "machines": self.machines,
-            "ranks_per_machine": self.local_ranks,
+            "nodes": self.nnodes,
+            "ranks_per_node": self.local_ranks,
             "options": [
                 {
                     "name": o.name,
@@ -81,51 +107,51 @@ class Plan:
             "saving": asdict(self.saving) if self.saving else None,
             "rates": self.rates,
             "mttf_s": self.mttf_s,
-            "supposed": self.supposed,
+            "assumed": self.assumed,
             "outlooks": {name: {**asdict(seen), "cost": cost} for name, (seen, cost) in self.outlooks.items()},
         }
 
 
 def make_plan(config: Config, given: Assumptions) -> Plan:
-    """Compute it.
+    """Compute the plan.
+
+    Args:
+        config: The configuration.
+        given: What the user states.
 
     Raises:
-        UsageError: the model cannot be examined, or the checkpoints' place cannot be used.
+        UsageError: The model cannot be built, or checkpoint.location cannot be used.
     """
-    found, supposed = find_gpus(), []
+    found, assumed = find_gpus(), []
     on_gpu = bool(found) or given.gpus is not None or given.gpu_memory is not None
-    machines, nproc = shape_of(config, given.gpus or len(found))
+    nnodes, nproc = shape_of(config, given.gpus or len(found))
     if given.gpu_memory is not None:
         memory = given.gpu_memory
     elif found:
         memory = min(gpu.memory_bytes for gpu in found)
     elif on_gpu:
-        raise UsageError("--gpus needs --gpu-memory, as there is no GPU here: for example --gpu-memory 80GiB")
+        raise UsageError("--gpus needs --gpu-memory on a node without a GPU; pass for example --gpu-memory 80GiB")
     else:
         memory = available_bytes() // nproc
     model = examine_model(config)
-    job = Job.of(config, machines * nproc, nproc, on_gpu=on_gpu)
+    job = Job.of(config, nnodes * nproc, nproc, on_gpu=on_gpu)
     ways = options(model, job, memory)
     chosen, why = choose(ways, job)
     mttf_s = (given.mttf_hours or 0.0) * HOUR_S
     if config.cost.price_per_hour is None:
-        supposed.append(
-            "no price: set cost.price_per_hour (of one machine) and cost.spot_discount to see what it costs"
-        )
+        assumed.append("no price; set cost.price_per_hour (of one node) and cost.spot_discount to see the cost")
     if not mttf_s:
-        mttf_s = GPU_MTTF_S / (machines * nproc)
-        supposed.append(
-            f"a failure every {duration(mttf_s)}: {machines * nproc} ranks, each as reliable as a GPU of Meta's"
+        mttf_s = GPU_MTTF_S / (nnodes * nproc)
+        assumed.append(
+            f"a failure every {duration(mttf_s)}: {nnodes * nproc} ranks, each as reliable as a GPU in Meta's clusters"
         )
     if chosen is None:
-        return Plan(
-            model, memory, machines, nproc, ways, None, why, None, {}, mttf_s, supposed, {}, config.cost.currency
-        )
+        return Plan(model, memory, nnodes, nproc, ways, None, why, None, {}, mttf_s, assumed, {}, config.cost.currency)
     if given.copy_rate is not None:
         copy_rate = given.copy_rate
     elif on_gpu:
         copy_rate = _GPU_COPY_RATE
-        supposed.append(f"{copy_rate / 1e9:.0f} GB/s from a GPU into memory (--copy-rate)")
+        assumed.append(f"{copy_rate / 1e9:.0f} GB/s from a GPU into memory (--copy-rate)")
     else:
         copy_rate = _memory_rate()
     write_rate, read_rate = _rates(config, chosen.need.checkpoint_bytes)
@@ -151,37 +177,35 @@ def make_plan(config: Config, given: Assumptions) -> Plan:
         snapshot_stall_s=prices.stall_s,
         commit_interval_s=prices.commit_interval_s,
         commit_s=prices.write_s,
-        machine_share=0.5 if machines * nproc > 1 else 0.1,
+        node_loss_share=0.5 if nnodes * nproc > 1 else 0.1,
     )
     if given.step_s is None:
-        supposed.append("a step that is long enough to copy a snapshot beside it (--step-seconds)")
+        assumed.append("steps long enough to hide the copy of a snapshot (--step-seconds)")
     arenas = gb(chosen.need.arenas)
-    supposed.append(
-        f"{arenas} of each machine's memory for two snapshots; what writing costs the processor is left out"
-    )
+    assumed.append(f"{arenas} of memory per node for two snapshots; CPU time of writing is ignored")
     price, discount = config.cost.price_per_hour, config.cost.spot_discount
-    outlooks = {"on demand": outlook(scenario, price, machines)}
+    outlooks = {"on demand": outlook(scenario, price, nnodes)}
     if given.reclaims_per_day > 0:
-        spot = scenario.with_(reclaim_s=24 * HOUR_S / (given.reclaims_per_day * machines))
-        name = f"spot, {given.reclaims_per_day:g} reclaims a day and machine"
-        outlooks[name] = outlook(spot, price * (1 - discount) if price is not None else None, machines)
-    supposed.append(
-        f"start {duration(scenario.first_start_s)}, restart {duration(scenario.restart_s)}, a new machine after "
-        f"{duration(scenario.machine_wait_s)} (`runner simulate --from RUN` takes a run's own)"
+        spot = scenario.with_(reclaim_s=24 * HOUR_S / (given.reclaims_per_day * nnodes))
+        name = f"spot, {given.reclaims_per_day:g} reclaims per node and day"
+        outlooks[name] = outlook(spot, price * (1 - discount) if price is not None else None, nnodes)
+    assumed.append(
+        f"start {duration(scenario.first_start_s)}, restart {duration(scenario.restart_s)}, a replacement node after "
+        f"{duration(scenario.node_wait_s)} (`runner simulate --from RUN` measures them from a run)"
     )
     rates = {"copy": copy_rate, "write": write_rate, "read": read_rate}
     currency = config.cost.currency
     return Plan(
-        model, memory, machines, nproc, ways, chosen, why, prices, rates, mttf_s, supposed, outlooks, currency
+        model, memory, nnodes, nproc, ways, chosen, why, prices, rates, mttf_s, assumed, outlooks, currency
     )  # fmt: skip
 
 
 def render(plan: Plan) -> RenderableType:
-    """As tables."""
+    """Return the plan as tables."""
     where = "GPU" if plan.options[0].need.on_gpu else "rank"
     title = Text.assemble(
         (f"{plan.model.parameters / 1e6:,.1f} M parameters", "bold"),
-        f", {plan.machines} machine(s) of {plan.local_ranks} ranks, {gb(plan.memory_bytes)} per {where}",
+        f", {plan.nnodes} node(s) of {plan.local_ranks} ranks, {gb(plan.memory_bytes)} per {where}",
     )
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("per rank", style="dim")
@@ -200,8 +224,8 @@ def render(plan: Plan) -> RenderableType:
         parts.append(
             Text.assemble(
                 ("saving    ", "dim"),
-                f"a checkpoint of {gb(size)}: training waits {1000 * save.stall_s:.1f} ms, the copy takes "
-                f"{save.copy_s:.2f} s beside it, the write {save.write_s:.1f} s behind it, reading {save.read_s:.1f} s",
+                f"a checkpoint of {gb(size)}: training waits {1000 * save.stall_s:.1f} ms; in the background the copy "
+                f"takes {save.copy_s:.2f} s and the write {save.write_s:.1f} s; reading takes {save.read_s:.1f} s",
             )
         )
         parts.append(
@@ -209,8 +233,8 @@ def render(plan: Plan) -> RenderableType:
                 ("interval  ", "dim"),
                 f"a snapshot every {duration(save.snapshot_interval_s)}, a checkpoint every "
                 f"{duration(save.commit_interval_s)} (Young and Daly, for a failure every {duration(plan.mttf_s)}; "
-                "never above the cap on overhead, nor more often than one is written); checkpoint.snapshot_steps and "
-                "save_steps auto weigh the prices that they measure",
+                "within the cap on overhead, and no more often than a checkpoint can be written); auto in "
+                "checkpoint.snapshot_steps and save_steps adapts them to measured costs",
             )
         )
         rates = ", ".join(f"{name} {rate / 1e6:,.0f} MB/s" for name, rate in plan.rates.items())
@@ -223,12 +247,12 @@ def render(plan: Plan) -> RenderableType:
             share = f"{100 * seen.goodput:.1f} ± {100 * (seen.high - seen.goodput):.1f} %"
             outcome.add_row(name, share, duration(seen.wall_s), money)
         parts += [Text(), outcome]
-    parts += [Text(f"supposed: {text}", "dim") for text in plan.supposed]
+    parts += [Text(f"assumed: {text}", "dim") for text in plan.assumed]
     return Group(*parts)
 
 
 def _memory_rate() -> float:
-    """Bytes per second of a copy within this machine's memory, by one thread."""
+    """Measure the bytes per second of a copy within memory by one thread."""
     source, target = np.ones(_COPY_PROBE_BYTES, np.uint8), np.ones(_COPY_PROBE_BYTES, np.uint8)
     seconds = []
     for _ in range(3):
@@ -239,10 +263,10 @@ def _memory_rate() -> float:
 
 
 def _rates(config: Config, state_bytes: int) -> tuple[float, float]:
-    """Bytes per second that are written and read where checkpoints go, measured there.
+    """Measure the bytes per second of writing to and reading from checkpoint.location.
 
     Raises:
-        UsageError: it cannot be used.
+        UsageError: It cannot be used.
     """
     storage = config.tiers.durable
     try:
@@ -250,8 +274,10 @@ def _rates(config: Config, state_bytes: int) -> tuple[float, float]:
         rates = storage.measure(state_bytes)
     except (CheckpointError, OSError) as error:
         text = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"checkpoint.location={storage.location!r} cannot be used: {text}") from None
+        raise UsageError(
+            f"checkpoint.location={storage.location!r} cannot be used: {text}; fix that or set another"
+        ) from None
     if rates is None:
-        raise UsageError(f"checkpoint.location={storage.location!r} has no room to measure by; make some")
-    # Where reading cannot be measured, it is seldom slower.
+        raise UsageError(f"checkpoint.location={storage.location!r} has no space for a measurement; free some")
+    # Reading from a disk is rarely slower than writing, and a measurement would only see the page cache.
     return rates.write, rates.read or rates.write

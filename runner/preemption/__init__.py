@@ -1,0 +1,1 @@
+"""Preemption notices of cloud providers."""

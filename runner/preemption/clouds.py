@@ -1,4 +1,4 @@
-"""What the clouds' metadata services say about the end of this machine, each in its own protocol."""
+"""The protocols by which the metadata services of clouds announce the end of an instance."""
 
 from __future__ import annotations
 
@@ -15,54 +15,68 @@ from runner.preemption.metadata import REQUEST_TIMEOUT_S, Answer, MetadataClient
 
 @dataclass(frozen=True)
 class Notice:
-    """This machine is about to go."""
+    """An announcement that this instance will end.
+
+    Attributes:
+        source: aws, gcp or azure.
+        what: What was announced, in words.
+        seconds_left: Seconds until the instance ends, if the cloud says so.
+        is_old: Whether it is a recommendation from before this runner started. It stays posted for hours, and a
+            scheduler that restarts the run on this instance wants the run to continue.
+    """
 
     source: str
-    """aws, gcp or azure."""
     what: str
     seconds_left: float | None
-    """Until the machine goes, where the cloud says so."""
     is_old: bool = False
-    """A recommendation that was posted before this runner started. It stays posted for hours: whatever restarts the
-    run on this machine, or in a new container of it, wants the run to continue."""
 
 
 Finding = tuple[str, Notice]
-"""What is told once, and how it is known again."""
+"""A notice, and the key by which a repeated one is recognised."""
 
 
 class Cloud:
-    """One cloud's protocol. A check asks one question and raises as `MetadataClient.ask` does.
+    """The protocol of one cloud.
 
     Attributes:
-        pause_s: between two rounds of checks.
-        mend: what else to look at where the service cannot be reached.
+        title: Name of the cloud.
+        endpoint: URL of its metadata service.
+        pause_s: Seconds between two rounds of checks.
+        hint: What else to check if the service cannot be reached.
     """
 
     title: ClassVar[str]
     endpoint: ClassVar[str] = "http://169.254.169.254"
     pause_s: ClassVar[float]
-    mend: ClassVar[str] = ""
+    hint: ClassVar[str] = ""
 
     def __init__(self, client: MetadataClient, lead_s: float, pace: float) -> None:
+        """Prepare the checks.
+
+        Args:
+            client: Sends the requests.
+            lead_s: Seconds before the end of the instance from which a scheduled event counts.
+            pace: Factor of all waits, for tests.
+        """
         self.client = client
         self.lead_s = lead_s
         self.pace = pace
-        # In whole seconds, as the clouds write the time of a notice.
+        # Whole seconds, as in the clouds' notices.
         self.started_at = int(time.time())
 
     @property
     def checks(self) -> tuple[Callable[[], Iterator[Finding]], ...]:
+        """The checks of one round. Each sends one request and raises as `MetadataClient.ask` does."""
         raise NotImplementedError
 
 
 class AmazonWebServices(Cloud):
-    """EC2's instance metadata service, version 2: each question carries a token of this session."""
+    """EC2's instance metadata service, version 2, whose requests carry a session token."""
 
     title = "AWS"
-    # What AWS recommends for both: docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
+    # Recommended for both checks: docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
     pause_s = 5.0
-    mend = "in a container, the instance's metadata options must allow 2 hops"
+    hint = "in a container, the instance's metadata options must allow 2 hops"
     TOKEN_TTL_S = 21600
 
     _token = ""
@@ -70,6 +84,7 @@ class AmazonWebServices(Cloud):
 
     @property
     def checks(self) -> tuple[Callable[[], Iterator[Finding]], ...]:
+        """The interruption notice and the rebalance recommendation."""
         return self._spot, self._rebalance
 
     def _spot(self) -> Iterator[Finding]:
@@ -89,13 +104,13 @@ class AmazonWebServices(Cloud):
             written = _mapping(answer).get("noticeTime")
             if not isinstance(written, str):
                 raise answer.malformed()
-            # The time is when the risk was seen, and says nothing of when the machine goes.
+            # noticeTime is when the risk was seen, not when the instance ends.
             what = f"rebalance recommendation of {written}"
             posted_at = _moment(answer, datetime.fromisoformat, written)
             yield what, Notice("aws", what, None, is_old=posted_at < self.started_at)
 
     def _get(self, path: str) -> Answer:
-        """200 or 404; a token that is refused is replaced."""
+        """Return an answer with status 200 or 404; renew a token that is rejected."""
         if time.monotonic() >= self._token_until:
             self._renew_token()
         answer = self.client.get(path, {"X-aws-ec2-metadata-token": self._token})
@@ -118,21 +133,22 @@ class AmazonWebServices(Cloud):
 
 
 class GoogleCloud(Cloud):
-    """Compute Engine's metadata server, which holds a question back until its answer changes."""
+    """Compute Engine's metadata server, whose long polls return when the value changes."""
 
     title = "Google Cloud"
     pause_s = 0.5
     LONG_POLL_S = 10
-    # From the soft to the hard switching off of a spot machine: cloud.google.com/compute/docs/instances/spot
+    # Seconds from the soft to the hard power-off of a spot instance: cloud.google.com/compute/docs/instances/spot
     PREEMPTION_S = 30.0
 
     _etag = "0"
-    # None: not asked yet.
+    # None before the first request.
     _maintenance: str | None = None
     _num_maintenances = 0
 
     @property
     def checks(self) -> tuple[Callable[[], Iterator[Finding]], ...]:
+        """The maintenance event and the preemption."""
         return self._maintenance_event, self._preempted
 
     def _preempted(self) -> Iterator[Finding]:
@@ -142,7 +158,7 @@ class GoogleCloud(Cloud):
         if answer.text not in ("TRUE", "FALSE"):
             self._etag = "0"
             raise answer.malformed()
-        # Not a moment before the answer has been understood: the next question waits for another one.
+        # Only after the answer was understood, because the next poll waits for a different one.
         self._etag = answer.headers.get("etag", "0")
         if answer.text == "TRUE":
             yield "preempted", Notice("gcp", "instance preempted", self.PREEMPTION_S)
@@ -155,7 +171,7 @@ class GoogleCloud(Cloud):
         if answer.text != self._maintenance:
             self._maintenance, self._num_maintenances = answer.text, self._num_maintenances + 1
         if answer.text.startswith("TERMINATE"):
-            # A minute's warning, or an hour's with GPUs: which, it does not say.
+            # The warning is a minute ahead, or an hour with GPUs; the answer does not say which.
             what = f"maintenance-event {answer.text}"
             yield f"{what} {self._num_maintenances}", Notice("gcp", what, None, is_old)
 
@@ -168,26 +184,29 @@ class GoogleCloud(Cloud):
 
 
 class Azure(Cloud):
-    """Azure's scheduled events. They are not acknowledged: that would let the event begin sooner, and the last
-    snapshot needs the time."""
+    """Azure's scheduled events.
+
+    They are not acknowledged, because that would start the event sooner and the last snapshot needs the time.
+    """
 
     title = "Azure"
-    # learn.microsoft.com/azure/virtual-machines/linux/scheduled-events: a preempted machine has 30 s.
+    # learn.microsoft.com/azure/virtual-machines/linux/scheduled-events: a preempted instance has 30 s.
     pause_s = 1.0
-    # The first question switches the service on, which may take two minutes.
+    # The first request enables the service, which may take two minutes.
     TIMEOUT_S = 130.0
-    # Freeze leaves memory and connections as they are.
+    # Freeze is not among them: it preserves memory and connections.
     ENDS = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
 
     _name = ""
 
     @property
     def checks(self) -> tuple[Callable[[], Iterator[Finding]], ...]:
+        """The scheduled events."""
         return (self._scheduled_events,)
 
     def _scheduled_events(self) -> Iterator[Finding]:
         if not self._name:
-            self._name = self._machine_name()
+            self._name = self._instance_name()
         answer = self._get("scheduledevents?api-version=2020-07-01", self.TIMEOUT_S)
         events = _mapping(answer).get("Events")
         if not isinstance(events, list):
@@ -202,22 +221,23 @@ class Azure(Cloud):
             raise answer.malformed()
 
     def _event(self, answer: Answer, event: Any) -> Iterator[Finding]:
-        """The events of all machines of a scale set are told to each of them."""
+        """Select events of this instance; each instance of a scale set sees the events of all."""
         kind, resources = event["EventType"], [name.casefold() for name in event["Resources"]]
         if kind not in self.ENDS or self._name.casefold() not in resources:
             return
-        # As late as http.client, and for the same reason.
+        # Imported late because it is slow, like http.client.
         from email.utils import parsedate_to_datetime
 
         not_before = event.get("NotBefore") or ""
-        # An event that has begun has no time any more.
+        # An event that has begun has no NotBefore.
         seconds_left = _seconds_until(answer, parsedate_to_datetime, not_before) if not_before else 0.0
-        # A failing host is told of days ahead: whoever leaves at once comes back to the same notice.
+        # The replacement of a failing host is announced days ahead. A run that left at once would be restarted on the
+        # same instance, with the same notice.
         if seconds_left <= self.lead_s:
             what = f"{kind} scheduled not before {not_before}" if not_before else f"{kind} started"
             yield str(event["EventId"]), Notice("azure", what, seconds_left)
 
-    def _machine_name(self) -> str:
+    def _instance_name(self) -> str:
         answer = self._get("instance/compute/name?api-version=2021-02-01&format=text").require_ok()
         if not answer.text:
             raise answer.malformed()
@@ -241,7 +261,7 @@ def _mapping(answer: Answer) -> dict[str, Any]:
 
 
 def _moment(answer: Answer, parse: Callable[[str], datetime], written: str) -> float:
-    """Seconds since the epoch."""
+    """Return seconds since the epoch."""
     try:
         moment = parse(written)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Asking the metadata service of the cloud that this machine is of."""
+"""HTTP requests to the metadata service of a cloud."""
 
 from __future__ import annotations
 
@@ -9,26 +9,33 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-# The service is one hop away: what it does not answer in this time it will not answer. Connecting cannot be interrupted
-# and must end within the second that closing may take.
+# The service is one hop away, so an answer takes milliseconds or does not come. Connecting cannot be interrupted and
+# must end within the second that `close` may take.
 CONNECT_TIMEOUT_S = 0.8
 REQUEST_TIMEOUT_S = 2.0
 MAX_ANSWER_BYTES = 1 << 20
-# GCP's and Azure's services may say these for a moment, AWS's when it is asked too often.
-_COME_BACK_LATER = frozenset({410, 429, 500, 502, 503, 504})
+# Transient statuses of the services of GCP and Azure; AWS sends them to clients that ask too often.
+_TRANSIENT = frozenset({410, 429, 500, 502, 503, 504})
 
 
 class Unavailable(Exception):
-    """The service cannot be reached, or says to come back later."""
+    """The service cannot be reached, or answers with a transient status."""
 
 
 class Unexpected(Exception):
-    """Something answers, but not as this cloud does."""
+    """The answer is not that of this cloud's metadata service."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """`headers` are by lower-case name."""
+    """An answer of the service.
+
+    Attributes:
+        request: Method and path.
+        status: HTTP status.
+        headers: Headers by lower-case name.
+        text: Body without surrounding white space.
+    """
 
     request: str
     status: int
@@ -36,19 +43,28 @@ class Answer:
     text: str
 
     def require_ok(self) -> Answer:
+        """Return the answer if its status is 200.
+
+        Raises:
+            Unexpected: It is another status.
+        """
         if self.status != 200:
             raise Unexpected(f"{self.status} for {self.request}")
         return self
 
     def malformed(self) -> Unexpected:
+        """Return the error for a body that cannot be parsed."""
         return Unexpected(f"{self.text[:80]!r} for {self.request}")
 
 
 class MetadataClient:
-    """HTTP to one metadata service. Never through a proxy: the answer would be about the proxy's machine, and the
-    services refuse it."""
+    """HTTP client of one metadata service.
+
+    It never uses a proxy: the answer would be about the proxy's instance, and the services refuse such requests.
+    """
 
     def __init__(self, endpoint: str) -> None:
+        """Prepare requests to the URL `endpoint`."""
         parts = urlsplit(endpoint)
         self._host, self._port = parts.hostname or "", parts.port or 80
         self._lock = threading.Lock()
@@ -56,13 +72,19 @@ class MetadataClient:
         self._closed = False
 
     def ask(self, method: str, path: str, headers: Mapping[str, str], timeout_s: float | None = None) -> Answer:
-        """One request, within REQUEST_TIMEOUT_S where nothing else is said.
+        """Send a request.
+
+        Args:
+            method: HTTP method.
+            path: Path and query.
+            headers: Request headers.
+            timeout_s: Time-out in seconds; None for REQUEST_TIMEOUT_S.
 
         Raises:
-            Unavailable: no answer, or not for now.
-            Unexpected: the answer is not HTTP.
+            Unavailable: There is no answer, or only a transient one.
+            Unexpected: The answer is not HTTP.
         """
-        # Costs 20 ms, which `runner --help` need not pay.
+        # Imported late, because it takes 20 ms that `runner --help` does not need.
         import http.client
 
         request = f"{method} {path.partition('?')[0]}"
@@ -77,15 +99,16 @@ class MetadataClient:
             raise Unavailable(f"{error.strerror or error} for {request}") from None
         except http.client.HTTPException as error:
             raise Unexpected(f"{type(error).__name__} for {request}") from None
-        if response.status in _COME_BACK_LATER:
+        if response.status in _TRANSIENT:
             raise Unavailable(f"{response.status} for {request}")
         return Answer(request, response.status, {k.lower(): v for k, v in response.getheaders()}, text)
 
     def get(self, path: str, headers: Mapping[str, str], timeout_s: float | None = None) -> Answer:
+        """Send a GET request; see `ask`."""
         return self.ask("GET", path, headers, timeout_s)
 
     def close(self) -> None:
-        """A request in another thread ends at once; none is begun any more."""
+        """End a request of another thread at once, and refuse further ones."""
         with self._lock:
             self._closed = True
             if self._socket is not None:
@@ -94,7 +117,7 @@ class MetadataClient:
 
     @contextlib.contextmanager
     def _connection(self, timeout_s: float) -> Iterator[socket.socket]:
-        # Connecting cannot be interrupted: where it is known by now, none is begun.
+        # Connecting cannot be interrupted, so it must not begin after `close`.
         if self._closed:
             raise ConnectionAbortedError("closed")
         with socket.create_connection((self._host, self._port), CONNECT_TIMEOUT_S) as sock:
@@ -106,6 +129,6 @@ class MetadataClient:
             try:
                 yield sock
             finally:
-                # Before the descriptor is closed: its number may soon be another file's.
+                # Before the descriptor is closed, as its number may be reused for another file.
                 with self._lock:
                     self._socket = None

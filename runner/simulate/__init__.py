@@ -1,1 +1,1 @@
-"""`runner simulate`: how much of a run's time would count, under failures."""
+"""`runner simulate`: the goodput of a run under failures."""

@@ -1,4 +1,4 @@
-"""An event simulation of runs under failures: from one interruption to the next, until the work is done."""
+"""A discrete-event simulation of runs under failures, from one interruption to the next."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ from runner.journal.ledger import LOST, NOT_RUNNING, TRAINING
 from runner.recovery.policy import backoff_s
 from runner.simulate.scenario import Scenario
 
-# A run that would never end is given up when it has taken so many times its work.
+# A run counts as never ending when it has taken this many times its work.
 _HOPELESS = 100.0
 _MAX_INTERRUPTIONS = 200_000
 
 
 @dataclass
 class Outcome:
-    """One simulated run: seconds by cause (those of the ledger), and how often it was interrupted."""
+    """One simulated run.
+
+    Attributes:
+        seconds: Seconds by cause, named as in the ledger.
+        interruptions: Number of failures and reclaims.
+        finished: Whether the run ended.
+    """
 
     seconds: dict[str, float] = field(default_factory=dict)
     interruptions: int = 0
@@ -27,19 +33,34 @@ class Outcome:
 
     @property
     def wall_s(self) -> float:
+        """Wall time in seconds."""
         return sum(self.seconds.values())
 
     @property
     def goodput(self) -> float:
+        """Share of the wall time that is training."""
         return self.seconds.get(TRAINING, 0.0) / self.wall_s if self.wall_s else 0.0
 
     def spend(self, cause: str, seconds: float) -> None:
+        """Add seconds to a cause."""
         self.seconds[cause] = self.seconds.get(cause, 0.0) + seconds
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of many runs: mean goodput, its 95 % confidence interval, the 5th and 95th percentile of single runs."""
+    """Statistics of many simulated runs.
+
+    Attributes:
+        goodput: Mean goodput.
+        low: Lower end of its 95 % confidence interval.
+        high: Upper end of its 95 % confidence interval.
+        percentile_5: 5th percentile of the goodput of single runs.
+        percentile_95: 95th percentile of the goodput of single runs.
+        wall_s: Mean wall time in seconds.
+        seconds: Mean seconds by cause.
+        interruptions: Mean number of interruptions.
+        finished: Share of the runs that ended.
+    """
 
     goodput: float
     low: float
@@ -56,8 +77,11 @@ def forecast(scenario: Scenario, runs: int = 200, seed: int = 0, trace_s: Sequen
     """Simulate many runs.
 
     Args:
-        trace_s: seconds between failures, in their order, in place of the exponential distribution; each run begins
-            at another place of it, and goes round.
+        scenario: The run.
+        runs: Number of simulated runs.
+        seed: Seed of all of them.
+        trace_s: Seconds between failures in their order, instead of an exponential distribution. Each run begins at a
+            random entry and repeats the trace.
     """
     outcomes = []
     for number in range(runs):
@@ -81,14 +105,20 @@ def forecast(scenario: Scenario, runs: int = 200, seed: int = 0, trace_s: Sequen
 
 
 def simulate(scenario: Scenario, source: random.Random, gaps: Iterator[float] | None = None) -> Outcome:
-    """One run to its end. Interruptions strike whenever there are machines, in start-up and restore, too."""
+    """Simulate one run to its end. Interruptions also occur during start-up and restore.
+
+    Args:
+        scenario: The run.
+        source: Source of randomness.
+        gaps: Seconds between failures, instead of an exponential distribution.
+    """
     it, out, done = scenario, Outcome(), _Work()
     draw: Callable[[], float] = gaps.__next__ if gaps is not None else lambda: _exponential(source, it.mttf_s)
     failure_in, reclaim_in = draw(), _exponential(source, it.reclaim_s)
-    # Seconds of work that a checkpoint holds, and that the next attempt begins with.
+    # Seconds of work that the next attempt resumes from.
     base = 0.0
     start_s, restore_s = it.first_start_s, 0.0
-    # Failures since there was a new checkpoint.
+    # Failures since the last new checkpoint.
     failures = 0
     while True:
         hopeless = sum(out.seconds.values()) > _HOPELESS * (it.work_s + it.first_start_s)
@@ -107,24 +137,24 @@ def simulate(scenario: Scenario, source: random.Random, gaps: Iterator[float] | 
         failures = 1 if kept > base else failures + 1
         reclaimed, kind = reclaim_in <= failure_in, source.random()
         if reclaimed:
-            # Announced: the state of this very step is committed.
+            # A reclaim is announced, so the current step is committed.
             base = reached
             out.spend("teardown", it.stop_s)
             failures = 0
-        elif kind < it.machine_share:
+        elif kind < it.node_loss_share:
             base = kept
             out.spend("detection", it.detection_s)
             out.spend("backoff", _backoff_s(it, failures, source))
         else:
-            hung = kind < it.machine_share + it.hang_share
+            hung = kind < it.node_loss_share + it.hang_share
             out.spend(*(("hang wait", it.hang_detection_s) if hung else ("detection", it.detection_s)))
             out.spend("backoff", _backoff_s(it, failures, source))
-            # The agent lives on, and commits what it holds.
+            # The agent survives, and commits its newest snapshot.
             failures = 0 if held > kept else failures
             base = held
         out.spend(LOST, done.fall_back(base))
-        if reclaimed or kind < it.machine_share:
-            out.spend(NOT_RUNNING, it.machine_wait_s)
+        if reclaimed or kind < it.node_loss_share:
+            out.spend(NOT_RUNNING, it.node_wait_s)
             start_s, restore_s = it.first_start_s, it.restore_storage_s
         else:
             start_s, restore_s = it.restart_s, it.restore_memory_s
@@ -135,18 +165,18 @@ def simulate(scenario: Scenario, source: random.Random, gaps: Iterator[float] | 
 
 
 class _Work:
-    """Work that counts so far: stretches, each of which begins where the one before ends."""
+    """Work that counts so far, as adjacent stretches."""
 
     def __init__(self) -> None:
         self._stretches: list[tuple[float, float, float]] = []
 
     def add(self, begin: float, end: float, seconds: float) -> None:
-        """Work from BEGIN to END, in so many seconds of the run's time."""
+        """Add work from `begin` to `end`, which took this many seconds of the run."""
         if seconds > 0:
             self._stretches.append((begin, end, seconds))
 
     def fall_back(self, to: float) -> float:
-        """Whatever is beyond counts no more; returns the seconds that it took."""
+        """Discard all work beyond a point; return the seconds that it took."""
         lost_s = 0.0
         while self._stretches and (self._stretches[-1][1] > to or self._stretches[-1][0] >= to):
             begin, end, seconds = self._stretches.pop()
@@ -158,6 +188,7 @@ class _Work:
         return lost_s
 
     def account(self, it: Scenario, out: Outcome) -> None:
+        """Add the time in steps to its causes."""
         work_s = sum(end - begin for begin, end, _ in self._stretches)
         rest_s = max(sum(seconds for *_, seconds in self._stretches) - work_s, 0.0)
         waits_s = min(work_s * it.overhead_share / (1 - it.overhead_share), rest_s)
@@ -166,13 +197,13 @@ class _Work:
 
 
 def _progress(it: Scenario, base: float, steps_s: float) -> tuple[float, float, float]:
-    """After so many seconds in steps: the work that was reached, is held in memory, and is in storage."""
+    """Return the work after this many seconds in steps: reached, in the newest snapshot, in the newest checkpoint."""
     speed = _speed(it)
     reached = base + steps_s * speed
-    # One is written at a time.
+    # Only one checkpoint is written at a time.
     per_commit = max(it.commit_interval_s, it.commit_s) * _rate(it)
     per_snapshot = it.snapshot_interval_s * _rate(it)
-    # Steps up to here can have been copied.
+    # A snapshot of a later step cannot be complete yet.
     copied = reached - it.snapshot_s * speed
     saved = copied // per_commit * per_commit
     begun = saved if saved > base else base + it.first_snapshot_s * _rate(it)
@@ -192,12 +223,12 @@ def _backoff_s(it: Scenario, failures: int, source: random.Random) -> float:
 
 
 def _rate(it: Scenario) -> float:
-    """Seconds of work in one of steps, but for snapshots."""
+    """Return the seconds of work per second in steps, without snapshots."""
     return 1 - it.overhead_share
 
 
 def _speed(it: Scenario) -> float:
-    """The same with them; every commit needs one."""
+    """Return the seconds of work per second in steps, with snapshots; every commit needs one."""
     interval_s = min(it.snapshot_interval_s, it.commit_interval_s)
     return _rate(it) * interval_s / (interval_s + it.snapshot_stall_s)
 

@@ -1,4 +1,4 @@
-"""A run as the simulation knows it: how long what takes, and how often what fails."""
+"""The input of a simulation: durations, and rates of failures."""
 
 from __future__ import annotations
 
@@ -14,42 +14,46 @@ from runner.journal.ledger import NOT_RUNNING, Attempt, account, attempts_of
 from runner.recovery.kinds import FailureKind
 
 HOUR_S = 3600.0
-# Of one GPU of Meta's clusters: 1,024 of them fail every 7.9 h (arXiv 2410.21680).
+# Mean time between failures of one GPU in Meta's clusters: 1,024 of them fail every 7.9 h (arXiv 2410.21680).
 GPU_MTTF_S = 1024 * 7.9 * HOUR_S
 _POSITIVE = ("work_s", "snapshot_interval_s", "commit_interval_s")
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """All times in seconds.
+    """Durations and failure rates of a run. All times are in seconds.
 
     Attributes:
-        work_s: of steps, were nothing ever in their way.
-        mttf_s: mean time between unexpected failures of the whole run, while it has its machines; inf: none.
-        reclaim_s: mean time between announced reclaims of spot machines; inf: none.
-        hang_share: of the failures, those that are silent.
-        machine_share: those that take a machine along, and what is in its memory.
-        detection_s, hang_detection_s: from the last finished step to the end of the attempt.
-        backoff_initial_s, backoff_max_s, backoff_jitter_s: as in `restart.`: the wait before the second restart without
-            a new checkpoint, which doubles with each further one.
-        restart_s: from there to the ranks' being ready to restore: processes, rendezvous, model, data.
-        first_start_s: the same at the very start, and on a new machine, where nothing is warm.
-        restore_memory_s, restore_storage_s: to be back at a snapshot, or at a checkpoint.
-        machine_wait_s: until there is another machine.
-        stop_s: from a notice to the committed end.
-        first_snapshot_s: seconds in steps before an attempt's first snapshot, from which their price is learnt.
-        snapshot_interval_s, snapshot_s, snapshot_stall_s: seconds in steps between snapshots in memory, from a step's
-            end until one is whole, and for which training waits.
-        commit_interval_s, commit_s: seconds in steps between checkpoints, which fall on multiples of it, and from such
-            a snapshot until it is durable.
-        overhead_share: of the time in steps, what is no training: evaluation, waits for data.
+        work_s: Steps, without any overhead.
+        mttf_s: Mean time between unexpected failures of the whole run while it is running; inf for none.
+        reclaim_s: Mean time between announced reclaims of spot nodes; inf for none.
+        hang_share: Share of the failures that are hangs.
+        node_loss_share: Share of the failures that lose a node, with the snapshots in its memory.
+        detection_s: From the last finished step to the end of a failed attempt.
+        hang_detection_s: The same for a hang.
+        backoff_initial_s: Wait before the second restart without a new checkpoint; it doubles with each further one.
+        backoff_max_s: Longest such wait.
+        backoff_jitter_s: Random addition to it.
+        restart_s: From the end of the wait until the ranks can restore: processes, rendezvous, model, data.
+        first_start_s: The same at the first start and on a new node, with cold caches.
+        restore_memory_s: Restoring a snapshot.
+        restore_storage_s: Restoring a checkpoint.
+        node_wait_s: Until a lost node is replaced.
+        stop_s: From a notice to the committed last step.
+        first_snapshot_s: Time in steps before the first snapshot of an attempt, which measures their cost.
+        snapshot_interval_s: Time in steps between snapshots.
+        snapshot_s: From the end of a step until its snapshot is complete.
+        snapshot_stall_s: How long training waits for a snapshot.
+        commit_interval_s: Time in steps between checkpoints, which fall on its multiples.
+        commit_s: From a complete snapshot until it is durable.
+        overhead_share: Share of the time in steps that is not training: evaluation, waits for data.
     """
 
     work_s: float
     mttf_s: float
     reclaim_s: float = float("inf")
     hang_share: float = 0.1
-    machine_share: float = 0.5
+    node_loss_share: float = 0.5
     detection_s: float = 1.0
     hang_detection_s: float = 60.0
     backoff_initial_s: float = 1.0
@@ -59,7 +63,7 @@ class Scenario:
     first_start_s: float = 60.0
     restore_memory_s: float = 5.0
     restore_storage_s: float = 60.0
-    machine_wait_s: float = 300.0
+    node_wait_s: float = 300.0
     stop_s: float = 10.0
     first_snapshot_s: float = 1.0
     snapshot_interval_s: float = 60.0
@@ -70,6 +74,7 @@ class Scenario:
     overhead_share: float = 0.0
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a value that is out of range."""
         for name, value in vars(self).items():
             possible = value >= 0
             if name in ("mttf_s", "reclaim_s"):
@@ -78,13 +83,14 @@ class Scenario:
                 possible = 0 <= value < 1 if name == "overhead_share" else 0 <= value <= 1
             elif name in _POSITIVE:
                 possible = 0 < value < math.inf
-            # Without failures and reclaims their means are infinite; nothing else can be.
+            # Only the means are infinite: without failures, without reclaims.
             if not possible or (math.isinf(value) and name not in ("mttf_s", "reclaim_s")):
-                raise ValueError(f"{name}={value} is not possible")
-        if self.hang_share + self.machine_share > 1:
-            raise ValueError("hang_share and machine_share are more than all failures")
+                raise ValueError(f"{name}={value} is out of range")
+        if self.hang_share + self.node_loss_share > 1:
+            raise ValueError("hang_share + node_loss_share is above 1")
 
     def with_(self, **changes: float) -> Scenario:
+        """Return the scenario with other values."""
         return replace(self, **changes)
 
 
@@ -102,7 +108,7 @@ def learn(entries: Sequence[Entry], scenario: Scenario) -> Scenario:
     begins = [entry.time for entry in entries if isinstance(entry.event, RunStarted)]
     for begin in begins:
         first = next((attempt for attempt in attempts if attempt.began >= begin), None)
-        # Attempts after a failed one start warm.
+        # Only an attempt that begins a session starts with cold caches.
         if first is not None and first.training_began is not None:
             changes["first_start_s"] = _before_training(first.training_began, begin, first.restore_s)
             break
@@ -136,7 +142,7 @@ def learn(entries: Sequence[Entry], scenario: Scenario) -> Scenario:
         changes["overhead_share"] = min(waits / in_steps, 0.99)
         changes.update(_cadence(entries, trained, in_steps))
     if ledger.seconds[NOT_RUNNING] > 0:
-        changes["machine_wait_s"] = ledger.seconds[NOT_RUNNING] / max(len(begins) - 1, 1)
+        changes["node_wait_s"] = ledger.seconds[NOT_RUNNING] / max(len(begins) - 1, 1)
     return scenario.with_(**changes)
 
 
@@ -144,7 +150,7 @@ def _cadence(entries: Sequence[Entry], trained: Sequence[Attempt], in_steps: flo
     """Return when an attempt takes its first snapshot, and how often it takes one, and commits one."""
     changes: dict[str, float] = {}
     taken, saved, logged = (_times(entries, kind) for kind in (SnapshotTaken, Committed, Log))
-    # Committed, if at all, because its attempt has ended.
+    # Such snapshots are only committed because their attempt ended.
     unplanned = _times(
         [e for e in entries if isinstance(e.event, SnapshotTaken) and not e.event.to_be_committed], SnapshotTaken
     )
@@ -155,7 +161,7 @@ def _cadence(entries: Sequence[Entry], trained: Sequence[Attempt], in_steps: flo
     early = [taken[key] - begin for n, key in first.items() if (begin := begins.get(n)) is not None]
     if early:
         changes["first_snapshot_s"] = max(statistics.median(early), 0.0)
-    # Steps that are also in the log.
+    # A logged step gives the time between its end and its snapshot.
     copies = [at - logged[key] for key, at in taken.items() if key in logged] or _plausible(
         e.event.copy_s for e in entries if isinstance(e.event, SnapshotCost)
     )

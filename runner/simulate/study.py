@@ -1,4 +1,4 @@
-"""Scenarios side by side: what goodput hangs on."""
+"""Several scenarios compared: what goodput depends on."""
 
 from __future__ import annotations
 
@@ -21,11 +21,21 @@ from runner.simulate.scenario import HOUR_S, Scenario, learn
 from runner.text import duration
 
 _MAX_VARIATIONS = 200
+# Names until version 0.1, which are still accepted.
+_FORMER_NAMES = {"machine_share": "node_loss_share", "machine_wait_s": "node_wait_s"}
 
 
 @dataclass(frozen=True)
 class Study:
-    """A scenario, and what it is changed to. `variations`: names and values, one mapping per scenario that is tried."""
+    """A scenario and its variations.
+
+    Attributes:
+        scenario: The base scenario.
+        variations: Changed values by name, one mapping per scenario to simulate.
+        runs: Simulated runs per scenario.
+        seed: Seed of all of them.
+        trace_s: Seconds between failures, instead of an exponential distribution.
+    """
 
     scenario: Scenario
     variations: list[dict[str, float]]
@@ -35,11 +45,17 @@ class Study:
 
     @cached_property
     def forecasts(self) -> list[Forecast]:
+        """One forecast per variation."""
         return [
             forecast(self.scenario.with_(**changes), self.runs, self.seed, self.trace_s) for changes in self.variations
         ]
 
     def to_dict(self, target: float | None) -> dict[str, Any]:
+        """Return what `runner simulate --json` prints.
+
+        Args:
+            target: Goodput to compare with, if any.
+        """
         found = [
             {
                 "changes": changes,
@@ -48,7 +64,7 @@ class Study:
             }
             for changes, seen in zip(self.variations, self.forecasts, strict=True)
         ]
-        # JSON knows no infinity.
+        # JSON has no infinity.
         scenario = {name: value if math.isfinite(value) else None for name, value in asdict(self.scenario).items()}
         return {"scenario": scenario, "forecasts": found}
 
@@ -60,10 +76,17 @@ def scenario_of(
     reclaims_per_day: float,
     settings: Sequence[str],
 ) -> Scenario:
-    """By the command line: a run's journal (may be empty), then what is set.
+    """Build the scenario of a command line.
+
+    Args:
+        entries: Journal of a run to measure durations from; may be empty.
+        work_hours: Hours of steps.
+        mttf_hours: Mean hours between failures; None for no failures.
+        reclaims_per_day: Announced reclaims of spot nodes per day.
+        settings: NAME=SECONDS of each `--set`; they take precedence over the journal.
 
     Raises:
-        UsageError: a name is unknown, or a value impossible.
+        UsageError: A name is unknown, or a value is out of range.
     """
     base = Scenario(
         work_s=work_hours * HOUR_S,
@@ -77,14 +100,19 @@ def scenario_of(
 
 
 def variations(vary: Sequence[str], scenario: Scenario) -> list[dict[str, float]]:
-    """All combinations of what `--vary` lists; the scenario as it is where there is none.
+    """Return all combinations of what `--vary` lists; without it, one empty variation.
+
+    Args:
+        vary: NAME=A,B,… of each `--vary`.
+        scenario: The base scenario.
 
     Raises:
-        UsageError: a name is unknown, a value impossible, or there are too many.
+        UsageError: A name is unknown, a value is out of range, or there are too many combinations.
     """
     names, values = [], []
     for text in vary:
         name, _, listed = text.partition("=")
+        name = _FORMER_NAMES.get(name, name)
         numbers = [_number(f"--vary {text}", part) for part in listed.split(",")]
         for number in numbers:
             _changed(scenario, {name: number}, f"--vary {text}")
@@ -92,15 +120,18 @@ def variations(vary: Sequence[str], scenario: Scenario) -> list[dict[str, float]
         values.append(numbers)
     combined = [dict(zip(names, chosen, strict=True)) for chosen in itertools.product(*values)]
     if len(combined) > _MAX_VARIATIONS:
-        raise UsageError(f"--vary: {len(combined)} combinations, {_MAX_VARIATIONS} at most; list fewer values")
+        raise UsageError(f"--vary: {len(combined)} combinations exceed {_MAX_VARIATIONS}; list fewer values")
     return combined
 
 
 def read_trace(path: Path) -> list[float]:
-    """Seconds between failures.
+    """Read hours between failures from a file, one number per line.
+
+    Returns:
+        Seconds between failures.
 
     Raises:
-        UsageError: the file cannot be read, or a line is no number of hours above 0.
+        UsageError: The file cannot be read, or a line is not a number above 0.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -111,14 +142,14 @@ def read_trace(path: Path) -> list[float]:
         if line.strip() and not line.startswith("#"):
             gaps.append(_number(f"--trace {path}, line {number}", line.strip()) * HOUR_S)
             if not gaps[-1] > 0:
-                raise UsageError(f"--trace {path}, line {number}: {line.strip()!r} is no time between two failures")
+                raise UsageError(f"--trace {path}, line {number}: {line.strip()!r} is not a number of hours above 0")
     if not gaps:
         raise UsageError(f"--trace {path}: empty; write hours between failures, one number per line")
     return gaps
 
 
 def render(study: Study, target: float | None) -> RenderableType:
-    """As a table, with where the time of the first one goes."""
+    """Return the forecasts as a table, and the time by cause of the first one."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     names = list(study.variations[0])
     for name in (*names, "goodput", "5-95 % of runs", "wall time", "failures"):
@@ -148,15 +179,16 @@ def render(study: Study, target: float | None) -> RenderableType:
             causes.add_row(cause, duration(seconds), f"{100 * seconds / first.wall_s:.2f} %")
     quiet = math.isinf(study.scenario.mttf_s) and math.isinf(study.scenario.reclaim_s) and study.trace_s is None
     if quiet and not any("mttf_s" in changes or "reclaim_s" in changes for changes in study.variations):
-        causes.caption = "nothing fails here: give --mttf-hours, --gpus, --trace or --reclaims-per-day"
-    told = f"{study.runs} runs each, seed {study.seed}; ±: 95 % confidence interval of the mean"
-    return Group(table, Text(), causes, Text(told, "dim"))
+        causes.caption = "no failures are simulated; pass --mttf-hours, --gpus, --trace or --reclaims-per-day"
+    note = f"{study.runs} runs each, seed {study.seed}; ±: 95 % confidence interval of the mean"
+    return Group(table, Text(), causes, Text(note, "dim"))
 
 
 def to_page(study: Study) -> str:
-    """The sensitivity, as one HTML file: goodput over the first name that varies, a line for each other combination.
+    """Return an HTML page that plots goodput over the first name that varies, with a line per other combination.
 
-    Something must vary.
+    Args:
+        study: A study with at least one name that varies.
     """
     import plotly.graph_objects as go
     import plotly.io
@@ -187,9 +219,10 @@ def to_page(study: Study) -> str:
 
 
 def _changed(scenario: Scenario, changes: dict[str, float], written: str) -> Scenario:
+    changes = {_FORMER_NAMES.get(name, name): value for name, value in changes.items()}
     for name in changes:
         if name not in vars(scenario):
-            raise UsageError(f"{written}: {name!r} is not known; one of {', '.join(vars(scenario))}")
+            raise UsageError(f"{written}: {name!r} is unknown; use one of {', '.join(vars(scenario))}")
     try:
         return scenario.with_(**changes)
     except ValueError as error:

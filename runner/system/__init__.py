@@ -1,0 +1,1 @@
+"""Operating-system services: processes, and the event loop that waits for them."""

@@ -1,4 +1,7 @@
-"""One thread waits for everything: sockets, deaths, signals, other threads. Handlers run here, one after the other."""
+"""An event loop in one thread for sockets, process exits, signals and other threads.
+
+Handlers run in that thread, one after the other.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +20,24 @@ from runner.system.processes import STOP_SIGNALS
 
 
 class StopRequest:
-    """Whether, why and how urgently the run was asked to stop. Signal handlers only count here.
+    """Whether, why and how urgently the run was asked to stop. Signal handlers only count.
 
-    One notice may arrive by several ways: a scheduler signals the ranks as well, and the other machines' runners. Only
-    signals to this process count as the user's or the scheduler's second word.
+    One notice may arrive in several ways, because a scheduler signals the ranks and the runners of other nodes as well.
+    Only signals to this process count as the second request, which leaves no time.
+
+    Attributes:
+        reason: Why the run was asked to stop; empty if it was not.
+        asked_at: Monotonic seconds of the first request, when the grace period begins.
     """
 
     def __init__(self) -> None:
         self.reason = ""
-        # Monotonic seconds; from here on the grace counts.
         self.asked_at = 0.0
         self._signals = 0
         self._hurried_at: float | None = None
 
     def ask(self, reason: str) -> None:
-        """End in good order; what comes after the first request changes nothing."""
+        """Request an orderly stop. Requests after the first one change nothing."""
         if not self.reason:
             self.asked_at = time.monotonic()
             self.reason = reason
@@ -41,15 +47,19 @@ class StopRequest:
 
     @property
     def at_once(self) -> bool:
-        """Signalled twice."""
+        """Whether a second signal asked to stop without delay."""
         return self._signals > 1
 
     def over_at(self, grace_s: float) -> float:
-        """Monotonic seconds at which whoever asked will wait no longer."""
+        """Return the monotonic seconds at which the grace period ends.
+
+        Args:
+            grace_s: Length of the grace period in seconds.
+        """
         return self.asked_at + grace_s if self._hurried_at is None else self._hurried_at
 
     def count_signals(self) -> None:
-        """Have stop signals counted from now on, and do nothing else."""
+        """Install handlers that only count stop signals."""
 
         def count(number: int, _: object) -> None:
             self._signals += 1
@@ -63,7 +73,7 @@ class StopRequest:
 
         for number in STOP_SIGNALS:
             signal.signal(number, count)
-        # The interpreter's own end takes handlers back: a signal that comes then would take the exit code's place.
+        # The interpreter restores default handlers at its exit, when a signal would replace the exit code.
         atexit.register(ignore)
 
 
@@ -75,9 +85,10 @@ class _Timer:
 
 
 class EventLoop:
-    """Calls handlers for what is ready; every wait goes through it, so that all of them can be interrupted."""
+    """Calls handlers of files, timers and calls. Every wait goes through it, so that all can be interrupted."""
 
     def __init__(self) -> None:
+        """Create a loop without handlers."""
         self._selector = selectors.DefaultSelector()
         self._calls: deque[Callable[[], None]] = deque()
         self._timers: list[_Timer] = []
@@ -85,31 +96,32 @@ class EventLoop:
         self.register(self._receiver, self._woken)
 
     def register(self, file: Any, handler: Callable[[Any], None]) -> None:
-        """Call `handler` with the file whenever it can be read."""
+        """Call `handler` with the file whenever it is readable."""
         self._selector.register(file, selectors.EVENT_READ, handler)
 
     def unregister(self, file: Any) -> None:
+        """Remove the handler of a file, if there is one."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(file)
 
     def wake_by_signals(self) -> None:
-        """Have every signal that is handled end the wait."""
+        """Let every handled signal interrupt the wait."""
         signal.set_wakeup_fd(self._sender, warn_on_full_buffer=False)
 
     def every(self, interval_s: float, handler: Callable[[], None]) -> None:
-        """Call it about so often, whatever the loop is waiting for."""
+        """Call `handler` about every `interval_s` seconds."""
         self._timers.append(_Timer(interval_s, handler))
 
     def call(self, handler: Callable[[], None]) -> None:
-        """Have it called in the loop's thread; from any thread."""
+        """Call `handler` in the loop's thread. May be called from any thread."""
         self._calls.append(handler)
         with contextlib.suppress(BlockingIOError):
             os.write(self._sender, b"c")
 
     def pump(self, timeout_s: float) -> None:
-        """Handle what has happened, waiting at most `timeout_s` for it."""
+        """Handle what is ready, after waiting for it at most `timeout_s` seconds."""
         for key, _ in self._selector.select(max(timeout_s, 0.0)):
-            # An earlier handler of this turn may have closed it.
+            # An earlier handler of this iteration may have closed the file.
             if key.fileobj in self._selector.get_map():
                 key.data(key.fileobj)
         now = time.monotonic()
@@ -119,7 +131,16 @@ class EventLoop:
                 timer.handler()
 
     def pump_until(self, done: Callable[[], bool], deadline: float, turn_s: float = 0.1) -> bool:
-        """Handle what happens until something holds, or until `deadline` (monotonic); returns whether it holds."""
+        """Handle events until a condition holds.
+
+        Args:
+            done: The condition.
+            deadline: Monotonic seconds at which to give up.
+            turn_s: Seconds between two looks at the condition if nothing happens.
+
+        Returns:
+            Whether the condition holds.
+        """
         while not done():
             left = deadline - time.monotonic()
             if left <= 0:
@@ -128,6 +149,7 @@ class EventLoop:
         return True
 
     def close(self) -> None:
+        """Release the loop's files."""
         signal.set_wakeup_fd(-1)
         self._selector.close()
         os.close(self._receiver)

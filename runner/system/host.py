@@ -1,4 +1,4 @@
-"""What the runner asks of the operating system, in one object: a unit test passes its own and needs no process."""
+"""What the runner asks of the operating system, in one object that unit tests replace."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from runner.system import processes
 
 
 class Host:
-    """The machine that this process runs on."""
+    """The operating system of this node."""
 
     def monotonic(self) -> float:
-        """Seconds of a clock that nobody sets."""
+        """Return the seconds of a clock that is never set."""
         return time.monotonic()
 
     def oom_kills(self) -> int:
-        """Processes that the kernel has killed for memory, in this container or on this machine."""
+        """Return how many processes the kernel killed because memory ran out, in this container or on this node."""
         return oom_kills()
 
     def process_state(self, pid: int) -> str:
-        """One letter, as in ps(1); a question mark where there is no such process."""
+        """Return the state of a process as one letter of ps(1); ? if it does not exist."""
         return processes.state(pid)
 
     def descendants(self) -> list[psutil.Process]:
-        """All living processes below this one."""
+        """Return all running descendants of this process."""
         return processes.descendants()
 
     def kill_all(self, find: Callable[[], list[psutil.Process]], timeout_s: float = 10.0) -> int:
-        """SIGKILL everything that `find` returns until it returns nothing; returns how many were killed."""
+        """Send SIGKILL to what `find` returns until it returns nothing; return how many processes were killed."""
         return processes.kill_all(find, timeout_s)
 
     def reap_strays(self, managed: set[int]) -> None:
-        """Collect adopted children that have ended; `managed` pids are left to whoever started them."""
+        """Reap adopted children that have exited, except the process ids in `managed`."""
         processes.reap_strays(managed)

@@ -1,6 +1,6 @@
-"""Linux process control: nobody outlives the supervisor unnoticed, and nobody is left behind.
+"""Linux process control: no process of a run outlives its supervisor unnoticed.
 
-Every process of a run carries the run's id in its environment, so that strays of an earlier life can be found by
+Every process of a run carries the run's id in its environment, so that leftovers of an earlier session can be found by
 reading /proc even when their parents are gone.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 RUN_ID_ENV = "RUNNER_RUN_ID"
-# What a user, a scheduler or a kubelet sends to have the run stop.
+# The signals by which a user, a scheduler or a kubelet asks the run to stop.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 FORK_SERVER_NAME = "fork-server"
 _TRACKER_PATIENCE_S = 1.0
@@ -32,7 +32,7 @@ _PR_SET_PTRACER_ANY = (1 << 64) - 1
 
 
 def _prctl(option: int, value: int) -> None:
-    # Its arguments are unsigned longs; ctypes would pass ints.
+    # The arguments are unsigned longs; by default ctypes would pass ints.
     arguments = [ctypes.c_ulong(number) for number in (value, 0, 0, 0)]
     if ctypes.CDLL(None, use_errno=True).prctl(option, *arguments) != 0:
         raise OSError(ctypes.get_errno(), "prctl failed")
@@ -44,19 +44,19 @@ def become_subreaper() -> None:
 
 
 def yield_to_others() -> None:
-    """Wait for a processor that is free, or for the next tick, rather than interrupt a rank in mid-step.
+    """Schedule this process so that it does not preempt a rank in mid-step (SCHED_BATCH, sched(7)).
 
-    SCHED_BATCH (sched(7)); what this process starts is scheduled as usual.
+    Its children are scheduled as usual.
     """
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH | os.SCHED_RESET_ON_FORK, os.sched_param(0))
 
 
 def die_with_parent(is_orphan: Callable[[], bool]) -> None:
-    """Be killed when the parent dies, however it dies (prctl(2)).
+    """Have the kernel kill this process when its parent dies (prctl(2)).
 
     Args:
-        is_orphan: whether it has died before this call, which the kernel does not tell.
+        is_orphan: Whether the parent died before this call, of which the kernel sends no signal.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if is_orphan():
@@ -64,42 +64,45 @@ def die_with_parent(is_orphan: Callable[[], bool]) -> None:
 
 
 def be_traceable() -> None:
-    """Let other processes of this user look at the stacks, where Yama lets only ancestors do so (prctl(2))."""
+    """Let other processes of this user read the stacks, which Yama restricts to ancestors (prctl(2))."""
     with contextlib.suppress(OSError):
         _prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY)
 
 
 def set_name(name: str) -> None:
-    """What `ps -o comm` shows for this process; 15 characters at most (prctl(2))."""
+    """Set what `ps -o comm` shows for this process, at most 15 characters (prctl(2))."""
     text = ctypes.create_string_buffer(name.encode())
     with contextlib.suppress(OSError):
         _prctl(_PR_SET_NAME, ctypes.addressof(text))
 
 
 def descendants() -> list[psutil.Process]:
-    """All living processes below this one."""
+    """Return all running descendants of this process."""
     return [process for process in psutil.Process().children(recursive=True) if _alive(process)]
 
 
 def mark(run_id: str, node_rank: int) -> str:
-    """The value of `RUN_ID_ENV`: two nodes of a run may share a machine, and must not sweep each other."""
+    """Return the value of `RUN_ID_ENV` for a node of a run.
+
+    It contains the node rank because two nodes of a run may share a machine and must not kill each other's processes.
+    """
     return f"{run_id}/{node_rank}"
 
 
 def semaphore_prefix(mark: str) -> str:
-    """How the names of the POSIX semaphores begin that multiprocessing makes for the processes of this mark."""
+    """Return the prefix of the POSIX semaphores that multiprocessing creates for the processes of a mark."""
     return f"mp-{hashlib.blake2b(mark.encode(), digest_size=5).hexdigest()}"
 
 
 def remove_semaphores(mark: str) -> None:
-    """What killed processes of this mark have left, where multiprocessing's tracker was killed with them."""
+    """Remove the semaphores of killed processes of a mark, whose resource tracker was killed with them."""
     for left in _SHARED_MEMORY.glob(f"sem.{semaphore_prefix(mark)}-*"):
         with contextlib.suppress(OSError):
             left.unlink()
 
 
 def processes_of_run(run_id: str, node_rank: int) -> list[psutil.Process]:
-    """Processes of this user that carry a node's mark and are not this process or above it."""
+    """Return the processes of this user that carry a node's mark, except this process and its ancestors."""
     marker = f"{RUN_ID_ENV}={mark(run_id, node_rank)}".encode()
     own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     found = []
@@ -113,10 +116,17 @@ def processes_of_run(run_id: str, node_rank: int) -> list[psutil.Process]:
 
 
 def kill_all(find: Callable[[], list[psutil.Process]], timeout_s: float = 10.0) -> int:
-    """SIGKILL everything that `find` returns until it returns nothing; returns how many were killed.
+    """Send SIGKILL to what `find` returns until it returns nothing.
 
-    multiprocessing's resource tracker is given a moment: it ends once nobody it works for is left, and then removes
-    the semaphores that killed processes have left in /dev/shm.
+    multiprocessing's resource tracker gets a moment: it exits after the processes that it works for, and then removes
+    the semaphores that they left in /dev/shm.
+
+    Args:
+        find: Returns the processes that are still to be killed.
+        timeout_s: Seconds after which to give up.
+
+    Returns:
+        How many processes were killed.
     """
     killed: set[int] = set()
     began = time.monotonic()
@@ -135,12 +145,12 @@ def kill_all(find: Callable[[], list[psutil.Process]], timeout_s: float = 10.0) 
 
 
 def is_tracker(process: psutil.Process) -> bool:
-    """Whether it is a resource tracker of `multiprocessing`, by its command line."""
+    """Return whether a process is a resource tracker of `multiprocessing`, by its command line."""
     return "multiprocessing.resource_tracker" in _command(process)
 
 
 def is_fork_server(process: psutil.Process) -> bool:
-    """Whether it is the launcher's fork server, or one of `multiprocessing`'s own."""
+    """Return whether a process is the launcher's fork server, or one of `multiprocessing`."""
     try:
         return process.name() == FORK_SERVER_NAME or "multiprocessing.forkserver" in _command(process)
     except psutil.Error:
@@ -155,7 +165,7 @@ def _command(process: psutil.Process) -> str:
 
 
 def reap_strays(managed: set[int]) -> None:
-    """Collect adopted children that have ended; `managed` pids are left to whoever started them."""
+    """Reap adopted children that have exited, except the process ids in `managed`."""
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error, ChildProcessError):
             if child.pid not in managed and child.status() == psutil.STATUS_ZOMBIE:
@@ -170,7 +180,7 @@ def _alive(process: psutil.Process) -> bool:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since the machine did; None where it does not live (proc(5))."""
+    """Return when a process started, in clock ticks since boot; None if it is not running (proc(5))."""
     with contextlib.suppress(OSError, IndexError, ValueError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return int(fields[19]) if fields[0] not in ("Z", "X") else None
@@ -178,7 +188,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def state(pid: int) -> str:
-    """One letter, as in ps(1): R, S, D, T (stopped), t (traced), Z; a question mark where there is no such process."""
+    """Return the state of a process as one letter of ps(1), such as T (stopped); ? if it does not exist."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return "?"

@@ -1,1 +1,4 @@
-"""What a rank runs: data, model, trainer. Imports torch, transformers and trl; the control plane never imports this."""
+"""The bundled job, as a rank runs it: data, model, trainer.
+
+It imports torch, transformers and trl, so the control plane never imports it.
+"""

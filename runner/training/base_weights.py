@@ -1,4 +1,4 @@
-"""The weights of the model that is fine-tuned, left out where a checkpoint is about to replace them."""
+"""Deferred loading of the base model's weights, which a resume would overwrite anyway."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from transformers import TrainerCallback
 
 
 class BaseWeights(TrainerCallback):
-    """Fetches them after all where nothing was resumed.
+    """Loads the weights when training begins, unless a checkpoint was resumed.
 
     A model that was loaded by name is backed by memory-mapped files, whose pages are read on first access. A restarted
     rank that moved it to its GPU would read and copy all of them, only for the restore to overwrite them.
     """
 
     def __init__(self, model: torch.nn.Module, load: Callable[[], torch.nn.Module], device: torch.device) -> None:
-        """Put memory that nothing was written to, on the device, in the place of all parameters.
+        """Replace all parameters by uninitialised memory on the device.
 
         Args:
-            load: the same model with its weights; draws no random numbers that count.
+            model: The model.
+            load: Loads the same model with its weights, without drawing random numbers that matter.
+            device: Device of the parameters.
         """
         self._model, self._load = model, load
         with torch.no_grad():
@@ -28,7 +30,8 @@ class BaseWeights(TrainerCallback):
                 parameter.data = torch.empty_like(parameter, device=device)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        # A checkpoint is of a step from 1 on, and has every parameter: it is loaded strictly.
+        """Load the weights if nothing was resumed."""
+        # A checkpoint is of step 1 or later and contains every parameter, because it is loaded strictly.
         if state.global_step > 0:
             return
         with torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -1,4 +1,4 @@
-"""What the default job measures and reports while it trains."""
+"""Metrics that the bundled job measures while it trains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from checkpointing.environment import rank_settings
 from checkpointing.rank import device
 
-# Dense bf16 or fp16 operations per second, by NVIDIA's data sheets; the first name that the device's contains.
+# Dense bf16 or fp16 operations per second, from NVIDIA's data sheets. The first name that is part of a device's name
+# applies.
 _PEAK_FLOPS = {
     "B200": 2250e12,
     "H200 NVL": 836e12,
@@ -34,20 +35,21 @@ _PEAK_FLOPS = {
 
 
 class MetricsCallback(TrainerCallback):
-    """Adds to every log entry of rank 0 what the Trainer does not measure.
+    """Adds metrics to every log entry of rank 0 that the Trainer does not measure.
 
-    It must stand before those that pass entries on to a tracker. What it adds is in no checkpoint: `log_history` of a
-    resumed run equals the uninterrupted one's.
+    It must precede callbacks that pass entries to a tracker. Checkpoints do not contain these metrics, so that the
+    `log_history` of a resumed run equals that of an uninterrupted run.
     """
 
     def __init__(self) -> None:
+        """Begin without measurements."""
         self._last: tuple[float, float] | None = None
         self._data_wait_s, self._stall_s, self._num_steps = 0.0, 0.0, 0
         self._attempt = rank_settings().attempt
         self._lost_steps = 0
 
     def watch(self, trainer: Any) -> None:
-        """Measure how long this trainer waits for its batches, and become the first of its callbacks."""
+        """Measure how long a trainer waits for its batches, and become its first callback."""
         handler = trainer.callback_handler
         handler.callbacks.insert(0, handler.callbacks.pop(handler.callbacks.index(self)))
         self._trainer, draw = trainer, trainer.get_batch_samples
@@ -64,10 +66,12 @@ class MetricsCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        """Compute the recomputed steps of the run."""
         settings = rank_settings()
         self._lost_steps = settings.lost_steps + max(settings.reached_step - state.global_step, 0)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Count the step."""
         self._num_steps += 1
 
     def on_log(
@@ -78,6 +82,7 @@ class MetricsCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
+        """Add the metrics to a log entry."""
         if not state.is_world_process_zero or not logs:
             return
         if "eval_loss" in logs:
@@ -99,7 +104,7 @@ class MetricsCallback(TrainerCallback):
             logs |= measured
 
     def _speed(self, logs: dict[str, float], world_size: int) -> dict[str, float]:
-        """Since the last entry; TRL counts the tokens of all ranks."""
+        """Return rates since the last entry; TRL counts the tokens of all ranks."""
         now, tokens, last = time.monotonic(), logs.get("num_tokens"), self._last
         if tokens is None:
             return {}
@@ -117,35 +122,41 @@ class MetricsCallback(TrainerCallback):
 
 
 def perplexities(logs: dict[str, Any]) -> dict[str, float]:
-    """e to the power of the losses in a log entry."""
+    """Return the perplexities (exponentials) of the losses in a log entry."""
     names = {"loss": "perplexity", "eval_loss": "eval_perplexity"}
     found = {name: logs[loss] for loss, name in names.items() if isinstance(logs.get(loss), (int, float))}
     return {name: round(math.exp(loss), 4) for name, loss in found.items() if loss < 700}
 
 
 def flops_per_token(model: Any, length: int) -> float:
-    """Of forward and backward: 6 per parameter, and 12 x layers x width x sequence length for the attention (PaLM,
-    arXiv 2204.02311, appendix B). What a frozen base saves in the backward is not taken off."""
-    # Of one that sees images, too.
+    """Estimate the operations of forward and backward pass per token (PaLM, arXiv 2204.02311, appendix B).
+
+    These are 6 per parameter, and 12 x layers x width x sequence length for attention. A frozen base counts fully.
+
+    Args:
+        model: A transformers model.
+        length: Tokens per sequence.
+    """
+    # Multimodal models keep these numbers in the configuration of their text model.
     config = model.config.get_text_config()
     parameters = sum(map(_num_elements, model.parameters()))
     return float(6 * parameters + 12 * config.num_hidden_layers * config.hidden_size * length)
 
 
 def _num_elements(parameter: Any) -> int:
-    # bitsandbytes packs two weights of 4 bits into a byte, and knows what shape they had.
+    # bitsandbytes packs two 4-bit weights into a byte, and keeps the original shape.
     packed = getattr(parameter, "quant_state", None)
     return math.prod(packed.shape) if packed is not None else int(parameter.numel())
 
 
 def _peak_flops() -> float | None:
     found = device.name_of() or ""
-    # Whole words, the longer ones first: an L40 is no L4.
+    # Whole words only: L40 contains L4.
     return next((flops for name, flops in _PEAK_FLOPS.items() if re.search(rf"\b{name}\b", found)), None)
 
 
 def _memory() -> dict[str, float]:
-    """Peak of this process so far, in GB, and how busy its GPU is, in percent."""
+    """Return the peak memory of this process so far in GB, and the utilisation of its GPU in percent."""
     on_device = device.peak_memory_bytes()
     if on_device is None:
         return {"peak_memory_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 3)}
@@ -154,9 +165,9 @@ def _memory() -> dict[str, float]:
 
 
 def _communication(model: Any) -> dict[str, float]:
-    """Share of forward and backward in which a rank waits for the others' gradients, as DDP has measured it.
+    """Return the share of forward and backward pass in which a rank waits for gradients of others.
 
-    It measures the first ten steps, and every hundredth one.
+    DDP measures it in the first ten steps and in every hundredth one.
     """
     if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
         return {}

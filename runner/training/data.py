@@ -1,4 +1,4 @@
-"""The training data: read (whole, or as a stream), checked row by row, and split."""
+"""Training data: loaded or streamed, checked row by row, and split."""
 
 from __future__ import annotations
 
@@ -18,10 +18,18 @@ _TEXT_COLUMNS = ("prompt", "completion", "text", "messages", "input_ids")
 
 
 def load_training_data(config: DataConfig, cache: Path, *, seed: int) -> tuple[Any, Any]:
-    """The rows to train on, a stream where it is configured so, and those to evaluate with (None: none).
+    """Load the training data.
+
+    Args:
+        config: Which data.
+        cache: Folder of the cache.
+        seed: Seed of the split.
+
+    Returns:
+        The rows to train on (a stream if so configured), and those to evaluate on, if any.
 
     Raises:
-        ValueError: a file cannot be read, has no rows, no column that can be trained on, or a row that is none.
+        ValueError: A file cannot be read, or has no rows, no usable column, or an empty row.
     """
     source = config.path or str(BUNDLED)
     rows = _stream(source, config.split) if config.streaming else _load("data.path", source, config.split, cache)
@@ -33,7 +41,9 @@ def load_training_data(config: DataConfig, cache: Path, *, seed: int) -> tuple[A
         return rows, _load("data.path", source, config.validation_split, cache)
     if config.validation_share is not None:
         if len(rows) * config.validation_share < 1:
-            raise ValueError(f"data.validation_share={config.validation_share} of {len(rows)} rows is not one row")
+            raise ValueError(
+                f"data.validation_share={config.validation_share} of {len(rows)} rows is less than one row; raise it"
+            )
         parts = rows.train_test_split(test_size=config.validation_share, seed=seed)
         return parts["train"], parts["test"]
     return rows, None
@@ -49,7 +59,7 @@ def _load(key: str, source: str, split: str, cache: Path) -> Any:
         try:
             rows = datasets.load_dataset(**_file_options(source), cache_dir=folder)
         except Exception as error:
-            # `datasets` says that something went wrong; its cause says what.
+            # The exception of `datasets` is generic; its cause is specific.
             cause = error.__cause__ or error
             where = _first_bad_line(source) if suffix == ".jsonl" else ""
             text = " ".join(str(cause).split())
@@ -63,17 +73,17 @@ def _load(key: str, source: str, split: str, cache: Path) -> Any:
             try:
                 number = _first_empty(rows.data.column(column))
             except TypeError as error:
-                raise ValueError(f"{name}: {column} holds {error}; needed: text, or a list of messages") from None
+                raise ValueError(f"{name}: {column} contains {error}; needed: text, or a list of messages") from None
             if number is not None:
                 raise _bad_row(name, number, column, rows[number][column])
     return rows
 
 
 def _stream(source: str, split: str) -> Any:
-    """Rows that are read, and checked, when their turn comes.
+    """Return rows that are read and checked on demand.
 
     Raises:
-        ValueError: as `load_training_data`, of the first row; of others when they are read.
+        ValueError: As `load_training_data`, for the first row; for others when they are read.
     """
     name = f"data.path={source!r}"
     is_file = Path(source).suffix in DATA_LOADERS
@@ -99,7 +109,7 @@ def _checked(name: str, row: dict[str, Any], number: int) -> dict[str, Any]:
             continue
         value = row[column]
         if value is not None and not isinstance(value, (str, list)):
-            raise ValueError(f"{name}: {column} holds {type(value).__name__}; needed: text, or a list of messages")
+            raise ValueError(f"{name}: {column} contains {type(value).__name__}; needed: text, or a list of messages")
         full = bool(value.strip() if isinstance(value, str) else value)
         if full and isinstance(value, list) and not isinstance(value[0], int):
             full = all(map(_is_message, value))
@@ -109,9 +119,9 @@ def _checked(name: str, row: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def _file_options(source: str) -> dict[str, Any]:
-    """`load_dataset`'s, for a file."""
+    """Return the options of `load_dataset` for a file."""
     suffix = Path(source).suffix
-    # "None" and "NA" are words; an empty cell is none.
+    # "None" and "NA" are ordinary text; only an empty cell is missing.
     options: dict[str, Any] = {"keep_default_na": False, "na_values": [""]} if suffix == ".csv" else {}
     return {"path": DATA_LOADERS[suffix], "data_files": source, "split": "train", **options}
 
@@ -124,14 +134,14 @@ def _check_columns(name: str, columns: set[str]) -> None:
 
 
 def _bad_row(name: str, number: int, column: str, value: Any) -> ValueError:
-    return ValueError(f"{name}, row {number + 1}: {column} is {value!r}; fill it, or leave that row out")
+    return ValueError(f"{name}, row {number + 1}: {column} is {value!r}; fill it, or remove the row")
 
 
 def _first_empty(column: pa.ChunkedArray) -> int | None:
-    """Number of the first row that holds nothing to train on, from 0.
+    """Return the index of the first row without anything to train on, from 0.
 
     Raises:
-        TypeError: names the column's type, which is neither text nor a list.
+        TypeError: The column is neither text nor lists; the message is its type.
     """
     kind = column.type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
@@ -148,9 +158,9 @@ def _first_empty(column: pa.ChunkedArray) -> int | None:
 
 
 def _is_message(message: Any) -> bool:
-    """A turn of a chat says something, or calls a tool."""
+    """Return whether a value is a chat message with content or a tool call."""
     if isinstance(message, str):
-        # Where rows differ in their fields, `datasets` keeps each as JSON.
+        # `datasets` stores messages as JSON if their fields differ between rows.
         try:
             message = json.loads(message)
         except ValueError:
@@ -161,7 +171,7 @@ def _is_message(message: Any) -> bool:
 
 
 def _first_bad_line(source: str) -> str:
-    """`, line N`, where a line of a local file is no JSON object."""
+    """Return `, line N` for the first line of a local file that is not a JSON object, else an empty text."""
     try:
         with Path(source).open("rb") as file:
             for number, line in enumerate(file, 1):

@@ -1,4 +1,4 @@
-"""How a rank tells the supervisor what it does: datagrams that are dropped rather than waited for."""
+"""Events from a rank to the supervisor, as datagrams that are dropped rather than waited for."""
 
 from __future__ import annotations
 
@@ -8,25 +8,41 @@ import socket
 import time
 from typing import Any
 
-# For what the supervisor must learn; its queue is short.
+# Seconds that `send_surely` waits for space in the supervisor's short queue.
 _PATIENCE_S = 2.0
 
 
 class EventSender:
-    """Never blocks for long and never fails: training must not depend on anybody listening."""
+    """Sends events. It never blocks for long and never fails, so training does not depend on the receiver."""
 
     def __init__(self, path: str, attempt: int = 0) -> None:
+        """Prepare the socket.
+
+        Args:
+            path: Path of the receiver's socket.
+            attempt: Number of the attempt.
+        """
         self._path, self._attempt = path, attempt
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._sock.setblocking(False)
 
     def send(self, event: str, **details: Any) -> None:
-        """Say it, or drop it where nobody keeps up."""
+        """Send an event, or drop it if the queue is full.
+
+        Args:
+            event: Name of the event.
+            details: Its other fields.
+        """
         with contextlib.suppress(OSError):
             self._send(event, details)
 
     def send_surely(self, event: str, **details: Any) -> None:
-        """Say it, and wait a moment for a place in the queue."""
+        """Send an event, waiting a moment for space in the queue.
+
+        Args:
+            event: Name of the event.
+            details: Its other fields.
+        """
         deadline = time.monotonic() + _PATIENCE_S
         with contextlib.suppress(OSError):
             while True:

@@ -1,4 +1,4 @@
-"""What a rank says of its own failure: the traceback for the user, the cause for the supervisor."""
+"""The report of a rank's failure: the traceback for the user, the cause for the supervisor."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 from checkpointing.errors import CheckpointError
 from runner.errors import RunnerError
 
-# Connections, time-outs and name look-ups, by the names of classes in requests, urllib3, httpx, aiohttp, botocore and
-# huggingface_hub; importing those packages to ask would cost each rank more than a second.
+# Connection errors, time-outs and failed name lookups, by their class names in requests, urllib3, httpx, aiohttp,
+# botocore and huggingface_hub. Importing those packages for isinstance would cost each rank more than a second.
 _NETWORK_ERRORS = {
     "ConnectionError",
     "TimeoutError",
@@ -31,9 +31,9 @@ _NETWORK_ERRORS = {
     "ServerTimeoutError",
     "LocalEntryNotFoundError",
 }
-# HTTP: request time-out, too early, too many requests. Of the others below 500 the next try gets the same answer.
+# HTTP statuses below 500 that a retry can change: request time-out, too early, too many requests.
 _TRANSIENT_STATUS = {408, 425, 429}
-# A faulty handler of a network error fails again.
+# A bug in a handler of network errors fails again.
 _PROGRAMMING_ERRORS = (NameError, SyntaxError, ImportError, AttributeError, TypeError)
 
 
@@ -41,24 +41,28 @@ _TRUE = {"1", "ON", "YES", "TRUE"}
 
 
 def describe(error: BaseException) -> tuple[str, str | None]:
-    """Type and message, and `file:line` of the innermost frame; as torchelastic's error file has them."""
+    """Describe an exception as torchelastic's error file does.
+
+    Returns:
+        Type and message, and `file:line` of the innermost frame, if there is one.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     frame = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
     try:
         message = str(error)
-    except Exception:  # its class's own; Python says as much in a traceback
+    except Exception:  # A broken __str__; Python's own traceback prints the same text.
         message = "<exception str() failed>"
     return f"{type(error).__name__}: {message}", frame
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the network, or a server, has failed in a way that may have passed at the next try.
+    """Return whether a network or server failure caused the error that a retry may not meet again.
 
-    The outermost exception that says anything about it decides.
+    The outermost exception of the chain that is about the network decides.
     """
     chain = list(_chain(error))
     names = {base.__name__ for one in chain for base in type(one).__mro__}
-    # Not in the cache: that is final where the user has asked for no network (huggingface_hub's own reading of it).
+    # A file missing from the cache is permanent in offline mode, which is read as huggingface_hub does.
     offline = os.environ.get("HF_HUB_OFFLINE", os.environ.get("TRANSFORMERS_OFFLINE", "")).upper() in _TRUE
     if "OfflineModeIsEnabled" in names or (offline and "LocalEntryNotFoundError" in names):
         return False
@@ -74,7 +78,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception and those that it follows from, as a traceback shows them."""
+    """Yield an exception and its causes, as a traceback shows them."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -87,21 +91,22 @@ def _http_status(error: BaseException) -> int | None:
     response: Any = getattr(error, "response", None)
     found: Any = getattr(response, "status_code", None)
     if isinstance(response, dict):
-        # botocore's.
+        # botocore stores the status in a dict.
         found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     if found is None and type(error).__name__ in ("HTTPError", "ClientResponseError"):
-        # urllib's, and aiohttp's.
+        # urllib and aiohttp store it in the exception.
         found = getattr(error, "code", None) or getattr(error, "status", None)
     return found if isinstance(found, int) and 100 <= found < 600 else None
 
 
 def print_traceback(error: BaseException, script: str | None) -> None:
-    """On standard error, as Python itself would print it.
+    """Print a traceback on standard error, as Python itself would.
 
-    Of our own errors, which say what is wrong and what to do, only the message.
+    Errors of the runner and of checkpointing explain themselves, so only their message is printed.
 
     Args:
-        script: the user's; frames before its first one are ours.
+        error: The exception.
+        script: The user's script, if any; frames before its first one belong to the runner and are left out.
     """
     trace = _from_script(error.__traceback__, script) if script is not None else error.__traceback__
     with contextlib.suppress(OSError, ValueError):
@@ -109,7 +114,7 @@ def print_traceback(error: BaseException, script: str | None) -> None:
         if isinstance(error, (CheckpointError, RunnerError)):
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         else:
-            # A script may have a hook of its own (rich's, say).
+            # A script may have installed its own hook, such as rich's.
             sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.stderr.flush()
 
@@ -120,5 +125,5 @@ def _from_script(trace: TracebackType | None, script: str) -> TracebackType | No
         if Path(start.tb_frame.f_code.co_filename) == Path(script):
             return start
         start = start.tb_next
-    # It cannot be compiled, say; then the error itself names the place.
+    # Without a frame of the script it could not be compiled, and the error names the place.
     return None

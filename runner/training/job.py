@@ -1,4 +1,4 @@
-"""The default job: supervised fine-tuning with TRL's `SFTTrainer`, resumable at every committed step."""
+"""The bundled job: supervised fine-tuning with TRL's `SFTTrainer`, resumable at every committed step."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ from runner.training.events import EventSender
 from runner.training.model import adapter_config, build, load_model
 from runner.training.tracking import AimTracker
 
-# A tracker that is slow must not make recovery slow.
+# Seconds that a slow tracker may delay recovery.
 _PATIENCE_AT_FAILURE_S = 1.0
-# Beside `best_model`: the Trainer's log history over all attempts, and the perplexities.
+# File next to `best_model` with the Trainer's log history over all attempts, and perplexities.
 HISTORY_NAME = "training_history.json"
 
 
 def run_job(config_path: str, cache: str, sender: EventSender, *, resumes: bool = False) -> None:
-    """Train to the end, or to an agreed stop; rank 0 then publishes `best_model`.
+    """Train to the end or to a requested stop; rank 0 then publishes `best_model`.
 
     Args:
-        config_path: the resolved configuration of the run.
-        cache: folder for what is computed once: tokenizer, tokenised data.
-        resumes: there is likely something to resume from; what that replaces need not be loaded.
+        config_path: The resolved configuration of the run.
+        cache: Folder for what is computed once: tokenizer, tokenised data.
+        sender: Sends events to the supervisor.
+        resumes: Whether a resume is likely, so that weights that it replaces need not be loaded.
     """
-    # The supervisor has merged everything into this file; reading variables again could only contradict it.
+    # The supervisor merged the environment into this file; reading variables again could contradict it.
     config = load_config(config_path, environment={})
     rank = int(os.environ["RANK"])
     transformers.utils.logging.set_verbosity_error()
@@ -87,7 +88,7 @@ def run_job(config_path: str, cache: str, sender: EventSender, *, resumes: bool 
         shuffle_samples=config.data.shuffle_samples if config.data.streaming else None,
     )
     metrics.watch(trainer)
-    # A rank ends without running destructors; what a tracker has not written by then is lost.
+    # A rank exits without running destructors, so trackers must be closed here.
     try:
         trainer.train()
     except BaseException:
@@ -97,7 +98,7 @@ def run_job(config_path: str, cache: str, sender: EventSender, *, resumes: bool 
     for tracker in trackers:
         tracker.close()
     weights = None
-    # Of a sharded model each rank has a part.
+    # With FSDP every rank has a part of the best weights.
     if rank == 0 or trainer.is_fsdp_enabled:
         best = load_best(trainer) if held_back is not None else None
     if trainer.is_fsdp_enabled:
@@ -113,51 +114,55 @@ def run_job(config_path: str, cache: str, sender: EventSender, *, resumes: bool 
 
 
 def training_arguments(config: Config) -> SFTConfig:
-    """`SFTConfig` from the run's configuration, with what the runner decides by itself."""
+    """Return the `SFTConfig` of a run, with the options that the runner sets itself."""
     world_size = int(os.environ["WORLD_SIZE"])
     options = dict(config.trainer)
     if config.scale_learning_rate:
         options["learning_rate"] = options.get("learning_rate", 2e-5) * world_size
     if device.kind() is None:
         options["use_cpu"] = True
-        # SFTConfig turns bf16 on by itself; on a CPU that is slow and less exact.
+        # SFTConfig enables bf16 by default, which is slow and less exact on a CPU.
         options.setdefault("bf16", False)
         options.setdefault("dataloader_pin_memory", False)
     if world_size > 1:
         options.setdefault("ddp_backend", device.collective_backend())
         options.setdefault("ddp_find_unused_parameters", False)
-        # DDP's own default, where it can be seen and changed.
+        # DDP's default, set explicitly so that it is visible in the saved options.
         options.setdefault("ddp_bucket_cap_mb", 25)
     fsdp = options.pop("fsdp_config", None)
     if config.strategy == "fsdp" and world_size > 1:
         options |= {"fsdp": True, "fsdp_config": {**(fsdp or {}), "version": 2}}
         local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
         if local_world_size == 1:
-            raise ValueError("strategy='fsdp' shards within a machine, and each has one rank only here: use ddp")
+            raise ValueError("strategy='fsdp' shards within a node, but each node has only one rank: use ddp")
         if local_world_size < world_size:
             options["parallelism_config"] = ParallelismConfig(
                 dp_replicate_size=world_size // local_world_size, dp_shard_size=local_world_size
             )
     if config.data.has_validation:
-        # At every save, so that each checkpoint has its figure.
+        # Every checkpoint needs its metric, so evaluations follow the saves.
         by_step = options.get("save_strategy", "steps") == "steps"
         options.setdefault("eval_strategy", "steps" if by_step else "epoch")
         if by_step:
-            # The Trainer itself would take `logging_steps`.
+            # The Trainer's default would be `logging_steps`.
             options.setdefault("eval_steps", options.get("save_steps", SFTConfig.save_steps))
         options["metric_for_best_model"] = config.best_metric
     options.setdefault("report_to", "none")
     options.setdefault("disable_tqdm", True)
-    # Not where the checkpoints are: the Trainer makes a folder of whatever name it is given, a URL's too, and after
-    # training it may remove what it takes for old checkpoints of its own there.
+    # Not the folder of the checkpoints: the Trainer creates a folder for any name, even a URL, and after training it
+    # may remove what looks like its own old checkpoints.
     return SFTConfig(output_dir=str(Path(config.output_dir) / "trainer"), **options)
 
 
 def whole_weights(model: Any, *, keep: bool) -> dict[str, Any]:
-    """The state dict of a sharded model, gathered tensor by tensor, on the CPU; called by all ranks.
+    """Gather the state dict of a sharded model on the CPU, tensor by tensor. All ranks must call it.
 
     Args:
-        keep: whether this rank wants it; the others return nothing.
+        model: The model.
+        keep: Whether this rank keeps the tensors.
+
+    Returns:
+        Tensors by name; empty unless `keep`.
     """
     gathered = (
         (name, value.full_tensor() if is_sharded(value) else value) for name, value in model.state_dict().items()
@@ -166,16 +171,19 @@ def whole_weights(model: Any, *, keep: bool) -> dict[str, Any]:
 
 
 def publish(trainer: Any, tokenizer: Any, target: Path, weights: dict[str, Any] | None = None) -> None:
-    """Save model and tokenizer so that a crash leaves the old folder or the new one, never half of it.
+    """Save model and tokenizer so that a crash leaves either the old or the new folder, complete.
 
     Args:
-        weights: the model's state dict where the model itself has only a part of it.
+        trainer: The trainer, whose model is saved.
+        tokenizer: The tokenizer.
+        target: The folder.
+        weights: The whole state dict, if the model itself has only a part of it.
     """
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     model = trainer.model
     if is_peft_model(model) and not model.config.name_or_path:
-        # The base was made for this run, and is nowhere else.
+        # The base was built for this run and is stored nowhere else, so adapters alone would be useless.
         model = model.merge_and_unload()
     model.save_pretrained(temporary, state_dict=weights)
     tokenizer.save_pretrained(temporary)
@@ -190,9 +198,10 @@ def _trainer_class(args: SFTConfig) -> type[SFTTrainer]:
 
 
 class _ShardingOnCpu(SFTTrainer):
-    """accelerate shards on accelerators only; a trial without one is to take the same way."""
+    """Enables FSDP on the CPU, where accelerate refuses it, so that trials use the same code path."""
 
     def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator without sharding, then switch its state to FSDP."""
         parallelism, self.args.parallelism_config = self.args.parallelism_config, None
         super().create_accelerator_and_postprocess()
         plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)

@@ -1,4 +1,4 @@
-"""The model and its tokenizer: loaded by name, or a small SmolLM3 made from scratch."""
+"""The model and its tokenizer: loaded by name, or a small SmolLM3 built from scratch."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from transformers.utils import is_flash_attn_2_available
 from checkpointing.rank import device
 from runner.config.schema import MethodConfig, ModelConfig
 
-# Of a stream, whose end nobody may see.
+# Rows of a stream that the tokenizer is trained on, because its end may never be reached.
 _TOKENIZER_ROWS = 10_000
 _END = "<|im_end|>"
 _PAD = "<|pad|>"
-# ChatML, for data in messages.
+# ChatML, for data in the form of messages.
 _CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -43,17 +43,30 @@ _CHAT = (
 def build(
     config: ModelConfig, method: MethodConfig, dataset: Any, cache: Path, *, bf16: bool, seed: int
 ) -> tuple[Any, Any]:
-    """The model to train and its tokenizer. Equal on every rank and in every attempt; so are the generators then.
+    """Build the model to train and its tokenizer, identical on every rank and in every attempt.
+
+    The state of the random generators is identical afterwards, too.
+
+    Args:
+        config: Which model.
+        method: What is trained.
+        dataset: The rows to train on, for the tokenizer of a new model.
+        cache: Folder of the cache.
+        bf16: Whether training uses bfloat16.
+        seed: Seed of the weights.
+
+    Returns:
+        Model and tokenizer.
 
     Raises:
-        ValueError: the method cannot be used with this model, or on this machine.
+        ValueError: The method cannot be used with this model or on this node.
     """
     options = _quantized() if method.type == "qlora" else {}
     if config.name_or_path is not None:
         with _naming(config.name_or_path):
             tokenizer = AutoTokenizer.from_pretrained(config.name_or_path)
         model = load_model(config, bf16=bf16, **options)
-        # Adapters are drawn at random next.
+        # The trainer initialises adapters at random next.
         torch.manual_seed(seed)
         return model, tokenizer
     if options:
@@ -72,10 +85,15 @@ def build(
 
 
 def load_model(config: ModelConfig, *, bf16: bool, **options: Any) -> Any:
-    """The model that is configured by name.
+    """Load the model that is configured by name.
+
+    Args:
+        config: Which model.
+        bf16: Whether to load it in bfloat16, else in float32.
+        options: Further options of `from_pretrained`.
 
     Raises:
-        OSError: it cannot be had.
+        OSError: It cannot be loaded.
     """
     dtype = torch.bfloat16 if bf16 else torch.float32
     attention = choose_attention(config.attn_implementation, bf16=bf16)
@@ -90,12 +108,12 @@ def _naming(name: str | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # It does not always say of what.
+        # The error of transformers does not always name the model.
         raise OSError(f"model.name_or_path={name!r} cannot be loaded: {error}") from error
 
 
 def adapter_config(method: MethodConfig) -> Any:
-    """PEFT's, for `SFTTrainer`; None where every weight is trained."""
+    """Return the `LoraConfig` for `SFTTrainer`; None if every weight is trained."""
     if method.type == "full":
         return None
     from peft import LoraConfig
@@ -111,9 +129,9 @@ def adapter_config(method: MethodConfig) -> Any:
 
 
 def _quantized() -> dict[str, Any]:
-    """4-bit NormalFloat with double quantisation, as in the QLoRA paper (arXiv 2305.14314)."""
+    """Return options for 4-bit NormalFloat with double quantisation, as in the QLoRA paper (arXiv 2305.14314)."""
     if device.kind() != "cuda":
-        raise ValueError("method.type='qlora' needs a CUDA GPU, and there is none here: use lora")
+        raise ValueError("method.type='qlora' needs a CUDA GPU, which this node does not have: use lora")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError("method.type='qlora' needs bitsandbytes: pip install bitsandbytes")
     config = BitsAndBytesConfig(
@@ -126,7 +144,14 @@ def _quantized() -> dict[str, Any]:
 
 
 def choose_attention(wanted: str, *, bf16: bool) -> str:
-    """`auto` takes flash-attn where it is importable, a GPU of compute capability ≥ 8.0 is there and bf16 is used."""
+    """Resolve `attn_implementation`.
+
+    `auto` means flash-attn if it can be imported, the GPU has compute capability 8.0 or higher, and bf16 is used.
+
+    Args:
+        wanted: The configured value.
+        bf16: Whether training uses bfloat16.
+    """
     if wanted != "auto":
         return wanted
     if bf16 and is_flash_attn_2_available() and (device.capability() or (0, 0)) >= (8, 0):
@@ -135,7 +160,13 @@ def choose_attention(wanted: str, *, bf16: bool) -> str:
 
 
 def trained_tokenizer(dataset: Any, vocab_size: int, cache: Path) -> Any:
-    """A byte-level BPE tokenizer trained on the data set's text, cached by its content."""
+    """Return a byte-level BPE tokenizer trained on the text of a data set, cached by its content.
+
+    Args:
+        dataset: Rows or a stream of rows.
+        vocab_size: Size of the vocabulary.
+        cache: Folder of the cache.
+    """
     is_stream = isinstance(dataset, datasets.IterableDataset)
     texts = list(_texts(dataset.take(_TOKENIZER_ROWS) if is_stream else dataset))
     key = hashlib.sha256(json.dumps([vocab_size, texts]).encode()).hexdigest()[:16]
@@ -156,7 +187,7 @@ def trained_tokenizer(dataset: Any, vocab_size: int, cache: Path) -> Any:
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=_END, pad_token=_PAD)
         tokenizer.chat_template = _CHAT
         cache.mkdir(parents=True, exist_ok=True)
-        # Ranks race: each writes its own copy, the first rename wins, and all copies are equal.
+        # Ranks race. Each writes its own copy, the first rename wins, and all copies are equal.
         own = Path(tempfile.mkdtemp(dir=cache))
         tokenizer.save_pretrained(own)
         try:

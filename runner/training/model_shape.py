@@ -1,6 +1,6 @@
-"""`python -m runner.training.model_shape CONFIG`: what the configured model is made of, without its weights, as JSON.
+"""`python -m runner.training.model_shape CONFIG` prints the sizes of the configured model as JSON.
 
-A process of its own: the commands that ask run without torch.
+It is its own process, because the commands that need the sizes run without torch.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, SmolLM3Config, SmolLM
 from runner.config.load import load_config
 from runner.config.schema import Config
 from runner.errors import UsageError
-from runner.training import job  # noqa: F401 - what a rank imports, for what that takes of memory
+from runner.training import job  # noqa: F401 - Imported to measure the memory of a rank's imports.
 from runner.training.model import adapter_config
 
 
-def anatomy(config: Config) -> dict[str, Any]:
-    """Counts and sizes of the model, built on the meta device.
+def model_shape(config: Config) -> dict[str, Any]:
+    """Build the configured model on the meta device and measure it.
+
+    Args:
+        config: The configuration.
 
     Returns:
-        parameters, trainable: elements; layers, hidden, intermediate, heads, kv_heads, vocab: of the architecture;
-        linear: elements of the linear layers but the output, which QLoRA holds in 4 bits; tensors, trainable_tensors;
-        largest_layer: elements of the largest decoder layer, which FSDP gathers at a time; base_bytes: of this process,
-        which has imported what a rank imports.
+        The fields of `runner.plan.model_shape.ModelShape`.
 
     Raises:
-        UsageError: the model cannot be found, or has no such layers.
+        UsageError: The model cannot be found, or has no such layers.
     """
     base_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     model_config = _model_config(config)
@@ -83,13 +83,14 @@ def _model_config(config: Config) -> Any:
         return AutoConfig.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
         text = " ".join(str(error).split())
-        raise UsageError(f"model.name_or_path={name!r}: its configuration cannot be had: {text[:300]}") from None
+        raise UsageError(f"model.name_or_path={name!r}: cannot load its configuration: {text[:300]}") from None
 
 
 def main() -> int:
+    """Print the sizes, or an error as JSON; return the exit code."""
     try:
         config = load_config(sys.argv[1], {}, needs_data=False)
-        print(json.dumps(anatomy(config)))
+        print(json.dumps(model_shape(config)))
     except UsageError as error:
         print(json.dumps({"error": str(error)}))
         return 2

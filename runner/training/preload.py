@@ -1,5 +1,6 @@
-"""Imported once by the fork server, and by nobody else: everything slow that a rank needs, and nothing that starts CUDA
-or a thread.
+"""Slow imports of a rank, done once in the fork server.
+
+Only the fork server imports this module. Nothing in it may start CUDA or a thread.
 """
 
 import contextlib
@@ -8,17 +9,17 @@ import importlib
 
 from runner.system import processes
 
-# when the launcher has died.
+# The launcher may die without a chance to stop the fork server.
 processes.die_with_parent(lambda: False)
-# What is imported stays; looking through it again and again takes a seventh of the time.
+# Imported objects are never freed; scanning them repeatedly takes a seventh of the time.
 gc.disable()
 try:
-    # Where something cannot be imported, the fork server goes on without it, and a rank that needs it says so.
+    # If an import fails, the rank that needs it reports the error.
     for name in ("transformers.trainer", "datasets", "trl.trainer.sft_trainer", "runner.training.job"):
         with contextlib.suppress(Exception):
             importlib.import_module(name)
 finally:
-    # Nor need any rank's collection look at it (0.3 s for each that a Trainer asks for), or copy its pages.
+    # Frozen objects are neither scanned by the ranks' collections (0.3 s each) nor are their pages copied.
     gc.collect()
     gc.freeze()
     gc.enable()

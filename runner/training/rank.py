@@ -1,4 +1,4 @@
-"""The first thing that runs in a rank."""
+"""Entry point of a rank."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ _MAX_ERROR = 4000
 
 
 def run_rank(spec: dict[str, Any]) -> None:
-    """Set the rank up and run its job.
+    """Set up the rank and run its job.
 
     Args:
-        spec: `env` to set, `events` socket, `config` file; `script` and `args` where the user has an own script;
-            `resumes`, of `run_job`; `accelerators`, how many this machine has.
+        spec: `env` (variables to set), `events` (path of the socket), `config` (file), `cache` (folder), `script` and
+            `args` (the user's own script, or None), `resumes` (see `run_job`), `accelerators` (number on this node).
     """
     launcher = multiprocessing.parent_process()
     # The fork server dies with the launcher, and this process with the fork server.
     processes.die_with_parent(lambda: launcher is not None and not launcher.is_alive())
     processes.be_traceable()
-    _take_back_signals()
+    _restore_signals()
     sender = EventSender(spec["events"], RankSettings.from_json(spec["env"][SETTINGS_ENV]).attempt)
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     processes.set_name(f"rank {rank}")
-    # A notice may come to one rank alone, at any moment from now on.
+    # A stop signal may reach only one of the ranks, at any time.
     stop_signal.install(lambda: sender.send_surely("stop_signal", rank=rank))
     os.environ.update(spec["env"])
     faulthandler.enable()
-    # A child of a fork server inherits its start method; a script's own workers (a DataLoader's) are to start as they
-    # would under torchrun, by the platform's default, not by importing the script again.
+    # A child of a fork server inherits its start method. The workers of a script, such as a DataLoader's, must start as
+    # under torchrun: by the platform's default, without importing the script again.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     sender.send_surely("rank_started", rank=rank, local_rank=local_rank, pid=os.getpid(), error_file=error_file)
     try:
-        # A fresh interpreter has not imported torch yet. On a machine without a GPU, a torch for CUDA has asked the
-        # driver for one in the process that this one was forked from, to no harm.
+        # A fresh interpreter has not imported torch yet. Without a GPU there is nothing to check: a CUDA build of torch
+        # has only asked the driver, in the process from which this one was forked, which does no harm.
         if spec["accelerators"] and "torch" in sys.modules:
             from checkpointing.rank import device
 
@@ -61,38 +61,39 @@ def run_rank(spec: dict[str, Any]) -> None:
             _run_script(spec["script"], spec["args"])
     except SystemExit as error:
         if error.code == EXIT_PREEMPTED:
-            # In good order: the others are to be left the time to do the same.
+            # An orderly stop, for which the other ranks need time, too.
             sender.send_surely("rank_preempted", rank=rank)
         elif isinstance(error.code, str):
-            # Printed by Python, as for any script.
-            _say_failed(sender, rank, f"SystemExit: {error.code}", None, transient=False)
+            # Python itself prints the text.
+            _report_failure(sender, rank, f"SystemExit: {error.code}", None, transient=False)
         raise
     except BaseException as error:
-        # torchrun keeps it in a file for itself, and prints nothing.
+        # torchrun stores the error in a file and prints nothing.
         print_traceback(error, spec["script"])
         text, frame = describe(error)
-        _say_failed(sender, rank, text, frame, transient=is_transient(error))
+        _report_failure(sender, rank, text, frame, transient=is_transient(error))
         raise
     finally:
-        # What multiprocessing starts ends without them, and a script's own (wandb's, say) are to run as under torchrun.
+        # multiprocessing skips exit functions in its children, but those of a script, such as wandb's, must run as
+        # under torchrun.
         atexit._run_exitfuncs()
     sender.send_surely("rank_done", rank=rank)
 
 
-def _say_failed(sender: EventSender, rank: int, error: str, frame: str | None, *, transient: bool) -> None:
-    """A datagram holds so much; the rest is in the rank's log."""
+def _report_failure(sender: EventSender, rank: int, error: str, frame: str | None, *, transient: bool) -> None:
+    """Send the failure, cut to the size of a datagram; the rank's log has the rest."""
     sender.send_surely("rank_failed", rank=rank, error=error[:_MAX_ERROR], frame=frame, transient=transient)
 
 
-def _take_back_signals() -> None:
-    """The launcher ignores them, and a script is to start as it would under torchrun."""
+def _restore_signals() -> None:
+    """Restore default signal handlers as under torchrun, because the launcher ignores signals."""
     for number in processes.STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _run_script(script: str, args: list[str]) -> None:
-    """As torchrun does: `__main__`, its folder first on the path, its arguments in `sys.argv`."""
+    """Run a script as torchrun does: as `__main__`, its folder first on the path, its arguments in `sys.argv`."""
     sys.argv = [script, *args]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))  # noqa: PTH100, PTH120
     try:

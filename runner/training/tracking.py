@@ -1,4 +1,4 @@
-"""Aim, for a run of many attempts: one Aim run, each step once, and never in training's way."""
+"""Aim for a run with many attempts: one Aim run, each step once, without delaying training."""
 
 from __future__ import annotations
 
@@ -21,29 +21,33 @@ from runner.training.callbacks import perplexities
 
 logger = logging.getLogger(__name__)
 
-# What waits while the repository is slow; more is dropped.
+# Entries that wait while the repository is slow; further ones are dropped.
 _MAX_WAITING = 1000
-# How long the end of training waits for it.
+# Seconds that the end of training waits for the repository.
 _PATIENCE_S = 10.0
-# Of what was logged before: a killed rank takes along what its thread had not written.
+# Earlier log entries that are tracked again, because a killed rank loses what its thread had not written.
 _NUM_REPEATED = 100
 _HASH_LENGTH = 24
 _SUBSETS = ("eval", "test", "train")
 
 
 class AimTracker(TrainerCallback):
-    """For rank 0. A thread does all that touches the repository; whatever goes wrong there is said once.
+    """Tracks the metrics of rank 0 in Aim.
 
-    Aim itself would make a new run at every restart. Ours has a hash made of the run's lineage, which is kept beside
-    the checkpoints: every attempt finds it again, on whatever machine. A point that is tracked a second time, after a
-    rollback, replaces the first one.
+    A thread does everything that touches the repository; its first problem is logged, and training continues.
+
+    Aim itself would create a new run at every restart. This run has a hash of the run's lineage, which is stored with
+    the checkpoints, so every attempt finds it again on any node. A point that is tracked again after a rollback
+    replaces the first one.
     """
 
     def __init__(self, repo: str, experiment: str, location: str) -> None:
-        """
+        """Prepare tracking; the repository is opened when training begins.
+
         Args:
-            repo: a folder, or aim://host:port.
-            location: where the run's checkpoints lie.
+            repo: A folder, or aim://host:port.
+            experiment: Name of the experiment.
+            location: Location of the run's checkpoints.
 
         Raises:
             ImportError: Aim is not installed.
@@ -57,18 +61,19 @@ class AimTracker(TrainerCallback):
         self._attempt = settings.attempt
         self._waiting: queue.Queue[Callable[[Any], None] | None] = queue.Queue(_MAX_WAITING)
         self._thread: threading.Thread | None = None
-        self._told = False
+        self._reported = False
 
-    # -- in training's thread ------------------------------------------------------------------------------------
+    # -- in the training thread ----------------------------------------------------------------------------------
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        """Start the thread, and repeat the latest entries of the history."""
         step, options = state.global_step, args.to_sanitized_dict()
         self._thread = threading.Thread(target=self._work, name="aim", daemon=True)
         self._thread.start()
         self._do(lambda run: run.set("hparams", options, strict=False))
-        how = f"goes on from step {step}" if step else "begins"
+        how = f"resumed from step {step}" if step else "started"
         self._do(lambda run: run.log_info(f"attempt {self._attempt} {how}"))
         for entry in state.log_history[-_NUM_REPEATED:]:
             self._track({**entry, **perplexities(entry)}, entry["step"])
@@ -81,20 +86,22 @@ class AimTracker(TrainerCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
+        """Track a log entry."""
         self._track(logs or {}, state.global_step)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Log the checkpoint."""
         step = state.global_step
         self._do(lambda run: run.log_info(f"checkpoint of step {step}"))
 
     def close(self, patience_s: float = _PATIENCE_S) -> None:
-        """Write what is waiting, for so many seconds at most."""
+        """Write the waiting entries, for at most this many seconds."""
         if self._thread is None:
             return
         self._do(None)
         self._thread.join(patience_s)
         if self._thread.is_alive():
-            self._tell(f"{self._repo} has not taken everything within {patience_s:.0f} s")
+            self._report(f"{self._repo} did not accept all points within {patience_s:.0f} s")
 
     def _track(self, entry: dict[str, Any], step: int) -> None:
         points = []
@@ -114,49 +121,49 @@ class AimTracker(TrainerCallback):
         try:
             self._waiting.put_nowait(what)
         except queue.Full:
-            self._tell(f"{self._repo} does not keep up; points are dropped")
+            self._report(f"{self._repo} is too slow; points are dropped")
 
-    def _tell(self, problem: str) -> None:
-        if not self._told:
-            self._told = True
-            logger.warning("tracking: %s; training goes on", problem)
+    def _report(self, problem: str) -> None:
+        if not self._reported:
+            self._reported = True
+            logger.warning("tracking: %s; training continues", problem)
 
-    # -- in the thread -------------------------------------------------------------------------------------------
+    # -- in its thread -------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         try:
             run = self._open()
         except Exception as error:
-            self._tell(f"{self._repo} cannot be used ({type(error).__name__}: {error})")
+            self._report(f"{self._repo} cannot be used ({type(error).__name__}: {error})")
             return
         while (what := self._waiting.get()) is not None:
             try:
                 what(run)
             except Exception as error:
-                self._tell(f"{self._repo} refuses ({type(error).__name__}: {error})")
+                self._report(f"{self._repo} refuses ({type(error).__name__}: {error})")
         try:
             run.close()
         except Exception as error:
-            self._tell(f"{self._repo} refuses ({type(error).__name__}: {error})")
+            self._report(f"{self._repo} refuses ({type(error).__name__}: {error})")
 
     def _open(self) -> Any:
-        # Seconds of imports, beside training.
+        # These imports take seconds, so they run in the thread.
         from aim import Repo, Run
         from aim.sdk import base_run
 
         if "://" not in self._repo:
             self._make_repository()
         exists = Repo.from_path(self._repo).run_exists(self._hash)
-        # A run that is new gets a hash of Aim's choice; there is no argument for it.
+        # Aim has no argument for the hash of a new run.
         base_run.generate_run_hash = lambda: self._hash
-        # A killed rank has left its lock, and no other one lives.
+        # A killed rank may have left its lock; there is only one tracker per run, so it can be taken over.
         run = Run(self._hash if exists else None, repo=self._repo, force_resume=exists, capture_terminal_logs=False)
         run.experiment = self._experiment
         run["runner"] = {"run": self._lineage, "checkpoints": self._location, "attempts": self._attempt}
         return run
 
     def _make_repository(self) -> None:
-        """Whole, or not at all: a rank may be killed meanwhile, and Aim never opens half of one."""
+        """Create the repository atomically, because Aim cannot open one that a killed rank left incomplete."""
         from aim.sdk.repo import Repo
         from aim.sdk.utils import clean_repo_path, get_aim_repo_name
 
@@ -167,7 +174,7 @@ class AimTracker(TrainerCallback):
         shutil.rmtree(own, ignore_errors=True)
         own.mkdir(parents=True)
         Repo(str(own), init=True)
-        # Another run may have been first: its repository is as good.
+        # Another run may have created the repository first.
         with contextlib.suppress(OSError):
             (own / target.name).rename(target)
         shutil.rmtree(own, ignore_errors=True)

@@ -38,7 +38,7 @@ def _supervised(folder: Path, *arguments: str, kills: int = 0, snapshots: int = 
             struck = 0
             while process.poll() is None:
                 time.sleep(0.05)
-                events = read_journal(folder / "journal.jsonl")
+                events = _events(folder)
                 of_attempt = [event for event in events if event.get("attempt") == struck + 1]
                 staged = [event for event in of_attempt if event["event"] == "snapshot"]
                 if struck < kills and len(staged) >= snapshots:
@@ -49,7 +49,11 @@ def _supervised(folder: Path, *arguments: str, kills: int = 0, snapshots: int = 
             if process.poll() is None:
                 process.terminate()
                 process.wait()
-    return process.returncode, read_journal(folder / "journal.jsonl")
+    return process.returncode, _events(folder)
+
+
+def _events(folder: Path) -> Events:
+    return [entry.to_dict() for entry in read_journal(folder / "journal.jsonl")]
 
 
 def _ends(events: Events) -> list[str]:

@@ -3,7 +3,7 @@
     python scripts/bench/prediction.py --rounds 4 --docs
 
 One run with a few kills teaches the simulation how long things take here (`--from`). Then the job runs again and again,
-with kills at times of an exponential distribution that is drawn anew for each run. Compared are a run's goodput, by its
+with kills at times of an exponential distribution that is redrawn for each run. Compared are a run's goodput, by its
 ledger, with the simulation of the very failures that struck it, and the mean of all runs with the forecast, which knows
 the mean time between failures alone.
 """
@@ -25,8 +25,9 @@ from pathlib import Path
 
 from common import ROOT, machine
 
-from runner.chaos.run_under_test import Subject, runner_command
-from runner.journal.journal import Event
+from checkpointing.events import TrainingStarted
+from runner.chaos.run_under_test import RunUnderTest, runner_command
+from runner.journal.events import AttemptEnded, AttemptStarted, Entry, RankStarted, RunStarted
 from runner.journal.ledger import account, attempts_of
 from runner.simulate.engine import forecast, simulate
 from runner.simulate.scenario import Scenario, learn
@@ -40,50 +41,52 @@ _PACE_DEVIATION = 0.03
 DOCS = ROOT / "docs" / "benchmarks" / "prediction.md"
 
 
-def struck_run(folder: Path, gaps: random.Random, mttf_s: float, most: int | None) -> tuple[list[Event], list[float]]:
-    """The job, rank 0 of which is killed after a random time in each attempt; returns its journal and those times."""
+def run_with_kills(
+    folder: Path, gaps: random.Random, mttf_s: float, most: int | None
+) -> tuple[list[Entry], list[float]]:
+    """Run the job and kill rank 0 after a random time in each attempt; return its journal and those times."""
     command = runner_command(folder, "--set", f"trainer.num_train_epochs={_EPOCHS}", "--max-restarts", "1000")
-    struck: list[float] = []
+    killed_after: list[float] = []
     # As the simulation counts: from the run's begin, later ones from the attempt's, behind its backoff.
-    since, strike_at, pid, number, seen = 0.0, math.inf, 0, 0, 0
-    with Subject(command, folder, {"PYTHONPATH": str(ROOT)}) as job:
+    since, kill_at, pid, number, seen = 0.0, math.inf, 0, 0, 0
+    with RunUnderTest(command, folder, {"PYTHONPATH": str(ROOT)}) as job:
         while job.process.poll() is None:
             job.refresh()
-            new, seen = job.events[seen:], len(job.events)
-            for event in new:
-                match event["event"]:
-                    case "run_started":
-                        since = event["time"]
-                    case "attempt_started":
+            new, seen = job.entries[seen:], len(job.entries)
+            for entry in new:
+                match entry.event:
+                    case RunStarted():
+                        since = entry.time
+                    case AttemptStarted():
                         number, pid = number + 1, 0
-                        since = since if number == 1 else event["time"]
-                        strike_at = event["time"] + gaps.expovariate(1 / mttf_s)
+                        since = since if number == 1 else entry.time
+                        kill_at = entry.time + gaps.expovariate(1 / mttf_s)
                         if most is not None and number == 1:
                             # What a first start takes is to be learnt, too.
-                            strike_at += _MTTF_S
+                            kill_at += _MTTF_S
                         elif most is not None and number > most:
-                            strike_at = math.inf
-                    case "rank_started" if event["rank"] == 0:
-                        pid = event["pid"]
-                    case "attempt_ended":
-                        strike_at = math.inf
-            if pid and time.time() >= strike_at:
-                strike_at = math.inf
+                            kill_at = math.inf
+                    case RankStarted(rank=0) as started:
+                        pid = started.pid or 0
+                    case AttemptEnded():
+                        kill_at = math.inf
+            if pid and time.time() >= kill_at:
+                kill_at = math.inf
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                    struck.append(time.time() - since)
+                    killed_after.append(time.time() - since)
             time.sleep(0.01)
         job.refresh()
         if job.process.returncode:
             raise SystemExit(f"the job ended with {job.process.returncode}:\n{job.tail(3000)}")
-    return job.events, struck
+    return job.entries, killed_after
 
 
-def scenario_from(events: list[Event]) -> Scenario:
+def scenario_from(events: list[Entry]) -> Scenario:
     """What the learning run tells; the work is its steps, at their own pace."""
-    learnt = learn(events, Scenario(work_s=1.0, mttf_s=_MTTF_S, hang_share=0.0, machine_share=0.0))
+    learnt = learn(events, Scenario(work_s=1.0, mttf_s=_MTTF_S, hang_share=0.0, node_loss_share=0.0))
     ledger = account(events)
-    steps = next(event["total_steps"] for event in events if event["event"] == "training_started")
+    steps = next(entry.event.total_steps or 0 for entry in events if isinstance(entry.event, TrainingStarted))
     computed = sum(attempt.steps for attempt in attempts_of(events))
     in_steps = ledger.seconds["training"] + ledger.seconds["lost work"]
     return learnt.with_(work_s=in_steps / computed * steps)
@@ -106,13 +109,13 @@ def main() -> None:
     rounds = 1 if arguments.quick else arguments.rounds
     with tempfile.TemporaryDirectory(prefix="prediction-") as name:
         folder = Path(name)
-        events, _ = struck_run(folder / "learn", random.Random(arguments.seed), _MTTF_S, _LEARNING_KILLS)
+        events, _ = run_with_kills(folder / "learn", random.Random(arguments.seed), _MTTF_S, _LEARNING_KILLS)
         scenario = scenario_from(events)
         print(f"learnt: {scenario}")
         measured, foretold = [], []
         for number in range(rounds):
             source = random.Random(f"{arguments.seed}-{number}")
-            events, gaps = struck_run(folder / f"run-{number}", source, _MTTF_S, None)
+            events, gaps = run_with_kills(folder / f"run-{number}", source, _MTTF_S, None)
             measured.append(account(events).goodput)
             foretold.append(statistics.mean(replayed(scenario, gaps, random.Random(draw)) for draw in range(_DRAWS)))
             print(f"round {number + 1}: {len(gaps)} kills, goodput {measured[-1]:.3f}, foretold {foretold[-1]:.3f}")

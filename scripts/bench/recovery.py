@@ -32,9 +32,10 @@ import psutil
 from common import ROOT, machine, spread, undisturbed
 
 from checkpointing.errors import CheckpointError
+from checkpointing.events import Committed, Event, Log, StepEvent
 from checkpointing.tiers import open_tiers
-from runner.chaos.run_under_test import SETTLE_S, START_TIMEOUT_S, NeverStarted, Subject, runner_command
-from runner.journal.journal import Event
+from runner.chaos.run_under_test import SETTLE_S, START_TIMEOUT_S, NeverStarted, RunUnderTest, runner_command
+from runner.journal.events import AttemptEnded, AttemptStarted, Backoff, RankStarted, RunStarted
 from runner.system import processes
 
 HERE = Path(__file__).parent
@@ -130,7 +131,7 @@ class Bench:
             shutil.rmtree(folder, ignore_errors=True)
 
     @contextlib.contextmanager
-    def training(self, method: str) -> Iterator[Subject]:
+    def training(self, method: str) -> Iterator[RunUnderTest]:
         """A training of the default job under a method."""
         with self.folder() as folder:
             script = [str(HERE / "recovery_peer.py"), str(folder), *JOB]
@@ -149,7 +150,7 @@ class Bench:
                     command = [sys.executable, "-m", FT_MODULE, *launch, "--max-restarts", "3"]
                     command += ["--ignore-missing-fault-tol-cfg", *script]
                     environment = ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{self._ft_site}"}
-            with Subject(command, folder, environment) as training:
+            with RunUnderTest(command, folder, environment) as training:
                 yield training
 
     # -- a killed rank, a preemption -----------------------------------------------------------------------------
@@ -171,18 +172,21 @@ class Bench:
             killed_at = time.time()
             victim.kill()
 
-            def next_step() -> Event | None:
-                later = (e for e in training.all("log") if e["time"] > killed_at and e["attempt"] != before["attempt"])
-                return next(later, None)
+            def next_step() -> tuple[float, int] | None:
+                for entry in training.entries:
+                    event = entry.event
+                    if isinstance(event, Log) and entry.time > killed_at and entry.attempt != before.attempt:
+                        return entry.time, event.step
+                return None
 
-            event = training.wait(next_step, RECOVERY_LIMIT_S)
-            if event is not None and method == "ours":
-                self.preempt(training, before["attempt"], event["step"] + self._random.randrange(5, 20))
-            if event is None and method not in FOR_INFORMATION:
+            found = training.wait(next_step, RECOVERY_LIMIT_S)
+            if found is not None and method == "ours":
+                self.preempt(training, before.attempt, found[1] + self._random.randrange(5, 20))
+            if found is None and method not in FOR_INFORMATION:
                 self.say(f"{METHODS[method]} did not come back; it said:\n{training.tail(1000)}")
-        return event["time"] - killed_at if event is not None else None
+        return found[0] - killed_at if found is not None else None
 
-    def preempt(self, training: Subject, crashed: int, step: int) -> None:
+    def preempt(self, training: RunUnderTest, crashed: int, step: int) -> None:
         """SIGTERM to the supervisor in mid-training; checks its exit code, and that the last step is committed.
 
         Args:
@@ -192,8 +196,8 @@ class Bench:
         training.wait_for_step(step, after=crashed)
         time.sleep(self._random.uniform(0, 0.1))
         code, seconds = training.stop(STOP_LIMIT_S)
-        steps = training.all("log", after=crashed) + training.all("attempt_ended", after=crashed)
-        last = max(event["step"] for event in steps)
+        steps = [event.step for event in training.all(Log, after=crashed)]
+        last = max([*steps, *(event.step for event in training.all(AttemptEnded, after=crashed))])
         committed: int | None = None
         with contextlib.suppress(CheckpointError, IndexError, OSError):
             catalog = open_tiers(str(training.folder / "checkpoints"), None).catalog
@@ -203,16 +207,16 @@ class Bench:
         if code != 75 or committed != last:
             self.problem(f"preempted: exit code {code}, step {last}, newest whole checkpoint {committed}", training)
             seconds = max(seconds, STOP_LIMIT_S)
-        commits = [event["duration_s"] for event in training.all("committed") if event["step"] == committed]
+        commits = [event.duration_s or 0.0 for event in training.all(Committed) if event.step == committed]
         self.measured.preempt_s.append(seconds)
         self.measured.commit_s += commits[-1:]
         self.check_leftovers(training)
 
-    def problem(self, text: str, training: Subject) -> None:
+    def problem(self, text: str, training: RunUnderTest) -> None:
         self.measured.problems.append(text)
         self.say(f"WRONG: {text}; it said:\n{training.tail(1000)}")
 
-    def check_leftovers(self, training: Subject) -> None:
+    def check_leftovers(self, training: RunUnderTest) -> None:
         for left in training.leftovers():
             self.measured.orphans.append(left)
             self.say(f"LEFT: {left}")
@@ -256,7 +260,7 @@ class Bench:
         """One run; a hang ends it."""
         with self.folder() as folder:
             command = ours(folder, *JOB, "restart.max_restarts=100000")
-            with Subject(command, folder, ENVIRONMENT) as training:
+            with RunUnderTest(command, folder, ENVIRONMENT) as training:
                 victims = Victims(training, plan)
                 last = "the start"
                 for number in range(num_kills):
@@ -274,7 +278,7 @@ class Bench:
                     self.measured.num_kills += 1
                     for key in (moment, victim):
                         self.measured.kills[key] = self.measured.kills.get(key, 0) + 1
-                if victims.wait_for_event("log") is None:
+                if victims.wait_for_event(Log) is None:
                     self.hang(f"{name}: no step after {last}", training)
                     return
                 code, _ = training.stop(STOP_LIMIT_S)
@@ -285,12 +289,15 @@ class Bench:
                     self.problem(f"{name}: stopped in order, but its exit code is {code}", training)
                 self.check_leftovers(training)
 
-    def hang(self, text: str, training: Subject) -> None:
+    def hang(self, text: str, training: RunUnderTest) -> None:
         """No progress: it waits for ever, or it has given up, which is as bad."""
         code = training.process.poll()
         text += f"; the supervisor {'lives' if code is None else f'has ended with {code}'}"
         self.measured.hangs.append(text)
-        self.say(f"HANG: {text}\n{training.tail(1000)}\n" + "\n".join(map(json.dumps, training.events[-8:])))
+        self.say(
+            f"HANG: {text}\n{training.tail(1000)}\n"
+            + "\n".join(json.dumps(entry.to_dict()) for entry in training.entries[-8:])
+        )
         if code is not None:
             self.check_leftovers(training)
 
@@ -301,7 +308,7 @@ class Bench:
         with self.folder() as folder:
             output = folder.parent / "pairs.jsonl"
             script = [str(HERE / "recovery_steps.py"), str(output), str(num_pairs), str(self._seed)]
-            with Subject(ours(folder, script=script), folder, ENVIRONMENT) as training:
+            with RunUnderTest(ours(folder, script=script), folder, ENVIRONMENT) as training:
 
                 def lines() -> list[str]:
                     return output.read_text().splitlines() if output.exists() else []
@@ -339,24 +346,25 @@ def ours(folder: Path, *settings: str, script: Sequence[str] = ()) -> list[str]:
 class Victims:
     """Waits for moments of a run of ours, and kills somebody in them."""
 
-    def __init__(self, training: Subject, plan: random.Random) -> None:
+    def __init__(self, training: RunUnderTest, plan: random.Random) -> None:
         self._training, self._plan = training, plan
         self.killed_in = 0
         self._killed_at = time.time()
 
     def _limit_s(self) -> float:
         """For whatever comes after a kill: the start's imports, or the wait before a restart, come on top."""
-        waits: float = sum(
-            event["delay_s"] for event in self._training.all("backoff") if event["time"] > self._killed_at
-        )
+        newer = (entry.event for entry in self._training.entries if entry.time > self._killed_at)
+        waits = sum(event.delay_s for event in newer if isinstance(event, Backoff))
         return (RECOVERY_LIMIT_S if self.killed_in else START_TIMEOUT_S) + waits
 
-    def wait_for_event(self, name: str, remainder: int | None = None) -> Event | None:
+    def wait_for_event(self, kind: type[Event], remainder: int | None = None) -> Event | None:
         """The next event of an attempt that is newer than the one that was killed."""
 
+        def fits(event: Event) -> bool:
+            return remainder is None or (isinstance(event, StepEvent) and event.step % SAVE_STEPS == remainder)
+
         def found() -> Event | None:
-            events = self._training.all(name, after=self.killed_in)
-            return next((e for e in events if remainder is None or e["step"] % SAVE_STEPS == remainder), None)
+            return next(filter(fits, self._training.all(kind, after=self.killed_in)), None)
 
         return self._training.wait(found, self._limit_s)
 
@@ -364,22 +372,22 @@ class Victims:
         """Until that moment of the next attempt; False: it did not come."""
         match moment:
             case "import":
-                came = bool(self._training.wait(lambda: self._training.all("run_started") or None, START_TIMEOUT_S))
+                came = bool(self._training.wait(lambda: self._training.all(RunStarted) or None, START_TIMEOUT_S))
                 delay_s = 8.0
             case "start-up":  # the wait before the restart, the fork or the imports, the rendezvous
-                name = "attempt_ended" if self.killed_in else "run_started"
+                kind = AttemptEnded if self.killed_in else RunStarted
 
                 def ended() -> bool | None:
-                    return any(e["attempt"] >= self.killed_in for e in self._training.all(name)) or None
+                    return bool(self._training.all(kind, after=self.killed_in - 1)) or None
 
                 came = bool(self._training.wait(ended, self._limit_s))
                 delay_s = 4.0
             case "restore":
-                came, delay_s = bool(self.wait_for_event("rank_started")), 1.5
+                came, delay_s = bool(self.wait_for_event(RankStarted)), 1.5
             case "step":
-                came, delay_s = bool(self.wait_for_event("log")), 2.0
+                came, delay_s = bool(self.wait_for_event(Log)), 2.0
             case _:  # a save follows the step
-                came, delay_s = bool(self.wait_for_event("log", SAVE_STEPS - 1)), 0.2
+                came, delay_s = bool(self.wait_for_event(Log, SAVE_STEPS - 1)), 0.2
         if not came:
             return False
         time.sleep(self._plan.uniform(0, delay_s))
@@ -392,8 +400,8 @@ class Victims:
         if victim is None:
             return None
         name, process = victim
-        attempts = self._training.all("attempt_started")
-        self.killed_in = attempts[-1]["attempt"] if attempts else 0
+        started = (entry.attempt for entry in self._training.entries if isinstance(entry.event, AttemptStarted))
+        self.killed_in = max(started, default=0)
         self._killed_at = time.time()
         with contextlib.suppress(psutil.Error):
             process.kill()
@@ -411,8 +419,8 @@ class Victims:
 
     @property
     def step(self) -> int:
-        logs = self._training.all("log")
-        return int(logs[-1]["step"]) if logs else 0
+        logs = self._training.all(Log)
+        return logs[-1].step if logs else 0
 
 
 # -- results -----------------------------------------------------------------------------------------------------

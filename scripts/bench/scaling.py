@@ -18,7 +18,8 @@ from pathlib import Path
 
 from common import ROOT, machine, spread, undisturbed
 
-from runner.chaos.run_under_test import Subject, runner_command
+from checkpointing.events import Log
+from runner.chaos.run_under_test import RunUnderTest, runner_command
 from runner.system import processes
 
 # No GPU is used, and each rank has one thread.
@@ -35,12 +36,12 @@ def measure(folder: Path, ranks: int, steps: int) -> tuple[float, float]:
     command = runner_command(
         folder, "--nproc-per-node", str(ranks), *options, "--set", "checkpoint.snapshot_steps=null"
     )
-    with Subject(command, folder, ENVIRONMENT) as subject:
-        subject.wait(lambda: None, LIMIT_S)
-        if subject.process.poll() != 0:
-            sys.exit(f"the job on {ranks} ranks ended with {subject.process.poll()}:\n{subject.tail(2000)}")
-        subject.refresh()
-        entries = subject.all("log")[NUM_COLD_ENTRIES:]
+    with RunUnderTest(command, folder, ENVIRONMENT) as run:
+        run.wait(lambda: None, LIMIT_S)
+        if run.process.poll() != 0:
+            sys.exit(f"the job on {ranks} ranks ended with {run.process.poll()}:\n{run.tail(2000)}")
+        run.refresh()
+        entries = [event.metrics for event in run.all(Log)[NUM_COLD_ENTRIES:]]
     rates = [entry["tokens_per_s"] for entry in entries if entry.get("tokens_per_s")]
     shares = [entry.get("communication_share", 0.0) for entry in entries]
     return statistics.median(rates), statistics.median(shares)

@@ -13,7 +13,7 @@ import pytest
 from integration.support import RUNNER, SHORT_JOB
 from servers import Server, bucket_on
 
-# A campaign waits for what it has struck, up to two minutes each time.
+# A campaign waits up to two minutes for the consequences of each fault.
 pytestmark = pytest.mark.timeout(1800)
 
 SHORT = ["--set", "trainer.max_steps=30"]
@@ -68,7 +68,7 @@ def test_nothing_is_lost(tmp_path: Path) -> None:
     code, verdict, output = chaos(tmp_path, "--kills", "8", "--seed", "7", *options)
     assert code == 0, output
     assert verdict["faults"] >= 8 and verdict["violations"] == 0 and verdict["identical"], output
-    assert "ended in the same bits" in output.splitlines()[-1]
+    assert "bit-identical to the fault-free run" in output.splitlines()[-1]
     assert not list((tmp_path / "chaos").glob("run-*")), "folders of runs that ended well are removed"
 
 
@@ -100,7 +100,7 @@ def test_an_agent_that_lies_about_its_commits_is_found(tmp_path: Path) -> None:
         """,
     )
     code, verdict, output = chaos(
-        # This seed strikes in mid-training.
+        # This seed injects its fault in mid-training.
         tmp_path,
         "--kills",
         "1",
@@ -137,8 +137,8 @@ def test_a_job_that_is_not_deterministic_is_told_as_that(tmp_path: Path) -> None
         tmp_path, "--kills", "1", "--seed", "1", "--fault", "rank killed", *SHORT, PYTHONPATH=path
     )
     assert code == 0, output
-    assert verdict["unsteady"] and not verdict["identical"] and verdict["violations"] == 0
-    assert "the job itself ends in other bits each time" in output and "DIFFERENT" not in output
+    assert verdict["nondeterministic"] and not verdict["identical"] and verdict["violations"] == 0
+    assert "the job is nondeterministic" in output and "DIFFERENT" not in output
 
 
 def test_half_a_micro_batch_is_compared_within_a_tolerance(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_on_s3(radosgw_s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     code, verdict, output = chaos(tmp_path, "--kills", "3", "--seed", "5", "--set", location, *options)
     assert code == 0, output
     assert verdict["faults"] >= 3 and verdict["violations"] == 0 and verdict["identical"], output
-    assert len({strike["fault"] for strike in verdict["strikes"]} & set(names)) >= 2, output
+    assert len({injection["fault"] for injection in verdict["injections"]} & set(names)) >= 2, output
 
 
 def test_mistakes_are_told_in_one_line(tmp_path: Path) -> None:

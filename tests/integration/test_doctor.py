@@ -40,11 +40,11 @@ def failed(findings: list[dict[str, Any]]) -> dict[str, str]:
 def test_this_machine(tmp_path: Path) -> None:
     findings = doctor(tmp_path, code=0)
     by_subject = {one["subject"]: one for one in findings}
-    assert "right on 2 ranks over gloo; bus bandwidth" in by_subject["all-reduce"]["text"]
-    assert "MB/s" in by_subject["checkpoint.location, speed"]["text"]
+    assert "correct on 2 ranks over gloo; bus bandwidth" in by_subject["all-reduce"]["text"]
+    assert "MB/s" in by_subject["checkpoint.location bandwidth"]["text"]
     for subject in ("GPUs", "memory", "memlock", "open files", "clock", "checkpoint.location", "speed of ranks"):
         assert subject in by_subject, subject
-    assert all(one["mend"] for one in findings if one["level"] != "ok")
+    assert all(one["fix"] for one in findings if one["level"] != "ok")
     assert not any((tmp_path / "run" / "checkpoints").iterdir()), "it leaves nothing behind"
     # For people.
     command = [*RUNNER, "doctor", "--output-dir", str(tmp_path / "run"), *ALONE]
@@ -73,7 +73,7 @@ def test_two_machines_meet(tmp_path: Path) -> None:
     told = [json.loads(one.communicate(timeout=300)[0]) for one in doctors]
     assert [one.returncode for one in doctors] == [0, 0], told
     found = [next(one["text"] for one in findings if one["subject"] == "all-reduce") for findings in told]
-    assert all("right on 2 ranks over gloo" in text for text in found), found
+    assert all("correct on 2 ranks over gloo" in text for text in found), found
 
     alone = failed(doctor(tmp_path, *options[:-1], "--set", "launch.rendezvous_timeout_s=5", code=1))
     assert list(alone) == ["all-reduce"]
@@ -101,7 +101,7 @@ def test_a_bad_key(rclone_s3: Server, tmp_path: Path, monkeypatch: pytest.Monkey
     location = f"s3://{bucket_on(rclone_s3, monkeypatch)}/run"
     findings = doctor(tmp_path, *ALONE, "--set", f"checkpoint.location={location}", code=0)
     levels = {one["level"]: one["text"] for one in findings if one["subject"] == "checkpoint.location"}
-    assert "gets" in levels["ok"] and "cannot decide between two writers" in levels["ok"] and "warn" in levels
+    assert "reads" in levels["ok"] and "cannot fence off concurrent writers" in levels["ok"] and "warn" in levels
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     wrong = failed(doctor(tmp_path, *ALONE, "--set", f"checkpoint.location={location}", code=1))
     assert list(wrong) == ["checkpoint.location"] and "AWS_SECRET_ACCESS_KEY" in wrong["checkpoint.location"]
@@ -123,7 +123,7 @@ def little_memory() -> Iterator[Path]:
 def test_a_low_memory_limit(little_memory: Path, tmp_path: Path) -> None:
     join = f"echo $$ > {little_memory}/cgroup.procs"
     wrong = failed(doctor(tmp_path, code=1, before=join))
-    assert "2 ranks want about" in wrong["memory"]
+    assert "2 ranks need about" in wrong["memory"]
 
 
 def test_an_unknown_model(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
     for wrong, word in (
         (["--gpu-memory", "much"], "'much'"),
         (["--copy-rate", "0"], "above 0"),
-        (["--work-hours", "inf"], "write a number"),
+        (["--work-hours", "inf"], "not a finite number"),
         (["--set", "model.name_or_path=/no/such/model"], "/no/such/model"),
         (["--gpus", "8"], "--gpu-memory"),
     ):
@@ -84,9 +84,9 @@ def test_simulated_by_its_command(tmp_path: Path) -> None:
     told = command("simulate", "--gpus", "1024", "--list")
     assert f"mttf_s={7.9 * 3600:g}" in told.stdout.splitlines(), told.stderr
     failed = command("simulate", "--gpus", "8", "--mttf-hours", "3")
-    assert failed.returncode == 2 and "give one of them" in failed.stderr
+    assert failed.returncode == 2 and "pass only one" in failed.stderr
     failed = command("simulate", "--vary", "nothing=1")
-    assert failed.returncode == 2 and "not known; one of work_s" in failed.stderr
+    assert failed.returncode == 2 and "unknown; use one of work_s" in failed.stderr
     failed = command("simulate", "--from", str(tmp_path))
     assert failed.returncode == 2 and "holds no run" in failed.stderr
 

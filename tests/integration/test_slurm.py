@@ -215,7 +215,7 @@ def test_a_stopped_job_is_queued_again_and_ends_as_if_nothing_had_happened(
     assert first["committed_step"] == first["step"] == run.events("training_started")[1]["step"]
     assert_equal_end(run, untouched_script)
     assert not run.leftovers()
-    assert "queued again" in slurm.log.read_text() and "finished" in slurm.log.read_text(), "one log for both lives"
+    assert "requeued" in slurm.log.read_text() and "finished" in slurm.log.read_text(), "one log for both lives"
 
 
 def ends(tmp_path: Path, *lines: str) -> str:
@@ -250,7 +250,7 @@ def test_a_job_that_fails_for_good_is_not_queued_again_for_ever(slurm: Slurm, tm
     job = slurm.submit(tmp_path / "run", path=ends(tmp_path, "exit 76"), MAX_FAILURES="1")
     assert slurm.wait_for_end(job) == "FAILED", slurm.log.read_text()
     assert (slurm.show(job, "Restarts"), slurm.show(job, "ExitCode")) == ("1", "76:0")
-    assert "not queued again" in slurm.log.read_text()
+    assert "not requeued" in slurm.log.read_text()
 
 
 def test_a_bad_node_is_kept_out(slurm: Slurm, tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_a_bad_node_is_kept_out(slurm: Slurm, tmp_path: Path) -> None:
     """
     folder = ends(tmp_path, "exit 75", "exit 80", "exit 75", "exit 0")
     job = slurm.submit(tmp_path / "run", "--config", "job.yaml", path=folder)
-    slurm.wait_for(lambda: "submitted again" in (slurm.log.read_text() if slurm.log.exists() else ""), "a new job")
+    slurm.wait_for(lambda: "resubmitted" in (slurm.log.read_text() if slurm.log.exists() else ""), "a new job")
     starts = tmp_path / "bin" / "starts"
     slurm.wait_for(lambda: len(starts.read_text().splitlines()) == 4, "its starts")
     other = str(int(job) + 1)

@@ -85,7 +85,7 @@ def test_three_kills_make_one_run_and_each_step_is_tracked_once(tmp_path: Path) 
     assert dict(zip(*found["points"]["lost_steps"], strict=True))[TOTAL_STEPS] == lost > 0
     assert any(name.startswith("__system__") for name in found["points"])
     assert found["about"]["attempts"] == 4 and found["hparams"]["max_steps"] == -1
-    assert any("attempt 4 goes on from step" in line for line in found["logs"])
+    assert any("attempt 4 resumed from step" in line for line in found["logs"])
     assert any(f"checkpoint of step {TOTAL_STEPS}" in line for line in found["logs"])
 
 
@@ -100,5 +100,5 @@ def test_training_goes_on_without_a_repository(tmp_path: Path) -> None:
             run = Run(tmp_path / name, *SHORT_JOB, *job).start()
             assert run.finish() == 0, run.output
             log = next((run.folder / "logs").glob("attempt-1/*/attempt_0/0/stderr.log")).read_text()
-            assert "training goes on" in log, log
+            assert "training continues" in log, log
             assert not run.leftovers()

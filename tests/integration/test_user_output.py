@@ -128,7 +128,7 @@ def test_a_console_that_takes_nothing_ends_no_run(tmp_path: Path, stdout: str) -
         os.close(writer)
     assert ended.returncode == 0, ended.stderr
     assert b"Traceback" not in ended.stderr and b"Exception ignored" not in ended.stderr
-    told = b"standard output cannot be written: No space left on device"
+    told = b"cannot write standard output: No space left on device"
     assert ended.stderr.count(told) == (stdout == "/dev/full")
     found = [entry.event for entry in read_journal(RunDirectory(str(tmp_path / "läuft"), 0).journal)]
     assert [one.exit_code for one in found if isinstance(one, RunEnded)] == [0]
@@ -151,7 +151,7 @@ def test_status_ends_with_one_line_where_it_cannot_be_written(tmp_path: Path) ->
     with Path("/dev/full").open("wb") as full:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=200)
     assert ended.returncode == 74
-    assert ended.stderr == "runner: error: standard output cannot be written: No space left on device\n"
+    assert ended.stderr == "runner: error: cannot write standard output: No space left on device\n"
 
 
 def test_an_own_loop_is_seen_and_says_where_it_resumes(tmp_path: Path) -> None:

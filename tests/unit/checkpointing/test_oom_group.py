@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpointing import memory
-from runner.doctor import machine
+from runner.doctor import node
 from runner.doctor.findings import Level, warn
 
 
@@ -21,18 +21,18 @@ def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_one_process_is_ended_at_a_time_where_that_can_be_set(group: Path) -> None:
     assert memory.oom_groups() == [group]
-    (finding,) = machine._oom_groups()
+    (finding,) = node._oom_groups()
     assert finding.level is Level.OK and "sets it to 0" in finding.text
     memory.separate_oom_kills()
     assert memory.oom_groups() == []
     assert group.read_text().startswith("0")
-    assert not list(machine._oom_groups())
+    assert not list(node._oom_groups())
 
 
 def test_a_container_that_may_not_set_it_is_warned(group: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Root may write everything here; a container's mount is read-only."""
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    (finding,) = machine._oom_groups()
+    (finding,) = node._oom_groups()
     assert finding.level is Level.WARN and str(group) in finding.text
     advice = "set singleProcessOOMKill: true in the kubelet's configuration (Kubernetes 1.32 or newer)"
     assert finding == warn("oom group", finding.text, advice)

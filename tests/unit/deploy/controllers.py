@@ -375,8 +375,8 @@ class Systemd(Controller):
         self._service, self._unit = parser["Service"], parser["Unit"]
         assert self._unit["StartLimitIntervalSec"] == "1h" and self._unit["StartLimitAction"] == "poweroff"
         text = read(DEPLOY / "spot" / "runner-ended")
-        (final,) = re.findall(r"^  ([\d| ]+)\) # the end of the run", text, re.MULTILINE)
-        (bad,) = re.findall(r"^  (\d+)\) ;; # bad node", text, re.MULTILINE)
+        (final,) = re.findall(r"^  ([\d| ]+)\) # The run is over", text, re.MULTILINE)
+        (bad,) = re.findall(r"^  (\d+)\) ;; # Bad node", text, re.MULTILINE)
         self._final, self._bad = {int(word) for word in final.split("|")}, int(bad)
         self._starts: list[float] = []
 

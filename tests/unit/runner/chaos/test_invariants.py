@@ -9,13 +9,17 @@ import pytest
 
 from checkpointing.tiers import open_tiers
 from runner.chaos import invariants
+from runner.journal.events import Entry, parse
 
 
-def journal(*entries: tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Events a second apart."""
-    return [
+def journal(*entries: tuple[str, dict[str, Any]]) -> list[Entry]:
+    """Entries a second apart."""
+    lines = [
         {"time": 100.0 + number, "event": name, "attempt": 1, **rest} for number, (name, rest) in enumerate(entries)
     ]
+    parsed = [entry for line in lines if (entry := parse(line)) is not None]
+    assert [entry.event.name for entry in parsed] == [name for name, _ in entries]
+    return parsed
 
 
 BEGUN = ("training_started", {"step": 0, "total_steps": 50})
@@ -24,7 +28,7 @@ COMMITTED = ("committed", {"step": 20})
 
 def again(step: int, told: int | None) -> list[tuple[str, dict[str, Any]]]:
     """The second attempt begins."""
-    resumed = [("resumed", {"step": told, "attempt": 2})] if told is not None else []
+    resumed = [("resumed", {"step": told, "attempt": 2, "source": "memory"})] if told is not None else []
     return [*resumed, ("training_started", {"step": step, "attempt": 2})]
 
 
@@ -51,16 +55,13 @@ def test_what_the_journal_says_of_the_resume_is_so() -> None:
     ]
 
 
-def test_restarts_and_lives_are_counted() -> None:
-    events = journal(("run_started", {}), ("backoff", {}), ("run_started", {}), ("backoff", {}))
-    assert invariants.restarts_are_those_injected(events, 1, 2, 2) == []
-    assert invariants.restarts_are_those_injected(events, 3, 3, 2) == [
-        "the journal tells of 2 restarts, the faults were for 3"
-    ]
-    assert invariants.restarts_are_those_injected(events, 0, 1, 2)
-    assert invariants.restarts_are_those_injected(events, 2, 2, 1) == [
-        "the journal tells of 2 lives of the runner, there were 1"
-    ]
+def test_restarts_and_sessions_are_counted() -> None:
+    backoff = ("backoff", {"delay_s": 1.0})
+    events = journal(("run_started", {}), backoff, ("run_started", {}), backoff)
+    assert invariants.restarts_match(events, 1, 2, 2) == []
+    assert invariants.restarts_match(events, 3, 3, 2) == ["the journal has 2 restarts, the faults account for 3"]
+    assert invariants.restarts_match(events, 0, 1, 2)
+    assert invariants.restarts_match(events, 2, 2, 1) == ["the journal has 2 sessions of the runner, there were 1"]
 
 
 def test_leftovers_are_named(tmp_path: Path) -> None:
@@ -81,10 +82,10 @@ def test_leftovers_are_named(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_is_not_whole_is_seen(tmp_path: Path) -> None:
     tiers = open_tiers(str(tmp_path))
-    assert invariants.newest_is_whole(tiers, set()) == []
+    assert invariants.newest_is_intact(tiers, set()) == []
     transaction = tiers.durable.begin(3, 1)
     transaction.abort()
-    assert invariants.newest_is_whole(tiers, set()) == []
+    assert invariants.newest_is_intact(tiers, set()) == []
 
 
 @pytest.mark.parametrize(
@@ -92,9 +93,12 @@ def test_a_checkpoint_that_is_not_whole_is_seen(tmp_path: Path) -> None:
     [(0, 0, False), (75, 75, False), (0, 75, True), (76, None, True), (-9, None, False)],
 )
 def test_a_runner_ends_with_the_code_of_its_journal(code: int, told: int | None, wrong: bool) -> None:
-    before = [("run_started", {"pid": 6}), ("run_ended", {"exit_code": 75})]
-    ended = [("run_ended", {"exit_code": told})] if told is not None else []
+    before: list[tuple[str, dict[str, Any]]] = [
+        ("run_started", {"pid": 6}),
+        ("run_ended", {"exit_code": 75, "state": "preempted"}),
+    ]
+    ended = [("run_ended", {"exit_code": told, "state": "failed"})] if told is not None else []
     events = journal(*before, ("run_started", {"pid": 7}), *ended)
-    assert bool(invariants.exit_code_is_the_journals(events, 7, code)) is wrong
+    assert bool(invariants.exit_code_matches_journal(events, 7, code)) is wrong
     # It was stopped before it had begun to tell.
-    assert invariants.exit_code_is_the_journals(events, 8, code) == []
+    assert invariants.exit_code_matches_journal(events, 8, code) == []

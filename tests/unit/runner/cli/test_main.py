@@ -51,7 +51,7 @@ def test_help_loads_nothing_heavy(command: list[str]) -> None:
     ("arguments", "part"),
     [
         (["start", "--set", "trainer.lr=1"], "trainer.lr=1 is not an SFTConfig option"),
-        (["start", "--set", "nonsense"], "write key=value"),
+        (["start", "--set", "nonsense"], "write for example --set"),
         (["start", "--config", "missing.yaml"], "missing.yaml"),
         (["plan", "--set", "data.path=org/set"], "no model is configured; set model.name_or_path"),
         (["doctor", "--set", "data.path=org/set"], "no model is configured; set model.name_or_path"),
@@ -59,20 +59,20 @@ def test_help_loads_nothing_heavy(command: list[str]) -> None:
         (["start", "missing.py"], "script 'missing.py' does not exist"),
         (["start", "--resume-from", "nowhere"], "--resume-from 'nowhere': no such folder"),
         (["start", "--resume", "sometimes"], "use auto, never, or the number"),
-        (["start", "--overwrite"], "--overwrite goes with --resume never"),
+        (["start", "--overwrite"], "--overwrite needs --resume never"),
         (["start", "--nproc-per-node", "0"], "launch.nproc_per_node=0"),
-        (["start", "--node-rank", "1"], "node rank 1 needs --nnodes"),
+        (["start", "--node-rank", "1"], "node rank 1 needs more than one node"),
         (["start", "--output-dir", "/proc/nowhere"], "output_dir='/proc/nowhere' cannot be used"),
         (["start", "--no-such-option"], "No such option"),
         (["status", "/nonexistent"], "holds no run"),
         (["checkpoints", "verify", "/nonexistent"], "is not a folder"),
         (["config", "--set", "restart.max_restarts=-1"], "restart.max_restarts=-1"),
-        (["plan", "--work-hours", "inf"], "'inf': write a number"),
-        (["simulate", "--mttf-hours", "nan"], "'nan': write a number"),
-        (["start", "--grace", "inf"], "'inf': write a number"),
+        (["plan", "--work-hours", "inf"], "'inf' is not a finite number"),
+        (["simulate", "--mttf-hours", "nan"], "'nan' is not a finite number"),
+        (["start", "--grace", "inf"], "'inf' is not a finite number"),
         (["config", "--set", "restart.hang_timeout_s=inf"], "should be a finite number"),
-        (["simulate", "--plot", "page.html"], "--plot needs something that varies"),
-        (["simulate", "--vary", "commit_s=1,2", "--plot", "/no/such/page.html"], "there is no folder /no/such"),
+        (["simulate", "--plot", "page.html"], "--plot needs --vary"),
+        (["simulate", "--vary", "commit_s=1,2", "--plot", "/no/such/page.html"], "/no/such does not exist"),
     ],
 )
 def test_mistakes_exit_2_with_one_line(arguments: list[str], part: str, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_resume_never_refuses_an_existing_run(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints" / "checkpoint-5").mkdir(parents=True)
     result = runner("start", "--resume", "never", "--output-dir", str(tmp_path / "run"))
     assert result.returncode == 2
-    assert "already holds a run; add --overwrite" in result.stderr
+    assert "already contains a run; add --overwrite" in result.stderr
 
 
 def test_the_newest_run_is_shown_where_none_is_named(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_the_newest_run_is_shown_where_none_is_named(tmp_path: Path) -> None:
         )
 
     refused = status()
-    assert refused.returncode == 2 and "there is no run in ./runs; give the output_dir" in refused.stderr
+    assert refused.returncode == 2 and "there is no run in ./runs; pass the output_dir" in refused.stderr
     for number, name in enumerate(("old", "new", "empty")):
         (tmp_path / "runs" / name).mkdir(parents=True)
         if name != "empty":

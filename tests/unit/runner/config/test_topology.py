@@ -41,7 +41,7 @@ def test_shape(
 def test_what_does_not_fit_is_told() -> None:
     with pytest.raises(UsageError, match=r"WORLD_SIZE=3 is not a multiple of the 2 ranks"):
         shape(2, {}, WORLD_SIZE="3")
-    with pytest.raises(UsageError, match=r"node rank 1 .* needs more than 1 machine"):
+    with pytest.raises(UsageError, match=r"node rank 1 .* needs more than 1 node"):
         shape(2, {}, WORLD_SIZE="2", RANK="1")
 
 

@@ -92,9 +92,9 @@ def test_ranks_are_judged() -> None:
     good = list(judge(ranks(1.0, 1.1, 1.0)))
     assert [one.level for one in good] == [Level.OK, Level.OK] and "1.00 GB/s at 1 MiB" in good[0].text
     two = list(judge(ranks(1.0, 1.8)))
-    assert two[1].level is Level.WARN and "rank 1 on host1 computes 1.8 times" in two[1].text
+    assert two[1].level is Level.WARN and "rank 1 on host1 takes 1.8 times" in two[1].text
     slow = list(judge(ranks(1.0, 1.0, 2.0)))
-    assert slow[1].level is Level.WARN and "rank 2 on host2 computes 2.0 times" in slow[1].text
+    assert slow[1].level is Level.WARN and "rank 2 on host2 takes 2.0 times" in slow[1].text
     wrong = list(judge(ranks(1.0, 1.0, right=False)))
     assert [one.level for one in wrong] == [Level.FAIL] and "rank 0, 1" in wrong[0].text
 
@@ -169,7 +169,7 @@ def matrix(num_gpus: int, link: Callable[[int, int], str], nics: int = 0, header
         # A100 and H100 PCIe cards with bridges between two each.
         (
             matrix(4, lambda one, other: "NV12" if one // 2 == other // 2 else "SYS"),
-            "4 pairs by PCIe and the processors' own link, 2 pairs by NVLink",
+            "4 pairs by PCIe and the link between the processors, 2 pairs by NVLink",
         ),
         ("GPU0\n", None),
         ("", None),
@@ -208,7 +208,7 @@ def test_cards(name: str, mebibytes: int, tmp_path: Path, monkeypatch: pytest.Mo
         ({5: "[GPU requires reset]"}, Level.FAIL, "GPU requires reset"),
         ({9: "[Unknown Error]"}, Level.FAIL, "Unknown Error"),
         ({6: "ERR!"}, Level.FAIL, "ERR!"),
-        ({12: "Enabled"}, Level.WARN, "MIG is on"),
+        ({12: "Enabled"}, Level.WARN, "MIG is enabled"),
         ({12: "Disabled", 6: "[Not Supported]"}, None, ""),
     ],
 )
@@ -286,4 +286,4 @@ def test_a_field_that_a_driver_does_not_know_hides_no_gpu(tmp_path: Path, monkey
 
 def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert list(check_devices(2)) == [Finding(Level.OK, "GPUs", "none: ranks train on the CPU, over gloo")]
+    assert list(check_devices(2)) == [Finding(Level.OK, "GPUs", "none; ranks train on the CPU, over gloo")]

@@ -11,10 +11,10 @@ from runner.config.load import load_config
 from runner.config.schema import Config
 from runner.plan.advice import choose, options
 from runner.plan.memory import Job, estimate
-from runner.plan.model_shape import Anatomy
+from runner.plan.model_shape import ModelShape
 
 # Llama 2 7B.
-MODEL = Anatomy(
+MODEL = ModelShape(
     parameters=6_738_415_616, tensors=291, linear=6_476_005_376, largest_layer=202_383_360, layers=32, hidden=4096,
     intermediate=11008, heads=32, kv_heads=32, vocab=32000, adapter=40_000_000, adapter_tensors=448,
     base_bytes=500_000_000,
@@ -65,7 +65,7 @@ def test_optimizers(optim: str, bytes_each: int) -> None:
 
 def test_the_reference_job_fits_the_card_that_it_was_run_on() -> None:
     """SmolLM3-3B, batch 28 on L40S cards of 48 GB: 42 GB were reported. The whole output alone would take 51 GB."""
-    smollm3 = Anatomy(
+    smollm3 = ModelShape(
         parameters=3_075_098_624, tensors=326, linear=2_812_280_832, largest_layer=78_123_008, layers=36, hidden=2048,
         intermediate=11008, heads=16, kv_heads=4, vocab=128_256, adapter=30_000_000, adapter_tensors=504,
         base_bytes=500_000_000,

@@ -322,7 +322,7 @@ def test_another_clouds_service_is_reported_once(provider: str) -> None:
         told.wait(lambda: bool(told.reports))
         service.wait_until(lambda: len(service.seen) > 5)
         (line,) = told.reports
-        assert f"what {service.endpoint} answers is not " in line and "Is this machine on " in line
+        assert f"the answer of {service.endpoint} is not from " in line and "Is this instance on " in line
         assert told.notices == []
 
 

@@ -22,12 +22,12 @@ from runner.simulate.study import Study, read_trace, scenario_of, to_page, varia
 
 QUIET = Scenario(
     work_s=1000.0, mttf_s=math.inf, first_start_s=10.0, first_snapshot_s=100.0, snapshot_interval_s=100.0,
-    snapshot_s=0.0, snapshot_stall_s=1.0, hang_share=0.0, machine_share=0.0,
+    snapshot_s=0.0, snapshot_stall_s=1.0, hang_share=0.0, node_loss_share=0.0,
 )  # fmt: skip
 
 
 class Kinds(random.Random):
-    """Which failures take a machine along: those with less than `machine_share`."""
+    """Which failures lose a node: those with less than `node_loss_share`."""
 
     def __init__(self, kinds: list[float]) -> None:
         super().__init__(0)
@@ -60,7 +60,7 @@ def test_one_failure_by_hand() -> None:
 def test_a_lost_machine_goes_back_to_storage() -> None:
     """Commits every 200 s, durable after 20 s: of 340 s in steps, 202 + 20 are past the first commit."""
     scenario = QUIET.with_(
-        machine_share=1.0, commit_interval_s=200.0, commit_s=20.0, machine_wait_s=60.0, restore_storage_s=7.0
+        node_loss_share=1.0, commit_interval_s=200.0, commit_s=20.0, node_wait_s=60.0, restore_storage_s=7.0
     )
     out = simulate(scenario, random.Random(0), iter([350.0, 1e9]))
     assert out.seconds["lost work"] == pytest.approx(340 - 202)
@@ -74,7 +74,7 @@ def test_a_lost_machine_goes_back_to_storage() -> None:
 def test_what_only_memory_held_is_lost_with_it() -> None:
     """Two failures: the first one goes on from memory, and its snapshot is committed; the second takes the machine."""
 
-    scenario = QUIET.with_(machine_share=0.5, detection_s=0.0, restart_s=0.0, restore_memory_s=0.0, machine_wait_s=0.0)
+    scenario = QUIET.with_(node_loss_share=0.5, detection_s=0.0, restart_s=0.0, restore_memory_s=0.0, node_wait_s=0.0)
     out = simulate(scenario, Kinds([0.9, 0.0]), iter([10 + 303.0, 50.0, 1e9]))
     assert out.interruptions == 2 and out.seconds["lost work"] == pytest.approx(50)
 
@@ -94,7 +94,7 @@ def test_a_reclaim_loses_nothing() -> None:
         def expovariate(self, lambd: float = 1.0) -> float:
             return 350.0
 
-    scenario = QUIET.with_(reclaim_s=350.0, stop_s=4.0, machine_wait_s=30.0, restore_storage_s=6.0)
+    scenario = QUIET.with_(reclaim_s=350.0, stop_s=4.0, node_wait_s=30.0, restore_storage_s=6.0)
     out = simulate(scenario, Reclaims(0), iter([1e9]))
     assert out.seconds["lost work"] == 0 and out.seconds["teardown"] == 4 * out.interruptions
     assert out.seconds["training"] == pytest.approx(1000)
@@ -106,7 +106,7 @@ def test_agrees_with_young_and_daly() -> None:
     scenario = Scenario(
         work_s=3_000_000.0, mttf_s=mttf, detection_s=0.0, restart_s=restart, restore_memory_s=0.0, first_start_s=0.0,
         first_snapshot_s=interval, snapshot_interval_s=interval, snapshot_s=0.0, snapshot_stall_s=stall, hang_share=0.0,
-        machine_share=0.0, backoff_initial_s=0.0, backoff_jitter_s=0.0,
+        node_loss_share=0.0, backoff_initial_s=0.0, backoff_jitter_s=0.0,
     )  # fmt: skip
     expected = mttf * math.exp(restart / mttf) * (math.exp((interval + stall) / mttf) - 1) / interval
     seen = forecast(scenario, runs=40)
@@ -122,8 +122,8 @@ def test_where_checkpoints_fall() -> None:
     """Back at 250 s of work from memory: the next commit is at 300 s, and not 100 s later."""
     scenario = QUIET.with_(
         snapshot_interval_s=50.0, commit_interval_s=100.0, commit_s=0.0, snapshot_stall_s=0.0, detection_s=0.0,
-        restart_s=0.0, restore_memory_s=0.0, machine_wait_s=0.0, restore_storage_s=0.0, backoff_initial_s=0.0,
-        backoff_jitter_s=0.0, machine_share=0.5, first_snapshot_s=50.0,
+        restart_s=0.0, restore_memory_s=0.0, node_wait_s=0.0, restore_storage_s=0.0, backoff_initial_s=0.0,
+        backoff_jitter_s=0.0, node_loss_share=0.5, first_snapshot_s=50.0,
     )  # fmt: skip
 
     out = simulate(scenario, Kinds([0.9, 0.1]), iter([10 + 260.0, 70.0, 1e9]))
@@ -151,8 +151,8 @@ def test_time_adds_up_and_work_is_done_once(
     snapshot: float, stall: float, commit: float, commit_s: float, overhead: float, mttf: float, seed: int,
 ) -> None:  # fmt: skip
     scenario = Scenario(
-        work_s=5000.0, mttf_s=mttf, reclaim_s=4 * mttf, hang_share=hang, machine_share=machine, detection_s=detection,
-        restart_s=restart, restore_memory_s=restore, restore_storage_s=storage, machine_wait_s=wait,
+        work_s=5000.0, mttf_s=mttf, reclaim_s=4 * mttf, hang_share=hang, node_loss_share=machine, detection_s=detection,
+        restart_s=restart, restore_memory_s=restore, restore_storage_s=storage, node_wait_s=wait,
         snapshot_interval_s=snapshot, snapshot_stall_s=stall, commit_interval_s=commit, commit_s=commit_s,
         overhead_share=overhead,
     )  # fmt: skip
@@ -234,7 +234,7 @@ def test_learnt_from_a_journal() -> None:
     learnt = learn(entries(EVENTS), Scenario(work_s=100.0, mttf_s=math.inf))
     assert learnt.first_start_s == pytest.approx(109 - 100 - 1) and learnt.hang_detection_s == pytest.approx(123 - 119)
     assert learnt.restart_s == pytest.approx(129 - 123 - 3 - 1) and learnt.restore_memory_s == 1.0
-    assert learnt.snapshot_stall_s == 0.5 and learnt.machine_wait_s == pytest.approx(20)
+    assert learnt.snapshot_stall_s == 0.5 and learnt.node_wait_s == pytest.approx(20)
     assert learnt.detection_s == Scenario(work_s=1.0, mttf_s=1.0).detection_s, "no crash in it"
 
 
@@ -251,12 +251,12 @@ def test_commits_are_as_frequent_as_was_said() -> None:
     """Not rounded to snapshots' intervals; and one is written at a time."""
 
     def lost(**changes: float) -> float:
-        scenario = QUIET.with_(machine_share=1.0, mttf_s=2_000.0, commit_s=1.0, work_s=200_000.0, **changes)
+        scenario = QUIET.with_(node_loss_share=1.0, mttf_s=2_000.0, commit_s=1.0, work_s=200_000.0, **changes)
         return forecast(scenario, 20).seconds["lost work"]
 
     assert lost(commit_interval_s=10.0) < 0.5 * lost(commit_interval_s=100.0)
     assert lost(commit_interval_s=100.0) < lost(commit_interval_s=150.0) < lost(commit_interval_s=300.0)
-    scenario = QUIET.with_(machine_share=1.0, mttf_s=2_000.0, work_s=200_000.0, commit_interval_s=100.0)
+    scenario = QUIET.with_(node_loss_share=1.0, mttf_s=2_000.0, work_s=200_000.0, commit_interval_s=100.0)
     slow = forecast(scenario.with_(commit_s=1_000.0), 20).seconds["lost work"]
     assert slow > 5 * lost(commit_interval_s=100.0)
 
@@ -266,7 +266,7 @@ def test_what_is_no_time_is_refused(value: str) -> None:
     for name in ("work_s", "snapshot_interval_s", "restart_s"):
         with pytest.raises(UsageError):
             scenario_of([], 1.0, 1.0, 0.0, [f"{name}={value}"])
-    assert scenario_of([], 1.0, 1.0, 0.0, ["machine_share=1", "hang_share=0"]).machine_share == 1
+    assert scenario_of([], 1.0, 1.0, 0.0, ["node_loss_share=1", "hang_share=0"]).node_loss_share == 1
 
 
 def test_without_failures_it_is_json() -> None:
@@ -279,7 +279,7 @@ def test_failures_without_end() -> None:
 
 
 def test_study(tmp_path: Path) -> None:
-    scenario = scenario_of([], 2.0, 1.0, 0.0, ["restart_s=5", "machine_share=0"])
+    scenario = scenario_of([], 2.0, 1.0, 0.0, ["restart_s=5", "node_loss_share=0"])
     assert scenario.restart_s == 5 and scenario.work_s == 2 * HOUR_S
     changes = variations(["commit_interval_s=60,600", "restart_s=1,300"], scenario)
     assert len(changes) == 4 and changes[0] == {"commit_interval_s": 60.0, "restart_s": 1.0}
@@ -291,5 +291,5 @@ def test_study(tmp_path: Path) -> None:
     for wrong in (["nothing=1"], ["restart_s=x"], ["restart_s=-1"], ["hang_share=2"], [f"restart_s={'1,' * 300}1"]):
         with pytest.raises(UsageError):
             variations(wrong, scenario)
-    with pytest.raises(UsageError, match="not known; one of work_s"):
+    with pytest.raises(UsageError, match="unknown; use one of work_s"):
         scenario_of([], 1.0, 1.0, 0.0, ["restart=5"])

@@ -56,7 +56,7 @@ def lines(*rows: Any) -> str:
         ("no parquet", "rows.parquet", r"rows\.parquet' cannot be read: ArrowInvalid"),
         (lines({"text": "a"}, {"text": ""}), "rows.jsonl", r"row 2: text is ''"),
         (lines(CHAT, {"messages": [{"role": "assistant"}]}), "rows.jsonl", r"row 2: messages is "),
-        ("prompt,completion\na,1\nb,2\n", "rows.csv", r"completion holds int64; needed: text"),
+        ("prompt,completion\na,1\nb,2\n", "rows.csv", r"completion contains int64; needed: text"),
     ],
 )
 def test_a_bad_row_is_named(text: str, name: str, problem: str, tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_share_is_held_back_for_evaluations(tmp_path: Path) -> None:
     again, _ = load(tmp_path, lines(*rows), validation_share=0.25)
     assert (len(train), len(held)) == (15, 5) and train["text"][:] == again["text"][:]
     assert {*train["text"], *held["text"]} == {row["text"] for row in rows}
-    with pytest.raises(ValueError, match=r"validation_share=0.01 of 20 rows is not one row"):
+    with pytest.raises(ValueError, match=r"validation_share=0.01 of 20 rows is less than one row"):
         load(tmp_path, lines(*rows), validation_share=0.01)
 
 
