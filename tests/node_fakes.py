@@ -91,7 +91,7 @@ class FakeHelper:
     def wait(self, timeout_s: float) -> None:
         assert not self.alive
 
-    def tell(self, do: str, **details: Any) -> None:
+    def request(self, do: str, **details: Any) -> None:
         self.requests.append(do)
 
     def heartbeats(self, num_ranks: int) -> list[Heartbeat]:
