@@ -14,7 +14,7 @@ from checkpointing.agent.protocol import Message
 from runner.config.schema import Config
 from runner.config.topology import check_promised_gpu, shape_of
 from runner.errors import UsageError
-from runner.journal.events import AgentEndedEarly, AttemptStarted, ColdStart
+from runner.journal.events import AgentEndedEarly, AttemptStarted
 from runner.journal.journal import SteadyClock
 from runner.journal.run_directory import RunDirectory
 from runner.node.agent_events import AgentEvents, Record
@@ -24,6 +24,7 @@ from runner.node.helpers import Helpers
 from runner.node.launch_request import RankSetup, launch_request
 from runner.node.messages import AttemptResult, AttemptSpec, Job
 from runner.node.rank_watch import RankEvents
+from runner.node.start_method import StartMethod
 from runner.recovery.failure import Failure
 from runner.system.event_loop import EventLoop, StopRequest
 from runner.system.host import Host
@@ -57,6 +58,7 @@ class Node:
         stop: StopRequest,
         runtime: Path,
         host: Host | None = None,
+        starter: HelperStarter | None = None,
     ) -> None:
         """Prepare; nothing is started.
 
@@ -72,6 +74,7 @@ class Node:
             stop: Whether the run was asked to stop.
             runtime: A folder for sockets, which the caller removes.
             host: The operating system; the real one by default.
+            starter: Starts the agent and the launcher; by default real ones, as configured.
         """
         self._config, self._directory, self._job, self.run_id = config, directory, job, run_id
         self._display, self._record, self._clock, self._loop, self._stop = display, record, clock, loop, stop
@@ -80,9 +83,8 @@ class Node:
         self.others_busy = False
         self._attempt: Attempt | None = None
         self._attempt_over = False
-        # Whether ranks are fresh interpreters instead of forks of a preloaded one.
-        self._cold = config.launch.cold
-        starter = HelperStarter(config, directory, run_id, runtime)
+        self._start_method = StartMethod(cold=config.launch.cold, display=display, record=record)
+        starter = starter or HelperStarter(config, directory, run_id, runtime)
         self._helpers = Helpers(
             start_agent=starter.start_agent,
             start_launcher=starter.start_launcher,
@@ -183,7 +185,7 @@ class Node:
         self._helpers.wait_for_agent(lambda: self._attempt_over, self._on_agent_timeout)
         result = attempt.conclude(self._clock.at)
         self._attempt = None
-        return replace(result, failure=self._without_forks(result.failure))
+        return replace(result, failure=self._start_method.revise(result.failure))
 
     def end_attempt(self, verdict: Failure, *, stacks: bool = False) -> None:
         """Kill the ranks of the running attempt, if there is one.
@@ -228,7 +230,7 @@ class Node:
         setup = RankSetup(
             nproc=nproc,
             accelerators=self._helpers.accelerators or 0,
-            cold=self._cold,
+            cold=self._start_method.cold,
             agent_socket=agent.process.socket_path,
             event_socket=self._events.path,
             log_dir=str(log_dir),
@@ -246,21 +248,6 @@ class Node:
             )
         )
         return attempt
-
-    def _without_forks(self, failure: Failure) -> Failure:
-        """Start ranks as fresh interpreters from now on if forked ones cannot use the GPU."""
-        if self._cold:
-            # Forking is not the cause.
-            return replace(failure, may_pass=failure.may_pass and not failure.in_fork, in_fork=False)
-        if failure.in_fork:
-            self._cold = True
-            self._record(ColdStart(reason=failure.cause))
-            self._display.message(
-                "a module that is imported before the ranks are forked has initialized the GPU driver, which forks "
-                "cannot use then; from now on ranks start as fresh interpreters, which takes some seconds more (--cold "
-                "does so from the beginning)"
-            )
-        return failure
 
     # -- what helpers and ranks report -------------------------------------------------------------------------------
 
