@@ -22,8 +22,8 @@ from runner.__main__ import main
 from runner.journal.journal import Journal
 from runner.node.helpers import Helpers
 from runner.node.node import Node
+from runner.supervisor.membership import Membership
 from runner.supervisor.peers import Connection
-from runner.supervisor.supervisor import Supervisor
 
 # As often as time passes, not as the protocol goes.
 _BY_TIME = {"sent ping", "sent busy", "received busy", "recorded progress", "received event", "agent ping"}
@@ -55,14 +55,14 @@ def before(owner: type, method: str, name: Callable[..., str], steps: Steps) -> 
 
 
 def trace(steps: Steps) -> None:
-    before(Connection, "send", lambda message: f"sent {message['do']}", steps)
-    before(Supervisor, "_on_peer", lambda number, message: f"received {message['do']}", steps)
-    before(Journal, "append", lambda event, attempt, **details: f"recorded {event}", steps)
-    before(Helpers, "tell_agent", lambda do, **details: f"agent {do}", steps)
+    before(Connection, "send", lambda message: f"sent {message.do}", steps)
+    before(Membership, "_on_message", lambda number, message: f"received {message.do}", steps)
+    before(Journal, "append", lambda event, attempt: f"recorded {event.name}", steps)
+    before(Helpers, "request_agent", lambda do, **details: f"agent {do}", steps)
     before(Node, "close", lambda: "processes end", steps)
     before(LocalSidecars, "replace_restart_state", lambda data: "restart state", steps)
-    before(Supervisor, "_dismiss_others", lambda decision: "others dismissed", steps)
-    before(Connection, "drain", lambda timeout_s: "word handed over", steps)
+    before(Membership, "dismiss", lambda decision: "others dismissed", steps)
+    before(Connection, "drain", lambda timeout_s: "messages sent", steps)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from runner.journal.journal import SteadyClock
 from runner.journal.run_directory import RunDirectory
 from runner.node.agent_events import AgentEvents
 from runner.node.messages import AttemptResult, AttemptSpec
+from runner.node.rank_watch import RankWatch
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.supervisor.peer_messages import PeerMessage
@@ -91,7 +93,7 @@ class FakeHelper:
     def wait(self, timeout_s: float) -> None:
         assert not self.alive
 
-    def tell(self, do: str, **details: Any) -> None:
+    def request(self, do: str, **details: Any) -> None:
         self.requests.append(do)
 
     def heartbeats(self, num_ranks: int) -> list[Heartbeat]:
@@ -104,9 +106,36 @@ class FakeHelper:
         self.closed = True
 
 
+class FakeRanks(RankWatch):
+    """Ranks that live until the test has them die; `held` ones survive SIGKILL."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.signals: list[signal.Signals] = []
+        self.held: set[int] = set()
+
+    def start(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.pids[rank], self.local_ranks[rank], self.pidfds[10 + rank] = 100 + rank, rank, 10 + rank
+            self.pidfds[10 + rank] = rank
+
+    def end(self, rank: int) -> None:
+        self.deaths.append(self.pidfds.pop(10 + rank))
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        self.signals.append(number)
+        if number is signal.SIGKILL:
+            for rank in sorted(set(self.pidfds.values()) - self.held):
+                self.end(rank)
+
+    def close(self) -> None:
+        self.pidfds.clear()
+
+
 class FakeDisplay:
     def __init__(self) -> None:
         self.texts: list[str] = []
+        self.refreshes = 0
         self.state = SimpleNamespace(
             attempt=1,
             step=0,
@@ -121,6 +150,9 @@ class FakeDisplay:
 
     def message(self, text: str) -> None:
         self.texts.append(text)
+
+    def refresh(self) -> None:
+        self.refreshes += 1
 
     def close(self) -> None:
         pass

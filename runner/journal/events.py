@@ -101,7 +101,7 @@ class BestModel(Event, name="best_model"):
 
 @dataclass(frozen=True, kw_only=True)
 class Hang(Event, name="hang"):
-    """Ranks gave no sign of life within their deadline.
+    """Ranks sent no heartbeat within their deadline.
 
     Attributes:
         ranks: Which ones; empty if that is unknown.
@@ -211,7 +211,7 @@ class StopRequested(Event, name="stop_requested"):
 
 @dataclass(frozen=True, kw_only=True)
 class PreemptionNotice(Event, name="preemption_notice"):
-    """The cloud announced that it will take this machine, or recommends to leave it.
+    """The cloud announced that it will reclaim this node, or recommends to leave it.
 
     Attributes:
         source: The cloud.

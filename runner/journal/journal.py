@@ -34,6 +34,7 @@ class SteadyClock:
         self._offset = max(time.time(), not_before) - machine_clock()
 
     def __call__(self) -> float:
+        """Return the present time, in seconds since the epoch."""
         return self.at(machine_clock())
 
     def at(self, machine_time: float) -> float:

@@ -1,7 +1,7 @@
-"""A run's journals, wherever the run has lived: kept beside its checkpoints, so that any machine can tell its story.
+"""The journals of all sessions of a run: copied next to its checkpoints, so that any node can read them.
 
-A journal lies in the folder that its runner was given, which may be a pod's own and gone with it. Where checkpoints lie
-elsewhere, a copy is kept beside them, in chunks: only the last one is ever written again.
+A journal is in the output folder of its runner, which may be lost with a pod. If checkpoints are elsewhere, a copy of
+the journal is kept next to them, in chunks of which only the last one is ever rewritten.
 """
 
 from __future__ import annotations
@@ -24,29 +24,38 @@ from runner.journal.run_directory import RunDirectory
 from runner.recovery.restart_state import RestartState
 
 _CHUNK_BYTES = 4 * 1024 * 1024
-# Between two renewals of the copy.
+# Seconds between two updates of the copy.
 COPY_INTERVAL_S = 15.0
-# For the last words of a runner, whose agent has ended.
+# Seconds for the last events of a runner, which it copies itself because its agent has ended.
 _PATIENCE_S = 5.0
 
+# Has bytes of a file written next to the checkpoints: name of the copy, file, first byte, end of the bytes. Returns
+# whether there is an agent to do it.
 Keep = Callable[[str, Path, int, int], bool]
 
 
 class JournalCopy:
-    """The copy of one journal beside the checkpoints."""
+    """The copy of one journal next to the checkpoints."""
 
     def __init__(self, journal: Path, lineage: str, run_id: str) -> None:
-        """`lineage`: see `RestartState`; it tells the journals of one run from those of another at the same place."""
+        """Prepare; nothing is copied.
+
+        Args:
+            journal: The journal.
+            lineage: See `RestartState`; it separates the journals of two runs at one location.
+            run_id: Identity of the run's folder.
+        """
         self._journal, self._name = journal, f"{_prefix(lineage)}{run_id}"
         self._kept, self._kept_at, self._keeper = 0, -COPY_INTERVAL_S, 0
 
     def turn(self, now: float, keep: Keep, keeper: int) -> None:
-        """Keep what is new, every now and then.
+        """Copy new events if the last update is 15 s old.
 
         Args:
-            now: monotonic.
-            keep: takes a name and a file's bytes from START to END, if it can.
-            keeper: who does it in the end; another one does not know what this one has yet to do.
+            now: Monotonic seconds.
+            keep: Writes the copy.
+            keeper: Process id of the agent that writes it. After a change everything is copied again, as the earlier
+                agent may have left requests undone.
         """
         if now - self._kept_at >= COPY_INTERVAL_S:
             self._kept_at = now
@@ -55,13 +64,21 @@ class JournalCopy:
             self.flush(keep)
 
     def flush(self, keep: Keep) -> None:
-        """Keep what is new."""
+        """Copy new events.
+
+        Args:
+            keep: Writes the copy.
+        """
         size = self._size()
         if size > self._kept and all(keep(*chunk) for chunk in self._chunks(self._kept // _CHUNK_BYTES, size)):
             self._kept = size
 
     def finish(self, storage: Storage) -> None:
-        """Keep by ourselves, within seconds, what is not there; what storage refuses is lost from the copy alone."""
+        """Copy what is missing in this process, for 5 s at most; errors leave the copy incomplete.
+
+        Args:
+            storage: The durable tier.
+        """
 
         def write() -> None:
             known = storage.sidecars.sizes(self._name)
@@ -79,42 +96,48 @@ class JournalCopy:
             return 0
 
     def _chunks(self, first: int, size: int) -> Iterator[tuple[str, Path, int, int]]:
-        """Name, file, start and end of each."""
+        """Yield the arguments of `Keep` for each chunk from the number `first` on."""
         for number in range(first, -(-size // _CHUNK_BYTES)):
             start = number * _CHUNK_BYTES
             yield f"{self._name}.{number:06}.jsonl", self._journal, start, min(start + _CHUNK_BYTES, size)
 
 
 def needs_copy(config: Config) -> bool:
-    """Whether checkpoints outlive the run's folder."""
+    """Return whether checkpoints are outside of the run's folder.
+
+    Args:
+        config: The resolved configuration.
+    """
     root = config.tiers.durable.root
     return root is None or not root.is_relative_to(Path(config.output_dir).absolute())
 
 
 class History:
-    """The journals of the run at a place. Asked again, it reads only what is new.
+    """The journals of one run. Each call of `entries` reads only what is new.
 
     Attributes:
-        unread: why what was told last may be out of date; empty if it is not.
+        unread: Why the last result may be out of date; empty if it is not.
     """
 
     def __init__(self, place: str, patience_s: float | None = None) -> None:
-        """
+        """Prepare; nothing is read.
+
         Args:
-            place: the run's folder, or the location of its checkpoints.
-            patience_s: copies of other lives' journals are waited for no longer, where there is something to tell.
+            place: The run's folder, or the location of its checkpoints.
+            patience_s: Seconds to wait for the copies of other sessions' journals if there are entries already; None
+                to wait for all of them.
         """
         self.unread, self._patience_s = "", patience_s
         self._place = place.removeprefix("file://") if place.startswith("file:///") else place
         self._directory = RunDirectory(self._place) if "://" not in place else None
         self._journal = JournalReader(self._directory.journal) if self._directory is not None else None
         self._own: list[Entry] = []
-        # Where copies lie: beside the checkpoints of the run in this folder, or at the place itself.
-        self._beside: dict[bool, Storage] = {}
+        # Storage with the copies. True: at the location of the run in this folder; False: at the place itself.
+        self._storages: dict[bool, Storage] = {}
         self._copies: dict[str, _Copy] = {}
-        # By the id of its folder, each life of the run whose journal was kept, but this folder's own.
+        # By run id, the sessions whose journals were copied, without this folder's own.
         self._others: dict[str, list[Entry]] = {}
-        # A look for them, which may take its time; why the last one failed, if it did; when the next one is due, in
+        # The read of them in a thread, which may take long; why the last one failed; when the next one is due, in
         # monotonic seconds.
         self._look: Future[dict[str, list[Entry]]] | None = None
         self._refusal, self._due_at = "", 0.0
@@ -123,7 +146,7 @@ class History:
         """Return all entries of the run, oldest first, of all its sessions.
 
         Raises:
-            UsageError: there is no run, or it could not be read yet.
+            UsageError: There is no run, or it could not be read.
         """
         problem = self._read_own(self._journal) if self._journal is not None else ""
         own_id = next(
@@ -131,35 +154,35 @@ class History:
         )
         others_problem = self._look_for_others(own_id)
         self.unread = problem or others_problem
-        lives = {**self._others, **({own_id: self._own} if self._own else {})}
-        if not lives and self.unread:
+        sessions = {**self._others, **({own_id: self._own} if self._own else {})}
+        if not sessions and self.unread:
             raise UsageError(f"{self._place!r} cannot be read: {self.unread}")
-        if not lives:
+        if not sessions:
             raise UsageError(
                 f"{self._place!r} holds no run; give the output_dir of one, or the location of its checkpoints"
             )
-        # Lives of one run follow each other; each one's clock is its machine's.
-        return sorted((entry for entries in lives.values() for entry in entries), key=lambda entry: entry.time)
+        # Sessions of one run follow each other, each with the clock of its node.
+        return sorted((entry for entries in sessions.values() for entry in entries), key=lambda entry: entry.time)
 
     def _read_own(self, journal: JournalReader) -> str:
-        """Why it may be out of date, if so."""
+        """Read this folder's journal; returns why the result may be out of date, or an empty string."""
         try:
             own = journal.entries()
         except OSError as error:
             return f"{error.filename}: {error.strerror}"
         if self._own and not own:
-            return "the run's journal is not there"
+            return "the run's journal is missing"
         self._own = own
         return ""
 
     def _look_for_others(self, own_id: str) -> str:
-        """As `_read_own`."""
+        """Read the copies in a thread; returns why the result may be out of date, or an empty string."""
         in_folder = bool(self._own)
         if self._look is None and time.monotonic() >= self._due_at:
             self._look = in_background(lambda: self._read_copies(in_folder, own_id), "history")
             wait([self._look], self._patience_s if self._own or self._others else None)
         if self._look is not None and not self._look.done():
-            return self._refusal or "no answer yet from where the checkpoints lie, and other journals of the run may"
+            return self._refusal or "the location of the checkpoints, which may have other journals, has not answered"
         if self._look is not None:
             look, self._look, self._due_at = self._look, None, time.monotonic() + COPY_INTERVAL_S
             try:
@@ -169,16 +192,16 @@ class History:
         return self._refusal
 
     def _storage(self, *, in_folder: bool) -> Storage | None:
-        if in_folder not in self._beside:
+        if in_folder not in self._storages:
             folder = self._directory if in_folder else None
             storage = _durable(folder) if folder is not None else open_storage(self._place)
             if storage is None:
                 return None
-            self._beside[in_folder] = storage
-        return self._beside[in_folder]
+            self._storages[in_folder] = storage
+        return self._storages[in_folder]
 
     def _read_copies(self, in_folder: bool, own_id: str) -> dict[str, list[Entry]]:
-        """Not of our own, which is ahead of its copy."""
+        """Return the entries of each session except this folder's own, whose journal is newer than its copy."""
         storage = self._storage(in_folder=in_folder)
         if storage is None:
             return {}
@@ -195,17 +218,25 @@ class History:
 
 
 class _Copy:
-    """One journal's copy, as far as it has been read."""
+    """The copy of one journal, as far as it was read."""
 
     def __init__(self) -> None:
         self._stream, self._sizes = EventStream(), dict[str, int]()
 
     def entries(self, sizes: dict[str, int], read: Callable[[str], bytes]) -> list[Entry]:
-        """`sizes`: of its chunks, in order. They grow one after another."""
+        """Read what is new.
+
+        Args:
+            sizes: Bytes of its chunks, in order; one grows after the other.
+            read: Returns the bytes of a chunk.
+
+        Returns:
+            All entries.
+        """
         *settled, last = self._sizes or [""]
         in_order = [*sizes][: len(self._sizes)] == [*self._sizes] and sizes.get(last, 0) >= self._sizes.get(last, 0)
         if not in_order or any(sizes[name] != self._sizes[name] for name in settled):
-            # One has come late, or was written anew.
+            # A chunk has appeared late, or was rewritten.
             self._stream, self._sizes = EventStream(), {}
         for name, size in sizes.items():
             done = self._sizes.get(name, 0)
@@ -217,7 +248,7 @@ class _Copy:
 
 
 def _durable(directory: RunDirectory) -> Storage | None:
-    """Where this run's checkpoints lie, if a copy of its journals lies there, too."""
+    """Return the durable tier of the run in a folder if it has copies of journals; None otherwise."""
     try:
         config = load_config(str(directory.config), {}, needs_data=False)
     except RunnerError:

@@ -1,4 +1,4 @@
-"""The folder of a run: names of what lies in it, its identity, and the lock that lets one runner work on it."""
+"""The folder of a run: the paths in it, the run's identity, and the lock that admits one runner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from checkpointing.storage.durable import fsync_directory
 from runner.errors import RunBusy, UsageError
 from runner.journal.journal import JOURNAL_NAME
 
-# For a runner of another machine to end.
+# Seconds for a runner on another machine to end.
 _PATIENCE_S = 120.0
 
 
@@ -25,47 +25,67 @@ def hold_lock(
     path: Path,
     what: str,
     option: str,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
     cancelled: Callable[[], bool] = lambda: False,
     patience_s: float | None = None,
 ) -> tuple[int, bool]:
     """Take a runner's lock; see `RunDirectory.lock`.
 
     Args:
+        path: The lock file, which is created if needed.
         what: What the holder of such a lock does, for messages.
-        option: The option that names another place.
-        patience_s: How long to wait for a runner of another machine (default: 120).
+        option: The option that chooses another folder or location.
+        notify: Called with messages for the user.
+        cancelled: Called while waiting; the wait ends once it returns True.
+        patience_s: Seconds to wait for a runner on another machine (default 120).
 
     Returns:
-        A descriptor that holds the lock as long as it is open, and whether it does.
+        A descriptor that holds the lock as long as it is open, and whether the lock was taken.
 
     Raises:
-        RunBusy: A runner of this machine holds it.
+        RunBusy: A runner on this machine holds it.
         OSError: The file cannot be written.
     """
     fd = locking.open_lock(path)
-    deadline, told = time.monotonic() + (_PATIENCE_S if patience_s is None else patience_s), False
+    deadline, notified = time.monotonic() + (_PATIENCE_S if patience_s is None else patience_s), False
     while not locking.try_lock(fd):
         holder = locking.holder(fd)
         if not locking.is_elsewhere(holder):
             os.close(fd)
             raise RunBusy(f"another runner ({holder}) {what}; stop it first, or choose another {option}")
-        if not told:
-            told = True
-            tell(f"a runner on another machine ({holder}) {what}; waiting for it to end")
+        if not notified:
+            notified = True
+            notify(f"a runner on another machine ({holder}) {what}; waiting for it to end")
         if time.monotonic() >= deadline or cancelled():
-            tell("it has not ended; going on, and shutting it out")
+            notify("it has not ended; continuing, and fencing it off")
             return fd, False
         time.sleep(0.2)
     return fd, True
 
 
 class RunDirectory:
-    """Paths inside `output_dir`."""
+    """Paths inside `output_dir`.
+
+    Attributes:
+        root: The folder.
+        config: The resolved configuration.
+        journal: The journal.
+        logs: Folder for the ranks' output and stacks.
+        cache: Folder for prepared data.
+        best_model: Folder of the bundled job's best model.
+        job: The recorded `JobIdentity`.
+        is_locked: Whether this process holds the lock; False as well if a runner on another machine has not ended in
+            time.
+    """
 
     def __init__(self, root: str, node_rank: int = 0) -> None:
+        """Compute the paths; nothing is created.
+
+        Args:
+            root: The folder, which nodes may share.
+            node_rank: Rank of this node; all nodes but the first have records in a folder of their own.
+        """
         self.root = Path(root).absolute()
-        # Nodes share a volume; each but the first keeps its own records beside the run's.
         self._own = self.root if node_rank == 0 else self.root / f"node-{node_rank}"
         self.config = self._own / "config.yaml"
         self.journal = self._own / JOURNAL_NAME
@@ -76,14 +96,13 @@ class RunDirectory:
         self.job = self._own / "job.json"
         self._lock_path = self._own / ".runner.lock"
         self._lock_fd: int | None = None
-        # False, too, where a runner on another machine has not ended in time.
         self.is_locked = False
 
     def create(self) -> None:
-        """Make the folders.
+        """Create the folders.
 
         Raises:
-            UsageError: output_dir cannot be written.
+            UsageError: `output_dir` cannot be written.
         """
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
@@ -91,29 +110,37 @@ class RunDirectory:
             raise UsageError(f"output_dir={str(self.root)!r} cannot be used: {error.strerror}") from None
 
     def lock(
-        self, tell: Callable[[str], None] = lambda text: None, cancelled: Callable[[], bool] = lambda: False
+        self, notify: Callable[[str], None] = lambda text: None, cancelled: Callable[[], bool] = lambda: False
     ) -> None:
         """Become the only runner of this run, until this process ends.
 
-        One of this machine that works on it is a mistake of somebody's. One of another machine may belong to a node
-        that the cluster has given up, or to a pod that is about to end: it is waited for, and then left to the fence,
-        which works without the lock. `tell` is told of it; `cancelled` ends the wait.
+        Another runner on this machine is a mistake of the user. A runner on another machine may belong to a node that
+        the cluster has given up, or to a pod that is about to end: this call waits for it, and then relies on the
+        fence, which works without the lock.
+
+        Args:
+            notify: Called with messages for the user.
+            cancelled: Called while waiting; the wait ends once it returns True.
 
         Raises:
-            RunBusy: another one is alive.
-            UsageError: output_dir cannot be written.
+            RunBusy: Another runner works on this run.
+            UsageError: `output_dir` cannot be written.
         """
         try:
             what = f"works on {self.root}"
-            self._lock_fd, self.is_locked = hold_lock(self._lock_path, what, "--output-dir", tell, cancelled)
+            self._lock_fd, self.is_locked = hold_lock(self._lock_path, what, "--output-dir", notify, cancelled)
         except OSError as error:
             raise UsageError(f"output_dir={str(self.root)!r} cannot be written: {error.strerror}") from None
 
     def run_id(self) -> str:
-        """The run's identity, made on first use."""
+        """Return the run's identity, which is created on first use.
+
+        Raises:
+            UsageError: The file is damaged.
+        """
         try:
             run_id = json.loads(self._identity.read_text())["run_id"]
-            # It goes into every manifest, message and tracker.
+            # It becomes a part of every manifest, message and tracker.
             if not isinstance(run_id, str) or not re.fullmatch(r"[\w.-]{1,100}", run_id, re.ASCII):
                 raise ValueError
             return run_id
@@ -124,20 +151,27 @@ class RunDirectory:
         run_id = uuid.uuid4().hex[:12]
         temporary = self._identity.with_suffix(f".{run_id}")
         write_file(temporary, [memoryview(json.dumps({"run_id": run_id}).encode() + b"\n")])
-        # Several nodes may get here at once: the first link wins, the others read it.
+        # Several nodes may do this at once: the first link wins, the others read it.
         try:
             self._identity.hardlink_to(temporary)
         except FileExistsError:
             pass
         except OSError:
-            temporary.rename(self._identity)  # a volume without hard links; one node is all it can serve safely
+            temporary.rename(self._identity)  # a volume without hard links, which only one node can use safely
         temporary.unlink(missing_ok=True)
-        # Checkpoints will bear it: it must not be lost to a power cut that they survive.
+        # Checkpoints contain it, so it must survive every power cut that they survive.
         fsync_directory(self.root)
         return self.run_id()
 
     def move_aside(self, checkpoints: Sequence[Path]) -> str:
-        """Put an earlier run's records and folders of checkpoints into a folder of their own; returns its path."""
+        """Move an earlier run's records and checkpoints to a folder `previous-N`.
+
+        Args:
+            checkpoints: Folders of the tiers, the nearest one first.
+
+        Returns:
+            The path of that folder.
+        """
         number = 1
         while (aside := self.root / f"previous-{number}").exists():
             number += 1

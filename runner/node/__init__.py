@@ -1,0 +1,1 @@
+"""One node's part of a run: ranks, the checkpoint agent and the launcher."""

@@ -69,6 +69,7 @@ class AgentEvents:
         """Show the progress of the ranks, and record it every 10 s: a script may log seldom, or nothing.
 
         Args:
+            beats: The newest heartbeat of each rank of this node.
             now: Monotonic seconds.
         """
         steps = [beat.step for beat in beats if beat.start_time]

@@ -87,7 +87,7 @@ class GracefulStop:
             return
         commit_s = self._checkpoints.commit_s
         self._deadline = self._host.monotonic() + self._grace_s
-        self._helpers.tell_agent("request_stop")
+        self._helpers.request_agent("request_stop")
         if commit_s is not None and commit_s > self._grace_s:
             self._display.message(
                 f"the last commit took {commit_s:.0f} s, and the grace period for the next one is {self._grace_s:g} s: "

@@ -1,4 +1,4 @@
-"""Finds what stands still in an attempt, rank or helper process, and says whom it is to be blamed on."""
+"""Finds the rank or the helper process that hangs in an attempt, and names the cause."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from runner.system.host import Host
 from runner.ui.progress import ProgressDisplay
 
 _STATES_EVERY_S = 1.0
-# Names of the helpers beside the ranks' numbers.
+# Keys of the helpers among those of the ranks, which are their numbers.
 _AGENT, _LAUNCHER = -1, -2
 
 
 class HangCheck:
-    """Combines the watchdog's verdict on heartbeats with the kernel's on processes that somebody has stopped."""
+    """Combines the watchdog, which reads heartbeats, with the kernel's states of processes, which show SIGSTOP."""
 
     def __init__(
         self,
@@ -36,6 +36,17 @@ class HangCheck:
         host: Host,
         write_stacks: Callable[[], list[Path]],
     ) -> None:
+        """Begin to watch.
+
+        Args:
+            watchdog: Finds ranks without a heartbeat.
+            ranks: The ranks of the attempt on this node.
+            helpers: The agent and the launcher.
+            display: The console.
+            record: Appends an event to the journal.
+            host: The operating system.
+            write_stacks: Writes the stacks of all ranks; returns the files.
+        """
         self._watchdog, self._ranks, self._helpers = watchdog, ranks, helpers
         self._display, self._record, self._host = display, record, host
         self._write_stacks = write_stacks
@@ -44,38 +55,43 @@ class HangCheck:
 
     @property
     def busy(self) -> bool:
-        """At the last look, a rank of this node rightly did what is no step."""
+        """Whether, at the last look, a rank of this node was legitimately not computing steps."""
         return self._watchdog.busy
 
     def look(self, beats: Sequence[Heartbeat], now: float, *, others_busy: bool, ending: bool) -> Failure | None:
-        """What hangs at this moment (monotonic seconds), with the ranks' stacks written down; None if nothing does.
+        """Find what hangs, and write the ranks' stacks if it is a rank.
 
         A helper process that was stopped is killed.
 
         Args:
-            others_busy: On another node a rank rightly does what is no step.
-            ending: The launcher has reported; ranks are not looked at any more.
+            beats: The newest heartbeat of each rank of this node.
+            now: Monotonic seconds.
+            others_busy: Whether a rank of another node is legitimately not computing steps.
+            ending: Whether the launcher has reported; ranks are not examined any more.
+
+        Returns:
+            The failure; None if nothing hangs.
         """
         ranks, stopped = self._ranks, self._find_stopped(now)
         if _AGENT in stopped or _LAUNCHER in stopped:
-            # Ranks that wait for it are not to blame.
+            # Ranks that wait for the helper process did not fail.
             return self._end_stopped_helper(_AGENT if _AGENT in stopped else _LAUNCHER)
         rank_of = {local: rank for rank, local in ranks.local_ranks.items()}
         hang = self._watchdog.look(beats, now, others_busy=others_busy)
         if hang is None and stopped:
-            hang = Hang(tuple(ranks.local_ranks[rank] for rank in stopped), "somebody has stopped it (SIGSTOP)")
+            hang = Hang(tuple(ranks.local_ranks[rank] for rank in stopped), "the process was stopped (SIGSTOP)")
         if hang is None or ending:
             return None
         hung = [rank_of[slot] for slot in hang.slots if slot in rank_of]
         names = f"rank {', '.join(map(str, hung))}" if hung else "the ranks"
-        self._display.message(f"{names}: {hang.reason}; writing down where all ranks stand")
+        self._display.message(f"{names}: {hang.reason}; writing the stacks of all ranks")
         files = self._write_stacks()
         self._record(events.Hang(ranks=hung, reason=hang.reason, stacks=[str(file) for file in files]))
         where = f"; stacks: {files[0].parent}/stacks-*.txt" if files else ""
         return Failure(FailureKind.HUNG, f"{names} hung: {hang.reason}{where}", hung[0] if hung else None)
 
     def _find_stopped(self, now: float) -> list[int]:
-        """Ranks and helpers that somebody has stopped; looked for about once a second."""
+        """Return the ranks and helpers that are stopped; examines them about once a second."""
         agent, launcher = self._helpers.agent, self._helpers.launcher
         assert agent is not None and launcher is not None
         if now - self._states_seen_at < _STATES_EVERY_S:
@@ -94,4 +110,4 @@ class HangCheck:
             _LAUNCHER: ("launcher", FailureKind.LAUNCHER_LOST),
         }[name]
         helper.kill()
-        return Failure(kind, f"somebody has stopped the {what} (SIGSTOP to pid {helper.pid}); it was killed")
+        return Failure(kind, f"the {what} was stopped (SIGSTOP to pid {helper.pid}) and then killed")

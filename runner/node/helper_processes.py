@@ -1,4 +1,4 @@
-"""The checkpoint agent and the launcher as processes: how each is started, told and reaped."""
+"""The checkpoint agent and the launcher as processes: how each is started, addressed and reaped."""
 
 from __future__ import annotations
 
@@ -19,12 +19,18 @@ from checkpointing.errors import AgentKilled, AgentUnavailable
 from checkpointing.heartbeat import ControlPage, Heartbeat
 from runner.errors import HelperKilled, LaunchError
 
-# The agent has said that it listens.
+# Seconds for the agent's answer; it listens already.
 _HELLO_TIMEOUT_S = 60.0
 
 
 class AgentHelper:
-    """A checkpoint agent that this supervisor started and monitors."""
+    """A checkpoint agent that this runner started and monitors.
+
+    Attributes:
+        process: The process.
+        sock: The connection over which it reports.
+        control: Page of shared memory with the heartbeats of the ranks.
+    """
 
     def __init__(
         self,
@@ -33,10 +39,16 @@ class AgentHelper:
         directory: Path,
         cancelled: Callable[[], bool],
     ) -> None:
-        """Start it.
+        """Start an agent and connect to it.
+
+        Args:
+            options: What the agent is to do.
+            directory: A folder for its socket.
+            cancelled: Called while the agent starts; the start is given up once it returns True.
 
         Raises:
-            LaunchError: it cannot start; the text says why. HelperKilled: somebody has killed it.
+            LaunchError: The agent cannot start; the text says why.
+            HelperKilled: Another process has killed it.
         """
         try:
             self.process = AgentProcess.start(options, directory=directory, cancelled=cancelled)
@@ -45,55 +57,81 @@ class AgentHelper:
             _, fds = protocol.receive(self.sock)
             self.sock.settimeout(None)
         except (AgentUnavailable, OSError) as error:
-            # Before it has started, it can only lose its connection by its death.
+            # An agent that has not started yet loses its connection only by its death.
             killed = isinstance(error, AgentKilled | ConnectionError)
             raise (HelperKilled if killed else LaunchError)(str(error)) from None
         self.control = ControlPage.attach(fds[0])
 
     @property
     def alive(self) -> bool:
+        """Whether the process is running."""
         return self.process.process.poll() is None
 
     @property
     def pid(self) -> int:
+        """Process id."""
         return self.process.process.pid
 
     @property
     def returncode(self) -> int | None:
-        """None while it lives."""
+        """Exit status, negative for a signal; None while the process is running."""
         return self.process.process.poll()
 
     def kill(self) -> None:
+        """Send SIGKILL."""
         self.process.process.kill()
 
     def wait(self, timeout_s: float) -> None:
-        """
+        """Wait for the end of the process.
+
         Raises:
             subprocess.TimeoutExpired: It has not ended.
         """
         self.process.process.wait(timeout_s)
 
-    def tell(self, request: str, **details: Any) -> None:
-        """Send a request; a dead agent is noticed by the loop."""
+    def request(self, do: str, **details: Any) -> None:
+        """Send a request; if the agent is dead, the event loop notices.
+
+        Args:
+            do: Name of the request.
+            details: Its fields.
+        """
         with contextlib.suppress(OSError):
-            protocol.send(self.sock, {"do": request, **details})
+            protocol.send(self.sock, {"do": do, **details})
 
     def heartbeats(self, num_ranks: int) -> list[Heartbeat]:
+        """Return the newest heartbeat of each rank of this node, in the order of their local ranks.
+
+        Args:
+            num_ranks: Ranks on this node.
+        """
         return [self.control.read(slot) for slot in range(min(num_ranks, self.control.num_slots))]
 
     def close(self) -> None:
-        """Reap it; killed if it still lives."""
+        """Reap the process, which is killed if it is running."""
         self.sock.close()
         self.control.close()
         self.process.close(timeout_s=1.0 if self.alive else None)
 
 
 class LauncherHelper:
-    """The warm launcher process."""
+    """The launcher: a process that has loaded torch and starts the ranks of one attempt after the other.
+
+    Attributes:
+        process: The process.
+        sock: The connection over which it takes requests and reports.
+    """
 
     def __init__(self, environment: dict[str, str], log: Path, temporary: Path) -> None:
+        """Start a launcher.
+
+        Args:
+            environment: Its environment, which the ranks inherit.
+            log: File for torchrun's log.
+            temporary: Folder for its temporary files, which the caller removes.
+        """
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Semaphores of ranks that were killed: multiprocessing's tracker removes them, and would tell the user of it.
+        # multiprocessing's tracker removes the semaphores of killed ranks, and would print a warning for each.
         warnings = [environment.get("PYTHONWARNINGS", ""), "ignore:resource_tracker:UserWarning"]
         environment = {**environment, "PYTHONWARNINGS": ",".join(filter(None, warnings))}
         self.process = subprocess.Popen(
@@ -109,41 +147,47 @@ class LauncherHelper:
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             env=environment,
-            # A Ctrl-C of the terminal is the supervisor's to answer, not the ranks'.
+            # The supervisor handles Ctrl-C; the terminal must not send it to the ranks.
             start_new_session=True,
         )
         theirs.close()
 
     @property
     def alive(self) -> bool:
+        """Whether the process is running."""
         return self.process.poll() is None
 
     @property
     def pid(self) -> int:
+        """Process id."""
         return self.process.pid
 
     @property
     def returncode(self) -> int:
-        """Of a process that has ended."""
+        """Exit status of a process that has ended, negative for a signal."""
         status = self.process.poll()
         assert status is not None
         return status
 
     def kill(self) -> None:
+        """Send SIGKILL."""
         self.process.kill()
 
     def wait(self, timeout_s: float) -> None:
-        """
+        """Wait for the end of the process.
+
         Raises:
             subprocess.TimeoutExpired: It has not ended.
         """
         self.process.wait(timeout_s)
 
     def send(self, message: Message) -> None:
+        """Send a request; if the launcher is dead, the event loop notices."""
         with contextlib.suppress(OSError):
             protocol.send(self.sock, message)
 
     def close(self) -> None:
+        """Kill and reap the process."""
         self.sock.close()
         self.process.kill()
         self.process.wait()

@@ -1,4 +1,4 @@
-"""The two helper processes of a node, the checkpoint agent and the launcher: started, watched, replaced, ended."""
+"""The two helper processes of a node, the checkpoint agent and the launcher: start, watch, replace and end them."""
 
 from __future__ import annotations
 
@@ -21,28 +21,31 @@ from runner.system.event_loop import EventLoop, StopRequest
 from runner.system.host import Host
 
 _SOON_S = 0.05
-# Imports on a cold, slow disk.
+# Seconds until the launcher has loaded torch; imports from a cold, slow disk take minutes.
 _LAUNCHER_TIMEOUT_S = 600.0
-# A commit to slow storage; what takes longer is a storage that hangs.
+# Seconds without progress of the agent. Storage that takes longer for a part of a commit hangs.
 _AGENT_TIMEOUT_S = 600.0
 # The agent sends these also while it makes no progress.
 _NO_PROGRESS = {"pong", StorageRetried.name, RestartStateFailed.name}
-# The same, once the user has asked twice: a snapshot that is whole is worth a moment.
+# Seconds beyond the grace period of a stop request: a complete snapshot is worth a short wait.
 _AGENT_HURRY_S = 5.0
-# The agent answers at once; only when it allocates much memory it may take a while.
+# The agent answers at once, except while it allocates much memory.
 _PING_INTERVAL_S = 2.0
 _PONG_TIMEOUT_S = 120.0
-# A process that was itself stopped for longer than this must not blame others for their silence.
+# Seconds between two turns after which this process was itself stopped, and must not blame others for their silence.
 _GAP_S = 3.0
-# SIGKILL ends a process at once, unless the kernel holds it: a hung driver, a dead file server.
+# Seconds. SIGKILL ends a process at once, unless the kernel holds it: a hung driver, a dead file server.
 KILL_TIMEOUT_S = 30.0
 
 
 class Helpers:
-    """Attributes:
-    agent, launcher: None while they do not run.
-    accelerators: GPUs that torch sees in the launcher; None until it has said so.
-    torch_has_cuda: This torch was built for CUDA.
+    """Keeps an agent and a launcher running.
+
+    Attributes:
+        agent: The checkpoint agent; None while there is none.
+        launcher: The launcher; None while there is none.
+        accelerators: GPUs that torch sees in the launcher; None until the launcher has reported.
+        torch_has_cuda: Whether the launcher's torch was built for CUDA.
     """
 
     def __init__(
@@ -59,14 +62,19 @@ class Helpers:
         stop: StopRequest,
         host: Host,
     ) -> None:
-        """
+        """Prepare; nothing is started.
+
         Args:
-            start_agent: Starts a checkpoint agent; calls its argument meanwhile, and gives up once that is true.
+            start_agent: Starts a checkpoint agent; calls its argument while it waits, and gives up once that is true.
+            start_launcher: Starts a launcher.
             on_agent: Called with each event of the agent.
             on_attempt_over: Called when the agent has handled all messages of an attempt's ranks.
             on_launcher: Called with each message of the launcher, except for its first.
-            grace_s: Seconds that whoever asks for a stop waits.
+            grace_s: Seconds from a stop request to the end of the ranks.
             quiet_timeout_s: Seconds without an answer after which the agent is killed (120 at most).
+            loop: The event loop.
+            stop: Whether the run was asked to stop.
+            host: The operating system.
         """
         self._start_agent, self._start_launcher = start_agent, start_launcher
         self._handle_agent, self._handle_launcher = on_agent, on_launcher
@@ -82,7 +90,7 @@ class Helpers:
         self._heard_at = self._pinged_at = self._ponged_at = self._turned_at = now
 
     def ensure(self) -> None:
-        """Have a living agent and a living launcher; returns early if a stop is asked for.
+        """Start the agent and the launcher unless they are running; return early if a stop is requested.
 
         Raises:
             LaunchError: One of them cannot be started.
@@ -105,50 +113,83 @@ class Helpers:
                     raise HelperKilled(f"the launcher was killed by signal {-status} while it loaded torch")
                 raise LaunchError(f"the launcher ended with status {status} while it loaded torch; its error is above")
             if self._host.monotonic() > deadline:
-                raise LaunchError(f"the launcher has not loaded torch within {_LAUNCHER_TIMEOUT_S:.0f} s")
+                raise LaunchError(
+                    f"the launcher has not loaded torch within {_LAUNCHER_TIMEOUT_S:.0f} s; check that python -c "
+                    "'import torch' works on this node"
+                )
 
-    def tell_agent(self, do: str, **details: Any) -> bool:
-        """Send a request to the agent; False where there is none."""
+    def request_agent(self, do: str, **details: Any) -> bool:
+        """Send a request to the agent.
+
+        Args:
+            do: Name of the request.
+            details: Its fields.
+
+        Returns:
+            False if there is no agent.
+        """
         if self.agent is None or not self.agent.alive:
             return False
-        self.agent.tell(do, **details)
+        self.agent.request(do, **details)
         return True
 
     def heartbeats(self, num_ranks: int) -> list[Heartbeat]:
-        """The newest of each rank of this node, in the order of their local ranks."""
+        """Return the newest heartbeat of each rank of this node, in the order of their local ranks.
+
+        Args:
+            num_ranks: Ranks on this node.
+        """
         return self.agent.heartbeats(num_ranks) if self.agent is not None else []
 
     @property
     def pids(self) -> set[int]:
+        """Process ids of the agent and the launcher."""
         return {helper.pid for helper in (self.agent, self.launcher) if helper is not None}
 
     def turn(self, now: float) -> float:
-        """Seconds for which this process was stopped since the last turn, for which nobody else is to blame."""
+        """Begin a turn of the loop.
+
+        Args:
+            now: Monotonic seconds.
+
+        Returns:
+            Seconds for which this process was stopped since the last turn; they count against no other process.
+        """
         gap, self._turned_at = now - self._turned_at, now
         gap = gap if gap > _GAP_S else 0.0
         self._ponged_at += gap
         return gap
 
     def begin_turns(self) -> None:
-        """Start the agent's time to answer: it has not been asked for a while."""
+        """Restart the agent's time to answer: no ping was sent for a while."""
         self._turned_at = self._ponged_at = self._host.monotonic()
 
     def ping_agent(self, now: float) -> None:
-        """Ask the agent for an answer now and then, and kill one that does not give any."""
+        """Ping the agent every 2 s, and kill it if it does not answer in time.
+
+        Args:
+            now: Monotonic seconds.
+        """
         assert self.agent is not None
         if now - self._pinged_at >= _PING_INTERVAL_S:
             self._pinged_at = now
-            self.agent.tell("ping")
+            self.agent.request("ping")
         if now - self._ponged_at > self._pong_timeout_s and self.agent.alive:
             self.agent.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.agent.wait(KILL_TIMEOUT_S)
 
     def wait_for_agent(self, done: Callable[[], bool], on_timeout: Callable[[float], None]) -> bool:
-        """Wait until `done()`, or until the agent has ended by itself; returns whether.
+        """Wait until `done()`, or until the agent has exited.
 
-        An agent that makes no progress is killed after 10 minutes, or 5 s beyond the grace of a stop request;
-        `on_timeout` is then called with the seconds waited.
+        An agent that makes no progress is killed after 10 minutes, or 5 s after the grace period of a stop request.
+
+        Args:
+            done: Whether the agent has done what it was asked for.
+            on_timeout: Called with the seconds waited once the agent was killed.
+
+        Returns:
+            Whether it is done, or the agent has exited with status 0.
         """
         assert self.agent is not None
         self.begin_turns()
@@ -169,10 +210,10 @@ class Helpers:
         return done() or self.agent.returncode == 0
 
     def strays(self) -> list[psutil.Process]:
-        """Descendants that belong to no living helper: ranks, and what ranks have left."""
+        """Return the descendants that belong to no running helper: ranks, and processes that ranks have left."""
         keep = self.pids
         if self.launcher is not None and self.launcher.alive:
-            # Fork server and resource tracker.
+            # The launcher needs its fork server and its resource tracker.
             with contextlib.suppress(psutil.Error):
                 keep |= {
                     child.pid
@@ -182,13 +223,20 @@ class Helpers:
         return [process for process in self._host.descendants() if process.pid not in keep]
 
     def close(self, on_timeout: Callable[[float], None]) -> bool:
-        """End both, the agent once all snapshots are committed; returns whether they are."""
+        """End both processes, the agent once all snapshots are committed.
+
+        Args:
+            on_timeout: Called with the seconds waited if the agent had to be killed.
+
+        Returns:
+            Whether all snapshots are committed.
+        """
         drained = True
         if self.launcher is not None:
             self._loop.unregister(self.launcher.sock)
             self.launcher.close()
         if self.agent is not None:
-            self.agent.tell("shutdown")
+            self.agent.request("shutdown")
             drained = self.wait_for_agent(lambda: False, on_timeout)
             self._loop.unregister(self.agent.sock)
             self.agent.close()
@@ -196,7 +244,8 @@ class Helpers:
         return drained
 
     def _cancelled(self) -> bool:
-        """While the agent starts, the loop keeps running: other nodes expect signs of life."""
+        """Return whether the start of an agent should be given up."""
+        # The loop keeps running: other nodes expect keepalives.
         self._loop.pump(0.0)
         return bool(self._stop)
 
@@ -214,7 +263,7 @@ class Helpers:
         try:
             message, _ = protocol.receive(sock)
         except OSError:
-            # It is dead; `alive` says so, and the socket must not wake the loop for ever.
+            # The launcher is dead, which `alive` reports; its socket would wake the loop without end.
             self._loop.unregister(sock)
             return
         if message["event"] == "ready":

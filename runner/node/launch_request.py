@@ -1,4 +1,4 @@
-"""What the launcher is started with, and what it is asked to start in an attempt. No process, no clock."""
+"""The launcher's environment, and its request for an attempt. Pure: no process, no clock."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from runner.system.processes import RUN_ID_ENV
 
 
 def launcher_environment(config: Config, mark: str, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the launcher, and with it of the ranks.
+    """Return the environment of the launcher, which the ranks inherit.
 
     Args:
-        mark: By which the run's processes are found; see `processes.mark`.
+        config: The resolved configuration.
+        mark: Identifies the run's processes; see `processes.mark`.
         inherited: The environment of this process.
     """
     environment = dict(inherited)
     environment[RUN_ID_ENV] = mark
-    # torchrun's own default: ranks share the cores. It has to be set before torch is loaded.
+    # Ranks share the cores. This is torchrun's own default, which has to be set before torch is loaded.
     if config.launch.nproc_per_node != 1:
         environment.setdefault("OMP_NUM_THREADS", "1")
-    # The ranks get these from torchrun; inherited ones would only contradict it.
+    # torchrun sets these for the ranks; inherited values would contradict it.
     for name in TORCHRUN_VARIABLES:
         environment.pop(name, None)
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Libraries ask when they are imported whether there is a GPU, in the process that ranks are forked from. Asked
-    # of the driver's monitor, that leaves CUDA alone; otherwise no rank could start it.
+    # Libraries ask for GPUs when they are imported, in the process that ranks are forked from. With this variable
+    # torch asks NVML, which leaves CUDA uninitialized; otherwise no forked rank could use it.
     environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    # A restart is no download to be counted.
+    # A restart should not count as a download.
     environment.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
     return environment
 
@@ -45,11 +46,11 @@ class RankSetup:
     Attributes:
         nproc: Ranks on this node.
         accelerators: GPUs that torch sees; 0 on a CPU.
-        cold: Ranks are fresh interpreters, not forks of a preloaded one.
+        cold: Whether ranks are fresh interpreters instead of forks of a preloaded one.
         agent_socket: Path of the checkpoint agent's socket.
         event_socket: Path of the socket on which ranks report to this runner.
         log_dir: Folder for the ranks' output.
-        committed_step: The newest committed step; -1 before the first.
+        committed_step: Newest committed step, -1 if there is none.
     """
 
     nproc: int
@@ -71,7 +72,17 @@ def launch_request(
     setup: RankSetup,
     inherited: Mapping[str, str],
 ) -> Message:
-    """What the launcher is asked for, to start the ranks of an attempt."""
+    """Return the request that has the launcher start the ranks of an attempt.
+
+    Args:
+        spec: What the attempt is to be.
+        config: The resolved configuration.
+        directory: The run's folder.
+        job: What runs.
+        run_id: Identity of the run.
+        setup: What ranks need to know of this node.
+        inherited: The environment of this process.
+    """
     launch = config.launch
     settings = rank_settings_of(spec, config=config, job=job, agent_socket=setup.agent_socket)
     endpoint, own = launch.rendezvous(spec.nnodes)
@@ -95,7 +106,7 @@ def launch_request(
             "config": str(directory.config),
             "cache": str(directory.cache),
             "accelerators": setup.accelerators,
-            # Not from what a stock Trainer wrote: it need not hold every weight.
+            # A checkpoint that a stock Trainer wrote need not hold every weight.
             "resumes": (spec.attempt > 1 or setup.committed_step >= 0) and not settings.resume_from,
             "script": job.script,
             "args": list(job.args),
@@ -130,5 +141,5 @@ def _window(text: str) -> tuple[int, int]:
 
 
 def _on_loopback(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that have the ranks of a single node listen on the loopback device, unless the user says otherwise."""
+    """Return variables that have the ranks of a single node listen on the loopback device, unless they are set."""
     return {name: "lo" for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in environment}

@@ -1,10 +1,10 @@
-"""The warm process around torchrun's own library entry. The one module of the control plane that imports torch.
+"""The process that keeps torch loaded and runs torchrun's `elastic_launch`, once per attempt.
 
     python -m runner.node.launcher CONTROL_FD LOG_FILE TEMPORARY_FOLDER PARENT_PID
 
-It loads torch and forks a server that loads transformers and trl as well, then for each `launch` request runs
-`elastic_launch` with `max_restarts=0` and a fresh rendezvous, and reports how it ended. Only the supervisor retries:
-torchrun's own in-place restart shares one store between lives, and stale keys in it hang the next one.
+It loads torch, and forks a server that loads transformers and trl as well. For each `launch` request it runs
+`elastic_launch` with `max_restarts=0` and a fresh rendezvous, and reports how that ended. Only the supervisor retries:
+torchrun's own in-place restart shares one store between attempts, and stale keys in it hang the next one.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from checkpointing.agent.protocol import Message
 from runner.system import processes
 
 PRELOAD = ["runner.training.preload"]
-# How long torchrun leaves the others after one has ended. The supervisor kills those of an attempt that has failed;
-# ranks that end in answer to a stop close their trackers meanwhile.
+# Seconds that torchrun gives the other ranks after one has ended. The supervisor kills the ranks of a failed attempt;
+# after a stop request, ranks close their trackers in this time.
 _SHUTDOWN_TIMEOUT_S = 30
-# torchrun looks after its ranks so often; a death it learns of at once.
+# Seconds between torchrun's polls of its ranks; a death wakes it at once.
 _MONITOR_INTERVAL_S = 5.0
-# A rendezvous with nobody need not be told all the time that we live.
+# Seconds between the keepalives of a rendezvous of one node, which nothing reads.
 _KEEP_ALIVE_ALONE_S = 60
 
 
 class Signal:
-    """Given by one process, waited for by others, of which any may be killed meanwhile.
+    """An event that one process sets and others wait for, any of which may be killed at any time.
 
-    Not so `multiprocessing.Event`, which torchrun takes: `set` waits for all who wait, and for one who was killed for
-    ever.
+    torchrun uses `multiprocessing.Event`, whose `set` waits for all waiting processes: without end for a killed one.
     """
 
     def __init__(self) -> None:
+        """Create an event that is not set."""
         self._reader, self._writer = multiprocessing.Pipe(duplex=False)
 
     def __getstate__(self) -> Any:
@@ -59,33 +59,43 @@ class Signal:
         self._reader = reader
 
     def set(self) -> None:
+        """Wake all that wait."""
         self._writer.close()
 
     def wait(self) -> None:
-        """Returns also when who would give it has died."""
+        """Wait until the event is set, or the process that would set it has died."""
         with contextlib.suppress(EOFError, OSError):
             self._reader.recv_bytes()
 
 
 def rank_main(spec: dict[str, Any]) -> None:
-    """What runs in every rank: the default job, or the user's script as `__main__`."""
+    """Run the bundled job, or the user's script as `__main__`, in a rank.
+
+    Args:
+        spec: The `spec` of the launch request.
+    """
     from runner.training.rank import run_rank
 
     run_rank(spec)
 
 
 def main() -> int:
+    """Load torch, then run one attempt per request until the supervisor closes the control socket.
+
+    Returns:
+        The exit status of the process.
+    """
     processes.die_with_parent(lambda: os.getppid() != int(sys.argv[4]))
     _leave_signals_to_the_supervisor()
-    # multiprocessing's own folders (sockets of the fork server, of workers' queues): processes that are killed cannot
-    # remove theirs, so they lie where the supervisor removes them. Ranks inherit this.
+    # multiprocessing's own folders have the sockets of the fork server and of workers' queues. Killed processes cannot
+    # remove theirs, so they are in a folder that the supervisor removes. Ranks inherit this setting.
     config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     config["tempdir"] = sys.argv[3]
-    # Semaphores likewise: by their names the next start finds them.
+    # The next start finds left semaphores by this prefix.
     config["semprefix"] = f"/{processes.semaphore_prefix(os.environ[processes.RUN_ID_ENV])}"
-    # torch's own: each rank that dies of an exception leaves a file.
+    # torch leaves a temporary file here for each rank that raises an exception.
     tempfile.tempdir = sys.argv[3]
-    # See `runner.training.preload`, which goes on from here.
+    # Frozen pages stay shared with the ranks; see `runner.training.preload`.
     gc.disable()
     import torch
 
@@ -105,12 +115,15 @@ def main() -> int:
 
 
 def _start_fork_server() -> None:
-    """As `multiprocessing.forkserver.ensure_running`, but by a fork of this process, which has torch loaded already:
-    2 s of processor time less (2 cores, 2026-11-22). Nothing here has a thread yet, or uses CUDA."""
+    """Start multiprocessing's fork server as a fork of this process, which has loaded torch already.
+
+    Otherwise as `multiprocessing.forkserver.ensure_running`. It saves 2 s of processor time (2 cores, 2026-11-22).
+    This process must not have started a thread or CUDA before.
+    """
     server: Any = multiprocessing.forkserver._forkserver
     multiprocessing.forkserver.set_forkserver_preload(PRELOAD)
     if hasattr(server, "_forkserver_authkey"):
-        # From Python 3.14 on it wants a key that only it hands over.
+        # From Python 3.14 on, the server needs a key that only this function passes to it.
         multiprocessing.forkserver.ensure_running()
         return
     resource_tracker.ensure_running()
@@ -124,7 +137,7 @@ def _start_fork_server() -> None:
         if pid == 0:
             _serve_forks(listener.fileno(), alive_r)
     os.close(alive_r)
-    # Should it be killed, `multiprocessing` starts another one, in its own way.
+    # If the server is killed, `multiprocessing` starts another one by itself.
     server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, alive_w, pid
 
 
@@ -132,11 +145,12 @@ def _serve_forks(listener: int, alive: int) -> NoReturn:
     code = 1
     try:
         processes.set_name(processes.FORK_SERVER_NAME)
-        # The control socket above all: the supervisor is to see it close when the launcher has died.
+        # Close everything else, above all the control socket: it must close when the launcher dies, which is how the
+        # supervisor notices.
         kept = sorted([2, listener, alive, os.sysconf("SC_OPEN_MAX")])
         for low, high in itertools.pairwise(kept):
             os.closerange(low + 1, high)
-        # The launcher's own; a script's temporary files lie where the user wants them.
+        # That folder is for the launcher; a script's temporary files go where the user wants them.
         tempfile.tempdir = None
         tracker: Any = resource_tracker._resource_tracker
         tracker._fd = tracker._pid = None
@@ -150,8 +164,10 @@ def _serve_forks(listener: int, alive: int) -> NoReturn:
 
 
 def _take_less_time() -> None:
-    """Have torchrun wait for a rank to die or to be done, where it would sleep and look again: it sees either at once,
-    and takes no time from the ranks meanwhile."""
+    """Have torchrun wait for the end of a rank where it would sleep and poll.
+
+    It then notices the end of a rank at once, and takes no processor time from the ranks.
+    """
     from torch.distributed.elastic import multiprocessing as elastic
     from torch.distributed.elastic.agent.server import api
     from torch.distributed.elastic.multiprocessing import api as output
@@ -162,29 +178,32 @@ def _take_less_time() -> None:
     class Ranks(output.MultiprocessContext):
         def _start(self) -> None:
             newest[:] = [self]
-            # Torch before 2.10 cannot be told to leave them alone; it has just taken them.
+            # Torch before 2.10 has no option to leave signals alone, and has just installed its handlers.
             _leave_signals_to_the_supervisor()
             self._worker_finished_event = Signal()  # type: ignore[assignment]
             super()._start()  # type: ignore[no-untyped-call]
 
     def wait(seconds: float) -> None:
-        # Looking at them collects those that have ended.
+        # This call also reaps the ranks that have ended.
         sentinels: list[Any] = [child.sentinel for child in multiprocessing.active_children()]
         if sentinels:
-            # A rank that is done says so here, and does not end before it was heard.
+            # A finished rank writes its result to its queue, and does not exit before it was read.
             done = [queue._reader for ranks in newest for queue in ranks._ret_vals.values()]
             connection.wait(sentinels + done, seconds)
         else:
             time.sleep(min(seconds, 0.05))
 
-    # All are called by these names; there is no hook.
+    # torchrun looks these names up in its modules and has no hook to replace them.
     clock = types.SimpleNamespace(sleep=wait, time=time.time, monotonic=time.monotonic, perf_counter=time.perf_counter)
     setattr(api, "time", clock)  # noqa: B010 - not exported, as the type checker knows
     setattr(elastic, "MultiprocessContext", Ranks)  # noqa: B010
 
 
 def _listen_on_loopback_only() -> None:
-    """For a run on one machine: torch's stores listen on all interfaces, and unpickle what anybody sends."""
+    """Have torch's stores of a run on one node listen on the loopback device only.
+
+    By default they listen on all interfaces, and unpickle whatever a peer sends.
+    """
     from torch._C._distributed_c10d import TCPStore
     from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
@@ -196,7 +215,7 @@ def _listen_on_loopback_only() -> None:
             options["master_listen_fd"] = listener.detach()
         return TCPStore("127.0.0.1", port, is_master=is_master, **options)
 
-    # Neither the store's address nor a listening socket can be given to them.
+    # Neither class takes the store's address or a listening socket.
     setattr(c10d_rendezvous_backend, "TCPStore", store)  # noqa: B010
     setattr(  # noqa: B010
         DynamicRendezvousHandler,
@@ -206,17 +225,17 @@ def _listen_on_loopback_only() -> None:
 
 
 def _leave_signals_to_the_supervisor() -> None:
-    """Some clusters tell every process of a job to stop (Slurm signals all that a step has started).
+    """Ignore stop signals, which some clusters send to every process of a job (Slurm to all that a step has started).
 
-    The supervisor answers, and ends this process when the ranks have saved. The fork server inherits it.
+    The supervisor handles them, and ends this process when the ranks have saved. The fork server inherits the setting.
     """
     for number in processes.STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _log_to_file(path: Path) -> None:
-    """torchrun logs a traceback for every rank that dies; the user is told the cause in one line instead."""
-    # A full disk: what cannot be logged is lost, not printed.
+    """Send torch's log to a file: it has a traceback for every failed rank, and the user gets the cause in one line."""
+    # On a full disk, log records are lost instead of printed.
     logging.raiseExceptions = False
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -227,7 +246,14 @@ def _log_to_file(path: Path) -> None:
 
 
 def _launch(request: Message) -> Message:
-    """Run one attempt to its end; returns `finished`, and the failures that torchrun saw."""
+    """Run one attempt to its end.
+
+    Args:
+        request: See `launch_request`.
+
+    Returns:
+        `finished`, `failures` that torchrun saw, and `error` if it failed itself.
+    """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -237,18 +263,18 @@ def _launch(request: Message) -> Message:
     try:
         log_dir.mkdir(parents=True)
     except OSError as error:
-        return {"finished": False, "failures": [], "error": f"{log_dir} cannot be made: {error.strerror}"}
+        return {"finished": False, "failures": [], "error": f"{log_dir} cannot be created: {error.strerror}"}
     newer: dict[str, Any] = {
-        # Before torch 2.13 it could not be set, and was as long.
+        # Before torch 2.13 it was fixed to this value.
         "shutdown_timeout": _SHUTDOWN_TIMEOUT_S,
-        # By default it would take back those that the supervisor answers.
+        # By default torchrun would install handlers for the signals that are ignored here.
         "signals_to_handle": "SIGQUIT",
     }
     config = LaunchConfig(
         min_nodes=request["nnodes"],
         max_nodes=request["nnodes"],
         nproc_per_node=request["nproc_per_node"],
-        # Fresh for every attempt, so that no key of an earlier one can be met.
+        # A fresh id for every attempt: no key of an earlier one can match.
         run_id=f"{request['run_id']}-{request['attempt']}",
         rdzv_backend="c10d",
         rdzv_endpoint=request["rdzv_endpoint"],
@@ -274,7 +300,7 @@ def _launch(request: Message) -> Message:
         ]
         return {"finished": False, "failures": failures}
     except SignalException as error:
-        # The supervisor ends this process by closing the control socket; a signal comes from someone else.
+        # The supervisor ends this process by closing the control socket, so the signal has another origin.
         return {
             "finished": False,
             "failures": [],

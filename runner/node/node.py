@@ -6,33 +6,31 @@ The node starts them, watches and ends them, and reports how each attempt ended.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from checkpointing.agent.options import AgentOptions
 from checkpointing.agent.protocol import Message
 from runner.config.schema import Config
 from runner.config.topology import check_promised_gpu, shape_of
 from runner.errors import UsageError
-from runner.journal.events import AgentEndedEarly, AttemptStarted, ColdStart
+from runner.journal.events import AgentEndedEarly, AttemptStarted
 from runner.journal.journal import SteadyClock
 from runner.journal.run_directory import RunDirectory
 from runner.node.agent_events import AgentEvents, Record
 from runner.node.attempt import Attempt
-from runner.node.helper_processes import AgentHelper, LauncherHelper
+from runner.node.helper_starter import HelperStarter
 from runner.node.helpers import Helpers
-from runner.node.launch_request import RankSetup, launch_request, launcher_environment
+from runner.node.launch_request import RankSetup, launch_request
 from runner.node.messages import AttemptResult, AttemptSpec, Job
 from runner.node.rank_watch import RankEvents
+from runner.node.start_method import StartMethod
 from runner.recovery.failure import Failure
-from runner.system import processes
 from runner.system.event_loop import EventLoop, StopRequest
 from runner.system.host import Host
 from runner.ui.progress import ProgressDisplay
 
-# While ranks train, everything that matters wakes the loop; this is for what only the passing of time shows.
+# Seconds between turns while ranks train: events wake the loop, and these turns notice what shows only with time.
 _TURN_S = 0.5
 _SOON_S = 0.05
 
@@ -60,6 +58,7 @@ class Node:
         stop: StopRequest,
         runtime: Path,
         host: Host | None = None,
+        starter: HelperStarter | None = None,
     ) -> None:
         """Prepare; nothing is started.
 
@@ -74,20 +73,21 @@ class Node:
             loop: The event loop.
             stop: Whether the run was asked to stop.
             runtime: A folder for sockets, which the caller removes.
-            host: The operating system; by default the real one.
+            host: The operating system; the real one by default.
+            starter: Starts the agent and the launcher; by default real ones, as configured.
         """
         self._config, self._directory, self._job, self.run_id = config, directory, job, run_id
         self._display, self._record, self._clock, self._loop, self._stop = display, record, clock, loop, stop
-        self._runtime, self._host = runtime, host or Host()
+        self._host = host or Host()
         self.checkpoints = AgentEvents(display, record)
         self.others_busy = False
         self._attempt: Attempt | None = None
         self._attempt_over = False
-        # Whether ranks are fresh interpreters instead of forks of a preloaded one.
-        self._cold = config.launch.cold
+        self._start_method = StartMethod(cold=config.launch.cold, display=display, record=record)
+        starter = starter or HelperStarter(config, directory, run_id, runtime)
         self._helpers = Helpers(
-            start_agent=self._start_agent,
-            start_launcher=self._start_launcher,
+            start_agent=starter.start_agent,
+            start_launcher=starter.start_launcher,
             on_agent=self.checkpoints.handle,
             on_attempt_over=self._on_attempt_over,
             on_launcher=self._on_launcher,
@@ -135,11 +135,11 @@ class Node:
         return self._attempt is not None and self._attempt.hangs.busy
 
     def note(self, text: str) -> bool:
-        """Have the restart state written with the checkpoints; returns False if there is no agent to do it."""
-        return self._helpers.tell_agent("restart_state", text=text)
+        """Have the agent write the restart state next to the checkpoints; returns False if there is no agent."""
+        return self._helpers.request_agent("restart_state", text=text)
 
     def keep_file(self, name: str, path: Path, start: int, end: int) -> bool:
-        """Have bytes of a file written with the checkpoints.
+        """Have the agent write bytes of a file next to the checkpoints.
 
         Args:
             name: Name of the copy.
@@ -148,12 +148,12 @@ class Node:
             end: End of the bytes.
 
         Returns:
-            False if there is no agent to do it.
+            False if there is no agent.
         """
-        return self._helpers.tell_agent("sidecar", name=name, path=str(path), start=start, end=end)
+        return self._helpers.request_agent("sidecar", name=name, path=str(path), start=start, end=end)
 
     def close(self) -> bool:
-        """Wait until all snapshots are committed, then end all processes; returns whether everything was committed."""
+        """Wait until all snapshots are committed, then end all processes; returns whether all are committed."""
         self._loop.unregister(self._events.sock)
         drained = self._helpers.close(self._on_agent_timeout)
         self._host.kill_all(self._host.descendants)
@@ -167,7 +167,7 @@ class Node:
 
         Args:
             spec: What it is to be.
-            each_turn: Called about twice a second and after every event; may call `end_attempt`.
+            each_turn: Called about twice per second and after every event; may call `end_attempt`.
 
         Returns:
             How it ended.
@@ -181,11 +181,11 @@ class Node:
         self.checkpoints.show_heartbeats(attempt.heartbeats(), self._host.monotonic())
         attempt.close()
         self._attempt_over = False
-        self._helpers.tell_agent("end_attempt")
+        self._helpers.request_agent("end_attempt")
         self._helpers.wait_for_agent(lambda: self._attempt_over, self._on_agent_timeout)
         result = attempt.conclude(self._clock.at)
         self._attempt = None
-        return replace(result, failure=self._without_forks(result.failure))
+        return replace(result, failure=self._start_method.revise(result.failure))
 
     def end_attempt(self, verdict: Failure, *, stacks: bool = False) -> None:
         """Kill the ranks of the running attempt, if there is one.
@@ -203,8 +203,8 @@ class Node:
         nnodes, nproc = self.shape
         if nnodes != spec.nnodes:
             raise UsageError(
-                f"this node was started with --nnodes {nnodes}, the leader with --nnodes {spec.nnodes}; use the same "
-                "number everywhere"
+                f"this node was started with --nnodes {nnodes}, the leader with --nnodes {spec.nnodes}; start all "
+                "nodes with the same number"
             )
         log_dir = self._directory.logs / f"attempt-{spec.attempt}"
         attempt = Attempt(
@@ -225,12 +225,12 @@ class Node:
         )
         self._helpers.begin_turns()
         self.checkpoints.begin_attempt(spec.attempt)
-        agent.tell("begin_attempt", attempt=spec.attempt, fetch=True)
+        agent.request("begin_attempt", attempt=spec.attempt, fetch=True)
         self._record(AttemptStarted(nnodes=nnodes, launcher_pid=launcher.pid, agent_pid=agent.pid))
         setup = RankSetup(
             nproc=nproc,
             accelerators=self._helpers.accelerators or 0,
-            cold=self._cold,
+            cold=self._start_method.cold,
             agent_socket=agent.process.socket_path,
             event_socket=self._events.path,
             log_dir=str(log_dir),
@@ -249,40 +249,7 @@ class Node:
         )
         return attempt
 
-    def _without_forks(self, failure: Failure) -> Failure:
-        """Start ranks as fresh interpreters from now on if forked ones cannot use the GPU."""
-        if self._cold:
-            # Forking is not the cause.
-            return replace(failure, may_pass=failure.may_pass and not failure.in_fork, in_fork=False)
-        if failure.in_fork:
-            self._cold = True
-            self._record(ColdStart(reason=failure.cause))
-            self._display.message(
-                "a module that is imported before the ranks are forked has initialized the GPU driver, which forks "
-                "cannot use then; from now on ranks start as fresh interpreters, which takes some seconds more (--cold "
-                "does so from the beginning)"
-            )
-        return failure
-
-    # -- the helper processes ----------------------------------------------------------------------------------------
-
-    def _start_agent(self, cancelled: Callable[[], bool]) -> AgentHelper:
-        checkpoint = self._config.checkpoint
-        options = AgentOptions(
-            location=self._config.checkpoint_location,
-            run_id=self.run_id,
-            local_tier=checkpoint.local_tier,
-            local_retention=checkpoint.local_retention,
-            commits=self._config.launch.node_rank == 0,
-            memory_limit=checkpoint.memory_limit_bytes,
-        )
-        return AgentHelper(options, directory=Path(tempfile.mkdtemp(dir=self._runtime)), cancelled=cancelled)
-
-    def _start_launcher(self) -> LauncherHelper:
-        mark = processes.mark(self._directory.run_id(), self._config.launch.node_rank)
-        environment = launcher_environment(self._config, mark, os.environ)
-        temporary = Path(tempfile.mkdtemp(dir=self._runtime))
-        return LauncherHelper(environment, self._directory.logs / "launcher.log", temporary)
+    # -- what helpers and ranks report -------------------------------------------------------------------------------
 
     def _on_attempt_over(self) -> None:
         self._attempt_over = True
@@ -293,7 +260,7 @@ class Node:
 
     def _on_rank_events(self) -> None:
         for message in self._events.receive():
-            # Messages that ranks of an earlier attempt have left unread are dropped.
+            # Unread messages of ranks of an earlier attempt are dropped.
             if self._attempt is not None and message.in_attempt == self._attempt.spec.attempt:
                 self._attempt.reports.handle(message)
 

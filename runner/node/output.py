@@ -1,4 +1,4 @@
-"""What reaches the user's terminal: streams that cannot end a run, and the ranks' output passed on as it is."""
+"""The user's terminal: standard streams whose errors cannot end a run, and the ranks' output, copied unchanged."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-# Where torchrun keeps a rank's standard output and error, beside its error file.
+# Names of the files in which torchrun keeps a rank's standard output and error, next to its error file.
 STDOUT_NAME, STDERR_NAME = "stdout.log", "stderr.log"
 _INTERVAL_S = 0.2
 _CHUNK_BYTES = 64 * 1024
-# A terminal that was stopped (Ctrl-S), or a pipe that nobody reads, holds up no more than this at the end.
+# Seconds that a stopped terminal (Ctrl-S), or a pipe without a reader, may delay the end.
 _PATIENCE_S = 5.0
 
 
 class _Lossy(io.RawIOBase):
-    """A file descriptor to write to, of which a failure is forgotten: a run must not end with its log's volume."""
+    """A file descriptor whose write errors are ignored: a full log volume must not end a run."""
 
     def __init__(self, fd: int) -> None:
-        self._fd, self._told = fd, False
+        self._fd, self._warned = fd, False
 
     def writable(self) -> bool:
         return True
@@ -37,26 +37,27 @@ class _Lossy(io.RawIOBase):
     def write(self, data: object) -> int:
         # The buffer on top of this one passes a memoryview.
         view = memoryview(data)  # type: ignore[arg-type]
-        # ENOSPC, EPIPE, EIO, a full pipe that does not block: what is not taken now is lost; the rest may not be.
+        # After ENOSPC, EPIPE, EIO, or on a full non-blocking pipe, the rest of this data is lost; later writes may
+        # succeed.
         try:
             left = view
             while left:
                 left = left[os.write(self._fd, left) :]
         except OSError as error:
-            self._tell(error)
+            self._warn(error)
         return len(view)
 
-    def _tell(self, error: OSError) -> None:
-        """Once, where the other stream is; a closed pipe (`| head`) is what its reader wants."""
-        if self._fd != 1 or self._told or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+    def _warn(self, error: OSError) -> None:
+        """Print a warning once, to standard error; a closed pipe (`| head`) is intended."""
+        if self._fd != 1 or self._warned or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             return
-        self._told = True
+        self._warned = True
         with contextlib.suppress(OSError):
             os.write(2, f"runner: warning: standard output cannot be written: {error.strerror}\n".encode())
 
 
 def make_streams_lossy() -> None:
-    """Replace `sys.stdout` and `sys.stderr`: neither a full disk nor a closed pipe nor a character set raises there.
+    """Replace `sys.stdout` and `sys.stderr` with streams that a full disk or a closed pipe does not make fail.
 
     Characters that the encoding lacks are written as `?`.
     """
@@ -66,22 +67,23 @@ def make_streams_lossy() -> None:
             fd, encoding = stream.fileno(), stream.encoding
             stream.flush()
         except (AttributeError, OSError, ValueError):
-            # Closed, or a test's own.
+            # The stream is closed, or a test has replaced it.
             continue
         buffered = io.BufferedWriter(_Lossy(fd))
         setattr(sys, name, io.TextIOWrapper(buffered, encoding=encoding, errors="replace", line_buffering=True))
 
 
 class OutputRelay:
-    """Copies the ranks' log files to the terminal while they grow, byte for byte: progress bars stay what they are.
+    """Copies the ranks' log files to the terminal while they grow, byte for byte, so that progress bars work.
 
-    A thread of its own: a terminal that takes nothing holds up nobody else.
+    It runs in a thread: a terminal that is stopped delays nothing else.
     """
 
     def __init__(self, write: Callable[[int, bytes], None]) -> None:
-        """
+        """Start the thread.
+
         Args:
-            write: called with 1 (standard output) or 2 (standard error), and what a rank has written there.
+            write: Called with 1 (standard output) or 2 (standard error), and what a rank has written there.
         """
         self._write = write
         self._lock = threading.Lock()
@@ -92,20 +94,24 @@ class OutputRelay:
         self._thread.start()
 
     def follow(self, folder: Path) -> None:
-        """Begin with the logs of a rank."""
+        """Begin to copy the logs of a rank.
+
+        Args:
+            folder: The rank's folder.
+        """
         for stream, name in ((1, STDOUT_NAME), (2, STDERR_NAME)):
             with contextlib.suppress(OSError), self._lock:
                 self._logs.append((os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC), stream))
 
     def finish(self) -> None:
-        """Pass on what is left, once the ranks are gone."""
+        """Copy the rest, after the ranks have ended."""
         self._ended.set()
         self._thread.join(_PATIENCE_S)
 
     def _run(self) -> None:
         ended = False
         while not ended:
-            # What was written before the end is read after it.
+            # Read once more after the end: the ranks may have written since the last turn.
             ended = self._ended.wait(_INTERVAL_S)
             with self._lock:
                 logs = list(self._logs)

@@ -1,4 +1,4 @@
-"""Where hung processes stand: Python and native stacks, into files, by py-spy; and what the kernel knows."""
+"""Writes the stacks of hung processes to files: Python and native ones by py-spy, and the kernel's view."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ _TIMEOUT_S = 8.0
 
 
 def dump_stacks(pids: Mapping[str, int], folder: Path, pump: Callable[[], None]) -> list[Path]:
-    """Write `stacks-<name>.txt` for every process into a folder; returns the files.
+    """Write `stacks-<name>.txt` for every process.
 
-    Never raises and never takes much longer than 8 seconds: what could not be found out is said in the file.
+    Never raises, and takes 8 seconds at most; errors are written to the files.
 
     Args:
-        pids: processes by name, for example `rank1`.
-        pump: called while py-spy works.
+        pids: Process ids by name, for example `rank1`.
+        folder: Folder for the files, created if needed.
+        pump: Called while py-spy works.
+
+    Returns:
+        The files that were written.
     """
     files = []
     dumps: list[tuple[subprocess.Popen[bytes], Path]] = []
@@ -48,7 +52,7 @@ def dump_stacks(pids: Mapping[str, int], folder: Path, pump: Callable[[], None])
 
 
 def _command(pid: int) -> list[str]:
-    """Of a stopped process, native frames cannot be unwound with waiting for it: py-spy then reads its memory only."""
+    """Return py-spy's command; it only reads the memory of a stopped process, whose native frames it cannot unwind."""
     spy = Path(sys.executable).with_name("py-spy")
     how = "--nonblocking" if processes.state(pid) in ("T", "t", "D", "Z") else "--native"
     return [str(spy) if spy.exists() else "py-spy", "dump", how, "--pid", str(pid)]

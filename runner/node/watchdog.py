@@ -1,4 +1,4 @@
-"""Finds ranks that have stopped making progress, by their heartbeats alone. No process, no clock of its own."""
+"""Finds ranks that make no progress, by their heartbeats alone. Pure: no process, no clock."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from checkpointing.heartbeat import Heartbeat, Phase
 from runner.config.schema import RestartConfig
 
-# A step may take so many times the 99th percentile of this run's own steps, and so many seconds more.
+# The limit of a step: this factor times the 99th percentile of the run's own steps, plus these seconds.
 _STEP_FACTOR = 3.0
 _STEP_MARGIN_S = 5.0
-# With a look a second, what somebody has stopped is found within 5 s.
+# Seconds. With one look per second, a stopped process is found within 5 s.
 _STOPPED_S = 3.5
 _MIN_SAMPLES = 3
 _NUM_SAMPLES = 1000
-# Whoever looks was stopped himself (SIGSTOP, a suspended machine) if he has not looked for longer than this.
+# Seconds between two looks after which this process was itself stopped (SIGSTOP, a suspended node).
 _LOOK_GAP_S = 3.0
 
 _BUSY = {Phase.RESTORING, Phase.SAVING, Phase.IDLE, Phase.COMPILING}
@@ -33,12 +33,12 @@ _DOING = {
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds without a sign of life.
+    """Seconds without a heartbeat after which a rank hangs.
 
     Attributes:
-        hang_s: in a step; None: by the run's own step times.
-        first_step_s: in the first steps, and while torch.compile works.
-        quiet_s: in what is no step: start-up, restore, evaluation, saving.
+        hang_s: In a step; None to derive it from the run's own step times.
+        first_step_s: In the first steps, and while torch.compile works.
+        quiet_s: Outside of steps: start-up, restore, evaluation, saving.
     """
 
     hang_s: float | None
@@ -47,13 +47,22 @@ class Limits:
 
     @classmethod
     def of(cls, restart: RestartConfig) -> Limits:
-        """As the user has set them."""
+        """Return the limits of a configuration.
+
+        Args:
+            restart: The `restart` section.
+        """
         return cls(restart.hang_timeout_s, restart.first_step_timeout_s, restart.quiet_timeout_s)
 
 
 @dataclass(frozen=True)
 class Hang:
-    """Which local ranks stand still, for how long, and what they were doing."""
+    """Ranks that hang.
+
+    Attributes:
+        slots: Their local ranks.
+        reason: For how long they were silent, what they were doing, and the limit.
+    """
 
     slots: tuple[int, ...]
     reason: str
@@ -67,24 +76,40 @@ class _Seen:
 
 
 class Watchdog:
-    """`look` is to be called about twice a second, with the heartbeats of this machine's ranks."""
+    """Compares heartbeats over time; `look` is called about twice a second.
+
+    Attributes:
+        busy: Whether, at the last look, a rank was legitimately not computing steps.
+        p99_s: 99th percentile of the step times seen.
+    """
 
     def __init__(self, limits: Limits, *, watch_start: bool, now: float) -> None:
-        """`watch_start`: whether a rank that has never given a sign of life ought to (a user's script need not)."""
+        """Begin to watch.
+
+        Args:
+            limits: Seconds without a heartbeat.
+            watch_start: Whether every rank must send heartbeats; a user's script need not.
+            now: Monotonic seconds.
+        """
         self._limits = limits
         self._watch_start = watch_start
         self._least_s = min(limits.hang_s or _STEP_MARGIN_S, limits.first_step_s, limits.quiet_s)
         self._began = self._looked = now
         self._seen: dict[int, _Seen] = {}
         self._step_times: deque[float] = deque(maxlen=_NUM_SAMPLES)
-        # At the last look, a rank did what is no step, within its time.
         self.busy = False
 
     def look(self, beats: Sequence[Heartbeat], now: float, *, others_busy: bool = False) -> Hang | None:
-        """The ranks that hang at this moment (monotonic seconds), if any do.
+        """Find ranks that hang.
 
         Args:
-            others_busy: on another machine a rank rightly does what is no step; ours may be waiting for it.
+            beats: The newest heartbeat of each rank, in the order of their local ranks.
+            now: Monotonic seconds.
+            others_busy: Whether a rank of another node is legitimately not computing steps; ranks here may be waiting
+                for it.
+
+        Returns:
+            The ranks; None if none hangs.
         """
         if now - self._looked > _LOOK_GAP_S:
             gap = now - self._looked
@@ -101,34 +126,34 @@ class Watchdog:
         late = [slot for slot, beat in enumerate(beats) if self._is_late(slot, beat, beats, now)]
         self.busy = any(beat.phase in _BUSY and slot not in late for slot, beat in enumerate(beats))
         if self.busy or others_busy:
-            # A rank in mid-step waits for the one that compiles, saves or evaluates; its own time begins thereafter.
+            # A rank in mid-step waits for the one that compiles, saves or evaluates; its own time begins afterwards.
             waiting = [slot for slot, beat in enumerate(beats) if beat.phase is Phase.TRAINING]
             late = [slot for slot in late if slot not in waiting]
             for slot in waiting:
                 self._seen[slot].since = now
         if not late:
             return None
-        # Those that wait for the one that hangs are late too: it is the one that has come least far.
+        # Ranks that wait for the hung one are late, too; the hung one has made the least progress.
         first = min(late, key=lambda slot: (beats[slot].step, beats[slot].beats))
         beat, silent = beats[first], now - self._seen[first].since
         limit, why = self._limit(beat)
         return Hang(
             tuple(late),
-            f"no sign of life for {silent:.1f} s after step {beat.step} ({_DOING[beat.phase]}); allowed are "
+            f"no heartbeat for {silent:.1f} s after step {beat.step} ({_DOING[beat.phase]}); the limit is "
             f"{limit:.1f} s ({why})",
         )
 
     def _is_late(self, slot: int, beat: Heartbeat, beats: Sequence[Heartbeat], now: float) -> bool:
         if beat.phase is Phase.DONE and not self._watch_start:
-            return False  # a script may do what it likes after training
+            return False  # a script may take any time after training
         if beat.phase is Phase.STARTING and not self._watch_start and all(b.phase is Phase.STARTING for b in beats):
             return False
         silent = now - self._seen[slot].since
-        # Nearly always; working the limit out takes time from training.
+        # The first comparison is nearly always enough; computing the limit takes time from training.
         return silent > self._least_s and silent > self._limit(beat)[0]
 
     def _limit(self, beat: Heartbeat) -> tuple[float, str]:
-        """Seconds allowed, and where that comes from."""
+        """Return the seconds allowed, and the setting or figure that they come from."""
         limits = self._limits
         if beat.phase is Phase.COMPILING:
             return limits.first_step_s, "restart.first_step_timeout_s"
@@ -149,19 +174,27 @@ class Watchdog:
 
 
 class StoppedProcesses:
-    """Ranks that somebody has stopped (SIGSTOP): whatever they were doing, they will say nothing more by themselves."""
+    """Finds processes that were stopped (SIGSTOP), which make no progress whatever they were doing."""
 
     def __init__(self, patience_s: float = _STOPPED_S) -> None:
+        """Begin to watch.
+
+        Args:
+            patience_s: Seconds for which a process may be stopped.
+        """
         self._patience_s = patience_s
         self._since: dict[int, float] = {}
         self._looked = 0.0
 
     def look(self, states: Mapping[int, str], now: float) -> list[int]:
-        """Those that have been stopped for too long; to be called about once a second.
+        """Find processes that have been stopped for too long; called about once a second.
 
         Args:
-            states: of each living rank, as in ps(1).
-            now: monotonic seconds.
+            states: State of each running process, as in ps(1), by a number of the caller's.
+            now: Monotonic seconds.
+
+        Returns:
+            The numbers of the processes, in order.
         """
         if now - self._looked > _LOOK_GAP_S:
             self._since.clear()

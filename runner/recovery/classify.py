@@ -65,7 +65,7 @@ def _classify_cause(first: RankEnd, started_step: int, step: int, kernel_oom_kil
         # A kill comes from outside and can happen at any step; a crash of the program itself repeats.
         if kernel_oom_kills and first.exit_code in (None, -signal.SIGKILL):
             cause = (
-                f"rank {first.rank} was killed by the kernel: the memory limit of this machine or container is reached"
+                f"rank {first.rank} was killed by the kernel: the memory limit of this node or container was reached"
             )
             return Failure(FailureKind.OUT_OF_MEMORY, cause, first.rank, step)
         own_fault = first.exit_code is not None and -first.exit_code not in _EXTERNAL_SIGNALS

@@ -1,4 +1,4 @@
-"""What ended ranks leave behind: exit codes, error files, last words."""
+"""Evidence of a rank's end: exit codes, error files, and the last lines of its standard error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# What a process that is ended by its own C++ code, or by a fault of it, leaves on its standard error.
+# Written to standard error by a process that C++ code aborts, or that crashes by a fault of its own.
 _TERMINATED = re.compile(r"terminate called after throwing an instance of '([^'\n]+)'\s+what\(\):\s+([^\n]+)")
 _FATAL = re.compile(r"^(Fatal Python error: [^\n]+)", re.MULTILINE)
 _LAST_BYTES = 256 * 1024
@@ -20,13 +20,14 @@ class RankEnd:
     """How one rank ended.
 
     Attributes:
-        order: position among the ranks by the time of death, 0 is the first.
-        exit_code: as `multiprocessing` gives it (negative: signal number); None where only the death was seen.
-        error: type and message of its Python exception, None where it left none.
-        frame: `file:line` of the exception's innermost frame.
-        error_time: when the exception was recorded, seconds since the epoch.
-        last_words: of a process without such an exception, ended by an abort or a fault of its own.
-        transient: the exception says that the network, or a server, has failed for the moment.
+        rank: Global rank.
+        order: Position among the ranks by the time of death, 0 for the first.
+        exit_code: As `multiprocessing` reports it (negative for a signal); None if only the death was seen.
+        error: Type and message of its Python exception; None if there is none.
+        frame: `file:line` of the exception's innermost frame; None if it is unknown.
+        error_time: When the exception was recorded, in seconds since the epoch; None if it is unknown.
+        last_words: For a process without a Python exception, why it was aborted; None if it did not say.
+        transient: Whether the exception means that the network or a server has failed, which may pass.
     """
 
     rank: int
@@ -40,7 +41,15 @@ class RankEnd:
 
 
 def read_error_file(path: Path) -> tuple[str, str | None, float | None] | None:
-    """Error, innermost frame and time from a torchelastic error file; None where there is none to read."""
+    """Read a torchelastic error file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Error, innermost frame (None if unknown) and time in seconds since the epoch (None if unknown); None if the file
+        does not exist or is damaged.
+    """
     try:
         document: Any = json.loads(path.read_text(encoding="utf-8"))
         message = document["message"]
@@ -55,7 +64,14 @@ def read_error_file(path: Path) -> tuple[str, str | None, float | None] | None:
 
 
 def read_last_words(log: Path) -> str | None:
-    """Why a process was aborted, by the end of its standard error; None where that says nothing of the kind."""
+    """Find why a process was aborted, in the last 256 KiB of its standard error.
+
+    Args:
+        log: File with its standard error.
+
+    Returns:
+        The reason; None if there is none.
+    """
     try:
         with log.open("rb") as file:
             file.seek(max(log.stat().st_size - _LAST_BYTES, 0))

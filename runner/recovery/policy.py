@@ -114,7 +114,7 @@ def decide(
             budget.
         batch: How batches are divided now.
         skips_left: Windows of steps that may still be skipped.
-        can_cut: Whether the job divides its batches as it is told.
+        can_cut: Whether the job divides its batches on request.
     """
     failure = history[-1].failure
     rule = failure.kind.rule
@@ -160,7 +160,7 @@ def _halve(failure: Failure, batch: BatchShape, in_a_row: int) -> Restart | Stop
         return Stop(
             ExitCode.DETERMINISTIC,
             f"{failure.cause}; with {batch} there is nothing left to halve: choose a smaller model, shorter "
-            "sequences, or a machine with more memory",
+            "sequences, or a node with more memory",
         )
     return Restart(in_a_row, f"{failure.cause}: retrying with {smaller}", smaller)
 
@@ -206,7 +206,7 @@ def failures_in_a_row(history: Sequence[AttemptRecord], *, can_cut: bool = True)
 
     Args:
         history: Ended attempts, oldest first.
-        can_cut: Whether the job divides its batches as it is told; if not, running out of memory costs budget, too.
+        can_cut: Whether the job divides its batches on request; if not, running out of memory costs budget, too.
     """
     return _in_a_row(history, lambda kind: kind.rule.costs_budget or (kind.rule.action is Action.HALVE and not can_cut))
 

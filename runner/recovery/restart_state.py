@@ -1,4 +1,4 @@
-"""What the next runner of a run must know, on any machine; the agent keeps it with the checkpoints."""
+"""What the next runner of a run must know, on any node; the agent keeps it with the checkpoints."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ FINISHED_PATIENCE_S = 30.0
 
 @dataclass(frozen=True)
 class RunnerProcess:
-    """A runner, identified by its machine, its process id and its start.
+    """A runner, identified by its node, its process id and its start.
 
     Attributes:
-        host: Identity of the machine's current boot.
+        host: Identity of the node's current boot.
         pid: Process id.
-        started: Clock ticks from the machine's boot to the process's start: process ids are reused, but not at the
+        started: Clock ticks from the node's boot to the process's start: process ids are reused, but not at the
             same tick.
     """
 
@@ -44,13 +44,13 @@ class RunnerProcess:
 
     @property
     def is_alive_here(self) -> bool:
-        """Whether it is running on this machine and is not this process."""
+        """Whether it is running on this node and is not this process."""
         here = self.host == locking.this_machine() and self.pid != os.getpid()
         return here and processes.start_ticks(self.pid) == self.started
 
     @property
     def is_gone_here(self) -> bool:
-        """Whether it ran on this machine and has ended."""
+        """Whether it ran on this node and has ended."""
         return self.host == locking.this_machine() and processes.start_ticks(self.pid) != self.started
 
     @classmethod
@@ -85,7 +85,7 @@ class RestartState:
         skipped: Windows of steps that are skipped.
         reached: The newest step that the last attempt which trained has finished.
         lost_steps: Steps that have been computed again, as far as a runner was alive to see it.
-        lineage: Id of the run's first session that kept this state: the same on every machine that continues the run.
+        lineage: Id of the run's first session that kept this state: the same on every node that continues the run.
         runner: The runner that wrote it last.
         finished: The job that has run to its end, with all of it durable (`identity.key_of`); empty before that, and
             while a longer training continues it.

@@ -1,0 +1,1 @@
+"""The runner's own processes: the supervisor on the first node and the followers on the others."""

@@ -11,9 +11,9 @@ def end_of_error(error: RunnerError | OSError) -> Stop:
     """Return how a runner ends that met an error outside of an attempt."""
     if isinstance(error, RunnerError):
         return Stop(error.exit_code, str(error))
-    # A full disk or no more descriptors: it may pass, or another machine may not have it.
-    place = f"{error.filename}: " if error.filename else ""
-    return Stop(ExitCode.BUDGET_SPENT, f"this machine refuses: {place}{error.strerror or error}")
+    # Such as a full disk or too many open files: a later start, or another node, may not meet it.
+    path = f"{error.filename}: " if error.filename else ""
+    return Stop(ExitCode.BUDGET_SPENT, f"system error: {path}{error.strerror or error}")
 
 
 def end_without_location(durable: Storage, attempt: int) -> Stop | None:

@@ -1,8 +1,8 @@
-"""What makes a job the same job, so that checkpoints of one are never taken for another's.
+"""The identity of a job, so that a run never resumes from checkpoints of another job.
 
 A job is a flat mapping of names to values: the script with its content and arguments, or the configured model, method,
-data and trainer options. What may change without making it another job is left out of that mapping. Where a job has run
-to its end, its `settings` (steps, epochs, arguments) say whether there is more to do.
+data and trainer options. Options that may change without making it another job are not part of it. After a job has
+finished, its `settings` (steps, epochs, arguments) say whether there is more to do.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Options of the trainer that may change without making it another job. With them may change: `launch`, `restart`,
-# `strategy`, `checkpoint`, `guards`, `tracking`, `monitoring`, `cost` and `output_dir`.
+# Trainer options that may change without making it another job, as may the sections `launch`, `restart`, `strategy`,
+# `checkpoint`, `guards`, `tracking`, `monitoring`, `cost` and `output_dir`.
 CHANGEABLE_OPTIONS = (
-    # How long it trains, and what of the learning rate's schedule follows from that.
+    # The length of the training, and the parts of the learning rate's schedule that follow from it.
     _names("max_steps num_train_epochs warmup_steps warmup_ratio")
-    # How the samples of a step are split; the ranks themselves check how many these are.
+    # How the samples of a step are split; the ranks check their number.
     | _names("per_device_train_batch_size gradient_accumulation_steps auto_find_batch_size")
     # When it saves and evaluates, and what it keeps.
     | _names(
@@ -51,7 +51,7 @@ CHANGEABLE_OPTIONS = (
         hub_model_id hub_strategy hub_private_repo hub_always_push hub_revision trackio_space_id trackio_bucket_id
         trackio_static_space_id"""
     )
-    # How it is computed, and on what.
+    # How it is computed, and on which devices.
     | _names(
         """dataloader_num_workers dataloader_prefetch_factor dataloader_persistent_workers dataloader_pin_memory
         dataloader_multiprocessing_context dataset_num_proc ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb
@@ -61,7 +61,7 @@ CHANGEABLE_OPTIONS = (
         full_determinism debug enable_jit_checkpoint resume_from_checkpoint restore_callback_states_from_checkpoint"""
     )
 )
-# Arguments of a script with the same meaning, besides these names themselves; dashes count as underscores.
+# Arguments of a script that may change: these options, and other names for them. Dashes count as underscores.
 CHANGEABLE_ARGUMENTS = CHANGEABLE_OPTIONS | _names(
     """steps num_steps total_steps train_steps max_train_steps num_train_steps iterations max_iterations max_iters
     epochs num_epochs max_epochs n_epochs train_epochs total_epochs
@@ -69,14 +69,14 @@ CHANGEABLE_ARGUMENTS = CHANGEABLE_OPTIONS | _names(
     log_every log_interval logging_interval log_dir out_dir output_path save_dir checkpoint_dir
     workers num_workers resume resume_from verbose"""
 )
-# Flags among them: the next argument is not their value.
+# Those of them that are flags: the next argument is not their value.
 _FLAGS = _names("overwrite_output_dir disable_tqdm verbose push_to_hub")
-# Never written down.
+# Values of these options are never recorded.
 _SECRET = re.compile(r"(?:hub|hf|access|auth|api|bearer)?_?token|(?:.*_)?(?:api_?key|password|secret|secret_key)")
 
 _WHOLE_BYTES = 256 * 1024 * 1024
 _NUM_PIECES, _PIECE_BYTES = 64, 1024 * 1024
-# A server that says nothing about a file leaves the job known by the file's name.
+# Seconds for a server's answer about a file; without it the file's name identifies the data.
 _PATIENCE_S = 5.0
 _CONTENT = " content"
 _SHOWN_CHARACTERS, _SHOWN_DIFFERENCES = 40, 6
@@ -87,20 +87,28 @@ class JobIdentity:
     """A job.
 
     Attributes:
-        what: makes it the same job; names that end with " content" are digests, and absent where they are not known.
-        settings: what may change, and says how far it is to run.
+        what: The values that identify it. Names that end with " content" are digests, which are absent if unknown.
+        settings: Values that may change, and say how far it should run.
     """
 
     what: Mapping[str, Any]
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
+        """Return the job as a record."""
         body = {"version": _VERSION, "job": dict(self.what), "settings": dict(self.settings)}
         return json.dumps(body, indent=1).encode() + b"\n"
 
     @classmethod
     def from_json(cls, data: bytes | None) -> JobIdentity | None:
-        """Parse what `to_json` made; None where there is nothing, or it is damaged or of another version."""
+        """Parse a record.
+
+        Args:
+            data: What `to_json` returned; None if there is no record.
+
+        Returns:
+            The job; None if there is no record, or if it is damaged or of another version.
+        """
         try:
             body = json.loads(data or b"")
             what, settings = body["job"], body["settings"]
@@ -111,18 +119,22 @@ class JobIdentity:
         return cls(what, settings) if isinstance(what.get("job"), str) else None
 
     def completed_by(self, earlier: JobIdentity) -> JobIdentity:
-        """Keep digests that were known earlier and cannot be had now."""
+        """Return the job with digests that are not available now, from an earlier record of it.
+
+        Args:
+            earlier: The same job, as it was recorded.
+        """
         known = {name: value for name, value in earlier.what.items() if name.endswith(_CONTENT)}
         return JobIdentity({**known, **self.what}, self.settings) if known.keys() - self.what.keys() else self
 
 
 def key_of(job: JobIdentity) -> str:
-    """A short name of a job, equal for equal jobs."""
+    """Return a digest of a job, equal for equal jobs."""
     text = json.dumps({"job": dict(job.what), "settings": dict(job.settings)}, sort_keys=True)
     return xxhash.xxh3_128_hexdigest(text.encode(errors="surrogatepass"))
 
 
-# What each node of a run may have in its own way, though it takes part in one attempt.
+# Options that may differ between the nodes of one attempt.
 _PER_NODE = _names(
     """dataloader_num_workers dataloader_prefetch_factor dataloader_persistent_workers dataloader_pin_memory
     dataset_num_proc local_rank output_dir overwrite_output_dir disable_tqdm logging_dir log_level log_level_replica
@@ -132,10 +144,11 @@ _PER_NODE = _names(
 
 
 def between_nodes(job: JobIdentity, location: str | None) -> JobIdentity:
-    """What must be the same on all nodes of one attempt: more than makes it the same job.
+    """Return what must be equal on all nodes of one attempt, which is more than the job itself.
 
     Args:
-        location: of the checkpoints, as the user gave it; None: each node's own folder.
+        job: The job.
+        location: Location of the checkpoints as the user gave it; None if each node uses its own folder.
     """
     settings = {
         name: value
@@ -147,7 +160,7 @@ def between_nodes(job: JobIdentity, location: str | None) -> JobIdentity:
 
 
 def differences(old: JobIdentity, new: JobIdentity) -> list[str]:
-    """Say what makes `new` another job than `old`, one text for each name; empty if it is the same."""
+    """Return what makes `new` another job than `old`, one text per name; empty if it is the same job."""
     if old.what["job"] != new.what["job"]:
         return [_change("job", old.what, new.what)]
     found: list[str] = []
@@ -166,13 +179,19 @@ def differences(old: JobIdentity, new: JobIdentity) -> list[str]:
 
 
 def summarised(texts: Sequence[str]) -> str:
-    """Differences as a part of one line."""
+    """Return differences as one text, without those after the sixth."""
     shown = "; ".join(texts[:_SHOWN_DIFFERENCES])
     return shown + (f"; and {len(texts) - _SHOWN_DIFFERENCES} more" if len(texts) > _SHOWN_DIFFERENCES else "")
 
 
 def identify(config: Config, script: str | None = None, arguments: Sequence[str] = ()) -> JobIdentity:
-    """Describe the job that this configuration, or this script with its arguments, is."""
+    """Return the identity of a job.
+
+    Args:
+        config: The resolved configuration.
+        script: Path of the user's script; None for the configured job.
+        arguments: The script's arguments.
+    """
     return _identify_script(Path(script), arguments) if script is not None else _identify_configured(config)
 
 
@@ -185,7 +204,7 @@ def _identify_script(script: Path, arguments: Sequence[str]) -> JobIdentity:
         if name is None:
             positional.append(str(value))
         elif not _SECRET.fullmatch(name):
-            # Given twice, both count.
+            # If an option is given twice, both values count.
             target = settings if name in CHANGEABLE_ARGUMENTS else what
             key = f"--{name}"
             target[key] = f"{target[key]} {value}" if key in target else value
@@ -197,9 +216,12 @@ def _identify_script(script: Path, arguments: Sequence[str]) -> JobIdentity:
 def parse_arguments(arguments: Sequence[str]) -> list[tuple[str | None, str | bool]]:
     """Split a script's arguments into options and others.
 
+    Args:
+        arguments: The arguments.
+
     Returns:
-        For each option its name, with underscores and without leading dashes, and its value (True: none); for anything
-        else None and the argument itself. `name=value` without dashes, as Hydra has it, is an option by its last part.
+        For each option its name, with underscores and without leading dashes, and its value (True if it has none); for
+        any other argument None and the argument. Hydra's `name=value` is an option named by the last part of `name`.
     """
     found: list[tuple[str | None, str | bool]] = []
     rest = list(arguments)
@@ -231,7 +253,7 @@ def _is_number(text: str) -> bool:
 
 def _identify_configured(config: Config) -> JobIdentity:
     what: dict[str, Any] = {"job": "the configured job"}
-    # Without defaults: a later version's new keys do not make it another job.
+    # Defaults are left out, so that new keys of a later version do not make it another job.
     model = config.model.model_dump(mode="json", exclude_defaults=True)
     name = model.pop("name_or_path", None)
     if name is not None:
@@ -271,11 +293,11 @@ def _add_content(what: dict[str, Any], name: str, digest: str | None) -> None:
 
 
 def _describe_data(source: str) -> tuple[str, str | None]:
-    """Name it, and tell its content where that can be known: of a local file or folder, or of one at a URL."""
+    """Return the name of data, and the digest of its content; None if that is unknown."""
     local = source.removeprefix("file://") if source.startswith("file:///") else source
     if "://" in local:
         parts = urlsplit(local)
-        # Neither credentials nor the signature of a link, which is another one each time.
+        # The name has neither credentials nor the signature of a link, which differs each time.
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}", _ask_server(source)
     path = Path(local)
     if path.is_dir():
@@ -284,7 +306,14 @@ def _describe_data(source: str) -> tuple[str, str | None]:
 
 
 def digest_of_file(path: Path) -> str | None:
-    """XXH3 of a file: of all its bytes, or, above 256 MB, of its size and 64 pieces of it; None if it is unreadable."""
+    """Return a digest of a file: of all its bytes or, above 256 MiB, of its size and 64 parts of 1 MiB.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The digest; None if the file cannot be read.
+    """
     state = xxhash.xxh3_64()
     try:
         with path.open("rb") as file:
@@ -303,7 +332,7 @@ def digest_of_file(path: Path) -> str | None:
 
 
 def _digest_of_folder(folder: Path) -> str | None:
-    """Of the names and sizes of its files, and of the content of config.json."""
+    """Return a digest of the names and sizes of a folder's files, and of the content of config.json."""
     state = xxhash.xxh3_64()
     try:
         paths = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
@@ -316,7 +345,7 @@ def _digest_of_folder(folder: Path) -> str | None:
 
 
 def _ask_server(url: str) -> str | None:
-    """Size and entity tag of a file at a URL, if its server says so at once."""
+    """Return size and entity tag of a file at a URL; None if its server does not report both in time."""
 
     def ask() -> str | None:
         import fsspec
@@ -328,7 +357,7 @@ def _ask_server(url: str) -> str | None:
 
     try:
         return in_background(ask, "identity").result(_PATIENCE_S)
-    except Exception:  # any back end's own, or the time is over
+    except Exception:  # of any back end, or the time-out
         return None
 
 

@@ -240,7 +240,7 @@ class Membership:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def dismiss(self, decision: Stop | None) -> None:
-        """Tell the other nodes how the run has ended, and disconnect.
+        """Inform the other nodes how the run has ended, and disconnect.
 
         Args:
             decision: How it has ended; None if that is unknown.

@@ -1,6 +1,6 @@
 """Messages between the runners of one run's nodes: one class per message, validated before it is used.
 
-Anybody on the network can connect to the ports: a line that is not a valid message closes its connection and changes
+Any host on the network can connect to the ports: a line that is not a valid message closes its connection and changes
 nothing else.
 """
 
@@ -16,7 +16,7 @@ from runner.journal.events import parse_event
 from runner.node.messages import AttemptSpec, Count, Positive, Text
 from runner.recovery.failure import Failure
 
-# What only the node with rank 0 learns, and the leader's journal and console show.
+# Events that only the node of rank 0 sees, and that the leader's journal and console show.
 FORWARDED = (TrainingStarted, Log, Resumed, BatchShape)
 
 
@@ -53,7 +53,7 @@ class PeerMessage(BaseModel):
 
 
 class Ping(PeerMessage):
-    """A sign of life."""
+    """A keepalive."""
 
     do: Literal["ping"] = "ping"
 

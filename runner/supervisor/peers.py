@@ -1,8 +1,8 @@
 """Connections between the runners of one run's nodes: lines of JSON over one TCP connection from each to the leader.
 
 The leader, the runner of the first node, begins and ends attempts and the run; the others report how attempts ended on
-their nodes. Both sides send a sign of life every two seconds. After ten seconds without one the other side counts as
-lost, whether it is dead, hung or cut off. No call here blocks, except that a name may be resolved for a moment.
+their nodes. Both sides send a keepalive every two seconds. After ten seconds without one the other side counts as
+lost, whether it is dead, hung or cut off. No call blocks, except up to 0.1 s for the resolution of a name.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ M = TypeVar("M", bound=PeerMessage)
 PING_INTERVAL_S = 2.0
 SILENCE_S = 10.0
 _MAX_LINE_BYTES = 1 << 20
-# Connections that have not introduced themselves.
+# Connections without a hello.
 _MAX_STRANGERS = 64
-# A process that was itself stopped for longer than this must not blame others for their silence.
+# Seconds between two checks after which this process was itself stopped, and must not blame others for their silence.
 _GAP_S = 3.0
 
 
@@ -60,7 +60,7 @@ class Connection(Generic[M]):
             sock: The socket; the connection closes it.
             loop: Calls `receive`.
             read: Parses a line; raises ValueError if it is not a message.
-            receive: Called in the loop for every message except signs of life.
+            receive: Called in the loop for every message except keepalives.
         """
         sock.setblocking(False)
         with contextlib.suppress(OSError):
@@ -82,11 +82,11 @@ class Connection(Generic[M]):
         self._flush()
 
     def check(self) -> None:
-        """Send a sign of life, and check for the other side's; to be called about twice a second."""
+        """Send a keepalive, and check for the other side's; called about twice per second."""
         now = time.monotonic()
         gap, self._checked_at = now - self._checked_at, now
         if gap > _GAP_S:
-            # What has arrived meanwhile is read before the other side is blamed.
+            # Data that has arrived meanwhile is read before the other side counts as silent.
             self._heard_at += gap
         if self.lost:
             return
@@ -139,7 +139,7 @@ class Connection(Generic[M]):
             try:
                 message = self._read_line(line)
             except ValueError:
-                # A stranger has found the port.
+                # Something else has connected to the port.
                 self.close()
                 return
             if not isinstance(message, Ping) and not self.lost:
@@ -194,14 +194,14 @@ class Leader:
                 connection.send(message)
 
     def check(self) -> None:
-        """Exchange signs of life; to be called about twice a second."""
+        """Exchange keepalives; called about twice per second."""
         for connection in [*self._connections.values(), *self._strangers]:
             connection.check()
         self._strangers = [stranger for stranger in self._strangers if not stranger.lost]
         for number, (claimant, hello, num_heard) in list(self._claims.items()):
             known = self._connections[number]
-            lives = known.num_heard > num_heard
-            if not (claimant.lost or known.lost or lives):
+            was_heard = known.num_heard > num_heard
+            if not (claimant.lost or known.lost or was_heard):
                 continue
             del self._claims[number]
             if claimant.lost:
@@ -247,7 +247,7 @@ class Leader:
         elif number in self._claims and not self._claims[number][0].lost:
             self._refuse(connection, f"several nodes have node rank {number}; give each node its own --node-rank")
         elif number in self._connections and not self._connections[number].lost:
-            # The node has come back and its old connection is not known to be dead yet, or there are two of them.
+            # The node has reconnected before its old connection timed out, or two nodes have the same rank.
             self._claims[number] = (connection, hello, self._connections[number].num_heard)
         else:
             self._admit(number, connection, hello)
@@ -259,7 +259,7 @@ class Leader:
         self._receive(number, hello)
 
     def _refuse(self, connection: Connection[ToLeader], reason: str) -> None:
-        # The node ends when it has read this; otherwise it is silent, and dropped as any stranger.
+        # The node exits when it has read this. If it does not, its connection is closed for its silence.
         connection.send(Finish(exit_code=ExitCode.USAGE.value, reason=reason))
 
 
@@ -303,7 +303,7 @@ class Member:
             self._connection.send(message)
 
     def check(self) -> None:
-        """Exchange signs of life, or try to connect; to be called about twice a second."""
+        """Exchange keepalives, or try to connect; called about twice per second."""
         if self._connection is not None:
             self._connection.check()
             if not self._connection.lost:
@@ -338,7 +338,7 @@ class Member:
             self._connecting = None
 
     def _resolve(self) -> None:
-        # Runs in a thread of its own: a name server that does not answer blocks for long.
+        # This runs in a thread, as a name server that does not answer blocks for long.
         try:
             family, _, _, _, address = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)[0]
             self._resolved = (family, address)

@@ -1,7 +1,7 @@
-"""Which place a run's checkpoints are at, so that an empty or another one is not taken for it.
+"""The identity of a checkpoint location, so that a run does not continue at an empty or another one.
 
-A volume that is not mounted looks like an empty folder, and training would begin again at step 0. So each location gets
-an id of its own (`place.json`), the journal keeps it, and what the journal says was committed has to be found there.
+A volume that is not mounted looks like an empty folder, and training would begin again at step 0. Therefore each
+location gets an id (`place.json`), which the journal records, and steps that the journal has as committed must exist.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ RECORD_NAME = "place.json"
 
 @dataclass(frozen=True)
 class Remembered:
-    """What a journal says.
+    """What a journal says about the location.
 
     Attributes:
-        place: id of the location that the run was last at; None in journals of before there were such ids.
-        step: the newest step committed there, less what was given up by going back; None if there is none.
+        place: Id of the last location; None in journals that are older than these ids.
+        step: Newest step committed there, without steps that were given up by going back; None if there is none.
     """
 
     place: str | None = None
@@ -39,16 +39,16 @@ class Found:
     """What is at a location.
 
     Attributes:
-        place: its id, if it has one.
-        newest: the newest step that is whole, at any tier.
-        is_empty: there is nothing that is or was a checkpoint, at any tier.
-        set_aside: the remembered step was set aside here, or will be, as it is damaged: the ranks say so.
+        place: Its id; None if it has none.
+        newest: Newest valid step at any tier; None if there is none.
+        is_empty: Whether no tier has a checkpoint, valid or not.
+        quarantined: Whether the remembered step is damaged here; the ranks quarantine it and report why.
     """
 
     place: str | None
     newest: int | None
     is_empty: bool
-    set_aside: bool = False
+    quarantined: bool = False
 
 
 def remember(entries: Sequence[Entry], tier: str) -> Remembered:
@@ -60,7 +60,7 @@ def remember(entries: Sequence[Entry], tier: str) -> Remembered:
     """
     place: str | None = None
     committed: set[int] = set()
-    # A script's later trainings keep their checkpoints in folders of their own; here the first one's count.
+    # Later trainings of a script have folders of their own; only the steps of the first one count here.
     in_later_stage = False
     for entry in entries:
         match entry.event:
@@ -81,44 +81,53 @@ def remember(entries: Sequence[Entry], tier: str) -> Remembered:
 
 
 def look(tiers: Tiers, step: int | None) -> Found:
-    """See what is at a run's location.
+    """Return what is at a run's location.
 
     Args:
-        step: the remembered one.
+        tiers: The run's storage.
+        step: The remembered step; None if there is none.
 
     Raises:
-        OSError: storage refused.
+        OSError: Storage refused.
     """
     committed = tiers.catalog.committed_steps()
     aside = [name for storage in tiers.nearest_first for name in storage.quarantined()]
     steps = {number for storage in tiers.nearest_first for number in storage.steps()}
-    # There, and not whole: the ranks say what is wrong with it.
+    # The step exists; if it is not valid, the ranks report why.
     known = step in steps or any(re.match(rf"checkpoint-{step}[./]", name) for name in aside)
     return Found(read_id(tiers.durable), max(committed, default=None), not aside and not steps, known)
 
 
 def compare(remembered: Remembered, found: Found, location: str) -> str | None:
-    """Decide whether a run may go on at a location; returns what the user should know, if anything.
+    """Decide whether a run may continue at a location.
+
+    Args:
+        remembered: What the journal says.
+        found: What is there.
+        location: The location, for messages.
+
+    Returns:
+        What the user should know; None if there is nothing.
 
     Raises:
-        CheckpointsMissing: it is another place, or an empty one.
+        CheckpointsMissing: It is another location, or an empty one.
     """
     step = remembered.step
     if step is None:
         return None
     is_other = remembered.place is not None and found.place != remembered.place
     if found.newest is not None and found.newest >= step:
-        # Nothing is lost: the checkpoints were moved there.
-        return (
-            f"checkpoint.location={location!r} is a new place for this run; it holds step {step}" if is_other else None
-        )
+        # The checkpoints were moved there.
+        if not is_other:
+            return None
+        return f"checkpoint.location={location!r} is a new location for this run; it holds step {step}"
     if is_other or found.is_empty:
-        what = "holds no checkpoint" if found.is_empty else f"is another place and does not hold step {step}"
+        what = "holds no checkpoint" if found.is_empty else f"is another location and does not hold step {step}"
         raise CheckpointsMissing(
             f"checkpoint.location={location!r} {what}, but this run's journal says that step {step} was committed; "
             "mount the volume or correct checkpoint.location, or start over with --resume never --overwrite"
         )
-    if found.newest is None or found.set_aside:
+    if found.newest is None or found.quarantined:
         return None
     return (
         f"warning: the checkpoint of step {step} was committed but is missing at {location}; resuming from step "
@@ -127,10 +136,13 @@ def compare(remembered: Remembered, found: Found, location: str) -> str | None:
 
 
 def read_id(storage: Storage) -> str | None:
-    """The id of a location; None where it has none, or a damaged one.
+    """Return the id of a location; None if it has none, or a damaged one.
+
+    Args:
+        storage: The durable tier.
 
     Raises:
-        OSError: storage refused.
+        OSError: Storage refused.
     """
     try:
         place = json.loads(storage.sidecars.read(RECORD_NAME))["id"]
@@ -140,10 +152,13 @@ def read_id(storage: Storage) -> str | None:
 
 
 def ensure_id(storage: Storage) -> str:
-    """Give a location an id, unless it has one; returns it.
+    """Return the id of a location, which gets one if it has none.
+
+    Args:
+        storage: The durable tier.
 
     Raises:
-        OSError: storage refused.
+        OSError: Storage refused.
     """
     place = read_id(storage)
     if place is None:

@@ -44,25 +44,25 @@ class LocationLock:
     """Makes this the only runner of the location until the process ends.
 
     A directory is locked like the run's folder. Object storage has no locks: there the restart state names the last
-    runner, and a second one is refused while that runs on this machine.
+    runner, and a second one is refused while that runs on this node.
     """
 
-    def __init__(self, config: Config, tell: Callable[[str], None], patience_s: float | None = None) -> None:
+    def __init__(self, config: Config, notify: Callable[[str], None], patience_s: float | None = None) -> None:
         """Prepare to lock the durable tier.
 
         Args:
             config: The resolved configuration.
-            tell: Called with messages for the user.
+            notify: Called with messages for the user.
             patience_s: See `hold_lock`.
         """
-        self._storage, self._tell, self._patience_s = config.tiers.durable, tell, patience_s
+        self._storage, self._notify, self._patience_s = config.tiers.durable, notify, patience_s
         self._fd: int | None = None
 
     def hold(self) -> None:
         """Take the lock, once more if the directory has been moved away since.
 
         Raises:
-            RunBusy: Another runner of this machine has it.
+            RunBusy: Another runner on this node has it.
             OSError: The location cannot be written.
         """
         storage = self._storage
@@ -72,7 +72,7 @@ class LocationLock:
             storage.root.mkdir(parents=True, exist_ok=True)
             what = f"keeps its checkpoints at {storage.root}"
             path, option = storage.root / LOCK_NAME, "checkpoint.location"
-            self._fd, _ = hold_lock(path, what, option, self._tell, patience_s=self._patience_s)
+            self._fd, _ = hold_lock(path, what, option, self._notify, patience_s=self._patience_s)
             return
         runner = RestartState.from_json(storage.sidecars.read_restart_state()).runner
         if runner is not None and runner.is_alive_here:
@@ -126,7 +126,7 @@ def examine(config: Config, directory: RunDirectory, job: JobIdentity, *, allow_
 
     Raises:
         UsageError: They hold another job, or the ranks cannot share the samples of its steps.
-        CheckpointsMissing: The location is another place than before, or empty.
+        CheckpointsMissing: The location is another one than before, or empty.
         OSError: Storage refused.
     """
     tiers, entries = config.tiers, read_journal(directory.journal)

@@ -111,7 +111,7 @@ class Supervisor:
     def _begin(self) -> None:
         session, config = self._session, self._config
         catalog = config.tiers.catalog
-        # The journal is this machine's; another one may have continued the run meanwhile.
+        # The journal is this node's; a runner on another node may have continued the run meanwhile.
         session.attempt = max(session.attempt, catalog.newest_attempt())
         newest, over_all_stages = config.tiers.newest_committed()
         self._newest_manifest = next((entry.manifest for entry in catalog.scan() if entry.manifest), None)

@@ -1,0 +1,1 @@
+"""What people and monitoring see: console, status, report and metrics."""

@@ -1,4 +1,4 @@
-"""A run's figures for Prometheus: told from its journal, whenever somebody asks."""
+"""Prometheus metrics of a run, computed from its journal for each scrape."""
 
 from __future__ import annotations
 
@@ -15,19 +15,27 @@ from runner.journal.journal import read_journal
 from runner.journal.ledger import restarts_by_kind
 from runner.journal.summary import RunState, RunSummary, summarise
 
-# Whoever asks more often is told the same again; the more so as a journal of weeks takes its time to sum up.
+# Seconds for which a summary is served again: this multiple of the time that it took, within these bounds. A journal
+# of weeks takes long to summarise.
 _CACHE_S, _LONGEST_CACHE_S = 2.0, 60.0
 _CACHE_SHARE = 50
 
 
 class RunCollector(Collector):
-    """Reads the journal anew for each scrape. `clock` is the journal's."""
+    """Yields the metrics of one run; the journal is read again once the cached summary is out of date."""
 
     def __init__(self, journal: Path, clock: Callable[[], float] = time.time) -> None:
+        """Prepare; nothing is read.
+
+        Args:
+            journal: The journal.
+            clock: The journal's clock, in seconds since the epoch.
+        """
         self._journal, self._clock = journal, clock
         self._fresh_until, self._run = 0.0, RunSummary()
 
     def collect(self) -> Iterator[Metric]:
+        """Yield the metrics; called by the Prometheus client for each scrape."""
         if time.monotonic() >= self._fresh_until:
             began = time.thread_time()
             self._run = summarise(read_journal(self._journal), now=self._clock())
@@ -77,10 +85,15 @@ def metrics(run: RunSummary, now: float) -> Iterator[Metric]:
 
 
 def serve(address: str, port: int, collector: RunCollector) -> None:
-    """Answer at http://ADDRESS:PORT/metrics from now on, in a thread, until the process ends.
+    """Serve http://ADDRESS:PORT/metrics in a thread until the process ends.
+
+    Args:
+        address: Address to listen on.
+        port: Port to listen on.
+        collector: Yields the metrics.
 
     Raises:
-        UsageError: the port cannot be had.
+        UsageError: The port cannot be used.
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
@@ -88,7 +101,7 @@ def serve(address: str, port: int, collector: RunCollector) -> None:
         start_http_server(port, address, registry)
     except OSError as error:
         raise UsageError(
-            f"--metrics-port {port} cannot be used: {error.strerror}; choose another, or leave it out"
+            f"--metrics-port {port} cannot be used: {error.strerror}; choose another port, or omit the option"
         ) from None
 
 

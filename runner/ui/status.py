@@ -1,4 +1,4 @@
-"""`runner status`: where a run stands, for people."""
+"""`runner status`: the state of a run as text."""
 
 from __future__ import annotations
 
@@ -19,32 +19,36 @@ from runner.text import duration
 _COLOURS = {RunState.FINISHED: "green", RunState.RUNNING: "cyan", RunState.FAILED: "red"}
 _COLOURS |= dict.fromkeys((RunState.PREEMPTED, RunState.STOPPING, RunState.WAITING, RunState.BACKOFF), "yellow")
 _BAR_CELLS = 30
-# Attempts that are shown, the newest ones.
+# Number of attempts that are shown, the newest ones.
 _SHOWN_ATTEMPTS = 8
-# A runner records an event more often, unless steps are very long; a copy of its journal is some seconds behind.
+# Seconds. Runners record events more often, unless steps are very long; a copy of the journal is some seconds behind.
 _SILENCE_S = 120.0
 
 
 def runner_is_gone(entries: Sequence[Entry]) -> bool:
-    """Return whether the journal's last runner ran on this machine and has ended."""
+    """Return whether the journal's last runner ran on this node and has ended.
+
+    Args:
+        entries: All entries, oldest first.
+    """
     last = next((entry.event for entry in reversed(entries) if isinstance(entry.event, RunStarted)), None)
     runner = RunnerProcess.from_dict(last.runner) if last is not None else None
     return last is not None and runner is not None and last.namespace == process_namespace() and runner.is_gone_here
 
 
-def panel(run: RunSummary, now: float, places: dict[str, str], *, gone: bool = False) -> RenderableType:
+def panel(run: RunSummary, now: float, locations: dict[str, str], *, gone: bool = False) -> RenderableType:
     """Return the run as it stands at a time.
 
     Args:
         run: The run.
         now: Seconds since the epoch.
-        places: Further lines: a name and a path or URL each.
+        locations: Further lines: a name and a path or URL each.
         gone: Whether its runner has ended without reporting.
     """
-    return Group(*_parts(run, now, places, gone))
+    return Group(*_parts(run, now, locations, gone))
 
 
-def _parts(run: RunSummary, now: float, places: dict[str, str], gone: bool) -> Iterator[RenderableType]:
+def _parts(run: RunSummary, now: float, locations: dict[str, str], gone: bool) -> Iterator[RenderableType]:
     state, colour, reason = run.state.value, _COLOURS.get(run.state, "white"), run.reason
     if gone and not run.state.is_over:
         state, colour, reason = (
@@ -88,8 +92,8 @@ def _parts(run: RunSummary, now: float, places: dict[str, str], gone: bool) -> I
         facts.add_row("budget", f"{run.restarts_left} restarts before the next new checkpoint")
     lost = f"{run.lost_steps} steps lost, {duration(run.time_by_cause.get(LOST, 0.0))}"
     facts.add_row("goodput", f"{100 * run.goodput:.1f} % of {duration(run.wall_s)}; {lost}")
-    for name, place in places.items():
-        facts.add_row(name, Text(place))
+    for name, location in locations.items():
+        facts.add_row(name, Text(location))
     yield facts
 
     if run.attempts:

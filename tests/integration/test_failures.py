@@ -288,7 +288,7 @@ def test_a_stopped_agent_or_launcher_costs_an_attempt(name: str, tmp_path: Path)
     if name == "agent":
         # Within seconds, and by its name: the ranks that wait for it were blamed, or two minutes passed.
         ended = run.events("attempt_ended")[0]
-        assert ended["cause"].startswith("somebody has stopped the checkpoint agent (SIGSTOP to pid ")
+        assert ended["cause"].startswith("the checkpoint agent was stopped (SIGSTOP to pid ")
         assert ended["failed_at"] - stopped_at < 8
 
 

@@ -1,4 +1,4 @@
-"""`runner report`: one HTML file that tells a run, from its journal alone."""
+"""`runner report`: one HTML file with the timeline of a run, from its journal alone."""
 
 from runner.ui.report.page import render_page
 

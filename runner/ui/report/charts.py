@@ -1,4 +1,4 @@
-"""The report's charts. Colours of text and grid come from the page, which knows light, dark and paper."""
+"""The report's charts. Colours of text and grid come from the page, which has light, dark and print styles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runner.journal.ledger import CAUSES, LOST, NOT_RUNNING, TRAINING
 from runner.text import duration
 from runner.ui.report.timeline import LogEntry, Timeline
 
-# Told apart by people who see few colours, too (Okabe and Ito); what is no training is never green.
+# Distinguishable with colour vision deficiency (Okabe and Ito); only training is green.
 COLOURS = {
     TRAINING: "#009e73",
     "checkpoint stall": "#cc79a7",
@@ -28,14 +28,14 @@ COLOURS = {
     "restore": "#66c2a5",
     NOT_RUNNING: "#9e9e9e",
 }
-# name of a mark → symbol, the same as a character, colour
+# By the name of a mark: plotly's symbol, the same as a character, and the colour.
 MARKS = {
     "failure": ("x", "✖", "#d55e00"),
     "save failed": ("triangle-down", "▼", "#e69f00"),
     "quarantined": ("square", "■", "#cc79a7"),
     "committed": ("circle", "●", "#0072b2"),
 }
-# More points than that are no better to look at, and make a slow page.
+# More points show no more, and make the page slow.
 MAX_POINTS = 3000
 _UNITS = [(86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds")]
 
@@ -43,7 +43,12 @@ T = TypeVar("T")
 
 
 def thinned(points: Sequence[T], limit: int = MAX_POINTS) -> list[T]:
-    """Every k-th, and the last one, so that there are about `limit` at most."""
+    """Return every k-th point and the last one.
+
+    Args:
+        points: The points.
+        limit: The approximate maximum of their number.
+    """
     stride = -(-len(points) // limit) or 1
     chosen = list(points[::stride])
     if points and (len(points) - 1) % stride:
@@ -52,7 +57,11 @@ def thinned(points: Sequence[T], limit: int = MAX_POINTS) -> list[T]:
 
 
 def time_line(timeline: Timeline) -> go.Figure:
-    """One row per attempt: what each stretch of time went into; failures and checkpoints where they happened."""
+    """Draw one row per attempt with its time by cause, and marks where failures and checkpoints happened.
+
+    Args:
+        timeline: The run.
+    """
     scale, unit = _unit(timeline.ledger.wall_s)
     rows = {0: "none"} | {attempt.number: str(attempt.number) for attempt in timeline.run.attempts}
     figure = go.Figure()
@@ -99,10 +108,13 @@ def time_line(timeline: Timeline) -> go.Figure:
 
 
 def loss(timeline: Timeline) -> go.Figure:
-    """Loss over steps; what was computed again later is shown apart."""
+    """Draw the loss over steps; steps that were computed again later are a series of their own.
+
+    Args:
+        timeline: The run.
+    """
     figure = go.Figure()
     kept = thinned([entry for entry in timeline.logs if not entry.lost])
-    # An attempt begins anew: no line from the one before it to its first entry.
     _lines(figure, kept, "counts", COLOURS[TRAINING], "solid", lambda entry: entry.loss)
     again = thinned([entry for entry in timeline.logs if entry.lost])
     _lines(figure, again, "lost, computed again", COLOURS[LOST], "dot", lambda entry: entry.loss)
@@ -111,7 +123,11 @@ def loss(timeline: Timeline) -> go.Figure:
 
 
 def where_the_time_went(timeline: Timeline) -> go.Figure:
-    """Seconds of each cause."""
+    """Draw the seconds of each cause.
+
+    Args:
+        timeline: The run.
+    """
     scale, unit = _unit(timeline.ledger.wall_s)
     shown = sorted(((s, cause) for cause, s in timeline.ledger.seconds.items() if s > 0))
     figure = go.Figure(
@@ -129,7 +145,11 @@ def where_the_time_went(timeline: Timeline) -> go.Figure:
 
 
 def saves(timeline: Timeline) -> go.Figure:
-    """Of each checkpoint: for how long training waited, and for how long each tier was written to."""
+    """Draw for each checkpoint how long training waited, and how long the write to each tier took.
+
+    Args:
+        timeline: The run.
+    """
     figure = go.Figure()
     shown = thinned(timeline.saves)
     series = [("training waited", "#cc79a7", [(save.step, save.blocked_s) for save in shown])]
@@ -152,7 +172,11 @@ def saves(timeline: Timeline) -> go.Figure:
 
 
 def throughput(timeline: Timeline) -> go.Figure:
-    """Tokens per second of all ranks."""
+    """Draw the tokens per second of all ranks.
+
+    Args:
+        timeline: The run.
+    """
     figure = go.Figure()
     _lines(figure, thinned(timeline.logs), "tokens/s", "#0072b2", "solid", lambda entry: entry.tokens_per_s)
     figure.update_layout(xaxis_title="step", yaxis={"title": "tokens/s", "rangemode": "tozero"}, showlegend=False)
@@ -160,7 +184,11 @@ def throughput(timeline: Timeline) -> go.Figure:
 
 
 def memory(timeline: Timeline) -> go.Figure:
-    """Peak memory of a rank."""
+    """Draw the peak memory of rank 0.
+
+    Args:
+        timeline: The run.
+    """
     figure = go.Figure()
     _lines(figure, thinned(timeline.logs), "peak memory", "#cc79a7", "solid", lambda entry: entry.peak_memory_gb)
     figure.update_layout(xaxis_title="step", yaxis={"title": "GB", "rangemode": "tozero"}, showlegend=False)
@@ -175,25 +203,25 @@ def _lines(
     dash: str,
     value: Callable[[LogEntry], float | None],
 ) -> None:
-    """One line per attempt, as one trace: a gap lies between two attempts."""
+    """Add one line per attempt as one trace, with a gap between two attempts."""
     steps: list[int | None] = []
     values: list[float | None] = []
-    told: list[str] = []
+    labels: list[str] = []
     for before, entry in zip([None, *entries], entries, strict=False):
         if before is not None and entry.attempt != before.attempt:
             steps.append(None)
             values.append(None)
-            told.append("")
+            labels.append("")
         steps.append(entry.step)
         values.append(value(entry))
-        told.append(f"attempt {entry.attempt}")
+        labels.append(f"attempt {entry.attempt}")
     if entries:
         figure.add_scatter(
             name=name,
             mode="lines+markers" if len(entries) < 60 else "lines",
             x=steps,
             y=values,
-            customdata=told,
+            customdata=labels,
             hovertemplate="step %{x}: %{y:.4g}<br>%{customdata}<extra>" + name + "</extra>",
             line={"color": colour, "dash": dash, "width": 2},
             marker={"size": 4},
@@ -201,7 +229,11 @@ def _lines(
 
 
 def style(figure: go.Figure) -> dict[str, Any]:
-    """What the page draws: the figure as JSON's types, without colours of its own for text, grid and ground."""
+    """Return a figure as JSON types, without colours for text, grid and background, which the page sets.
+
+    Args:
+        figure: The figure, which is changed.
+    """
     figure.update_layout(
         template="none",
         margin={"l": 70, "r": 12, "t": 12, "b": 48},
@@ -219,10 +251,10 @@ def style(figure: go.Figure) -> dict[str, Any]:
 
 
 def _unit(seconds: float) -> tuple[float, str]:
-    """Seconds of a unit in which so many are a number that people grasp, and its name."""
+    """Return the seconds of the largest unit of which a duration has at least two, and its name."""
     return next((size, name) for size, name in _UNITS if seconds >= 2 * size or size == 1)
 
 
 def _text(text: str) -> str:
-    """As plotly is to show it: it reads some of HTML."""
+    """Return a text for plotly, which interprets some HTML; long texts are shortened."""
     return html.escape(text if len(text) < 300 else text[:297] + "…")

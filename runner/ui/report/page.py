@@ -1,4 +1,4 @@
-"""The page: figures, tables and charts in one HTML file that needs no network."""
+"""The report's page: figures, tables and charts in one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ _LAST_TIME = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 
 def render_page(
     entries: Sequence[Entry],
-    place: str,
+    location: str,
     now: float | None = None,
     price_per_hour: float | None = None,
     spot_discount: float | None = None,
 ) -> str:
-    """A run as HTML.
+    """Return the report of a run as HTML.
 
     Args:
-        events: its journal, oldest first, at least one.
-        place: where that was found, as the user gave it.
-        now: seconds since the epoch; closes the account of a run that is still going.
-        price_per_hour: of one machine on demand, in place of the configured one.
-        spot_discount: share of it that is not paid, in place of the configured one.
+        entries: All entries of its journal, oldest first, at least one.
+        location: Where the journal was found, as the user gave it.
+        now: Seconds since the epoch, the end of the account of a run that is still going; None for the last event.
+        price_per_hour: Price of one node on demand; None for the one that the run was started with.
+        spot_discount: Share of it that is saved, from 0 to 1; None for the one that the run was started with.
     """
     timeline = build_timeline(entries, now, price_per_hour, spot_discount)
     return _template().render(
         timeline=timeline,
         run=timeline.run,
-        place=place,
+        location=location,
         version=__version__,
         began=_utc(timeline.began_at),
         heard=_utc(timeline.run.heard_at or timeline.began_at),
@@ -75,7 +75,7 @@ def _attempts(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def _charts(timeline: Timeline) -> dict[str, str]:
-    """The JSON of each chart, safe within a script element."""
+    """Return the JSON of each chart, safe within a script element."""
     figures = {
         "time-line": charts.time_line(timeline),
         "loss": charts.loss(timeline),
@@ -92,7 +92,7 @@ def _charts(timeline: Timeline) -> dict[str, str]:
 
 
 def _utc(at: float) -> str:
-    # A damaged journal may say anything.
+    # A damaged journal may have any time.
     return datetime.fromtimestamp(min(at, _LAST_TIME), UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 

@@ -160,7 +160,7 @@ def test_storage_that_does_not_answer_holds_up_nobody_who_has_a_journal(
     Journal(tmp_path / "journal.jsonl", lambda: 5.0).append(event("run_started", run_id="new"), 0)
     looks = History(str(tmp_path), patience_s=0.1)
     for _ in range(3):
-        assert len(looks.entries()) == 1 and "no answer yet" in looks.unread
+        assert len(looks.entries()) == 1 and "has not answered" in looks.unread
     answers.set()
     while "it is gone" not in looks.unread:
         assert len(looks.entries()) == 1

@@ -63,4 +63,4 @@ def test_a_lock_of_another_machine_is_waited_for_and_left_to_the_fence(
     began = time.monotonic()
     second.lock(told.append)
     assert time.monotonic() - began >= 0.5
-    assert "another-machine" in told[0] and "going on" in told[1]
+    assert "another-machine" in told[0] and "continuing" in told[1]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_fakes import FakeDisplay, FakeHelper, FakeHost, FakeLoop, beat
+from node_fakes import FakeDisplay, FakeHelper, FakeHost, FakeLoop, FakeRanks, beat
 
 from checkpointing.events import CommitFailed, Committed, Event, Fenced
 from checkpointing.heartbeat import Phase
@@ -19,36 +19,9 @@ from runner.node.attempt import Attempt
 from runner.node.helpers import Helpers
 from runner.node.messages import AttemptResult, AttemptSpec, Job
 from runner.node.rank_messages import StopSignal
-from runner.node.rank_watch import RankWatch
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.system.event_loop import StopRequest
-
-
-class FakeRanks(RankWatch):
-    """Ranks that live until the test has them die; `held` ones survive SIGKILL."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.signals: list[signal.Signals] = []
-        self.held: set[int] = set()
-
-    def start(self, *ranks: int) -> None:
-        for rank in ranks:
-            self.pids[rank], self.local_ranks[rank], self.pidfds[10 + rank] = 100 + rank, rank, 10 + rank
-            self.pidfds[10 + rank] = rank
-
-    def end(self, rank: int) -> None:
-        self.deaths.append(self.pidfds.pop(10 + rank))
-
-    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        self.signals.append(number)
-        if number is signal.SIGKILL:
-            for rank in sorted(set(self.pidfds.values()) - self.held):
-                self.end(rank)
-
-    def close(self) -> None:
-        self.pidfds.clear()
 
 
 @dataclass

@@ -160,6 +160,6 @@ def test_an_agent_that_ends_by_itself_has_committed_everything() -> None:
 
 def test_requests_to_no_agent_are_reported() -> None:
     bench = Bench()
-    assert not bench.helpers.tell_agent("restart_state", text="")
+    assert not bench.helpers.request_agent("restart_state", text="")
     bench.ensure()
-    assert bench.helpers.tell_agent("restart_state", text="")
+    assert bench.helpers.request_agent("restart_state", text="")

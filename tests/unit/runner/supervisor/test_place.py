@@ -52,7 +52,7 @@ def test_what_was_given_up_is_not_remembered() -> None:
         (Remembered("a", 30), Found("a", 30, False), None),
         (Remembered("a", 30), Found("a", 40, False), None),
         (Remembered(None, 30), Found("b", 30, False), None),
-        (Remembered("a", 30), Found("b", 30, False), "is a new place for this run; it holds step 30"),
+        (Remembered("a", 30), Found("b", 30, False), "is a new location for this run; it holds step 30"),
         # The newest one has vanished.
         (
             Remembered("a", 30),
@@ -60,7 +60,7 @@ def test_what_was_given_up_is_not_remembered() -> None:
             "step 30 was committed but is missing at /x; resuming from step 20",
         ),
         (Remembered(None, 30), Found("b", 20, False), "step 30 was committed but is missing"),
-        (Remembered("a", 30), Found("a", 20, False, set_aside=True), None),
+        (Remembered("a", 30), Found("a", 20, False, quarantined=True), None),
         # There are some, and none is valid: that is told by the ranks.
         (Remembered("a", 30), Found("a", None, False), None),
     ],
@@ -76,9 +76,9 @@ def test_a_run_goes_on_where_its_checkpoints_are(remembered: Remembered, found: 
         (Remembered("a", 30), Found(None, None, True), "'/x' holds no checkpoint"),
         (Remembered("a", 30), Found("a", None, True), "'/x' holds no checkpoint"),
         (Remembered(None, 30), Found(None, None, True), "'/x' holds no checkpoint"),
-        (Remembered("a", 30), Found("b", 20, False), "is another place and does not hold step 30"),
-        (Remembered("a", 30), Found(None, 20, False), "is another place and does not hold step 30"),
-        (Remembered("a", 30), Found("b", None, False), "is another place and does not hold step 30"),
+        (Remembered("a", 30), Found("b", 20, False), "is another location and does not hold step 30"),
+        (Remembered("a", 30), Found(None, 20, False), "is another location and does not hold step 30"),
+        (Remembered("a", 30), Found("b", None, False), "is another location and does not hold step 30"),
     ],
 )
 def test_an_empty_or_other_place_is_refused(remembered: Remembered, found: Found, why: str) -> None:
@@ -108,10 +108,10 @@ def test_what_is_at_a_location(tmp_path: Path) -> None:
     place = ensure_id(storage)
     assert look(tiers, 5).is_empty, "its id is no checkpoint"
     (tmp_path / "checkpoint-5").mkdir()
-    assert look(tiers, 5) == Found(place, None, False, set_aside=True)
+    assert look(tiers, 5) == Found(place, None, False, quarantined=True)
     kept = storage.quarantine(5)
-    assert look(tiers, 5) == Found(place, None, False, set_aside=True)
-    assert not look(tiers, 15).set_aside
+    assert look(tiers, 5) == Found(place, None, False, quarantined=True)
+    assert not look(tiers, 15).quarantined
     shutil.rmtree(kept)
     assert look(tiers, 5).is_empty
 
@@ -119,8 +119,8 @@ def test_what_is_at_a_location(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_not_a_missing_one(tmp_path: Path) -> None:
     """It was said to be missing, and then what is wrong with it."""
     tiers = Tiers(LocalStorage(tmp_path), None)
-    assert not look(tiers, 30).set_aside
+    assert not look(tiers, 30).quarantined
     (tmp_path / "checkpoint-30").mkdir()
     (tmp_path / "checkpoint-30" / "manifest.json").write_text("{")
     found = look(tiers, 30)
-    assert found.newest is None and found.set_aside
+    assert found.newest is None and found.quarantined

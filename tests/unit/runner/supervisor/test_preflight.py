@@ -187,7 +187,7 @@ def test_a_location_that_is_not_mounted_is_refused(tmp_path: Path) -> None:
     # Another volume: with an id, and somebody's checkpoints.
     run.save(3)
     ensure_id(LocalStorage(run.location))
-    with pytest.raises(CheckpointsMissing, match="is another place and does not hold step 5"):
+    with pytest.raises(CheckpointsMissing, match="is another location and does not hold step 5"):
         run.examine()
 
 
@@ -227,7 +227,7 @@ def test_a_runner_of_another_machine_is_waited_for_and_left_to_the_fence(tmp_pat
     began = time.monotonic()
     LocationLock(config, told.append, patience_s=0.3).hold()
     assert time.monotonic() - began >= 0.3
-    assert "(pid 7 on another-machine) keeps its checkpoints at" in told[0] and "going on" in told[1]
+    assert "(pid 7 on another-machine) keeps its checkpoints at" in told[0] and "continuing" in told[1]
 
 
 @pytest.mark.parametrize(

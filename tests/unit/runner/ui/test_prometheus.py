@@ -4,10 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+from journals import event
 from prometheus_client.core import Metric
 
 from runner.journal.journal import Journal
-from runner.journal.summary import RunSummary
+from runner.journal.summary import RunState, RunSummary
 from runner.ui.prometheus import RunCollector, metrics
 
 MONITORING = Path(__file__).parents[4] / "deploy" / "monitoring"
@@ -25,7 +26,7 @@ def test_what_is_not_known_is_absent() -> None:
 
 
 def test_one_state_is_current() -> None:
-    samples = families(RunSummary(state="running"))["runner_state"].samples
+    samples = families(RunSummary(state=RunState.RUNNING))["runner_state"].samples
     assert [sample.labels["state"] for sample in samples if sample.value == 1] == ["running"]
     assert len(samples) > 1
 
@@ -49,7 +50,7 @@ def test_a_journal_is_read_once_per_interval(tmp_path: Path, monkeypatch: pytest
         return str(family.samples[0].labels["run_id"])
 
     assert run_id() == ""
-    journal.append("run_started", 0, run_id="first", committed_step=-1)
+    journal.append(event("run_started", run_id="first", committed_step=-1), 0)
     assert run_id() == ""
     monotonic[0] = 61.0
     assert run_id() == "first"

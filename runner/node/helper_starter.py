@@ -1,0 +1,61 @@
+"""Starts the helper processes of a node, with the options that follow from the configuration."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from checkpointing.agent.options import AgentOptions
+from runner.config.schema import Config
+from runner.journal.run_directory import RunDirectory
+from runner.node.helper_processes import AgentHelper, LauncherHelper
+from runner.node.launch_request import launcher_environment
+from runner.system import processes
+
+
+class HelperStarter:
+    """Starts checkpoint agents and launchers, each with a temporary folder of its own."""
+
+    def __init__(self, config: Config, directory: RunDirectory, run_id: str, runtime: Path) -> None:
+        """Prepare; nothing is started.
+
+        Args:
+            config: The resolved configuration.
+            directory: The run's folder.
+            run_id: Identity of the run, equal on all nodes.
+            runtime: Parent of the temporary folders, which the caller removes.
+        """
+        self._config, self._directory, self._run_id, self._runtime = config, directory, run_id, runtime
+
+    def start_agent(self, cancelled: Callable[[], bool]) -> AgentHelper:
+        """Start a checkpoint agent.
+
+        Args:
+            cancelled: Called while the agent starts; the start is given up once it returns True.
+
+        Raises:
+            LaunchError: The agent cannot start.
+            HelperKilled: Another process has killed it.
+        """
+        checkpoint = self._config.checkpoint
+        options = AgentOptions(
+            location=self._config.checkpoint_location,
+            run_id=self._run_id,
+            local_tier=checkpoint.local_tier,
+            local_retention=checkpoint.local_retention,
+            commits=self._config.launch.node_rank == 0,
+            memory_limit=checkpoint.memory_limit_bytes,
+        )
+        return AgentHelper(options, directory=self._folder(), cancelled=cancelled)
+
+    def start_launcher(self) -> LauncherHelper:
+        """Start a launcher."""
+        # Processes of a node are found by the identity of its own folder, also if the run's identity is the leader's.
+        mark = processes.mark(self._directory.run_id(), self._config.launch.node_rank)
+        environment = launcher_environment(self._config, mark, os.environ)
+        return LauncherHelper(environment, self._directory.logs / "launcher.log", self._folder())
+
+    def _folder(self) -> Path:
+        return Path(tempfile.mkdtemp(dir=self._runtime))
