@@ -98,9 +98,9 @@ def test_damage_to_an_old_checkpoint_is_found(runs: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["preempted", "failed"])
 def test_the_saved_configuration_loads(name: str, runs: Path) -> None:
     """The configuration that a run saved holds every key that its version knew."""
-    config = load_config(runs / name / "config.yaml", {}, [])
+    config = load_config(str(runs / name / "config.yaml"), {}, [])
     assert config.restart.hang_timeout_s == {"preempted": 30, "failed": 6}[name]
-    assert load_config(runs / "job.yaml", {}, []).checkpoint.snapshot_steps == 5
+    assert load_config(str(runs / "job.yaml"), {}, []).checkpoint.snapshot_steps == 5
 
 
 def test_the_restart_state_is_read(runs: Path) -> None:
