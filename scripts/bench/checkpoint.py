@@ -1,7 +1,7 @@
 """What checkpoints cost training: ours against the peers, on the same model and steps, in turns.
 
 Every variant runs in a process of its own, in rounds of changing order; the results are medians over all rounds and
-ratios of them. `docs/checkpoint-benchmark.md` has the latest result. The driver itself does not need torch.
+ratios of them. `docs/benchmarks/checkpoint.md` has the latest result. The driver itself does not need torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from checkpoint_runs import DLROVER_VENV, CheckpointRuns
 from common import command_line, machine, make_parser, make_venv, spread, today, undisturbed, write_figures
 
 DLROVER_PACKAGES = ["dlrover==0.6.1", "grpcio==1.85.1", "protobuf==7.36.2", "torch==2.13.0", "numpy"]
-PAGE = "checkpoint-benchmark.md"
+PAGE = "checkpoint.md"
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,13 @@ def measure_round(runs: CheckpointRuns, measured: Measured, scale: Scale, name: 
 def page_of(measured: Measured, scale: Scale, table: str, rows: list[str]) -> str:
     figures = "\n".join(["| figure | value |", "|---|---|", *rows])
     return (
-        f"# What a checkpoint costs training\n\n`{command_line('checkpoint.py')}`, {today()}, on {machine()}; 1 rank, "
-        f"1 thread, {measured.state_bytes / 1e9:.2f} GB of state, a save every {scale.save_every} steps of about 1 s, "
+        "# Checkpoints: what a save costs training\n\n"
+        f"`{command_line('checkpoint.py')}`, {today()}, on {machine()}; 1 rank, 1 thread, "
+        f" {measured.state_bytes / 1e9:.2f} GB of state, a save every {scale.save_every} steps of about 1 s, "
         f"{scale.rounds} rounds of {scale.steps} steps. Per save: median (quartiles). Overhead is (total time - total "
         'time of "none" in the same round) / saves. Hugging Face does not call fsync: its "durable" is not. A run '
         "during which other virtual machines took more than a tenth of the processor time is repeated, twice at "
-        f"most.\n\n![blocked time and overhead](checkpoint-benchmark.svg)\n\n{table}\n\n"
+        f"most.\n\n![blocked time and overhead](checkpoint.svg)\n\n{table}\n\n"
         f"`dd` of the same bytes: {spread(measured.dd_s['fdatasync'])} s with `conv=fdatasync`, "
         f"{spread(measured.dd_s['direct'])} s with `oflag=direct`. Resume from memory "
         f"{spread([memory for memory, _ in measured.resumes])} s, from the disk with its cache dropped "
@@ -152,7 +153,7 @@ def main() -> None:
     print("\n".join(rows))
     write_figures(options.json, figures)
     if options.docs:
-        plot(measured, options.docs / "checkpoint-benchmark.svg")
+        plot(measured, options.docs / "checkpoint.svg")
         (options.docs / PAGE).write_text(page_of(measured, scale, table, rows))
 
 

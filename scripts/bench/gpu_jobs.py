@@ -13,20 +13,29 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from checkpointing.events import Event, Log, Restored, Resumed, SnapshotTaken, TrainingStarted
+from runner.journal.events import AttemptEnded, Entry, RankStarted
 from runner.journal.journal import read_journal
 
 ROOT = Path(__file__).resolve().parents[2]
 Figures = dict[str, Any]
 Verdicts = dict[str, bool]
-Events = list[dict[str, Any]]
+Entries = list[Entry]
+E = TypeVar("E", bound=Event)
 
 
-def _supervised(folder: Path, *arguments: str, kills: int = 0, snapshots: int = 2) -> tuple[int, Events]:
-    """`runner start` in a new folder; so many attempts are killed, each after its first snapshots.
+def _supervised(folder: Path, *arguments: str, kills: int = 0, snapshots: int = 2) -> tuple[int, Entries]:
+    """Run `runner start` in a new folder, and kill some of its attempts.
+
+    Args:
+        folder: Of the run.
+        arguments: Options of `runner start`, perhaps a script.
+        kills: How many attempts are killed, from the first on.
+        snapshots: After how many snapshots of the attempt.
 
     Returns:
         Its exit code, and its journal.
@@ -35,16 +44,14 @@ def _supervised(folder: Path, *arguments: str, kills: int = 0, snapshots: int = 
     with folder.with_suffix(".out").open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=ROOT)
         try:
-            struck = 0
+            killed = 0
             while process.poll() is None:
                 time.sleep(0.05)
-                events = read_journal(folder / "journal.jsonl")
-                of_attempt = [event for event in events if event.get("attempt") == struck + 1]
-                staged = [event for event in of_attempt if event["event"] == "snapshot"]
-                if struck < kills and len(staged) >= snapshots:
-                    pids = [event["pid"] for event in of_attempt if event["event"] == "rank_started"]
+                entries = [e for e in read_journal(folder / "journal.jsonl") if e.attempt == killed + 1]
+                if killed < kills and len(_of(SnapshotTaken, entries)) >= snapshots:
+                    pids = [event.pid for event in _of(RankStarted, entries) if event.pid]
                     os.kill(pids[-1], signal.SIGKILL)
-                    struck += 1
+                    killed += 1
         finally:
             if process.poll() is None:
                 process.terminate()
@@ -52,9 +59,14 @@ def _supervised(folder: Path, *arguments: str, kills: int = 0, snapshots: int = 
     return process.returncode, read_journal(folder / "journal.jsonl")
 
 
-def _ends(events: Events) -> list[str]:
-    """How the attempts ended."""
-    return [event["kind"] for event in events if event["event"] == "attempt_ended"]
+def _of(kind: type[E], entries: Entries) -> list[E]:
+    """Return the events of a class."""
+    return [entry.event for entry in entries if isinstance(entry.event, kind)]
+
+
+def _ends(entries: Entries) -> list[str]:
+    """Return how the attempts ended."""
+    return [event.kind for event in _of(AttemptEnded, entries)]
 
 
 # -- two ranks on one GPU --------------------------------------------------------------------------------------------
@@ -140,18 +152,24 @@ def _trained(folder: Path, parameters: float, steps: int, kills: int) -> tuple[s
     script, answer, run = folder / "job.py", folder / "digest", folder / "run"
     paths = {"bench": str(Path(__file__).parent), "tests": str(ROOT / "tests"), "answer": str(answer)}
     script.write_text(_JOB.format(parameters=parameters, steps=steps, **paths))
-    _, events = _supervised(run, "--nproc-per-node", "1", str(script), kills=kills)
+    _, entries = _supervised(run, "--nproc-per-node", "1", str(script), kills=kills)
     times = []
     for attempt in range(1, kills + 1):
-        end = next((e for e in events if e["event"] == "attempt_ended" and e["attempt"] == attempt), None)
-        after = {e["event"]: e for e in reversed(events) if e["attempt"] == attempt + 1}
-        if end is None or "rank_started" not in after or "training_started" not in after:
+        end = next(iter(_of(AttemptEnded, [e for e in entries if e.attempt == attempt])), None)
+        after = [e for e in entries if e.attempt == attempt + 1]
+        began = {
+            kind: e.time
+            for kind in (RankStarted, TrainingStarted)
+            for e in reversed(after)
+            if isinstance(e.event, kind)
+        }
+        if end is None or len(began) < 2:
             continue
-        died = end["failed_at"]
+        died = end.failed_at
         parts = {
-            "rank there": after["rank_started"]["time"] - died,
-            "state read": after.get("restored", {}).get("seconds", 0.0),
-            "training begins": after["training_started"]["time"] - died,
+            "rank there": began[RankStarted] - died,
+            "state read": next((event.seconds for event in _of(Restored, after)), 0.0),
+            "training begins": began[TrainingStarted] - died,
         }
         total = parts["training begins"]
         times.append((total, "; ".join(f"{name} {value:.2f}" for name, value in parts.items())))
@@ -229,8 +247,8 @@ def faults(on: str, quick: bool) -> tuple[Figures, Verdicts]:
             once = str(Path(folder, f"struck-{number}")) if is_once else ""
             options = ["--nproc-per-node", "1", "--set", "restart.hang_timeout_s=8"]
             begun = time.monotonic()
-            got, events = _supervised(Path(folder, str(number)), *options, str(script), fault, on, str(at), once)
-            ends = _ends(events)
+            got, entries = _supervised(Path(folder, str(number)), *options, str(script), fault, on, str(at), once)
+            ends = _ends(entries)
             # Halving, or the first try as it is, may lie between.
             verdicts[f"{name}: exit code {code}"] = got == code and ends[:1] == kinds[:1] and ends[-1:] == kinds[-1:]
             figures[name] = f"{', '.join(ends)}; exit code {got}; {time.monotonic() - begun:.0f} s"
@@ -249,10 +267,10 @@ def sft(on: str, quick: bool) -> tuple[Figures, Verdicts]:
     with tempfile.TemporaryDirectory() as folder:
         for name, options in _variants(Path(folder), is_gpu).items():
             begun = time.monotonic()
-            code, events = _supervised(Path(folder, name), *steps, *_set(options), kills=1)
-            resumed = [event["step"] for event in events if event["event"] == "resumed"]
+            code, entries = _supervised(Path(folder, name), *steps, *_set(options), kills=1)
+            resumed = [event.step for event in _of(Resumed, entries)]
             verdicts[f"{name}: killed, resumed, finished"] = code == 0 and bool(resumed) and resumed[0] > 0
-            losses = [event["loss"] for event in events if event["event"] == "log" and event.get("loss") is not None]
+            losses = [event.loss for event in _of(Log, entries)]
             last = f", last loss {losses[-1]:.3f}" if losses else ""
             figures[name] = f"exit code {code}, resumed from step {resumed}{last}; {time.monotonic() - begun:.0f} s"
         for command in ("doctor", "plan"):

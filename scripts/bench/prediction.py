@@ -23,9 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import ROOT, Progress, command_line, machine, make_parser, today, write_figures
+from training_run import TrainingRun
 
-from runner.chaos.run_under_test import Subject, runner_command
-from runner.journal.journal import Event
+from checkpointing.events import TrainingStarted
+from runner.chaos.run_under_test import runner_command
+from runner.journal.events import AttemptEnded, AttemptStarted, Entry, RankStarted, RunStarted
 from runner.journal.ledger import account, attempts_of
 from runner.simulate.engine import forecast, simulate
 from runner.simulate.scenario import Scenario, learn
@@ -34,7 +36,7 @@ BAR_POINTS = 3.0
 # The pace of one attempt's steps differs from another's by this much, so that nobody can predict where between two
 # checkpoints a kill comes a hundred steps later.
 PACE_DEVIATION = 0.03
-PAGE = "prediction-benchmark.md"
+PAGE = "prediction.md"
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ SMOKE = Scale(rounds=1, epochs=2, mttf_s=5.0, learning_kills=1, max_kills=1, dra
 
 def run_under_kills(
     folder: Path, gaps: random.Random, scale: Scale, *, learning: bool = False
-) -> tuple[list[Event], list[float]]:
+) -> tuple[list[Entry], list[float]]:
     """Run the job, and kill its rank 0 after a random time in each attempt.
 
     Args:
@@ -83,45 +85,44 @@ def run_under_kills(
     kills: list[float] = []
     # As the simulation counts: the first from the run's begin, later ones from the attempt's, after its backoff.
     since, kill_at, pid, number, seen = 0.0, math.inf, 0, 0, 0
-    with Subject(command, folder, {"PYTHONPATH": str(ROOT)}) as job:
+    with TrainingRun(command, folder, {"PYTHONPATH": str(ROOT)}) as job:
         while job.process.poll() is None:
-            job.refresh()
-            new, seen = job.events[seen:], len(job.events)
-            for event in new:
-                match event["event"]:
-                    case "run_started":
-                        since = event["time"]
-                    case "attempt_started":
+            entries = job.entries()
+            for entry in entries[seen:]:
+                match entry.event:
+                    case RunStarted():
+                        since = entry.time
+                    case AttemptStarted():
                         number, pid = number + 1, 0
-                        since = since if number == 1 else event["time"]
-                        kill_at = event["time"] + gaps.expovariate(1 / scale.mttf_s)
+                        since = since if number == 1 else entry.time
+                        kill_at = entry.time + gaps.expovariate(1 / scale.mttf_s)
                         if learning and number == 1:
                             # The duration of a first start is to be learnt, too.
                             kill_at += scale.mttf_s
                         elif max_kills is not None and number > max_kills:
                             kill_at = math.inf
-                    case "rank_started" if event["rank"] == 0:
-                        pid = event["pid"]
-                    case "attempt_ended":
+                    case RankStarted(rank=0):
+                        pid = entry.event.pid or 0
+                    case AttemptEnded():
                         kill_at = math.inf
+            seen = len(entries)
             if pid and time.time() >= kill_at:
                 kill_at = math.inf
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                     kills.append(time.time() - since)
             time.sleep(0.01)
-        job.refresh()
         if job.process.returncode:
             raise SystemExit(f"the job ended with exit code {job.process.returncode}:\n{job.tail(3000)}")
-    return job.events, kills
+    return job.entries(), kills
 
 
-def scenario_from(events: list[Event], mttf_s: float) -> Scenario:
+def scenario_from(entries: list[Entry], mttf_s: float) -> Scenario:
     """Return the durations of the learning run; the work is its steps, at their own pace."""
-    learnt = learn(events, Scenario(work_s=1.0, mttf_s=mttf_s, hang_share=0.0, machine_share=0.0))
-    ledger = account(events)
-    steps = next(event["total_steps"] for event in events if event["event"] == "training_started")
-    computed = sum(attempt.steps for attempt in attempts_of(events))
+    learnt = learn(entries, Scenario(work_s=1.0, mttf_s=mttf_s, hang_share=0.0, machine_share=0.0))
+    ledger = account(entries)
+    steps = next(e.event.total_steps for e in entries if isinstance(e.event, TrainingStarted) and e.event.total_steps)
+    computed = sum(attempt.steps for attempt in attempts_of(entries))
     in_steps = ledger.seconds["training"] + ledger.seconds["lost work"]
     return learnt.with_(work_s=in_steps / computed * steps)
 
@@ -149,7 +150,8 @@ def table_of(
 
 def page_of(scale: Scale, table: str) -> str:
     return (
-        f"# Simulated and measured goodput\n\n`{command_line('prediction.py')}`, {today()}, on {machine()}.\n\n"
+        "# Prediction: simulated and measured goodput\n\n"
+        f"`{command_line('prediction.py')}`, {today()}, on {machine()}.\n\n"
         f"The bundled job, {scale.epochs} epochs; in each attempt a rank is killed at random, every {scale.mttf_s:g} s "
         f"on average. The durations come from another run of it, with {scale.learning_kills} kills. Simulated: the\n"
         f"failures of this very run, {scale.draws} times, each attempt at a pace of its own "
@@ -169,14 +171,14 @@ def main() -> None:
     say = Progress()
     with tempfile.TemporaryDirectory(prefix="prediction-") as name:
         folder = Path(name)
-        events, _ = run_under_kills(folder / "learn", random.Random(options.seed), scale, learning=True)
-        scenario = scenario_from(events, scale.mttf_s)
+        entries, _ = run_under_kills(folder / "learn", random.Random(options.seed), scale, learning=True)
+        scenario = scenario_from(entries, scale.mttf_s)
         say(f"learnt: {scenario}")
         measured, predicted = [], []
         for number in range(scale.rounds):
             source = random.Random(f"{options.seed}-{number}")
-            events, gaps = run_under_kills(folder / f"run-{number}", source, scale)
-            measured.append(account(events).goodput)
+            entries, gaps = run_under_kills(folder / f"run-{number}", source, scale)
+            measured.append(account(entries).goodput)
             goodputs = (replayed(scenario, gaps, random.Random(draw)) for draw in range(scale.draws))
             predicted.append(statistics.mean(goodputs))
             say(

@@ -4,7 +4,7 @@ The bundled job (2 ranks, gloo, one thread each, no GPU) under `runner start`, a
 plain `SFTTrainer` script under what others restart it with; all take turns within each round. `ft_launcher` (NVIDIA's
 nvidia-resiliency-ext) runs without GPUs too, its health checks off; 0.4.1 is its newest wheel for Python 3.11 and glibc
 before 2.39. It is installed into `.bench/` on first use, for the installed torch; where that fails, it is left out and
-the reason is printed. `docs/recovery-benchmark.md` has the latest result.
+the reason is printed. `docs/benchmarks/recovery.md` has the latest result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from recovery_trainings import FOR_INFORMATION, METHODS, Findings, Trainings, fi
 
 from runner.system import processes
 
-PAGE = "recovery-benchmark.md"
+PAGE = "recovery.md"
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,9 @@ def main() -> None:
     write_figures(options.json, figures)
     if options.docs:
         text = (
-            f"# What a failure costs\n\n`{command_line('recovery.py')}`, {today()}, on {machine()}; {scale.rounds} "
-            f"rounds, {scale.kills} kills, {scale.pairs} pairs of blocks.\n\n{table}\n\n{METHOD}"
+            "# Recovery: what a failure costs\n\n"
+            f"`{command_line('recovery.py')}`, {today()}, on {machine()}; {scale.rounds} rounds, "
+            f"{scale.kills} kills, {scale.pairs} pairs of blocks.\n\n{table}\n\n{METHOD}"
         )
         (options.docs / PAGE).write_text(text)
     if findings.problems:

@@ -112,31 +112,33 @@ def table_of(measured: Measured, figures: Mapping[str, float], seed: int) -> str
 
 
 METHOD = f"""\
-**Recovery**: the bundled job, 2 ranks on gloo, one thread each, in a new folder each time. In mid-training (step 25 to
-36, between two saves; the same step and rank for all methods of a round) a rank gets SIGKILL. The time ends with the
-first finished step of the next process group: our supervisor's journal records each step (`trainer.logging_steps=1`),
-and the peers' script records them at the same place in the Trainer's loop. The peers train the same model on the same
-data with the same options, by a plain `SFTTrainer` script that resumes from `get_last_checkpoint` and caches its
-tokenised data as ours does. The loop is `until torchrun …; do :; done`, without a pause; ours makes its default pause.
-A training that has not come back after {RECOVERY_LIMIT_S:.0f} s hangs, and counts with that time. `torchrun
---max-restarts` as it is and `ft_launcher` ({FT_PACKAGES[0]}) take part in every third round, for information. A
-recovery during which other virtual machines took more than a tenth of the processor time is repeated, once at most.
+**Recovery**: the bundled job, 2 ranks on gloo, one thread each, in a new folder each time. In the middle of training
+(step 25 to 36, between two saves; the same step and rank for all methods of a round) a rank gets SIGKILL. The time
+runs until the first finished step of the next process group. The runner's journal records each step
+(`trainer.logging_steps=1`); the peers' script records it at the same place in the Trainer's loop. The peers train the
+same model on the same data with the same options, by a plain `SFTTrainer` script that resumes from
+`get_last_checkpoint`; it keeps its tokenised data, as the runner does. The loop is `until torchrun …; do :; done`,
+without a pause; the runner makes its default pause. A method that has not come back after {RECOVERY_LIMIT_S:.0f} s
+counts as hanging, with that time. `torchrun --max-restarts` in its default configuration and `ft_launcher`
+({FT_PACKAGES[0]}) take part in every third round, for information. If more than a tenth of the processor time went to
+other virtual machines, a recovery is repeated, once at most.
 
-**Kills**: runs of ours with their default settings, except for `restart.max_restarts`. SIGKILL to rank 0, rank 1, the
-launcher or the agent, at random: during imports, between two attempts, during a restore, between two saves, around a
-save. After each kill the next attempt must reach the moment of the next kill, and at the end a finished step, within
-{RECOVERY_LIMIT_S:.0f} s plus the pause that the journal records. Then the run is stopped by SIGTERM. A process that is
-alive {SETTLE_S:.0f} s after a run's end is left over; it is found by a mark in its environment, by the run's id, and by
-descent (the benchmark is a subreaper).
+**Kills**: runs with default settings, except for `restart.max_restarts`. SIGKILL to rank 0, rank 1, the launcher or
+the agent, at random: during imports, between two attempts, during a restore, between two saves, around a save. After
+each, the next attempt must reach the moment of the next kill, and the last one a finished step, within
+{RECOVERY_LIMIT_S:.0f} s plus the pause that the journal records. Then the run is stopped by SIGTERM. A process that
+is alive {SETTLE_S:.0f} s after a run's end is an orphan. Orphans are found by a mark in their environment, by the
+run's id, and by descent (the benchmark is a subreaper).
 
-**Overhead**: the bundled job's training in one run, in alternating blocks of 5 steps on the same batches, the first of
-each not counted. In one block of each pair, in random order, heartbeats, the exchange of flags and reports are left
+**Overhead**: the bundled job's training in one run, in alternating blocks of 5 steps on the same batches, without the
+first step of each block. In one block of each pair, in random order, heartbeats, flag exchange and reports are left
 out. Steps of one job differ by a tenth for reasons of the machine, so the pairs' ratios say no more than the interval
 given. The figure is the sum of all that supervision does, each part measured and counted as if nothing else ran
-meanwhile: the time of our callbacks in a step, in the slowest rank, with everything that interrupts them; the processor
-time of the exchange's own threads; and the processor time of all other processes of the run (supervisor, agent,
-launcher), as a share of the ranks' cores. Snapshots and commits are off: `docs/checkpoint-benchmark.md` has their cost.
+meanwhile: the time that the callbacks take of a step, in the slowest rank and including what interrupts them; the
+processor time of the flag exchange's own threads; and the processor time of all other processes of the run
+(supervisor, agent, launcher), as a share of the ranks' cores. Snapshots and commits are off:
+`docs/benchmarks/checkpoint.md` has their cost.
 
-**Preemption**: in the same runs as the recovery, some steps after it. From SIGTERM to `runner start` until its end,
-with exit code 75 and the last finished step committed, all digests compared.
+**Preemption**: in the same runs as the recovery, some steps after it. From SIGTERM to `runner start` until it has
+ended, with exit code 75 and the last finished step committed, all digests compared.
 """

@@ -10,9 +10,11 @@ from collections.abc import Callable
 import psutil
 from recovery_figures import Measured
 from recovery_trainings import JOB, RECOVERY_LIMIT_S, SAVE_STEPS, STOP_LIMIT_S, Findings, Trainings
+from training_run import TrainingRun
 
-from runner.chaos.run_under_test import START_TIMEOUT_S, Subject
-from runner.journal.journal import Event
+from checkpointing.events import Event, Log
+from runner.chaos.run_under_test import START_TIMEOUT_S
+from runner.journal.events import AttemptEnded, AttemptStarted, Backoff, Entry, RankStarted, RunStarted
 
 KILLS_PER_RUN = 20
 MOMENTS = ("start-up", "restore", "step", "save")
@@ -60,7 +62,7 @@ class KillRuns:
                 attempt = f"attempt {victims.killed_in}"
                 last = f"the kill of {victim} ({moment}, {attempt}, step {victims.step})"
                 self._measured.count_kill(moment, victim)
-            if victims.wait_for_event("log") is None:
+            if victims.wait_for_entry(Log) is None:
                 self._findings.hang(f"{name}: no step after {last}", training)
                 return
             code, _ = training.stop(STOP_LIMIT_S)
@@ -79,29 +81,30 @@ class Victims:
         killed_in: The attempt of the last kill.
     """
 
-    def __init__(self, training: Subject, source: random.Random) -> None:
+    def __init__(self, training: TrainingRun, source: random.Random) -> None:
         self._training, self._random = training, source
         self.killed_in = 0
         self._killed_at = time.time()
 
     def _limit_s(self) -> float:
         """How long the next moment may take: the start's imports, or the pause before a restart, come on top."""
-        waits: float = sum(
-            event["delay_s"] for event in self._training.all("backoff") if event["time"] > self._killed_at
+        waits = sum(
+            entry.event.delay_s
+            for entry in self._training.find(Backoff)
+            if isinstance(entry.event, Backoff) and entry.time > self._killed_at
         )
         return (RECOVERY_LIMIT_S if self.killed_in else START_TIMEOUT_S) + waits
 
-    def wait_for_event(self, name: str, remainder: int | None = None) -> Event | None:
-        """Wait for an event of an attempt that is newer than the last that was killed.
+    def wait_for_entry(self, kind: type[Event]) -> Entry | None:
+        """Wait for an event of an attempt that is newer than the last that was killed."""
+        return self._training.wait(
+            lambda: next(iter(self._training.find(kind, after=self.killed_in)), None), self._limit_s
+        )
 
-        Args:
-            name: Of the event.
-            remainder: Of its step divided by `SAVE_STEPS`; None: any step.
-        """
-
-        def found() -> Event | None:
-            events = self._training.all(name, after=self.killed_in)
-            return next((e for e in events if remainder is None or e["step"] % SAVE_STEPS == remainder), None)
+    def _wait_for_step_before_save(self) -> Entry | None:
+        def found() -> Entry | None:
+            steps = self._training.steps(after=self.killed_in)
+            return next((entry for entry, step in steps if step % SAVE_STEPS == SAVE_STEPS - 1), None)
 
         return self._training.wait(found, self._limit_s)
 
@@ -109,22 +112,22 @@ class Victims:
         """Wait for a moment of the next attempt, and a random time longer; False: it did not come."""
         match moment:
             case "import":
-                came = bool(self._training.wait(lambda: self._training.all("run_started") or None, START_TIMEOUT_S))
+                came = bool(self._training.wait(lambda: self._training.find(RunStarted) or None, START_TIMEOUT_S))
                 delay_s = 8.0
             case "start-up":  # The pause before the restart, the fork or the imports, the rendezvous.
-                name = "attempt_ended" if self.killed_in else "run_started"
+                kind = AttemptEnded if self.killed_in else RunStarted
 
                 def ended() -> bool | None:
-                    return any(e["attempt"] >= self.killed_in for e in self._training.all(name)) or None
+                    return any(entry.attempt >= self.killed_in for entry in self._training.find(kind)) or None
 
                 came = bool(self._training.wait(ended, self._limit_s))
                 delay_s = 4.0
             case "restore":
-                came, delay_s = bool(self.wait_for_event("rank_started")), 1.5
+                came, delay_s = bool(self.wait_for_entry(RankStarted)), 1.5
             case "step":
-                came, delay_s = bool(self.wait_for_event("log")), 2.0
+                came, delay_s = bool(self.wait_for_entry(Log)), 2.0
             case _:  # A save follows this step.
-                came, delay_s = bool(self.wait_for_event("log", SAVE_STEPS - 1)), 0.2
+                came, delay_s = bool(self._wait_for_step_before_save()), 0.2
         if not came:
             return False
         time.sleep(self._random.uniform(0, delay_s))
@@ -137,8 +140,8 @@ class Victims:
         if victim is None:
             return None
         name, process = victim
-        attempts = self._training.all("attempt_started")
-        self.killed_in = attempts[-1]["attempt"] if attempts else 0
+        attempts = self._training.find(AttemptStarted)
+        self.killed_in = attempts[-1].attempt if attempts else 0
         self._killed_at = time.time()
         with contextlib.suppress(psutil.Error):
             process.kill()
@@ -157,5 +160,5 @@ class Victims:
     @property
     def step(self) -> int:
         """The newest step that was reported."""
-        logs = self._training.all("log")
-        return int(logs[-1]["step"]) if logs else 0
+        steps = self._training.steps()
+        return steps[-1][1] if steps else 0

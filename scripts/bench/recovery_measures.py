@@ -24,11 +24,13 @@ from recovery_trainings import (
     Findings,
     Trainings,
 )
+from training_run import TrainingRun
 
 from checkpointing.errors import CheckpointError
+from checkpointing.events import Committed
 from checkpointing.tiers import open_tiers
-from runner.chaos.run_under_test import START_TIMEOUT_S, NeverStarted, Subject
-from runner.journal.journal import Event
+from runner.chaos.run_under_test import START_TIMEOUT_S, NeverStarted
+from runner.journal.events import AttemptEnded, Entry
 
 BLOCK_LIMIT_S = 60.0
 _PAIRS_PER_MESSAGE = 50
@@ -83,25 +85,25 @@ class Recoveries:
         None: it hung. Ours is preempted afterwards.
         """
         with self._trainings.start(method) as training:
-            before = training.wait_for_step(kill.step)
+            before = training.reach_step(kill.step)
             time.sleep(kill.delay_s)
             victim = training.rank(kill.rank)
             assert victim is not None, f"{method}: rank {kill.rank} is gone"
             killed_at = time.time()
             victim.kill()
 
-            def next_step() -> Event | None:
-                later = (e for e in training.all("log") if e["time"] > killed_at and e["attempt"] != before["attempt"])
-                return next(later, None)
+            def next_step() -> tuple[Entry, int] | None:
+                steps = training.steps()
+                return next((s for s in steps if s[0].time > killed_at and s[0].attempt != before.attempt), None)
 
-            event = training.wait(next_step, RECOVERY_LIMIT_S)
-            if event is not None and method == "ours":
-                self._preempt(training, before["attempt"], event["step"] + self._random.randrange(5, 20))
-            if event is None and method not in FOR_INFORMATION:
+            found = training.wait(next_step, RECOVERY_LIMIT_S)
+            if found is not None and method == "ours":
+                self._preempt(training, before.attempt, found[1] + self._random.randrange(5, 20))
+            if found is None and method not in FOR_INFORMATION:
                 self._say(f"{METHODS[method]} did not come back; its output ends with:\n{training.tail(1000)}")
-        return event["time"] - killed_at if event is not None else None
+        return found[0].time - killed_at if found is not None else None
 
-    def _preempt(self, training: Subject, crashed: int, step: int) -> None:
+    def _preempt(self, training: TrainingRun, crashed: int, step: int) -> None:
         """Send SIGTERM to the supervisor in mid-training; check its exit code and the commit of the last step.
 
         Args:
@@ -109,11 +111,11 @@ class Recoveries:
             crashed: The attempt before, whose last step may have been higher.
             step: To wait for.
         """
-        training.wait_for_step(step, after=crashed)
+        training.reach_step(step, after=crashed)
         time.sleep(self._random.uniform(0, 0.1))
         code, seconds = training.stop(STOP_LIMIT_S)
-        steps = training.all("log", after=crashed) + training.all("attempt_ended", after=crashed)
-        last = max(event["step"] for event in steps)
+        ends = [e.event for e in training.find(AttemptEnded, after=crashed) if isinstance(e.event, AttemptEnded)]
+        last = max([step for _, step in training.steps(after=crashed)] + [end.step for end in ends])
         committed: int | None = None
         with contextlib.suppress(CheckpointError, IndexError, OSError):
             catalog = open_tiers(str(training.folder / "checkpoints"), None).catalog
@@ -124,9 +126,9 @@ class Recoveries:
             text = f"preempted: exit code {code}, step {last}, newest valid checkpoint {committed}"
             self._findings.problem(text, training)
             seconds = max(seconds, STOP_LIMIT_S)
-        commits = [event["duration_s"] for event in training.all("committed") if event["step"] == committed]
+        commits = [e.event for e in training.find(Committed) if isinstance(e.event, Committed)]
         self._measured.preempt_s.append(seconds)
-        self._measured.commit_s += commits[-1:]
+        self._measured.commit_s += [commit.duration_s or 0.0 for commit in commits if commit.step == committed][-1:]
         self._findings.check_leftovers(training)
 
 

@@ -18,7 +18,9 @@ import transformers
 from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTConfig, SFTTrainer
 
+from checkpointing.events import Log
 from runner.config.load import load_config, parse_setting
+from runner.journal.events import RankStarted
 from runner.journal.journal import Journal, SteadyClock
 from runner.journal.run_directory import RunDirectory
 from runner.training.data import load_training_data
@@ -33,7 +35,7 @@ class NoteSteps(transformers.TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and logs and "loss" in logs:
-            self._journal.append("log", os.getpid(), step=state.global_step, loss=logs["loss"])
+            self._journal.append(Log(step=state.global_step, loss=logs["loss"]), os.getpid())
 
 
 def main() -> None:
@@ -42,7 +44,7 @@ def main() -> None:
     journal = Journal(directory.journal, SteadyClock())
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # A rank's own pid tells one process group from the next.
-    journal.append("rank_started", os.getpid(), rank=rank, pid=os.getpid())
+    journal.append(RankStarted(rank=rank, pid=os.getpid()), os.getpid())
 
     settings = [parse_setting(text) for text in sys.argv[2:]]
     config = load_config(None, {}, [*settings, ("output_dir", str(directory.root), "FOLDER")])

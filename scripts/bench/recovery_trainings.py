@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from common import ROOT
+from training_run import TrainingRun
 
-from runner.chaos.run_under_test import Subject, runner_command
+from runner.chaos.run_under_test import runner_command
 
 HERE = Path(__file__).parent
 FT_FOLDER = ROOT / ".bench" / "ft"
@@ -63,7 +64,7 @@ class Trainings:
             shutil.rmtree(folder, ignore_errors=True)
 
     @contextlib.contextmanager
-    def start(self, method: str) -> Iterator[Subject]:
+    def start(self, method: str) -> Iterator[TrainingRun]:
         """Run the bundled job under a method until the block ends."""
         with self.folder() as folder:
             script = [str(HERE / "recovery_peer.py"), str(folder), *JOB]
@@ -82,13 +83,13 @@ class Trainings:
                     command = [sys.executable, "-m", FT_MODULE, *launch, "--max-restarts", "3"]
                     command += ["--ignore-missing-fault-tol-cfg", *script]
                     environment = ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{self._ft_site}"}
-            with Subject(command, folder, environment) as training:
+            with TrainingRun(command, folder, environment) as training:
                 yield training
 
     @contextlib.contextmanager
-    def start_ours(self, folder: Path, *settings: str, script: Sequence[str] = ()) -> Iterator[Subject]:
+    def start_ours(self, folder: Path, *settings: str, script: Sequence[str] = ()) -> Iterator[TrainingRun]:
         """Run `runner start` with these settings, or with a script, in a folder that `folder` made."""
-        with Subject(ours(folder, *settings, script=script), folder, ENVIRONMENT) as training:
+        with TrainingRun(ours(folder, *settings, script=script), folder, ENVIRONMENT) as training:
             yield training
 
 
@@ -107,22 +108,23 @@ class Findings:
         self.orphans: list[str] = []
         self.problems: list[str] = []
 
-    def problem(self, text: str, training: Subject) -> None:
+    def problem(self, text: str, training: TrainingRun) -> None:
         self.problems.append(text)
         self._say(f"WRONG: {text}; its output ends with:\n{training.tail(1000)}")
 
-    def check_leftovers(self, training: Subject) -> None:
+    def check_leftovers(self, training: TrainingRun) -> None:
         """Note the processes that are left of a run that has ended."""
         for left in training.leftovers():
             self.orphans.append(left)
             self._say(f"LEFT: {left}")
 
-    def hang(self, text: str, training: Subject) -> None:
+    def hang(self, text: str, training: TrainingRun) -> None:
         """Note a run without progress: it waits for ever, or it has given up, which is as bad."""
         code = training.process.poll()
         text += "; the supervisor " + ("is alive" if code is None else f"ended with exit code {code}")
         self.hangs.append(text)
-        self._say(f"HANG: {text}\n{training.tail(1000)}\n" + "\n".join(map(json.dumps, training.events[-8:])))
+        entries = [json.dumps(entry.to_dict()) for entry in training.entries()[-8:]]
+        self._say(f"HANG: {text}\n{training.tail(1000)}\n" + "\n".join(entries))
         if code is not None:
             self.check_leftovers(training)
 

@@ -1,8 +1,8 @@
-"""What another rank brings: tokens per second of the bundled job on 1, 2, ... ranks, the same batch on each.
+"""Throughput by number of ranks: tokens per second of the bundled job on 1, 2, ... ranks, the same batch on each.
 
-One thread for each rank; the numbers of ranks take turns within each round. The first entries of a run do not count:
+One thread per rank; the numbers of ranks take turns within each round. The first entries of a run do not count, because
 DDP and the caches are not warm yet. Efficiency is the throughput of N ranks over N times that of one. The share of
-communication is measured by DDP: the part of forward and backward in which a rank waits for the others' gradients.
+communication is measured by DDP: the part of forward and backward in which a rank waits for others' gradients.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import ROOT, Progress, command_line, machine, make_parser, spread, today, undisturbed, write_figures
+from training_run import TrainingRun
 
-from runner.chaos.run_under_test import Subject, runner_command
+from checkpointing.events import Log
+from runner.chaos.run_under_test import runner_command
 from runner.system import processes
 
 # No GPU, and one thread for each rank.
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 NUM_COLD_ENTRIES = 4
 LIMIT_S = 600.0
-PAGE = "scaling-benchmark.md"
+PAGE = "scaling.md"
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,13 @@ def measure(folder: Path, ranks: int, steps: int) -> tuple[float, float]:
     command = runner_command(
         folder, "--nproc-per-node", str(ranks), *options, "--set", "checkpoint.snapshot_steps=null"
     )
-    with Subject(command, folder, ENVIRONMENT) as subject:
-        subject.wait(lambda: None, LIMIT_S)
-        if subject.process.poll() != 0:
-            sys.exit(f"the job on {ranks} ranks ended with exit code {subject.process.poll()}:\n{subject.tail(2000)}")
-        subject.refresh()
-        entries = subject.all("log")[NUM_COLD_ENTRIES:]
-    rates = [entry["tokens_per_s"] for entry in entries if entry.get("tokens_per_s")]
-    shares = [entry.get("communication_share", 0.0) for entry in entries]
+    with TrainingRun(command, folder, ENVIRONMENT) as run:
+        run.wait(lambda: None, LIMIT_S)
+        if run.process.poll() != 0:
+            sys.exit(f"the job on {ranks} ranks ended with exit code {run.process.poll()}:\n{run.tail(2000)}")
+        logs = [entry.event for entry in run.find(Log) if isinstance(entry.event, Log)][NUM_COLD_ENTRIES:]
+    rates = [rate for log in logs if (rate := log.metric("tokens_per_s"))]
+    shares = [log.metric("communication_share") or 0.0 for log in logs]
     return statistics.median(rates), statistics.median(shares)
 
 
@@ -111,7 +112,7 @@ def main() -> None:
             f"`{command_line('scaling.py')}`, {today()}, on {machine()}; {scale.rounds} rounds of {scale.steps} steps."
         )
         method = " ".join((__doc__ or "").split())
-        (options.docs / PAGE).write_text(f"# What another rank brings\n\n{circumstances}\n\n{table}\n\n{method}\n")
+        (options.docs / PAGE).write_text(f"# Scaling\n\n{circumstances}\n\n{table}\n\n{method}\n")
 
 
 if __name__ == "__main__":

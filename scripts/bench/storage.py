@@ -1,7 +1,7 @@
 """What S3 costs: our uploads and resumes against AWS's and rclone's tools and boto3, and training over a slow link.
 
 Against Ceph's radosgw on loopback, in rounds in which all take turns; the results are medians over the rounds of ratios
-within each. `docs/storage-benchmark.md` has the latest result. The driver itself does not need torch.
+within each. `docs/benchmarks/storage.md` has the latest result. The driver itself does not need torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from storage_runs import AWS_VENV, BUCKET, MBIT_PER_S, RANKS, ROUND_TRIP_MS, Sto
 from storage_server import FAR_CORE, PACKAGES, gateway, missing_commands, rclone
 
 AWS_PACKAGES = ["awscli==1.46.3"]
-PAGE = "storage-benchmark.md"
+PAGE = "storage.md"
 # A checkpoint of 83 million parameters in single precision, with AdamW.
 FILES = {
     "model.safetensors": 333_342_448,
@@ -117,26 +117,26 @@ def measure(runs: StorageRuns, scale: Scale) -> Measured:
 
 METHOD = f"""\
 **Uploads**: the same {sum(FILES.values()) / 1e9:.2f} GB of random bytes in {len(FILES)} files, in turns, by new
-processes each time. Ours: `commit_snapshot` from an arena, with the digests (a second thread, as in the agent) and the
-manifest's commit, without the process's start and the attempt's begin. `aws s3 cp --recursive` ({AWS_PACKAGES[0]}) and
-`rclone copy`, with their default settings, from files in memory (tmpfs), timed from the command to its end. boto3:
-`upload_file` of the same files, unsigned payload, no checksum, parts of 32 MB, 8 at once, without the process's start.
-The server has received as much before, and its memory is freed after each. Before each, {TOUCHED_BYTES >> 30} GiB of
-memory are allocated and freed: the first use of a page in a virtual machine takes its host's time, and the first
-variant would pay for it.
+processes each time. This project: `commit_snapshot` out of an arena, including the digests (a second thread, as in
+the agent) and the manifest's commit, without the start of the process and of the attempt. `aws s3 cp --recursive`
+({AWS_PACKAGES[0]}) and `rclone copy`, with their default settings, from files in memory (tmpfs), timed from the
+command to its end. boto3: `upload_file` of the same files, unsigned payload, no checksum, parts of 32 MB, 8 at once,
+without the start of the process. The server has received as much before, and its memory is freed after each. Before
+each, {TOUCHED_BYTES >> 30} GiB of memory are allocated and freed: a virtual machine's first use of a page takes its
+host's time, and the first method would pay for it.
 
 **Slow link**: {ROUND_TRIP_MS} ms and {MBIT_PER_S} Mbit/s, by `scripts/bench/link.py`. One process trains with one
-thread on core 0; server and link run on core {FAR_CORE}. While a save is under way, the agent is stopped (SIGSTOP) for
-every other step; the figure is the median over all such pairs of a step with the agent running / stopped. The agent
-runs on core {FAR_CORE}, as on a machine with a spare core.
+thread on core 0; server and link are on core {FAR_CORE}. While a save is uploading, the agent is stopped (SIGSTOP)
+for every other step. The figure is the median over all such pairs of a step with the agent working / without, with
+the agent on core {FAR_CORE}, as on a machine that has a core to spare.
 
-**Resume**: {RANKS} ranks under torchrun, gloo, one thread each, in new processes that have built their model and have
-nothing on their disk. From the agent's request for the checkpoint's first byte until `resume()` has returned in the
-last rank, where its first step can begin. Compared with boto3's `download_file` of the checkpoint's files to tmpfs,
-parts of 32 MB, 8 at once, with a client that exists already.
+**Resume**: {RANKS} ranks under torchrun, gloo, one thread each, new processes that have nothing on their disk and
+have created their model. From the agent's request for the checkpoint's first byte until `resume()` has returned in
+the last rank, where its first step can begin. Compared with boto3's `download_file` of the checkpoint's files to
+tmpfs, parts of 32 MB, 8 at once, its client created before.
 
-An upload or resume during which other virtual machines took more than a tenth of the processor time is repeated, twice
-at most.
+A measurement of uploads or resumes during which more than a tenth of the processor time went to other virtual
+machines is repeated, twice at most.
 """
 
 
@@ -172,7 +172,7 @@ def main() -> None:
     write_figures(options.json, figures)
     if options.docs:
         text = (
-            f"# What S3 costs\n\n`{command_line('storage.py')}`, {today()}, on {machine()}; Ceph's radosgw on "
+            f"# Storage: what S3 costs\n\n`{command_line('storage.py')}`, {today()}, on {machine()}; Ceph's radosgw on "
             f"loopback, its data in memory, on the same cores; {scale.rounds} rounds.\n\n{table}\n\n{METHOD}"
         )
         (options.docs / PAGE).write_text(text)

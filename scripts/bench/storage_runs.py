@@ -130,7 +130,7 @@ class StorageRuns:
         """
         self._attempt += 1
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-        command = [*torchrun, HERE / "storage_training.py", method, location, "--size", self._size]
+        command: list[str | Path] = [*torchrun, HERE / "storage_training.py", method, location, "--size", self._size]
         with monitored_agent(location) as agent:
             results = self._run(command, agent.environment(self._attempt))
         return results, agent.events

@@ -34,4 +34,4 @@ def test_every_stage(tmp_path: Path) -> None:
     for row in ("| none |", "| HF Trainer", "| DCP async, process, async", "| ours |"):
         assert row in output
     if pages:
-        assert "checkpoint-benchmark.svg" in (tmp_path / "checkpoint-benchmark.md").read_text()
+        assert "checkpoint.svg" in (tmp_path / "checkpoint.md").read_text()

@@ -9,4 +9,4 @@ def test_every_stage(tmp_path: Path) -> None:
     figures, output = smoke("prediction", tmp_path, "--smoke", "--docs", str(tmp_path))
     assert figures.keys() == {"replay_points", "replay_worst_points", "forecast_points"}
     assert all_finite(figures), output
-    assert "mean, by MTTF alone" in (tmp_path / "prediction-benchmark.md").read_text()
+    assert "mean, by MTTF alone" in (tmp_path / "prediction.md").read_text()

@@ -22,4 +22,4 @@ def test_every_stage(tmp_path: Path) -> None:
     assert all_finite(figures), output
     assert not any(figures[name] for name in COUNTS), output
     assert "1 kills" in output and "| bash loop around `torchrun` |" in output
-    assert "**Preemption**" in (tmp_path / "recovery-benchmark.md").read_text()
+    assert "**Preemption**" in (tmp_path / "recovery.md").read_text()

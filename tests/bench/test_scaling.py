@@ -10,4 +10,4 @@ def test_every_stage(tmp_path: Path) -> None:
     names = ("tokens_per_s", "scaling_efficiency", "communication_share")
     assert figures.keys() == {f"{name}_{ranks}" for name in names for ranks in (1, 2)}
     assert all_finite(figures) and figures["tokens_per_s_1"] > 0, output
-    assert "| ranks | tokens/s |" in (tmp_path / "scaling-benchmark.md").read_text()
+    assert "| ranks | tokens/s |" in (tmp_path / "scaling.md").read_text()

@@ -25,4 +25,4 @@ def test_every_stage(tmp_path: Path) -> None:
     assert all_finite(figures)
     # The link needs a core of its own.
     assert ("slow_link_step_ratio" in figures) != ("slow link: left out" in output)
-    assert "`upload_vs_cli`" in (tmp_path / "storage-benchmark.md").read_text()
+    assert "`upload_vs_cli`" in (tmp_path / "storage.md").read_text()
