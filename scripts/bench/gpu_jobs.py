@@ -73,20 +73,20 @@ def _ends(entries: Entries) -> list[str]:
 
 
 def ranks(on: str, quick: bool) -> tuple[Figures, Verdicts]:
-    """Shares of one file, the comparison of replicas, and what happens to ranks that have drifted apart."""
+    """Two ranks share a file and compare their replicas; ranks that have drifted apart are stopped."""
     import two_ranks
 
     devices = [on, on] if on.startswith("cuda") else [f"{on.partition(':')[0]}:{rank}" for rank in (0, 1)]
     verdicts: Verdicts = {}
     with tempfile.TemporaryDirectory() as folder:
         results = [two_ranks.run("plain", Path(folder, "run"), devices) for _ in range(2)]
-        verdicts["two runs of two ranks end well"] = all(result.returncode == 0 for result in results)
+        verdicts["two runs of two ranks finish"] = all(result.returncode == 0 for result in results)
         whole = two_ranks.run("whole", Path(folder, "whole"), devices)
         verdicts["resumed and uninterrupted weights are equal"] = whole.returncode == 0 and two_ranks.are_equal(
             Path(folder, "run"), Path(folder, "whole")
         )
         drifted = two_ranks.run("drift", Path(folder, "drift"), devices)
-        verdicts["ranks that differ make no checkpoint"] = bool(re.search(two_ranks.DRIFT, drifted.stderr))
+        verdicts["ranks that differ write no checkpoint"] = bool(re.search(two_ranks.DRIFT, drifted.stderr))
     return {"devices": ", ".join(devices)}, verdicts
 
 
@@ -119,35 +119,40 @@ for parameter in model.parameters():
     digest.update(parameter.detach().cpu().view(torch.uint8).numpy().tobytes())
 open({answer!r}, "w").write(digest.hexdigest())
 """
-# Other processes' contexts, and the allocator's rounding.
+# The rest are other processes' contexts and the allocator's rounding.
 _FREE_SHARE = 0.9
 
 
 def recovery(on: str, quick: bool) -> tuple[Figures, Verdicts]:
-    """`runner start`, SIGKILL to the rank in mid-training, five times."""
+    """Kill the rank of `runner start` in mid-training, five times."""
     free, _ = torch.cuda.mem_get_info()
     torch.cuda.empty_cache()
     parameters = min(1e7 if quick else 3e9, 0.7 * free / 8)
     steps, kills = (60, 2) if quick else (200, 5)
     with tempfile.TemporaryDirectory() as folder:
-        peaceful, _, _ = _trained(Path(folder, "plain"), parameters, steps, 0)
+        fault_free, _, _ = _trained(Path(folder, "plain"), parameters, steps, 0)
         killed, times, found_free = _trained(Path(folder, "killed"), parameters, steps, kills)
     figures = {f"recovery {number}, s": text for number, (_, text) in enumerate(times, 1)}
     median = statistics.median(total for total, _ in times) if times else float("inf")
     figures["from death to the next step, median s"] = f"{median:.2f}"
     figures["free at the beginning of each attempt, GB"] = ", ".join(f"{nbytes / 1e9:.1f}" for nbytes in found_free)
     verdicts = {
-        "the same bits as the run that nobody touched": bool(peaceful) and peaceful == killed,
+        "the same bits as the fault-free run": bool(fault_free) and fault_free == killed,
         "recovery takes 6 s at most": median <= 6.0,
-        "every kill was survived": len(times) == kills,
-        "the memory of the dead is free before the next attempt begins": bool(found_free)
+        "the run survives every kill": len(times) == kills,
+        "the memory of a killed rank is free before the next attempt begins": bool(found_free)
         and min(found_free) >= _FREE_SHARE * max(found_free),
     }
     return figures, verdicts
 
 
 def _trained(folder: Path, parameters: float, steps: int, kills: int) -> tuple[str, list[tuple[float, str]], list[int]]:
-    """The digest of the final weights; for each kill what recovery took, whole and in words; free bytes by attempt."""
+    """Train under kills.
+
+    Returns:
+        The digest of the final weights; for each kill the seconds of the recovery and their parts in words; the free
+        bytes at the beginning of each attempt.
+    """
     folder.mkdir()
     script, answer, run = folder / "job.py", folder / "digest", folder / "run"
     paths = {"bench": str(Path(__file__).parent), "tests": str(ROOT / "tests"), "answer": str(answer)}
@@ -167,8 +172,8 @@ def _trained(folder: Path, parameters: float, steps: int, kills: int) -> tuple[s
             continue
         died = end.failed_at
         parts = {
-            "rank there": began[RankStarted] - died,
-            "state read": next((event.seconds for event in _of(Restored, after)), 0.0),
+            "rank started": began[RankStarted] - died,
+            "state restored": next((event.seconds for event in _of(Restored, after)), 0.0),
             "training begins": began[TrainingStarted] - died,
         }
         total = parts["training begins"]
@@ -180,7 +185,7 @@ def _trained(folder: Path, parameters: float, steps: int, kills: int) -> tuple[s
 
 # -- faults ----------------------------------------------------------------------------------------------------------
 
-# On a device that is no GPU, what torch and the driver say stands for the fault itself.
+# On a device that is not a GPU, the message of torch or the driver stands for the fault itself.
 _FAULTY = """
 import os, sys, time
 import torch
@@ -227,17 +232,17 @@ for step in range(start + 1, 13):
 manager.close()
 """
 
-# Fault, at which step (0: before the first), once or always; what the attempts end as, and the run's exit code.
+# Fault, its step (0: before the first), whether it happens once; the ends of the attempts, and the run's exit code.
 _FAULTS: dict[str, tuple[str, int, bool, list[str], int]] = {
-    "a device assert, at each try": ("assert", 6, False, ["crashed", "crashed"], 78),
-    "memory short once, before the first step": ("memory", 0, True, ["out of memory", "finished"], 0),
-    "memory short always, at step 6": ("memory", 6, False, ["out of memory", "out of memory"], 78),
+    "a device assert in every attempt": ("assert", 6, False, ["crashed", "crashed"], 78),
+    "out of memory once, before the first step": ("memory", 0, True, ["out of memory", "finished"], 0),
+    "out of memory in every attempt, at step 6": ("memory", 6, False, ["out of memory", "out of memory"], 78),
     "a kernel that hangs once": ("hang", 6, True, ["hung", "finished"], 0),
 }
 
 
 def faults(on: str, quick: bool) -> tuple[Figures, Verdicts]:
-    """Real faults of a GPU: how they are classified, and what follows."""
+    """Cause real GPU faults and check their classification and the recovery."""
     figures: Figures = {}
     verdicts: Verdicts = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -249,7 +254,7 @@ def faults(on: str, quick: bool) -> tuple[Figures, Verdicts]:
             begun = time.monotonic()
             got, entries = _supervised(Path(folder, str(number)), *options, str(script), fault, on, str(at), once)
             ends = _ends(entries)
-            # Halving, or the first try as it is, may lie between.
+            # There may be attempts between, with a halved batch or unchanged.
             verdicts[f"{name}: exit code {code}"] = got == code and ends[:1] == kinds[:1] and ends[-1:] == kinds[-1:]
             figures[name] = f"{', '.join(ends)}; exit code {got}; {time.monotonic() - begun:.0f} s"
     return figures, verdicts
@@ -259,7 +264,7 @@ def faults(on: str, quick: bool) -> tuple[Figures, Verdicts]:
 
 
 def sft(on: str, quick: bool) -> tuple[Figures, Verdicts]:
-    """The bundled job by several methods, each killed once; `doctor` and `plan` on this machine."""
+    """Run the bundled job by several methods, each killed once; then `doctor` and `plan` on this machine."""
     figures: Figures = {}
     verdicts: Verdicts = {}
     is_gpu = on.startswith("cuda")
@@ -281,7 +286,7 @@ def sft(on: str, quick: bool) -> tuple[Figures, Verdicts]:
                 timeout=300,
                 cwd=ROOT,
             )
-            verdicts[f"runner {command} answers"] = done.returncode in (0, 1) and "Traceback" not in done.stderr
+            verdicts[f"runner {command} works"] = done.returncode in (0, 1) and "Traceback" not in done.stderr
             figures[f"runner {command}"] = " / ".join(line.strip() for line in done.stdout.splitlines() if line.strip())
     return figures, verdicts
 
@@ -291,7 +296,7 @@ def _set(options: Sequence[str]) -> list[str]:
 
 
 def _variants(folder: Path, is_gpu: bool) -> dict[str, list[str]]:
-    """Name and options of each; `full` is the first, as others load the model that it publishes."""
+    """Return the options of each variant by name; `full` comes first, because others load the model that it writes."""
     found = {"full": [], "lora": ["method.type=lora"]}
     if is_gpu:
         found["fp16"] = ["trainer.bf16=false", "trainer.fp16=true"]
