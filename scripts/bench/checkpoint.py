@@ -10,7 +10,7 @@ import functools
 import random
 import shutil
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from checkpoint_figures import MODES, PEERS, Measured, figures_of, plot, table_of
@@ -129,10 +129,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4, help="default: 4")
     parser.add_argument("--steps", type=int, default=21, help="per run, a save every 5; default: 21")
     parser.add_argument("--scratch", type=Path, help="folder on the disk under test; default: the temporary folder")
+    # Every figure needs the first peer, Hugging Face.
+    parser.add_argument(
+        "--without", choices=PEERS[1:], nargs="+", default=[], help="peers to leave out, such as dlrover"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the order within the rounds")
     options = parser.parse_args()
     full = Scale(options.rounds, options.steps, PEERS, tries=3, slow_steps=80)
     scale = SMOKE if options.smoke else QUICK if options.quick else full
+    scale = replace(scale, peers=[name for name in scale.peers if name not in options.without])
     if "dlrover" in scale.peers:
         make_venv(DLROVER_VENV, DLROVER_PACKAGES, "DLRover and torch")
     random.seed(options.seed)
