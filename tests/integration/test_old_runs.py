@@ -27,6 +27,8 @@ def test_an_old_run_is_resumed_to_its_end(tmp_path: Path) -> None:
     assert [attempt["began"] for attempt in after["attempts"][:2]] == [a["began"] for a in before["attempts"]]
     assert (after["attempts"][2]["number"], after["attempts"][2]["start_step"]) == (3, 40)
     assert after["lost_steps"] == before["lost_steps"]
+    # The new log entries are read as well.
+    assert after["last_loss"] != before["last_loss"]
 
     # The Trainer's own log goes on where the old version left it.
     state = json.loads((runs / "preempted" / "checkpoints" / "checkpoint-60" / "trainer_state.json").read_text())
