@@ -1,6 +1,7 @@
-"""A contract type for import-linter: packages that no module may reach, but those that are listed.
+"""A contract type for import-linter: packages that only the listed modules may import.
 
-The inverse of import-linter's `forbidden`, which lists who may not: here a new file is guarded as soon as it exists.
+The inverse of import-linter's `forbidden`, which lists the modules that may not: here a new file is guarded as soon as
+it exists.
 """
 
 from __future__ import annotations

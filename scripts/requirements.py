@@ -1,7 +1,8 @@
-"""Print what the package needs to be built and to run, for `pip install -r`: a layer of its own in an image.
+"""Print the requirements to build and run the package, for `pip install -r` in an image layer of its own.
 
-It reads pyproject.toml beside the current directory's code, so that the layer holds no code and stays cached until a
-dependency changes. Versions come from constraints.txt, by pip's --constraint.
+It reads pyproject.toml of the current directory, so that the layer holds no code and stays cached until a dependency
+changes. Versions come from constraints.txt, by pip's --constraint.
+
 Usage: python requirements.py [EXTRA …]
 """
 
@@ -14,10 +15,10 @@ from pathlib import Path
 
 
 def requirements(pyproject: Path, extras: list[str]) -> list[str]:
-    """Of the build, of the package, and of these of its extras.
+    """Return the requirements of the build, of the package, and of these extras.
 
     Raises:
-        SystemExit: there is no such extra.
+        SystemExit: An extra does not exist.
     """
     document = tomllib.loads(pyproject.read_text(encoding="utf-8"))
     project = document["project"]
@@ -25,7 +26,7 @@ def requirements(pyproject: Path, extras: list[str]) -> list[str]:
     for extra in extras:
         if extra not in optional:
             raise SystemExit(f"requirements.py: there is no extra {extra!r}; choose from {', '.join(sorted(optional))}")
-    # An extra may be made of others: "this-package[one,two]".
+    # An extra may consist of others: "this-package[one,two]".
     ours = re.compile(re.escape(project["name"]) + r"\[([\w,-]+)\]")
     wanted, left, seen = [*document["build-system"]["requires"], *project["dependencies"]], list(extras), set(extras)
     while left:

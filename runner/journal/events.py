@@ -19,6 +19,8 @@ from checkpointing.events import Event, MeasuredEvent
 # Names that events and fields had in journals of older versions.
 _RENAMED_EVENTS = {"checkpoint_set_aside": "checkpoint_quarantined", "note_failed": "restart_state_failed"}
 _RENAMED_FIELDS = {("resumed", "from"): "source"}
+# Keys of every line; a message between processes may carry them too. They are not metrics.
+_LINE_KEYS = ("time", "event", "attempt")
 _adapters: dict[str, TypeAdapter[Any]] = {}
 
 
@@ -304,7 +306,7 @@ def parse(line: Mapping[str, Any], before: Entry | None = None) -> Entry | None:
         return Entry(time, before.attempt if before is not None else 0, Malformed(problem=f"attempt={attempt!r}"))
     if not isinstance(name, str):
         return Entry(time, attempt, Malformed(problem="has no event"))
-    details = {key: value for key, value in line.items() if key not in ("time", "event", "attempt")}
+    details = {key: value for key, value in line.items() if key not in _LINE_KEYS}
     return Entry(time, attempt, parse_event(name, details))
 
 
@@ -344,7 +346,9 @@ def _malformed(before: Entry | None, problem: str) -> Entry | None:
 def _with_metrics(known: type[Event], details: Mapping[str, Any]) -> dict[str, Any]:
     """Collect what is no field of the event in `metrics`."""
     own = {entry.name for entry in fields(known)} - {"metrics"}
-    metrics = {key: value for key, value in details.items() if key not in own and _is_finite(value)}
+    metrics = {
+        key: value for key, value in details.items() if key not in own and key not in _LINE_KEYS and _is_finite(value)
+    }
     return {**{key: value for key, value in details.items() if key in own}, "metrics": metrics}
 
 

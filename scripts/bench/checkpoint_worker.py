@@ -1,7 +1,7 @@
 """One training run of one checkpointing method, in a process of its own; started by `checkpoint.py`.
 
 Prints one line "RESULT {json}": seconds of the whole loop, blocked by each save, until each save was durable.
-Needs torch only, and what the method itself needs, so that a peer may live in its own environment.
+Needs torch and what the method itself needs, so that a peer can have its own environment.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 
 
 class Model(nn.Module):
-    """A decoder; shapes only matter by their number of bytes."""
+    """A decoder; only the number of bytes of its state matters."""
 
     def __init__(self, width: int, layers: int, vocabulary: int) -> None:
         super().__init__()
@@ -35,7 +35,10 @@ class Model(nn.Module):
 
 
 class Method:
-    """A way to save. `save` is called after a step, `before_optimizer` before the next one changes the state."""
+    """A way to save.
+
+    `save` is called after a step, and `before_optimizer` before the next step changes the state.
+    """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
         self.model, self.optimizer, self.folder = model, optimizer, folder
@@ -62,7 +65,7 @@ class Method:
 
 
 class HuggingFace(Method):
-    """What `Trainer` does at a save, by its own code. It does not fsync."""
+    """The save of Hugging Face's `Trainer`, by its own code; it does not call fsync."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -146,19 +149,19 @@ class DcpSharedAsync(Dcp):
 
 
 class DLRover(Method):
-    """DLRover's Flash Checkpoint: the trainer copies into shared memory, an agent process writes."""
+    """DLRover's Flash Checkpoint: the trainer copies into shared memory, and an agent process writes."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK="0")
         os.environ.update(GROUP_WORLD_SIZE="1", NODE_RANK="0")
-        # Its sockets lie under /tmp by this name; those of a run that was killed would be taken for alive.
+        # Its sockets in /tmp have this name; it would take those of a killed run for its own.
         os.environ["TORCHELASTIC_RUN_ID"] = f"bench-{os.getpid()}"
         from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType
         from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
         from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine, start_saver_process
 
-        # 0.6.1 loses its first message, and then gives up, where the saver is slow to start; as on a single core.
+        # Version 0.6.1 loses its first message and gives up if the saver starts slowly, as on a single core.
         CheckpointEngine.saver_proc = start_saver_process()
         time.sleep(2)
         self.kind = StorageType.DISK
@@ -184,7 +187,7 @@ class DLRover(Method):
 
 
 class Ours(Method):
-    """`CheckpointManager`, with an agent that the driver has started, as a supervisor would."""
+    """`CheckpointManager` with an agent that the driver started, as a supervisor does."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -225,7 +228,7 @@ class Ours(Method):
     def finish(self) -> None:
         self.manager.wait_for_commit()
 
-    # The optimizer's own hook would wait here; this way the wait is measured.
+    # The optimizer's own hook waits here; calling it measures the wait.
     def before_optimizer(self) -> None:
         self.manager._snapshotter._copy_thread.pre_step_barrier()
 
@@ -251,7 +254,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, required=True)
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--tokens", type=int, required=True)
-    parser.add_argument("--wait", action="store_true", help="start the loop when a line comes in")
+    parser.add_argument("--wait", action="store_true", help="start the loop when a line arrives on standard input")
     parser.add_argument("--no-finish", dest="finish", action="store_false", help="do not wait for the last save")
     options = parser.parse_args()
 
@@ -283,7 +286,7 @@ def main() -> None:
     print("READY", flush=True)
     if options.wait:
         sys.stdin.readline()
-    train_step()  # gradients and moments are allocated once
+    train_step()  # Allocates gradients and moments.
     began = time.perf_counter()
     for step in range(start + 1, start + options.steps + 1):
         step_began = time.perf_counter()
@@ -310,7 +313,7 @@ def main() -> None:
         "state_bytes": 3 * sum(parameter.nbytes for parameter in model.parameters()),
     }
     print("RESULT " + json.dumps(result), flush=True)
-    # Peers leave threads and processes that an orderly exit would wait for; the driver ends what is left.
+    # An orderly exit would wait for threads and processes that peers leave; the driver ends them.
     os._exit(0)
 
 

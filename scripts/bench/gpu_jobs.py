@@ -13,20 +13,29 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from checkpointing.events import Event, Log, Restored, Resumed, SnapshotTaken, TrainingStarted
+from runner.journal.events import AttemptEnded, Entry, RankStarted
 from runner.journal.journal import read_journal
 
 ROOT = Path(__file__).resolve().parents[2]
 Figures = dict[str, Any]
 Verdicts = dict[str, bool]
-Events = list[dict[str, Any]]
+Entries = list[Entry]
+E = TypeVar("E", bound=Event)
 
 
-def _supervised(folder: Path, *arguments: str, kills: int = 0, snapshots: int = 2) -> tuple[int, Events]:
-    """`runner start` in a new folder; so many attempts are killed, each after its first snapshots.
+def _supervised(folder: Path, *arguments: str, kills: int = 0, snapshots: int = 2) -> tuple[int, Entries]:
+    """Run `runner start` in a new folder, and kill some of its attempts.
+
+    Args:
+        folder: Of the run.
+        arguments: Options of `runner start`, perhaps a script.
+        kills: How many attempts are killed, from the first on.
+        snapshots: After how many snapshots of the attempt.
 
     Returns:
         Its exit code, and its journal.
@@ -35,50 +44,49 @@ def _supervised(folder: Path, *arguments: str, kills: int = 0, snapshots: int = 
     with folder.with_suffix(".out").open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=ROOT)
         try:
-            struck = 0
+            killed = 0
             while process.poll() is None:
                 time.sleep(0.05)
-                events = _events(folder)
-                of_attempt = [event for event in events if event.get("attempt") == struck + 1]
-                staged = [event for event in of_attempt if event["event"] == "snapshot"]
-                if struck < kills and len(staged) >= snapshots:
-                    pids = [event["pid"] for event in of_attempt if event["event"] == "rank_started"]
+                entries = [e for e in read_journal(folder / "journal.jsonl") if e.attempt == killed + 1]
+                if killed < kills and len(_of(SnapshotTaken, entries)) >= snapshots:
+                    pids = [event.pid for event in _of(RankStarted, entries) if event.pid]
                     os.kill(pids[-1], signal.SIGKILL)
-                    struck += 1
+                    killed += 1
         finally:
             if process.poll() is None:
                 process.terminate()
                 process.wait()
-    return process.returncode, _events(folder)
+    return process.returncode, read_journal(folder / "journal.jsonl")
 
 
-def _events(folder: Path) -> Events:
-    return [entry.to_dict() for entry in read_journal(folder / "journal.jsonl")]
+def _of(kind: type[E], entries: Entries) -> list[E]:
+    """Return the events of a class."""
+    return [entry.event for entry in entries if isinstance(entry.event, kind)]
 
 
-def _ends(events: Events) -> list[str]:
-    """How the attempts ended."""
-    return [event["kind"] for event in events if event["event"] == "attempt_ended"]
+def _ends(entries: Entries) -> list[str]:
+    """Return how the attempts ended."""
+    return [event.kind for event in _of(AttemptEnded, entries)]
 
 
 # -- two ranks on one GPU --------------------------------------------------------------------------------------------
 
 
 def ranks(on: str, quick: bool) -> tuple[Figures, Verdicts]:
-    """Shares of one file, the comparison of replicas, and what happens to ranks that have drifted apart."""
+    """Two ranks share a file and compare their replicas; ranks that have drifted apart are stopped."""
     import two_ranks
 
     devices = [on, on] if on.startswith("cuda") else [f"{on.partition(':')[0]}:{rank}" for rank in (0, 1)]
     verdicts: Verdicts = {}
     with tempfile.TemporaryDirectory() as folder:
         results = [two_ranks.run("plain", Path(folder, "run"), devices) for _ in range(2)]
-        verdicts["two runs of two ranks end well"] = all(result.returncode == 0 for result in results)
+        verdicts["two runs of two ranks finish"] = all(result.returncode == 0 for result in results)
         whole = two_ranks.run("whole", Path(folder, "whole"), devices)
         verdicts["resumed and uninterrupted weights are equal"] = whole.returncode == 0 and two_ranks.are_equal(
             Path(folder, "run"), Path(folder, "whole")
         )
         drifted = two_ranks.run("drift", Path(folder, "drift"), devices)
-        verdicts["ranks that differ make no checkpoint"] = bool(re.search(two_ranks.DRIFT, drifted.stderr))
+        verdicts["ranks that differ write no checkpoint"] = bool(re.search(two_ranks.DRIFT, drifted.stderr))
     return {"devices": ", ".join(devices)}, verdicts
 
 
@@ -111,51 +119,62 @@ for parameter in model.parameters():
     digest.update(parameter.detach().cpu().view(torch.uint8).numpy().tobytes())
 open({answer!r}, "w").write(digest.hexdigest())
 """
-# Other processes' contexts, and the allocator's rounding.
+# The rest are other processes' contexts and the allocator's rounding.
 _FREE_SHARE = 0.9
 
 
 def recovery(on: str, quick: bool) -> tuple[Figures, Verdicts]:
-    """`runner start`, SIGKILL to the rank in mid-training, five times."""
+    """Kill the rank of `runner start` in mid-training, five times."""
     free, _ = torch.cuda.mem_get_info()
     torch.cuda.empty_cache()
     parameters = min(1e7 if quick else 3e9, 0.7 * free / 8)
     steps, kills = (60, 2) if quick else (200, 5)
     with tempfile.TemporaryDirectory() as folder:
-        peaceful, _, _ = _trained(Path(folder, "plain"), parameters, steps, 0)
+        fault_free, _, _ = _trained(Path(folder, "plain"), parameters, steps, 0)
         killed, times, found_free = _trained(Path(folder, "killed"), parameters, steps, kills)
     figures = {f"recovery {number}, s": text for number, (_, text) in enumerate(times, 1)}
     median = statistics.median(total for total, _ in times) if times else float("inf")
     figures["from death to the next step, median s"] = f"{median:.2f}"
     figures["free at the beginning of each attempt, GB"] = ", ".join(f"{nbytes / 1e9:.1f}" for nbytes in found_free)
     verdicts = {
-        "the same bits as the run that nobody touched": bool(peaceful) and peaceful == killed,
+        "the same bits as the fault-free run": bool(fault_free) and fault_free == killed,
         "recovery takes 6 s at most": median <= 6.0,
-        "every kill was survived": len(times) == kills,
-        "the memory of the dead is free before the next attempt begins": bool(found_free)
+        "the run survives every kill": len(times) == kills,
+        "the memory of a killed rank is free before the next attempt begins": bool(found_free)
         and min(found_free) >= _FREE_SHARE * max(found_free),
     }
     return figures, verdicts
 
 
 def _trained(folder: Path, parameters: float, steps: int, kills: int) -> tuple[str, list[tuple[float, str]], list[int]]:
-    """The digest of the final weights; for each kill what recovery took, whole and in words; free bytes by attempt."""
+    """Train under kills.
+
+    Returns:
+        The digest of the final weights; for each kill the seconds of the recovery and their parts in words; the free
+        bytes at the beginning of each attempt.
+    """
     folder.mkdir()
     script, answer, run = folder / "job.py", folder / "digest", folder / "run"
     paths = {"bench": str(Path(__file__).parent), "tests": str(ROOT / "tests"), "answer": str(answer)}
     script.write_text(_JOB.format(parameters=parameters, steps=steps, **paths))
-    _, events = _supervised(run, "--nproc-per-node", "1", str(script), kills=kills)
+    _, entries = _supervised(run, "--nproc-per-node", "1", str(script), kills=kills)
     times = []
     for attempt in range(1, kills + 1):
-        end = next((e for e in events if e["event"] == "attempt_ended" and e["attempt"] == attempt), None)
-        after = {e["event"]: e for e in reversed(events) if e["attempt"] == attempt + 1}
-        if end is None or "rank_started" not in after or "training_started" not in after:
+        end = next(iter(_of(AttemptEnded, [e for e in entries if e.attempt == attempt])), None)
+        after = [e for e in entries if e.attempt == attempt + 1]
+        began = {
+            kind: e.time
+            for kind in (RankStarted, TrainingStarted)
+            for e in reversed(after)
+            if isinstance(e.event, kind)
+        }
+        if end is None or len(began) < 2:
             continue
-        died = end["failed_at"]
+        died = end.failed_at
         parts = {
-            "rank there": after["rank_started"]["time"] - died,
-            "state read": after.get("restored", {}).get("seconds", 0.0),
-            "training begins": after["training_started"]["time"] - died,
+            "rank started": began[RankStarted] - died,
+            "state restored": next((event.seconds for event in _of(Restored, after)), 0.0),
+            "training begins": began[TrainingStarted] - died,
         }
         total = parts["training begins"]
         times.append((total, "; ".join(f"{name} {value:.2f}" for name, value in parts.items())))
@@ -166,7 +185,7 @@ def _trained(folder: Path, parameters: float, steps: int, kills: int) -> tuple[s
 
 # -- faults ----------------------------------------------------------------------------------------------------------
 
-# On a device that is no GPU, what torch and the driver say stands for the fault itself.
+# On a device that is not a GPU, the message of torch or the driver stands for the fault itself.
 _FAULTY = """
 import os, sys, time
 import torch
@@ -213,17 +232,17 @@ for step in range(start + 1, 13):
 manager.close()
 """
 
-# Fault, at which step (0: before the first), once or always; what the attempts end as, and the run's exit code.
+# Fault, its step (0: before the first), whether it happens once; the ends of the attempts, and the run's exit code.
 _FAULTS: dict[str, tuple[str, int, bool, list[str], int]] = {
-    "a device assert, at each try": ("assert", 6, False, ["crashed", "crashed"], 78),
-    "memory short once, before the first step": ("memory", 0, True, ["out of memory", "finished"], 0),
-    "memory short always, at step 6": ("memory", 6, False, ["out of memory", "out of memory"], 78),
+    "a device assert in every attempt": ("assert", 6, False, ["crashed", "crashed"], 78),
+    "out of memory once, before the first step": ("memory", 0, True, ["out of memory", "finished"], 0),
+    "out of memory in every attempt, at step 6": ("memory", 6, False, ["out of memory", "out of memory"], 78),
     "a kernel that hangs once": ("hang", 6, True, ["hung", "finished"], 0),
 }
 
 
 def faults(on: str, quick: bool) -> tuple[Figures, Verdicts]:
-    """Real faults of a GPU: how they are classified, and what follows."""
+    """Cause real GPU faults and check their classification and the recovery."""
     figures: Figures = {}
     verdicts: Verdicts = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -233,9 +252,9 @@ def faults(on: str, quick: bool) -> tuple[Figures, Verdicts]:
             once = str(Path(folder, f"struck-{number}")) if is_once else ""
             options = ["--nproc-per-node", "1", "--set", "restart.hang_timeout_s=8"]
             begun = time.monotonic()
-            got, events = _supervised(Path(folder, str(number)), *options, str(script), fault, on, str(at), once)
-            ends = _ends(events)
-            # Halving, or the first try as it is, may lie between.
+            got, entries = _supervised(Path(folder, str(number)), *options, str(script), fault, on, str(at), once)
+            ends = _ends(entries)
+            # There may be attempts between, with a halved batch or unchanged.
             verdicts[f"{name}: exit code {code}"] = got == code and ends[:1] == kinds[:1] and ends[-1:] == kinds[-1:]
             figures[name] = f"{', '.join(ends)}; exit code {got}; {time.monotonic() - begun:.0f} s"
     return figures, verdicts
@@ -245,7 +264,7 @@ def faults(on: str, quick: bool) -> tuple[Figures, Verdicts]:
 
 
 def sft(on: str, quick: bool) -> tuple[Figures, Verdicts]:
-    """The bundled job by several methods, each killed once; `doctor` and `plan` on this machine."""
+    """Run the bundled job by several methods, each killed once; then `doctor` and `plan` on this machine."""
     figures: Figures = {}
     verdicts: Verdicts = {}
     is_gpu = on.startswith("cuda")
@@ -253,10 +272,10 @@ def sft(on: str, quick: bool) -> tuple[Figures, Verdicts]:
     with tempfile.TemporaryDirectory() as folder:
         for name, options in _variants(Path(folder), is_gpu).items():
             begun = time.monotonic()
-            code, events = _supervised(Path(folder, name), *steps, *_set(options), kills=1)
-            resumed = [event["step"] for event in events if event["event"] == "resumed"]
+            code, entries = _supervised(Path(folder, name), *steps, *_set(options), kills=1)
+            resumed = [event.step for event in _of(Resumed, entries)]
             verdicts[f"{name}: killed, resumed, finished"] = code == 0 and bool(resumed) and resumed[0] > 0
-            losses = [event["loss"] for event in events if event["event"] == "log" and event.get("loss") is not None]
+            losses = [event.loss for event in _of(Log, entries)]
             last = f", last loss {losses[-1]:.3f}" if losses else ""
             figures[name] = f"exit code {code}, resumed from step {resumed}{last}; {time.monotonic() - begun:.0f} s"
         for command in ("doctor", "plan"):
@@ -267,7 +286,7 @@ def sft(on: str, quick: bool) -> tuple[Figures, Verdicts]:
                 timeout=300,
                 cwd=ROOT,
             )
-            verdicts[f"runner {command} answers"] = done.returncode in (0, 1) and "Traceback" not in done.stderr
+            verdicts[f"runner {command} works"] = done.returncode in (0, 1) and "Traceback" not in done.stderr
             figures[f"runner {command}"] = " / ".join(line.strip() for line in done.stdout.splitlines() if line.strip())
     return figures, verdicts
 
@@ -277,7 +296,7 @@ def _set(options: Sequence[str]) -> list[str]:
 
 
 def _variants(folder: Path, is_gpu: bool) -> dict[str, list[str]]:
-    """Name and options of each; `full` is the first, as others load the model that it publishes."""
+    """Return the options of each variant by name; `full` comes first, because others load the model that it writes."""
     found = {"full": [], "lora": ["method.type=lora"]}
     if is_gpu:
         found["fp16"] = ["trainer.bf16=false", "trainer.fp16=true"]

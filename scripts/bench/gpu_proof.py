@@ -1,11 +1,11 @@
-"""The GPU paths on a real GPU: each stage in a process of its own, with a budget, the most telling first.
+"""The GPU paths on a real GPU: each stage in a process of its own, with a time limit, the most important first.
 
     scripts/gpu-proof [--stages memory,order,fork,engine,ranks,recovery,faults,sft] [--on cuda:0]
                       [--json FILE] [--report FILE]
 
-Prints each stage's figures and verdicts, and ends with 1 if a verdict is bad. Without a GPU every stage says so, and it
-ends with 0. `--on sim:0` takes the tests' second device (`tests/second_device`), on which the logic of some stages is
-tested on any machine.
+Prints each stage's figures and verdicts, and exits with 1 if a verdict is bad. Without a GPU every stage is skipped,
+and it exits with 0. `--on sim:0` uses the tests' simulated device (`tests/second_device`), on which some stages run on
+any machine.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ STAGES = Path(__file__).with_name("gpu_stages.py")
 
 @dataclass(frozen=True)
 class Stage:
-    """What is run in a process of its own.
+    """A part of the proof, which runs in a process of its own.
 
     Attributes:
-        budget_s: after which it is ended.
-        shows: for the report.
-        on_any: also on a device that is no GPU.
+        name: Its name on the command line.
+        budget_s: Seconds after which it is killed.
+        shows: What it shows, for the report.
+        on_any: Whether it also runs on a device that is not a GPU.
     """
 
     name: str
@@ -44,20 +45,25 @@ class Stage:
 
 
 ALL = [
-    Stage("memory", 180, "what pinning costs, and what it brings"),
-    Stage("order", 300, "no snapshot is torn, whatever is enqueued after it", on_any=True),
-    Stage("fork", 180, "preloading starts no CUDA in the process that ranks are forked from"),
-    Stage("engine", 600, "what a snapshot costs a step", on_any=True),
-    Stage("ranks", 360, "two ranks on one GPU: shares of one file, replicas compared, drift found", on_any=True),
+    Stage("memory", 180, "cost and benefit of pinned memory"),
+    Stage("order", 300, "no snapshot is torn by work that is enqueued after it", on_any=True),
+    Stage("fork", 180, "preloading does not start CUDA in the process that ranks are forked from"),
+    Stage("engine", 600, "cost of a snapshot to a step", on_any=True),
+    Stage(
+        "ranks",
+        360,
+        "two ranks on one GPU: shards of one file, comparison of replicas, detection of drift",
+        on_any=True,
+    ),
     Stage("recovery", 600, "from a kill to the next step, and the same bits at the end"),
-    Stage("faults", 360, "what real faults of a GPU are taken for, and what follows", on_any=True),
+    Stage("faults", 360, "classification of real GPU faults, and the recovery", on_any=True),
     Stage("sft", 900, "the bundled job by several methods, each killed once; doctor and plan", on_any=True),
 ]
 
 
 @dataclass
 class Result:
-    """Of one stage. `verdicts`: what was to be shown, and whether it was."""
+    """The result of a stage; `verdicts` tells whether each statement held."""
 
     stage: str
     skipped: str = ""
@@ -72,7 +78,7 @@ class Result:
 
 
 def run_stage(stage: Stage, on: str, quick: bool) -> Result:
-    """Run it to its end, or to the end of its budget."""
+    """Run a stage to its end, or to the end of its time limit."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu-proof-") as folder:
         answer = Path(folder, "answer.json")
@@ -80,16 +86,16 @@ def run_stage(stage: Stage, on: str, quick: bool) -> Result:
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "TMPDIR": folder}
         try:
             done = subprocess.run(command, env=environment, timeout=stage.budget_s, capture_output=True, text=True)
-            error = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            error = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it printed no reason"])[-1]
         except subprocess.TimeoutExpired:
-            error = f"not done within {stage.budget_s:.0f} s"
+            error = f"exceeded its limit of {stage.budget_s:.0f} s"
         found: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {}
     seconds = round(time.monotonic() - began, 1)
     return Result(stage.name, "", seconds, found.get("figures", {}), found.get("verdicts", {}), error)
 
 
 def device_in_words(on: str) -> str | None:
-    """The device, driver and versions; None where there is no GPU."""
+    """Describe the device, its driver and versions; None without a GPU."""
     code = (
         "import torch; assert torch.cuda.is_available(); "
         "print(torch.cuda.get_device_name(), torch.__version__, torch.version.cuda or torch.version.hip, sep=', ')"
@@ -101,7 +107,7 @@ def device_in_words(on: str) -> str | None:
 
 
 def report(results: list[Result], device: str) -> str:
-    """The page `docs/benchmarks/gpu.md`."""
+    """Return the page `docs/benchmarks/gpu.md`."""
     today = datetime.date.today().isoformat()
     lines = [
         "# GPU paths on a GPU",
@@ -126,11 +132,13 @@ def report(results: list[Result], device: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", default=",".join(stage.name for stage in ALL), help="which, by comma")
+    parser.add_argument(
+        "--stages", default=",".join(stage.name for stage in ALL), help="comma-separated list (default: all)"
+    )
     parser.add_argument("--on", default="cuda:0", help="the device (default: cuda:0)")
     parser.add_argument("--quick", action="store_true", help="small models and few steps")
-    parser.add_argument("--json", type=Path, help="write figures and verdicts there")
-    parser.add_argument("--report", type=Path, help="write the page there, e.g. docs/benchmarks/gpu.md")
+    parser.add_argument("--json", type=Path, help="write figures and verdicts to this file")
+    parser.add_argument("--report", type=Path, help="write the page to this file, e.g. docs/benchmarks/gpu.md")
     options = parser.parse_args()
     wanted = options.stages.split(",")
     unknown = set(wanted) - {stage.name for stage in ALL}

@@ -49,7 +49,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def memory(on: str, quick: bool) -> tuple[Figures, Verdicts]:
-    """Registering host memory, and copies into it."""
+    """Measure the registration of host memory, and copies into it."""
     figures: Figures = {}
     torch.zeros(1, device=on)
     for size in (1, 2) if quick else (1, 8, 32):
@@ -94,11 +94,11 @@ def memory(on: str, quick: bool) -> tuple[Figures, Verdicts]:
         f"pageable {pageable:.1f}"
     )
     figures[f"register {nbytes >> 20} MiB that is there, s"] = f"huge pages {took[0]:.4f}, pages of 4 KiB {took[1]:.4f}"
-    # Memory that is not mapped cannot be registered; the kernel after it must not hear of that.
+    # Memory that is not mapped cannot be registered; the next kernel must not fail because of that.
     refused = not devices.register(1 << 46, 4096)
     after = float((torch.ones(1000, device=on) * 2).sum())
     verdicts = {
-        "the driver registers memory of ours": registered_ok,
+        "the driver registers memory that torch did not allocate": registered_ok,
         "registered memory is as fast as torch's own (within 10 %)": registered >= 0.9 * ceiling,
         "a refused registration leaves no error behind": refused and after == 2000.0,
     }
@@ -106,7 +106,7 @@ def memory(on: str, quick: bool) -> tuple[Figures, Verdicts]:
 
 
 def _by_ring(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Through two pinned buffers: one is filled by the device while the other is copied on by the host."""
+    """Copy through two pinned buffers: the device fills one while the host empties the other."""
     buffers = [torch.empty(_RING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     before: tuple[torch.Tensor, torch.Tensor, torch.Event] | None = None
     for start in range(0, source.numel(), _RING_BYTES):
@@ -126,7 +126,7 @@ def _by_ring(source: torch.Tensor, target: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def _mapped(nbytes: int, *, advice: int | None = None) -> Iterator[int]:
-    """Memory that others can map, as an arena's; with an advice about its pages, of our own."""
+    """Map shared memory, as for an arena; with `advice` (see madvise(2)), private memory."""
     if advice is None:
         memory = mmap.mmap(-1, nbytes)
     else:
@@ -151,7 +151,7 @@ def _rate(copy: Callable[[], object], nbytes: int) -> float:
 
 @contextlib.contextmanager
 def _slow_copies(on: str) -> Iterator[None]:
-    """Copies of snapshots run long after they were enqueued."""
+    """Delay the copies of snapshots long after they were enqueued."""
     if not on.startswith("cuda"):
         module = torch.get_device_module(on.partition(":")[0])
         module.set_delay_us(3_000)
@@ -186,7 +186,7 @@ def _is_torn(change: str, on: str, **options: Any) -> bool:
 
 
 def _graph_of(job: SmallTraining) -> Callable[[], None]:
-    """An optimizer's step as a CUDA graph."""
+    """Capture an optimizer's step as a CUDA graph."""
     make_stream: Any = torch.cuda.Stream
     stream = make_stream()
     with torch.cuda.stream(stream):
@@ -200,7 +200,7 @@ def _graph_of(job: SmallTraining) -> Callable[[], None]:
 
 
 def order(on: str, quick: bool) -> tuple[Figures, Verdicts]:
-    """A slow copy, and at once whatever may change the state."""
+    """Change the state in every way during a slow copy."""
     times = 2 if quick else 5
     cases: dict[str, tuple[str, dict[str, Any]]] = {
         "an optimizer's step, beside the copy": ("optimizer_step", {"overlap": True}),
@@ -244,7 +244,7 @@ print(int(started), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def fork(on: str, quick: bool) -> tuple[Figures, Verdicts]:
-    """What the fork server loads, and a rank that is forked from it."""
+    """Load what the fork server loads, and use CUDA in a fork of it."""
     done = subprocess.run([sys.executable, "-c", _FORK], capture_output=True, text=True, timeout=150)
     started, status = (done.stdout.split() or ["1", "1"])[-2:]
     installed = [
@@ -264,7 +264,7 @@ def _has(name: str) -> bool:
 
 
 def _model(on: str, parameters: float) -> torch.nn.Module:
-    """Linear layers of SmolLM3-3B's shape, as many as make so many parameters."""
+    """Build about this many parameters of linear layers in SmolLM3-3B's shape."""
     width, inner = (2048, 11008) if parameters > 1e8 else (256, 1024)
     blocks = max(round(parameters / (2 * width * inner)), 1)
     torch.manual_seed(0)
@@ -278,7 +278,7 @@ def _model(on: str, parameters: float) -> torch.nn.Module:
 
 
 def _steps(on: str, parameters: float, num_steps: int, tokens: int, every: int | None) -> dict[str, float]:
-    """Train; with a snapshot every so many steps. Times are seconds."""
+    """Train, with a snapshot every `every` steps; returns seconds, GB/s and GB."""
     model = _model(on, parameters)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True if on.startswith("cuda") else None)
     width = next(model.parameters()).shape[1]
@@ -297,7 +297,7 @@ def _steps(on: str, parameters: float, num_steps: int, tokens: int, every: int |
             manager.step(step)
             torch.accelerator.synchronize()
             times.append(time.perf_counter() - began)
-        # Behind the first snapshots, whose memory is reserved and pinned meanwhile.
+        # Without the first snapshots, during which memory is reserved and pinned.
         settled = times[num_steps // 3 :]
         copies = list(manager._snapshotter.costs._copies)
         nbytes = manager._train_state.expected_bytes()
@@ -315,7 +315,7 @@ def _steps(on: str, parameters: float, num_steps: int, tokens: int, every: int |
 
 
 def engine(on: str, quick: bool) -> tuple[Figures, Verdicts]:
-    """Steps with a snapshot every tenth, against steps without."""
+    """Compare steps with a snapshot every tenth step and steps without."""
     on_gpu = on.startswith("cuda")
     parameters, num_steps, tokens = (3e9, 60, 8192) if on_gpu and not quick else (1e6, 24, 64)
     if on_gpu:
@@ -331,7 +331,7 @@ def engine(on: str, quick: bool) -> tuple[Figures, Verdicts]:
         "training is slower by": f"{100 * share:.2f} %",
         "host waits per snapshot, s": f"{ours['stall']:.4f}",
         "copy to the host, GB/s": f"{ours['rate']:.1f}",
-        "price that `auto` learns, s": f"{ours['price']:.4f}",
+        "cost that `auto` learns, s": f"{ours['price']:.4f}",
     }
     if not on_gpu:
         return figures, {"trains and snapshots": ours["p50"] > 0}
@@ -341,7 +341,7 @@ def engine(on: str, quick: bool) -> tuple[Figures, Verdicts]:
     ceiling = _rate(lambda: pinned.copy_(source, non_blocking=True), nbytes)
     figures["pinned ceiling, GB/s"] = f"{ceiling:.1f}"
     verdicts = {
-        "training is slower by 1 % at most": share <= 0.01,
+        "training is at most 1 % slower": share <= 0.01,
         "copies reach 80 % of the pinned ceiling": ours["rate"] >= 0.8 * ceiling,
     }
     return figures, verdicts

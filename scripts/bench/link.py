@@ -2,8 +2,8 @@
 
     python link.py UPSTREAM_PORT ROUND_TRIP_MS MBIT_PER_S        prints the port that it listens on
 
-In user space, because not every kernel has `tc netem`; what is on its way lies here, not in the sockets' buffers, so
-that a sender is held up as on a real link.
+It runs in user space, because not every kernel has `tc netem`. Data in flight is kept in this process and not in the
+sockets' buffers, so that a sender is slowed down as on a real link.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import socket
 import sys
 
 _CHUNK_BYTES = 64 * 1024
-# The kernel would take in 6 MB per connection otherwise, before anybody has sent it on.
+# By default the kernel accepts 6 MB per connection before any of it is forwarded.
 _BUFFER_BYTES = 256 * 1024
-# Timers are late by this much; what they cost is made up for.
+# Timers are late by up to this much; a burst makes up for it.
 _BURST_S = 0.01
 
 
@@ -54,7 +54,7 @@ async def serve(upstream_port: int, round_trip_s: float, bytes_per_s: float) -> 
     up, down = (Lane(bytes_per_s, round_trip_s / 2) for _ in range(2))
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # TCP's handshake.
+        # The TCP handshake.
         await asyncio.sleep(round_trip_s)
         upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", upstream_port)
         await asyncio.gather(up.carry(reader, upstream_writer), down.carry(upstream_reader, writer))

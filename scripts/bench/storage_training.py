@@ -1,6 +1,6 @@
 """Training whose checkpoints go to S3, by `CheckpointManager`'s public methods alone; started by `storage.py`.
 
-`steps` times steps with and without saves. `save` makes one large checkpoint, and `resume` goes on from it, each as
+`steps` times steps with and without saves. `save` makes one large checkpoint and `resume` resumes from it, each in
 ranks of torchrun. Each process prints one line "RESULT {json}".
 """
 
@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,32 @@ from torch import nn
 
 from checkpointing import CheckpointManager
 
-# 63 MB of weights and AdamW state, 5 s on a link of 100 Mbit/s; a step takes about 0.3 s.
-VOCABULARY, WIDTH, LAYERS, TOKENS = 2560, 256, 5, 448
-# 1.0 GB of weights and AdamW state.
-LARGE_WIDTH, LARGE_LAYERS = 4096, 5
 TRAINING_CORE = 0
 
 
+@dataclass(frozen=True)
+class Shapes:
+    """Of the model that is trained over the slow link, and of the large one that is resumed."""
+
+    vocabulary: int
+    width: int
+    layers: int
+    tokens: int
+    large_width: int
+    large_layers: int
+
+
+SHAPES = {
+    # 63 MB of weights and AdamW state, 5 s on a link of 100 Mbit/s, with steps of about 0.3 s; and 1.0 GB.
+    "full": Shapes(2560, 256, 5, 448, large_width=4096, large_layers=5),
+    "tiny": Shapes(1024, 128, 2, 64, large_width=256, large_layers=2),
+}
+
+
 def _move_to(core: int) -> None:
-    """This process, all its threads; what it has started stays where it is."""
+    """Move all threads of this process; its children stay where they are."""
     for thread in Path("/proc/self/task").iterdir():
-        # One may have ended since it was listed.
+        # It may have ended since it was listed.
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread.name), {core})
 
@@ -41,12 +57,13 @@ def _move_to(core: int) -> None:
 class SmallRun:
     """A loop like `docs/examples/loop.py`, on a core of its own."""
 
-    def __init__(self, location: str, agent_core: int) -> None:
+    def __init__(self, location: str, agent_core: int, shapes: Shapes) -> None:
         torch.manual_seed(0)
-        self.model = Model(WIDTH, LAYERS, VOCABULARY)
+        self._shapes = shapes
+        self.model = Model(shapes.width, shapes.layers, shapes.vocabulary)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.state_bytes = 3 * sum(parameter.nbytes for parameter in self.model.parameters())
-        # The agent stays on the core that we leave.
+        # The agent starts on this core and stays there.
         _move_to(agent_core)
         self.manager = CheckpointManager(location, model=self.model, optimizer=self.optimizer, snapshot_steps=None)
         self.number = self.manager.resume()
@@ -54,10 +71,10 @@ class SmallRun:
         (self.agent,) = psutil.Process().children()
 
     def step(self, *, saving: bool) -> float:
-        """Seconds of a step, with the agent at work or stopped."""
+        """Run a step with the agent running or stopped; returns its seconds."""
         self.agent.send_signal(signal.SIGCONT if saving else signal.SIGSTOP)
         began = time.perf_counter()
-        tokens = torch.randint(0, VOCABULARY, (1, TOKENS))
+        tokens = torch.randint(0, self._shapes.vocabulary, (1, self._shapes.tokens))
         loss = nn.functional.cross_entropy(self.model(tokens).flatten(0, 1), tokens.flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
@@ -68,10 +85,17 @@ class SmallRun:
         return time.perf_counter() - began
 
     def save(self, in_flight_s: float) -> tuple[list[tuple[float, float]], float]:
-        """Seconds of steps while a save is on its way, each with one while it is stopped; and of the save, in all."""
+        """Save, and run pairs of steps meanwhile.
+
+        Args:
+            in_flight_s: How long the save is certainly under way.
+
+        Returns:
+            Seconds of each pair's steps with the agent running and stopped, and of the whole save.
+        """
         self.manager.save(self.number, self.number)
         began = time.monotonic()
-        # The snapshot is copied beside this one.
+        # The snapshot is copied during this step.
         self.step(saving=True)
         pairs: list[tuple[float, float]] = []
         while time.monotonic() < began + in_flight_s:
@@ -82,13 +106,13 @@ class SmallRun:
         return pairs, time.monotonic() - began
 
 
-def time_steps(location: str, agent_core: int, num_saves: int, bytes_per_s: float) -> dict[str, Any]:
-    """Steps during saves that a link of this rate cannot have finished."""
-    run = SmallRun(location, agent_core)
+def time_steps(location: str, agent_core: int, num_saves: int, bytes_per_s: float, shapes: Shapes) -> dict[str, Any]:
+    """Time steps during saves that a link of this rate cannot have finished."""
+    run = SmallRun(location, agent_core, shapes)
     try:
         for _ in range(3):
             run.step(saving=True)
-        run.save(0.0)  # moments, arenas and connections are made once
+        run.save(0.0)  # Moments, arenas and connections are made once.
         saves = [run.save(0.9 * run.state_bytes / bytes_per_s) for _ in range(num_saves)]
         run.manager.close()
     finally:
@@ -98,18 +122,19 @@ def time_steps(location: str, agent_core: int, num_saves: int, bytes_per_s: floa
     return {"pairs": pairs, "save_s": [save_s for _, save_s in saves], "state_bytes": run.state_bytes}
 
 
-def large_run(location: str, *, saving: bool) -> dict[str, Any]:
-    """One rank of the large run: up to where its first step can begin; or that step, and its checkpoint."""
+def large_run(location: str, shapes: Shapes, *, saving: bool) -> dict[str, Any]:
+    """Run one rank of the large run up to where its first step can begin; with `saving`, also a step and its save."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(LARGE_WIDTH, LARGE_WIDTH, bias=False) for _ in range(LARGE_LAYERS)])
+    width = shapes.large_width
+    model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(shapes.large_layers)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     dist.barrier()
     manager = CheckpointManager(location, model=model, optimizer=optimizer, save_steps=1)
     step = manager.resume()
-    ended = time.monotonic()  # one clock for all processes of a machine
+    ended = time.monotonic()  # The processes of a machine share this clock.
     if saving:
-        model(torch.ones(1, LARGE_WIDTH)).sum().backward()
+        model(torch.ones(1, width)).sum().backward()
         optimizer.step()
         manager.step(step + 1)
     manager.close()
@@ -121,15 +146,17 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("method", choices=["steps", "save", "resume"])
     parser.add_argument("location")
+    parser.add_argument("--size", choices=SHAPES, default="full")
     parser.add_argument("--agent-core", type=int, default=TRAINING_CORE)
     parser.add_argument("--saves", type=int, default=1)
     parser.add_argument("--bytes-per-s", type=float, default=1e9, help="of the link")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    shapes = SHAPES[options.size]
     if options.method == "steps":
-        result = time_steps(options.location, options.agent_core, options.saves, options.bytes_per_s)
+        result = time_steps(options.location, options.agent_core, options.saves, options.bytes_per_s, shapes)
     else:
-        result = large_run(options.location, saving=options.method == "save")
+        result = large_run(options.location, shapes, saving=options.method == "save")
     print("RESULT " + json.dumps(result), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""One upload, or one download, in a process of its own; started by `storage.py`. Without torch, as the agent is.
+"""One upload or download in a process of its own; started by `storage.py`. Without torch, like the agent.
 
 Prints one line "RESULT {json}".
 """
@@ -27,7 +27,7 @@ PART_BYTES = 32 * 1024 * 1024
 
 
 class PeakAnonymous(threading.Thread):
-    """The most memory that this process has to itself; the arena is shared memory, and so not in it."""
+    """The most anonymous memory that this process holds; the arena is shared memory and does not count."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -46,7 +46,7 @@ class PeakAnonymous(threading.Thread):
 
 
 def stage(folder: Path) -> dict[str, memoryview]:
-    """The folder's files as ranks would have left them: page-aligned in one arena."""
+    """Read a folder's files into an arena, page-aligned, as ranks leave them."""
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     arena = SharedMemory.create("bench-arena", sum(map(round_up, sizes.values())))
     files, offset = {}, 0
@@ -54,13 +54,13 @@ def stage(folder: Path) -> dict[str, memoryview]:
         files[name] = arena.buffer[offset : offset + size]
         with (folder / name).open("rb") as file:
             if file.readinto(files[name]) != size:
-                raise OSError(0, f"{name} became shorter")
+                raise OSError(0, f"{name} shrank while it was read")
         offset += round_up(size)
     return files
 
 
 def upload_ours(folder: Path, bucket: str, prefix: str) -> dict[str, Any]:
-    """What the agent does with a whole snapshot: one thread digests, another commits."""
+    """Commit a whole snapshot as the agent does: one thread digests, another commits."""
     files = stage(folder)
     storage = open_storage(f"s3://{bucket}/{prefix}")
     digests: dict[str, str] = {}
@@ -86,14 +86,14 @@ def upload_ours(folder: Path, bucket: str, prefix: str) -> dict[str, Any]:
 
 
 def quickest_client() -> tuple[Any, TransferConfig]:
-    """boto3 as its manual tunes it for throughput."""
+    """Return boto3 as its manual tunes it for throughput."""
     config = Config(request_checksum_calculation="when_required", s3={"payload_signing_enabled": False})
     transfer = TransferConfig(multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES, max_concurrency=8)
     return boto3.client("s3", config=config), transfer
 
 
 def upload_best(folder: Path, bucket: str, prefix: str) -> dict[str, Any]:
-    """boto3's `upload_file`: from files in memory it takes less processor time than `upload_fileobj`."""
+    """Upload with boto3's `upload_file`, which takes less processor time than `upload_fileobj` for files in memory."""
     client, transfer = quickest_client()
     began = time.perf_counter()
     for path in sorted(folder.iterdir()):
@@ -102,7 +102,7 @@ def upload_best(folder: Path, bucket: str, prefix: str) -> dict[str, Any]:
 
 
 def download(folder: Path, bucket: str, prefix: str) -> dict[str, Any]:
-    """boto3's `download_file` of everything under the prefix."""
+    """Download everything under the prefix with boto3's `download_file`."""
     client, transfer = quickest_client()
     keys = [item["Key"] for item in client.list_objects_v2(Bucket=bucket, Prefix=prefix)["Contents"]]
     began = time.perf_counter()
@@ -118,7 +118,7 @@ METHODS = {"ours": upload_ours, "best": upload_best, "download": download}
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("method", choices=METHODS)
-    parser.add_argument("folder", type=Path, help="read, or filled")
+    parser.add_argument("folder", type=Path, help="folder to upload from, or to download to")
     parser.add_argument("bucket")
     parser.add_argument("prefix")
     options = parser.parse_args()

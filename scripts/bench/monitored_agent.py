@@ -1,0 +1,74 @@
+"""A checkpoint agent with a monitor, as a supervisor starts it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from common import set_affinity
+
+from checkpointing.agent import protocol
+from checkpointing.agent.client import AgentProcess
+from checkpointing.agent.options import AgentOptions
+from checkpointing.environment import SETTINGS_ENV, RankSettings
+
+
+class MonitoredAgent:
+    """An agent and the events that it reports.
+
+    Attributes:
+        events: The newest event of each name, with the monotonic time of its arrival under ``time``.
+    """
+
+    def __init__(self, location: str) -> None:
+        """Start an agent for a checkpoint location and wait until it listens."""
+        self.events: dict[str, dict[str, Any]] = {}
+        self._agent = AgentProcess.start(AgentOptions(location=location, run_id="bench"))
+        self._monitor = protocol.connect(self._agent.socket_path)
+        protocol.send(self._monitor, {"do": "hello", "role": "monitor"})
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    @property
+    def pid(self) -> int:
+        return self._agent.process.pid
+
+    def environment(self, attempt: int) -> dict[str, str]:
+        """Return the variables with which a rank finds this agent."""
+        return {SETTINGS_ENV: RankSettings(agent_socket=self._agent.socket_path, attempt=attempt).to_json()}
+
+    def move_to(self, cores: Iterable[int]) -> None:
+        set_affinity(self.pid, cores)
+
+    def kill(self) -> None:
+        """End the agent at once, whatever it is writing."""
+        self._agent.process.kill()
+        self._agent.process.wait()
+
+    def close(self) -> None:
+        """Let the agent finish its commits and wait for its end; it may have been killed before."""
+        # A signal alone does not end an agent that has a monitor.
+        with contextlib.suppress(ConnectionError):
+            protocol.send(self._monitor, {"do": "shutdown"})
+        self._agent.close()
+        self._listener.join()
+        self._monitor.close()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                event, _ = protocol.receive(self._monitor)
+                self.events[str(event.get("event"))] = {**event, "time": time.monotonic()}
+
+
+@contextlib.contextmanager
+def monitored_agent(location: str) -> Iterator[MonitoredAgent]:
+    """Run an agent until the block ends."""
+    agent = MonitoredAgent(location)
+    try:
+        yield agent
+    finally:
+        agent.close()

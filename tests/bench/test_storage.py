@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from bench.support import all_finite, smoke
+from storage_server import missing_commands, rclone
+
+# Two clusters at once would slow each other down.
+pytestmark = pytest.mark.xdist_group("radosgw")
+
+
+def test_every_stage(tmp_path: Path) -> None:
+    if missing := missing_commands():
+        pytest.skip(f"needs radosgw: no {', '.join(missing)} on the PATH")
+    if rclone() is None:
+        pytest.skip("needs rclone: no rclone on the PATH")
+    figures, output = smoke("storage", tmp_path, "--smoke", "--scratch", str(tmp_path), "--docs", str(tmp_path))
+    assert figures.keys() - {"slow_link_step_ratio"} == {
+        "upload_vs_cli",
+        "upload_vs_best",
+        "upload_extra_mb",
+        "resume_vs_download",
+    }
+    assert all_finite(figures)
+    # The link needs a core of its own.
+    assert ("slow_link_step_ratio" in figures) != ("slow link: left out" in output)
+    assert "`upload_vs_cli`" in (tmp_path / "storage.md").read_text()
