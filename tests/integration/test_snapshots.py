@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from infra.parts import lacks, needs
 from integration.support import Run, loss_curve, script, state_hash, wait_for_commit, wait_until
 
 from checkpointing.storage import LocalStorage
@@ -321,7 +322,7 @@ def throttled(pid: int, bytes_per_s: int) -> Iterator[None]:
     except OSError as error:
         with contextlib.suppress(OSError):
             group.rmdir()
-        pytest.skip(f"no blkio cgroup here ({error})")
+        lacks("blkio cgroup", error)
     try:
         (group / "cgroup.procs").write_text(str(pid))
         yield
@@ -355,6 +356,7 @@ manager.close()
 """
 
 
+@needs("blkio cgroup")
 def test_a_slow_disk_skips_snapshots_and_holds_no_step_up(tmp_path: Path) -> None:
     """100 MB of state at 20 MB/s, a save every 2 steps: the disk would need 150 s for all of them."""
     (tmp_path / "train.py").write_text(SLOW_DISK)

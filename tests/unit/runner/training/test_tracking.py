@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from infra.parts import require
 
 OPEN = """
 import os, signal, sys
@@ -23,7 +23,7 @@ run.close()
 
 def test_a_rank_killed_while_it_makes_the_repository(tmp_path: Path) -> None:
     """It was half made for ever: every later attempt said that it cannot be used."""
-    pytest.importorskip("aim")
+    require("Aim")
     repo = tmp_path / "aim"
 
     def opened(how: str) -> int:
