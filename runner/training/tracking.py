@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import importlib.util
 import logging
 import os
 import queue
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,10 @@ logger = logging.getLogger(__name__)
 
 # What waits while the repository is slow; more is dropped.
 _MAX_WAITING = 1000
-# How long the end of training waits for it.
+# The end of training waits for a repository that takes nothing for so long, and for one that goes on taking things for
+# `_LIMIT_S` in all.
 _PATIENCE_S = 10.0
+_LIMIT_S = 120.0
 # Of what was logged before: a killed rank takes along what its thread had not written.
 _NUM_REPEATED = 100
 _HASH_LENGTH = 24
@@ -59,6 +63,9 @@ class AimTracker(TrainerCallback):
         self._waiting: queue.Queue[Callable[[Any], None] | None] = queue.Queue(_MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._told = False
+        # Of the thread: whether it has Aim, and how often it has got on since.
+        self._imported = threading.Event()
+        self._num_done = 0
 
     # -- in training's thread ------------------------------------------------------------------------------------
 
@@ -88,14 +95,26 @@ class AimTracker(TrainerCallback):
         step = state.global_step
         self._do(lambda run: run.log_info(f"checkpoint of step {step}"))
 
-    def close(self, patience_s: float = _PATIENCE_S) -> None:
-        """Write what is waiting, for so many seconds at most."""
+    def close(self, patience_s: float = _PATIENCE_S, limit_s: float = _LIMIT_S) -> None:
+        """Write what is waiting.
+
+        Args:
+            patience_s: how long to wait while nothing is written. Importing Aim does not count: that is work of this
+                machine, which ends, and on a busy machine with cold caches it takes longer than a short training.
+            limit_s: how long to wait in all.
+        """
         if self._thread is None:
             return
         self._do(None)
-        self._thread.join(patience_s)
+        ends_at = time.monotonic() + limit_s
+        self._imported.wait(limit_s)
+        while self._thread.is_alive():
+            num_done = self._num_done
+            self._thread.join(max(min(patience_s, ends_at - time.monotonic()), 0))
+            if self._num_done == num_done or time.monotonic() >= ends_at:
+                break
         if self._thread.is_alive():
-            self._tell(f"{self._repo} has not taken everything within {patience_s:.0f} s")
+            self._tell(f"{self._repo} has not taken everything before training ended")
 
     def _track(self, entry: dict[str, Any], step: int) -> None:
         points = []
@@ -126,6 +145,13 @@ class AimTracker(TrainerCallback):
 
     def _work(self) -> None:
         try:
+            self._write()
+        finally:
+            self._imported.set()
+
+    def _write(self) -> None:
+        try:
+            self._import()
             run = self._open()
         except Exception as error:
             self._tell(f"{self._repo} cannot be used ({type(error).__name__}: {error})")
@@ -135,23 +161,31 @@ class AimTracker(TrainerCallback):
                 what(run)
             except Exception as error:
                 self._tell(f"{self._repo} refuses ({type(error).__name__}: {error})")
+            self._num_done += 1
         try:
             run.close()
         except Exception as error:
             self._tell(f"{self._repo} refuses ({type(error).__name__}: {error})")
 
+    def _import(self) -> None:
+        """Import Aim, which takes seconds, beside training."""
+        importlib.import_module("aim")
+        self._imported.set()
+
     def _open(self) -> Any:
-        # Seconds of imports, beside training.
         from aim import Repo, Run
         from aim.sdk import base_run
 
         if "://" not in self._repo:
             self._make_repository()
+            self._num_done += 1
         exists = Repo.from_path(self._repo).run_exists(self._hash)
         # A run that is new gets a hash of Aim's choice; there is no argument for it.
         base_run.generate_run_hash = lambda: self._hash
-        # A killed rank has left its lock, and no other one lives.
-        run = Run(self._hash if exists else None, repo=self._repo, force_resume=exists, capture_terminal_logs=False)
+        # A killed rank has left its lock, and no other one lives. It may be the lock of a run that it had no time to
+        # make, and half written: Aim fails on that unless it is forced.
+        run = Run(self._hash if exists else None, repo=self._repo, force_resume=True, capture_terminal_logs=False)
+        self._num_done += 1
         run.experiment = self._experiment
         run["runner"] = {"run": self._lineage, "checkpoints": self._location, "attempts": self._attempt}
         return run
