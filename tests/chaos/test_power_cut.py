@@ -129,7 +129,9 @@ def test_at_every_step_of_the_way(point: str, disk: Disk) -> None:
     assert_good_order(str(disk.mount / "store"), kept_by(lines))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.soak] if seed > 1 else []) for seed in range(12)]
+)
 def test_at_any_moment(seed: int, disk: Disk) -> None:
     lines = write_until(disk, "", random.Random(seed).uniform(0, 0.25))
     assert_good_order(str(disk.mount / "store"), kept_by(lines))

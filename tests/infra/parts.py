@@ -116,6 +116,8 @@ def _compiler() -> str:
 
 
 def _cpu_torch() -> str:
+    if importlib.util.find_spec("torch") is None:
+        return "no torch"
     import torch
 
     return "" if torch.version.cuda is None else f"torch {torch.__version__} is a CUDA build"

@@ -89,6 +89,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert list(wrong) == ["checkpoint.location"] and "free at" in wrong["checkpoint.location"]
 
 
+@pytest.mark.soak
 @needs("tmpfs")
 def test_little_shared_memory(tmp_path: Path) -> None:
     mount = "mount -t tmpfs -o size=64m small /dev/shm"
@@ -121,18 +122,21 @@ def little_memory() -> Iterator[Path]:
     folder.rmdir()
 
 
+@pytest.mark.soak
 def test_a_low_memory_limit(little_memory: Path, tmp_path: Path) -> None:
     join = f"echo $$ > {little_memory}/cgroup.procs"
     wrong = failed(doctor(tmp_path, code=1, before=join))
     assert "2 ranks want about" in wrong["memory"]
 
 
+@pytest.mark.soak
 def test_an_unknown_model(tmp_path: Path) -> None:
     nowhere = "model.name_or_path=nobody/nothing"
     wrong = failed(doctor(tmp_path, "--set", nowhere, code=1, environment={"HF_HUB_OFFLINE": "1"}))
     assert list(wrong) == ["model"] and "nothing" in wrong["model"]
 
 
+@pytest.mark.soak
 def test_machines_that_do_not_fit_together(tmp_path: Path) -> None:
     wrong = failed(doctor(tmp_path, "--nnodes", "2", "--node-rank", "2", code=1))
     assert "node rank 2" in wrong["launch"]

@@ -86,7 +86,8 @@ def near_the_limit(slurm: Slurm, job: str) -> None:
     slurm.command("scancel", "--batch", "--signal=USR1", job)
 
 
-@pytest.mark.parametrize("stop", [preempt, near_the_limit])
+# The time limit of a job of one node is as that of two, below.
+@pytest.mark.parametrize("stop", [preempt, pytest.param(near_the_limit, marks=pytest.mark.soak)])
 def test_a_stopped_job_is_queued_again_and_ends_as_if_nothing_had_happened(
     stop: Callable[[Slurm, str], None], slurm: Slurm, untouched_script: Run, tmp_path: Path
 ) -> None:

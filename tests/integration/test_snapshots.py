@@ -84,7 +84,7 @@ assert not wrong, f"{len(wrong)} of {len(expected)} checkpoints are not the stat
 """
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_no_snapshot_is_ever_torn(fused: bool, tmp_path: Path) -> None:
     """The state changes as fast as it can; every checkpoint equals a synchronous copy of exactly its step."""
     for name, text in (("write.py", TORN.replace("FUSED", str(fused))), ("read.py", READ_BACK)):
@@ -422,7 +422,7 @@ if rank == "0":
 """
 
 
-@pytest.mark.parametrize("flips", ["whole", "flipped"])
+@pytest.mark.parametrize("flips", [pytest.param("whole", marks=pytest.mark.soak), "flipped"])
 def test_ranks_of_a_node_verify_a_share_of_what_they_see_together(flips: str, tmp_path: Path) -> None:
     path = tmp_path / "large.py"
     path.write_text(LARGE)

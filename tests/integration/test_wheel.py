@@ -63,6 +63,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.soak
 def test_every_extra_is_enough_for_what_it_is_for(wheel: Path, tmp_path: Path) -> None:
     assert wheel.stat().st_size < 1_000_000
     environment = Environment(tmp_path / "environment")
