@@ -12,7 +12,7 @@ from infra.parts import lacks, require
 
 @pytest.fixture(scope="module")
 def wire() -> Iterator[None]:
-    """Namespaces na (10.99.0.1) and nb (10.99.0.2)."""
+    """Both hosts of `infra.namespaces`."""
     require("network namespaces")
     with contextlib.ExitStack() as stack:
         try:
@@ -33,7 +33,7 @@ class Cut:
     """The wire of the second machine."""
 
     def now(self) -> None:
-        set_cable("nb", plugged=False)
+        set_cable(1, plugged=False)
 
     def mend(self) -> None:
-        set_cable("nb", plugged=True)
+        set_cable(1, plugged=True)

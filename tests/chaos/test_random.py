@@ -55,7 +55,6 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return finished_once(folder / "run", script=lambda: troubled(folder))
 
 
-@pytest.mark.xdist_group("machines")
 @pytest.mark.timeout(600 + 120 * MINUTES)
 def test_on_two_machines(cut: Cut, calm: Run, tmp_path: Path) -> None:
     print(f"CHAOS_SEED={SEED}")

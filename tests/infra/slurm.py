@@ -20,6 +20,8 @@ from pathlib import Path
 import psutil
 from servers import free_ports
 
+from infra.parts import find
+
 _DAEMONS = ("munged", "slurmctld", "slurmd")
 _START_TIMEOUT_S = 60
 # Where libmunge looks by default.
@@ -188,7 +190,7 @@ class Slurm:
         files = [f"--key-file={key}", f"--log-file={own}/munged.log", f"--pid-file={own}/munged.pid"]
         files += [f"--seed-file={own}/munge.seed", f"--socket={_MUNGE_SOCKET}"]
         user = ["setpriv", "--reuid=munge", "--regid=munge", "--clear-groups"]
-        self._start_daemon(*user, _program("munged"), "--force", *files)
+        self._start_daemon(*user, _munged(), "--force", *files)
         shutil.copy(own / "munged.pid", self.folder / "run" / "munged.pid")
 
     def _start_daemon(self, *command: str) -> None:
@@ -206,8 +208,9 @@ class Slurm:
         assert done.returncode == 0, f"{command}: {done.returncode}\n{log.read_text()}"
 
 
-def _program(name: str) -> str:
-    found = shutil.which(name)
+def _munged() -> str:
+    # setpriv looks for it in a PATH of its own.
+    found = find("munged")
     assert found is not None
     return found
 

@@ -25,8 +25,6 @@ from machines import (
 )
 from wire import Cut
 
-pytestmark = pytest.mark.xdist_group("machines")
-
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
@@ -107,6 +105,7 @@ def steps(wire: None, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return (folder / "trace").read_text().splitlines()
 
 
+@pytest.mark.xdist_group("leader")
 @pytest.mark.parametrize(
     "last", [pytest.param(last, marks=[] if last in TRIED else [pytest.mark.soak]) for last in range(1, 21)]
 )

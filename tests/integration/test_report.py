@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -58,7 +59,7 @@ def report(struck: Run) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api")
+    sync_api = importlib.import_module("playwright.sync_api")
     program = find("chromium")
     with sync_api.sync_playwright() as playwright:
         # Chromium's own sandbox wants a user other than root.
