@@ -35,5 +35,5 @@ def run_command(*arguments: str, cwd: Path | None = None, **environment: str) ->
             main()
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    printed, complaints = (stream.buffer.getvalue().decode() for stream in (output, errors))  # type: ignore[attr-defined]
+    printed, complaints = (stream.buffer.getvalue().decode() for stream in (output, errors))
     return subprocess.CompletedProcess(["runner", *arguments], code, printed, complaints)
