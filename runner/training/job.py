@@ -93,7 +93,7 @@ def run_job(config_path: str, cache: str, sender: EventSender, *, resumes: bool 
         trainer.train()
     except BaseException:
         for tracker in trackers:
-            tracker.close(_PATIENCE_AT_FAILURE_S)
+            tracker.close(_PATIENCE_AT_FAILURE_S, _PATIENCE_AT_FAILURE_S)
         raise
     for tracker in trackers:
         tracker.close()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import importlib.util
 import logging
 import queue
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,10 @@ logger = logging.getLogger(__name__)
 
 # Entries that wait while the repository is slow; further ones are dropped.
 _MAX_WAITING = 1000
-# Seconds that the end of training waits for the repository.
+# The end of training waits for a repository as long as it makes progress: at most these seconds without any, and these
+# in all.
 _PATIENCE_S = 10.0
+_LIMIT_S = 120.0
 # Earlier log entries that are tracked again, because a killed rank loses what its thread had not written.
 _NUM_REPEATED = 100
 _HASH_LENGTH = 24
@@ -62,6 +66,9 @@ class AimTracker(TrainerCallback):
         self._waiting: queue.Queue[Callable[[Any], None] | None] = queue.Queue(_MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._reported = False
+        # Set by the thread: whether it has imported Aim, and how much it has done since.
+        self._imported = threading.Event()
+        self._num_done = 0
 
     # -- in the training thread ----------------------------------------------------------------------------------
 
@@ -94,14 +101,26 @@ class AimTracker(TrainerCallback):
         step = state.global_step
         self._do(lambda run: run.log_info(f"checkpoint of step {step}"))
 
-    def close(self, patience_s: float = _PATIENCE_S) -> None:
-        """Write the waiting entries, for at most this many seconds."""
+    def close(self, patience_s: float = _PATIENCE_S, limit_s: float = _LIMIT_S) -> None:
+        """Write the waiting entries.
+
+        Args:
+            patience_s: Seconds to wait without progress. Importing Aim does not count: on a busy machine with cold
+                caches it takes longer than a short training.
+            limit_s: Seconds to wait in all.
+        """
         if self._thread is None:
             return
         self._do(None)
-        self._thread.join(patience_s)
+        ends_at = time.monotonic() + limit_s
+        self._imported.wait(limit_s)
+        while self._thread.is_alive():
+            num_done = self._num_done
+            self._thread.join(max(min(patience_s, ends_at - time.monotonic()), 0))
+            if self._num_done == num_done or time.monotonic() >= ends_at:
+                break
         if self._thread.is_alive():
-            self._report(f"{self._repo} did not accept all points within {patience_s:.0f} s")
+            self._report(f"{self._repo} did not accept all points before training ended")
 
     def _track(self, entry: dict[str, Any], step: int) -> None:
         points = []
@@ -132,6 +151,13 @@ class AimTracker(TrainerCallback):
 
     def _work(self) -> None:
         try:
+            self._write()
+        finally:
+            self._imported.set()
+
+    def _write(self) -> None:
+        try:
+            self._import()
             run = self._open()
         except Exception as error:
             self._report(f"{self._repo} cannot be used ({type(error).__name__}: {error})")
@@ -141,23 +167,31 @@ class AimTracker(TrainerCallback):
                 what(run)
             except Exception as error:
                 self._report(f"{self._repo} refuses ({type(error).__name__}: {error})")
+            self._num_done += 1
         try:
             run.close()
         except Exception as error:
             self._report(f"{self._repo} refuses ({type(error).__name__}: {error})")
 
+    def _import(self) -> None:
+        """Import Aim, which takes seconds, beside training."""
+        importlib.import_module("aim")
+        self._imported.set()
+
     def _open(self) -> Any:
-        # These imports take seconds, so they run in the thread.
         from aim import Repo, Run
         from aim.sdk import base_run
 
         if "://" not in self._repo:
             self._make_repository()
+            self._num_done += 1
         exists = Repo.from_path(self._repo).run_exists(self._hash)
         # Aim has no argument for the hash of a new run.
         base_run.generate_run_hash = lambda: self._hash
-        # A killed rank may have left its lock; there is only one tracker per run, so it can be taken over.
-        run = Run(self._hash if exists else None, repo=self._repo, force_resume=exists, capture_terminal_logs=False)
+        # A killed rank may have left its lock; there is only one tracker per run, so it can be taken over. If the rank
+        # was killed before it made the run, the lock may be incomplete, and Aim fails on that unless it is forced.
+        run = Run(self._hash if exists else None, repo=self._repo, force_resume=True, capture_terminal_logs=False)
+        self._num_done += 1
         run.experiment = self._experiment
         run["runner"] = {"run": self._lineage, "checkpoints": self._location, "attempts": self._attempt}
         return run

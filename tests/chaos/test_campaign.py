@@ -61,6 +61,7 @@ def sabotaged(folder: Path, module: str, change: str) -> str:
     return f"{folder}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
 
 
+@pytest.mark.soak
 def test_nothing_is_lost(tmp_path: Path) -> None:
     names = ["rank killed", "agent killed", "preempted", "killed at local.manifest", "disk full", "NaN in a batch"]
     names += ["clock jumps by an hour", "memory pressure"]
@@ -72,6 +73,17 @@ def test_nothing_is_lost(tmp_path: Path) -> None:
     assert not list((tmp_path / "chaos").glob("run-*")), "folders of runs that ended well are removed"
 
 
+def test_two_faults_of_a_short_job_lose_nothing(tmp_path: Path) -> None:
+    """The campaign of the default tiers: all faults are in `soak`, and each kind of death in tests/integration."""
+    names = [part for name in ("rank killed", "killed at local.manifest") for part in ("--fault", name)]
+    code, verdict, output = chaos(tmp_path, "--kills", "2", "--seed", "7", *SHORT, *names)
+    assert code == 0, output
+    assert verdict["faults"] >= 2 and verdict["violations"] == 0 and verdict["identical"], output
+    assert "ended in the same bits" in output.splitlines()[-1]
+    assert not list((tmp_path / "chaos").glob("run-*")), "folders of runs that ended well are removed"
+
+
+@pytest.mark.soak
 def test_a_checkpoint_manager_that_forgets_the_generators_is_found(tmp_path: Path) -> None:
     """Dropout then falls otherwise after each restart from a checkpoint: the bits differ, and nothing else does."""
     path = sabotaged(tmp_path, "checkpointing.rank.rng", "module.set_state = lambda *args, **kwargs: None")
@@ -115,6 +127,7 @@ def test_an_agent_that_lies_about_its_commits_is_found(tmp_path: Path) -> None:
     assert verdict["violations"] > 0 and "holds no checkpoint, but this run's journal says that step" in output
 
 
+@pytest.mark.soak
 def test_a_job_that_is_not_deterministic_is_told_as_that(tmp_path: Path) -> None:
     path = sabotaged(
         tmp_path,
@@ -141,12 +154,14 @@ def test_a_job_that_is_not_deterministic_is_told_as_that(tmp_path: Path) -> None
     assert "the job is nondeterministic" in output and "DIFFERENT" not in output
 
 
+@pytest.mark.soak
 def test_half_a_micro_batch_is_compared_within_a_tolerance(tmp_path: Path) -> None:
     code, verdict, output = chaos(tmp_path, "--kills", "1", "--seed", "1", "--fault", "out of memory", *SHORT)
     assert code == 0, output
     assert verdict["faults"] == verdict["runs_halved_within_tolerance"] == 1
 
 
+@pytest.mark.soak
 def test_on_s3(radosgw_s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = bucket_on(radosgw_s3, monkeypatch)
     names = ["S3 answers 503", "S3 breaks connections", "supervisor killed", "killed at remote.publishing"]

@@ -195,8 +195,7 @@ def interrupted(recorder: Recorder, number: int, outer: object, inner: object) -
 
     recorder.add = counted  # type: ignore[method-assign]
     outer()  # type: ignore[operator]
-    if next(calls) <= number:
-        pytest.skip("it has ended before that")
+    # One that has ended before that number was not interrupted: that is the case without an interruption.
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,10 @@
 """Every order of steps of two writers, a pruner and a reader that resumes, with crashes at each: what must hold, holds.
 
-Bounds that take seconds; `COMMIT_MODEL=large pytest tests/chaos` explores wider ones, for minutes.
+Bounds that take seconds; the tier `soak` explores wider ones, for minutes.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -55,7 +54,6 @@ LARGE_OBJECTS: dict[str, dict[str, Any]] = {
     "three lives": {"saves": (1, 1, 0), "crashes": 1},
     "two answers": {"saves": (1, 1), "crashes": 0, "answers_to_lose": 2},
 }
-large = pytest.mark.skipif(os.environ.get("COMMIT_MODEL") != "large", reason="COMMIT_MODEL=large explores these, too")
 
 
 def assert_holds(model: CommitModel, at_least: int) -> None:
@@ -77,13 +75,13 @@ def test_in_object_storage(case: str) -> None:
     assert_holds(ObjectModel(**bounds), at_least)
 
 
-@large
+@pytest.mark.soak
 @pytest.mark.parametrize("case", LARGE_DISK)
 def test_on_a_disk_within_wider_bounds(case: str) -> None:
     assert_holds(DiskModel(**LARGE_DISK[case]), 10_000)
 
 
-@large
+@pytest.mark.soak
 @pytest.mark.parametrize("case", LARGE_OBJECTS)
 def test_in_object_storage_within_wider_bounds(case: str) -> None:
     assert_holds(ObjectModel(**LARGE_OBJECTS[case]), 10_000)

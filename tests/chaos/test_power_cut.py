@@ -21,11 +21,14 @@ import psutil
 import pytest
 from contract.support import assert_good_order
 from contract.test_crash_points import LOCAL, OPERATIONS, kept_by
+from infra.parts import lacks, needs
 from integration.support import SHORT_JOB, Run, finished_once, shared_folder, state_hash, wait_until
 
 from checkpointing.catalog import Catalog
 from checkpointing.failpoints import FAILPOINTS_ENV
 from checkpointing.storage import open_storage
+
+pytestmark = needs("loop devices")
 
 WRITER = Path(__file__).parents[1] / "contract" / "writer.py"
 # EXT4_IOC_SHUTDOWN (fs/ext4/ext4.h), and its flag to drop what is not in the journal's committed part.
@@ -66,11 +69,9 @@ class Disk:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
-    if os.getuid() != 0:
-        pytest.skip("mounting needs root")
     disk = Disk(tmp_path)
     if not disk.attach():
-        pytest.skip("no loop devices here")
+        lacks("loop devices", "an ext4 image cannot be mounted")
     yield disk
     disk.detach()
 
@@ -128,7 +129,9 @@ def test_at_every_step_of_the_way(point: str, disk: Disk) -> None:
     assert_good_order(str(disk.mount / "store"), kept_by(lines))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.soak] if seed > 1 else []) for seed in range(12)]
+)
 def test_at_any_moment(seed: int, disk: Disk) -> None:
     lines = write_until(disk, "", random.Random(seed).uniform(0, 0.25))
     assert_good_order(str(disk.mount / "store"), kept_by(lines))

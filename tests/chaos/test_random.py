@@ -1,6 +1,6 @@
 """Faults drawn at random: another seed each time, which is printed; for longer than here by an option.
 
-CHAOS_MINUTES=45 pytest -s tests/chaos/test_random.py          CHAOS_SEED=7 pytest ... draws the same again
+CHAOS_MINUTES=45 pytest -s -m soak tests/chaos/test_random.py          CHAOS_SEED=7 pytest ... draws the same again
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from machines import (
 )
 from wire import Cut
 
-MINUTES = float(os.environ.get("CHAOS_MINUTES", "0"))
-pytestmark = pytest.mark.skipif(MINUTES == 0, reason="exploration, not regression: CHAOS_MINUTES=1 or more")
+MINUTES = float(os.environ.get("CHAOS_MINUTES", "5"))
+pytestmark = pytest.mark.soak
 SEED = int(os.environ.get("CHAOS_SEED", random.SystemRandom().randrange(2**24)))
 # Long enough to be hit several times.
 SLOW = """
@@ -55,7 +55,6 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return finished_once(folder / "run", script=lambda: troubled(folder))
 
 
-@pytest.mark.xdist_group("machines")
 @pytest.mark.timeout(600 + 120 * MINUTES)
 def test_on_two_machines(cut: Cut, calm: Run, tmp_path: Path) -> None:
     print(f"CHAOS_SEED={SEED}")

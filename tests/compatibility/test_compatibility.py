@@ -1,8 +1,12 @@
-"""A part of the compatibility table, one case for each kind of behaviour; `scripts/compatibility` runs all of it."""
+"""The compatibility table: a few cases by default, one for each kind of behaviour and then all of it in `soak`.
+
+`scripts/compatibility` runs all of it, too, and writes docs/compatibility.md.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 import pytest
 from compatibility.harness import ForkServer, fork_server
@@ -41,6 +45,19 @@ REPRESENTATIVE = [
     "stages/SFT, then DPO",
     "stages/two trainers in one folder",
 ]
+# Of these, what the default tiers run: a trainer, a loop of one's own, a stream, an adapter, a migration.
+DEFAULT = {
+    "trainer/killed twice",
+    "trainer/load_best_model_at_end",
+    "samplers/own loader",
+    "streams/datasets streaming",
+    "trl/SFT LoRA",
+    "models/BatchNorm, buffers of each rank",
+    "states/of each rank",
+    "loops/last step is committed",
+    "readers/stock Trainer resumes",
+    "migration/in a folder of a stock Trainer",
+}
 # What the harness must find out, and a part of what it must say.
 HARNESS = {
     "harness/data set that cannot be resumed": ("differs", "after the kill: batch of stage 0"),
@@ -54,6 +71,12 @@ HARNESS = {
     "harness/mismatch": ("differs", "weights/a"),
     "harness/package that nobody has": ("skipped", "no_such_package"),
 }
+HARNESS_DEFAULT = {
+    "harness/state that nobody saves",
+    "harness/error",
+    "harness/hang",
+    "harness/package that nobody has",
+}
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +85,11 @@ def server() -> Iterator[ForkServer]:
         yield started
 
 
-@pytest.mark.parametrize("name", REPRESENTATIVE)
+def soaking(names: Iterable[str], default: Collection[str]) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in default else [pytest.mark.soak]) for name in names]
+
+
+@pytest.mark.parametrize("name", soaking(REPRESENTATIVE, DEFAULT))
 def test_case(server: ForkServer, name: str) -> None:
     case, _ = server.cases[name]
     outcome = server.judge(name)
@@ -71,7 +98,7 @@ def test_case(server: ForkServer, name: str) -> None:
     assert outcome.matches(case.verdict), f"{outcome.kind}: {outcome.note}\n{outcome.log[-2000:]}"
 
 
-@pytest.mark.parametrize("name", HARNESS)
+@pytest.mark.parametrize("name", soaking(HARNESS, HARNESS_DEFAULT))
 def test_harness_tells(server: ForkServer, name: str) -> None:
     kind, note = HARNESS[name]
     case, _ = server.cases[name]
@@ -89,3 +116,17 @@ def test_table_is_large_enough(server: ForkServer) -> None:
     table = [case for case, _ in server.cases.values() if case.in_table]
     assert len(table) >= 150
     assert all(case.verdict.detail for case in table if case.verdict.kind != "identical"), "a reason for each exception"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_whole_table(server: ForkServer) -> None:
+    """All cases whose packages are installed: each ends as the table says."""
+    wrong = []
+    for name, (case, _) in server.cases.items():
+        if not case.in_table:
+            continue
+        outcome = server.judge(name)
+        if outcome.kind != "skipped" and not outcome.matches(case.verdict):
+            wrong.append(f"{name}: {outcome.kind}: {outcome.note}")
+    assert not wrong, "\n".join(wrong)

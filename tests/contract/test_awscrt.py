@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from infra.parts import lacks
 from servers import Server, bucket_on
 
 ROUND_TRIP = """
@@ -32,7 +32,7 @@ def test_uploads_beside_awscrt(rclone_s3: Server, tmp_path: Path, monkeypatch: o
     try:
         subprocess.run(pip, check=True, timeout=240)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        pytest.skip(f"no awscrt to be had here: {error}")
+        lacks("awscrt", error)
     location = f"s3://{bucket_on(rclone_s3, monkeypatch)}/awscrt"  # type: ignore[arg-type]
     text = "from checkpointing.storage import s3, s3_multipart\ns3_multipart._PART_BYTES = 5 << 20\n" + ROUND_TRIP
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}

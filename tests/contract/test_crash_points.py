@@ -50,6 +50,7 @@ def test_every_failpoint_of_the_storages_is_tried() -> None:
     assert {*LOCAL, *REMOTE} | others == {*NAMES}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("action", ["kill", "error"])
 @pytest.mark.parametrize("point", LOCAL)
 def test_on_a_disk(point: str, action: str, tmp_path: Path) -> None:

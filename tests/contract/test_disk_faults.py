@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from contract.support import assert_good_order, assert_is_what_was_written, commit, leftovers
+from infra.parts import needs
 from servers import small_disk
 
 from checkpointing.errors import CommitFailed
@@ -24,8 +24,6 @@ FSYNCS = ["model", "state", "manifest.json", ".checkpoint-2.1.tmp", "store"]
 
 def inject(location: Path, operation: str, call: str, what: str) -> tuple[str, str]:
     """One operation in a process of its own, with an error or a signal in a system call; what it said, and the call."""
-    if shutil.which("strace") is None:
-        pytest.skip("no strace here (apt-get install strace)")
     log = location.with_name("strace")
     writer = [sys.executable, str(Path(__file__).with_name("writer.py")), str(location), operation]
     result = subprocess.run(
@@ -63,6 +61,7 @@ def prepared(tmp_path: Path) -> Path:
         ("rename", "error=ESTALE", "checkpoint-2", "Stale file handle"),
     ],
 )
+@needs("strace")
 def test_an_error_fails_the_save_and_leaves_nothing(call: str, what: str, at: str, told: str, tmp_path: Path) -> None:
     location = prepared(tmp_path)
     said, called = inject(location, "commit:2", call, what)
@@ -71,6 +70,7 @@ def test_an_error_fails_the_save_and_leaves_nothing(call: str, what: str, at: st
     assert_good_order(str(location), [1])
 
 
+@needs("strace")
 def test_an_error_after_the_rename_fails_the_save_but_keeps_it(tmp_path: Path) -> None:
     """Whether it would survive a power cut is not known; while it is there, it is whole. Another try makes sure."""
     location = prepared(tmp_path)
@@ -91,6 +91,7 @@ def test_an_error_after_the_rename_fails_the_save_but_keeps_it(tmp_path: Path) -
         ("rename", "signal=KILL", "checkpoint-2"),
     ],
 )
+@needs("strace")
 def test_killed_in_a_system_call(call: str, what: str, at: str, tmp_path: Path) -> None:
     location = prepared(tmp_path)
     _, called = inject(location, "commit:2", call, what)
@@ -99,6 +100,7 @@ def test_killed_in_a_system_call(call: str, what: str, at: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("call", "number", "at"), [("fsync", 1, ".tmp"), ("rename", 1, ".tmp"), ("fsync", 2, "store")])
+@needs("strace")
 def test_an_attempt_that_could_not_begin_is_in_nobodys_way(call: str, number: int, at: str, tmp_path: Path) -> None:
     """The writer goes on with the next one, as the supervisor does."""
     location = prepared(tmp_path)

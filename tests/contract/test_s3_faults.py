@@ -13,6 +13,7 @@ from pathlib import Path
 import boto3
 import pytest
 from contract.support import LARGE_BYTES, assert_good_order, assert_is_what_was_written, commit
+from infra.parts import needs
 from servers import (
     ANSWER_HALVED,
     ANSWER_LOST,
@@ -23,7 +24,6 @@ from servers import (
     Server,
     bucket_on,
     fault_proxy,
-    has_faketime,
     meddling_proxy,
 )
 
@@ -178,7 +178,7 @@ def test_a_bad_line_is_put_up_with(
     storage = open_storage(f"s3://{bucket_on(line, monkeypatch)}/run")
     line.set(**faults)
     assert_is_what_was_written(storage, commit(storage, 1))
-    assert line.stats()["s503"] == faults.get("http503", 0)
+    assert line.traffic.busy == faults.get("http503", 0)
 
 
 # Up, 10 MB may be in buffers when all is sent, and the answer comes when they are empty; down, 8 MB are read at a time.
@@ -197,7 +197,7 @@ def test_a_slow_line_is_not_a_silent_one(
     manifest = commit(storage, 1, nbytes=nbytes)
     line.set(**({"rate_bps": rate_bps} if way == "down" else {}))
     assert_is_what_was_written(storage, manifest)
-    assert line.stats()[way] < 1.5 * manifest.total_bytes
+    assert getattr(line.traffic, way) < 1.5 * manifest.total_bytes
 
 
 # -- what does not -------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_a_line_that_always_breaks_fails_the_save_and_leaves_nothing(
         line.set(cut_after=3 << 20)
         with impatient(), pytest.raises(CommitFailed, match="could not be written"):
             commit(storage, 2, nbytes=LARGE_BYTES)
-        assert line.stats()["cut"] > 0
+        assert line.traffic.cut > 0
         line.set()
         assert storage.steps() == [1]
         assert_good_order(location, [1])
@@ -402,9 +402,8 @@ def test_a_bucket_that_is_deleted_is_named(
             commit(storage, 2, nbytes=nbytes)
 
 
+@needs("faketime")
 def test_a_wrong_clock_is_named(radosgw_s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not has_faketime():
-        pytest.skip("no faketime here (apt-get install faketime)")
     location = f"s3://{bucket_on(radosgw_s3, monkeypatch)}/run"
     impatient = (
         "from checkpointing.storage import s3_transport as s3; s3._RETRY_FOR_S, s3.MIN_BYTES_PER_S = 0.5, 1 << 30"

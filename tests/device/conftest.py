@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import second_device
+from infra.parts import require
 
 
 @pytest.fixture(scope="session")
 def sim() -> Any:
     """A second device on this machine, as `torch.sim`; the process has an accelerator from then on."""
-    if not second_device.can_build():
-        pytest.skip("no C++ compiler or no ninja here (apt-get install g++; pip install ninja)")
+    require("C++ compiler")
     return second_device.load()
 
 

@@ -65,7 +65,11 @@ def test_each_row_once_per_epoch(calm: dict[int, list[int]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", ["", "dataloader_num_workers=1, gradient_accumulation_steps=2, "], ids=["", "workers"]
+    "options",
+    [
+        pytest.param("", id="", marks=pytest.mark.soak),
+        pytest.param("dataloader_num_workers=1, gradient_accumulation_steps=2, ", id="workers"),
+    ],
 )
 def test_two_ranks_then_one_then_two(options: str, calm: dict[int, list[int]], tmp_path: Path) -> None:
     """With a kill in each life, after a snapshot of that life's own number of ranks; with half the micro-batch, too."""

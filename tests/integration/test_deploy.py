@@ -6,11 +6,11 @@ What each controller makes of an exit code is in tests/unit/deploy, by the same 
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +26,8 @@ import psutil
 import pytest
 import yaml
 from botocore.validate import ParamValidator
+from infra.crd import problems
+from infra.parts import find, needs
 from unit.deploy.controllers import documents, unit
 from unit.deploy.test_controllers import documented
 
@@ -38,7 +40,6 @@ DEPLOY = ROOT / "deploy"
 SOURCES = DEPLOY / "kubernetes"
 KUBERNETES = sorted((SOURCES / "rendered").glob("*.yaml"), key=lambda path: path.stem)
 STORAGE = sorted((SOURCES / "storage").glob("*/claims.yaml"))
-SHARED = ROOT.parent / "shared" / "infra"
 KUBERNETES_VERSION = "1.34"
 KUBEFLOW_START = DEPLOY / "kubernetes" / "kubeflow-start"
 UNIT = DEPLOY / "spot" / "runner.service"
@@ -126,9 +127,8 @@ def test_every_way_of_kubernetes_is_here() -> None:
     assert len(PODS) == 10 and len(JOBS) == 7 and len(SEVERAL) == 7
 
 
+@needs("kustomize")
 def test_the_rendered_files_are_those_of_the_overlays() -> None:
-    if shutil.which("kustomize") is None and shutil.which("kubectl") is None:
-        pytest.skip("neither kustomize nor kubectl here")
     result = subprocess.run([str(ROOT / "scripts" / "render-manifests"), "--check"], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -143,11 +143,11 @@ def test_the_pod_is_written_once() -> None:
     assert options == {*used, "host-network"}
 
 
+@needs("kubectl")
 @pytest.mark.parametrize("option", sorted(path.name for path in (SOURCES / "options").iterdir()))
 def test_every_option_fits_every_workload(option: str, tmp_path: Path) -> None:
-    program = shutil.which("kubectl")
-    if program is None:
-        pytest.skip("no kubectl here")
+    program = find("kubectl")
+    assert program is not None
     for workload in sorted(path.name for path in (SOURCES / "workloads").iterdir()):
         components = [f"options/{option}", f"workloads/{workload}"]
         if option == "several-nodes":
@@ -197,22 +197,12 @@ def test_the_schemas_find_a_misspelt_field() -> None:
         ("trainjob.yaml", "TrainJob", "trainjobs.yaml"),
     ],
 )
-def test_kubeflow_objects_are_valid(manifest: str, kind: str, crd: str, tmp_path: Path) -> None:
-    checker, definition = SHARED / "crdcheck.py", SHARED / "crd" / crd
-    if not checker.is_file() or not definition.is_file():
-        pytest.skip(f"no published CRD here ({definition})")
+def test_kubeflow_objects_are_valid(manifest: str, kind: str, crd: str) -> None:
     items = documents(SOURCES / "rendered" / manifest)
     (document,) = [copy.deepcopy(item) for item in items if item["kind"] == kind]
-
-    def check(content: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-        (tmp_path / manifest).write_text(yaml.safe_dump(content))
-        command = [sys.executable, str(checker), str(definition), str(tmp_path / manifest)]
-        return subprocess.run(command, capture_output=True, text=True)
-
-    result = check(document)
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert problems(document, crd) == []
     document["spec"]["unheardOf"] = 1
-    assert "unheardOf" in check(document).stdout
+    assert "unheardOf" in "".join(problems(document, crd))
 
 
 def assert_takes(service: str, operation: str, parameters: dict[str, Any]) -> None:
@@ -268,10 +258,10 @@ def test_a_job_that_has_spent_its_attempts_is_submitted_again() -> None:
     assert targets[0]["BatchParameters"]["JobName"] == pattern["detail"]["jobName"][0]
 
 
+@needs("systemd-analyze")
 def test_systemd_understands_the_unit(tmp_path: Path) -> None:
-    analyze = shutil.which("systemd-analyze")
-    if analyze is None:
-        pytest.skip("no systemd-analyze here (apt-get install systemd)")
+    analyze = find("systemd-analyze")
+    assert analyze is not None
     # The unit is not installed here; it names a program that is.
     copy = tmp_path / UNIT.name
     copy.write_text(re.sub(r"/opt/venv/bin/runner|/usr/local/sbin/runner-ended", "/bin/true", UNIT.read_text()))
@@ -394,9 +384,10 @@ def test_the_installation_ends_at_an_error_and_has_a_python(version: str, tmp_pa
 SKYPILOT = DEPLOY / "skypilot" / "train.yaml"
 
 
+@needs("SkyPilot")
 def test_skypilot_takes_the_job() -> None:
     """Against SkyPilot's own schema, where it is installed; it was with 0.14.1 (sky.Task.from_yaml) on 2026-11-23."""
-    sky = pytest.importorskip("sky", reason="no SkyPilot here (pip install skypilot)")
+    sky = importlib.import_module("sky")
     assert sky.Task.from_yaml(str(SKYPILOT)).num_nodes == 2
 
 
@@ -428,7 +419,7 @@ def test_skypilot_decides_as_documented(code: int, tmp_path: Path) -> None:
     assert "10.0.0.7:29500" in arguments and grace(arguments) + MARGIN_S <= 30
 
 
-SHELLS = [shell for shell in ("dash", "bash") if shutil.which(shell)]
+SHELLS = [shell for shell in ("dash", "bash") if find(shell)]
 
 
 @pytest.mark.parametrize("shell", SHELLS)

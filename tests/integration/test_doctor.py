@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from infra.parts import lacks, needs
 from integration.support import RUNNER
 from servers import Server, bucket_on
 
@@ -79,7 +80,7 @@ def test_two_machines_meet(tmp_path: Path) -> None:
     assert list(alone) == ["all-reduce"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+@needs("tmpfs")
 def test_a_full_disk(tmp_path: Path) -> None:
     place = tmp_path / "small"
     place.mkdir()
@@ -88,7 +89,8 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert list(wrong) == ["checkpoint.location"] and "free at" in wrong["checkpoint.location"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+@pytest.mark.soak
+@needs("tmpfs")
 def test_little_shared_memory(tmp_path: Path) -> None:
     mount = "mount -t tmpfs -o size=64m small /dev/shm"
     findings = doctor(tmp_path, *ALONE, code=0, before=mount)
@@ -115,23 +117,26 @@ def little_memory() -> Iterator[Path]:
         folder.mkdir()
         (folder / "memory.limit_in_bytes").write_text(str(10**9))
     except OSError as error:
-        pytest.skip(f"no memory cgroup (v1) can be made here: {error}")
+        lacks("memory cgroup", error)
     yield folder
     folder.rmdir()
 
 
+@pytest.mark.soak
 def test_a_low_memory_limit(little_memory: Path, tmp_path: Path) -> None:
     join = f"echo $$ > {little_memory}/cgroup.procs"
     wrong = failed(doctor(tmp_path, code=1, before=join))
     assert "2 ranks need about" in wrong["memory"]
 
 
+@pytest.mark.soak
 def test_an_unknown_model(tmp_path: Path) -> None:
     nowhere = "model.name_or_path=nobody/nothing"
     wrong = failed(doctor(tmp_path, "--set", nowhere, code=1, environment={"HF_HUB_OFFLINE": "1"}))
     assert list(wrong) == ["model"] and "nothing" in wrong["model"]
 
 
+@pytest.mark.soak
 def test_machines_that_do_not_fit_together(tmp_path: Path) -> None:
     wrong = failed(doctor(tmp_path, "--nnodes", "2", "--node-rank", "2", code=1))
     assert "node rank 2" in wrong["launch"]

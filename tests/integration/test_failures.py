@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from infra.parts import lacks, needs
 from integration.support import (
     SAVE_STEPS,
     SHORT_JOB,
@@ -113,7 +113,7 @@ def small_memory(tmp_path: Path) -> Iterator[Path]:
         folder.mkdir()
         (folder / "memory.limit_in_bytes").write_text(str(3 * 10**9))
     except OSError as error:
-        pytest.skip(f"no memory cgroup (v1) can be made here: {error}")
+        lacks("memory cgroup", error)
     yield folder
     deadline = time.monotonic() + 20
     while (folder / "cgroup.procs").read_text().split() and time.monotonic() < deadline:
@@ -139,6 +139,7 @@ def test_a_rank_that_the_kernel_kills_for_want_of_memory(small_memory: Path, tmp
     assert not run.leftovers()
 
 
+@pytest.mark.soak
 def test_out_of_memory_before_the_first_step_is_bounded(tmp_path: Path) -> None:
     """As where somebody else holds the memory: nothing is known of batches yet."""
     trouble = """
@@ -153,6 +154,7 @@ def test_out_of_memory_before_the_first_step_is_bounded(tmp_path: Path) -> None:
     assert 2 < len(kinds(run)) < 9 and set(kinds(run)) == {"out of memory"}
 
 
+@pytest.mark.soak
 def test_a_connection_that_breaks_between_two_ranks_is_a_crash(calm: Run, tmp_path: Path) -> None:
     """What gloo then says is the cause, on whichever rank it is said first."""
     trouble = """
@@ -208,6 +210,7 @@ def test_a_stopped_rank_is_found_its_stacks_are_kept_and_the_run_goes_on(calm: R
     assert_as_if_nothing_had_happened(run, calm)
 
 
+@pytest.mark.soak
 def test_a_rank_stopped_while_it_starts_is_found_as_soon(tmp_path: Path) -> None:
     """No step has told yet how long one takes; and what is no step may take half an hour."""
     trouble = """
@@ -224,6 +227,7 @@ def test_a_rank_stopped_while_it_starts_is_found_as_soon(tmp_path: Path) -> None
     assert hang["ranks"] == [1] and "SIGSTOP" in hang["reason"] and hang["time"] - stopped_at < 120
 
 
+@pytest.mark.soak
 def test_a_deadlock_shows_where_it_is(tmp_path: Path) -> None:
     trouble = """
         import threading
@@ -242,6 +246,7 @@ def test_a_deadlock_shows_where_it_is(tmp_path: Path) -> None:
     assert "never_to_return" in stacks.read_text() and str(stacks.parent) in run.output
 
 
+@pytest.mark.soak
 def test_a_hang_in_what_is_no_step_is_found_by_its_own_limit(tmp_path: Path) -> None:
     trouble = """
         def at_evaluation(step):
@@ -256,6 +261,7 @@ def test_a_hang_in_what_is_no_step_is_found_by_its_own_limit(tmp_path: Path) -> 
     assert 0 in run.events("hang")[0]["ranks"] and "in an evaluation" in run.events("hang")[0]["reason"]
 
 
+@pytest.mark.soak
 def test_slow_evaluation_saving_and_compiling_are_no_hangs(tmp_path: Path) -> None:
     trouble = """
         from torch._dynamo.callback import callback_handler, CallbackArgs, CallbackTrigger
@@ -274,7 +280,7 @@ def test_slow_evaluation_saving_and_compiling_are_no_hangs(tmp_path: Path) -> No
     assert kinds(run) == ["finished"], run.output
 
 
-@pytest.mark.parametrize("name", ["agent", "launcher"])
+@pytest.mark.parametrize("name", ["agent", pytest.param("launcher", marks=pytest.mark.soak)])
 def test_a_stopped_agent_or_launcher_costs_an_attempt(name: str, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", "--set", "restart.quiet_timeout_s=60", script=troubled(tmp_path, crawl=20)).start()
     wait_for_commit(run, 20)
@@ -332,7 +338,7 @@ SPOILED = """
 """
 
 
-@pytest.mark.parametrize("options", ["", "max_grad_norm=0"])
+@pytest.mark.parametrize("options", ["", pytest.param("max_grad_norm=0", marks=pytest.mark.soak)])
 def test_a_nan_that_comes_again_is_passed_over(options: str, tmp_path: Path) -> None:
     """Also by who goes on later: what a killed rank's successor computes does not depend on the kill."""
     states = []
@@ -360,6 +366,7 @@ def test_a_nan_that_comes_again_is_passed_over(options: str, tmp_path: Path) -> 
     assert states[0] == states[1]
 
 
+@pytest.mark.soak
 def test_a_nan_that_comes_again_ends_a_run_that_may_skip_no_more(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", "--set", "guards.max_skipped_windows=0", script=troubled(tmp_path, SPOILED)).start()
     assert run.finish() == 78, run.output
@@ -426,6 +433,7 @@ def test_a_scripts_own_status_75_is_no_stop_request(tmp_path: Path) -> None:
     assert f"{last_line(run)} (exit code 78)" in run.output.splitlines()[-1]
 
 
+@pytest.mark.soak
 def test_a_machine_at_fault(tmp_path: Path) -> None:
     trouble = """
         def at_step(step, args):
@@ -437,7 +445,7 @@ def test_a_machine_at_fault(tmp_path: Path) -> None:
     assert kinds(run) == ["bad node"] and "another" in last_line(run)
 
 
-@pytest.mark.parametrize(("step", "exit_code"), [(5, 79), (12, 76)])
+@pytest.mark.parametrize(("step", "exit_code"), [(5, 79), pytest.param(12, 76, marks=pytest.mark.soak)])
 def test_a_budget_spent_without_or_with_a_checkpoint(step: int, exit_code: int, tmp_path: Path) -> None:
     trouble = f"""
         def at_step(step, args):
@@ -458,6 +466,7 @@ def test_a_budget_spent_without_or_with_a_checkpoint(step: int, exit_code: int, 
     assert "without a new checkpoint" in last_line(run) or "not one checkpoint" in last_line(run)
 
 
+@pytest.mark.soak
 def test_runners_that_are_killed_again_and_again_spend_the_budget(tmp_path: Path) -> None:
     trouble = """
         if ATTEMPT < 3:
@@ -478,7 +487,7 @@ def test_runners_that_are_killed_again_and_again_spend_the_budget(tmp_path: Path
 # -- preemption ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
 def test_a_notice_to_one_rank_alone_stops_all(number: signal.Signals, calm: Run, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", script=troubled(tmp_path, options=EVALUATING, crawl=8)).start()
     wait_for_commit(run, 10)
@@ -558,6 +567,7 @@ def test_a_stop_in_a_restore_is_honoured(tmp_path: Path) -> None:
     assert run.start().finish() == 0, run.output
 
 
+@pytest.mark.soak
 def test_a_stop_in_a_save_is_honoured(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", script=troubled(tmp_path, crawl=8)).start()
     wait_until(run, lambda: [event for event in run.events("snapshot") if event["to_be_committed"]])
@@ -592,6 +602,7 @@ def test_a_stop_in_the_first_moment_is_not_lost(tmp_path: Path) -> None:
         assert not run.leftovers()
 
 
+@pytest.mark.soak
 def test_a_rank_that_has_stopped_leaves_the_others_time_to_end_in_order(tmp_path: Path) -> None:
     script = troubled(tmp_path, crawl=8)
     text = (
@@ -643,7 +654,8 @@ def test_a_commit_that_hangs_does_not_outlast_the_grace_for_long(tmp_path: Path)
     assert not run.leftovers() and not run.events("committed")
 
 
-@pytest.mark.parametrize("cloud", ["aws", "gcp", "azure"])
+# What each cloud says is in tests/unit/runner/preemption/test_watcher.py.
+@pytest.mark.parametrize("cloud", [*(pytest.param(name, marks=pytest.mark.soak) for name in ("aws", "gcp")), "azure"])
 def test_a_clouds_notice_is_a_stop_request(cloud: str, tmp_path: Path) -> None:
     kind = {"aws": Ec2Metadata, "gcp": GoogleMetadata, "azure": AzureMetadata}[cloud]()
     with serve(kind) as service:
@@ -694,11 +706,9 @@ def test_what_ranks_have_started_goes_with_them(tmp_path: Path) -> None:
     assert not run.leftovers()
 
 
+@needs("process namespaces")
 def test_as_process_1_it_restarts_stops_and_leaves_nobody(tmp_path: Path) -> None:
     """As in a container: nobody above it reaps or forwards."""
-    probe = subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"], capture_output=True, check=False)
-    if probe.returncode:
-        pytest.skip(f"no process namespace can be made here: {probe.stderr.decode().strip()}")
     slow = """
         def at_step(step, args):
             time.sleep(0.5 if step > 8 else 0)
@@ -724,6 +734,7 @@ def test_as_process_1_it_restarts_stops_and_leaves_nobody(tmp_path: Path) -> Non
     assert not runner.is_running() and not run.processes()
 
 
+@pytest.mark.soak
 def test_a_runner_that_was_stopped_blames_nobody(tmp_path: Path) -> None:
     """SIGSTOP and SIGCONT of the supervisor: Ctrl-Z and fg."""
     run = Run(tmp_path / "run", script=troubled(tmp_path)).start()

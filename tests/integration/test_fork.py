@@ -119,7 +119,7 @@ def test_without_the_variable_that_the_runner_sets_the_driver_would_be_started(t
     [
         "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' "
         "start method",
-        "CUDA error: initialization error",
+        pytest.param("CUDA error: initialization error", marks=pytest.mark.soak),
     ],
 )
 def test_ranks_that_cannot_use_a_fork_start_as_fresh_interpreters(error: str, tmp_path: Path) -> None:

@@ -17,10 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
+from infra.parts import needs
 
 ROOT = Path(__file__).parents[2]
-TOOLS = {"mmdebstrap": "mmdebstrap", "buildah": "buildah", "podman": "podman", "runc": "runc", "conmon": "podman"}
 DEBIAN_SOURCES = Path("/etc/apt/sources.list.d/debian.sources")
 BASE, IMAGE = "localhost/base:test", "localhost/runner:test"
 # Two minutes on two quiet cores.
@@ -51,24 +50,10 @@ print("compiled", compile_module_from_src(source, "launcher").answer())
 """
 
 
-def missing() -> str | None:
-    """What keeps an image from being built here."""
-    if os.geteuid() != 0:
-        return "needs root"
-    absent = sorted({package for tool, package in TOOLS.items() if shutil.which(tool) is None})
-    if absent:
-        return f"no {', '.join(absent)} here (apt-get install {' '.join(absent)})"
-    if not Path("/usr/share/keyrings/debian-archive-keyring.gpg").is_file():
-        return "no keys of Debian here (apt-get install debian-archive-keyring)"
-    if torch.version.cuda is not None:
-        return "pip here installs the CUDA build of torch, many gigabytes; with a CPU build the image is built"
-    return None
-
-
-REASON = missing()
 # One worker of pytest-xdist, where it is used, builds the image once.
 pytestmark = [
-    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    needs("image tools"),
+    needs("CPU build of torch"),
     pytest.mark.timeout(2 * BUILD_TIMEOUT_S),
     pytest.mark.xdist_group("image"),
 ]

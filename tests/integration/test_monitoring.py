@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import socket
 import subprocess
 import urllib.request
@@ -12,12 +11,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from infra.parts import needs
 from integration.support import SHORT_JOB, TOTAL_STEPS, Run, wait_for_commit
 from prometheus_client.parser import text_string_to_metric_families
 from servers import free_port
 
 MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
-needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool: apt-get install prometheus")
 
 
 def scrape(port: int) -> tuple[str, dict[tuple[str, str], float]]:
@@ -80,9 +79,12 @@ def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path: Path) -> 
 
 def test_the_page_is_what_prometheus_wants(page: str) -> None:
     assert "runner_run_info{" in page
-    if shutil.which("promtool") is not None:
-        done = subprocess.run(["promtool", "check", "metrics"], input=page, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0 and not done.stderr.strip(), done.stdout + done.stderr
+
+
+@needs("promtool")
+def test_promtool_accepts_the_page(page: str) -> None:
+    done = subprocess.run(["promtool", "check", "metrics"], input=page, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stderr.strip(), done.stdout + done.stderr
 
 
 def test_rules_and_dashboard_ask_for_what_there_is(page: str) -> None:
@@ -145,7 +147,7 @@ FIRING = (
 )
 
 
-@needs_promtool
+@needs("promtool")
 def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
     rules = MONITORING / "alerts.yaml"
     assert subprocess.run(["promtool", "check", "rules", str(rules)], capture_output=True, timeout=60).returncode == 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
-from integration.support import RUNNER, Run
+from command_line import run_command
+from integration.support import Run
 
 # 26 million parameters: what the model needs is more than what an interpreter needs.
 WIDE = (
@@ -23,14 +23,16 @@ JOBS = {
 }
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*RUNNER, *arguments], capture_output=True, text=True, timeout=300)
+# The larger ones, a minute and more each.
+LONG_JOBS = ("full", "recomputed")
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize(
+    "job", [pytest.param(job, marks=[pytest.mark.soak] if job in LONG_JOBS else []) for job in JOBS]
+)
 def test_memory_is_within_15_percent(job: str, tmp_path: Path) -> None:
     options = [part for setting in JOBS[job] for part in ("--set", setting)]
-    done = command("plan", "--output-dir", str(tmp_path / "run"), *options, "--json")
+    done = run_command("plan", "--output-dir", str(tmp_path / "run"), *options, "--json")
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     name = "LoRA, DDP" if job == "lora" else "full, DDP"
@@ -55,12 +57,12 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
     options = ["--set", large, "--set", "trainer.bf16=true", "--gpus", "8", "--output-dir", str(tmp_path / "run")]
     told = {}
     for memory in ("80GB", "400GB"):
-        done = command("plan", *options, "--gpu-memory", memory, "--json", "--mttf-hours", "24")
+        done = run_command("plan", *options, "--gpu-memory", memory, "--json", "--mttf-hours", "24")
         assert done.returncode == 0, done.stderr
         told[memory] = json.loads(done.stdout)
     assert [told[memory]["chosen"] for memory in told] == ["full, FSDP", "full, DDP"]
     assert "full, DDP does not fit" in told["80GB"]["why"]
-    page = command("plan", *options, "--gpu-memory", "1GB")
+    page = run_command("plan", *options, "--gpu-memory", "1GB")
     assert page.returncode == 0 and "nothing fits" in page.stdout, page.stderr
     for wrong, word in (
         (["--gpu-memory", "much"], "'much'"),
@@ -69,25 +71,25 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
         (["--set", "model.name_or_path=/no/such/model"], "/no/such/model"),
         (["--gpus", "8"], "--gpu-memory"),
     ):
-        done = command("plan", "--output-dir", str(tmp_path / "run"), *wrong)
+        done = run_command("plan", "--output-dir", str(tmp_path / "run"), *wrong)
         assert done.returncode == 2 and word in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
-def test_simulated_by_its_command(tmp_path: Path) -> None:
+def test_simulated_by_its_run_command(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     vary = ("--vary", "commit_interval_s=60,3600", "--target", "0.95", "--runs", "20", "--plot", str(page))
-    done = command("simulate", "--work-hours", "200", "--mttf-hours", "3.1", *vary)
+    done = run_command("simulate", "--work-hours", "200", "--mttf-hours", "3.1", *vary)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[1].rstrip().endswith("yes") and lines[2].rstrip().endswith("no"), done.stdout
     assert "commit_interval_s" in page.read_text()
-    told = command("simulate", "--gpus", "1024", "--list")
+    told = run_command("simulate", "--gpus", "1024", "--list")
     assert f"mttf_s={7.9 * 3600:g}" in told.stdout.splitlines(), told.stderr
-    failed = command("simulate", "--gpus", "8", "--mttf-hours", "3")
+    failed = run_command("simulate", "--gpus", "8", "--mttf-hours", "3")
     assert failed.returncode == 2 and "pass only one" in failed.stderr
-    failed = command("simulate", "--vary", "nothing=1")
+    failed = run_command("simulate", "--vary", "nothing=1")
     assert failed.returncode == 2 and "unknown; use one of work_s" in failed.stderr
-    failed = command("simulate", "--from", str(tmp_path))
+    failed = run_command("simulate", "--from", str(tmp_path))
     assert failed.returncode == 2 and "holds no run" in failed.stderr
 
 
@@ -102,7 +104,7 @@ def test_the_job_made_small(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists() and not place.exists()
     assert [event["step"] for event in small.events("log")] == list(range(1, 21))
     assert {event["step"] for event in small.events("committed")} == {5, 10, 15, 20}
-    failed = command("start", "--debug", "train.py")
+    failed = run_command("start", "--debug", "train.py")
     assert failed.returncode == 2, failed.stderr
     # Every save blocks, what ranks say is shown, and torch says more.
     assert all(not event["overlapped"] for event in small.events("snapshot_cost"))

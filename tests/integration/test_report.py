@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from infra.parts import find
 from integration.support import RUNNER, SHORT_JOB, Run, wait_until
 
-sync_api = pytest.importorskip("playwright.sync_api")
 EPOCHS = 6
 # One run, and one browser, for all of them.
 pytestmark = pytest.mark.xdist_group("report")
@@ -59,9 +59,8 @@ def report(struck: Run) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    program = shutil.which("chromium")
-    if program is None:
-        pytest.skip("no chromium here")
+    sync_api = importlib.import_module("playwright.sync_api")
+    program = find("chromium")
     with sync_api.sync_playwright() as playwright:
         # Chromium's own sandbox wants a user other than root.
         chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import second_device
 import torch
+from infra.parts import needs
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler or no ninja here")
+@needs("C++ compiler")
 def test_the_engine_on_a_second_device() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-m", "device", "-p", "no:cacheprovider", "tests/device"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
@@ -36,7 +36,7 @@ def test_the_proof_says_that_there_is_no_gpu() -> None:
     assert proof("--stages", "memory,nothing").returncode == 2
 
 
-@pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler or no ninja here")
+@needs("C++ compiler")
 def test_the_stages_of_the_proof_on_a_second_device(tmp_path: Path) -> None:
     done = proof("--on", "sim:0", "--quick", "--json", str(tmp_path / "a.json"), "--report", str(tmp_path / "a.md"))
     assert done.returncode == 0, done.stdout + done.stderr

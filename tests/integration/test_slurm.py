@@ -4,42 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import stat
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
+from infra.parts import needs, require
+from infra.slurm import Slurm, slurm_cluster
 from integration.support import RUNNER, Run, loss_curve, script, state_hash
-from servers import INFRA, free_port
+from servers import free_port
 
 from checkpointing.catalog import Catalog
 from checkpointing.storage import open_storage
 
-# Slurm's daemons listen on fixed ports.
-pytestmark = pytest.mark.xdist_group("slurm")
+# There is one munge socket.
+pytestmark = [pytest.mark.xdist_group("slurm"), needs("slurm")]
 
 # Steps of `script`.
 END = 60
 SBATCH_SCRIPT = Path(__file__).parents[2] / "deploy" / "slurm" / "train.sbatch"
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
-# So that a job that was queued again, and the loss of a node, do not take minutes. The former waits for the credentials
-# of its earlier life to expire.
-QUICKER = {
-    "AuthType=auth/munge": "AuthType=auth/munge\nAuthInfo=cred_expire=5",
-    "sched_interval=5,bf_interval=5": "sched_interval=1,bf_interval=1",
-    "KillWait=10": "KillWait=5",
-}
 # For those that wait for it: a node whose daemon merely pauses for so long is given up as well.
-SOON_LOST = {"SlurmdTimeout=15": "SlurmdTimeout=4"}
+SOON_LOST = {"node_timeout_s": 4}
 # The second machine: its own name and processes; locks do not reach it, as on many a network file system.
 ELSEWHERE = """#!/bin/bash
 if [ "$SLURMD_NODENAME" = n1 ]; then exec RUNNER "$@"; fi
@@ -53,129 +44,27 @@ exec unshare --mount --uts --pid --fork --mount-proc --kill-child bash -c '
 """
 
 
-@dataclass(frozen=True)
-class Slurm:
-    """Nodes n1 and n2 on this machine; partitions main and high, whose jobs preempt those of main."""
-
-    folder: Path
-
-    @property
-    def configuration(self) -> str:
-        return str(self.folder / "cfg" / "slurm.conf")
-
-    def command(self, *command: str, **environment: str) -> str:
-        """What it prints."""
-        environment = {**os.environ, "SLURM_CONF": self.configuration, **environment}
-        return subprocess.run(
-            command, check=True, capture_output=True, text=True, timeout=60, env=environment, cwd=self.folder
-        ).stdout.strip()
-
-    def submit(self, output_dir: Path, *arguments: str, nodes: int = 1, path: str = "", **environment: str) -> str:
-        """Queue a job of `train.sbatch`, for n1 if that is there and enough; returns its number."""
-        programs = f"{path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-        options = ["--parsable", f"--output={self.log}", "--export=ALL", f"--nodes={nodes}"]
-        return self.command(
-            "sbatch", *options, str(SBATCH_SCRIPT), *arguments, OUTPUT_DIR=str(output_dir), PATH=programs, **environment
-        )
-
-    @property
-    def log(self) -> Path:
-        return self.folder / "job.log"
-
-    def show(self, job: str, field: str) -> str:
-        found = re.search(rf"\b{field}=(\S+)", self.command("scontrol", "show", "job", job))
-        assert found is not None
-        return found[1]
-
-    def pid(self, daemon: str) -> int:
-        return int((self.folder / "run" / f"{daemon}.pid").read_text())
-
-    def processes(self) -> list[psutil.Process]:
-        """Everything that belongs to it: daemons, jobs, and what jobs have started."""
-        marker = f"SLURM_CONF={self.configuration}".encode()
-        found = []
-        for pid in psutil.pids():
-            with contextlib.suppress(OSError, psutil.Error):
-                if marker in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    found.append(psutil.Process(pid))
-        return found
-
-    def wait_for(self, condition: Callable[[], object], what: str, timeout_s: float = 500) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            if time.monotonic() > deadline:
-                log = self.log.read_text() if self.log.exists() else "(no log)"
-                raise AssertionError(f"{what}: not within {timeout_s:.0f} s\n{self.command('squeue')}\n{log}")
-            time.sleep(0.05)
-
-    def wait_for_end(self, job: str) -> str:
-        """Its last state."""
-        self.wait_for(lambda: self.show(job, "JobState") in ("COMPLETED", "FAILED", "CANCELLED"), f"end of job {job}")
-        return self.show(job, "JobState")
-
-
 @pytest.fixture
 def slurm(request: pytest.FixtureRequest) -> Iterator[Slurm]:
     """With settings of the test's own, if it has any."""
-    for program in PROGRAMS:
-        if shutil.which(program) is None:
-            pytest.skip(f"no {program} here (apt-get install slurm-wlm munge)")
-    if not (INFRA / "start_slurm.sh").exists():
-        pytest.skip("no start_slurm.sh here (shared/infra)")
-    if os.getuid() != 0:
-        pytest.skip("starting Slurm's daemons needs root")
+    require("slurm")
     # munged is another user, who must be let in.
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     folder.chmod(0o755)
-    slurm = Slurm(folder)
     try:
-        start_daemons(slurm, {**QUICKER, **getattr(request, "param", {})})
-        yield slurm
+        with slurm_cluster(folder, **getattr(request, "param", {})) as slurm:
+            yield slurm
     finally:
-        stop_daemons(slurm)
         shutil.rmtree(folder)
 
 
-def start_daemons(slurm: Slurm, settings: dict[str, str]) -> None:
-    text = (INFRA / "start_slurm.sh").read_text()
-    for usual, chosen in settings.items():
-        assert usual in text
-        text = text.replace(usual, chosen)
-    starter = slurm.folder / "start.sh"
-    starter.write_text(text)
-    with (slurm.folder / "start.log").open("w") as log:
-        subprocess.run(
-            ["bash", str(starter), str(slurm.folder), "2"],
-            check=True,
-            timeout=60,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
-    assert slurm.command("sinfo", "-h", "-t", "idle", "-o", "%D") == "2", (slurm.folder / "start.log").read_text()
-
-
-def stop_daemons(slurm: Slurm) -> None:
-    """Each by its pid. munged is another user's, whose environment does not name us, and ends last."""
-    files = sorted((slurm.folder / "run").glob("*.pid"), key=lambda file: file.name == "munged.pid")
-    daemons = []
-    for file in files:
-        with contextlib.suppress(psutil.Error, ValueError):
-            process = psutil.Process(int(file.read_text()))
-            if process.name() in ("munged", "slurmctld", "slurmd"):
-                process.terminate()
-                daemons.append(process)
-    deadline = time.monotonic() + 20
-    while (left := slurm.processes()) and time.monotonic() < deadline:
-        for process in left:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        psutil.wait_procs(left, timeout=0.5)
-    _, alive = psutil.wait_procs(daemons, timeout=10)
-    for process in alive:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    assert not slurm.processes()
+def submit(slurm: Slurm, output_dir: Path, *arguments: str, nodes: int = 1, path: str = "", **environment: str) -> str:
+    """Queue a job of `train.sbatch`, for n1 if that is there and enough; returns its number."""
+    programs = f"{path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    options = ["--parsable", f"--output={slurm.log}", "--export=ALL", f"--nodes={nodes}"]
+    return slurm.command(
+        "sbatch", *options, str(SBATCH_SCRIPT), *arguments, OUTPUT_DIR=str(output_dir), PATH=programs, **environment
+    )
 
 
 def committed(run: Run) -> int:
@@ -197,12 +86,13 @@ def near_the_limit(slurm: Slurm, job: str) -> None:
     slurm.command("scancel", "--batch", "--signal=USR1", job)
 
 
-@pytest.mark.parametrize("stop", [preempt, near_the_limit])
+# The time limit of a job of one node is as that of two, below.
+@pytest.mark.parametrize("stop", [preempt, pytest.param(near_the_limit, marks=pytest.mark.soak)])
 def test_a_stopped_job_is_queued_again_and_ends_as_if_nothing_had_happened(
     stop: Callable[[Slurm, str], None], slurm: Slurm, untouched_script: Run, tmp_path: Path
 ) -> None:
     run = Run(tmp_path / "run")
-    job = slurm.submit(run.folder, *script(tmp_path, crawl=18))
+    job = submit(slurm, run.folder, *script(tmp_path, crawl=18))
     slurm.wait_for(lambda: committed(run) >= 20, "first checkpoints")
     stop(slurm, job)
     assert slurm.wait_for_end(job) == "COMPLETED", slurm.log.read_text()
@@ -238,7 +128,7 @@ def ends(tmp_path: Path, *lines: str) -> str:
 def test_a_job_is_queued_again_after_what_may_pass(slurm: Slurm, tmp_path: Path) -> None:
     """After all but 75 it had ended: a runner that the kernel had killed for memory, storage that was away."""
     folder = ends(tmp_path, "kill -KILL $$", "exit 76", "exit 0")
-    job = slurm.submit(tmp_path / "run", "two words", path=folder)
+    job = submit(slurm, tmp_path / "run", "two words", path=folder)
     assert slurm.wait_for_end(job) == "COMPLETED", slurm.log.read_text()
     assert slurm.show(job, "Restarts") == "2"
     failures = (tmp_path / "run" / "slurm-failures").read_text().split()
@@ -247,7 +137,7 @@ def test_a_job_is_queued_again_after_what_may_pass(slurm: Slurm, tmp_path: Path)
 
 
 def test_a_job_that_fails_for_good_is_not_queued_again_for_ever(slurm: Slurm, tmp_path: Path) -> None:
-    job = slurm.submit(tmp_path / "run", path=ends(tmp_path, "exit 76"), MAX_FAILURES="1")
+    job = submit(slurm, tmp_path / "run", path=ends(tmp_path, "exit 76"), MAX_FAILURES="1")
     assert slurm.wait_for_end(job) == "FAILED", slurm.log.read_text()
     assert (slurm.show(job, "Restarts"), slurm.show(job, "ExitCode")) == ("1", "76:0")
     assert "not requeued" in slurm.log.read_text()
@@ -259,7 +149,7 @@ def test_a_bad_node_is_kept_out(slurm: Slurm, tmp_path: Path) -> None:
     Both jobs are queued again once: the new one must not take the old one's lives for its own.
     """
     folder = ends(tmp_path, "exit 75", "exit 80", "exit 75", "exit 0")
-    job = slurm.submit(tmp_path / "run", "--config", "job.yaml", path=folder)
+    job = submit(slurm, tmp_path / "run", "--config", "job.yaml", path=folder)
     slurm.wait_for(lambda: "resubmitted" in (slurm.log.read_text() if slurm.log.exists() else ""), "a new job")
     starts = tmp_path / "bin" / "starts"
     slurm.wait_for(lambda: len(starts.read_text().splitlines()) == 4, "its starts")
@@ -277,13 +167,13 @@ def test_a_full_disk_is_no_endless_loop(slurm: Slurm, tmp_path: Path) -> None:
     blocked = tmp_path / "run"
     blocked.mkdir()
     (blocked / "slurm-failures").mkdir()  # nothing can be appended to it
-    job = slurm.submit(blocked, path=ends(tmp_path, "exit 74"), MAX_FAILURES="1")
+    job = submit(slurm, blocked, path=ends(tmp_path, "exit 74"), MAX_FAILURES="1")
     assert slurm.wait_for_end(job) == "FAILED", slurm.log.read_text()
     assert slurm.show(job, "Restarts") == "1"
 
 
 def test_any_other_exit_code_is_the_end_of_the_job(slurm: Slurm, tmp_path: Path) -> None:
-    job = slurm.submit(tmp_path / "run", "--set", "trainer.learning_rat=1")
+    job = submit(slurm, tmp_path / "run", "--set", "trainer.learning_rat=1")
     assert slurm.wait_for_end(job) == "FAILED"
     assert (slurm.show(job, "Restarts"), slurm.show(job, "ExitCode")) == ("0", "2:0")
     assert "learning_rat" in slurm.log.read_text()
@@ -298,7 +188,7 @@ def test_two_nodes_stop_together_and_go_on_together(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     # The virtual nodes' names resolve nowhere; the last of two equal options counts.
     meeting = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--set", f"launch.peer_port={free_port()}"]
-    job = slurm.submit(run.folder, "--nproc-per-node=1", *meeting, *script(tmp_path, crawl=18), nodes=2)
+    job = submit(slurm, run.folder, "--nproc-per-node=1", *meeting, *script(tmp_path, crawl=18), nodes=2)
     slurm.wait_for(lambda: committed(run) >= 20, "first checkpoints")
     near_the_limit(slurm, job)
     assert slurm.wait_for_end(job) == "COMPLETED", slurm.log.read_text()
@@ -321,7 +211,7 @@ def test_a_node_that_was_given_up_but_lives_publishes_nothing_more(
     wrapper.write_text(ELSEWHERE.replace("RUNNER", RUNNER[0]))
     wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
     run = Run(tmp_path / "run")
-    job = slurm.submit(run.folder, *script(tmp_path, crawl=18), path=str(wrapper.parent))
+    job = submit(slurm, run.folder, *script(tmp_path, crawl=18), path=str(wrapper.parent))
     slurm.wait_for(lambda: committed(run) >= 20, "first checkpoints")
     assert slurm.show(job, "NodeList") == "n1"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from infra.parts import lacks, needs
 from integration.support import Run, loss_curve, script, state_hash, wait_for_commit, wait_until
 
 from checkpointing.storage import LocalStorage
@@ -83,7 +84,7 @@ assert not wrong, f"{len(wrong)} of {len(expected)} checkpoints are not the stat
 """
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fused", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_no_snapshot_is_ever_torn(fused: bool, tmp_path: Path) -> None:
     """The state changes as fast as it can; every checkpoint equals a synchronous copy of exactly its step."""
     for name, text in (("write.py", TORN.replace("FUSED", str(fused))), ("read.py", READ_BACK)):
@@ -323,7 +324,7 @@ def throttled(pid: int, bytes_per_s: int) -> Iterator[None]:
     except OSError as error:
         with contextlib.suppress(OSError):
             group.rmdir()
-        pytest.skip(f"no blkio cgroup here ({error})")
+        lacks("blkio cgroup", error)
     try:
         (group / "cgroup.procs").write_text(str(pid))
         yield
@@ -357,6 +358,7 @@ manager.close()
 """
 
 
+@needs("blkio cgroup")
 def test_a_slow_disk_skips_snapshots_and_holds_no_step_up(tmp_path: Path) -> None:
     """100 MB of state at 20 MB/s, a save every 2 steps: the disk would need 150 s for all of them."""
     (tmp_path / "train.py").write_text(SLOW_DISK)
@@ -424,7 +426,7 @@ if rank == "0":
 """
 
 
-@pytest.mark.parametrize("flips", ["whole", "flipped"])
+@pytest.mark.parametrize("flips", [pytest.param("whole", marks=pytest.mark.soak), "flipped"])
 def test_ranks_of_a_node_verify_a_share_of_what_they_see_together(flips: str, tmp_path: Path) -> None:
     path = tmp_path / "large.py"
     path.write_text(LARGE)

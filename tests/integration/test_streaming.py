@@ -26,8 +26,13 @@ def job(folder: Path, *settings: str) -> Run:
 
 @pytest.mark.parametrize(
     "settings",
-    [[], ["trainer.packing=true", "trainer.gradient_accumulation_steps=2", "trainer.dataloader_num_workers=2"]],
-    ids=["", "packed-workers"],
+    [
+        pytest.param([], id="", marks=pytest.mark.soak),
+        pytest.param(
+            ["trainer.packing=true", "trainer.gradient_accumulation_steps=2", "trainer.dataloader_num_workers=2"],
+            id="packed-workers",
+        ),
+    ],
 )
 def test_a_streamed_job_ends_as_if_nothing_had_happened(settings: list[str], tmp_path: Path) -> None:
     calm = job(tmp_path / "calm", *settings).start()

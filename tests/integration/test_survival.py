@@ -45,7 +45,7 @@ def test_loss_falls_and_the_summary_tells(untouched: Run) -> None:
     assert not untouched.leftovers()
 
 
-@pytest.mark.parametrize("victim", ["rank 1", "rank 0", "launcher", "agent"])
+@pytest.mark.parametrize("victim", [pytest.param("rank 1", marks=pytest.mark.soak), "rank 0", "launcher", "agent"])
 def test_sigkill_between_two_checkpoints(victim: str, untouched: Run, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", *SHORT_JOB).start_held(2 * SAVE_STEPS + 6)
     step = run.wait_for_step(2 * SAVE_STEPS + 5)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from integration.support import RUNNER, Run, loss_curve, script, state_hash, wait_for_commit, wait_until
-from servers import Server, bucket_on, free_port, rclone_server
+from servers import Server, bucket_on, free_port, rclone_server, small_disk
 
 from checkpointing.catalog import Catalog
 from checkpointing.storage import open_storage
@@ -79,19 +79,13 @@ def test_the_nearest_valid_copy_is_resumed_from_and_s3_alone_is_enough(
 
 def test_a_local_tier_that_is_full_is_passed_by(tmp_path: Path, location: str) -> None:
     """The durable tier then gets the snapshot from memory."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100K", "tmpfs", str(mount)], capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    try:
+    with small_disk(tmp_path / "small", "100K") as mount:
         run = Run(
             tmp_path / "run",
             *options(location, mount / "local", "checkpoint.max_failed_saves=null"),
             script=script(tmp_path),
         ).start()
         assert run.finish() == 0, run.output
-    finally:
-        subprocess.run(["umount", "-l", str(mount)], check=True)
     failed = run.events("commit_failed")
     assert failed and all(e["tier"] == "local" and "No space left" in e["error"] for e in failed)
     assert steps(location)[-1] == 60

@@ -177,7 +177,7 @@ def test_an_own_loop_is_seen_and_says_where_it_resumes(tmp_path: Path) -> None:
     assert f"checkpointing: resumed from step 40 ({run.folder}/checkpoints/checkpoint-40)" in ended.stderr
 
 
-@pytest.mark.parametrize("size", ["200k", "1200k"])
+@pytest.mark.parametrize("size", [pytest.param("200k", marks=pytest.mark.soak), "1200k"])
 def test_a_full_output_folder_is_named_and_ends_with_74(tmp_path: Path, size: str) -> None:
     """945 lines, "died without an error message", and a code that the journal did not know."""
     with small_disk(tmp_path / "volume", size) as folder:

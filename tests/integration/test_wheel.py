@@ -63,6 +63,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.soak
 def test_every_extra_is_enough_for_what_it_is_for(wheel: Path, tmp_path: Path) -> None:
     assert wheel.stat().st_size < 1_000_000
     environment = Environment(tmp_path / "environment")
@@ -96,6 +97,44 @@ def test_every_extra_is_enough_for_what_it_is_for(wheel: Path, tmp_path: Path) -
         refused = run(command, tmp_path)
         assert refused.returncode == 2
         assert refused.stderr.endswith(f"{package} is not installed: pip install '{DISTRIBUTION}[{extra}]'\n")
+
+
+# As if these packages were not installed.
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+def find_spec(name, path=None, target=None):
+    return None if name.partition(".")[0] in HEAVY else find(name, path, target)
+PathFinder.find_spec = staticmethod(find_spec)
+"""
+
+
+@pytest.mark.parametrize(
+    ("missing", "code", "extra"),
+    [
+        (
+            {*HEAVY, "botocore", "isal", "tenacity"},
+            "from checkpointing.storage import open_storage; open_storage('s3://bucket/run')",
+            "s3",
+        ),
+        (HEAVY, "sys.argv = ['runner', 'start']; from runner.__main__ import main; main()", "runner"),
+        (
+            {"trl", "datasets", "peft", "pyarrow"},
+            "sys.argv = ['runner', 'start']; from runner.__main__ import main; main()",
+            "sft",
+        ),
+    ],
+    ids=["s3", "runner", "sft"],
+)
+def test_what_is_not_installed_is_named(missing: set[str], code: str, extra: str, tmp_path: Path) -> None:
+    program = WITHOUT.replace("HEAVY", repr(missing)) + "import checkpointing, checkpointing.rank.manager\n" + code
+    environment = {**os.environ, "OUTPUT_DIR": str(tmp_path / "run")}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode, ended.stdout
+    assert ended.stderr.splitlines()[-1].endswith(f"pip install '{DISTRIBUTION}[{extra}]'"), ended.stderr
 
 
 def test_every_extra_that_is_named_exists() -> None:

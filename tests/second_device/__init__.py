@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import shutil
 import types
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,6 @@ import torch
 
 NAME = "sim"
 NUM_DEVICES = 2
-
-
-def can_build() -> bool:
-    """Whether this machine has what compiles it."""
-    return shutil.which(os.environ.get("CXX", "c++")) is not None and shutil.which("ninja") is not None
 
 
 @functools.cache

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import uuid
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from command_line import run_command
 
 from checkpointing import CheckpointManager
 from checkpointing.catalog import Catalog
@@ -182,13 +181,14 @@ def whole(tmp_path: Path) -> Path:
 
 
 def verified(folder: Path) -> str:
-    """What `runner checkpoints verify` prints; killed where it hangs."""
-    command = [str(Path(sys.executable).with_name("runner")), "checkpoints", "verify", str(folder)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    """What `runner checkpoints verify` prints."""
+    ended = run_command("checkpoints", "verify", str(folder))
     assert ended.returncode == 1 and not ended.stderr, ended.stderr
     return ended.stdout
 
 
+# It may hang.
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["optimizer.pt", "manifest.json"])
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_only_regular_files_of_its_folder_are_a_checkpoints(name: str, kind: str, whole: Path) -> None:

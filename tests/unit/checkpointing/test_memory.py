@@ -6,6 +6,7 @@ import platform
 import threading
 
 import pytest
+from infra.parts import lacks
 
 from checkpointing import memory
 from checkpointing.memory import available_bytes, interleaved, parse_bytes
@@ -34,7 +35,7 @@ def policy() -> int:
     """This thread's, as the kernel has it (3: interleave)."""
     call, mode = memory._POLICY_CALLS[platform.machine()][0], ctypes.c_int()
     if ctypes.CDLL(None).syscall(call, ctypes.byref(mode), None, 0, None, 0) != 0:
-        pytest.skip("this system takes no memory policy")
+        lacks("memory policy", "get_mempolicy failed")
     return mode.value
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from infra.parts import lacks
 
 from checkpointing.agent import protocol
 from checkpointing.agent.client import AgentClient, AgentProcess
@@ -128,7 +129,7 @@ def test_a_full_disk_fails_the_save_and_the_next_one_works(tmp_path: Path) -> No
     mount = tmp_path / "small"
     mount.mkdir()
     if os.system(f"mount -t tmpfs -o size=4M tmpfs {mount} 2>/dev/null") != 0:
-        pytest.skip("mounting a tmpfs needs root")
+        lacks("tmpfs", "mount failed")
     try:
         agent = AgentProcess.start(AgentOptions(location=str(mount / "checkpoints"), run_id="run"))
         client = rank(agent)

@@ -41,18 +41,21 @@ def agree(folder: Path, calls: list[dict[str, list[str]]], intervals: list[int],
     return seen[0]  # type: ignore[no-any-return]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("who", ["0", "1"])
 def test_what_one_asks_all_hear_at_the_next_call(who: str, tmp_path: Path) -> None:
     calls = [{}, {who: ["STOP"]}, {}, {"0": ["SAVE"], "1": ["SNAPSHOT"]}, {}]
     assert agree(tmp_path, calls, [1, 1], []) == [[], [], ["STOP"], [], ["SAVE", "SNAPSHOT"], []]
 
 
+@pytest.mark.process
 def test_short_steps_are_left_out_alike_and_what_is_asked_again_is_heard(tmp_path: Path) -> None:
     # Exchanged at calls 0, 3 and 6; only rank 0 proposes, as in training.
     calls = [{}, {"1": ["STOP"]}, {"1": ["STOP"]}, {"1": ["STOP"]}, {}, {}, {}, {}]
     assert agree(tmp_path, calls, [3, 1], []) == [[], [], [], [], ["STOP"], [], [], [], []]
 
 
+@pytest.mark.process
 def test_now_is_now(tmp_path: Path) -> None:
     calls = [{}, {"0": ["STOP"]}, {}, {}]
     assert agree(tmp_path, calls, [10, 1], [1]) == [[], [], ["STOP"], [], []]

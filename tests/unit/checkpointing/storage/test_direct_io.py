@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from infra.parts import lacks
 
 from checkpointing.storage.direct_io import write_file
 
@@ -37,7 +38,7 @@ def test_what_the_storage_refuses_is_told(options: str, tmp_path: Path) -> None:
     mount = tmp_path / "small"
     mount.mkdir()
     if os.system(f"mount -t tmpfs -o size=4M{options} tmpfs {mount} 2>/dev/null") != 0:
-        pytest.skip("mounting a tmpfs needs root")
+        lacks("tmpfs", "mount failed")
     try:
         with pytest.raises(OSError, match=r"No space left|Read-only"):
             write_file(mount / "f", [aligned(8_000_000)])
@@ -50,7 +51,7 @@ def test_large_aligned_data_does_not_pass_through_the_page_cache(tmp_path: Path)
     try:
         os.close(os.open(tmp_path / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
     except OSError:
-        pytest.skip("this file system has no O_DIRECT")
+        lacks("O_DIRECT", "this file system refuses it")
     write_file(tmp_path / "f", [aligned(64 << 20)])
     cached = subprocess.run(["fincore", "-nbo", "RES", tmp_path / "f"], capture_output=True, text=True, check=True)
     assert int(cached.stdout) < 1 << 20

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from infra.parts import require
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import integration_utils as integrations
 
@@ -91,7 +92,7 @@ def test_a_tracker_that_cannot_be_asked_logs_as_ever(
 
 
 def test_a_file_of_wandb_that_is_no_such_file_has_no_rows(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
+    require("wandb")
     for content in (b"", b":W&B\xe1\xbe\x00", b":W&B\xe1\xbe\x00" + bytes(100), b"\xff" * 70_000):
         (tmp_path / "run.wandb").write_bytes(content)
         assert list(_wandb_rows(tmp_path / "run.wandb")) == []

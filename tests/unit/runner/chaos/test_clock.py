@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
+from infra.parts import lacks
 
 from runner.chaos.clock import Clock
 
@@ -27,7 +27,7 @@ def test_it_jumps_and_nothing_else_does(tmp_path: Path) -> None:
     try:
         clock = Clock(tmp_path)
     except OSError as error:
-        pytest.skip(str(error))
+        lacks("C compiler", error)
     process = subprocess.Popen(
         [sys.executable, "-c", PROCESS],
         stdin=subprocess.PIPE,

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from infra.parts import lacks
 
 from runner.chaos.memory_group import MemoryGroup
 
@@ -26,7 +27,7 @@ def group() -> Iterator[MemoryGroup]:
     try:
         group = MemoryGroup()
     except OSError as error:
-        pytest.skip(str(error))
+        lacks("memory cgroup", error)
     yield group
     group.close()
 

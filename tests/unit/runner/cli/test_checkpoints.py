@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
+from command_line import run_command
 
 from checkpointing import locking
 from checkpointing.commit import StagedFile, commit_snapshot
@@ -16,13 +15,11 @@ from checkpointing.digest import digest_buffer
 from checkpointing.manifest import SnapshotInfo
 from checkpointing.storage import LocalStorage
 
-RUNNER = str(Path(sys.executable).with_name("runner"))
 LOSSES = {10: 1.0, 20: 0.1, 30: 2.0, 40: 1.5}
 
 
 def checkpoints(*arguments: object, cwd: Path | None = None) -> tuple[int, str]:
-    command = [RUNNER, "checkpoints", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
+    done = run_command("checkpoints", *map(str, arguments), cwd=cwd)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout + done.stderr
 

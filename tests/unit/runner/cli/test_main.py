@@ -9,17 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+from command_line import run_command
 from journals import event
 
 from runner.journal.journal import Journal
 
 RUNNER = str(Path(sys.executable).with_name("runner"))
-
-
-def runner(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [RUNNER, *arguments], capture_output=True, text=True, timeout=120, env={**os.environ, **environment}
-    )
 
 
 @pytest.mark.parametrize(
@@ -76,7 +71,7 @@ def test_help_loads_nothing_heavy(command: list[str]) -> None:
     ],
 )
 def test_mistakes_exit_2_with_one_line(arguments: list[str], part: str, tmp_path: Path) -> None:
-    result = runner(*arguments, OUTPUT_DIR=str(tmp_path / "run"))
+    result = run_command(*arguments, OUTPUT_DIR=str(tmp_path / "run"))
     assert result.returncode == 2, result
     assert part in result.stderr and "Traceback" not in result.stderr
     if "Usage:" not in result.stderr:
@@ -84,7 +79,7 @@ def test_mistakes_exit_2_with_one_line(arguments: list[str], part: str, tmp_path
 
 
 def test_config_prints_what_start_would_use() -> None:
-    result = runner("config", "--nproc-per-node", "4", "--set", "trainer.max_length=64", EPOCHS="9")
+    result = run_command("config", "--nproc-per-node", "4", "--set", "trainer.max_length=64", EPOCHS="9")
     assert result.returncode == 0
     assert "num_train_epochs: 9.0" in result.stdout
     assert "nproc_per_node: 4" in result.stdout and "max_length: 64" in result.stdout
@@ -92,11 +87,12 @@ def test_config_prints_what_start_would_use() -> None:
 
 def test_resume_never_refuses_an_existing_run(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints" / "checkpoint-5").mkdir(parents=True)
-    result = runner("start", "--resume", "never", "--output-dir", str(tmp_path / "run"))
+    result = run_command("start", "--resume", "never", "--output-dir", str(tmp_path / "run"))
     assert result.returncode == 2
     assert "already contains a run; add --overwrite" in result.stderr
 
 
+@pytest.mark.process
 def test_the_newest_run_is_shown_where_none_is_named(tmp_path: Path) -> None:
     def status(**environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -119,6 +115,7 @@ def test_the_newest_run_is_shown_where_none_is_named(tmp_path: Path) -> None:
     assert json.loads(status(OUTPUT_DIR="runs/old").stdout)["run_id"] == "old"
 
 
+@pytest.mark.process
 def test_watching_outlasts_storage_that_is_away(tmp_path: Path) -> None:
     folder, away = tmp_path / "run", tmp_path / "away"
     folder.mkdir()

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+from infra.parts import lacks
 from journals import entry, event
 
 from checkpointing.clock import machine_clock
@@ -63,7 +64,7 @@ def test_a_full_disk_delays_events_but_loses_none(tmp_path: Path) -> None:
     mount = tmp_path / "small"
     mount.mkdir()
     if os.system(f"mount -t tmpfs -o size=160k tmpfs {mount} 2>/dev/null") != 0:
-        pytest.skip("mounting a tmpfs needs root")
+        lacks("tmpfs", "mount failed")
     try:
         filler = mount / "filler"
         journal = Journal(mount / "journal.jsonl", clock=lambda: 1.0)

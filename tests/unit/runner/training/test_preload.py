@@ -5,7 +5,10 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.process
 def test_a_module_that_cannot_be_imported_leaves_ranks_the_others_and_their_garbage_collection(tmp_path: Path) -> None:
     """The fork server goes on without it, and what a rank has is what the server had."""
     (tmp_path / "trl.py").write_text("raise ImportError('a version that does not fit')")
