@@ -72,8 +72,8 @@ class Switch:
             if isinstance(callback, (StepCallback, SupervisedReports)):
                 for name in ("on_step_begin", "on_step_end", "on_log"):
                     setattr(callback, name, self._timed(getattr(callback, name)))
-        self._ask = trainer._manager._ask
-        trainer._manager._ask = self._counted_ask
+        self._ask = trainer._manager._protocol._ask
+        trainer._manager._protocol._ask = self._counted_ask
 
     def set(self, supervised: bool) -> None:
         """Switch for the next steps; all ranks follow the same plan, without communication."""
@@ -89,8 +89,8 @@ class Switch:
         # The processor time of an exchange in all threads; the calling thread's part is in the callbacks' time already.
         began, num_exchanges = time.process_time(), 200
         for _ in range(num_exchanges):
-            self._manager._agreement.exchange(lambda: (set(), 1), now=True)
-        self._manager._agreement.drain()
+            self._manager._protocol._flag_sync.exchange(lambda: (set(), 1), now=True)
+        self._manager._protocol._flag_sync.drain()
         exchange_s = (time.process_time() - began) / num_exchanges
         own = {
             "callbacks_s": self._taken_s / self._num_steps,
@@ -122,7 +122,7 @@ class Switch:
 
     def _leave_out(self, step: int) -> Due:
         # Steps are still counted: the interval between exchanges depends on the duration of a step.
-        self._manager._steps_seen += 1
+        self._manager._protocol._steps_seen += 1
         return Due()
 
 
