@@ -211,19 +211,8 @@ class SnapshotTaken(StepEvent, name="snapshot"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SnapshotSkipped(StepEvent, name="snapshot_skipped"):
-    """No memory was free for a snapshot.
-
-    Attributes:
-        reason: Why.
-    """
-
-    reason: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SnapshotDropped(StepEvent, name="snapshot_dropped"):
-    """A snapshot was discarded before it was whole.
+class SnapshotUnused(StepEvent):
+    """A snapshot that is not kept.
 
     Attributes:
         reason: Why; empty where nobody needs to know.
@@ -233,14 +222,18 @@ class SnapshotDropped(StepEvent, name="snapshot_dropped"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SnapshotDamaged(StepEvent, name="snapshot_damaged"):
-    """A snapshot's bytes differ from their digest; it is neither offered nor published.
+class SnapshotSkipped(SnapshotUnused, name="snapshot_skipped"):
+    """No memory was free for a snapshot."""
 
-    Attributes:
-        reason: What a rank found.
-    """
 
-    reason: str = ""
+@dataclass(frozen=True, kw_only=True)
+class SnapshotDropped(SnapshotUnused, name="snapshot_dropped"):
+    """A snapshot was discarded before it was whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotDamaged(SnapshotUnused, name="snapshot_damaged"):
+    """A snapshot's bytes differ from their digest; it is neither offered nor published."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,18 +281,14 @@ class CommitFailed(StepEvent, name="commit_failed"):
 
 @dataclass(frozen=True, kw_only=True)
 class Pruned(StepEvent, name="pruned"):
-    """Retention removed a checkpoint.
-
-    Attributes:
-        tier: ``local`` or ``remote``.
-    """
+    """Retention removed a checkpoint from a tier (``local`` or ``remote``)."""
 
     tier: str = "local"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PruneFailed(Event, name="prune_failed"):
-    """Retention could not remove checkpoints.
+class TierFailure(Event):
+    """Something other than a commit failed at a tier.
 
     Attributes:
         tier: ``local`` or ``remote``.
@@ -308,6 +297,16 @@ class PruneFailed(Event, name="prune_failed"):
 
     tier: str
     error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneFailed(TierFailure, name="prune_failed"):
+    """Retention could not remove checkpoints."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartStateFailed(TierFailure, name="restart_state_failed"):
+    """The run's restart state, or another file kept with the checkpoints, could not be written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,11 +339,7 @@ class Fetched(StepEvent, name="fetched"):
 
 @dataclass(frozen=True, kw_only=True)
 class FetchFailed(StepEvent, name="fetch_failed"):
-    """A checkpoint could not be read into memory; the ranks will read it themselves.
-
-    Attributes:
-        error: Why.
-    """
+    """A checkpoint could not be read into memory because of an error; the ranks will read it themselves."""
 
     error: str = ""
 
@@ -390,19 +385,6 @@ class StorageRetried(Event, name="storage_retried"):
     tier: str
     count: int
     reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class RestartStateFailed(Event, name="restart_state_failed"):
-    """The run's restart state, or another file kept with the checkpoints, could not be written.
-
-    Attributes:
-        tier: ``local`` or ``remote``.
-        error: Why.
-    """
-
-    tier: str
-    error: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,30 @@
-"""Which checkpoints a tier keeps, and which the durable tier should get. Pure: manifests in, steps out."""
+"""Which checkpoints a tier keeps, and which the durable tier should get. Pure: manifests in, steps out.
+
+To add an option, add it to `FurtherRetention` and to `Retention` here, and to `CheckpointConfig` of
+`runner.config.schema`: `CheckpointManager`, `resilient` and `runner checkpoints prune` accept every option of these.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypedDict
 
 from checkpointing.manifest import Manifest
+
+
+class FurtherRetention(TypedDict, total=False):
+    """Options of `Retention` that a Trainer's arguments do not have."""
+
+    keep_every: int | None
+
+
+class RetentionOptions(FurtherRetention, total=False):
+    """The options of `Retention` as keyword arguments."""
+
+    keep_last: int | None
+    best_metric: str | None
+    greater_is_better: bool
 
 
 @dataclass(frozen=True)
@@ -20,7 +39,9 @@ class Retention:
     """
 
     keep_last: int | None = None
-    keep_every: int | None = None
+    keep_every: int | None = field(
+        default=None, metadata={"help": "Interval, in steps, of checkpoints to keep besides", "metavar": "STEPS"}
+    )
     best_metric: str | None = None
     greater_is_better: bool = False
 

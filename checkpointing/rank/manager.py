@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -23,7 +23,7 @@ from checkpointing.rank.checkpointed import CheckpointedTraining
 from checkpointing.rank.options import Options
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.spikes import SkippedSteps
-from checkpointing.retention import Retention
+from checkpointing.retention import Retention, RetentionOptions
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
 
 
@@ -62,16 +62,13 @@ class CheckpointManager(CheckpointedTraining):
         save_minutes: float | None = None,
         snapshot_steps: int | Auto | None = "auto",
         overhead_cap: float = DEFAULT_OVERHEAD_CAP,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        best_metric: str | None = None,
-        greater_is_better: bool = False,
         local_tier: str | os.PathLike[str] | None = None,
         local_keep_last: int = DEFAULT_LOCAL_KEEP_LAST,
         resume: str | int | None = None,
         memory_limit: int | str | None = None,
         overlap: bool | None = None,
         check_replicas: bool = True,
+        **retention: Unpack[RetentionOptions],
     ) -> None:
         """Set what is saved, where, and how often.
 
@@ -94,10 +91,6 @@ class CheckpointManager(CheckpointedTraining):
             snapshot_steps: Steps between snapshots in memory, from which a new attempt resumes; "auto" (default)
                 chooses by measured cost, None makes none but for commits.
             overhead_cap: Share of the run's time that "auto" may spend.
-            keep_last: Number of newest checkpoints to keep; None keeps all.
-            keep_every: Also keep every checkpoint whose step is a multiple of this.
-            best_metric: Also keep the best checkpoint by this metric of those given to `save`.
-            greater_is_better: Whether greater values of that metric are better.
             local_tier: A fast directory of this machine: checkpoints are committed there first, and copied to
                 `location` in the background. A supervisor's choice takes precedence.
             local_keep_last: Number of newest checkpoints to keep there.
@@ -107,8 +100,12 @@ class CheckpointManager(CheckpointedTraining):
                 what is free. A supervisor's choice takes precedence.
             overlap: Copy beside training (True), or while it waits (False); None chooses by measured cost.
             check_replicas: Compare the ranks' parameters and optimizer state before each snapshot.
+            **retention: Which checkpoints to keep (see `Retention`): `keep_last`, the number of newest ones, all by
+                default; in addition every one whose step is a multiple of `keep_every`, and the best by `best_metric`,
+                one of the metrics given to `save`, where `greater_is_better` says how it compares.
 
         Raises:
+            TypeError: An argument is unknown.
             ValueError: An option is not allowed, or there is no location.
             CheckpointError: The model or the optimizer is of a kind that cannot be saved; or this is one of several
                 processes without a process group.
@@ -121,7 +118,7 @@ class CheckpointManager(CheckpointedTraining):
             resume=resume,
             memory_limit=memory_limit,
             cadence=Cadence(snapshot_steps, save_steps, save_minutes, overhead_cap),
-            retention=Retention(keep_last, keep_every, best_metric, greater_is_better),
+            retention=Retention(**retention),
             overlap=overlap,
             check_replicas=check_replicas,
         )

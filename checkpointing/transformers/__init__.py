@@ -12,7 +12,7 @@ are named. How checkpoints are written is replaced, and snapshots are held in me
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import accelerate
 import transformers
@@ -22,7 +22,7 @@ from transformers.trainer_utils import SaveStrategy
 from checkpointing.errors import CheckpointError
 from checkpointing.rank.cadence import DEFAULT_OVERHEAD_CAP, Auto
 from checkpointing.rank.manager import CheckpointManager, micro_batch_divisor
-from checkpointing.retention import best_by
+from checkpointing.retention import FurtherRetention, best_by
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
 from checkpointing.transformers.options import Options
 from checkpointing.transformers.trainer import ResilientMixin
@@ -43,13 +43,13 @@ def resilient(
     save_minutes: float | None = None,
     overhead_cap: float = DEFAULT_OVERHEAD_CAP,
     memory_limit: int | str | None = None,
-    keep_every: int | None = None,
     local_tier: str | None = None,
     local_keep_last: int = DEFAULT_LOCAL_KEEP_LAST,
     check_finite: bool = True,
     spike_zscore: float | None = None,
     seekable_stream: bool = False,
     shuffle_samples: int | None = None,
+    **retention: Unpack[FurtherRetention],
 ) -> TrainerT:
     """Give a trainer fault-tolerant checkpoints.
 
@@ -77,7 +77,6 @@ def resilient(
         save_minutes: See `CheckpointManager`.
         overhead_cap: See `CheckpointManager`.
         memory_limit: See `CheckpointManager`.
-        keep_every: See `CheckpointManager`.
         local_tier: See `CheckpointManager`.
         local_keep_last: See `CheckpointManager`.
         check_finite: Raise NonFinite from `train` when a step's gradients are NaN or infinite, before anything of that
@@ -89,6 +88,7 @@ def resilient(
             that accelerate adds at the end of an epoch. Otherwise the trainer's own loader is used, and read again.
         shuffle_samples: Number of samples of such a data set that are read ahead and shuffled; None keeps its order.
             Use it instead of `IterableDataset.shuffle`, whose buffer no checkpoint holds.
+        **retention: What to keep besides: with `keep_every`, every checkpoint whose step is a multiple of it.
 
     Returns:
         The same trainer.
@@ -135,9 +135,9 @@ def resilient(
         return CheckpointManager(
             location or trainer.args.output_dir,
             keep_last=trainer.args.save_total_limit,
-            keep_every=keep_every,
             best_metric=best_metric,
             greater_is_better=greater_is_better,
+            **retention,
             local_tier=local_tier,
             local_keep_last=local_keep_last,
             resume=resume,

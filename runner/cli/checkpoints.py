@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, Unpack, cast
 
 import click
 
+from checkpointing.retention import FurtherRetention, Retention
 from runner.cli.options import run_directory_of
 from runner.errors import UsageError
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @click.group()
@@ -113,6 +117,23 @@ def export(location: str, step: int, directory: Path) -> None:
     click.echo(f"checkpoint-{step}: {len(manifest.files)} files, {manifest.total_bytes / 1e6:.1f} MB, in {directory}")
 
 
+def _further_retention_options(command: F) -> F:
+    """Add an option for each entry of `FurtherRetention`."""
+    for field in reversed(dataclasses.fields(Retention)):
+        if field.name in FurtherRetention.__annotations__:
+            command = click.option(
+                f"--{field.name.replace('_', '-')}",
+                type=click.IntRange(min=1),
+                metavar=field.metadata["metavar"],
+                help=f"{field.metadata['help']} (default: as the run's configuration says).",
+            )(command)
+    return command
+
+
+def _given(options: FurtherRetention) -> dict[str, object]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
 @checkpoints.command()
 @click.argument("location")
 @click.option(
@@ -122,23 +143,18 @@ def export(location: str, step: int, directory: Path) -> None:
     required=True,
     help="Number of newest checkpoints to keep.",
 )
-@click.option(
-    "--keep-every",
-    type=click.IntRange(min=1),
-    metavar="STEPS",
-    help="Interval, in steps, of checkpoints to keep besides (default: checkpoint.keep_every_steps of the run).",
-)
-def prune(location: str, keep_last: int, keep_every: int | None) -> None:
+@_further_retention_options
+def prune(location: str, keep_last: int, **further: Unpack[FurtherRetention]) -> None:
     """Remove all but the newest checkpoints at LOCATION.
 
     Incomplete checkpoints are not counted and not removed. If LOCATION is the folder of a run, the checkpoints that its
-    configuration keeps permanently stay as well: the best by `metric_for_best_model` and every multiple of
-    `keep_every_steps`. The newest checkpoint whose digests match always stays.
+    configuration keeps permanently stay as well, among them the best by `metric_for_best_model`. The newest checkpoint
+    whose digests match always stays.
     """
     from checkpointing.catalog import Catalog
     from checkpointing.catalog import verify as verify_copy
     from checkpointing.errors import InvalidCheckpoint
-    from checkpointing.retention import Retention, best_by, steps_to_remove
+    from checkpointing.retention import best_by, steps_to_remove
 
     config = _config_of(location)
     metric, greater = None, False
@@ -146,10 +162,11 @@ def prune(location: str, keep_last: int, keep_every: int | None) -> None:
         # The lock is held to the end: a running run prunes by itself, and none may start meanwhile.
         run_directory_of(config).lock(cancelled=lambda: True)
         metric, greater = best_by(config.best_metric, config.trainer.get("greater_is_better"))
-        keep_every = keep_every or config.checkpoint.keep_every_steps
+        further = cast(FurtherRetention, {**config.checkpoint.further_retention, **_given(further)})
+    retention = Retention(keep_last=keep_last, best_metric=metric, greater_is_better=greater, **further)
     for storage in _tiers(location, config).nearest_first:
         manifests = {entry.step: entry.manifest for entry in Catalog(storage).entries() if entry.manifest is not None}
-        superfluous = steps_to_remove(manifests.values(), Retention(keep_last, keep_every, metric, greater))
+        superfluous = steps_to_remove(manifests.values(), retention)
         for step in sorted(manifests, reverse=True) if superfluous else ():
             superfluous = [other for other in superfluous if other != step]
             try:

@@ -10,7 +10,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from checkpointing.memory import parse_bytes
-from checkpointing.retention import Retention
+from checkpointing.retention import FurtherRetention, Retention
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST, Tiers, open_tiers
 
 # Files of training data, by suffix: the builder of `datasets` that reads them.
@@ -123,6 +123,11 @@ class CheckpointConfig(_Section):
     memory_limit: str | int | None = Field(default=None, examples=["8GiB"])
     """Memory for snapshots on each node, in bytes or with a unit. Without it half of the free memory. Two snapshots are
     held if they fit, else one; if not even one fits, every save blocks training until it is written."""
+
+    @property
+    def further_retention(self) -> FurtherRetention:
+        """Retention of the durable tier besides what the Trainer's arguments say."""
+        return {"keep_every": self.keep_every_steps}
 
     @property
     def local_retention(self) -> Retention:

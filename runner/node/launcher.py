@@ -111,7 +111,7 @@ def main() -> int:
             request, _ = protocol.receive(control)
         except OSError:
             return 0
-        protocol.send(control, {"event": "attempt_ended", **_launch(request)})
+        protocol.send(control, {"event": "torchrun_ended", **_launch(request)})
 
 
 def _start_fork_server() -> None:

@@ -128,14 +128,18 @@ class Session:
         """Append an event to the journal."""
         self._journal.append(event, self.attempt)
 
-    def announce_stop(self) -> bool:
-        """Record and print a stop request, once; returns whether that was now."""
+    def announce_stop(self, pass_on: Callable[[str], None] = lambda reason: None) -> None:
+        """Record and print a stop request, once.
+
+        Args:
+            pass_on: Called with its reason.
+        """
         if not self.stop or self._stop_announced:
-            return False
+            return
         self._stop_announced = True
         self.record(StopRequested(reason=self.stop.reason))
         self.display.message(f"stop requested ({self.stop.reason}): {STOP_TEXT}")
-        return True
+        pass_on(self.stop.reason)
 
     def sleep(self, seconds: float) -> None:
         """Wait until the time has passed or a stop is requested."""

@@ -189,7 +189,7 @@ class Supervisor:
             if not stop:
                 raise
         if stop:
-            self._announce_stop()
+            self._session.announce_stop(self._members.announce_stop)
             return Stop(ExitCode.PREEMPTED, "stopped on request before an attempt began")
         return self._record_and_decide(*self._run_attempt())
 
@@ -278,12 +278,8 @@ class Supervisor:
     def _each_turn(self) -> None:
         """Handle stop requests and other nodes while an attempt runs."""
         self._record.copy_journal(self._node, self._session.monotonic())
-        self._announce_stop()
+        self._session.announce_stop(self._members.announce_stop)
         self._members.turn(self._node)
-
-    def _announce_stop(self) -> None:
-        if self._session.announce_stop():
-            self._members.announce_stop(self._session.stop.reason)
 
 
 def _log_of(failure: Failure, result: AttemptResult) -> Path | None:

@@ -81,11 +81,11 @@ def run_job(config_path: str, cache: str, sender: EventSender, *, resumes: bool 
         save_steps=config.checkpoint.save_steps,
         save_minutes=config.checkpoint.save_minutes,
         overhead_cap=config.checkpoint.overhead_cap,
-        keep_every=config.checkpoint.keep_every_steps,
         check_finite=config.guards.check_finite,
         spike_zscore=config.guards.spike_zscore,
         seekable_stream=config.data.streaming,
         shuffle_samples=config.data.shuffle_samples if config.data.streaming else None,
+        **config.checkpoint.further_retention,
     )
     metrics.watch(trainer)
     # A rank exits without running destructors, so trackers must be closed here.

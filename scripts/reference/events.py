@@ -41,14 +41,14 @@ def render() -> str:
 def _event(documented: griffe.Object | griffe.Alias, known: type[Event]) -> Iterator[str]:
     docstring = documented.docstring
     assert docstring is not None, f"{known.__name__} needs a docstring"
-    meanings: dict[str, str] = {}
+    meanings = _inherited(documented, known)
     for section in docstring.parse("google"):
         if section.kind is griffe.DocstringSectionKind.text:
             yield wrap(section.value)
         elif section.kind is griffe.DocstringSectionKind.attributes:
-            meanings = {one.name: " ".join(one.description.split()) for one in section.value}
+            meanings |= _attributes(section)
     rows = [
-        [f"`{own.name}`", _type(own), "yes" if _is_required(own) else "no", meanings.get(own.name) or _inherited(own)]
+        [f"`{own.name}`", _type(own), "yes" if _is_required(own) else "no", meanings.get(own.name, "")]
         for own in fields(known)
         if own.name not in _COMMON
     ]
@@ -65,7 +65,17 @@ def _type(own: Field[object]) -> str:
     return str(own.type).removesuffix(" | None")
 
 
-def _inherited(own: Field[object]) -> str:
-    known = {"step": "Optimizer step.", "metrics": "Each one is a field of its own: a finite number."}
-    assert own.name in known, f"{own.name} needs a description"
-    return known[own.name]
+def _inherited(documented: griffe.Object | griffe.Alias, known: type[Event]) -> dict[str, str]:
+    """Collect the descriptions of the fields of base classes."""
+    meanings: dict[str, str] = {}
+    module = griffe.load("checkpointing.events", search_paths=[ROOT], allow_inspection=False)
+    for base in reversed(known.__mro__[1:]):
+        docstring = module[base.__name__].docstring if base.__module__ == "checkpointing.events" else None
+        for section in docstring.parse("google") if docstring is not None else ():
+            if section.kind is griffe.DocstringSectionKind.attributes:
+                meanings |= _attributes(section)
+    return meanings
+
+
+def _attributes(section: griffe.DocstringSection) -> dict[str, str]:
+    return {one.name: " ".join(one.description.split()) for one in section.value}
