@@ -66,6 +66,7 @@ class CheckpointManager(CheckpointedTraining):
         keep_every: int | None = None,
         best_metric: str | None = None,
         greater_is_better: bool = False,
+        retention: Retention | None = None,
         local_tier: str | os.PathLike[str] | None = None,
         local_keep_last: int = DEFAULT_LOCAL_KEEP_LAST,
         resume: str | int | None = None,
@@ -98,6 +99,7 @@ class CheckpointManager(CheckpointedTraining):
             keep_every: Also keep every checkpoint whose step is a multiple of this.
             best_metric: Also keep the best checkpoint by this metric of those given to `save`.
             greater_is_better: Whether greater values of that metric are better.
+            retention: Which checkpoints to keep, as one value; takes the place of the four options above.
             local_tier: A fast directory of this machine: checkpoints are committed there first, and copied to
                 `location` in the background. A supervisor's choice takes precedence.
             local_keep_last: Number of newest checkpoints to keep there.
@@ -121,7 +123,7 @@ class CheckpointManager(CheckpointedTraining):
             resume=resume,
             memory_limit=memory_limit,
             cadence=Cadence(snapshot_steps, save_steps, save_minutes, overhead_cap),
-            retention=Retention(keep_last, keep_every, best_metric, greater_is_better),
+            retention=retention or Retention(keep_last, keep_every, best_metric, greater_is_better),
             overlap=overlap,
             check_replicas=check_replicas,
         )

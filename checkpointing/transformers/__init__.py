@@ -12,6 +12,7 @@ are named. How checkpoints are written is replaced, and snapshots are held in me
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import accelerate
@@ -22,7 +23,7 @@ from transformers.trainer_utils import SaveStrategy
 from checkpointing.errors import CheckpointError
 from checkpointing.rank.cadence import DEFAULT_OVERHEAD_CAP, Auto
 from checkpointing.rank.manager import CheckpointManager, micro_batch_divisor
-from checkpointing.retention import best_by
+from checkpointing.retention import Retention, best_by
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
 from checkpointing.transformers.options import Options
 from checkpointing.transformers.trainer import ResilientMixin
@@ -44,6 +45,7 @@ def resilient(
     overhead_cap: float = DEFAULT_OVERHEAD_CAP,
     memory_limit: int | str | None = None,
     keep_every: int | None = None,
+    retention: Retention | None = None,
     local_tier: str | None = None,
     local_keep_last: int = DEFAULT_LOCAL_KEEP_LAST,
     check_finite: bool = True,
@@ -78,6 +80,8 @@ def resilient(
         overhead_cap: See `CheckpointManager`.
         memory_limit: See `CheckpointManager`.
         keep_every: See `CheckpointManager`.
+        retention: Which checkpoints to keep besides those that the trainer's arguments say; takes the place of
+            `keep_every`.
         local_tier: See `CheckpointManager`.
         local_keep_last: See `CheckpointManager`.
         check_finite: Raise NonFinite from `train` when a step's gradients are NaN or infinite, before anything of that
@@ -134,10 +138,12 @@ def resilient(
     def make_manager() -> CheckpointManager:
         return CheckpointManager(
             location or trainer.args.output_dir,
-            keep_last=trainer.args.save_total_limit,
-            keep_every=keep_every,
-            best_metric=best_metric,
-            greater_is_better=greater_is_better,
+            retention=replace(
+                retention or Retention(keep_every=keep_every),
+                keep_last=trainer.args.save_total_limit,
+                best_metric=best_metric,
+                greater_is_better=greater_is_better,
+            ),
             local_tier=local_tier,
             local_keep_last=local_keep_last,
             resume=resume,

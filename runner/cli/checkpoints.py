@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,15 +142,16 @@ def prune(location: str, keep_last: int, keep_every: int | None) -> None:
     from checkpointing.retention import Retention, best_by, steps_to_remove
 
     config = _config_of(location)
-    metric, greater = None, False
+    retention = Retention()
     if config is not None:
         # The lock is held to the end: a running run prunes by itself, and none may start meanwhile.
         run_directory_of(config).lock(cancelled=lambda: True)
         metric, greater = best_by(config.best_metric, config.trainer.get("greater_is_better"))
-        keep_every = keep_every or config.checkpoint.keep_every_steps
+        retention = replace(config.checkpoint.retention, best_metric=metric, greater_is_better=greater)
+    retention = replace(retention, keep_last=keep_last, keep_every=keep_every or retention.keep_every)
     for storage in _tiers(location, config).nearest_first:
         manifests = {entry.step: entry.manifest for entry in Catalog(storage).entries() if entry.manifest is not None}
-        superfluous = steps_to_remove(manifests.values(), Retention(keep_last, keep_every, metric, greater))
+        superfluous = steps_to_remove(manifests.values(), retention)
         for step in sorted(manifests, reverse=True) if superfluous else ():
             superfluous = [other for other in superfluous if other != step]
             try:

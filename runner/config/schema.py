@@ -125,6 +125,11 @@ class CheckpointConfig(_Section):
     held if they fit, else one; if not even one fits, every save blocks training until it is written."""
 
     @property
+    def retention(self) -> Retention:
+        """Checkpoints that are kept in `location` besides those that the trainer's arguments say."""
+        return Retention(keep_every=self.keep_every_steps)
+
+    @property
     def local_retention(self) -> Retention:
         """Retention of `local_tier`."""
         return Retention(keep_last=self.local_keep_last)

@@ -81,7 +81,7 @@ def run_job(config_path: str, cache: str, sender: EventSender, *, resumes: bool 
         save_steps=config.checkpoint.save_steps,
         save_minutes=config.checkpoint.save_minutes,
         overhead_cap=config.checkpoint.overhead_cap,
-        keep_every=config.checkpoint.keep_every_steps,
+        retention=config.checkpoint.retention,
         check_finite=config.guards.check_finite,
         spike_zscore=config.guards.spike_zscore,
         seekable_stream=config.data.streaming,
