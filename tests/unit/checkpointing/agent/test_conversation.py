@@ -195,11 +195,12 @@ def test_the_end_of_an_attempt_commits_what_its_ranks_have_left(desk: Desk) -> N
     acquire(rank, 5, 1)
     stage(rank, 5, 0, commit=False)
     acquire(rank, 6, 2)
-    # Dead, and its last message unread.
-    protocol.send(rank._sock, {"do": "announce", "event": {"event": "log", "step": 6}})
+    # Dead, and its last messages unread.
+    for _ in range(3):
+        protocol.send(rank._sock, {"do": "announce", "event": {"event": "log", "step": 6}})
     rank._sock.close()
     answers = names(monitor.say("end_attempt"))
-    assert answers == ["snapshot", "log", "snapshot_dropped", "attempt_over", "committed"]
+    assert answers == ["snapshot", "log", "log", "log", "snapshot_dropped", "attempt_over", "committed"]
     assert desk.committed == [5]
 
 

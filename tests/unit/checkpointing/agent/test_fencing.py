@@ -85,6 +85,13 @@ def test_what_dead_writers_left_is_removed_once(tmp_path: Path) -> None:
     assert left.exists()
 
 
+def test_what_dead_writers_left_at_the_durable_tier_is_removed_too(tmp_path: Path) -> None:
+    tiers, store = two_tiers(tmp_path)
+    store.put("checkpoint-5/1.abcdef/file", b"half")
+    begun(Fencer(tiers, Reports(), commits=True), 2)
+    assert store.sizes("checkpoint-5/") == {}
+
+
 @pytest.mark.parametrize("answers", [True, False])
 def test_with_a_local_tier_an_attempt_begins_without_the_durable_one(answers: bool, tmp_path: Path) -> None:
     tiers, store = two_tiers(tmp_path)

@@ -110,6 +110,15 @@ def test_nothing_is_read_that_is_held_in_memory(bench: Bench, held: int) -> None
     assert bench.resumption.fetching is None
 
 
+def test_a_checkpoint_that_is_newer_than_what_is_held_is_read(bench: Bench) -> None:
+    save(bench.tiers.durable, 5)
+    bench.snapshot(4)
+    begin(bench)
+    bench.settle()
+    bench.resumption.fetch_newest()
+    assert bench.resumption.fetching is not None
+
+
 def test_nothing_is_read_where_ranks_resume_from_another_step(bench: Bench) -> None:
     save(bench.tiers.durable, 5)
     begin(bench, fetch=False)

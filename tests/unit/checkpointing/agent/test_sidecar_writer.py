@@ -77,6 +77,25 @@ def test_a_tier_that_does_not_answer_is_asked_once_per_round(desk: Desk) -> None
     assert len(desk.reports) == 1
 
 
+def test_what_was_written_takes_nothing_with_it_that_is_owed(desk: Desk) -> None:
+    put, full = desk.store.put, {"records/b"}
+
+    def refuse(key: str, data: bytes, *, if_absent: bool = False) -> bool:
+        if key in full:
+            raise OSError(28, "no space")
+        return put(key, data, if_absent=if_absent)
+
+    desk.store.put = refuse  # type: ignore[method-assign]
+    for name in ("b", "a"):
+        desk.writer.write(name, b"1")
+    desk.run()
+    assert desk.store.objects == {"records/a": b"1"}
+    full.clear()
+    desk.writer.write("c", b"1")
+    desk.run()
+    assert desk.store.objects.keys() == {"records/a", "records/b", "records/c"}
+
+
 def test_a_restart_state_of_a_newer_attempt_stays(desk: Desk) -> None:
     desk.store.objects["runner.json"] = b'{"attempt": 5}'
     desk.writer.replace_restart_state('{"attempt": 4}')

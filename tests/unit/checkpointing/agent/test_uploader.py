@@ -92,6 +92,18 @@ def test_a_tier_that_refuses_is_asked_again_with_the_next_look(uploads: Uploads)
     assert uploads.committed == [10]
 
 
+def test_after_a_failure_the_durable_tier_is_listed_again(uploads: Uploads) -> None:
+    """The upload may have arrived, and its answer been lost."""
+    save(uploads.local, 10)
+    uploads.look()
+    save(uploads.local, 20)
+    uploads.store.refuses = "no answer"
+    assert isinstance(uploads.look()[0], CommitFailed)
+    uploads.store.refuses = None
+    save(uploads.tiers.durable, 20)
+    assert uploads.look() == []
+
+
 def test_a_checkpoint_that_was_altered_is_quarantined_and_the_one_before_is_uploaded(uploads: Uploads) -> None:
     for step in (5, 7):
         save(uploads.local, step)
@@ -103,6 +115,17 @@ def test_a_checkpoint_that_was_altered_is_quarantined_and_the_one_before_is_uplo
     assert isinstance(failed, CommitFailed) and "file was altered" in failed.error
     assert [type(result) for result in uploads.look()] == [Committed]
     assert uploads.committed == [5]
+
+
+def test_a_damaged_snapshot_goes_to_no_tier(tmp_path: Path) -> None:
+    tiers, _ = two_tiers(tmp_path)
+    bench = Bench(tiers)
+    bench.workers.current.begin_attempt(1, ())
+    bench.settle()
+    arena = bench.snapshot(5, commit=True)
+    arena.damaged = True
+    failures = [result for result in bench.settle() if isinstance(result, CommitFailed)]
+    assert [failure.tier for failure in failures] == ["local"] and arena.num_tasks == 0
 
 
 def test_a_snapshot_that_the_local_tier_refuses_goes_to_the_durable_one(tmp_path: Path) -> None:

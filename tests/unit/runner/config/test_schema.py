@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from checkpointing.retention import Retention
 from runner.config import trainer_options
 from runner.config.load import load_config, parse_setting
-from runner.config.schema import DEFAULT_CONFIG, ModelConfig
+from runner.config.schema import DEFAULT_CONFIG, CheckpointConfig, ModelConfig
 from runner.errors import UsageError
 
 
@@ -267,3 +268,8 @@ def test_an_option_by_its_new_name_means_the_old_one_of_an_older_library(monkeyp
     assert trainer_options.validate(options, "a.yaml") == {"gradient_checkpointing": False}
     monkeypatch.setattr(trainer_options, "fields", lambda: {"activation_checkpointing": bool})
     assert trainer_options.validate(options, "a.yaml") == options
+
+
+def test_what_is_kept_is_one_value_for_each_tier() -> None:
+    checkpoint = CheckpointConfig(keep_every_steps=50, local_keep_last=3)
+    assert (checkpoint.further_retention, checkpoint.local_retention) == ({"keep_every": 50}, Retention(keep_last=3))
