@@ -174,7 +174,7 @@ class AimTracker(TrainerCallback):
             self._report(f"{self._repo} refuses ({type(error).__name__}: {error})")
 
     def _import(self) -> None:
-        """Import Aim, which takes seconds, beside training."""
+        """Import Aim, which takes seconds, while training continues."""
         importlib.import_module("aim")
         self._imported.set()
 
