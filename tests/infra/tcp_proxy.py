@@ -77,6 +77,10 @@ class TcpProxy:
         ready.set()
         await stop.wait()
         server.close()
+        connections = asyncio.all_tasks() - {asyncio.current_task()}
+        for connection in connections:
+            connection.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.traffic.connections += 1
@@ -173,10 +177,6 @@ def tcp_proxy(upstream: int) -> Iterator[TcpProxy]:
     def run() -> None:
         try:
             loop.run_until_complete(proxy.serve(ready, stop))
-            tasks = asyncio.all_tasks(loop)
-            for task in tasks:
-                task.cancel()
-            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         finally:
             loop.close()
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
 from runner.config.schema import DEFAULT_CONFIG, JOB_SCHEMA, Config
 
-jsonschema = pytest.importorskip("jsonschema")
 ROOT = Path(__file__).parents[4]
 SCHEMA = json.loads(JOB_SCHEMA.read_text())
 
