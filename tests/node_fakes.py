@@ -85,6 +85,7 @@ class FakeHelper:
         self.returncode = 0
         self.beats: list[Heartbeat] = []
         self.requests: list[str] = []
+        self.sent: list[dict[str, Any]] = []
         self.process = SimpleNamespace(socket_path="agent.sock")
 
     def kill(self) -> None:
@@ -101,6 +102,7 @@ class FakeHelper:
 
     def send(self, message: dict[str, Any]) -> None:
         self.requests.append("launch")
+        self.sent.append(message)
 
     def close(self) -> None:
         self.closed = True

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from runner.recovery.classify import classify
-from runner.recovery.combine import combine
-from runner.recovery.evidence import RankEnd, read_error_file, read_last_words
+from runner.recovery.evidence import RankEnd, read_last_words
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 
@@ -226,21 +224,6 @@ def test_a_stop_unless_the_first_one_crashed(codes: tuple[int | None, int], kind
     assert classify(ends, finished=False, started_step=0, step=9).kind is kind
 
 
-def test_error_files(tmp_path: Path) -> None:
-    path = tmp_path / "error.json"
-    assert read_error_file(path) is None
-    for damaged in ("", "[]", "{}", '{"message": 3}', '{"message": {"message": "x"}}'):
-        path.write_text(damaged)
-        assert read_error_file(path) is None
-    callstack = 'Traceback\n  File "/a/b.py", line 3, in f\n  File "/c.py", line 44, in g\nValueError: x\n'
-    path.write_text(
-        json.dumps(
-            {"message": {"message": "ValueError: x", "extraInfo": {"py_callstack": callstack, "timestamp": "12"}}}
-        )
-    )
-    assert read_error_file(path) == ("ValueError: x", "/c.py:44", 12.0)
-
-
 @pytest.mark.parametrize(("exit_code", "repeats"), [(-9, False), (-15, False), (None, False), (-11, True), (3, True)])
 def test_only_the_programs_own_crash_has_a_fingerprint(exit_code: int | None, repeats: bool) -> None:
     failure = classify([RankEnd(0, 0, exit_code)], finished=False, started_step=0, step=7)
@@ -253,36 +236,6 @@ def test_only_the_programs_own_crash_has_a_fingerprint(exit_code: int | None, re
 def test_a_kill_by_the_kernel_for_want_of_memory(exit_code: int, kills: int, kind: FailureKind) -> None:
     failure = classify([RankEnd(1, 0, exit_code)], finished=False, started_step=0, step=7, kernel_oom_kills=kills)
     assert failure.kind is kind and not (failure.kind is K.OUT_OF_MEMORY and failure.fingerprint)
-
-
-@pytest.mark.parametrize(
-    ("kinds", "expected"),
-    [
-        ([K.FINISHED, K.FINISHED], K.FINISHED),
-        ([K.PREEMPTED, K.PREEMPTED], K.PREEMPTED),
-        ([K.FINISHED, K.PREEMPTED], K.PREEMPTED),
-        ([K.FINISHED, K.NODE_LOST], K.NODE_LOST),
-        ([K.ENDED, K.CRASHED], K.CRASHED),
-        ([K.ENDED, K.NODE_LOST], K.NODE_LOST),
-        ([K.NODE_LOST, K.OUT_OF_MEMORY], K.OUT_OF_MEMORY),
-        ([K.HUNG, K.ENDED], K.HUNG),
-        ([K.HUNG, K.NODE_LOST], K.NODE_LOST),
-        ([K.HUNG, K.CRASHED], K.CRASHED),
-        ([K.ENDED, K.BAD_NODE, K.ENDED], K.BAD_NODE),
-        ([K.PREEMPTED, K.ENDED], K.ENDED),
-    ],
-)
-def test_of_several_machines_the_cause_goes_before_its_effects(kinds: list[FailureKind], expected: FailureKind) -> None:
-    failures = [Failure(kind, str(number), number, number) for number, kind in enumerate(kinds)]
-    combined = combine(failures)
-    assert combined.kind is expected and combined.step == len(kinds) - 1
-    assert combined.cause in [str(number) for number, kind in enumerate(kinds) if kind is expected]
-
-
-def test_a_lost_peer_goes_before_a_machine_that_is_gone_nowhere() -> None:
-    effect = Failure(K.CRASHED, PEER, 0, 5)
-    assert combine([effect, Failure(K.NODE_LOST, "machine 1 is gone", None, 0)]).kind is K.NODE_LOST
-    assert combine([effect, Failure(K.CRASHED, "rank 2: ValueError: x", 2, 5)]).rank == 2
 
 
 @pytest.mark.parametrize(

@@ -16,23 +16,17 @@ from forged import forged
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpointing.events import BatchShape, Log, Resumed, TrainingStarted
-from runner.node.messages import AttemptSpec
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.supervisor import peers
 from runner.supervisor.peer_messages import (
-    Begin,
     End,
     Ended,
     Finish,
-    Forwarded,
     Hello,
     PeerMessage,
     Ready,
     Welcome,
-    read_by_leader,
-    read_by_member,
 )
 from runner.supervisor.peers import Leader, Member
 from runner.system.event_loop import EventLoop
@@ -258,14 +252,6 @@ WORDS = ["hello", "ready", "ended", "event", "stop", "busy", "ping", "welcome", 
 FORGED = forged(NAMES, WORDS)
 
 
-@given(FORGED)
-def test_whatever_comes_is_a_message_or_refused(line: bytes) -> None:
-    for read in (read_by_leader, read_by_member):
-        with contextlib.suppress(ValueError):
-            message = read(line)
-            assert read(message.encode()) == message
-
-
 @given(st.lists(FORGED, min_size=1, max_size=20))
 def test_a_run_goes_on_whatever_strangers_say(crowd: Pair, lines: list[bytes]) -> None:
     """Each on a connection of its own, as the first one that is no message ends it."""
@@ -284,16 +270,6 @@ def test_a_run_goes_on_whatever_strangers_say(crowd: Pair, lines: list[bytes]) -
     for stranger in strangers:
         stranger.close()
     assert 1 in crowd.leader.present and {number for number, _ in crowd.heard} <= {1, 2}
-
-
-def test_every_message_that_we_send_is_one() -> None:
-    begin = Begin(spec=AttemptSpec(3, 2, 2, "3-5", "1:20", "abc", 4, 40, "/from", True))
-    assert read_by_member(begin.encode()) == begin
-    log = Log(step=3, loss=1.5, metrics={"tokens_per_s": 7.0}, stage="stage-2", run_step=9)
-    others = [TrainingStarted(step=0, total_steps=None), BatchShape(micro_batch=2, accumulation=1)]
-    for event in (log, Resumed(step=3, source="memory"), *others):
-        forwarded = Forwarded(attempt=1, event=event)
-        assert read_by_leader(forwarded.encode()) == forwarded
 
 
 def test_a_leader_that_was_stopped_does_not_take_a_dead_machine_for_a_live_one(

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
 
 import pytest
 from journals import event
 from prometheus_client.core import Metric
 
+from runner.errors import UsageError
 from runner.journal.journal import Journal
+from runner.journal.ledger import Attempt
 from runner.journal.summary import RunState, RunSummary
-from runner.ui.prometheus import RunCollector, metrics
+from runner.ui.prometheus import RunCollector, metrics, serve
 
 MONITORING = Path(__file__).parents[4] / "deploy" / "monitoring"
 
@@ -62,3 +65,20 @@ def test_alerts_and_dashboard_ask_for_metrics_that_exist() -> None:
     exported = {family.name + suffixes.get(family.type, "") for family in metrics(known, 0.0)}
     text = (MONITORING / "alerts.yaml").read_text() + (MONITORING / "grafana-dashboard.json").read_text()
     assert set(re.findall(r"\brunner_[a-z_]+", text)) <= exported
+
+
+def test_failures_are_counted_by_class() -> None:
+    attempts = [
+        Attempt(number=number, began=0.0, kind=kind)
+        for number, kind in enumerate(("crashed", "hung", "crashed", "finished"))
+    ]
+    samples = families(RunSummary(attempts=attempts))["runner_restarts"].samples
+    found = {sample.labels["cause"]: sample.value for sample in samples if sample.name.endswith("_total")}
+    assert found["crashed"] == 2 and found["hung"] == 1 and "finished" not in found
+
+
+def test_a_port_that_is_taken_is_a_users_error(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=f"--metrics-port {port} cannot be used: .*; choose another port"):
+            serve("127.0.0.1", port, RunCollector(tmp_path / "journal.jsonl"))

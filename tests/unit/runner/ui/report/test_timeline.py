@@ -1,9 +1,7 @@
-"""What a report says, and that nothing in a journal can break its page."""
+"""The figures of a report, from a journal."""
 
 from __future__ import annotations
 
-import json
-import re
 from typing import Any
 
 import pytest
@@ -11,17 +9,7 @@ from journals import entries
 from unit.runner.journal.test_ledger import EVENTS, ended, event
 
 from runner.journal.ledger import account
-from runner.ui.report import render_page
-from runner.ui.report.charts import thinned
-from runner.ui.report.timeline import build_timeline
-
-EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }}"
-
-
-def charts_of(page: str) -> dict[str, Any]:
-    body = page[page.rindex("const charts = {") :]
-    found = re.findall(r'^  "([a-z-]+)": (\{.*\}),$', body, re.MULTILINE)
-    return {name: json.loads(text) for name, text in found}
+from runner.ui.report.timeline import Mark, build_timeline, goodput_of, undisturbed_s
 
 
 def test_what_is_lost_is_shown_where_it_was_made() -> None:
@@ -68,48 +56,56 @@ def test_money_as_the_run_was_started_with() -> None:
     cost = build_timeline(entries([started, *machines])).cost
     assert cost is not None and (cost.currency, cost.spot_discount) == ("EUR", 0.5)
     assert cost.node_s == pytest.approx(100) and cost.paid == pytest.approx(0.5)
-    assert build_timeline(entries(EVENTS)).cost is None and "paid" not in render_page(entries(EVENTS), "r")
+    assert build_timeline(entries(EVENTS)).cost is None
 
 
-@pytest.mark.parametrize("length", range(1, len(EVENTS) + 1))
-def test_a_page_at_any_moment(length: int) -> None:
-    page = render_page(entries(EVENTS[:length]), "somewhere", now=200.0, price_per_hour=2.0)
-    assert "<h1>run r" in page and "Where the time went" in page
+def test_a_price_given_later_replaces_the_one_of_the_start() -> None:
+    started = {**EVENTS[0], "cost": {"price_per_hour": 36.0, "spot_discount": 0.5}}
+    cost = build_timeline(entries([started, *EVENTS[1:]]), price_per_hour=3600.0, spot_discount=0.0).cost
+    assert cost is not None and cost.paid == pytest.approx(50)
 
 
-def test_text_from_outside_stays_text() -> None:
-    events = [dict(one) for one in EVENTS]
-    for one in events:
-        for key in ("cause", "reason", "kind", "error"):
-            if key in one:
-                one[key] = EVIL
-    events.insert(8, event(116, "commit_failed", 1, step=40, tier="local", error=EVIL))
-    page = render_page(entries(events), EVIL)
-    assert "<script>alert" not in page and "<img" not in page and "49" not in re.findall(r"\{\{.*?\}\}", page)
-    # plotly reads some HTML in its texts.
-    assert "onerror" in json.dumps(charts_of(page)["time-line"]) and "<img" not in json.dumps(charts_of(page))
+def test_saves_have_the_times_of_their_tiers_and_of_the_wait() -> None:
+    saves = [
+        event(115, "snapshot_cost", 1, step=40, blocked_s=0.02),
+        event(116, "committed", 1, step=40, tier="local", duration_s=0.5, nbytes=1000),
+        event(118, "committed", 1, step=40, tier="remote", duration_s=2.5, nbytes=1000),
+        # One whose snapshot was not measured, of a later attempt.
+        event(134, "committed", 2, step=40, tier="local", duration_s=0.7, nbytes=900),
+    ]
+    first, second = build_timeline(entries([*EVENTS[:6], *saves])).saves
+    assert (first.attempt, first.blocked_s, first.write_s, first.nbytes) == (
+        1,
+        0.02,
+        {"local": 0.5, "remote": 2.5},
+        1000,
+    )
+    assert (second.attempt, second.blocked_s, second.write_s) == (2, None, {"local": 0.7})
 
 
-def test_damaged_events_are_passed_over() -> None:
-    """Whatever is missing, or of another type."""
-    for index in range(1, len(EVENTS)):
-        for key in sorted(EVENTS[index].keys() - {"time", "event"}):
-            events = [dict(one) for one in EVENTS]
-            values: tuple[Any, ...] = (None, "x", [], 1e999)
-            for value in values:
-                events[index][key] = value
-                build_timeline(entries(events))
-            del events[index][key]
-            build_timeline(entries(events))
-    for value in (None, "x", 1e999):
-        damaged = (dict.fromkeys(one, value) | {"time": one["time"], "event": one["event"]} for one in EVENTS)
-        render_page(entries([EVENTS[0], *damaged]), "r")
+def test_marks_say_what_happened() -> None:
+    moments = [
+        event(116, "commit_failed", 1, step=40, tier="remote", error="503"),
+        event(117, "checkpoint_quarantined", 1, step=30, reason="digest", kept_as="x"),
+    ]
+    timeline = build_timeline(entries([*EVENTS[:6], *moments]))
+    assert [mark for mark in timeline.marks if mark.kind != "committed"] == [
+        Mark("save failed", 116 - timeline.began_at, 1, "503"),
+        Mark("quarantined", 117 - timeline.began_at, 1, "digest"),
+    ]
 
 
-def test_a_long_run_is_no_long_page() -> None:
-    assert thinned(range(5), 10) == [0, 1, 2, 3, 4]
-    assert thinned(range(101), 10) == [*range(0, 100, 11), 100]
-    logs = [event(150, "log", 1, step=step, loss=5.0, tokens_per_s=1.0) for step in range(1, 100_001)]
-    events = [*EVENTS[:6], *logs, event(160, "run_ended", 1, state="finished", exit_code=0, reason="r")]
-    page = render_page(entries(events), "r")
-    assert len(page) < 6_000_000 and "every 34th log entry" in page
+def test_the_goodput_of_an_attempt() -> None:
+    ledger = account(entries(EVENTS))
+    own = ledger.by_attempt[1]
+    assert goodput_of(ledger, 1) == pytest.approx(own["training"] / sum(own.values()))
+    assert goodput_of(ledger, 99) == 0.0
+
+
+def test_an_undisturbed_run_has_one_start_only() -> None:
+    timeline = build_timeline(entries(EVENTS))
+    starts = sum(timeline.ledger.seconds[cause] for cause in ("start-up", "launch", "restore"))
+    in_steps = sum(
+        timeline.ledger.seconds[cause] for cause in ("training", "checkpoint stall", "data wait", "evaluation")
+    )
+    assert in_steps < undisturbed_s(timeline.ledger, timeline.run.attempts) < in_steps + starts

@@ -1,0 +1,177 @@
+"""The agent and the launcher as processes: how a start fails, and what crosses the sockets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from node_fakes import beat
+
+from checkpointing.agent import protocol
+from checkpointing.errors import AgentKilled, AgentUnavailable
+from checkpointing.heartbeat import ControlPage, Phase
+from runner.errors import HelperKilled, LaunchError
+from runner.node import helper_processes
+from runner.node.helper_processes import AgentHelper, LauncherHelper
+
+MODULE = helper_processes.__name__
+
+
+class FakeAgent:
+    """The other side: a process, its socket and its page."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.page = ControlPage.create(2)
+        self.child = subprocess.Popen(["sleep", "100"])
+        self.error: BaseException | None = None
+        self.waited: list[float | None] = []
+        self.process = SimpleNamespace(process=self.child, socket_path="agent.sock", close=self.waited.append)
+        self.process.close = lambda timeout_s: self.waited.append(timeout_s)
+        monkeypatch.setattr(f"{MODULE}.AgentProcess.start", self._start)
+        monkeypatch.setattr(f"{MODULE}.protocol.connect", lambda path, timeout_s: self.theirs)
+
+    def _start(self, *_: Any, **__: Any) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.process
+
+    def connect(self) -> AgentHelper:
+        protocol.send(self.ours, {"event": "welcome"}, (self.page.fd,))
+        return make_agent()
+
+    def close(self) -> None:
+        self.ours.close()
+        self.theirs.close()
+        self.page.close()
+        self.child.kill()
+        self.child.wait()
+
+
+def make_agent() -> AgentHelper:
+    return AgentHelper(
+        "location",
+        "run",
+        local_tier=None,
+        local_keep_last=1,
+        commits=True,
+        memory_limit=None,
+        directory=Path("folder"),
+        cancelled=lambda: False,
+    )
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAgent]:
+    fake = FakeAgent(monkeypatch)
+    yield fake
+    fake.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (AgentUnavailable("the volume is read-only"), LaunchError),
+        (AgentKilled("by signal 9"), HelperKilled),
+        (OSError("too many open files"), LaunchError),
+        # It listened already, so its connection ends only with it.
+        (ConnectionResetError("reset"), HelperKilled),
+    ],
+)
+def test_an_agent_that_does_not_start(agent: FakeAgent, error: Exception, expected: type[Exception]) -> None:
+    agent.error = error
+    with pytest.raises(expected, match=str(error)):
+        make_agent()
+
+
+def test_an_agent_that_dies_before_it_answers_was_killed(agent: FakeAgent) -> None:
+    agent.ours.close()
+    with pytest.raises(HelperKilled):
+        make_agent()
+
+
+def test_requests_and_heartbeats(agent: FakeAgent) -> None:
+    helper = agent.connect()
+    helper.request("note", text="state")
+    assert [protocol.receive(agent.ours)[0] for _ in range(2)] == [
+        {"do": "hello", "role": "monitor"},
+        {"do": "note", "text": "state"},
+    ]
+    expected = beat(Phase.TRAINING, 7)
+    agent.page.write(1, expected)
+    assert helper.heartbeats(2)[1] == expected
+    assert len(helper.heartbeats(1)) == 1
+    assert len(helper.heartbeats(10_000)) == helper.control.num_slots
+    helper.close()
+
+
+def test_the_process_of_an_agent(agent: FakeAgent) -> None:
+    helper = agent.connect()
+    assert (helper.alive, helper.pid, helper.returncode) == (True, agent.child.pid, None)
+    with pytest.raises(subprocess.TimeoutExpired):
+        helper.wait(0.001)
+    helper.kill()
+    helper.wait(5.0)
+    assert (helper.alive, helper.returncode) == (False, -signal.SIGKILL)
+    agent.ours.close()
+    helper.request("ping")
+    helper.close()
+    assert agent.waited == [None]
+
+
+def test_an_agent_that_is_closed_while_it_runs_gets_a_second(agent: FakeAgent) -> None:
+    agent.connect().close()
+    assert agent.waited == [1.0]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, Any]]]:
+    """Commands of the launcher; another process runs in its place."""
+    commands: list[tuple[list[str], dict[str, Any]]] = []
+    popen = subprocess.Popen
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        commands.append((command, options))
+        return popen(["sleep", "100"], **options)
+
+    monkeypatch.setattr(f"{MODULE}.subprocess.Popen", start)
+    return commands
+
+
+def make_launcher(**environment: str) -> LauncherHelper:
+    return LauncherHelper({"PATH": os.environ["PATH"], **environment}, Path("launcher.log"), Path("temporary"))
+
+
+def test_how_a_launcher_is_started(started: list[tuple[list[str], dict[str, Any]]]) -> None:
+    launcher = make_launcher(PYTHONWARNINGS="error", RUN="7")
+    try:
+        ((command, options),) = started
+        assert command[:3] == [sys.executable, "-m", "runner.node.launcher"]
+        assert command[4:] == ["launcher.log", "temporary", str(os.getpid())]
+        assert options["pass_fds"] == (int(command[3]),)
+        assert options["start_new_session"], "the terminal's Ctrl-C must not reach the ranks"
+        assert options["env"]["RUN"] == "7"
+        assert options["env"]["PYTHONWARNINGS"] == "error,ignore:resource_tracker:UserWarning"
+    finally:
+        launcher.close()
+
+
+@pytest.mark.usefixtures("started")
+def test_the_process_of_a_launcher() -> None:
+    launcher = make_launcher()
+    assert launcher.alive and launcher.pid == launcher.process.pid
+    with pytest.raises(subprocess.TimeoutExpired):
+        launcher.wait(0.001)
+    launcher.kill()
+    launcher.wait(5.0)
+    assert (launcher.alive, launcher.returncode) == (False, -signal.SIGKILL)
+    launcher.send({"attempt": 1})
+    launcher.close()

@@ -1,0 +1,98 @@
+"""The terminal: streams whose errors end nothing, and the ranks' output."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from runner.node.output import STDERR_NAME, STDOUT_NAME, OutputRelay, make_streams_lossy
+
+
+def test_characters_that_the_encoding_lacks_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "output"
+    with path.open("w", encoding="ascii") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        make_streams_lossy()
+        assert sys.stdout is not file
+        print("50 % → Ω")
+        assert path.read_text() == "50 % ? ?\n"
+
+
+def test_a_closed_pipe_ends_nothing() -> None:
+    saved = sys.stdout
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        sys.stdout = io.TextIOWrapper(os.fdopen(writer, "wb", buffering=0, closefd=False), encoding="utf-8")
+        make_streams_lossy()
+        print("lost")
+        sys.stdout.flush()
+    finally:
+        sys.stdout = saved
+        os.close(writer)
+
+
+def test_a_full_disk_is_pointed_out_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """On standard error, when standard output (descriptor 1) is refused."""
+    kept, full, stream = os.dup(1), os.open("/dev/full", os.O_WRONLY), sys.stdout
+    try:
+        sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), encoding="utf-8")
+        os.dup2(full, 1)
+        make_streams_lossy()
+        for _ in range(3):
+            print("lost", flush=True)
+    finally:
+        os.dup2(kept, 1)
+        sys.stdout = stream
+        os.close(full)
+        os.close(kept)
+    assert capfd.readouterr().err == "runner: warning: standard output cannot be written: No space left on device\n"
+
+
+def test_streams_of_a_test_or_closed_ones_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", own)
+    monkeypatch.setattr(sys, "stderr", None)
+    make_streams_lossy()
+    assert sys.stdout is own and sys.stderr is None
+
+
+def test_output_is_copied_byte_for_byte_also_what_comes_last(tmp_path: Path) -> None:
+    written: dict[int, bytes] = {1: b"", 2: b""}
+    seen = threading.Event()
+
+    def write(stream: int, data: bytes) -> None:
+        written[stream] += data
+        seen.set()
+
+    relay = OutputRelay(write)
+    (tmp_path / STDOUT_NAME).write_bytes(b"10 %\r")
+    (tmp_path / STDERR_NAME).write_bytes(b"\xff\n")
+    relay.follow(tmp_path)
+    relay.follow(tmp_path / "of a rank without logs")
+    assert seen.wait(5.0)
+    with (tmp_path / STDOUT_NAME).open("ab") as log:
+        log.write(b"100 %\n")
+    relay.finish()
+    assert written == {1: b"10 %\r100 %\n", 2: b"\xff\n"}
+
+
+def test_a_terminal_that_takes_nothing_delays_the_end_by_its_patience_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.node.output._PATIENCE_S", 0.05)
+    released = threading.Event()
+
+    def write(stream: int, data: bytes) -> None:
+        released.wait(5.0)
+
+    relay = OutputRelay(write)
+    (tmp_path / STDOUT_NAME).write_bytes(b"text")
+    relay.follow(tmp_path)
+    relay.finish()
+    released.set()

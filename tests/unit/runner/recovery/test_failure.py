@@ -1,0 +1,73 @@
+"""A failure as a value: its JSON, and whether it is a cause or an effect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from runner.recovery.failure import Failure, is_effect, read_window
+from runner.recovery.kinds import FailureKind
+
+FULL = Failure(FailureKind.SPIKE, "why", 3, 7, "print", (5, 7), may_pass=True, in_fork=True)
+
+
+@pytest.mark.parametrize("failure", [FULL, *(Failure(kind, "why") for kind in FailureKind)])
+def test_it_survives_json(failure: Failure) -> None:
+    assert Failure.from_dict(failure.to_dict()) == failure
+    assert failure.to_dict()["kind"] == failure.kind.value
+
+
+def test_what_an_older_version_wrote_is_read() -> None:
+    """Before windows, and before `may_pass` and `in_fork`."""
+    old = {"kind": "crashed", "cause": "why", "rank": None, "step": 7, "fingerprint": ""}
+    assert Failure.from_dict(old) == Failure(FailureKind.CRASHED, "why", None, 7)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"kind": "of a newer version"},
+        {"cause": "\udcff"},
+        {"step": None},
+        {"rank": "first"},
+        {"window": [7]},
+        {"window": [7, 5]},
+        {"step": float("inf")},
+    ],
+)
+def test_anything_else_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, KeyError, TypeError, OverflowError)):
+        Failure.from_dict({**FULL.to_dict(), **wrong})
+
+
+@pytest.mark.parametrize("window", [(0, 5), (5, 4), (1, 2**53), (True, 5), (1.0, 2), "ab", (1, 2, 3)])
+def test_windows_are_of_steps(window: Any) -> None:
+    assert read_window([5, 5]) == (5, 5)
+    with pytest.raises((ValueError, TypeError)):
+        read_window(window)
+
+
+@pytest.mark.parametrize(
+    ("error", "effect"),
+    [
+        ("RuntimeError: Connection closed by peer", True),
+        ("DistBackendError: NCCL error: remote process exited", True),
+        ("AgentUnavailable: the agent is gone", True),
+        # NCCL's watchdog reports the rank's own fault.
+        ("DistBackendError: NCCL watchdog: CUDA error: an illegal memory access was encountered", False),
+        ("ValueError: bad row", False),
+    ],
+)
+def test_effects(error: str, effect: bool) -> None:
+    assert is_effect(error) is effect
+
+
+def test_a_crash_by_its_own_error_is_a_cause() -> None:
+    crash = Failure(FailureKind.CRASHED, "rank 0: ValueError: bad row")
+    cut_off = Failure(FailureKind.CRASHED, "rank 0: RuntimeError: Connection reset by peer")
+    assert crash.effect_rank == 0 < Failure(FailureKind.NODE_LOST, "why").effect_rank < cut_off.effect_rank
+
+
+def test_the_step_is_added_later() -> None:
+    assert FULL.at_step(9) == Failure(FailureKind.SPIKE, "why", 3, 9, "print", (5, 7), may_pass=True, in_fork=True)

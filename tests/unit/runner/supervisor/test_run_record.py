@@ -1,0 +1,148 @@
+"""What is kept with the checkpoints for the next runner: by whom it is written, and when not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from journals import event
+from node_fakes import FakeNode, FakeSession
+
+from checkpointing.events import Fenced
+from checkpointing.storage import LocalStorage
+from runner.journal.journal import Journal
+from runner.node.messages import Job
+from runner.recovery.failure import Failure
+from runner.recovery.kinds import FailureKind
+from runner.recovery.restart_state import RestartState, RunnerProcess
+from runner.supervisor.identity import JobIdentity, key_of
+from runner.supervisor.run_record import RunRecord
+
+JOB = JobIdentity({"job": "script train.py"})
+
+
+class Bench:
+    def __init__(self, folder: Path, *, identity: JobIdentity | None = JOB, before: RestartState | None = None) -> None:
+        self.session = FakeSession(folder)
+        self.storage = self.session.config.tiers.durable
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        self.session.directory.create()
+        if before is not None:
+            self.storage.write_note(before.to_json(0).encode())
+        self.record = RunRecord(self.session.config, self.session.directory, "run", identity)
+        self.node: Any = FakeNode(display=self.session.display, record=self.session.record)
+
+    @property
+    def stored(self) -> RestartState:
+        return RestartState.from_json(self.storage.read_note())
+
+
+def failure(kind: FailureKind = FailureKind.CRASHED) -> Failure:
+    return Failure(kind, "why", 0, 5)
+
+
+def test_the_first_session_gives_the_run_its_lineage(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    assert bench.record.state.lineage == "run"
+    assert bench.record.state.runner == RunnerProcess.current()
+    assert Bench(tmp_path, before=RestartState(lineage="first")).record.state.lineage == "first"
+
+
+def test_failures_are_kept_until_the_run_has_finished(tmp_path: Path) -> None:
+    record = Bench(tmp_path).record
+    record.state.running = 1
+    record.add(failure(), 3)
+    record.add(failure(FailureKind.PREEMPTED), 3)
+    assert [one.failure.kind for one in record.state.history] == [FailureKind.CRASHED] and record.state.running is None
+    record.add(failure(FailureKind.FINISHED), 5)
+    assert record.state.history == []
+
+
+def test_the_agent_writes_the_state_or_without_one_this_process(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.record.state.reached = 7
+    bench.record.keep(bench.node, 1)
+    assert len(bench.node.notes) == 1 and bench.stored == RestartState()
+    bench.node.has_agent = False
+    bench.record.keep(bench.node, 1)
+    assert bench.stored.reached == 7
+
+
+def test_a_fenced_runner_writes_nothing(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.node.has_agent = False
+    bench.node.checkpoints.handle(Fenced(reason="attempt 9 has begun elsewhere"))
+    bench.record.keep(bench.node, 1)
+    assert not bench.node.notes and bench.storage.read_note() is None
+
+
+@pytest.mark.parametrize("identity", [JOB, None])
+def test_a_finished_job_is_recorded_by_its_key(tmp_path: Path, identity: JobIdentity | None) -> None:
+    bench = Bench(tmp_path, identity=identity)
+    bench.record.keep_finished(3)
+    assert bench.stored.finished == (key_of(JOB) if identity is not None else "")
+    assert bench.record.has_finished is (identity is not None)
+    other = RunRecord(bench.session.config, bench.session.directory, "run", JobIdentity({"job": "script other.py"}))
+    assert not other.has_finished
+
+
+def test_a_state_that_storage_refuses_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("read-only")
+
+    bench = Bench(tmp_path)
+    bench.node.has_agent = False
+    monkeypatch.setattr(LocalStorage, "replace_note", refuse)
+    bench.record.keep(bench.node, 1)
+    monkeypatch.setattr(LocalStorage, "steps", refuse)
+    assert not bench.record.is_durable(5), "what cannot be found out is not taken for durable"
+
+
+def test_the_next_attempt_continues_the_state(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    state = bench.record.state
+    state.skipped, state.lost_steps, state.reached = [(5, 9), (12, 12)], 4, 40
+    bench.session.attempt = 3
+    spec = bench.record.next_spec(bench.session, 2, Job("train.py", resume_from="/from", allow_changes=True))
+    assert (spec.attempt, spec.nnodes, spec.skipped, spec.lineage) == (3, 2, "5-9,12-12", "run")
+    assert (spec.lost_steps, spec.reached, spec.resume_from, spec.allow_changes) == (4, 40, "/from", True)
+    assert spec.failure_history == "0:0"
+
+
+def test_the_history_counts_failures_and_the_time_with_a_runner(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    now = bench.session.clock()
+    times = iter([now - 100, now - 90, now - 50, now - 40])
+    journal = Journal(bench.session.directory.journal, lambda: next(times))
+    journal.append(event("run_started", run_id="run"), 0)
+    journal.append(event("attempt_started", nnodes=1), 1)
+    ended = {"kind": "crashed", "cause": "why", "rank": 0, "step": 5, "start_step": 0, "training_began": 0.0}
+    journal.append(event("attempt_ended", **ended, last_step_at=0.0, failed_at=0.0, committed_step=-1), 1)
+    journal.append(event("run_ended", state="failed", exit_code=76, reason="why"), 1)
+    failures, _, seconds = bench.record.next_spec(bench.session, 1, Job()).failure_history.partition(":")
+    assert failures == "1" and float(seconds) == pytest.approx(60, abs=2)
+
+
+def test_the_event_that_begins_a_session(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    started = bench.record.started(bench.session, 7, "place")
+    assert (started.run_id, started.committed_step, started.place) == ("run", 7, "place")
+    assert RunnerProcess.from_dict(started.runner) == RunnerProcess.current()
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_the_journal_is_copied_if_the_checkpoints_are_elsewhere(tmp_path: Path, outside: bool) -> None:
+    bench = Bench(tmp_path / "run")
+    if outside:
+        bench.session.config.checkpoint.location = str(tmp_path / "elsewhere")
+    record = RunRecord(bench.session.config, bench.session.directory, "run", JOB)
+    bench.session.directory.journal.write_text('{"time": 1, "event": "run_started", "attempt": 0}\n')
+    copied: list[str] = []
+    bench.node.keep_file = lambda name, path, start, end: copied.append(name) is None
+    record.copy_journal(bench.node, 1000.0)
+    record.flush_journal(bench.node)
+    record.finish_journal()
+    assert copied == (["journal-run-run.000000.jsonl"] if outside else [])
+    if outside:
+        assert [*bench.session.config.tiers.durable.records("journal-")] == copied

@@ -1,0 +1,73 @@
+"""What a report says, and that nothing in a journal can break its page."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from journals import entries
+from unit.runner.journal.test_ledger import EVENTS, event
+
+from runner.ui.report import render_page
+from runner.ui.report.charts import MAX_POINTS
+from runner.ui.report.timeline import build_timeline
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }}"
+
+
+def charts_of(page: str) -> dict[str, Any]:
+    body = page[page.rindex("const charts = {") :]
+    found = re.findall(r'^  "([a-z-]+)": (\{.*\}),$', body, re.MULTILINE)
+    return {name: json.loads(text) for name, text in found}
+
+
+@pytest.mark.parametrize("length", range(1, len(EVENTS) + 1))
+def test_a_page_at_any_moment(length: int) -> None:
+    page = render_page(entries(EVENTS[:length]), "somewhere", now=200.0, price_per_hour=2.0)
+    assert "<h1>run r" in page and "Where the time went" in page
+
+
+def test_costs_are_shown_with_a_price_alone() -> None:
+    assert "paid" not in render_page(entries(EVENTS), "r")
+    page = render_page(entries(EVENTS), "r", price_per_hour=2.0, spot_discount=0.25)
+    assert "2.00 USD per node and hour on demand, less 25.0 %" in page
+
+
+def test_text_from_outside_stays_text() -> None:
+    events = [dict(one) for one in EVENTS]
+    for one in events:
+        for key in ("cause", "reason", "kind", "error"):
+            if key in one:
+                one[key] = EVIL
+    events.insert(8, event(116, "commit_failed", 1, step=40, tier="local", error=EVIL))
+    page = render_page(entries(events), EVIL)
+    assert "<script>alert" not in page and "<img" not in page and "49" not in re.findall(r"\{\{.*?\}\}", page)
+    # plotly reads some HTML in its texts.
+    assert "onerror" in json.dumps(charts_of(page)["time-line"]) and "<img" not in json.dumps(charts_of(page))
+
+
+def test_damaged_events_are_passed_over() -> None:
+    """Whatever is missing, or of another type."""
+    for index in range(1, len(EVENTS)):
+        for key in sorted(EVENTS[index].keys() - {"time", "event"}):
+            events = [dict(one) for one in EVENTS]
+            values: tuple[Any, ...] = (None, "x", [], 1e999)
+            for value in values:
+                events[index][key] = value
+                build_timeline(entries(events))
+            del events[index][key]
+            build_timeline(entries(events))
+    for value in (None, "x", 1e999):
+        damaged = (dict.fromkeys(one, value) | {"time": one["time"], "event": one["event"]} for one in EVENTS)
+        render_page(entries([EVENTS[0], *damaged]), "r")
+
+
+def test_a_long_run_is_no_long_page() -> None:
+    logs = [event(150, "log", 1, step=step, loss=5.0, tokens_per_s=1.0) for step in range(1, 10_001)]
+    events = [*EVENTS[:6], *logs, event(160, "run_ended", 1, state="finished", exit_code=0, reason="r")]
+    page = render_page(entries(events), "r")
+    assert "every 4th log entry" in page
+    points = [len(trace["x"]) for chart in charts_of(page).values() for trace in chart["data"]]
+    assert 2000 < max(points) <= MAX_POINTS
