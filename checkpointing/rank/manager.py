@@ -105,7 +105,7 @@ class CheckpointManager(CheckpointedTraining):
                 precedence.
             memory_limit: Memory that snapshots may take on this node, in bytes or as text ("8GiB"); default: half of
                 what is free. A supervisor's choice takes precedence.
-            overlap: Copy beside training (True), or while it waits (False); None chooses by measured cost.
+            overlap: Copy during training (True), or while it waits (False); None chooses by measured cost.
             check_replicas: Compare the ranks' parameters and optimizer state before each snapshot.
 
         Raises:
