@@ -10,6 +10,7 @@ import pytest
 from small_checkpoint import network, write_checkpoint
 from thread_ranks import run_ranks
 
+from checkpointing.agent.options import AgentOptions
 from checkpointing.environment import RankSettings
 from checkpointing.errors import AgentUnavailable, CheckpointError
 from checkpointing.rank import agent_connection
@@ -26,15 +27,15 @@ class Agents:
 
     def __init__(self, error: str = "") -> None:
         self.error = error
-        self.started: list[dict[str, Any]] = []
+        self.started: list[AgentOptions] = []
         self.connected: list[tuple[Any, ...]] = []
         self.closed = 0
 
-    def start(self, location: str, run_id: str, **options: Any) -> Any:
+    def start(self, options: AgentOptions) -> Any:
         if self.error:
             raise AgentUnavailable(self.error)
-        self.started.append({"location": location, "run_id": run_id, **options})
-        return SimpleNamespace(socket_path=f"/socket-{options['commits']}", close=self._close)
+        self.started.append(options)
+        return SimpleNamespace(socket_path=f"/socket-{options.commits}", close=self._close)
 
     def _close(self) -> None:
         self.closed += 1
@@ -84,8 +85,8 @@ def test_without_a_supervisor_each_nodes_first_rank_starts_one(tmp_path: Path) -
     found = run_ranks(lambda ranks: connection(agents, own, ranks), 4, per_node=2)
     assert all(isinstance(one, AgentConnection) for one in found)
     # It belongs to the run whose checkpoints are there; only one agent commits.
-    assert [start["run_id"] for start in agents.started] == ["run", "run"]
-    assert sorted(start["commits"] for start in agents.started) == [False, True]
+    assert [start.run_id for start in agents.started] == ["run", "run"]
+    assert sorted(start.commits for start in agents.started) == [False, True]
     sockets = {rank: socket for socket, _, rank, _, _ in agents.connected}
     assert sockets == {0: "/socket-True", 1: "/socket-True", 2: "/socket-False", 3: "/socket-False"}
     assert {attempt for _, attempt, *_ in agents.connected} == {2}
