@@ -1,4 +1,4 @@
-"""Events that ranks and the checkpoint agent report to whoever supervises the run.
+"""Events that ranks and the checkpoint agent report to the supervisor of the run.
 
 An event crosses process boundaries as one JSON object: its name under ``event``, and its fields without those that are
 None. A supervisor appends it to its journal. Names and fields are a file format: a journal that an older version wrote

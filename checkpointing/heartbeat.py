@@ -32,7 +32,7 @@ class Heartbeat(NamedTuple):
         start_step: step that this attempt started from.
         start_time: when its first step could begin.
         step_s: how long the last step took, in seconds; 0 where something else fell into it.
-        beats: signs of life so far; whoever watches sees them grow.
+        beats: number of heartbeats so far; a watchdog sees it grow.
     """
 
     phase: Phase
@@ -46,7 +46,7 @@ class Heartbeat(NamedTuple):
 
 @dataclass(frozen=True)
 class CommitReport:
-    """The agent's last commit, for whoever decides when the next one is worth its price.
+    """The agent's last commit, by which rank 0 decides when the next one is worth its price.
 
     Attributes:
         step: what was committed; -1 before the first.
@@ -79,20 +79,24 @@ class ControlPage:
 
     @classmethod
     def create(cls, num_slots: int = 1024) -> ControlPage:
+        """Create a page, with a slot for each rank of the node."""
         page = cls(SharedMemory.create("checkpoint-control", cls._FLAGS_BYTES + num_slots * cls._SLOT_BYTES))
         page.last_commit = CommitReport()
         return page
 
     @classmethod
     def attach(cls, fd: int) -> ControlPage:
+        """Map the page of another process by its file descriptor."""
         return cls(SharedMemory.attach(fd))
 
     @property
     def fd(self) -> int:
+        """The file descriptor, for other processes."""
         return self._memory.fd
 
     @property
     def stop_requested(self) -> bool:
+        """Whether the ranks are to stop at the next step boundary."""
         return self._memory.buffer[0] != 0
 
     @stop_requested.setter
@@ -101,6 +105,7 @@ class ControlPage:
 
     @property
     def last_commit(self) -> CommitReport:
+        """The newest commit."""
         return CommitReport(*self._get(self._REPORT, self._REPORT_OFFSET))
 
     @last_commit.setter
@@ -108,9 +113,19 @@ class ControlPage:
         self._put(self._REPORT, self._REPORT_OFFSET, value.step, value.duration_s, value.cpu_s)
 
     def write(self, slot: int, beat: Heartbeat) -> None:
+        """Write the heartbeat of a slot.
+
+        Raises:
+            ValueError: There is no such slot.
+        """
         self._put(self._SLOT, self._offset(slot), *beat)
 
     def read(self, slot: int) -> Heartbeat:
+        """Return the heartbeat of a slot.
+
+        Raises:
+            ValueError: There is no such slot.
+        """
         phase, *fields = self._get(self._SLOT, self._offset(slot))
         return Heartbeat(Phase(phase), *fields)
 
@@ -120,6 +135,7 @@ class ControlPage:
         self._memory.buffer[start:] = bytes(self._memory.nbytes - start)
 
     def close(self) -> None:
+        """Unmap the page."""
         self._memory.close()
 
     def _put(self, layout: struct.Struct, offset: int, *fields: float) -> None:

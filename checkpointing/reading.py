@@ -37,9 +37,9 @@ class MemoryFile(io.RawIOBase):
         """Return True."""
         return True
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+    def seek(self, offset: int, origin: int = os.SEEK_SET, /) -> int:
         """Change the position, and return it."""
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._buffer)}[whence]
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._buffer)}[origin]
         self._position = max(base + offset, 0)
         return self._position
 

@@ -54,7 +54,7 @@ class LateDevice:
         mark.hold()
 
     @contextlib.contextmanager
-    def beside(self, mark: Mark) -> Iterator[None]:
+    def on_own_streams(self, mark: Mark) -> Iterator[None]:
         yield
 
     def copy(self, buffer: memoryview, offset: int, source: torch.Tensor) -> None:

@@ -54,13 +54,13 @@ def best_interval_s(cost_s: float, mean_time_between_failures_s: float, overhead
 
 
 class CostModel:
-    """Measures what snapshots cost training on this rank, and decides whether copying beside training pays.
+    """Measures what snapshots cost training on this rank, and decides whether copying during training pays.
 
     It starts with overlapping. When that costs visibly more than the copy itself takes, it tries blocking and keeps the
     cheaper of the two: overlapping, unless the difference exceeds the noise of plain steps.
 
     Attributes:
-        overlap: Whether to copy the next snapshot beside training.
+        overlap: Whether to copy the next snapshot during training.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class CostModel:
             blocked_s: Seconds that the training thread waited.
             compute_s: Seconds from the step's start to the optimizer.
             copy_s: Seconds that the copy took.
-            overlapped: Whether the copy ran beside training.
+            overlapped: Whether the copy ran during training.
         """
         usual = statistics.median(self._plain) if self._plain else compute_s
         cost = blocked_s + max(compute_s - usual, 0.0)

@@ -174,14 +174,14 @@ class CheckpointedTraining(RestorableTraining):
         commit: bool = True,
         generators: Mapping[str, Any] | None = None,
     ) -> None:
-        """Snapshot the state of a step; the copy runs beside what follows, up to the next optimizer step.
+        """Snapshot the state of a step; the copy runs in the background, up to the next optimizer step.
 
         Until then, nothing but an optimizer may change the tracked state.
 
         Args:
             step: The step that has just ended.
             samples_consumed: The data cursor, in samples drawn by all ranks.
-            files: This rank's own small files, by name; functions are called beside training.
+            files: This rank's own small files, by name; functions are called during training, in the copy thread.
             shared_files: Small files that are equal on all ranks; only each node's local rank 0 needs to give them.
             metrics: What was measured at this step, by name; decides which checkpoint is best. Only rank 0's count.
             wait: Take the snapshot even if that means waiting for memory; otherwise it is skipped when all is in use.

@@ -1,11 +1,11 @@
-"""Copies snapshots into arenas beside training, and keeps the optimizer from changing what is being copied.
+"""Copies snapshots into arenas during training, and keeps the optimizer from changing what is being copied.
 
-Between two optimizer steps, forward and backward only read the state. So the copy runs beside them, in a thread of its
+Between two optimizer steps, forward and backward only read the state. So the copy runs meanwhile, in a thread of its
 own (and on a GPU on a stream of its own, behind the work already enqueued). Whatever would change the state first
 passes the *pre-step barrier*: the hook that torch runs before every optimizer step, or the replay of a CUDA graph that
 may contain one.
 
-State that may change without passing the barrier is not copied beside training: the caller clones small values and
+State that may change without passing the barrier is not copied during training: the caller clones small values and
 buffers, and the training thread, on a GPU its stream, waits for larger foreign state (`Copy.volatile`).
 
 On a GPU, "enqueued" is not "copied". Each hand-over therefore records a mark on the device, and the computing stream
@@ -70,10 +70,10 @@ class Copy:
         self._ready = self.device.mark()
 
     @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
+    def on_own_streams(self) -> Iterator[None]:
         """Run the body, in the copy thread, on streams of its own."""
         assert self._ready is not None
-        with self.device.beside(self._ready):
+        with self.device.on_own_streams(self._ready):
             self._began = self.device.mark()
             yield
 
@@ -211,7 +211,7 @@ class CopyThread:
     def _run(self) -> None:
         while (copy := self._work.get()) is not None:
             try:
-                with copy.beside():
+                with copy.on_own_streams():
                     copy.work(copy)
             except BaseException as error:
                 copy.error = error

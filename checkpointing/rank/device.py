@@ -51,7 +51,7 @@ class Device(Protocol):
     def hold(self, mark: Mark) -> None:
         """Have the current streams of this thread wait for a mark; the host does not wait."""
 
-    def beside(self, mark: Mark) -> contextlib.AbstractContextManager[None]:
+    def on_own_streams(self, mark: Mark) -> contextlib.AbstractContextManager[None]:
         """Return a context whose work runs on streams of its own, behind a mark."""
 
     def copy(self, buffer: memoryview, offset: int, source: torch.Tensor) -> None:
@@ -80,7 +80,7 @@ class Host:
     def hold(self, mark: Mark) -> None:
         """Return at once: the host's own work is in order."""
 
-    def beside(self, mark: Mark) -> contextlib.AbstractContextManager[None]:
+    def on_own_streams(self, mark: Mark) -> contextlib.AbstractContextManager[None]:
         """Return a context that changes nothing."""
         return contextlib.nullcontext()
 
@@ -145,7 +145,7 @@ class Accelerator:
         mark.hold(self._devices)
 
     @contextlib.contextmanager
-    def beside(self, mark: Mark) -> Iterator[None]:
+    def on_own_streams(self, mark: Mark) -> Iterator[None]:
         """Run the body on streams of its own, behind a mark."""
         if not self._streams:
             self._streams = [torch.Stream(device=device) for device in self._devices]

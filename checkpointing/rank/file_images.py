@@ -1,7 +1,7 @@
 """Images of checkpoint files: where their bytes come from, their place in an arena, and the copy there.
 
 A snapshot is not serialised. Shapes do not change during a run, so every tensor has a fixed place in its file, and the
-arena holds the files' images themselves. Only headers, and state too small to matter, are written anew each time.
+arena holds the files' images themselves. Only headers, and state too small to matter, are written each time.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class HeartbeatWriter:
         self.write(phase, self.step if step is None else step)
 
     def resume_step(self, step: int) -> None:
-        """Note that training goes on, and that the next step begins."""
+        """Note that training continues, and that the next step begins."""
         self._step_began = time.monotonic()
         self.write(Phase.TRAINING, step)
 

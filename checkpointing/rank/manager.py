@@ -98,7 +98,7 @@ class CheckpointManager(CheckpointedTraining):
                 precedence.
             memory_limit: Memory that snapshots may take on this node, in bytes or as text ("8GiB"); default: half of
                 what is free. A supervisor's choice takes precedence.
-            overlap: Copy beside training (True), or while it waits (False); None chooses by measured cost.
+            overlap: Copy during training (True), or while it waits (False); None chooses by measured cost.
             check_replicas: Compare the ranks' parameters and optimizer state before each snapshot.
             **retention: Which checkpoints to keep (see `Retention`): `keep_last`, the number of newest ones, all by
                 default; in addition every one whose step is a multiple of `keep_every`, and the best by `best_metric`,

@@ -25,7 +25,7 @@ class Options:
         cadence: How often to snapshot and to commit.
         retention: Which checkpoints to keep.
         memory_limit: Bytes that snapshots may take on this node; None for half of what is free.
-        overlap: Whether to copy beside training; None chooses by measured cost.
+        overlap: Whether to copy during training; None chooses by measured cost.
         check_replicas: Whether to compare the ranks' state before each snapshot.
     """
 

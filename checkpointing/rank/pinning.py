@@ -1,4 +1,4 @@
-"""Registers with the GPU's driver the memory that this rank copies into, beside training.
+"""Registers with the GPU's driver the memory that this rank copies into, during training.
 
 A copy into pinned memory runs at the full rate of the link and needs no processor. But registering memory takes about
 0.1 s per GB, under a lock of the driver that kernel launches wait for. So nothing is registered for restoring, nor

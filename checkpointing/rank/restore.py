@@ -66,8 +66,8 @@ def choose(tiers: Tiers, resume: str | int, ranks: Ranks, client: AgentClient, *
     """Agree on the state to resume from; called by all ranks together.
 
     Rank 0 proposes the newest, in the nearest place that has it. Every rank reads and verifies the files that it will
-    use. Where any rank finds a fault, this candidate is skipped (a checkpoint is set aside: kept, but renamed), and all
-    ranks continue with the next nearest copy, or the step before.
+    use. Where any rank finds a fault, this candidate is skipped (a checkpoint is quarantined: kept, but renamed), and
+    all ranks continue with the next nearest copy, or the step before.
 
     Args:
         tiers: Where checkpoints are kept.

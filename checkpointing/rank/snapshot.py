@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from checkpointing.retention import Retention
 
-# A small file of a rank: its bytes, or a function that returns them beside training.
+# A small file of a rank: its bytes, or a function that returns them, called during training.
 SmallFile = bytes | Callable[[], bytes]
 
 
@@ -42,7 +42,7 @@ class PendingSnapshot:
 
     Attributes:
         request: What was asked for.
-        overlapped: The copy runs beside training.
+        overlapped: The copy runs during training.
         was_staged: The agent has the snapshot, or will have it; False once it was refused or dropped.
         cost_known: Its cost has been measured.
         is_typical: Its cost says something about later ones.

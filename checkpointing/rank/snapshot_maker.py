@@ -169,7 +169,7 @@ class SnapshotMaker:
         file_images.copy_tensors(rest, buffer, copy.device)
 
     def _why_unusable(self, pending: PendingSnapshot, copy: Copy) -> str | None:
-        """Return why what was copied beside training is not the state of one step."""
+        """Return why what was copied during training is not the state of one step."""
         if not pending.overlapped:
             return None
         if copy.changed:

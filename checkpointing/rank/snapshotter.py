@@ -1,4 +1,4 @@
-"""Takes snapshots: decides how each is copied, has it made beside training, and learns from its cost."""
+"""Takes snapshots: decides how each is copied, has it made during training, and learns from its cost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Snapshotter:
         client: The connection to the node's agent.
         tiers: Where checkpoints are kept.
         ranks: This rank, with a group that only the copy thread uses.
-        overlap: Whether to copy beside training; None chooses by measured cost.
+        overlap: Whether to copy during training; None chooses by measured cost.
         check_replicas: Whether to compare the ranks' parameters and optimizer state before each snapshot.
         device_of: Returns the device that holds given tensors.
         pinning: Pins what this rank copies into; None where the driver cannot.
@@ -73,7 +73,7 @@ class Snapshotter:
         return self._direct.error
 
     def reserve(self, nbytes: int) -> None:
-        """Have memory made and mapped beside the first step, so that the first snapshot need not pay for it."""
+        """Have memory made and mapped during the first step, so that the first snapshot need not pay for it."""
         self.settle()
         self._copy_thread.submit(functools.partial(self._maker.reserve, nbytes))
 

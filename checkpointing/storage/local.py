@@ -1,6 +1,6 @@
 """Checkpoints on a local disk or a mounted volume (PVC, NFS).
 
-The order of a commit must not change: temporary directory beside the target → each file written and fsync'ed →
+The order of a commit must not change: temporary directory next to the target → each file written and fsync'ed →
 manifest written and fsync'ed → the directory fsync'ed → rename → the parent fsync'ed. A rename without the first
 three can survive a power cut that its contents do not; a rename without the last can be lost in one.
 """

@@ -278,8 +278,8 @@ class ObjectStorage(Storage):
                     named.add(Manifest.from_json(self.store.get(key) or b"", key).folder)
                 except InvalidCheckpoint:
                     # It is unknown what it named: keep everything of that checkpoint.
-                    beside = (_DATA.match(other) for other in keys if other.startswith(key.split("/")[0] + "/"))
-                    named |= {match.group(1) for match in beside if match}
+                    others = (_DATA.match(other) for other in keys if other.startswith(key.split("/")[0] + "/"))
+                    named |= {match.group(1) for match in others if match}
         orphans = [
             key
             for key in keys

@@ -158,18 +158,18 @@ def _slow_copies(on: str) -> Iterator[None]:
         yield
         module.set_delay_us(0)
         return
-    beside = devices.Accelerator.beside
+    on_own_streams = devices.Accelerator.on_own_streams
 
     @contextlib.contextmanager
     def slow(self: devices.Accelerator, mark: Any) -> Iterator[None]:
-        with beside(self, mark):
+        with on_own_streams(self, mark):
             sleep: Any = torch.cuda._sleep
             sleep(_SLEEP_CYCLES)
             yield
 
-    devices.Accelerator.beside = slow  # type: ignore[method-assign]
+    devices.Accelerator.on_own_streams = slow  # type: ignore[method-assign]
     yield
-    devices.Accelerator.beside = beside  # type: ignore[method-assign]
+    devices.Accelerator.on_own_streams = on_own_streams  # type: ignore[method-assign]
 
 
 def _is_torn(change: str, on: str, **options: Any) -> bool:
