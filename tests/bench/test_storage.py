@@ -4,17 +4,13 @@ from pathlib import Path
 
 import pytest
 from bench.support import all_finite, smoke
-from storage_server import missing_commands, rclone
+from infra.parts import needs
 
 # Two clusters at once would slow each other down.
-pytestmark = pytest.mark.xdist_group("radosgw")
+pytestmark = [pytest.mark.xdist_group("radosgw"), needs("radosgw"), needs("rclone")]
 
 
 def test_every_stage(tmp_path: Path) -> None:
-    if missing := missing_commands():
-        pytest.skip(f"needs radosgw: no {', '.join(missing)} on the PATH")
-    if rclone() is None:
-        pytest.skip("needs rclone: no rclone on the PATH")
     figures, output = smoke("storage", tmp_path, "--smoke", "--scratch", str(tmp_path), "--docs", str(tmp_path))
     assert figures.keys() - {"slow_link_step_ratio"} == {
         "upload_vs_cli",

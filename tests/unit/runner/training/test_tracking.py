@@ -143,4 +143,4 @@ def test_the_end_does_not_wait_for_ever(
     began = time.monotonic()
     tracker.close(patience_s, limit_s)
     assert time.monotonic() - began < 1.5
-    assert "has not taken everything before training ended" in caplog.text
+    assert "did not accept all points before training ended" in caplog.text
