@@ -25,7 +25,7 @@ CAUSES = [
     "checkpoint stall",  # training waits while a snapshot is taken
     "data wait",  # training waits for a batch
     "evaluation",
-    LOST,  # steps that had to be computed again
+    LOST,  # steps that had to be recomputed
     "detection",  # from the last finished step to the first sign of a failure, with the unfinished step
     "hang wait",  # the same, for a hang
     "teardown",  # to the end of the attempt and of its commits

@@ -89,7 +89,7 @@ class RunSummary:
         last_failed_commit: Why the newest of them could not.
         quarantined: Where invalid checkpoints are kept.
         malformed_events: Lines of the journal that are damaged.
-        lost_steps: Steps that had to be computed again.
+        lost_steps: Steps that had to be recomputed.
         time_by_cause: Seconds by the causes of the ledger.
         goodput: Share of the wall time spent on steps that count, from 0 to 1.
     """

@@ -259,26 +259,25 @@ class Helpers:
             self.agent.close()
             self.agent = None
 
-    def _on_launcher(self, sock: Any) -> None:
+    def _received(self, sock: Any) -> Message:
         try:
-            message, _ = protocol.receive(sock)
+            return protocol.receive(sock)[0]
         except OSError:
-            # The launcher is dead, which `alive` reports; its socket would wake the loop without end.
+            # The helper is dead, which `alive` reports; its socket would wake the loop without end.
             self._loop.unregister(sock)
-            return
-        if message["event"] == "ready":
+            return {}
+
+    def _on_launcher(self, sock: Any) -> None:
+        message = self._received(sock)
+        if message.get("event") == "ready":
             self.accelerators, self.torch_has_cuda = int(message["accelerators"]), bool(message["cuda"])
-        else:
+        elif message:
             self._handle_launcher(message)
 
     def _on_agent(self, sock: Any) -> None:
-        try:
-            message, _ = protocol.receive(sock)
-        except OSError:
-            self._loop.unregister(sock)
-            return
+        message = self._received(sock)
         name = message.pop("event", None)
-        if name not in _NO_PROGRESS:
+        if name is not None and name not in _NO_PROGRESS:
             self._heard_at = self._host.monotonic()
         match name:
             case None | "attempt_begun":

@@ -84,7 +84,7 @@ class RestartState:
             that exited without reporting.
         skipped: Windows of steps that are skipped.
         reached: The newest step that the last attempt which trained has finished.
-        lost_steps: Steps that have been computed again, as far as a runner was alive to see it.
+        lost_steps: Steps that have been recomputed, as far as a runner was alive to see it.
         lineage: Id of the run's first session that kept this state: the same on every node that continues the run.
         runner: The runner that wrote it last.
         finished: The job that has run to its end, with all of it durable (`identity.key_of`); empty before that, and
@@ -111,7 +111,7 @@ class RestartState:
         self.history = [*self.history, record][-_MAX_FAILURES:]
 
     def account_for_steps(self, first: int, last: int) -> None:
-        """Count the steps that an attempt computed again.
+        """Count the steps that an attempt recomputed.
 
         Args:
             first: Step that it started from.

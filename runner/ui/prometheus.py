@@ -76,7 +76,7 @@ def metrics(run: RunSummary, now: float) -> Iterator[Metric]:
     yield restarts
     stall_s = sum(attempt.stall_s for attempt in run.attempts)
     for name, text, value in (
-        ("runner_lost_steps", "Steps that were computed again after a failure.", run.lost_steps),
+        ("runner_lost_steps", "Steps that were recomputed after a failure.", run.lost_steps),
         ("runner_checkpoint_stall_seconds", "Seconds that training waited for snapshots.", stall_s),
         ("runner_checkpoint_failures", "Failed saves.", run.failed_commits),
         ("runner_snapshots_skipped", "Snapshots skipped because their memory was in use.", run.skipped_snapshots),

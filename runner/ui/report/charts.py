@@ -108,7 +108,7 @@ def time_line(timeline: Timeline) -> go.Figure:
 
 
 def loss(timeline: Timeline) -> go.Figure:
-    """Draw the loss over steps; steps that were computed again later are a series of their own.
+    """Draw the loss over steps; steps that were recomputed later are a series of their own.
 
     Args:
         timeline: The run.
@@ -117,7 +117,7 @@ def loss(timeline: Timeline) -> go.Figure:
     kept = thinned([entry for entry in timeline.logs if not entry.lost])
     _lines(figure, kept, "counts", COLOURS[TRAINING], "solid", lambda entry: entry.loss)
     again = thinned([entry for entry in timeline.logs if entry.lost])
-    _lines(figure, again, "lost, computed again", COLOURS[LOST], "dot", lambda entry: entry.loss)
+    _lines(figure, again, "lost, recomputed", COLOURS[LOST], "dot", lambda entry: entry.loss)
     figure.update_layout(xaxis_title="step", yaxis_title="training loss")
     return figure
 

@@ -22,7 +22,7 @@ class LogEntry:
     Attributes:
         attempt: Number of the attempt.
         step: Step, counted over all stages.
-        lost: Whether the step was computed again later, or is not part of the result.
+        lost: Whether the step was recomputed later, or is not part of the result.
         loss: Training loss.
         tokens_per_s: Of all ranks; None if it was not measured.
         peak_memory_gb: Of rank 0; None if it was not measured.

@@ -16,6 +16,7 @@ import pytest
 from node_fakes import beat
 
 from checkpointing.agent import protocol
+from checkpointing.agent.options import AgentOptions
 from checkpointing.errors import AgentKilled, AgentUnavailable
 from checkpointing.heartbeat import ControlPage, Phase
 from runner.errors import HelperKilled, LaunchError
@@ -57,16 +58,8 @@ class FakeAgent:
 
 
 def make_agent() -> AgentHelper:
-    return AgentHelper(
-        "location",
-        "run",
-        local_tier=None,
-        local_keep_last=1,
-        commits=True,
-        memory_limit=None,
-        directory=Path("folder"),
-        cancelled=lambda: False,
-    )
+    options = AgentOptions(location="location", run_id="run")
+    return AgentHelper(options, directory=Path("folder"), cancelled=lambda: False)
 
 
 @pytest.fixture

@@ -37,7 +37,12 @@ def test_a_spy_that_hangs_is_ended(tmp_path: Path, spy: list[str], monkeypatch: 
     spy[:] = ["sleep", "100"]
     monkeypatch.setattr(stacks, "_TIMEOUT_S", 0.02)
     pumped: list[None] = []
-    (file,) = stacks.dump_stacks({"rank0": os.getpid()}, tmp_path, lambda: (pumped.append(None), pump())[0])
+
+    def counted() -> None:
+        pumped.append(None)
+        pump()
+
+    (file,) = stacks.dump_stacks({"rank0": os.getpid()}, tmp_path, counted)
     assert "py-spy was ended after 0 s" in file.read_text() and pumped
 
 

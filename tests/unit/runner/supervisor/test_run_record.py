@@ -29,13 +29,13 @@ class Bench:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         self.session.directory.create()
         if before is not None:
-            self.storage.write_note(before.to_json(0).encode())
+            self.storage.sidecars.write_restart_state(before.to_json(0).encode())
         self.record = RunRecord(self.session.config, self.session.directory, "run", identity)
         self.node: Any = FakeNode(display=self.session.display, record=self.session.record)
 
     @property
     def stored(self) -> RestartState:
-        return RestartState.from_json(self.storage.read_note())
+        return RestartState.from_json(self.storage.sidecars.read_restart_state())
 
 
 def failure(kind: FailureKind = FailureKind.CRASHED) -> Failure:
@@ -74,7 +74,7 @@ def test_a_fenced_runner_writes_nothing(tmp_path: Path) -> None:
     bench.node.has_agent = False
     bench.node.checkpoints.handle(Fenced(reason="attempt 9 has begun elsewhere"))
     bench.record.keep(bench.node, 1)
-    assert not bench.node.notes and bench.storage.read_note() is None
+    assert not bench.node.notes and bench.storage.sidecars.read_restart_state() is None
 
 
 @pytest.mark.parametrize("identity", [JOB, None])
@@ -139,10 +139,15 @@ def test_the_journal_is_copied_if_the_checkpoints_are_elsewhere(tmp_path: Path, 
     record = RunRecord(bench.session.config, bench.session.directory, "run", JOB)
     bench.session.directory.journal.write_text('{"time": 1, "event": "run_started", "attempt": 0}\n')
     copied: list[str] = []
-    bench.node.keep_file = lambda name, path, start, end: copied.append(name) is None
+
+    def keep_file(name: str, path: Path, start: int, end: int) -> bool:
+        copied.append(name)
+        return True
+
+    bench.node.keep_file = keep_file
     record.copy_journal(bench.node, 1000.0)
     record.flush_journal(bench.node)
     record.finish_journal()
     assert copied == (["journal-run-run.000000.jsonl"] if outside else [])
     if outside:
-        assert [*bench.session.config.tiers.durable.records("journal-")] == copied
+        assert [*bench.session.config.tiers.durable.sidecars.sizes("journal-")] == copied

@@ -120,9 +120,13 @@ def test_attempts_and_time_continue_those_of_the_journal(system: System, tmp_pat
 
 def test_a_stop_request_is_announced_once(system: System, tmp_path: Path) -> None:
     with opened(tmp_path) as one:
-        assert not one.announce_stop()
+        passed_on: list[str] = []
+        one.announce_stop(passed_on.append)
+        assert passed_on == []
         one.stop.ask("SIGTERM")
-        assert one.announce_stop() and not one.announce_stop()
+        one.announce_stop(passed_on.append)
+        one.announce_stop(passed_on.append)
+        assert passed_on == ["SIGTERM"]
         (entry,) = read_journal(one.directory.journal)
         assert entry.event == StopRequested(reason="SIGTERM")
         assert texts(one)[0].startswith("stop requested (SIGTERM): the ranks take a snapshot")

@@ -47,7 +47,7 @@ def test_the_time_line_has_a_row_per_attempt_and_marks(timeline: Timeline) -> No
 def test_lost_steps_are_a_line_of_their_own_with_gaps_between_attempts(timeline: Timeline) -> None:
     found = traces(charts.loss(timeline))
     assert list(found["counts"].x) == [30, None, 60, None, 100]
-    assert list(found["lost, computed again"].x) == [50]
+    assert list(found["lost, recomputed"].x) == [50]
 
 
 def test_causes_add_up_to_the_wall_time(timeline: Timeline) -> None:
