@@ -156,7 +156,7 @@ def saves(timeline: Timeline) -> go.Figure:
     colours = {"local": "#0072b2", "remote": "#56b4e9"}
     for tier in sorted({tier for save in shown for tier in save.write_s}):
         series.append(
-            (f"written ({tier})", colours.get(tier, "#8da0cb"), [(s.step, s.write_s.get(tier)) for s in shown])
+            (_text(f"written ({tier})"), colours.get(tier, "#8da0cb"), [(s.step, s.write_s.get(tier)) for s in shown])
         )
     for name, colour, points in series:
         figure.add_scatter(

@@ -145,6 +145,17 @@ def test_a_stop_request_reaches_the_ranks_once_and_waits_for_the_grace_period() 
     assert bench.ranks.signals and bench.result().failure.kind is FailureKind.ENDED
 
 
+def test_a_second_signal_ends_the_grace_period() -> None:
+    bench = Bench()
+    bench.train()
+    bench.stop.ask("SIGTERM")
+    bench.turn()
+    assert not bench.ranks.signals
+    bench.stop._signals = 2
+    bench.turn()
+    assert bench.ranks.signals == [signal.SIGKILL] and bench.result().failure.kind is FailureKind.ENDED
+
+
 def test_a_stop_before_training_has_begun_waits_for_nothing() -> None:
     bench = Bench()
     bench.ranks.start(0, 1)

@@ -36,7 +36,10 @@ EXAMPLES = {
         "RuntimeError: GPU has fallen off the bus",
         "RuntimeError: CUDA error: CUDA driver version is insufficient for CUDA runtime version",
         "RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable",
-        "RuntimeError: Unable to determine the device handle for GPU0: GPU is lost.",
+        "RuntimeError: Unable to determine the device handle for GPU 0000:01:00.0: Unknown Error",
+        "RuntimeError: GPU is lost. Reboot the system to recover this GPU",
+        "RuntimeError: CUDA error: GPU fallen off the bus",
+        "ecc error",
         "RuntimeError: No CUDA GPUs are available",
         "RuntimeError: CUDA unknown error - this may be due to an incorrectly set up environment",
         "RuntimeError: CUDA error: system not yet initialized",
@@ -84,6 +87,26 @@ def test_every_pattern_has_examples_and_belongs_to_its_class(kind: FailureKind) 
     examples = EXAMPLES.get(kind, [])
     assert bool(examples) is (kind.rule.error is not None)
     assert [kind_of_error(example) for example in examples] == [kind] * len(examples)
+
+
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_every_alternative_of_a_pattern_has_an_example(kind: FailureKind) -> None:
+    assert kind.rule.error is not None
+    for alternative in alternatives(kind.rule.error):
+        assert any(alternative.search(example) for example in EXAMPLES[kind]), alternative.pattern
+
+
+def alternatives(pattern: re.Pattern[str]) -> list[re.Pattern[str]]:
+    """Split a pattern at the bars that are in no group."""
+    depth, parts = 0, [""]
+    for character in re.sub(r"\\.", lambda escaped: chr(0xE000 + ord(escaped[0][1])), pattern.pattern):
+        depth += (character == "(") - (character == ")")
+        if character == "|" and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    unescaped = ["".join(f"\\{chr(ord(c) - 0xE000)}" if c >= "\ue000" else c for c in part) for part in parts]
+    return [re.compile(part, pattern.flags) for part in unescaped]
 
 
 def test_a_text_that_no_pattern_matches_belongs_to_no_class() -> None:

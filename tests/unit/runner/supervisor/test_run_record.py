@@ -113,15 +113,16 @@ def test_the_next_attempt_continues_the_state(tmp_path: Path) -> None:
 def test_the_history_counts_failures_and_the_time_with_a_runner(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     now = bench.session.clock()
-    times = iter([now - 100, now - 90, now - 50, now - 40])
+    times = iter([now - 100, now - 90, now - 50, now - 40, now - 10])
     journal = Journal(bench.session.directory.journal, lambda: next(times))
     journal.append(event("run_started", run_id="run"), 0)
     journal.append(event("attempt_started", nnodes=1), 1)
     ended = {"kind": "crashed", "cause": "why", "rank": 0, "step": 5, "start_step": 0, "training_began": 0.0}
     journal.append(event("attempt_ended", **ended, last_step_at=0.0, failed_at=0.0, committed_step=-1), 1)
     journal.append(event("run_ended", state="failed", exit_code=76, reason="why"), 1)
+    journal.append(event("run_started", run_id="run"), 1)
     failures, _, seconds = bench.record.next_spec(bench.session, 1, Job()).failure_history.partition(":")
-    assert failures == "1" and float(seconds) == pytest.approx(60, abs=2)
+    assert failures == "1" and float(seconds) == pytest.approx(70, abs=2)
 
 
 def test_the_event_that_begins_a_session(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from unit.runner.journal.test_ledger import EVENTS, event
 
 from runner.ui.report import render_page
 from runner.ui.report.charts import MAX_POINTS
+from runner.ui.report.page import _charts
 from runner.ui.report.timeline import build_timeline
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }}"
@@ -42,10 +43,16 @@ def test_text_from_outside_stays_text() -> None:
             if key in one:
                 one[key] = EVIL
     events.insert(8, event(116, "commit_failed", 1, step=40, tier="local", error=EVIL))
+    events.insert(9, event(116, "committed", 1, step=40, tier=EVIL, duration_s=0.5, nbytes=1))
     page = render_page(entries(events), EVIL)
     assert "<script>alert" not in page and "<img" not in page and "49" not in re.findall(r"\{\{.*?\}\}", page)
     # plotly reads some HTML in its texts.
     assert "onerror" in json.dumps(charts_of(page)["time-line"]) and "<img" not in json.dumps(charts_of(page))
+
+
+def test_charts_cannot_end_their_script_element() -> None:
+    """Even where a text is not escaped for plotly: hover texts have tags of their own."""
+    assert all("<" not in chart for chart in _charts(build_timeline(entries(EVENTS))).values())
 
 
 def test_damaged_events_are_passed_over() -> None:
