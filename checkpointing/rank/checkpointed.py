@@ -7,7 +7,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from checkpointing.data.cursor import LoaderCursor
@@ -15,6 +15,7 @@ from checkpointing.errors import CommitFailed, Preempted
 from checkpointing.failpoints import failpoint
 from checkpointing.heartbeat import Phase
 from checkpointing.rank import rng, stop_signal
+from checkpointing.rank.agent_connection import AgentConnection
 from checkpointing.rank.cadence import CadenceClock
 from checkpointing.rank.flag_sync import FlagSync
 from checkpointing.rank.last_step import LastStep
@@ -35,13 +36,16 @@ class CheckpointedTraining(RestorableTraining):
     Args:
         options: The manager's options.
         ranks: This rank, with a group that the training thread uses.
+        connect: Reaches, or starts, the node's agent; see `AgentConnection`.
 
     Attributes:
         finished: Set by the integration: training has reached its end.
     """
 
-    def __init__(self, options: Options, ranks: Ranks) -> None:
-        super().__init__(options, ranks)
+    def __init__(
+        self, options: Options, ranks: Ranks, *, connect: Callable[[Options, Ranks], AgentConnection] = AgentConnection
+    ) -> None:
+        super().__init__(options, ranks, connect=connect)
         settings = options.settings
         self._protocol = StepProtocol(
             FlagSync(ranks.with_new_group().group),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class RestorableTraining:
     Args:
         options: The manager's options.
         ranks: This rank, with a group that the training thread uses.
+        connect: Reaches, or starts, the node's agent; see `AgentConnection`.
 
     Attributes:
         rank: Number of this rank among all.
@@ -39,8 +40,10 @@ class RestorableTraining:
         static_files: Configuration and tokenizer, by file name: part of every checkpoint.
     """
 
-    def __init__(self, options: Options, ranks: Ranks) -> None:
-        self._options, self._ranks = options, ranks
+    def __init__(
+        self, options: Options, ranks: Ranks, *, connect: Callable[[Options, Ranks], AgentConnection] = AgentConnection
+    ) -> None:
+        self._options, self._ranks, self._connect = options, ranks, connect
         self._copy_thread_ranks = ranks.with_new_group()
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.retention = options.retention
@@ -52,7 +55,7 @@ class RestorableTraining:
 
     @functools.cached_property
     def _connection(self) -> AgentConnection:
-        return AgentConnection(self._options, self._ranks)
+        return self._connect(self._options, self._ranks)
 
     @property
     def _is_connected(self) -> bool:
