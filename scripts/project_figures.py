@@ -264,6 +264,7 @@ _NEW_CLASS = """\
             action=Action.GIVE_UP,
             exit_code=ExitCode.DETERMINISTIC,
             error=re.compile(r"^ProbeError"),
+            examples=("ProbeError: no luck",),
         ),
     )
 """

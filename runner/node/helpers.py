@@ -275,18 +275,15 @@ class Helpers:
             self._handle_launcher(message)
 
     def _on_agent(self, sock: Any) -> None:
-        message = self._received(sock)
-        name = message.pop("event", None)
+        name = (message := self._received(sock)).pop("event", None)
         if name is not None and name not in _NO_PROGRESS:
             self._heard_at = self._host.monotonic()
         match name:
-            case None | "attempt_begun":
-                pass
-            case "pong":
+            case protocol.PONG:
                 self._ponged_at = self._host.monotonic()
-            case "attempt_over":
+            case protocol.ATTEMPT_OVER:
                 self._handle_attempt_over()
-            case _:
+            case str() if name != protocol.ATTEMPT_BEGUN:
                 event = parse_event(name, message)
                 if not isinstance(event, Malformed):
                     self._handle_agent(event)

@@ -47,6 +47,7 @@ class Rule:
         costs_budget: Whether it counts against `restart.max_restarts`, also when the run is started again later.
         is_failure: Whether something went wrong; False for an end that was wanted.
         error: Matches the text of a rank's exception, or of its last words, that means this class.
+        examples: Errors that `error` matches, in the words of the systems that raise them.
         advice: Appended to the cause of a failure that `error` matched.
         reason: Why the run ends; `{cause}` is replaced.
         effect_rank: 0 for a class that is always a cause. Of several nodes' failures the lowest one is the cause.
@@ -59,6 +60,7 @@ class Rule:
     costs_budget: bool = True
     is_failure: bool = True
     error: re.Pattern[str] | None = None
+    examples: tuple[str, ...] = ()
     advice: str = ""
     reason: str = "{cause}"
     effect_rank: int = 0
@@ -119,6 +121,7 @@ class FailureKind(Enum):
             action=Action.END,
             exit_code=ExitCode.NO_VALID_CHECKPOINT,
             error=re.compile(r"^NoValidCheckpoint"),
+            examples=("NoValidCheckpoint: none of 3 checkpoints is valid",),
         ),
     )
     FENCED = (
@@ -140,6 +143,11 @@ class FailureKind(Enum):
             # Python's words, and Rust's (tokenizers, safetensors).
             error=re.compile(r"No space left on device|Disk quota exceeded|\(os error (28|122)\)|\[Errno (28|122)\]"),
             advice="; make room, then start again",
+            examples=(
+                "OSError: [Errno 28] No space left on device: '/out/logs'",
+                "OSError: [Errno 122] Disk quota exceeded: '/out/logs'",
+                "SafetensorError: I/O error (os error 28)",
+            ),
         ),
     )
     OUT_OF_MEMORY = (
@@ -158,6 +166,14 @@ class FailureKind(Enum):
                 r"|CUBLAS_STATUS_ALLOC_FAILED",
                 re.IGNORECASE,
             ),
+            examples=(
+                "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+                "MemoryError: ",
+                "std::bad_alloc: std::bad_alloc",
+                "RuntimeError: [enforce fail at alloc_cpu.cpp:116] DefaultCPUAllocator: can't allocate memory",
+                "OSError: [Errno 12] Cannot allocate memory",
+                "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+            ),
         ),
     )
     BAD_NODE = (
@@ -175,6 +191,23 @@ class FailureKind(Enum):
                 re.IGNORECASE,
             ),
             reason="this node is at fault; start the run on another one: {cause}",
+            examples=(
+                "AcceleratorError: CUDA error: uncorrectable ECC error encountered",
+                "AcceleratorError: CUDA error: uncorrectable NVLink error detected during the execution",
+                "RuntimeError: GPU has fallen off the bus",
+                "RuntimeError: CUDA error: CUDA driver version is insufficient for CUDA runtime version",
+                "RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable",
+                "RuntimeError: Unable to determine the device handle for GPU 0000:01:00.0: Unknown Error",
+                "RuntimeError: GPU is lost. Reboot the system to recover this GPU",
+                "RuntimeError: CUDA error: GPU fallen off the bus",
+                "ecc error",
+                "RuntimeError: No CUDA GPUs are available",
+                "RuntimeError: CUDA unknown error - this may be due to an incorrectly set up environment",
+                "RuntimeError: CUDA error: system not yet initialized",
+                "RuntimeError: nvmlInit_v2() failed: Driver Not Loaded",
+                "RuntimeError: CUDA error: the device is lost",
+                "RuntimeError: CUDA error: hardware error",
+            ),
         ),
     )
     NON_FINITE = (

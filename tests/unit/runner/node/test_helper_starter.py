@@ -37,7 +37,7 @@ def starter(folder: Path, node_rank: int) -> HelperStarter:
 @pytest.mark.parametrize(("node_rank", "commits"), [(0, True), (1, False)])
 def test_the_first_nodes_agent_commits(tmp_path: Path, node_rank: int, commits: bool) -> None:
     started: Any = starter(tmp_path, node_rank).start_agent(lambda: False)
-    assert started.options["commits"] is commits
+    assert started.arguments[0].commits is commits
     assert started.options["directory"].parent == tmp_path / "runtime" and started.options["directory"].is_dir()
 
 

@@ -203,7 +203,7 @@ def test_requests_for_the_storage_go_to_the_agent_if_there_is_one(tmp_path: Path
     assert not bench.node.note("state") and not bench.node.keep_file("journal", tmp_path, 0, 1)
     bench.start()
     assert bench.node.note("state") and bench.node.keep_file("journal", tmp_path, 0, 1)
-    assert bench.agent.requests == ["note", "record"]
+    assert bench.agent.requests == ["restart_state", "sidecar"]
 
 
 def test_closing_waits_for_the_agent_and_ends_everything(tmp_path: Path) -> None:

@@ -14,40 +14,6 @@ from runner.recovery.failure import Failure
 from runner.recovery.kinds import Action, FailureKind, Rule, is_failure, kind_of_error
 from runner.recovery.policy import AttemptRecord, Restart, Stop, decide
 
-# Texts that each pattern has to match, as the systems word them.
-EXAMPLES = {
-    FailureKind.NO_VALID_CHECKPOINT: ["NoValidCheckpoint: none of 3 checkpoints is valid"],
-    FailureKind.STORAGE_FAILED: [
-        "OSError: [Errno 28] No space left on device: '/out/logs'",
-        "OSError: [Errno 122] Disk quota exceeded: '/out/logs'",
-        "SafetensorError: I/O error (os error 28)",
-    ],
-    FailureKind.OUT_OF_MEMORY: [
-        "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
-        "MemoryError: ",
-        "std::bad_alloc: std::bad_alloc",
-        "RuntimeError: [enforce fail at alloc_cpu.cpp:116] DefaultCPUAllocator: can't allocate memory",
-        "OSError: [Errno 12] Cannot allocate memory",
-        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-    ],
-    FailureKind.BAD_NODE: [
-        "AcceleratorError: CUDA error: uncorrectable ECC error encountered",
-        "AcceleratorError: CUDA error: uncorrectable NVLink error detected during the execution",
-        "RuntimeError: GPU has fallen off the bus",
-        "RuntimeError: CUDA error: CUDA driver version is insufficient for CUDA runtime version",
-        "RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable",
-        "RuntimeError: Unable to determine the device handle for GPU 0000:01:00.0: Unknown Error",
-        "RuntimeError: GPU is lost. Reboot the system to recover this GPU",
-        "RuntimeError: CUDA error: GPU fallen off the bus",
-        "ecc error",
-        "RuntimeError: No CUDA GPUs are available",
-        "RuntimeError: CUDA unknown error - this may be due to an incorrectly set up environment",
-        "RuntimeError: CUDA error: system not yet initialized",
-        "RuntimeError: nvmlInit_v2() failed: Driver Not Loaded",
-        "RuntimeError: CUDA error: the device is lost",
-        "RuntimeError: CUDA error: hardware error",
-    ],
-}
 # Actions of which some outcome ends the run with the class's own exit code.
 ENDS_RUN = set(Action) - {Action.RESTART}
 
@@ -84,16 +50,16 @@ def test_every_class_ends_a_run_sooner_or_later_with_its_exit_code(kind: Failure
 
 @pytest.mark.parametrize("kind", FailureKind)
 def test_every_pattern_has_examples_and_belongs_to_its_class(kind: FailureKind) -> None:
-    examples = EXAMPLES.get(kind, [])
+    examples = kind.rule.examples
     assert bool(examples) is (kind.rule.error is not None)
     assert [kind_of_error(example) for example in examples] == [kind] * len(examples)
 
 
-@pytest.mark.parametrize("kind", EXAMPLES)
+@pytest.mark.parametrize("kind", [kind for kind in FailureKind if kind.rule.error is not None])
 def test_every_alternative_of_a_pattern_has_an_example(kind: FailureKind) -> None:
     assert kind.rule.error is not None
     for alternative in alternatives(kind.rule.error):
-        assert any(alternative.search(example) for example in EXAMPLES[kind]), alternative.pattern
+        assert any(alternative.search(example) for example in kind.rule.examples), alternative.pattern
 
 
 def alternatives(pattern: re.Pattern[str]) -> list[re.Pattern[str]]:

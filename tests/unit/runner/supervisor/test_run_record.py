@@ -11,6 +11,7 @@ from node_fakes import FakeNode, FakeSession
 
 from checkpointing.events import Fenced
 from checkpointing.storage import LocalStorage
+from checkpointing.storage.local import LocalSidecars
 from runner.journal.journal import Journal
 from runner.node.messages import Job
 from runner.recovery.failure import Failure
@@ -93,7 +94,7 @@ def test_a_state_that_storage_refuses_ends_nothing(tmp_path: Path, monkeypatch: 
 
     bench = Bench(tmp_path)
     bench.node.has_agent = False
-    monkeypatch.setattr(LocalStorage, "replace_note", refuse)
+    monkeypatch.setattr(LocalSidecars, "replace_restart_state", refuse)
     bench.record.keep(bench.node, 1)
     monkeypatch.setattr(LocalStorage, "steps", refuse)
     assert not bench.record.is_durable(5), "what cannot be found out is not taken for durable"
