@@ -15,6 +15,7 @@ from checkpointing.events import Event, RestartStateFailed, StorageRetried
 from checkpointing.heartbeat import Heartbeat
 from runner.errors import HelperKilled, LaunchError
 from runner.journal.events import Malformed, parse_event
+from runner.node.agent_pulse import AgentPulse
 from runner.node.helper_processes import AgentHelper, LauncherHelper
 from runner.system import processes
 from runner.system.event_loop import EventLoop, StopRequest
@@ -23,17 +24,10 @@ from runner.system.host import Host
 _SOON_S = 0.05
 # Seconds until the launcher has loaded torch; imports from a cold, slow disk take minutes.
 _LAUNCHER_TIMEOUT_S = 600.0
-# Seconds without progress of the agent. Storage that takes longer for a part of a commit hangs.
-_AGENT_TIMEOUT_S = 600.0
 # The agent sends these also while it makes no progress.
 _NO_PROGRESS = {"pong", StorageRetried.name, RestartStateFailed.name}
 # Seconds beyond the grace period of a stop request: a complete snapshot is worth a short wait.
 _AGENT_HURRY_S = 5.0
-# The agent answers at once, except while it allocates much memory.
-_PING_INTERVAL_S = 2.0
-_PONG_TIMEOUT_S = 120.0
-# Seconds between two turns after which this process was itself stopped, and must not blame others for their silence.
-_GAP_S = 3.0
 # Seconds. SIGKILL ends a process at once, unless the kernel holds it: a hung driver, a dead file server.
 KILL_TIMEOUT_S = 30.0
 
@@ -80,14 +74,12 @@ class Helpers:
         self._handle_agent, self._handle_launcher = on_agent, on_launcher
         self._handle_attempt_over = on_attempt_over
         self._grace_s = grace_s
-        self._pong_timeout_s = min(_PONG_TIMEOUT_S, quiet_timeout_s)
         self._loop, self._stop, self._host = loop, stop, host
         self.agent: AgentHelper | None = None
         self.launcher: LauncherHelper | None = None
         self.accelerators: int | None = None
         self.torch_has_cuda = False
-        now = host.monotonic()
-        self._heard_at = self._pinged_at = self._ponged_at = self._turned_at = now
+        self._pulse = AgentPulse(quiet_timeout_s, host.monotonic())
 
     def ensure(self) -> None:
         """Start the agent and the launcher unless they are running; return early if a stop is requested.
@@ -103,7 +95,7 @@ class Helpers:
         if self.agent is None:
             self.agent = self._start_agent(self._cancelled)
             self._loop.register(self.agent.sock, self._on_agent)
-            self._ponged_at = self._host.monotonic()
+            self._pulse.answered(self._host.monotonic())
         deadline = self._host.monotonic() + _LAUNCHER_TIMEOUT_S
         while self.accelerators is None and not self._stop:
             self._loop.pump(_SOON_S)
@@ -147,22 +139,12 @@ class Helpers:
         return {helper.pid for helper in (self.agent, self.launcher) if helper is not None}
 
     def turn(self, now: float) -> float:
-        """Begin a turn of the loop.
-
-        Args:
-            now: Monotonic seconds.
-
-        Returns:
-            Seconds for which this process was stopped since the last turn; they count against no other process.
-        """
-        gap, self._turned_at = now - self._turned_at, now
-        gap = gap if gap > _GAP_S else 0.0
-        self._ponged_at += gap
-        return gap
+        """Begin a turn of the loop; see `AgentPulse.turn`."""
+        return self._pulse.turn(now)
 
     def begin_turns(self) -> None:
         """Restart the agent's time to answer: no ping was sent for a while."""
-        self._turned_at = self._ponged_at = self._host.monotonic()
+        self._pulse.restart(self._host.monotonic())
 
     def ping_agent(self, now: float) -> None:
         """Ping the agent every 2 s, and kill it if it does not answer in time.
@@ -171,10 +153,9 @@ class Helpers:
             now: Monotonic seconds.
         """
         assert self.agent is not None
-        if now - self._pinged_at >= _PING_INTERVAL_S:
-            self._pinged_at = now
+        if self._pulse.ping_due(now):
             self.agent.request("ping")
-        if now - self._ponged_at > self._pong_timeout_s and self.agent.alive:
+        if self._pulse.is_silent(now) and self.agent.alive:
             self.agent.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.agent.wait(KILL_TIMEOUT_S)
@@ -193,13 +174,14 @@ class Helpers:
         """
         assert self.agent is not None
         self.begin_turns()
-        self._heard_at = began = self._host.monotonic()
+        began = self._host.monotonic()
+        self._pulse.progressed(began)
         while self.agent.alive and not done():
             self._loop.pump(_SOON_S)
             now = self._host.monotonic()
             self.turn(now)
             self.ping_agent(now)
-            deadline = self._heard_at + _AGENT_TIMEOUT_S
+            deadline = self._pulse.give_up_at
             if self._stop:
                 over_at = self._stop.over_at(self._grace_s)
                 deadline = min(deadline, max(over_at, min(began, over_at) + _AGENT_HURRY_S))
@@ -277,10 +259,10 @@ class Helpers:
     def _on_agent(self, sock: Any) -> None:
         name = (message := self._received(sock)).pop("event", None)
         if name is not None and name not in _NO_PROGRESS:
-            self._heard_at = self._host.monotonic()
+            self._pulse.progressed(self._host.monotonic())
         match name:
             case protocol.PONG:
-                self._ponged_at = self._host.monotonic()
+                self._pulse.answered(self._host.monotonic())
             case protocol.ATTEMPT_OVER:
                 self._handle_attempt_over()
             case str() if name != protocol.ATTEMPT_BEGUN:

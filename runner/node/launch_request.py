@@ -115,7 +115,14 @@ def launch_request(
 
 
 def rank_settings_of(spec: AttemptSpec, *, config: Config, job: Job, agent_socket: str) -> RankSettings:
-    """The settings with which a node's ranks run an attempt."""
+    """Return the settings with which a node's ranks run an attempt.
+
+    Args:
+        spec: What the attempt is to be.
+        config: The resolved configuration.
+        job: What runs.
+        agent_socket: Path of the checkpoint agent's socket.
+    """
     num_failures, _, observed_s = spec.failure_history.partition(":")
     return RankSettings(
         agent_socket=agent_socket,

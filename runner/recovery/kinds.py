@@ -172,7 +172,7 @@ class FailureKind(Enum):
                 "std::bad_alloc: std::bad_alloc",
                 "RuntimeError: [enforce fail at alloc_cpu.cpp:116] DefaultCPUAllocator: can't allocate memory",
                 "OSError: [Errno 12] Cannot allocate memory",
-                "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+                "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED",
             ),
         ),
     )
@@ -199,8 +199,7 @@ class FailureKind(Enum):
                 "RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable",
                 "RuntimeError: Unable to determine the device handle for GPU 0000:01:00.0: Unknown Error",
                 "RuntimeError: GPU is lost. Reboot the system to recover this GPU",
-                "RuntimeError: CUDA error: GPU fallen off the bus",
-                "ecc error",
+                "RuntimeError: CUDA error: an ECC error was encountered",
                 "RuntimeError: No CUDA GPUs are available",
                 "RuntimeError: CUDA unknown error - this may be due to an incorrectly set up environment",
                 "RuntimeError: CUDA error: system not yet initialized",

@@ -32,8 +32,14 @@ def render() -> str:
                 "committed. When that budget is spent, the run ends with [76 or 79](exit-codes.md). A second failure "
                 "at the same step with the same error ends it with 78."
             ),
+            "## Errors that identify a class",
+            table(["class", "text of a rank's exception, for example"], _examples()),
         ],
     )
+
+
+def _examples() -> list[list[str]]:
+    return [[f"`{kind.value}`", f"`{example.strip()}`"] for kind in FailureKind for example in kind.rule.examples]
 
 
 def _exit_code(rule: Rule) -> str:

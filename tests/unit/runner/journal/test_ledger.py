@@ -27,7 +27,7 @@ def ended(
 
 # Attempt 1: 2 s until ranks are there, 6 s to the first step of which 1 s was spent choosing; steps 0 to 50 in 10 s,
 # with 0.5 s of stalls, 1 s of evaluation, 50 x 0.02 s without data; 3 s of silence, 1 s teardown; 3 of 4 s are backoff.
-# Attempt 2 goes on from 40: 0.5 s, 1.5 s of which 1 s restores; killed with its runner after 5 s for steps 40 to 60.
+# Attempt 2 resumes from 40: 0.5 s, 1.5 s of which 1 s restores; killed with its runner after 5 s for steps 40 to 60.
 # 20 s later a third one, from 60 on, on a machine that takes 1 s to start; it ends well.
 EVENTS = [
     event(100, "run_started", 0, run_id="r"),

@@ -39,7 +39,7 @@ def test_only_the_last_chunk_is_written_again(tmp_path: Path, monkeypatch: pytes
     assert len(written) == count, "nothing is new"
     # Once for each look in which it grew, and each of the chunks that were full before at most once more.
     assert written.count("journal-abc-life.000000.jsonl") == 2
-    # Whoever kept them has died, and some may have been on their way.
+    # The agent that kept them has died, and may have left some unwritten.
     copy.turn(100.0, keep, keeper=2)
     assert written[count:] == [*storage.sidecars.sizes("journal-abc-")]
     storage.sidecars.write_restart_state(RestartState(lineage="abc").to_json(1).encode())
@@ -55,7 +55,7 @@ def test_the_last_words_are_kept_without_an_agent(tmp_path: Path, monkeypatch: p
     journal.append(event("run_ended", state="finished", exit_code=0, reason=""), 1)
     copy.finish(storage)
     assert [one.event.name for one in History(str(tmp_path / "checkpoints")).entries()] == ["run_ended"]
-    # Whoever kept the others has lost some of them.
+    # Some of the other chunks were lost.
     monkeypatch.setattr(mirror, "_CHUNK_BYTES", 100)
     for number in range(9):
         journal.append(event("progress", step=number), 1)
@@ -106,13 +106,13 @@ def test_asked_again_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytes
     assert steps()[-1] == 8 and len(read) == 1
     keep("new", 2, lines[6] + lines[7])
     assert steps() == [*range(9)] and len(read) == 4
-    # Begun anew, it is shorter.
+    # A new journal in its place is shorter.
     keep("new", 3, b"")
     assert steps() == [*range(8)] and len(read) == 3
 
 
 def test_storage_that_is_away_hides_no_life_that_was_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the run's own journal, what was read of other lives goes on to count."""
+    """With the run's own journal at hand, what was read of other sessions still counts."""
     monkeypatch.setattr(mirror, "COPY_INTERVAL_S", 0.0)
     place = tmp_path / "volume"
     storage = open_storage(str(place))
@@ -174,7 +174,7 @@ def test_no_run(tmp_path: Path) -> None:
 
 
 def test_looking_writes_nothing(tmp_path: Path) -> None:
-    """A journal alone, as on a volume that is mounted to be read; and beside what is damaged."""
+    """A journal alone, as on a volume that is mounted read-only, and next to damaged files."""
     journal = Journal(tmp_path / "journal.jsonl", lambda: 5.0)
     journal.append(event("run_started", run_id="life"), 0)
     assert History(str(tmp_path)).entries() == read_journal(tmp_path / "journal.jsonl")

@@ -21,7 +21,7 @@ def ended(time: float, attempt: int, kind: str, start: int, step: int, began: fl
 
 
 # 2 s set-up; attempt 1: 8 s start-up, 10 s for steps 0-50, 1 s teardown; 3 s backoff;
-# attempt 2 goes on from 40 (10 lost = 2 s): 4 s start-up, 6 s training, killed with its supervisor;
+# attempt 2 resumes from 40 (10 lost = 2 s): 4 s start-up, 6 s training, killed with its supervisor;
 # 20 s down; then a second life: 1 s set-up, 5 s start-up, 5 s for steps 60-100, 0.5 s to the end, 0.5 s shutdown.
 EVENTS = [
     event(100, "run_started", 0, run_id="r"),

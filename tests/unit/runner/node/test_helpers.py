@@ -134,7 +134,7 @@ def test_an_agent_that_only_complains_gets_nowhere(message: dict[str, Any], is_p
 
     def answer() -> None:
         bench.answer(message)
-        bench.helpers._ponged_at = bench.host.now
+        bench.helpers._pulse.answered(bench.host.now)
 
     bench.loop.plan += [answer] * 13_000  # 650 s
     drained = bench.helpers.wait_for_agent(lambda: bench.host.now > 1640.0, bench.timeouts.append)

@@ -53,7 +53,7 @@ def test_what_is_no_message_of_a_rank_is_passed_over(events: RankEvents) -> None
     noise += [
         json.dumps({**done, **wrong}).encode() for wrong in ({"rank": "0"}, {"rank": 1e999}, {"in_attempt": None})
     ]
-    # It would be taken for the end of the run by whoever reads the journal.
+    # A reader of the journal would take it for the end of the run.
     noise += [json.dumps({"event": "run_ended", "in_attempt": 1, "exit_code": 0}).encode()]
     assert [received(events, data) for data in noise] == [[]] * len(noise)
     assert received(events, json.dumps(done).encode()) == [Done(event="rank_done", in_attempt=1, rank=0)]

@@ -182,7 +182,7 @@ def test_a_stopped_process_is_found_whatever_it_was_doing() -> None:
     # It was let go, and stopped again.
     assert stopped.look({0: "S", 1: "R"}, 107.0) == []
     assert stopped.look({0: "S", 1: "T"}, 108.0) == []
-    # Whoever looks was stopped, too.
+    # The watching process was stopped, too.
     assert stopped.look({0: "T", 1: "T"}, 200.0) == []
     # A debugger is at work.
     for second in range(20):

@@ -61,7 +61,7 @@ def passing(kind: FailureKind) -> AttemptRecord:
         ([record(K.HUNG, c, step=51) for c in (2, 4, 6)], False, ExitCode.BUDGET_SPENT),
         ([record(K.HUNG, 2, step=51), record(K.CRASHED, 4, step=51), record(K.HUNG, 6, step=51)], False, 1),
         ([record(K.HUNG, c, step=0) for c in (2, 4, 6)], False, 1),
-        # The same error at the same step twice is no accident; another one in between starts anew.
+        # The same error at the same step twice is deterministic; another one in between resets the count.
         ([record(fingerprint="a"), record(fingerprint="a")], False, ExitCode.DETERMINISTIC),
         ([record(fingerprint="a"), record(fingerprint="b")], False, 2),
     ],

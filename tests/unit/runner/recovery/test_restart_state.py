@@ -39,7 +39,7 @@ def test_it_survives_being_written_down() -> None:
         b"[" * 3000,
         b'{"history": 1e999}',
         b'{"running": 1e999}',
-        # Would have ended the supervisor at the next failure for want of memory.
+        # It would have ended the supervisor the next time that memory runs out.
         b'{"batch": {"micro_batch": "4"}}',
         b'{"batch": {"micro_batch": 0}}',
         b'{"batch": {"micro_batch": 4, "accumulation": 0}}',

@@ -129,7 +129,7 @@ def test_another_node_must_do_the_same_job(bench: Bench) -> None:
     other = JobIdentity({**OURS.what, "trainer.learning_rate": 2e-4})
     reason = refusal(other.to_json().decode())
     assert reason is not None and "(trainer.learning_rate: 0.0001 -> 0.0002)" in reason and "--allow-changes" in reason
-    # It was told to differ, or is of another version.
+    # It was started with --allow-changes, or is of another version.
     assert refusal("") is None is refusal("{}")
 
 

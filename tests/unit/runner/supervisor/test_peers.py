@@ -263,7 +263,7 @@ def test_a_run_goes_on_whatever_strangers_say(crowd: Pair, lines: list[bytes]) -
             strangers[-1].sendall(line + b"\n")
         # Who waits to be taken in waits in a queue that has an end.
         crowd.loop.pump(0.01)
-    # Node 2 is not there: whoever says to be it, is it, until nodes prove who they are.
+    # Node 2 is absent: any peer that claims its rank is taken for it, as nodes do not prove their identity.
     crowd.heard.clear()
     crowd.members[0].send(Ready(nproc=2))
     crowd.until(lambda: (1, Ready(nproc=2)) in crowd.heard)

@@ -61,7 +61,7 @@ def test_what_was_given_up_is_not_remembered() -> None:
         ),
         (Remembered(None, 30), Found("b", 20, False), "step 30 was committed but is missing"),
         (Remembered("a", 30), Found("a", 20, False, quarantined=True), None),
-        # There are some, and none is valid: that is told by the ranks.
+        # There are some, and none is valid, which the ranks report.
         (Remembered("a", 30), Found("a", None, False), None),
     ],
 )
@@ -106,7 +106,7 @@ def test_what_is_at_a_location(tmp_path: Path) -> None:
     tiers = Tiers(storage)
     assert look(tiers, 5) == Found(None, None, True)
     place = ensure_id(storage)
-    assert look(tiers, 5).is_empty, "its id is no checkpoint"
+    assert look(tiers, 5).is_empty, "its id is not a checkpoint"
     (tmp_path / "checkpoint-5").mkdir()
     assert look(tiers, 5) == Found(place, None, False, quarantined=True)
     kept = storage.quarantine(5)
