@@ -46,7 +46,7 @@ def test_the_newest_checkpoint_is_restored(tmp_path: Path) -> None:
     assert connection.client.beat.phase is Phase.RESTORING
     own.restore_model(point)
     own.restore_optimizer(point)
-    state = own._train_state
+    state: Any = own._train_state
     assert torch.equal(state.model.weight, model.weight) and state.optimizer.param_groups[0]["lr"] == 0.1
 
 
