@@ -167,9 +167,9 @@ def test_a_machine_that_does_not_come_back(wire: None, tmp_path: Path) -> None:
     os.kill(machines[1].runner_pid(), signal.SIGKILL)
     machines[1].finish()
     assert machines[0].finish() == 76, machines[0].output
-    assert "machine 1 of 2 has not come within 15 s" in machines[0].output
+    assert "node 1 of 2 has not connected within 15 s" in machines[0].output
     assert machines[1].start().finish() == 76
-    assert "cannot be reached at 10.99.0.1" in machines[1].output
+    assert "the leader at 10.99.0.1:" in machines[1].output
     assert_nobody_is_left(machines)
 
 

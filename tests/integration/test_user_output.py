@@ -196,7 +196,7 @@ def test_an_output_folder_that_is_moved_away_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").rename(tmp_path / "moved")
     assert run.finish() == 74 and "Traceback" not in run.output, run.output
     verdict = run.output.splitlines()[-1]
-    assert "was there when attempt" in verdict and "put it back (exit code 74" in verdict
+    assert "existed when attempt" in verdict and "put it back (exit code 74" in verdict
     assert not (tmp_path / "run").exists()
     assert '"exit_code": 74' in (tmp_path / "moved" / "journal.jsonl").read_text().splitlines()[-1]
 
