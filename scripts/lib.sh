@@ -49,7 +49,7 @@ formatting() {
   ruff check --quiet .
 }
 
-# static_checks: types and import contracts; run beside the tests, as they take as long.
+# static_checks: types and import contracts; scripts/check runs them at the same time as the tests, which take as long.
 static_checks() {
   mypy && lint-imports
 }

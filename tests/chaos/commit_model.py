@@ -24,7 +24,7 @@ class Op(NamedTuple):
 
     Attributes:
         kind: what it does; `NOTES` do nothing, and tell the judge something; `at` a failpoint does nothing either.
-        points: the failpoints that the code comes by after it.
+        points: the failpoints that the code passes after it.
         idle: it changes nothing and nobody uses the answer, so it needs no turn of its own.
         may_go_back: afterwards a reader may find an older step, though nothing that was acknowledged is lost.
     """
@@ -55,7 +55,7 @@ class Fence(NamedTuple):
         return attempt >= self.oldest or (step, attempt) in self.accepted
 
     def lets_publish(self, step: int, attempt: int) -> bool:
-        """Whether a writer is told that it counts."""
+        """Whether a writer learns that its checkpoint counts."""
         return attempt >= self.attempt or (step, attempt) in self.accepted
 
 
@@ -102,7 +102,7 @@ class Judged(NamedTuple):
     """What has been promised so far.
 
     Attributes:
-        acknowledged: the newest step whose writer was told that it is committed, or that a life has resumed from.
+        acknowledged: the newest step that was reported to its writer as committed, or that a life has resumed from.
         chosen: what the newest life has resumed from: its own number, the step, and its attempt.
         alone: the life that has looked for what to sweep while no other lived.
     """
@@ -271,7 +271,7 @@ class CommitModel:
                 step, attempt, whole = op.value
                 if not whole:
                     raise Fault(f"{what}: {number} resumes from step {step}, which is torn or mixed")
-                # What somebody has resumed from must be found from then on, whether its writer was told or not.
+                # A step that a life has resumed from must be found from then on, even if no commit was reported.
                 acknowledged = max(judged.acknowledged, step)
                 return judged._replace(acknowledged=acknowledged, chosen=max(judged.chosen, (number, step, attempt)))
             case "rolled back":

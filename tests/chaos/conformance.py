@@ -276,6 +276,6 @@ def _fits(op: Op, event: Event) -> bool:
 
 def _expected(model: CommitModel, now: Place, life: int) -> str:
     if now.points[life - 1]:
-        return f"comes by {now.points[life - 1][0]}"
+        return f"passes {now.points[life - 1][0]}"
     _, op = _op(model.lives[life - 1], now.nodes[life - 1])
     return "has ended" if op is None else f"{op.kind} {op.path}".strip()

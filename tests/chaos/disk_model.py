@@ -64,7 +64,7 @@ class DiskRules:
     own_folder: bool = True
     looks_before: bool = True
     looks_after: bool = True
-    looks_before_set_aside: bool = True
+    looks_before_quarantine: bool = True
     fence_excludes: bool = True
     fsyncs_fence: bool = True
     fence_opened_first: bool = True
@@ -177,7 +177,9 @@ class DiskScripts:
         return attempt if counts else None
 
     def choose(self) -> Script:
-        """`auto`: the newest that counts, its bytes compared; what is named like one but is none is set aside."""
+        """`auto`: the newest that counts, after its bytes were compared. A directory with the name of a checkpoint that
+        is invalid is quarantined.
+        """
         yield Op("read", ".fence.json", idle=True)
         fence, sizes, steps = yield from self.survey()
         for step in steps:
@@ -190,10 +192,10 @@ class DiskScripts:
                 if whole or not self.rules.digests_compared:
                     yield Op("chosen", value=(step, attempt, whole))
                     return step
-            yield from self.set_aside(step)
+            yield from self.quarantine(step)
         return 0
 
-    def set_aside(self, step: int, label: str = "invalid") -> Script:
+    def quarantine(self, step: int, label: str = "invalid") -> Script:
         name, number = f"checkpoint-{step}.{label}", 0
         while (yield Op("exists", name + (f"-{number}" if number else ""))):
             number += 1
@@ -207,7 +209,7 @@ class DiskScripts:
         yield Op("rolled back", value=step)
         for newer in steps:
             if newer > step:
-                yield from self.set_aside(newer, "superseded")
+                yield from self.quarantine(newer, "superseded")
 
     # -- one save ------------------------------------------------------------------------------------------------
 
@@ -259,9 +261,9 @@ class DiskScripts:
         fence = yield from self.read_fence()
         present = yield Op("list", f"checkpoint-{step}")
         if (yield from self.check(step, fence, present or ())) is None:
-            if self.rules.looks_before_set_aside and not (yield from self.look(step, attempt)):
+            if self.rules.looks_before_quarantine and not (yield from self.look(step, attempt)):
                 return False
-            yield from self.set_aside(step)
+            yield from self.quarantine(step)
         return True
 
     def abort(self, folder: str, outcome: str) -> Script:
@@ -503,7 +505,7 @@ class DiskModel(CommitModel):
         names = _names(world.durable, world.pending)
         left, newest = [name for name in names if _is_leftover(name) and _writer(name) <= attempt], self.view(world)[0]
         for name, inode in names.items():
-            # What is newer and torn, a writer that was shut out has published half swept; it is set aside.
+            # A newer torn checkpoint was published half swept by a fenced writer; the next resume quarantines it.
             if _is_checkpoint(name) and inode[0] < newest:
                 files = _files(world, inode)
                 missing = [file for file in self._files if files.get(file, (ABSENT, 0))[0] not in (*_READABLE, TORN)]

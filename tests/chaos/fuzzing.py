@@ -1,4 +1,4 @@
-"""Feeds damaged files to a reader, in a process that may die of them."""
+"""Feeds damaged files to a reader, in a process that they may crash."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-# Of processor time, however busy the machine is; a case takes milliseconds.
+# Processor time, so that a busy machine does not matter; a case takes milliseconds.
 _CASE_LIMIT_S = 10.0
 _ADDRESS_SPACE_BYTES = 4 << 30
 _MEMORY_BYTES = 512 << 20

@@ -19,15 +19,15 @@ STORED, REFUSED, NO_ANSWER = "stored", "refused", "no answer"
 
 
 class Store(NamedTuple):
-    """Everything that is there, and what is under way.
+    """Everything that is stored, and what is in flight.
 
     Attributes:
-        data: of each object its folder, its name, and the attempt that has put it.
-        manifests: what the manifest of a step names, and who has put it.
-        asides: what was set aside names.
-        uploads: begun, not completed.
+        data: the folder and name of each object, and the attempt that wrote it.
+        manifests: for each step, the folder that its manifest names, and the attempt that wrote the manifest.
+        asides: folders that the manifests of quarantined checkpoints name.
+        uploads: uploads that were begun and not completed.
         late: manifests that were put without an answer and may yet arrive.
-        answers_to_lose: so many more.
+        answers_to_lose: the number of further answers that may be lost.
     """
 
     data: frozenset[tuple[Folder, str, int]]
@@ -48,7 +48,7 @@ class ObjectRules:
     own_folder: bool = True
     looks_before: bool = True
     looks_after: bool = True
-    looks_before_set_aside: bool = True
+    looks_before_quarantine: bool = True
     fence_excludes: bool = True
     fence_opened_first: bool = True
     reads_back: bool = True
@@ -178,11 +178,11 @@ class ObjectScripts:
                 if all(owner == named[1] for owner in owners):
                     yield Op("chosen", value=(step, named[1], True))
                     return step
-            if not (yield from self.set_aside(step)):
+            if not (yield from self.quarantine(step)):
                 return None
         return 0
 
-    def set_aside(self, step: int) -> Script:
+    def quarantine(self, step: int) -> Script:
         named = yield Op("get", _manifest(step))
         if named is None:
             return False
@@ -194,7 +194,7 @@ class ObjectScripts:
         newer = [number for number in (yield Op("list", "checkpoint-", "manifests")) if number > step]
         yield Op("rolled back", value=step)
         for number in newer:
-            yield from self.set_aside(number)
+            yield from self.quarantine(number)
 
     # -- one save ------------------------------------------------------------------------------------------------
 
@@ -260,9 +260,9 @@ class ObjectScripts:
         _, _, data = yield Op("list", f"checkpoint-{step}/")
         if (yield from self.check(step, fence, data)):
             return True
-        if self.rules.looks_before_set_aside and not (yield from self.look(step, attempt)):
+        if self.rules.looks_before_quarantine and not (yield from self.look(step, attempt)):
             return "fenced"
-        return (yield from self.set_aside(step)) or "failed"
+        return (yield from self.quarantine(step)) or "failed"
 
     def abort(self, folder: Folder, outcome: Any) -> Script:
         for name in self.files:
@@ -441,7 +441,7 @@ class ObjectModel(CommitModel):
         yield NO_ANSWER, after
         yield NO_ANSWER, world
         if stored and if_absent and self._honours:
-            # The first try was carried out, the second was told so.
+            # The first try was carried out, so the second is refused.
             yield REFUSED, after
         if self._late:
             yield NO_ANSWER, world._replace(late=world.late | {(step, named)})

@@ -165,12 +165,12 @@ def wait_for_more(run: Run, commits: int) -> None:
 
 
 def fail(disk: Disk, run: Run) -> None:
-    """The power; all of the machine stops, and comes back."""
+    """Cut the power: the whole machine stops, and boots again."""
     assert run.process is not None
     run_id = run.run_id()
     disk.cut_power()
     run.process.kill()
-    # One that is forked just now, too: whoever has a file open there keeps the file system.
+    # Processes that are forked in the meantime, too: any process with an open file there keeps the file system busy.
     while processes := run.processes(run_id):
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):

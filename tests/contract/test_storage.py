@@ -219,7 +219,7 @@ def test_what_is_committed_during_a_survey_is_not_taken_for_damaged(storage: Sto
     assert Catalog(storage).committed_steps() == [1, 2]
 
 
-def test_set_aside_keeps_and_counts(storage: Storage) -> None:
+def test_quarantine_keeps_and_counts(storage: Storage) -> None:
     for data in (b"one", b"two"):
         commit(storage, 5, data=data)
         kept = storage.quarantine(5)
@@ -278,8 +278,8 @@ def test_what_was_published_in_spite_of_the_fence_does_not_count(storage: Storag
     assert read(storage, 20) == b"newer" and Catalog(storage).committed_steps() == [10, 20]
 
 
-def test_who_was_shut_out_sets_nothing_aside(storage: Storage, location: str) -> None:
-    """Both find the step damaged; the newer one sets it aside and commits the step before the older one acts."""
+def test_a_fenced_writer_quarantines_nothing(storage: Storage, location: str) -> None:
+    """Both find the step damaged; the newer one quarantines it and commits the step before the older one acts."""
     storage.begin_attempt(1)
     commit(storage, 5, attempt=1)
     tamper(storage, 5, "a", None)
