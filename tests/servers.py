@@ -123,7 +123,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class MeddlingProxy(Server):
-    """A server behind something that understands HTTP; `seen` are the requests that came by."""
+    """A server behind a proxy that understands HTTP; `seen` are the requests that reached the proxy."""
 
     rules: list[Rule] = field(default_factory=list)
     seen: list[str] = field(default_factory=list)
@@ -134,7 +134,7 @@ class MeddlingProxy(Server):
         return rule
 
     def count(self, request: str) -> int:
-        """How many requests like that came by."""
+        """Return the number of requests that reached the proxy and match."""
         return sum(bool(re.match(request, one)) for one in self.seen)
 
 

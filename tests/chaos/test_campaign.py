@@ -79,7 +79,7 @@ def test_two_faults_of_a_short_job_lose_nothing(tmp_path: Path) -> None:
     code, verdict, output = chaos(tmp_path, "--kills", "2", "--seed", "7", *SHORT, *names)
     assert code == 0, output
     assert verdict["faults"] >= 2 and verdict["violations"] == 0 and verdict["identical"], output
-    assert "ended in the same bits" in output.splitlines()[-1]
+    assert "bit-identical to the fault-free run" in output.splitlines()[-1]
     assert not list((tmp_path / "chaos").glob("run-*")), "folders of runs that ended well are removed"
 
 

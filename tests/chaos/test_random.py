@@ -44,7 +44,7 @@ def test_on_one_machine(tmp_path: Path) -> None:
     assert code == 0, output
     print(output[-3000:])
     assert verdict["faults"] >= 2 and verdict["violations"] == 0 and verdict["identical"]
-    assert "ended in the same bits" in output.splitlines()[-1]
+    assert "bit-identical to the fault-free run" in output.splitlines()[-1]
     assert not list((tmp_path / "chaos").glob("run-*")), "folders of runs that ended well are removed"
 
 
@@ -109,7 +109,7 @@ def cut_wire(machines: list[Machine], victim: Machine, dice: random.Random, cut:
     seconds = dice.uniform(0.2, 15)
     cut.now()
     time.sleep(seconds)
-    cut.mend()
+    cut.restore()
     return f"the wire was cut for {seconds:.1f} s"
 
 

@@ -95,9 +95,9 @@ class Ended:
         return list(self.document(rank)["result"].items())
 
     def seen(self) -> tuple[dict[str, list[str]], dict[int, int]]:
-        """What the steps worked on, by stage, step, kind and rank; and the first step of each attempt.
+        """Return what the steps worked on, by stage, step, kind and rank; and the first step of each attempt.
 
-        Steps that were computed again count as the last attempt saw them.
+        A recomputed step counts as the last attempt saw it.
         """
         by_attempt: dict[tuple[str, int], list[str]] = {}
         newest: dict[str, int] = {}

@@ -63,9 +63,9 @@ def assert_good_order(location: str, kept: Iterable[int], attempt: int = 9, nbyt
 
 
 def leftovers(location: str) -> list[str]:
-    """Whatever is neither part of a checkpoint, set aside or not, nor the newest fence; or is missing from one.
+    """Return files that belong neither to a checkpoint, quarantined or not, nor to the newest fence; and missing files.
 
-    Found without our own code.
+    They are found without the product's code.
     """
     names, uploads = _remote_names(location) if location.startswith("s3://") else (_local_names(Path(location)), [])
     manifests = [name for name in names if re.fullmatch(r"checkpoint-\d+[^/]*/manifest[^/]*\.json", name)]

@@ -101,8 +101,10 @@ def test_killed_in_a_system_call(call: str, what: str, at: str, tmp_path: Path) 
 
 @pytest.mark.parametrize(("call", "number", "at"), [("fsync", 1, ".tmp"), ("rename", 1, ".tmp"), ("fsync", 2, "store")])
 @needs("strace")
-def test_an_attempt_that_could_not_begin_is_in_nobodys_way(call: str, number: int, at: str, tmp_path: Path) -> None:
-    """The writer goes on with the next one, as the supervisor does."""
+def test_an_attempt_that_could_not_begin_does_not_block_the_next(
+    call: str, number: int, at: str, tmp_path: Path
+) -> None:
+    """The writer continues with the next attempt, as the supervisor does."""
     location = prepared(tmp_path)
     said, called = inject(location, "begin:2", call, f"error=EIO:when={number}")
     assert "Input/output error" in said and at in called

@@ -87,7 +87,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def table(reasons: Iterable[str]) -> list[str]:
-    """Lines of a table: part, number of tests that were skipped for want of it, how to get it."""
+    """Return the lines of a table: missing part, number of tests that were skipped without it, how to get it."""
     parts: Counter[str] = Counter()
     others: Counter[str] = Counter()
     for reason in reasons:

@@ -215,7 +215,7 @@ def assert_takes(service: str, operation: str, parameters: dict[str, Any]) -> No
 def test_the_job_definition_is_what_the_aws_api_takes(name: str) -> None:
     definition = batch(name)
     assert_takes("batch", "RegisterJobDefinition", definition)
-    # What the reference of the API says beside its model.
+    # Limits that the API reference states in addition to the model.
     strategy = definition["retryStrategy"]
     assert 1 <= strategy["attempts"] <= 10 and len(strategy["evaluateOnExit"]) <= 5
     for condition in strategy["evaluateOnExit"]:
@@ -291,7 +291,7 @@ def test_every_exit_code_is_documented() -> None:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_jobs_may_have_a_failure_policy(name: str) -> None:
-    """The API server refuses it with another restartPolicy; a second pod beside the first would be fenced."""
+    """The API server refuses it with another restartPolicy; a second pod next to the first would be fenced."""
     assert PODS[name].spec["restartPolicy"] == "Never"
     assert JOBS[name]["podReplacementPolicy"] == "Failed"
 
@@ -519,7 +519,7 @@ def test_the_grace_ends_before_batch_and_systemd_kill() -> None:
     assert grace(job_definition()["containerProperties"]["command"]) + MARGIN_S <= BATCH_STOP_S
     service = unit()["Service"]
     assert grace(service["ExecStart"].split()) + MARGIN_S <= float(service["TimeoutStopSec"])
-    # SIGTERM to all would reach the ranks beside the supervisor.
+    # SIGTERM to the whole group would reach the ranks, not only the supervisor.
     assert service["KillMode"] == "mixed"
 
 

@@ -313,7 +313,7 @@ def test_a_launcher_or_agent_that_is_killed_while_it_starts_is_tried_again(tmp_p
         assert not run.leftovers()
 
 
-# -- gradients that are no numbers ---------------------------------------------------------------------------------
+# -- non-finite gradients ------------------------------------------------------------------------------------------
 
 
 def test_a_nan_on_one_rank_costs_an_attempt_and_leaves_no_trace(calm: Run, tmp_path: Path) -> None:
@@ -480,7 +480,7 @@ def test_runners_that_are_killed_again_and_again_spend_the_budget(tmp_path: Path
         run.finish()
     assert run.start().finish() == 79, run.output
     assert "ended together with its runner" in last_line(run)
-    # That is told once: whoever starts it again after that wants it to be tried.
+    # The budget is refused only once: a user who then starts the run again wants it to be tried.
     assert run.start().finish() == 0, run.output
 
 

@@ -1,6 +1,6 @@
-"""The image, really built and run: on a Debian made here, by buildah and podman, without a registry.
+"""The image, built and run by buildah and podman on a Debian base made here, without a registry.
 
-Everything lies in a storage of its own under the test's folder, and is gone afterwards.
+Containers and images are in a storage of their own under the test's folder, and are removed afterwards.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Containers:
         self._environment = {**os.environ, "TMPDIR": str(folder / "tmp"), "BUILDAH_ISOLATION": "chroot"}
         (folder / "tmp").mkdir()
         storage = [f"--root={folder / 'root'}", f"--runroot={folder / 'runroot'}"]
-        # overlay is quick; where the folder lies on a file system that cannot carry it, every layer is a copy.
+        # overlay is quick; with a folder on a file system that does not support it, every layer is a copy.
         overlay = subprocess.run(["buildah", *storage, "--storage-driver=overlay", "info"], capture_output=True)
         self._storage = [*storage, f"--storage-driver={'overlay' if overlay.returncode == 0 else 'vfs'}"]
 
@@ -190,7 +190,7 @@ def containers() -> Iterator[Containers]:
 
 def test_the_image_answers_as_a_user_without_rights(containers: Containers) -> None:
     code, output = containers.run(IMAGE, "--help")
-    assert code == 0 and "Keep a fine-tuning run going" in output
+    assert code == 0 and "Run PyTorch training jobs that survive" in output
     assert containers.run("--entrypoint=id", IMAGE, "-u") == (0, "1000\n")
     config = json.loads(containers.buildah("inspect", "--type=image", IMAGE))["OCIv1"]["config"]
     assert config["Entrypoint"] == ["runner"] and config["User"] == "1000:1000"

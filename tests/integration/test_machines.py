@@ -51,7 +51,7 @@ def test_a_rank_that_dies_on_one_machine_restarts_all(wire: None, calm: Run, tmp
     assert_nobody_is_left(machines)
 
 
-def test_a_wire_that_is_cut_and_mended_after_a_minute(cut: Cut, calm: Run, tmp_path: Path) -> None:
+def test_a_wire_that_is_cut_and_restored_after_a_minute(cut: Cut, calm: Run, tmp_path: Path) -> None:
     machines = pair(tmp_path, crawl=10)
     start(machines)
     wait_for_commit(machines, 10)
@@ -61,7 +61,7 @@ def test_a_wire_that_is_cut_and_mended_after_a_minute(cut: Cut, calm: Run, tmp_p
         wait_for_events(machine, "attempt_ended")
     assert time.monotonic() - cut_at < 120
     wait_until(machines[0], lambda: time.monotonic() - cut_at > 60)
-    cut.mend()
+    cut.restore()
     assert finish(machines) == [0, 0], outputs(machines)
     assert kinds(machines[0]) == ["node lost", "finished"]
     assert state_hash(machines[0].checkpoint(END)) == state_hash(calm.checkpoint(END))

@@ -1,4 +1,4 @@
-"""What is trained, and how: each kind is killed twice, goes on from memory and from disk, and ends the same."""
+"""Training methods: each one is killed twice, resumes from memory and from disk, and ends with the same result."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_an_adapter_is_saved_without_its_base_and_refuses_another(tmp_path: Path
     other_base.command.append("--allow-changes")
     assert other_base.start().finish() == 78, other_base.output
     assert "was trained on another base model" in other_base.output and "Traceback" not in other_base.output
-    assert run.checkpoint(24).exists(), "what is refused is not set aside"
+    assert run.checkpoint(24).exists(), "a refused checkpoint was quarantined"
 
 
 def losses(entries: list[dict[str, float]]) -> list[tuple[float, float, float]]:

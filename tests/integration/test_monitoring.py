@@ -1,4 +1,4 @@
-"""What Prometheus is told, by scraping it as Prometheus would; and what is made of it."""
+"""Metrics, scraped as Prometheus scrapes them, and the rules and dashboards that use them."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_a_plain_script_survives_a_kill_bit_for_bit(tmp_path: Path, untouched_sc
 
 
 def test_the_same_script_under_plain_torchrun(tmp_path: Path, untouched_script: Run) -> None:
-    """Library use: no supervisor; the manager starts its own agent, and goes on from what it finds."""
+    """Library use: no supervisor; the manager starts its own agent, and resumes from the checkpoints that it finds."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CHECKPOINT_LOCATION": str(tmp_path / "checkpoints")}
     held = {**environment, "CHECKPOINT_FAILPOINTS": "training.step=hang@25"}

@@ -211,7 +211,7 @@ def test_sharded_within_machines_and_replicated_between_them(tmp_path: Path) -> 
     assert len(first.events("attempt_started")) == 2
     ends = [folder / "checkpoints" / "checkpoint-24" for folder in (tmp_path / "calm", tmp_path / "killed")]
     assert state_hash(ends[0]) == state_hash(ends[1])
-    # Two ranks of one machine go on from what four on two have left.
+    # Two ranks on one machine resume from the checkpoint of four ranks on two.
     alone = job(tmp_path / "alone", "strategy=ddp", "trainer.max_steps=27", f"checkpoint.location={ends[1].parent}")
     assert alone.start().finish() == 0, alone.output
     assert alone.events("training_started")[0]["step"] == 24

@@ -292,7 +292,7 @@ def agent_that_fails(tmp_path: Path, failpoints: str, monkeypatch: pytest.Monkey
 def test_a_commit_that_failed_is_tried_again_when_its_ranks_are_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next attempt may go on from that snapshot, and have nothing left to do: nobody else would commit it."""
+    """The next attempt may resume from that snapshot with no step left to train, and then would not commit it."""
     agent = agent_that_fails(tmp_path, "local.synced=error", monkeypatch)
     monitor = protocol.connect(agent.socket_path)
     protocol.send(monitor, {"do": "hello", "role": "monitor"})

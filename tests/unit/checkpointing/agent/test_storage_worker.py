@@ -1,4 +1,4 @@
-"""What the agent keeps beside the checkpoints for a supervisor, while storage comes and goes."""
+"""The supervisor's files that the agent keeps next to the checkpoints, while storage fails and recovers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from checkpointing.storage.object_storage import ObjectStorage
 from checkpointing.tiers import Tiers, open_tiers
 
 
-def test_what_storage_refuses_is_kept_when_it_is_back(tmp_path: Path) -> None:
-    """Of a journal that grows, each chunk as it was last; none is left out."""
+def test_writes_that_storage_refused_are_repeated_when_it_is_back(tmp_path: Path) -> None:
+    """Each chunk of a growing journal is stored in its newest version; none is left out."""
     tiers, told = open_tiers(str(tmp_path / "store")), queue.SimpleQueue[Result]()
     writer = StorageWorker(tiers, lambda message, arena: told.put(message), commits=True, local_retention=Retention(2))
     writer.start()

@@ -87,7 +87,7 @@ def test_overlapping_stays_where_it_costs_little() -> None:
 
 
 def test_the_price_is_that_of_the_way_in_which_snapshots_are_made() -> None:
-    """A script may forbid overlapping, and a state that something else changes cannot be copied beside training."""
+    """A script may forbid overlapping, and a state that something else changes cannot be copied during training."""
     model = CostModel()
     model.plain_step(1.0)
     model.snapshot(blocked_s=0.3, compute_s=1.0, copy_s=0.2, overlapped=False)

@@ -127,7 +127,7 @@ def test_after_it_training_waits_until_an_optimizer_has_stepped() -> None:
     job = Job(overlap=True, foreign=False)
     job.skipped_step()
     job.snapshot()
-    # Not beside training: the copy is at its end, as far as the device is concerned.
+    # It does not overlap with training: on the device, the copy has ended.
     assert job.device.num_waiting == 0
     job.optimizer_step()
     job.snapshot()
