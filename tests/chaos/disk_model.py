@@ -50,7 +50,7 @@ class Disk(NamedTuple):
 
 @dataclass(frozen=True)
 class DiskRules:
-    """What the code does; a mutation does one thing otherwise."""
+    """The rules that the code follows; a mutation breaks one of them."""
 
     fsyncs_files: bool = True
     fsyncs_manifest: bool = True
@@ -94,7 +94,7 @@ def _names(durable: tuple[tuple[str, Inode], ...], pending: tuple[Any, ...]) -> 
 
 
 class DiskScripts:
-    """What a writer does, call for call."""
+    """What a writer does, call by call."""
 
     def __init__(self, rules: DiskRules, files: Sequence[str], *, power_cuts: bool, any_order: bool) -> None:
         """Without power cuts nothing that an fsync does can be seen."""
@@ -238,7 +238,7 @@ class DiskScripts:
             if (yield Op("exists", target)) and not (yield from self.make_way(step, attempt)):
                 return (yield from self.abort(folder, "fenced"))
             if (yield Op("exists", target)):
-                # Whether an earlier try of its own has published it: here nobody tries twice.
+                # Whether an earlier try of this attempt has published it; the model does not try twice.
                 yield from self.check(step, (yield from self.read_fence()), (yield Op("list", target)) or ())
                 return (yield from self.abort(folder, "conflict"))
             if not (yield Op("rename", folder, target, ("local.renamed",) if rules.fsyncs_parent else ())):
@@ -321,7 +321,7 @@ class DiskScripts:
     # -- lives ---------------------------------------------------------------------------------------------------
 
     def live(self, attempt: int, saves: int, since: str = "begin", roll_back_to: int = 0) -> Script:
-        """All that an attempt does; `since`: what of it it has not done yet."""
+        """Everything that an attempt does; `since` selects what it has not done yet."""
         step = 1
         if since == "prune":
             return (yield from self.prune())
@@ -353,7 +353,7 @@ class DiskScripts:
 
 
 class DiskModel(CommitModel):
-    """Checkpoint 1 of attempt 1 is there."""
+    """Return the initial world: checkpoint 1 of attempt 1 exists."""
 
     def __init__(
         self,
@@ -470,7 +470,7 @@ class DiskModel(CommitModel):
         if op.path == ".":
             return True, _settled(world._replace(durable=tuple(sorted(names.items())), pending=()))
         if folder:
-            # By its descriptor: whatever has become of the name.
+            # By its descriptor, so that a rename does not matter.
             files = _files(world, op.value)
             if name in files:
                 state, writer = files[name]
@@ -529,7 +529,7 @@ def _is_leftover(name: str) -> bool:
 
 
 def _writer(name: str) -> int:
-    """Whose a leftover is; what a pruner has renamed is anybody's."""
+    """Return the attempt that a leftover belongs to; any attempt may remove what a pruner has renamed."""
     return int(name.split(".")[-2]) if name.endswith(".tmp") else 0
 
 
@@ -568,7 +568,7 @@ def _changed(world: Disk, *change: tuple[str, Inode | None]) -> Disk:
 
 
 def _settled(world: Disk) -> Disk:
-    """Forget what nobody can come by any more."""
+    """Forget what cannot be reached any more."""
     known = {inode for _, inode in world.durable} | {inode for change in world.pending for _, inode in change}
     return world._replace(
         directories=tuple(item for item in world.directories if item[0] in known), unsynced=world.unsynced & known

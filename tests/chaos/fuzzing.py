@@ -33,8 +33,8 @@ class Reader:
     Attributes:
         data: a real file's bytes.
         mutations: ways to damage it.
-        read: reads what it is given; True where it was taken for sound, and then an AssertionError where it should not
-            have been, False where it was refused as documented.
+        read: reads the given bytes; returns True if they were accepted, and raises AssertionError if they should not
+            have been; returns False if they were refused as documented.
     """
 
     data: bytes
@@ -43,7 +43,7 @@ class Reader:
 
 
 class TooSlow(BaseException):
-    """Not an `Exception`: nobody may swallow it."""
+    """Not an `Exception`, so that no handler can swallow it."""
 
 
 def refused(name: str, *errors: type[Exception]) -> Any:

@@ -41,7 +41,7 @@ class Store(NamedTuple):
 
 @dataclass(frozen=True)
 class ObjectRules:
-    """What the code does; a mutation does one thing otherwise."""
+    """The rules that the code follows; a mutation breaks one of them."""
 
     manifest_last: bool = True
     puts_if_absent: bool = True
@@ -66,7 +66,7 @@ CODED = ObjectRules()
 
 
 class ObjectScripts:
-    """What a writer does, call for call."""
+    """What a writer does, call by call."""
 
     def __init__(self, rules: ObjectRules, files: Sequence[str], *, honours: bool) -> None:
         self.rules, self.files, self.honours = rules, files, honours
@@ -113,7 +113,7 @@ class ObjectScripts:
     def put_fence(self, fence: Fence, how: str) -> Script:
         key = f"fence/{fence.attempt}.json"
         yield Op(how, key, fence, may_go_back=True)
-        # Of two lives none begins the same attempt, so it is always ours.
+        # No two lives begin the same attempt, so the fence is always this life's own.
         yield Op("get", key, idle=True)
 
     def counting(self) -> Script:
@@ -160,7 +160,7 @@ class ObjectScripts:
         return fence, data, sorted(manifests, reverse=True)
 
     def check(self, step: int, fence: Fence, data: Sequence[tuple[Folder, str]]) -> Script:
-        """What the manifest names and its attempt, if it counts."""
+        """Return the folder that the manifest names and its attempt, if the checkpoint counts."""
         named = yield Op("get", _manifest(step))
         whole = named and all((named[0], name) in data for name in self.files)
         return named if whole and fence.admits(step, named[1]) else None
@@ -213,7 +213,7 @@ class ObjectScripts:
                 return (yield from self.abort(folder, made))
             outcome = yield from self.publish(step, folder, attempt)
         if outcome == REFUSED:
-            # Whether an earlier try of its own has published it: here nobody tries twice.
+            # Whether an earlier try of this attempt has published it; the model does not try twice.
             fence = yield from self.read_fence()
             _, _, data = yield Op("list", f"checkpoint-{step}/")
             yield from self.check(step, fence, data)
@@ -297,7 +297,7 @@ class ObjectScripts:
     # -- lives ---------------------------------------------------------------------------------------------------
 
     def live(self, attempt: int, saves: int, since: str = "begin", roll_back_to: int = 0) -> Script:
-        """All that an attempt does; `since`: what of it it has not done yet."""
+        """Everything that an attempt does; `since` selects what it has not done yet."""
         step = 1
         if since == "prune":
             return (yield from self.prune())
@@ -331,7 +331,7 @@ class ObjectScripts:
 
 
 class ObjectModel(CommitModel):
-    """Checkpoint 1 of attempt 1 is there."""
+    """Return the initial world: checkpoint 1 of attempt 1 exists."""
 
     def __init__(
         self,
@@ -433,7 +433,7 @@ class ObjectModel(CommitModel):
         stored, after = self._carried_out(world, step, named, if_absent=if_absent)
         yield STORED if stored else REFUSED, after
         if after != world and if_absent and step in dict(world.manifests):
-            # Some look before they put, where the server does not.
+            # Some clients look before they put, if the server does not decide.
             yield REFUSED, world
         if not world.answers_to_lose:
             return
@@ -445,7 +445,7 @@ class ObjectModel(CommitModel):
             yield REFUSED, after
         if self._late:
             yield NO_ANSWER, world._replace(late=world.late | {(step, named)})
-            # The first try is under way, the second was answered.
+            # The first try is still in flight, the second was answered.
             yield STORED if stored else REFUSED, after._replace(late=after.late | {(step, named)})
 
     def _carried_out(

@@ -1,4 +1,4 @@
-"""The power fails while a checkpoint is written: what was acknowledged is there after the restart, the rest is no harm.
+"""Power cuts during a write: acknowledged checkpoints survive the restart, and leftovers do no harm.
 
 A real ext4 on a loop device is shut down under the writer, so that what it has not made durable is gone, and mounted
 again. The writer stands still at a failpoint meanwhile, or is cut wherever it happens to be.

@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what needs a part that is not here, before any fixture is made."""
+    """Skip a test that needs a missing part before any of its fixtures is made."""
     for part in parts_of(item):
         require(part)
 

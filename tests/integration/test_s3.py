@@ -52,7 +52,7 @@ def test_server_and_ranks_are_killed_and_the_machine_is_lost(
     assert len(run.events("attempt_started")) == 2 and not run.events("commit_failed")
     stopped_at = run.events("committed")[-1]["step"]
 
-    # The machine and its disk are gone.
+    # The machine and its disk are lost.
     shutil.rmtree(run.folder)
     again = Run(tmp_path / "run", *options).start()
     assert again.finish() == 0, again.output
