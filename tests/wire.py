@@ -12,7 +12,7 @@ from infra.parts import lacks, require
 
 @pytest.fixture(scope="module")
 def wire() -> Iterator[None]:
-    """Both hosts of `infra.namespaces`."""
+    """Set up both hosts of `infra.namespaces`."""
     require("network namespaces")
     with contextlib.ExitStack() as stack:
         try:

@@ -176,7 +176,7 @@ class CatalogMachine(RuleBasedStateMachine):
         return self.admits(step, copy.attempt)
 
     def another(self) -> Storage:
-        """The same place, as another process sees it."""
+        """Return the same storage as another process sees it."""
         if isinstance(self.storage, LocalStorage):
             return LocalStorage(self.storage.root)
         assert isinstance(self.storage, ObjectStorage)
@@ -321,13 +321,13 @@ def test_what_retention_promises_to_keep_stays(saved: list[Manifest], retention:
     milestones = {step for step in steps if retention.keep_every and step % retention.keep_every == 0}
     if ratings and retention.best_metric == "eval_loss":
         best = (max if retention.greater_is_better else min)(ratings.values())
-        # Of equals the oldest, as the Trainer counts.
+        # The oldest of equals is the best, as in the Trainer.
         step = min(step for step, rating in ratings.items() if rating == best)
         assert step not in removed
         milestones.add(step)
-    # And nothing else, so that a disk does not fill up.
+    # Nothing else is kept, so that a disk does not fill up.
     assert {manifest.step for manifest in kept} == {*newest} | milestones
-    # Once is enough.
+    # Removing once is enough.
     assert steps_to_remove(kept, retention) == []
 
 
@@ -387,7 +387,7 @@ FAILURES = st.builds(
 
 @dataclass
 class Life:
-    """A run as the supervisor leads it: one record, one decision after each failure."""
+    """A run as the supervisor sees it: one restart state, one decision after each failure."""
 
     max_restarts: int
     record: RestartState = field(default_factory=RestartState)
@@ -396,7 +396,7 @@ class Life:
     def fail(self, failure: Failure, progress: int) -> Restart | Stop:
         self.committed += progress
         self.record.add(AttemptRecord(failure, self.committed))
-        # As a new pod finds it.
+        # A new pod reads the restart state from storage.
         self.record = RestartState.from_json(self.record.to_json(1))
         decision = decide(
             self.record.history, max_restarts=self.max_restarts, stop_requested=False, batch=self.record.batch

@@ -94,7 +94,7 @@ class Place:
         return (self.folder / name).read_bytes()
 
     def small_copy(self) -> LocalStorage:
-        """A storage of its own with the small checkpoints of steps 10 and 20."""
+        """Return a new storage with the small checkpoints of steps 10 and 20."""
         storage = LocalStorage(Path(tempfile.mkdtemp(dir=self.scratch)))
         for step in (10, STEP):
             commit(storage, step, nbytes=4096)
@@ -180,7 +180,7 @@ def sealed(data: bytes, r: random.Random) -> bytes:
 
 
 def assert_usable(manifest: Manifest) -> None:
-    """Nothing that is done with a manifest can go wrong for what is in it."""
+    """Check that no use of a manifest fails because of its content."""
     assert Manifest.from_json(manifest.to_json(), "here") == manifest
     numbers = [manifest.attempt, manifest.step, manifest.world_size, manifest.samples_consumed]
     assert all(type(number) is int and 0 <= number < 2**63 for number in [*numbers, *(f.size for f in manifest.files)])
@@ -298,7 +298,7 @@ def names(place: Place) -> Reader:
 
 
 def remote_names(place: Place) -> Reader:
-    """A foreign object among the checkpoints'."""
+    """A foreign object among those of the checkpoints."""
     store = MemoryObjects()
     storage = ObjectStorage(store)
     for step in (10, STEP):
@@ -313,7 +313,7 @@ def remote_names(place: Place) -> Reader:
             assert assert_goes_on(storage, lambda kept: None)
             storage.sweep()
         assert objects.keys() <= store.objects.keys()
-        # A fence that cannot be read is for somebody to look at; nothing else may stop a run.
+        # An unreadable fence needs a user's attention; nothing else may stop a run.
         assert not was() or name.startswith("fence/")
         return not was()
 
@@ -339,7 +339,7 @@ def fence(place: Place) -> Reader:
 
 
 def any_file(place: Place) -> Reader:
-    """Each file in turn, its digest no longer right: what is read is what was written, or nothing."""
+    """Each file in turn, with a digest that no longer matches: a read returns what was written, or nothing."""
     storage = place.storage
     manifest = storage.read_manifest(STEP)
     originals = {file.name: place.data(file.name) for file in manifest.files}
@@ -391,7 +391,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def model(place: Place) -> Reader:
-    """The `safetensors` package is the judge of what is a right file."""
+    """The `safetensors` package decides what a valid file is."""
     name = "model.safetensors"
     tied = {"2.weight": "0.weight"}
 
@@ -487,7 +487,7 @@ def in_order(data: bytes) -> bool:
 
 
 def torch_file(name: str, place: Place) -> Reader:
-    """torch's own loader is the judge of what it is."""
+    """torch's own loader decides what a valid file is."""
 
     def judged(data: bytes) -> Any:
         with torch.serialization.safe_globals(rng.SAFE_GLOBALS):
@@ -647,7 +647,7 @@ def lock(place: Place) -> Reader:
 
 
 def journal(place: Place) -> Reader:
-    """What of it cannot be understood is left out."""
+    """Lines that cannot be parsed are left out."""
     path = place.scratch / "journal.jsonl"
     now = iter(range(1000, 2000))
     book = Journal(path, lambda: float(next(now)))

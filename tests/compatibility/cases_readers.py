@@ -1,4 +1,4 @@
-"""Who reads the checkpoints; several trainings in one script; migration from and to the stock Trainer."""
+"""Readers of the checkpoints; several training runs in one script; migration from and to the stock Trainer."""
 
 from __future__ import annotations
 

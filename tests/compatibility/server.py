@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# A rank that fails while the others wait for it: so long they have to say why themselves.
+# Time that the other ranks have to report their own failure once one rank has failed.
 _AFTER_FAILURE_S = 3.0
 
 

@@ -1,4 +1,4 @@
-"""Object storage behind a bad network: what is retried, what ends and how, and what is there afterwards."""
+"""Object storage behind a bad network: what is retried, what fails and how, and what is stored afterwards."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PAGE_404 = Fault(status=404, body="<html><body>Not Found</body></html>")
 
 @dataclass
 class Place:
-    """A location on a server, and what lies between it and us."""
+    """A location on a server, and the proxy in front of it."""
 
     location: str
     proxy: MeddlingProxy
@@ -96,7 +96,7 @@ def impatient(answer_within_s: float = 30) -> Iterator[None]:
         ("PUT .*partNumber=", Fault(body_bytes=3 << 20)),
         ("PUT .*partNumber=", ANSWER_LOST),
         (CREATE_UPLOAD, ANSWER_LOST),
-        # An error that came to pass after the answer had begun.
+        # An error that occurred after the answer had begun.
         (COMPLETE_UPLOAD, Fault(status=200, code="InternalError")),
         ("GET .*list-type=2", ANSWER_HALVED),
         ("GET .*/model", ANSWER_HALVED),
@@ -232,7 +232,7 @@ def read(store: ObjectStore) -> None:
 def test_a_line_that_only_trickles_is_given_up(
     call: Callable[[ObjectStore], None], line: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Never silent, never done."""
+    """The server never falls silent, and never finishes."""
     monkeypatch.setattr(s3_multipart, "_PART_BYTES", LONG_BYTES)
     store = s3.S3Store(f"s3://{bucket_on(line, monkeypatch)}/run")
     upload(store)
@@ -240,7 +240,7 @@ def test_a_line_that_only_trickles_is_given_up(
     began = time.monotonic()
     with impatient(), pytest.raises(StorageTimeout):
         call(store)
-    # At that rate it would have taken 50.
+    # At that rate it would have taken 50 s.
     assert time.monotonic() - began < 45
 
 

@@ -66,7 +66,7 @@ def test_all_tries_are_told_by_the_end_of_what_they_were_for(tmp_path: Path) -> 
 
 
 def test_what_waits_is_kept_as_it_was_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that is slow is not given what is out of date."""
+    """A slow server does not receive outdated versions."""
     written: list[bytes] = []
     monkeypatch.setattr(LocalSidecars, "write", lambda self, name, data: written.append(data))
     writer = StorageWorker(
