@@ -40,16 +40,16 @@ setup_exactly() {
   echo "$wanted" >"$stamp"
 }
 
-# formatting: fail within a second on what an editor would have put right.
+# formatting: fail within seconds on what an editor corrects, and on words that read like a translation.
 formatting() {
   ruff format --check --quiet . || {
     echo "scripts: format the files with: $venv/bin/ruff format" >&2
     return 1
   }
-  ruff check --quiet .
+  ruff check --quiet . && "$root/scripts/words"
 }
 
-# static_checks: types and import contracts; run beside the tests, as they take as long.
+# static_checks: types and import contracts; scripts/check runs them at the same time as the tests, which take as long.
 static_checks() {
   mypy && lint-imports
 }

@@ -3,8 +3,8 @@
     python tests/killed_leader.py TRACE [STEP NUMBER] -- start …
 
 A step is anything that another node, the storage or a later runner can see: a message sent or received, an event on
-record, the note beside the checkpoints, an order to the agent, the end of the processes. Each is written to TRACE
-before it is done; with STEP and NUMBER the process kills itself before its NUMBER-th step of that name.
+record, the restart state next to the checkpoints, a message to the agent, the end of the processes. Each is written to
+TRACE before it is done; with STEP and NUMBER the process kills itself before its NUMBER-th step of that name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from runner.node.node import Node
 from runner.supervisor.membership import Membership
 from runner.supervisor.peers import Connection
 
-# As often as time passes, not as the protocol goes.
+# Their number depends on time, not on the protocol.
 _BY_TIME = {"sent ping", "sent busy", "received busy", "recorded progress", "received event", "agent ping"}
 
 

@@ -283,7 +283,7 @@ def serve(service: Service, port: int = 0) -> Iterator[Service]:
             headers = {name.lower(): value for name, value in self.headers.items()}
             reply = service.respond(self.command, self.path, headers)
             body = reply.text.encode()
-            # Whoever asked may have gone in the meantime.
+            # The client may have disconnected in the meantime.
             with contextlib.suppress(ConnectionError):
                 self.send_response(reply.status)
                 for name, value in {**reply.headers, "Content-Length": str(len(body))}.items():

@@ -72,7 +72,7 @@ class FakeLoop:
             self.plan.pop(0)()
 
     def every(self, interval_s: float, handler: Callable[[], None]) -> None:
-        """Whoever waits calls it anyway."""
+        """Do nothing: the code that waits calls the handler anyway."""
 
 
 class FakeHelper:

@@ -1,4 +1,4 @@
-"""Real S3 servers on loopback, a bad network before them, and small disks."""
+"""Real S3 servers on loopback, a bad network in front of them, and small disks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a user would export."""
+        """The variables that a user would export."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": ACCESS_KEY,
@@ -123,7 +123,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class MeddlingProxy(Server):
-    """A server behind something that understands HTTP; `seen` are the requests that came by."""
+    """A server behind a proxy that understands HTTP; `seen` are the requests that reached the proxy."""
 
     rules: list[Rule] = field(default_factory=list)
     seen: list[str] = field(default_factory=list)
@@ -134,7 +134,7 @@ class MeddlingProxy(Server):
         return rule
 
     def count(self, request: str) -> int:
-        """How many requests like that came by."""
+        """Return the number of requests that reached the proxy and match."""
         return sum(bool(re.match(request, one)) for one in self.seen)
 
 
@@ -143,7 +143,7 @@ def free_port() -> int:
 
 
 def free_ports(number: int) -> list[int]:
-    """So many different ones."""
+    """Return that many different free ports."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
         for sock in sockets:
@@ -187,7 +187,7 @@ def radosgw_server(folder: Path) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def without_gateway(server: Server) -> Iterator[None]:
-    """Kill radosgw; afterwards it is back, with its data."""
+    """Kill radosgw; restart it afterwards, with its data."""
     assert server.cluster is not None
     server.cluster.kill_gateway()
     try:
@@ -199,14 +199,14 @@ def without_gateway(server: Server) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fault_proxy(server: Server) -> Iterator[FaultProxy]:
-    """The server, as seen through a proxy that breaks connections, delays, falls silent."""
+    """The server behind a proxy that breaks connections, delays them and falls silent."""
     with tcp_proxy(server.port) as proxy:
         yield FaultProxy(server.name, f"http://127.0.0.1:{proxy.port}", proxy=proxy)
 
 
 @contextlib.contextmanager
 def meddling_proxy(server: Server) -> Iterator[MeddlingProxy]:
-    """The server, as seen through a proxy that picks single requests and spoils them or their answers."""
+    """The server behind a proxy that damages single requests or their answers."""
     upstream, lock = server.endpoint.removeprefix("http://"), threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -294,7 +294,7 @@ def meddling_proxy(server: Server) -> Iterator[MeddlingProxy]:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A new folder that is a disk of its own."""
+    """A new folder on a separate disk."""
     require("tmpfs")
     folder.mkdir(parents=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]

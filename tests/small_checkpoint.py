@@ -52,7 +52,7 @@ def write_checkpoint(
 
 
 def snapshot(step: int, training: tuple[torch.nn.Module, torch.optim.Optimizer], attempt: int = 1) -> OfferedSnapshot:
-    """The state of a training as an agent offers it."""
+    """Return the state of a training run as an agent offers it."""
     files, digests = {}, {}
     for image in images(*training):
         digest = RunningDigest()
@@ -63,7 +63,7 @@ def snapshot(step: int, training: tuple[torch.nn.Module, torch.optim.Optimizer],
 
 
 class Agent:
-    """In place of a connection to an agent: offers snapshots, and keeps what it is told."""
+    """Replaces a connection to an agent: offers snapshots, and records the calls."""
 
     def __init__(self, directory: Path, *snapshots: OfferedSnapshot, reachable: bool = True) -> None:
         self.directory, self._snapshots, self._reachable = directory, list(snapshots), reachable

@@ -12,7 +12,7 @@ from infra.parts import lacks, require
 
 @pytest.fixture(scope="module")
 def wire() -> Iterator[None]:
-    """Both hosts of `infra.namespaces`."""
+    """Set up both hosts of `infra.namespaces`."""
     require("network namespaces")
     with contextlib.ExitStack() as stack:
         try:
@@ -26,7 +26,7 @@ def wire() -> Iterator[None]:
 def cut(wire: None) -> Iterator[Cut]:
     cut = Cut()
     yield cut
-    cut.mend()
+    cut.restore()
 
 
 class Cut:
@@ -35,5 +35,5 @@ class Cut:
     def now(self) -> None:
         set_cable(1, plugged=False)
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         set_cable(1, plugged=True)

@@ -28,7 +28,7 @@ class Scale:
     Attributes:
         rounds: Of all variants.
         steps: Of a run.
-        peers: Variants beside ours and none.
+        peers: Variants other than this project's and no checkpointing.
         tries: Repetitions of a disturbed run.
         slow_steps: Of a run on a slow disk.
         save_every: Steps between saves.

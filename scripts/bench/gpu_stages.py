@@ -203,7 +203,7 @@ def order(on: str, quick: bool) -> tuple[Figures, Verdicts]:
     """Change the state in every way during a slow copy."""
     times = 2 if quick else 5
     cases: dict[str, tuple[str, dict[str, Any]]] = {
-        "an optimizer's step, beside the copy": ("optimizer_step", {"overlap": True}),
+        "an optimizer's step, during the copy": ("optimizer_step", {"overlap": True}),
         "an optimizer's step, after a blocking snapshot": ("optimizer_step", {"overlap": False}),
         "a moving average": ("update_average", {"overlap": True}),
         "buffers": ("forward_in_training", {"overlap": True}),

@@ -3,9 +3,9 @@
     python scripts/bench/prediction.py --rounds 4 --docs
 
 One run with a few kills gives the simulation the durations of this machine (`--from`). Then the job runs repeatedly,
-with kills at times from an exponential distribution, drawn anew for each run. Two predictions are compared with the
-goodput by the runs' ledgers: a simulation of the very failures of each run, and, for the mean of all runs, the forecast
-from the mean time between failures alone.
+with kills at times from an exponential distribution, drawn separately for each run. Two predictions are compared with
+the goodput in the runs' ledgers: a simulation of exactly the failures of each run, and, for the mean of all runs, the
+forecast from the mean time between failures alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The commit protocol as a model: writers that take turns at every step, crash at any, and what must hold meanwhile.
+"""The commit protocol as a model: writers that take turns at every step and may crash at any, and the invariants.
 
 A *script* is what one life of a writer does: a generator that yields one indivisible `Op` at a time and is sent what
 the world answers. It reads like the code it stands for, and `test_commit_conformance.py` holds it to that. The world, a
@@ -23,9 +23,9 @@ class Op(NamedTuple):
     """One indivisible step.
 
     Attributes:
-        kind: what it does; `NOTES` do nothing, and tell the judge something; `at` a failpoint does nothing either.
-        points: the failpoints that the code comes by after it.
-        idle: it changes nothing and nobody uses the answer, so it needs no turn of its own.
+        kind: what it does; `NOTES` do nothing but inform the judge; `at`, a failpoint, does nothing either.
+        points: the failpoints that the code passes after it.
+        idle: it changes nothing and its answer is not used, so it needs no turn of its own.
         may_go_back: afterwards a reader may find an older step, though nothing that was acknowledged is lost.
     """
 
@@ -51,16 +51,16 @@ class Fence(NamedTuple):
     oldest: int = 0
 
     def admits(self, step: int, attempt: int) -> bool:
-        """Whether a reader may load it."""
+        """Return whether a reader may load the step."""
         return attempt >= self.oldest or (step, attempt) in self.accepted
 
     def lets_publish(self, step: int, attempt: int) -> bool:
-        """Whether a writer is told that it counts."""
+        """Return whether a writer may publish the step."""
         return attempt >= self.attempt or (step, attempt) in self.accepted
 
 
 class Life:
-    """A script whose state is a number: one for every sequence of answers that it has been sent.
+    """A script whose state is a number: one for each sequence of answers that it has received.
 
     A script that says `then` promises that what it does from there on depends on that note's value alone.
     """
@@ -73,7 +73,7 @@ class Life:
         self._marks: dict[Answer, int] = {}
 
     def op(self, node: int) -> Op | None:
-        """What it does next; None where it has ended."""
+        """Return what the script does next; None if it has ended."""
         return self._ops[node]
 
     def advance(self, node: int, answer: Answer) -> int:
@@ -102,7 +102,7 @@ class Judged(NamedTuple):
     """What has been promised so far.
 
     Attributes:
-        acknowledged: the newest step whose writer was told that it is committed, or that a life has resumed from.
+        acknowledged: the newest step that was reported to its writer as committed, or that a life has resumed from.
         chosen: what the newest life has resumed from: its own number, the step, and its attempt.
         alone: the life that has looked for what to sweep while no other lived.
     """
@@ -113,7 +113,7 @@ class Judged(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """One turn, for people."""
+    """One turn, printed in traces."""
 
     life: int
     op: Op
@@ -138,7 +138,7 @@ DEAD = -1
 
 
 class Fault(Exception):
-    """What must hold does not."""
+    """An invariant does not hold."""
 
 
 class CommitModel:
@@ -159,7 +159,7 @@ class CommitModel:
     # -- what the model of a place says --------------------------------------------------------------------------
 
     def apply(self, world: World, op: Op) -> Iterable[tuple[Answer, World]]:
-        """Every outcome that an operation may have."""
+        """Yield every outcome that an operation may have."""
         raise NotImplementedError
 
     def view(self, world: World) -> tuple[int, int]:
@@ -171,7 +171,7 @@ class CommitModel:
         raise NotImplementedError
 
     def leftovers(self, world: World, attempt: int) -> list[str]:
-        """What attempts before this one have left half done."""
+        """Return what earlier attempts have left half done."""
         raise NotImplementedError
 
     def crashes(self, world: World) -> Iterable[tuple[str, World]]:
@@ -179,7 +179,7 @@ class CommitModel:
         return ()
 
     def stirs(self, world: World) -> Iterable[tuple[str, World]]:
-        """What the world may do by itself."""
+        """Yield what the world may do by itself."""
         return ()
 
     # -- whose turn it may be ------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ class CommitModel:
             if index + 1 >= self.first_mortal and node > 0 and not self._is_over(index, node):
                 nodes = (*now.nodes[:index], DEAD, *now.nodes[index + 1 :])
                 yield f"{index + 1} is killed", now._replace(nodes=nodes, crashes_left=left)
-        # Who has not begun yet may still do so.
+        # A life that has not begun yet may still begin.
         nodes = tuple(DEAD if node > 0 or index == 0 else node for index, node in enumerate(now.nodes))
         wrecks = self._wrecks.get(now.world)
         if wrecks is None:
@@ -271,7 +271,7 @@ class CommitModel:
                 step, attempt, whole = op.value
                 if not whole:
                     raise Fault(f"{what}: {number} resumes from step {step}, which is torn or mixed")
-                # What somebody has resumed from must be found from then on, whether its writer was told or not.
+                # A step that a life has resumed from must be found from then on, even if no commit was reported.
                 acknowledged = max(judged.acknowledged, step)
                 return judged._replace(acknowledged=acknowledged, chosen=max(judged.chosen, (number, step, attempt)))
             case "rolled back":

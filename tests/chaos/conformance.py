@@ -1,4 +1,4 @@
-"""Watches the real code, and sees whether what it does is a way through the model."""
+"""Observes the real code, and checks that its calls are a path through the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CALLS = {"look": ("read", "get"), "newest": ("list",), "unlink one of": ("unlin
 
 
 class Event(NamedTuple):
-    """What a life has done: a call, or it has come by a failpoint (`at`)."""
+    """What a life has done: a call, or a pass of a failpoint (`at`)."""
 
     life: int
     kind: str
@@ -38,7 +38,7 @@ class Event(NamedTuple):
 
 
 class Recorder:
-    """Keeps what is done, and by whom.
+    """Records each call and the life that made it.
 
     Attributes:
         life: whose turn it is.
@@ -121,7 +121,7 @@ class DiskRecorder(Recorder):
             if folder is not None:
                 path_there = Path(f"/proc/self/fd/{folder}").readlink() / path
             name = self._name(path if folder is None else path_there)
-            # `mkdir` of the root is no news; an opened directory is listed by `open`.
+            # `mkdir` of the root changes nothing; an opened directory is listed by `open`.
             if name is not None and not (kind == "mkdir" and name == "."):
                 target = (self._name(rest[0]) or "") if kind == "rename" else ""
                 self.add(kind, "" if kind == "list" and name == "." else name, target)
@@ -160,7 +160,7 @@ class RecordingStore(FilesystemStore):
         raise StorageTimeout(f"put {key}: no answer")
 
     def upload(self, key: str, pieces: Iterable[memoryview]) -> int:
-        """In parts, as S3 does it."""
+        """Upload in parts, as S3 does."""
         self._recorder.add("part", _plain(key))
         self._recorder.uploads.add(key)
         self._recorder.add("at", "remote.part")
@@ -221,7 +221,7 @@ def departure(model: CommitModel, events: Iterable[Event]) -> str | None:
 
 
 def unfinished(model: CommitModel, events: Iterable[Event], life: int) -> bool:
-    """Whether the model has that life do more."""
+    """Return whether the model expects that life to do more."""
     places = {_start(model)}
     for event in events:
         places = {place for now in places for place in _after(model, now, event)}
@@ -259,7 +259,7 @@ def _with(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
 
 
 def _op(life: Life, node: int) -> tuple[int, Op | None]:
-    """What it does next that can be seen."""
+    """Return the next operation of a life that can be observed."""
     while (op := life.op(node)) is not None and op.kind in NOTES:
         node = life.advance(node, None)
     return node, op
@@ -276,6 +276,6 @@ def _fits(op: Op, event: Event) -> bool:
 
 def _expected(model: CommitModel, now: Place, life: int) -> str:
     if now.points[life - 1]:
-        return f"comes by {now.points[life - 1][0]}"
+        return f"passes {now.points[life - 1][0]}"
     _, op = _op(model.lives[life - 1], now.nodes[life - 1])
     return "has ended" if op is None else f"{op.kind} {op.path}".strip()

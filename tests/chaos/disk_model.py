@@ -50,7 +50,7 @@ class Disk(NamedTuple):
 
 @dataclass(frozen=True)
 class DiskRules:
-    """What the code does; a mutation does one thing otherwise."""
+    """The rules that the code follows; a mutation breaks one of them."""
 
     fsyncs_files: bool = True
     fsyncs_manifest: bool = True
@@ -64,7 +64,7 @@ class DiskRules:
     own_folder: bool = True
     looks_before: bool = True
     looks_after: bool = True
-    looks_before_set_aside: bool = True
+    looks_before_quarantine: bool = True
     fence_excludes: bool = True
     fsyncs_fence: bool = True
     fence_opened_first: bool = True
@@ -94,7 +94,7 @@ def _names(durable: tuple[tuple[str, Inode], ...], pending: tuple[Any, ...]) -> 
 
 
 class DiskScripts:
-    """What a writer does, call for call."""
+    """What a writer does, call by call."""
 
     def __init__(self, rules: DiskRules, files: Sequence[str], *, power_cuts: bool, any_order: bool) -> None:
         """Without power cuts nothing that an fsync does can be seen."""
@@ -177,7 +177,9 @@ class DiskScripts:
         return attempt if counts else None
 
     def choose(self) -> Script:
-        """`auto`: the newest that counts, its bytes compared; what is named like one but is none is set aside."""
+        """`auto`: the newest that counts, after its bytes were compared. A directory with the name of a checkpoint that
+        is invalid is quarantined.
+        """
         yield Op("read", ".fence.json", idle=True)
         fence, sizes, steps = yield from self.survey()
         for step in steps:
@@ -190,10 +192,10 @@ class DiskScripts:
                 if whole or not self.rules.digests_compared:
                     yield Op("chosen", value=(step, attempt, whole))
                     return step
-            yield from self.set_aside(step)
+            yield from self.quarantine(step)
         return 0
 
-    def set_aside(self, step: int, label: str = "invalid") -> Script:
+    def quarantine(self, step: int, label: str = "invalid") -> Script:
         name, number = f"checkpoint-{step}.{label}", 0
         while (yield Op("exists", name + (f"-{number}" if number else ""))):
             number += 1
@@ -207,7 +209,7 @@ class DiskScripts:
         yield Op("rolled back", value=step)
         for newer in steps:
             if newer > step:
-                yield from self.set_aside(newer, "superseded")
+                yield from self.quarantine(newer, "superseded")
 
     # -- one save ------------------------------------------------------------------------------------------------
 
@@ -236,7 +238,7 @@ class DiskScripts:
             if (yield Op("exists", target)) and not (yield from self.make_way(step, attempt)):
                 return (yield from self.abort(folder, "fenced"))
             if (yield Op("exists", target)):
-                # Whether an earlier try of its own has published it: here nobody tries twice.
+                # Whether an earlier try of this attempt has published it; the model does not try twice.
                 yield from self.check(step, (yield from self.read_fence()), (yield Op("list", target)) or ())
                 return (yield from self.abort(folder, "conflict"))
             if not (yield Op("rename", folder, target, ("local.renamed",) if rules.fsyncs_parent else ())):
@@ -259,9 +261,9 @@ class DiskScripts:
         fence = yield from self.read_fence()
         present = yield Op("list", f"checkpoint-{step}")
         if (yield from self.check(step, fence, present or ())) is None:
-            if self.rules.looks_before_set_aside and not (yield from self.look(step, attempt)):
+            if self.rules.looks_before_quarantine and not (yield from self.look(step, attempt)):
                 return False
-            yield from self.set_aside(step)
+            yield from self.quarantine(step)
         return True
 
     def abort(self, folder: str, outcome: str) -> Script:
@@ -319,7 +321,7 @@ class DiskScripts:
     # -- lives ---------------------------------------------------------------------------------------------------
 
     def live(self, attempt: int, saves: int, since: str = "begin", roll_back_to: int = 0) -> Script:
-        """All that an attempt does; `since`: what of it it has not done yet."""
+        """Everything that an attempt does; `since` selects what it has not done yet."""
         step = 1
         if since == "prune":
             return (yield from self.prune())
@@ -351,7 +353,7 @@ class DiskScripts:
 
 
 class DiskModel(CommitModel):
-    """Checkpoint 1 of attempt 1 is there."""
+    """Return the initial world: checkpoint 1 of attempt 1 exists."""
 
     def __init__(
         self,
@@ -468,7 +470,7 @@ class DiskModel(CommitModel):
         if op.path == ".":
             return True, _settled(world._replace(durable=tuple(sorted(names.items())), pending=()))
         if folder:
-            # By its descriptor: whatever has become of the name.
+            # By its descriptor, so that a rename does not matter.
             files = _files(world, op.value)
             if name in files:
                 state, writer = files[name]
@@ -503,7 +505,7 @@ class DiskModel(CommitModel):
         names = _names(world.durable, world.pending)
         left, newest = [name for name in names if _is_leftover(name) and _writer(name) <= attempt], self.view(world)[0]
         for name, inode in names.items():
-            # What is newer and torn, a writer that was shut out has published half swept; it is set aside.
+            # A newer torn checkpoint was published half swept by a fenced writer; the next resume quarantines it.
             if _is_checkpoint(name) and inode[0] < newest:
                 files = _files(world, inode)
                 missing = [file for file in self._files if files.get(file, (ABSENT, 0))[0] not in (*_READABLE, TORN)]
@@ -527,7 +529,7 @@ def _is_leftover(name: str) -> bool:
 
 
 def _writer(name: str) -> int:
-    """Whose a leftover is; what a pruner has renamed is anybody's."""
+    """Return the attempt that a leftover belongs to; any attempt may remove what a pruner has renamed."""
     return int(name.split(".")[-2]) if name.endswith(".tmp") else 0
 
 
@@ -566,7 +568,7 @@ def _changed(world: Disk, *change: tuple[str, Inode | None]) -> Disk:
 
 
 def _settled(world: Disk) -> Disk:
-    """Forget what nobody can come by any more."""
+    """Forget what cannot be reached any more."""
     known = {inode for _, inode in world.durable} | {inode for change in world.pending for _, inode in change}
     return world._replace(
         directories=tuple(item for item in world.directories if item[0] in known), unsynced=world.unsynced & known

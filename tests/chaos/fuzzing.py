@@ -1,4 +1,4 @@
-"""Feeds damaged files to a reader, in a process that may die of them."""
+"""Feeds damaged files to a reader, in a process that they may crash."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-# Of processor time, however busy the machine is; a case takes milliseconds.
+# Processor time, so that a busy machine does not matter; a case takes milliseconds.
 _CASE_LIMIT_S = 10.0
 _ADDRESS_SPACE_BYTES = 4 << 30
 _MEMORY_BYTES = 512 << 20
@@ -33,8 +33,8 @@ class Reader:
     Attributes:
         data: a real file's bytes.
         mutations: ways to damage it.
-        read: reads what it is given; True where it was taken for sound, and then an AssertionError where it should not
-            have been, False where it was refused as documented.
+        read: reads the given bytes; returns True if they were accepted, and raises AssertionError if they should not
+            have been; returns False if they were refused as documented.
     """
 
     data: bytes
@@ -43,7 +43,7 @@ class Reader:
 
 
 class TooSlow(BaseException):
-    """Not an `Exception`: nobody may swallow it."""
+    """Not an `Exception`, so that no handler can swallow it."""
 
 
 def refused(name: str, *errors: type[Exception]) -> Any:

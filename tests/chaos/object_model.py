@@ -19,15 +19,15 @@ STORED, REFUSED, NO_ANSWER = "stored", "refused", "no answer"
 
 
 class Store(NamedTuple):
-    """Everything that is there, and what is under way.
+    """Everything that is stored, and what is in flight.
 
     Attributes:
-        data: of each object its folder, its name, and the attempt that has put it.
-        manifests: what the manifest of a step names, and who has put it.
-        asides: what was set aside names.
-        uploads: begun, not completed.
+        data: the folder and name of each object, and the attempt that wrote it.
+        manifests: for each step, the folder that its manifest names, and the attempt that wrote the manifest.
+        asides: folders that the manifests of quarantined checkpoints name.
+        uploads: uploads that were begun and not completed.
         late: manifests that were put without an answer and may yet arrive.
-        answers_to_lose: so many more.
+        answers_to_lose: the number of further answers that may be lost.
     """
 
     data: frozenset[tuple[Folder, str, int]]
@@ -41,14 +41,14 @@ class Store(NamedTuple):
 
 @dataclass(frozen=True)
 class ObjectRules:
-    """What the code does; a mutation does one thing otherwise."""
+    """The rules that the code follows; a mutation breaks one of them."""
 
     manifest_last: bool = True
     puts_if_absent: bool = True
     own_folder: bool = True
     looks_before: bool = True
     looks_after: bool = True
-    looks_before_set_aside: bool = True
+    looks_before_quarantine: bool = True
     fence_excludes: bool = True
     fence_opened_first: bool = True
     reads_back: bool = True
@@ -66,7 +66,7 @@ CODED = ObjectRules()
 
 
 class ObjectScripts:
-    """What a writer does, call for call."""
+    """What a writer does, call by call."""
 
     def __init__(self, rules: ObjectRules, files: Sequence[str], *, honours: bool) -> None:
         self.rules, self.files, self.honours = rules, files, honours
@@ -113,7 +113,7 @@ class ObjectScripts:
     def put_fence(self, fence: Fence, how: str) -> Script:
         key = f"fence/{fence.attempt}.json"
         yield Op(how, key, fence, may_go_back=True)
-        # Of two lives none begins the same attempt, so it is always ours.
+        # No two lives begin the same attempt, so the fence is always this life's own.
         yield Op("get", key, idle=True)
 
     def counting(self) -> Script:
@@ -160,7 +160,7 @@ class ObjectScripts:
         return fence, data, sorted(manifests, reverse=True)
 
     def check(self, step: int, fence: Fence, data: Sequence[tuple[Folder, str]]) -> Script:
-        """What the manifest names and its attempt, if it counts."""
+        """Return the folder that the manifest names and its attempt, if the checkpoint counts."""
         named = yield Op("get", _manifest(step))
         whole = named and all((named[0], name) in data for name in self.files)
         return named if whole and fence.admits(step, named[1]) else None
@@ -178,11 +178,11 @@ class ObjectScripts:
                 if all(owner == named[1] for owner in owners):
                     yield Op("chosen", value=(step, named[1], True))
                     return step
-            if not (yield from self.set_aside(step)):
+            if not (yield from self.quarantine(step)):
                 return None
         return 0
 
-    def set_aside(self, step: int) -> Script:
+    def quarantine(self, step: int) -> Script:
         named = yield Op("get", _manifest(step))
         if named is None:
             return False
@@ -194,7 +194,7 @@ class ObjectScripts:
         newer = [number for number in (yield Op("list", "checkpoint-", "manifests")) if number > step]
         yield Op("rolled back", value=step)
         for number in newer:
-            yield from self.set_aside(number)
+            yield from self.quarantine(number)
 
     # -- one save ------------------------------------------------------------------------------------------------
 
@@ -213,7 +213,7 @@ class ObjectScripts:
                 return (yield from self.abort(folder, made))
             outcome = yield from self.publish(step, folder, attempt)
         if outcome == REFUSED:
-            # Whether an earlier try of its own has published it: here nobody tries twice.
+            # Whether an earlier try of this attempt has published it; the model does not try twice.
             fence = yield from self.read_fence()
             _, _, data = yield Op("list", f"checkpoint-{step}/")
             yield from self.check(step, fence, data)
@@ -260,9 +260,9 @@ class ObjectScripts:
         _, _, data = yield Op("list", f"checkpoint-{step}/")
         if (yield from self.check(step, fence, data)):
             return True
-        if self.rules.looks_before_set_aside and not (yield from self.look(step, attempt)):
+        if self.rules.looks_before_quarantine and not (yield from self.look(step, attempt)):
             return "fenced"
-        return (yield from self.set_aside(step)) or "failed"
+        return (yield from self.quarantine(step)) or "failed"
 
     def abort(self, folder: Folder, outcome: Any) -> Script:
         for name in self.files:
@@ -297,7 +297,7 @@ class ObjectScripts:
     # -- lives ---------------------------------------------------------------------------------------------------
 
     def live(self, attempt: int, saves: int, since: str = "begin", roll_back_to: int = 0) -> Script:
-        """All that an attempt does; `since`: what of it it has not done yet."""
+        """Everything that an attempt does; `since` selects what it has not done yet."""
         step = 1
         if since == "prune":
             return (yield from self.prune())
@@ -331,7 +331,7 @@ class ObjectScripts:
 
 
 class ObjectModel(CommitModel):
-    """Checkpoint 1 of attempt 1 is there."""
+    """Return the initial world: checkpoint 1 of attempt 1 exists."""
 
     def __init__(
         self,
@@ -433,7 +433,7 @@ class ObjectModel(CommitModel):
         stored, after = self._carried_out(world, step, named, if_absent=if_absent)
         yield STORED if stored else REFUSED, after
         if after != world and if_absent and step in dict(world.manifests):
-            # Some look before they put, where the server does not.
+            # Some clients look before they put, if the server does not decide.
             yield REFUSED, world
         if not world.answers_to_lose:
             return
@@ -441,11 +441,11 @@ class ObjectModel(CommitModel):
         yield NO_ANSWER, after
         yield NO_ANSWER, world
         if stored and if_absent and self._honours:
-            # The first try was carried out, the second was told so.
+            # The first try was carried out, so the second is refused.
             yield REFUSED, after
         if self._late:
             yield NO_ANSWER, world._replace(late=world.late | {(step, named)})
-            # The first try is under way, the second was answered.
+            # The first try is still in flight, the second was answered.
             yield STORED if stored else REFUSED, after._replace(late=after.late | {(step, named)})
 
     def _carried_out(

@@ -1,4 +1,4 @@
-"""`runner chaos` as a user types it: a sound product passes, a broken one is found."""
+"""`runner chaos` as a user types it: a correct product passes, a broken one is detected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATIENT = ["--set", "restart.hang_timeout_s=120"]
 
 
 def chaos(folder: Path, *options: str, **environment: str) -> tuple[int, dict[str, Any], str]:
-    """Exit code, verdict, and what was printed."""
+    """Return the exit code, the verdict and the output."""
     verdict = folder / "verdict.json"
     folders = ["--output-dir", str(folder / "chaos"), "--json", str(verdict)]
     done = subprocess.run(
@@ -79,7 +79,7 @@ def test_two_faults_of_a_short_job_lose_nothing(tmp_path: Path) -> None:
     code, verdict, output = chaos(tmp_path, "--kills", "2", "--seed", "7", *SHORT, *names)
     assert code == 0, output
     assert verdict["faults"] >= 2 and verdict["violations"] == 0 and verdict["identical"], output
-    assert "ended in the same bits" in output.splitlines()[-1]
+    assert "bit-identical to the fault-free run" in output.splitlines()[-1]
     assert not list((tmp_path / "chaos").glob("run-*")), "folders of runs that ended well are removed"
 
 
@@ -97,7 +97,7 @@ def test_a_checkpoint_manager_that_forgets_the_generators_is_found(tmp_path: Pat
 
 
 def test_an_agent_that_lies_about_its_commits_is_found(tmp_path: Path) -> None:
-    """It says committed, and removes what it has written."""
+    """The product reports a commit, and removes the checkpoint that it has written."""
     path = sabotaged(
         tmp_path,
         "checkpointing.commit",

@@ -90,7 +90,7 @@ def test_in_object_storage_within_wider_bounds(case: str) -> None:
 # -- what may still happen: each must be found, and be what ARCHITECTURE.md says ---------------------------------------
 
 WINDOWS: dict[str, tuple[CommitModel, str]] = {
-    # The user is told once. The old writer looks, the new one commits, the old one's PUT overwrites the manifest.
+    # The user is warned once. The old writer looks, the new one commits, the old one's PUT overwrites the manifest.
     "a server that does not decide between two writers": (
         ObjectModel(saves=(1, 1), crashes=0, honours=False),
         "a reader found step 2, and now 1",
@@ -100,11 +100,11 @@ WINDOWS: dict[str, tuple[CommitModel, str]] = {
         "a reader found step 2, and now 1",
     ),
     # Names of checkpoints carry no attempt, so what is done by name meets whatever has the name by then.
-    "a writer that stalls in a set-aside while a newer one sets aside and commits the same step, on a disk": (
+    "a writer that stalls in a quarantine while a newer one quarantines and commits the same step, on a disk": (
         DiskModel(saves=(0, 1), crashes=0, power_cuts=False, first="resume", damaged_step=2),
         "step 2 was acknowledged, but a reader finds 1",
     ),
-    "a writer that stalls in a set-aside while a newer one sets aside and commits the same step, in object storage": (
+    "a writer that stalls in a quarantine while a newer one quarantines and commits the same step, in object storage": (
         ObjectModel(saves=(0, 1), crashes=0, first="resume", damaged_step=2),
         "step 2 was acknowledged, but a reader finds 1",
     ),
@@ -203,8 +203,8 @@ OBJECT_MUTATIONS: dict[str, tuple[dict[str, bool], dict[str, Any], str]] = {
     "no look at the fence after publishing": ({"looks_after": False}, BOTH, "was acknowledged"),
     "a fence that lets older attempts count": ({"fence_excludes": False}, BOTH, "a reader found step 2, and now 1"),
     "a fence that is written after a look at what counts": ({"fence_opened_first": False}, BOTH, "was acknowledged"),
-    "no look at the fence before a set-aside": (
-        {"looks_before_set_aside": False},
+    "no look at the fence before a quarantine": (
+        {"looks_before_quarantine": False},
         {**BOTH, "answers_to_lose": 1},
         "was acknowledged",
     ),
@@ -251,8 +251,8 @@ def test_in_object_storage_nothing_can_be_left_out(mutation: str) -> None:
 def test_every_rule_is_mutated() -> None:
     for rules, mutations in ((disk_model.CODED, DISK_MUTATIONS), (object_model.CODED, OBJECT_MUTATIONS)):
         mutated = {name for changed, *_ in mutations.values() for name in changed}
-        # The look before publishing spares work; the one before a set-aside makes a window narrower (see WINDOWS).
-        assert mutated | {"looks_before", "looks_before_set_aside"} == {*rules.__dataclass_fields__}
+        # The look before publishing spares work; the one before a quarantine makes a window narrower (see WINDOWS).
+        assert mutated | {"looks_before", "looks_before_quarantine"} == {*rules.__dataclass_fields__}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""The power fails while a checkpoint is written: what was acknowledged is there after the restart, the rest is no harm.
+"""Power cuts during a write: acknowledged checkpoints survive the restart, and leftovers do no harm.
 
 A real ext4 on a loop device is shut down under the writer, so that what it has not made durable is gone, and mounted
-again. The writer stands still at a failpoint meanwhile, or is cut wherever it happens to be.
+again. The writer is held at a failpoint meanwhile, or the power is cut wherever the writer happens to be.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHUTDOWN, DROP_ALL = 0x8004587D, 2
 
 
 class Disk:
-    """A file system of its own, whose power can fail."""
+    """A file system whose power can fail."""
 
     def __init__(self, folder: Path) -> None:
         self._image, self.mount = folder / "image", folder / "mount"
@@ -77,7 +77,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 
 def write_until(disk: Disk, failpoints: str, cut_after_s: float | None) -> list[str]:
-    """Run the writer until it stands still, or for so long; cut the power.
+    """Run the writer until it is held, or for the given time; then cut the power.
 
     Returns what it had said by then, and what it has begun to remove since.
     """
@@ -100,7 +100,7 @@ def write_until(disk: Disk, failpoints: str, cut_after_s: float | None) -> list[
             while not stands_still(writer):
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
-        # What is said is read first: it was said before the cut.
+        # The output is read first: it was written before the cut.
         lines = log.read_text().splitlines()
         disk.cut_power()
     finally:
@@ -113,7 +113,7 @@ def write_until(disk: Disk, failpoints: str, cut_after_s: float | None) -> list[
 
 
 def stands_still(writer: subprocess.Popen[bytes]) -> bool:
-    """At a failpoint that hangs: in a sleep of an hour."""
+    """Return whether a process is held at a failpoint: in a sleep of an hour."""
     assert writer.poll() is None, "the writer has ended before it came there"
     wchan = Path(f"/proc/{writer.pid}/wchan").read_text()
     said = (Path(f"/proc/{writer.pid}/syscall").read_text().split() or [""])[0]
@@ -138,11 +138,11 @@ def test_at_any_moment(seed: int, disk: Disk) -> None:
 
 
 def test_under_a_job(disk: Disk, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Checkpoints and journal are on it; the machine comes back, and the same command goes on."""
+    """Checkpoints and journal are on the disk; after the restart, the same command resumes."""
     calm = finished_once(shared_folder(tmp_path_factory) / "untouched", *SHORT_JOB)
     run = Run(disk.mount / "run", *SHORT_JOB)
     run.start()
-    # What is cached by then is not durable; the run's name is.
+    # Cached data is not durable by then; the run's id is.
     wait_until(run, lambda: run.events("rank_started"))
     fail(disk, run)
     for number in (1, 2):
@@ -158,19 +158,19 @@ def test_under_a_job(disk: Disk, tmp_path: Path, tmp_path_factory: pytest.TempPa
 
 
 def wait_for_more(run: Run, commits: int) -> None:
-    """Or for the run's end, with all of its work done."""
+    """Wait for more commits, or for the end of a run that finished."""
     process = run.process
     assert process is not None
     wait_until(run, lambda: len(run.events("committed")) > commits or process.poll() == 0)
 
 
 def fail(disk: Disk, run: Run) -> None:
-    """The power; all of the machine stops, and comes back."""
+    """Cut the power: the whole machine stops, and boots again."""
     assert run.process is not None
     run_id = run.run_id()
     disk.cut_power()
     run.process.kill()
-    # One that is forked just now, too: whoever has a file open there keeps the file system.
+    # Processes that are forked in the meantime, too: any process with an open file there keeps the file system busy.
     while processes := run.processes(run_id):
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""What holds for every sequence of events, not only for those that somebody has thought of.
+"""Properties that hold for every sequence of events, not only for those that a test author thought of.
 
 Each property was seen to fail with the product broken on purpose.
 """
@@ -54,8 +54,8 @@ class Copy:
 
 
 class CatalogMachine(RuleBasedStateMachine):
-    """Whatever is committed, damaged, removed and set aside, by attempts that fence each other: the catalog says what a
-    dict of steps says.
+    """Attempts that fence each other commit, damage, remove and quarantine checkpoints; the catalog always agrees with
+    a dict of steps.
     """
 
     kind = "local"
@@ -67,8 +67,8 @@ class CatalogMachine(RuleBasedStateMachine):
         self.storage: Storage = STORAGES[self.kind](folder / "store")
         self.model: dict[int, Copy] = {}
         self.attempt = 0
-        self.aside = 0
-        # Of each attempt that has begun, a writer; old ones wake up late.
+        self.num_quarantined = 0
+        # Steps and attempts that counted when a newer attempt began.
         self.accepted: set[tuple[int, int]] = set()
         self.next_attempt()
 
@@ -96,14 +96,14 @@ class CatalogMachine(RuleBasedStateMachine):
             assert fenced
         except CommitConflict:
             assert present is not None and not fenced
-            # What only holds the place is set aside; what counts and is whole never is.
+            # A copy that does not count, or is not whole, is quarantined; one that counts and is whole never is.
             assert self.counts(step, present) and present.sizes_right
             assert present.attempt != attempt or not present.content_right
         else:
             assert not fenced
             if present == Copy(attempt) and self.counts(step, present):
-                return  # the same is there already
-            self.aside += present is not None
+                return  # The same checkpoint is there already.
+            self.num_quarantined += present is not None
             assert present is None or not (self.counts(step, present) and present.sizes_right)
             self.model[step] = Copy(attempt)
 
@@ -114,7 +114,7 @@ class CatalogMachine(RuleBasedStateMachine):
         self.alter(step, how)
         copy = self.model[step]
         if how == "flip":
-            copy.content_right = not copy.content_right  # the same bit every time
+            copy.content_right = not copy.content_right  # It is the same bit every time.
         else:
             copy.sizes_right = False
 
@@ -127,11 +127,11 @@ class CatalogMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
-    def set_aside(self, data: st.DataObject) -> None:
+    def quarantine(self, data: st.DataObject) -> None:
         step = data.draw(st.sampled_from(sorted(self.model)))
         self.storage.quarantine(step)
         del self.model[step]
-        self.aside += 1
+        self.num_quarantined += 1
 
     @rule()
     def sweep(self) -> None:
@@ -144,7 +144,7 @@ class CatalogMachine(RuleBasedStateMachine):
         assert catalog.committed_steps() == whole
         assert [entry.step for entry in catalog.entries()] == sorted(self.model, reverse=True)
         assert catalog.newest_attempt() == self.attempt
-        assert len(self.storage.quarantined()) == self.aside
+        assert len(self.storage.quarantined()) == self.num_quarantined
         for step, copy in self.model.items():
             if step in whole and copy.content_right:
                 assert catalog.verify(step).step == step
@@ -154,18 +154,18 @@ class CatalogMachine(RuleBasedStateMachine):
 
     @rule()
     def resume(self) -> None:
-        """From the newest whole one; what is newer and is not, is set aside; never silently from the beginning."""
+        """Resume from the newest whole checkpoint; newer ones are quarantined; never start over silently."""
         whole = [step for step, copy in self.model.items() if copy.sizes_right and self.counts(step, copy)]
         tiers = Tiers(self.storage)
         proposal = _propose(tiers, tiers.catalog, "auto", set(), set(), lambda message: None)
         passed_over = [step for step in self.model if step > max(whole, default=-1)]
-        self.aside += len(passed_over)
+        self.num_quarantined += len(passed_over)
         for step in passed_over:
             del self.model[step]
         if whole:
             assert proposal.step == max(whole)
         else:
-            assert proposal.step is None and (proposal.error is not None) == (self.aside > 0)
+            assert proposal.step is None and (proposal.error is not None) == (self.num_quarantined > 0)
 
     # -- inside
 
@@ -176,7 +176,7 @@ class CatalogMachine(RuleBasedStateMachine):
         return self.admits(step, copy.attempt)
 
     def another(self) -> Storage:
-        """The same place, as another process sees it."""
+        """Return the same storage as another process sees it."""
         if isinstance(self.storage, LocalStorage):
             return LocalStorage(self.storage.root)
         assert isinstance(self.storage, ObjectStorage)
@@ -321,13 +321,13 @@ def test_what_retention_promises_to_keep_stays(saved: list[Manifest], retention:
     milestones = {step for step in steps if retention.keep_every and step % retention.keep_every == 0}
     if ratings and retention.best_metric == "eval_loss":
         best = (max if retention.greater_is_better else min)(ratings.values())
-        # Of equals the oldest, as the Trainer counts.
+        # The oldest of equals is the best, as in the Trainer.
         step = min(step for step, rating in ratings.items() if rating == best)
         assert step not in removed
         milestones.add(step)
-    # And nothing else, so that a disk does not fill up.
+    # Nothing else is kept, so that a disk does not fill up.
     assert {manifest.step for manifest in kept} == {*newest} | milestones
-    # Once is enough.
+    # Removing once is enough.
     assert steps_to_remove(kept, retention) == []
 
 
@@ -387,7 +387,7 @@ FAILURES = st.builds(
 
 @dataclass
 class Life:
-    """A run as the supervisor leads it: one record, one decision after each failure."""
+    """A run as the supervisor sees it: one restart state, one decision after each failure."""
 
     max_restarts: int
     record: RestartState = field(default_factory=RestartState)
@@ -396,7 +396,7 @@ class Life:
     def fail(self, failure: Failure, progress: int) -> Restart | Stop:
         self.committed += progress
         self.record.add(AttemptRecord(failure, self.committed))
-        # As a new pod finds it.
+        # A new pod reads the restart state from storage.
         self.record = RestartState.from_json(self.record.to_json(1))
         decision = decide(
             self.record.history, max_restarts=self.max_restarts, stop_requested=False, batch=self.record.batch

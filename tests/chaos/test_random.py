@@ -1,4 +1,4 @@
-"""Faults drawn at random: another seed each time, which is printed; for longer than here by an option.
+"""Random faults: each run draws and prints a new seed; variables set the seed and a longer duration.
 
 CHAOS_MINUTES=45 pytest -s -m soak tests/chaos/test_random.py          CHAOS_SEED=7 pytest ... draws the same again
 """
@@ -29,7 +29,7 @@ from wire import Cut
 MINUTES = float(os.environ.get("CHAOS_MINUTES", "5"))
 pytestmark = pytest.mark.soak
 SEED = int(os.environ.get("CHAOS_SEED", random.SystemRandom().randrange(2**24)))
-# Long enough to be hit several times.
+# Long enough for several faults.
 SLOW = """
 def at_step(step, args):
     time.sleep(0.2)
@@ -44,7 +44,7 @@ def test_on_one_machine(tmp_path: Path) -> None:
     assert code == 0, output
     print(output[-3000:])
     assert verdict["faults"] >= 2 and verdict["violations"] == 0 and verdict["identical"]
-    assert "ended in the same bits" in output.splitlines()[-1]
+    assert "bit-identical to the fault-free run" in output.splitlines()[-1]
     assert not list((tmp_path / "chaos").glob("run-*")), "folders of runs that ended well are removed"
 
 
@@ -69,7 +69,7 @@ def test_on_two_machines(cut: Cut, calm: Run, tmp_path: Path) -> None:
 
 
 def one_run(cut: Cut, folder: Path, dice: random.Random, until: float) -> list[str]:
-    """A run that is struck, three times at least, and finished; what was done to it."""
+    """Run until at least three faults were injected and the run has finished; return the faults."""
     told: list[str] = []
     machines = pair(folder, "--set", "restart.max_restarts=1000", trouble=SLOW)
     start(machines)
@@ -109,7 +109,7 @@ def cut_wire(machines: list[Machine], victim: Machine, dice: random.Random, cut:
     seconds = dice.uniform(0.2, 15)
     cut.now()
     time.sleep(seconds)
-    cut.mend()
+    cut.restore()
     return f"the wire was cut for {seconds:.1f} s"
 
 
@@ -131,7 +131,7 @@ def kill(pid: int, name: str) -> str:
 
 
 def logged(machines: list[Machine]) -> list[int]:
-    """Step of each log entry so far."""
+    """Return the step of each log entry so far."""
     return [0, *(int(str(event["step"])) for event in machines[0].events("log"))]
 
 

@@ -1,10 +1,10 @@
-"""Whatever lies in a checkpoint's place: a reader returns the right thing, or refuses it with a clear error.
+"""Damaged files of a checkpoint: a reader returns the right content, or refuses the file with a clear error.
 
-Never another exception, never a hang, never a huge allocation, never code that comes from a file. Files are damaged
-blindly, as disks do it, and knowingly, with all digests right, so that the parser behind them meets it.
+It never raises another exception, hangs, allocates huge amounts of memory or runs code from a file. Files are damaged
+blindly, as a disk would, and knowingly, with all digests corrected, so that the damage reaches the parser behind them.
 
-FUZZ_CASES=20000 for more than the few of each reader that CI tries; FUZZ_SEED=random for others than always the same,
-FUZZ_SEED=N repeats such a run, FUZZ_CASE=N one case.
+FUZZ_CASES=20000 tries more cases than the few per reader that are the default. The seed is fixed by default;
+FUZZ_SEED=random draws one, FUZZ_SEED=N repeats such a run, FUZZ_CASE=N repeats one case.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from runner.ui.prometheus import RunCollector
 from runner.ui.status import panel
 
 NUM_CASES = int(os.environ.get("FUZZ_CASES", "200"))
-# Who sets out to find something draws one; whoever changes something else is to meet what he knows.
+# The seed is drawn only on request: an unrelated change must not fail because of new random cases.
 _SEED_ASKED = os.environ.get("FUZZ_SEED", "1")
 SEED = random.SystemRandom().randrange(10**9) if _SEED_ASKED == "random" else int(_SEED_ASKED)
 ONLY = int(os.environ["FUZZ_CASE"]) if "FUZZ_CASE" in os.environ else None
@@ -94,7 +94,7 @@ class Place:
         return (self.folder / name).read_bytes()
 
     def small_copy(self) -> LocalStorage:
-        """A storage of its own with the small checkpoints of steps 10 and 20."""
+        """Return a new storage with the small checkpoints of steps 10 and 20."""
         storage = LocalStorage(Path(tempfile.mkdtemp(dir=self.scratch)))
         for step in (10, STEP):
             commit(storage, step, nbytes=4096)
@@ -180,7 +180,7 @@ def sealed(data: bytes, r: random.Random) -> bytes:
 
 
 def assert_usable(manifest: Manifest) -> None:
-    """Nothing that is done with a manifest can go wrong for what is in it."""
+    """Check that no use of a manifest fails because of its content."""
     assert Manifest.from_json(manifest.to_json(), "here") == manifest
     numbers = [manifest.attempt, manifest.step, manifest.world_size, manifest.samples_consumed]
     assert all(type(number) is int and 0 <= number < 2**63 for number in [*numbers, *(f.size for f in manifest.files)])
@@ -203,7 +203,7 @@ def manifest_forged(place: Place) -> Reader:
 
 
 def assert_goes_on(storage: Storage, aside: Callable[[str], None]) -> bool:
-    """Whatever has become of step 20, the run goes on from it or from step 10; True where from 20."""
+    """Check that the run resumes from step 20, whatever its state, or from step 10; return True if from step 20."""
     tiers, announced = Tiers(storage), list[Event]()
     for entry in tiers.catalog.entries():
         assert (entry.manifest is None) == bool(entry.problem)
@@ -221,7 +221,7 @@ def assert_goes_on(storage: Storage, aside: Callable[[str], None]) -> bool:
 
 
 def catalog(place: Place) -> Reader:
-    """The manifest where it lies, with two steps to choose from."""
+    """The manifest in its place, with two steps to choose from."""
     storage = place.small_copy()
     path = storage.directory(STEP) / "manifest.json"
     good = path.read_bytes()
@@ -239,7 +239,7 @@ def catalog(place: Place) -> Reader:
 
 
 def remote_catalog(place: Place) -> Reader:
-    """As above, in object storage, where the manifest also says where its files lie."""
+    """As above, in object storage, where the manifest also says where its files are stored."""
     store = MemoryObjects()
     storage = ObjectStorage(store)
     for step in (10, STEP):
@@ -259,7 +259,7 @@ def remote_catalog(place: Place) -> Reader:
 
 
 def odd_name(data: bytes, r: random.Random) -> bytes:
-    """What may lie beside checkpoints and looks like one."""
+    """A foreign name next to the checkpoints that looks like one of theirs."""
     number = r.choice(["0", "5", "007", "020", "0020", "٣", "²", "-1", "+5", "1e3", " 5", "5 ", "5\n", "20\n"])
     number = r.choice([number, number, "9" * r.choice([19, 20, 100, 230]), str(r.randrange(100)), ""])
     shape = r.choice(["checkpoint-{}", "checkpoint-{}", "checkpoint-{}/", "checkpoint-{}.invalid", "checkpoint-{}.tmp",
@@ -270,7 +270,7 @@ def odd_name(data: bytes, r: random.Random) -> bytes:
 
 
 def names(place: Place) -> Reader:
-    """A foreign file or folder beside the checkpoints."""
+    """A foreign file or folder next to the checkpoints."""
     storage = place.small_copy()
     ours = {path.name for path in storage.root.iterdir()}
 
@@ -298,7 +298,7 @@ def names(place: Place) -> Reader:
 
 
 def remote_names(place: Place) -> Reader:
-    """A foreign object among the checkpoints'."""
+    """A foreign object among those of the checkpoints."""
     store = MemoryObjects()
     storage = ObjectStorage(store)
     for step in (10, STEP):
@@ -313,7 +313,7 @@ def remote_names(place: Place) -> Reader:
             assert assert_goes_on(storage, lambda kept: None)
             storage.sweep()
         assert objects.keys() <= store.objects.keys()
-        # A fence that cannot be read is for somebody to look at; nothing else may stop a run.
+        # An unreadable fence needs a user's attention; nothing else may stop a run.
         assert not was() or name.startswith("fence/")
         return not was()
 
@@ -339,7 +339,7 @@ def fence(place: Place) -> Reader:
 
 
 def any_file(place: Place) -> Reader:
-    """Each file in turn, its digest no longer right: what is read is what was written, or nothing."""
+    """Each file in turn, with a digest that no longer matches: a read returns what was written, or nothing."""
     storage = place.storage
     manifest = storage.read_manifest(STEP)
     originals = {file.name: place.data(file.name) for file in manifest.files}
@@ -391,7 +391,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def model(place: Place) -> Reader:
-    """The `safetensors` package is the judge of what is a right file."""
+    """The `safetensors` package decides what a valid file is."""
     name = "model.safetensors"
     tied = {"2.weight": "0.weight"}
 
@@ -487,7 +487,7 @@ def in_order(data: bytes) -> bool:
 
 
 def torch_file(name: str, place: Place) -> Reader:
-    """torch's own loader is the judge of what it is."""
+    """torch's own loader decides what a valid file is."""
 
     def judged(data: bytes) -> Any:
         with torch.serialization.safe_globals(rng.SAFE_GLOBALS):
@@ -581,7 +581,7 @@ def loop_state(place: Place) -> Reader:
 
 
 def base_model(place: Place) -> Reader:
-    """An adapter goes on upon its own base, or not at all."""
+    """An adapter is restored on its own base model, or not at all."""
     layer = torch.nn.Linear(4, 4)
     adapter = Adapter(lambda state: {"bias": state["bias"]}, "org/base")
     right = adapter.identify(layer)
@@ -598,11 +598,11 @@ def base_model(place: Place) -> Reader:
     return Reader(right, [mutations.blindly, mutations.json_knowingly], read)
 
 
-# -- what lies beside it ---------------------------------------------------------------------------------------------
+# -- files next to the checkpoints -------------------------------------------------------------------------------------
 
 
 def note(place: Place) -> Reader:
-    """What cannot be understood is an empty record; the next note takes its place."""
+    """A restart state that cannot be parsed counts as empty; the next one replaces it."""
     storage = LocalStorage(place.scratch / "note")
     storage.probe()
     crash = Failure(FailureKind.CRASHED, "cause", 0, 12, "print")
@@ -647,7 +647,7 @@ def lock(place: Place) -> Reader:
 
 
 def journal(place: Place) -> Reader:
-    """What of it cannot be understood is left out."""
+    """Lines that cannot be parsed are left out."""
     path = place.scratch / "journal.jsonl"
     now = iter(range(1000, 2000))
     book = Journal(path, lambda: float(next(now)))
@@ -747,6 +747,6 @@ def test_a_reader_answers_rightly_or_refuses_clearly(name: str, place: Place, re
 
 
 def test_every_file_of_a_checkpoint_has_its_reader(place: Place) -> None:
-    """Whoever adds a file to a checkpoint adds it here."""
+    """A new file in a checkpoint needs an entry in `READERS`."""
     files = {path.name for path in place.folder.iterdir()}
     assert files - {"manifest.json"} <= READERS.keys(), files

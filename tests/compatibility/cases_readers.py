@@ -1,4 +1,4 @@
-"""Who reads the checkpoints; several trainings in one script; migration from and to the stock Trainer."""
+"""Readers of the checkpoints; several training runs in one script; migration from and to the stock Trainer."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _auto_peft(run: Run) -> None:
 
 
 def _stock(run: Run, folder: str, resume_from: Any = None, stop_at: int | None = None, **options: Any) -> Any:
-    """A training without `resilient`, beside the case's own."""
+    """Train without `resilient`, for comparison with the case's own run."""
     made = trainer(run, Trainer, output_dir=str(run.folder / folder), **options)
     if stop_at is not None:
         made.add_callback(_Stop(stop_at))

@@ -1,6 +1,6 @@
 """TRL's distillation trainer, and the trainers of `trl.experimental`.
 
-They log every four steps: a resumed run has to go on with figures that two steps before the kill have begun.
+They log every four steps: a resumed run has to continue figures whose interval began two steps before the kill.
 """
 
 from __future__ import annotations

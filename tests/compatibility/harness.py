@@ -25,12 +25,12 @@ _TESTS = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out of a case.
+    """The outcome of a case.
 
     Attributes:
         kind: "identical", "differs", "refused", "crash", "hang" or "skipped".
         note: which part differs first, the refusal's text, or the end of the traceback.
-        at_resume: it was refused only when it was restarted.
+        at_resume: whether it was refused only after a restart.
         log: what rank 0 has printed.
     """
 
@@ -54,7 +54,7 @@ class Outcome:
 
 @dataclass
 class Ended:
-    """One start of a case, and what its ranks have left."""
+    """One start of a case, and the results of its ranks."""
 
     folder: Path
     ranks: int
@@ -71,7 +71,7 @@ class Ended:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def trouble(self) -> Outcome | None:
-        """None where all ranks reached their end."""
+        """Return the failure; None if all ranks reached their end."""
         if self.hung:
             return Outcome("hang", f"no end within the time; {self.log[-300:]}")
         found = [self.document(rank) for rank in range(self.ranks)]
@@ -95,9 +95,9 @@ class Ended:
         return list(self.document(rank)["result"].items())
 
     def seen(self) -> tuple[dict[str, list[str]], dict[int, int]]:
-        """What the steps worked on, by stage, step, kind and rank; and the first step of each attempt.
+        """Return what the steps worked on, by stage, step, kind and rank; and the first step of each attempt.
 
-        Steps that were computed again count as the last attempt saw them.
+        A recomputed step counts as the last attempt saw it.
         """
         by_attempt: dict[tuple[str, int], list[str]] = {}
         newest: dict[str, int] = {}
@@ -184,12 +184,12 @@ class ForkServer:
                 shutil.copytree(folder, keep, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.sock", "tmp"))
             shutil.rmtree(folder, ignore_errors=True)
         logs = outcome.log
-        # The folder has another name each time, and the table is kept under version control.
+        # The folder's name changes each time, and the table is under version control.
         note = re.sub(rf"{re.escape(str(folder))}/\w", "/run", outcome.note)
         return Outcome(outcome.kind, note, outcome.at_resume, logs, time.monotonic() - began)
 
     def _judge(self, case: Case, folder: Path) -> Outcome:
-        # What fails without us, too, is a defect of the case or of the library.
+        # A failure without `resilient`, too, is a defect of the case or of the library.
         stock = self._start(case, "stock", folder / "s") if case.stock else None
         trouble = stock.trouble() if stock is not None else None
         if stock is not None and trouble is not None:

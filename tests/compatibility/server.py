@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# A rank that fails while the others wait for it: so long they have to say why themselves.
+# Time that the other ranks have to report their own failure once one rank has failed.
 _AFTER_FAILURE_S = 3.0
 
 
@@ -106,7 +106,7 @@ def _become_rank(case: Any, order: Any, rank: int, port: int) -> None:
     log = os.open(folder / f"log-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for number in (1, 2):
         os.dup2(log, number)
-    # The agent's socket lies there: its path must be short.
+    # The agent creates its socket there, and the path of a socket must be short.
     os.environ["TMPDIR"] = str(folder / "tmp")
     import tempfile
 

@@ -1,4 +1,4 @@
-"""What the tests of faults share: checkpoints to write, and what must hold afterwards. Imports no torch."""
+"""Shared by the tests of faults: checkpoints to write, and checks of the invariants afterwards. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def commit(
     nbytes: int = SMALL_BYTES,
     may_publish: Callable[[], bool] = lambda: True,
 ) -> Manifest:
-    """A file of page-aligned memory, as in an arena, and one that is not."""
+    """Return a file of page-aligned memory, as in an arena, and one of unaligned memory."""
     memory = mmap.mmap(-1, nbytes)
     memory[:] = random.Random(step).randbytes(nbytes)
     files = [staged("model", memoryview(memory)), staged("state", memoryview(b"step %d" % step))]
@@ -41,13 +41,13 @@ def staged(name: str, data: memoryview) -> StagedFile:
 
 
 def assert_is_what_was_written(storage: Storage, manifest: Manifest) -> None:
-    """The checkpoint counts, and is the one that `commit` returned."""
-    # Where its files lie is the storage's business.
+    """Check that the checkpoint counts, and is the one that `commit` returned."""
+    # The storage decides where the files are.
     assert replace(Catalog(storage).verify(manifest.step), folder="") == manifest
 
 
 def assert_good_order(location: str, kept: Iterable[int], attempt: int = 9, nbytes: int = SMALL_BYTES) -> None:
-    """After whatever happened, the next attempt finds what was committed, whole, and goes on; nothing else is left."""
+    """Check that the next attempt finds the committed checkpoints whole and can commit, and that no files are left."""
     storage = open_storage(location)
     storage.begin_attempt(attempt)
     storage.sweep()
@@ -63,9 +63,9 @@ def assert_good_order(location: str, kept: Iterable[int], attempt: int = 9, nbyt
 
 
 def leftovers(location: str) -> list[str]:
-    """Whatever is neither part of a checkpoint, set aside or not, nor the newest fence; or is missing from one.
+    """Return files that belong neither to a checkpoint, quarantined or not, nor to the newest fence; and missing files.
 
-    Found without our own code.
+    They are found without the product's code.
     """
     names, uploads = _remote_names(location) if location.startswith("s3://") else (_local_names(Path(location)), [])
     manifests = [name for name in names if re.fullmatch(r"checkpoint-\d+[^/]*/manifest[^/]*\.json", name)]
@@ -96,7 +96,7 @@ def _remote_names(location: str) -> tuple[dict[str, bytes], list[str]]:
     try:
         uploads = client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
     except ClientError as error:
-        # rclone's ways to say that there are none.
+        # rclone's errors if there are no uploads.
         if error.response["Error"]["Code"] not in ("NoSuchKey", "NoSuchUpload"):
             raise
         uploads = []

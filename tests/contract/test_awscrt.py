@@ -1,4 +1,4 @@
-"""Where `awscrt` is installed beside botocore, another signer is used: uploads must not notice."""
+"""With `awscrt` installed, botocore uses another signer: uploads must work with it, too."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ assert back == data
 """
 
 
-def test_uploads_beside_awscrt(rclone_s3: Server, tmp_path: Path, monkeypatch: object) -> None:
+def test_uploads_with_awscrt(rclone_s3: Server, tmp_path: Path, monkeypatch: object) -> None:
     folder = tmp_path / "packages"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), "awscrt==0.38.1"]
     try:

@@ -1,4 +1,4 @@
-"""A process that writes checkpoints dies, or meets an error, at every step of its way; then the next one looks."""
+"""A writer of checkpoints is killed, or gets an error, at every failpoint; then another process reads what is left."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from servers import Server, bucket_on
 from checkpointing.failpoints import FAILPOINTS_ENV, NAMES
 from checkpointing.storage import open_storage
 
-# The second attempt goes back to step 2, so what the first has at step 3 is set aside.
+# The second attempt goes back to step 2, so the first attempt's checkpoint of step 3 is quarantined.
 OPERATIONS = ["begin:1", "commit:1", "commit-large:2", "commit:3", "remove:1", "aside:3", "begin:2", "commit:4"]
-# What is interrupted there, by its number among those that come by: never the first save.
+# The operation that is interrupted there, and at which pass of the failpoint: never in the first save.
 LOCAL = {
     "fence.written": ("begin:2", 4),
     "fence.opened": ("begin:2", 2),
@@ -79,15 +79,15 @@ def interrupt(location: str, point: str, action: str, operation: str, number: in
         assert result.returncode == 0 and lines[-1] == "done commit:4", result
         assert len(failed) == 1 and failed[0].startswith(f"failed {operation}") and point in failed[0], failed
         if operation.startswith("commit"):
-            assert leftovers(location) == [], "a save that failed clears up after itself"
+            assert leftovers(location) == [], "a failed save left files"
     assert_good_order(location, kept_by(lines))
     if "doing aside:3" in lines:
         storage = open_storage(location)
-        assert 3 in storage.steps() or storage.quarantined(), "what is set aside is kept"
+        assert 3 in storage.steps() or storage.quarantined(), "a quarantined checkpoint was lost"
 
 
 def kept_by(lines: list[str]) -> set[int]:
-    """What was acknowledged and not given up since."""
+    """Return the steps that were acknowledged, and neither removed nor quarantined since."""
     kept: set[int] = set()
     for line in lines:
         state, name, step = line.replace(":", " ").split()[:3]

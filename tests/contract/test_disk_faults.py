@@ -1,4 +1,4 @@
-"""A disk that fails, fills up, or may suddenly not be written to; the errors are the kernel's, or look like it."""
+"""A disk that fails, fills up or becomes read-only; the errors are the kernel's, or equal to them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from servers import small_disk
 from checkpointing.errors import CommitFailed
 from checkpointing.storage import open_storage
 
-# What is made durable in one commit, in this order; the last is the rename.
+# The fsyncs of one commit, in this order; the last one makes the rename durable.
 FSYNCS = ["model", "state", "manifest.json", ".checkpoint-2.1.tmp", "store"]
 
 
 def inject(location: Path, operation: str, call: str, what: str) -> tuple[str, str]:
-    """One operation in a process of its own, with an error or a signal in a system call; what it said, and the call."""
+    """Run an operation in a process with an error or a signal in a system call; return its output and the call."""
     log = location.with_name("strace")
     writer = [sys.executable, str(Path(__file__).with_name("writer.py")), str(location), operation]
     result = subprocess.run(
@@ -57,7 +57,7 @@ def prepared(tmp_path: Path) -> Path:
         ("fallocate", "error=ENOSPC", "model", "No space left on device"),
         ("fallocate", "error=EDQUOT", "model", "Disk quota exceeded"),
         ("rename", "error=EIO", "checkpoint-2", "Input/output error"),
-        # What a mounted volume answers whose server has forgotten it.
+        # The error of a mounted volume whose server no longer knows it.
         ("rename", "error=ESTALE", "checkpoint-2", "Stale file handle"),
     ],
 )
@@ -101,8 +101,10 @@ def test_killed_in_a_system_call(call: str, what: str, at: str, tmp_path: Path) 
 
 @pytest.mark.parametrize(("call", "number", "at"), [("fsync", 1, ".tmp"), ("rename", 1, ".tmp"), ("fsync", 2, "store")])
 @needs("strace")
-def test_an_attempt_that_could_not_begin_is_in_nobodys_way(call: str, number: int, at: str, tmp_path: Path) -> None:
-    """The writer goes on with the next one, as the supervisor does."""
+def test_an_attempt_that_could_not_begin_does_not_block_the_next(
+    call: str, number: int, at: str, tmp_path: Path
+) -> None:
+    """The writer continues with the next attempt, as the supervisor does."""
     location = prepared(tmp_path)
     said, called = inject(location, "begin:2", call, f"error=EIO:when={number}")
     assert "Input/output error" in said and at in called
@@ -163,6 +165,6 @@ def test_a_disk_that_becomes_read_only(when: str, disk: Path) -> None:
         commit(storage, 2, may_publish=lambda: remount(disk, "ro"))
     assert storage.steps() == [1]
     remount(disk, "rw")
-    # What could not be removed then is no obstacle now.
+    # Files that could not be removed then do not block this attempt.
     assert_is_what_was_written(storage, commit(storage, 2))
     assert_good_order(location, [1, 2])

@@ -121,7 +121,7 @@ def test_the_saved_configuration_loads(name: str, runs: Path) -> None:
 
 
 def test_the_restart_state_is_read(runs: Path) -> None:
-    """Losing it would cost the budget of restarts, and the count of steps that were computed again."""
+    """Losing it would reset the restart budget and the count of recomputed steps."""
     state = RestartState.from_json((runs / "preempted" / "checkpoints" / ".runner.json").read_bytes())
     (record,) = state.history
     assert (record.failure.kind, record.failure.step, record.committed_step) == (FailureKind.CRASHED, 24, 20)

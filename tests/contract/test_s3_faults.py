@@ -1,4 +1,4 @@
-"""Object storage behind a bad network: what is retried, what ends and how, and what is there afterwards."""
+"""Object storage behind a bad network: what is retried, what fails and how, and what is stored afterwards."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PAGE_404 = Fault(status=404, body="<html><body>Not Found</body></html>")
 
 @dataclass
 class Place:
-    """A location on a server, and what lies between it and us."""
+    """A location on a server, and the proxy in front of it."""
 
     location: str
     proxy: MeddlingProxy
@@ -96,7 +96,7 @@ def impatient(answer_within_s: float = 30) -> Iterator[None]:
         ("PUT .*partNumber=", Fault(body_bytes=3 << 20)),
         ("PUT .*partNumber=", ANSWER_LOST),
         (CREATE_UPLOAD, ANSWER_LOST),
-        # An error that came to pass after the answer had begun.
+        # An error that occurred after the answer had begun.
         (COMPLETE_UPLOAD, Fault(status=200, code="InternalError")),
         ("GET .*list-type=2", ANSWER_HALVED),
         ("GET .*/model", ANSWER_HALVED),
@@ -232,7 +232,7 @@ def read(store: ObjectStore) -> None:
 def test_a_line_that_only_trickles_is_given_up(
     call: Callable[[ObjectStore], None], line: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Never silent, never done."""
+    """The server never falls silent, and never finishes."""
     monkeypatch.setattr(s3_multipart, "_PART_BYTES", LONG_BYTES)
     store = s3.S3Store(f"s3://{bucket_on(line, monkeypatch)}/run")
     upload(store)
@@ -240,7 +240,7 @@ def test_a_line_that_only_trickles_is_given_up(
     began = time.monotonic()
     with impatient(), pytest.raises(StorageTimeout):
         call(store)
-    # At that rate it would have taken 50.
+    # At that rate it would have taken 50 s.
     assert time.monotonic() - began < 45
 
 
@@ -342,9 +342,7 @@ def test_an_upload_that_falls_into_a_black_hole_ends(line: FaultProxy, far: Obje
     assert time.monotonic() - began < 50
 
 
-def test_a_save_that_falls_into_a_black_hole_ends_and_what_it_had_sent_is_swept(
-    line: FaultProxy, far: ObjectStorage
-) -> None:
+def test_a_save_into_a_black_hole_ends_and_its_parts_are_swept(line: FaultProxy, far: ObjectStorage) -> None:
     commit(far, 1, nbytes=100)
 
     def fall() -> bool:
@@ -361,24 +359,24 @@ def test_a_save_that_falls_into_a_black_hole_ends_and_what_it_had_sent_is_swept(
 
 
 @pytest.mark.parametrize(
-    ("fault", "mend"),
+    ("fault", "fix"),
     [
         (REVOKED, "these credentials may not do this; allow list, get, put and delete"),
         (Fault(status=400, code="ExpiredToken"), "the credentials have expired; renew them"),
         (Fault(status=403, code="QuotaExceeded"), "the quota is used up"),
     ],
 )
-def test_what_waiting_does_not_mend_is_told_at_once(
-    fault: Fault, mend: str, radosgw_s3: Server, monkeypatch: pytest.MonkeyPatch
+def test_a_fault_that_waiting_does_not_fix_is_reported_at_once(
+    fault: Fault, fix: str, radosgw_s3: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everything is refused from the second part on, clearing up too."""
+    """Everything is refused from the second part on, including the clean-up."""
     with meddling_proxy(radosgw_s3) as proxy:
         place = Place(f"s3://{bucket_on(proxy, monkeypatch)}/run", proxy)
         storage = place.open()
         commit(storage, 1)
         before = len(proxy.seen)
         proxy.add(".*", fault, after=proxy.add("PUT .*partNumber=2", fault))
-        with impatient(), pytest.raises(CommitFailed, match=mend) as caught:
+        with impatient(), pytest.raises(CommitFailed, match=fix) as caught:
             commit(storage, 2, nbytes=LARGE_BYTES)
         assert isinstance(caught.value.__cause__, StorageError)
         assert len(proxy.seen[before:]) == len({*proxy.seen[before:]}), "something was tried again"

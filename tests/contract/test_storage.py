@@ -186,7 +186,7 @@ def test_of_two_writers_one_wins(storage: Storage, location: str) -> None:
     assert len(outcomes) == 4
     if isinstance(storage, LocalStorage) or (isinstance(storage, ObjectStorage) and storage.store.honours_if_absent):
         assert len(winners) == 1 and read(storage, 5) == winners[0].encode()
-    # Whoever it was, what is there is whole.
+    # Whichever writer won, its checkpoint is whole.
     Catalog(storage).verify(5)
 
 
@@ -219,7 +219,7 @@ def test_what_is_committed_during_a_survey_is_not_taken_for_damaged(storage: Sto
     assert Catalog(storage).committed_steps() == [1, 2]
 
 
-def test_set_aside_keeps_and_counts(storage: Storage) -> None:
+def test_quarantine_keeps_and_counts(storage: Storage) -> None:
     for data in (b"one", b"two"):
         commit(storage, 5, data=data)
         kept = storage.quarantine(5)
@@ -278,8 +278,8 @@ def test_what_was_published_in_spite_of_the_fence_does_not_count(storage: Storag
     assert read(storage, 20) == b"newer" and Catalog(storage).committed_steps() == [10, 20]
 
 
-def test_who_was_shut_out_sets_nothing_aside(storage: Storage, location: str) -> None:
-    """Both find the step damaged; the newer one sets it aside and commits the step before the older one acts."""
+def test_a_fenced_writer_quarantines_nothing(storage: Storage, location: str) -> None:
+    """Both find the step damaged; the newer one quarantines it and commits the step before the older one acts."""
     storage.begin_attempt(1)
     commit(storage, 5, attempt=1)
     tamper(storage, 5, "a", None)
@@ -364,7 +364,7 @@ def test_an_attempt_that_died_as_it_began_hides_nothing(storage: Storage, locati
 
 
 def test_what_the_newer_attempt_took_over_may_be_published(storage: Storage) -> None:
-    """The agent still holds the snapshot that the newer attempt goes on from."""
+    """The agent still holds the snapshot that the newer attempt resumes from."""
     storage.begin_attempt(1)
     storage.begin_attempt(2, held=[(7, 1)])
     commit(storage, 7, attempt=1)
@@ -379,7 +379,7 @@ def test_two_runners_cannot_begin_the_same_attempt(storage: Storage, location: s
         open_storage(location).begin_attempt(1)
 
 
-def test_damage_is_told_as_such_after_a_new_attempt_has_begun_and_can_be_repaired(storage: Storage) -> None:
+def test_damage_is_reported_as_such_after_a_new_attempt_has_begun_and_can_be_repaired(storage: Storage) -> None:
     storage.begin_attempt(1)
     commit(storage, 10, attempt=1)
     tamper(storage, 10, "a", b"ab")
@@ -399,7 +399,7 @@ def test_a_supervisors_note_is_replaced_whole_and_not_by_an_older_one(storage: S
     storage.sidecars.replace_restart_state(b'{"attempt": 2, "x": 2}')
     storage.sidecars.replace_restart_state(b'{"attempt": 1, "x": 3}')
     assert open_storage(location).sidecars.read_restart_state() == b'{"attempt": 2, "x": 2}'
-    # It is no checkpoint, and no sweep's business.
+    # The restart state is not a checkpoint, and a sweep does not remove it.
     commit(storage, 5)
     assert storage.sweep() == [] and storage.steps() == [5]
     storage.sidecars.write_restart_state(b"damaged")

@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what needs a part that is not here, before any fixture is made."""
+    """Skip a test that needs a missing part before any of its fixtures is made."""
     for part in parts_of(item):
         require(part)
 
@@ -87,7 +87,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def table(reasons: Iterable[str]) -> list[str]:
-    """Lines of a table: part, number of tests that were skipped for want of it, how to get it."""
+    """Return the lines of a table: missing part, number of tests that were skipped without it, how to get it."""
     parts: Counter[str] = Counter()
     others: Counter[str] = Counter()
     for reason in reasons:

@@ -51,7 +51,7 @@ def test_no_valid_checkpoint_is_never_a_silent_restart(untouched: Run, tmp_path:
     assert run.start().finish() == 81, run.output
     assert "none is valid" in run.output and "Traceback" not in run.output
     assert not run.events("training_started")
-    # And again: what was set aside still counts.
+    # A second start ends alike: the quarantined checkpoints still count.
     assert run.start().finish() == 81, run.output
 
 
@@ -102,5 +102,5 @@ def test_stock_hugging_face_reads_our_checkpoint(untouched: Run, tmp_path: Path)
     result = trainer.train(resume_from_checkpoint=str(checkpoint))
     assert result.global_step == 62
     assert trainer.optimizer is not None
-    # The optimizer's history came along: its step counter goes on from 60.
+    # The optimizer's state was restored: its step counter continues from 60.
     assert {float(state["step"]) for state in trainer.optimizer.state.values()} == {62.0}

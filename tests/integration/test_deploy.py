@@ -1,6 +1,6 @@
-"""What lies under deploy/, against real schemas; the exit codes against what each scheduler documents.
+"""The files in deploy/ against real schemas; the exit codes against what each scheduler documents.
 
-What each controller makes of an exit code is in tests/unit/deploy, by the same files.
+How each controller reacts to an exit code is tested in tests/unit/deploy, with the same files.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ KUBERNETES_VERSION = "1.34"
 KUBEFLOW_START = DEPLOY / "kubernetes" / "kubeflow-start"
 UNIT = DEPLOY / "spot" / "runner.service"
 ENDED = DEPLOY / "spot" / "runner-ended"
-# SIGKILL and SIGTERM that were not handled; both come from outside.
+# SIGKILL, and SIGTERM without a handler; both come from outside.
 KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
-# AWS Batch kills so long after its SIGTERM.
+# Time from SIGTERM to SIGKILL in AWS Batch.
 BATCH_STOP_S = 30
-# What a supervisor may need between the end of its ranks and its own.
+# Time that a supervisor may need to exit after its ranks have ended.
 MARGIN_S = 5
 
 
@@ -215,7 +215,7 @@ def assert_takes(service: str, operation: str, parameters: dict[str, Any]) -> No
 def test_the_job_definition_is_what_the_aws_api_takes(name: str) -> None:
     definition = batch(name)
     assert_takes("batch", "RegisterJobDefinition", definition)
-    # What the reference of the API says beside its model.
+    # Limits that the API reference states in addition to the model.
     strategy = definition["retryStrategy"]
     assert 1 <= strategy["attempts"] <= 10 and len(strategy["evaluateOnExit"]) <= 5
     for condition in strategy["evaluateOnExit"]:
@@ -262,7 +262,7 @@ def test_a_job_that_has_spent_its_attempts_is_submitted_again() -> None:
 def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     analyze = find("systemd-analyze")
     assert analyze is not None
-    # The unit is not installed here; it names a program that is.
+    # The unit's program is not installed here; the check needs one that is.
     copy = tmp_path / UNIT.name
     copy.write_text(re.sub(r"/opt/venv/bin/runner|/usr/local/sbin/runner-ended", "/bin/true", UNIT.read_text()))
     result = subprocess.run([analyze, "verify", str(copy)], capture_output=True, text=True)
@@ -291,14 +291,14 @@ def test_every_exit_code_is_documented() -> None:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_jobs_may_have_a_failure_policy(name: str) -> None:
-    """The API server refuses it with another restartPolicy; a second pod beside the first would be fenced."""
+    """The API server refuses it with another restartPolicy; a second pod next to the first would be fenced."""
     assert PODS[name].spec["restartPolicy"] == "Never"
     assert JOBS[name]["podReplacementPolicy"] == "Failed"
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_failures_are_counted_by_node(name: str) -> None:
-    """One fault that ends all nodes was N failures against a limit of six for the whole Job."""
+    """One fault that ended all nodes counted as N failures against a limit of six for the whole Job."""
     job = JOBS[name]
     if job.get("parallelism", 1) > 1 or name.startswith("trainjob"):
         assert job["backoffLimitPerIndex"] > 0 and "backoffLimit" not in job
@@ -348,7 +348,7 @@ def test_the_unit_outlives_a_rank_that_was_short_of_memory() -> None:
 
 @pytest.mark.parametrize("version", ["3.10.12", "3.12.3"])
 def test_the_installation_ends_at_an_error_and_has_a_python(version: str, tmp_path: Path) -> None:
-    """cloud-init's runcmd goes on after errors; Ubuntu 22.04 has Python 3.10."""
+    """cloud-init's runcmd continues after errors; Ubuntu 22.04 has Python 3.10."""
     files = {
         entry["path"]: entry["content"]
         for entry in yaml.safe_load((DEPLOY / "spot" / "user-data.yaml").read_text())["write_files"]
@@ -462,7 +462,7 @@ def test_kubeflow_start_passes_a_stop_on_and_waits(shell: str, number: signal.Si
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_kubeflow_start_tries_again_what_may_pass(shell: str, tmp_path: Path) -> None:
-    """Storage that was away for a minute ended the job."""
+    """Storage that was unreachable for a minute ended the job."""
     starts = tmp_path / "starts"
     program(tmp_path / "runner", f"echo x >>{starts}\n[ $(wc -l <{starts}) -gt 2 ] && exit 0\nexit 74")
     assert kubeflow_start(shell, tmp_path, PAUSE="0").wait(30) == 0
@@ -519,7 +519,7 @@ def test_the_grace_ends_before_batch_and_systemd_kill() -> None:
     assert grace(job_definition()["containerProperties"]["command"]) + MARGIN_S <= BATCH_STOP_S
     service = unit()["Service"]
     assert grace(service["ExecStart"].split()) + MARGIN_S <= float(service["TimeoutStopSec"])
-    # SIGTERM to all would reach the ranks beside the supervisor.
+    # SIGTERM to the whole group would reach the ranks, not only the supervisor.
     assert service["KillMode"] == "mixed"
 
 

@@ -1,4 +1,4 @@
-"""One real failure for each row of the failure table, and what becomes of the run."""
+"""One real failure for each row of the failure table, and its effect on the run."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_rank_that_the_kernel_kills_for_want_of_memory(small_memory: Path, tmp
             while step == 12 and RANK == 1 and args.per_device_train_batch_size > 2:
                 held.append(torch.ones(25_000_000))
     """
-    # So much memory takes its time.
+    # Allocating that much memory takes a while.
     run = Run(tmp_path / "run", "--set", "restart.hang_timeout_s=120", script=troubled(tmp_path, trouble))
     join = f'echo $$ > {small_memory}/cgroup.procs && exec "$@"'
     run.command = ["sh", "-c", join, "sh", *run.command]
@@ -141,7 +141,7 @@ def test_a_rank_that_the_kernel_kills_for_want_of_memory(small_memory: Path, tmp
 
 @pytest.mark.soak
 def test_out_of_memory_before_the_first_step_is_bounded(tmp_path: Path) -> None:
-    """As where somebody else holds the memory: nothing is known of batches yet."""
+    """As if another process held the memory: no batch size is known yet."""
     trouble = """
         if ATTEMPT == 1:
             def at_step(step, args):
@@ -156,7 +156,7 @@ def test_out_of_memory_before_the_first_step_is_bounded(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_a_connection_that_breaks_between_two_ranks_is_a_crash(calm: Run, tmp_path: Path) -> None:
-    """What gloo then says is the cause, on whichever rank it is said first."""
+    """The cause is gloo's message, from whichever rank reports it first."""
     trouble = """
         import socket
         def at_step(step, args):
@@ -179,7 +179,7 @@ def test_a_connection_that_breaks_between_two_ranks_is_a_crash(calm: Run, tmp_pa
 
 
 def test_an_agent_lost_when_all_is_committed_costs_nothing(tmp_path: Path) -> None:
-    """It was removing older checkpoints after the last one."""
+    """The agent was removing older checkpoints after the last commit."""
     script = troubled(tmp_path, options="save_total_limit=1")
     Path(script[0]).write_text(Path(script[0]).read_text().replace("save_steps=10", "save_steps=20"))
     run = Run(tmp_path / "run", script=script).start(CHECKPOINT_FAILPOINTS="local.removing=hang")
@@ -200,7 +200,7 @@ def test_a_stopped_rank_is_found_its_stacks_are_kept_and_the_run_goes_on(calm: R
     assert run.finish() == 0, run.output
     assert kinds(run) == ["hung", "finished"]
     hang = run.events("hang")[0]
-    # By the limit of steps, not by that of what is none.
+    # The limit of steps applies, not the longer one of other work.
     assert hang["time"] - stopped_at < 120
     assert 1 in hang["ranks"]
     stacks = {Path(path).name: Path(path).read_text() for path in hang["stacks"]}
@@ -254,7 +254,7 @@ def test_a_hang_in_what_is_no_step_is_found_by_its_own_limit(tmp_path: Path) -> 
                 time.sleep(600)
     """
     script = troubled(tmp_path, trouble, EVALUATING)
-    # The launcher, too, has no more than that until the first rank starts.
+    # The launcher has the same time until the first rank starts.
     run = Run(tmp_path / "run", "--set", "restart.quiet_timeout_s=60", script=script).start()
     assert run.finish() == 0, run.output
     assert kinds(run) == ["hung", "finished"]
@@ -313,7 +313,7 @@ def test_a_launcher_or_agent_that_is_killed_while_it_starts_is_tried_again(tmp_p
         assert not run.leftovers()
 
 
-# -- gradients that are no numbers ---------------------------------------------------------------------------------
+# -- non-finite gradients ------------------------------------------------------------------------------------------
 
 
 def test_a_nan_on_one_rank_costs_an_attempt_and_leaves_no_trace(calm: Run, tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_a_nan_on_one_rank_costs_an_attempt_and_leaves_no_trace(calm: Run, tmp_p
     assert_as_if_nothing_had_happened(run, calm)
 
 
-# At step 12 in every attempt.
+# The loss is NaN at step 12 in every attempt.
 SPOILED = """
     compute_loss = Trainer.compute_loss
     def spoiled(self, *args, **kwargs):
@@ -340,7 +340,7 @@ SPOILED = """
 
 @pytest.mark.parametrize("options", ["", pytest.param("max_grad_norm=0", marks=pytest.mark.soak)])
 def test_a_nan_that_comes_again_is_passed_over(options: str, tmp_path: Path) -> None:
-    """Also by who goes on later: what a killed rank's successor computes does not depend on the kill."""
+    """A later attempt skips them, too: its result does not depend on whether a rank was killed."""
     states = []
     for name, failpoints in (("calm", ""), ("killed", "training.step=kill@18")):
         folder = tmp_path / name
@@ -359,7 +359,7 @@ def test_a_nan_that_comes_again_is_passed_over(options: str, tmp_path: Path) -> 
         (skipped,) = run.events("steps_skipped")
         assert (skipped["first"], skipped["last"]) == (11, 12)
         states.append(state_hash(run.checkpoint(END)))
-        # Two of its steps have changed nothing.
+        # Two of its steps were skipped and changed nothing.
         optimizer = torch.load(run.checkpoint(END) / "optimizer.pt", weights_only=True)
         assert {int(state["step"]) for state in optimizer["state"].values()} == {END - 2}
         assert all(math.isfinite(loss) and loss > 1 for _, loss in loss_curve(run.checkpoint(END)))
@@ -480,7 +480,7 @@ def test_runners_that_are_killed_again_and_again_spend_the_budget(tmp_path: Path
         run.finish()
     assert run.start().finish() == 79, run.output
     assert "ended together with its runner" in last_line(run)
-    # That is told once: whoever starts it again after that wants it to be tried.
+    # The budget is refused only once: a user who then starts the run again wants it to be tried.
     assert run.start().finish() == 0, run.output
 
 
@@ -502,7 +502,7 @@ def test_a_notice_to_one_rank_alone_stops_all(number: signal.Signals, calm: Run,
 
 
 def test_a_notice_to_every_process_is_one_notice(calm: Run, tmp_path: Path) -> None:
-    """As a scheduler sends it: to all processes of the job, and to the runner not first."""
+    """As a scheduler sends it: to all processes of the job, and not to the runner first."""
     run = Run(tmp_path / "run", script=troubled(tmp_path, options=EVALUATING, crawl=8)).start()
     wait_for_commit(run, 10)
     assert run.process is not None
@@ -588,7 +588,7 @@ def test_signals_while_it_ends_do_not_take_the_exit_codes_place(tmp_path: Path) 
 
 
 def test_a_stop_in_the_first_moment_is_not_lost(tmp_path: Path) -> None:
-    """Before anything is loaded, and before the journal is there."""
+    """A signal before anything is loaded, and before the journal exists."""
     for delay in (0.25, 0.5, 1.0):
         run = Run(tmp_path / f"run-{delay}", *SHORT_JOB).start()
         assert run.process is not None
@@ -661,7 +661,7 @@ def test_a_clouds_notice_is_a_stop_request(cloud: str, tmp_path: Path) -> None:
     with serve(kind) as service:
         options = ["--set", f"restart.preemption_notices={cloud}"]
         options += ["--set", f"restart.metadata_endpoint={service.endpoint}"]
-        # AWS is asked every five seconds.
+        # The AWS endpoint is polled every five seconds.
         slow = """
             def at_step(step, args):
                 time.sleep(1.0 if step > 10 else 0)
@@ -708,7 +708,7 @@ def test_what_ranks_have_started_goes_with_them(tmp_path: Path) -> None:
 
 @needs("process namespaces")
 def test_as_process_1_it_restarts_stops_and_leaves_nobody(tmp_path: Path) -> None:
-    """As in a container: nobody above it reaps or forwards."""
+    """As in a container: no parent process reaps children or forwards signals."""
     slow = """
         def at_step(step, args):
             time.sleep(0.5 if step > 8 else 0)

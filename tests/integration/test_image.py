@@ -1,6 +1,6 @@
-"""The image, really built and run: on a Debian made here, by buildah and podman, without a registry.
+"""The image, built and run by buildah and podman on a Debian base made here, without a registry.
 
-Everything lies in a storage of its own under the test's folder, and is gone afterwards.
+Containers and images are in a storage of their own under the test's folder, and are removed afterwards.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEBIAN_SOURCES = Path("/etc/apt/sources.list.d/debian.sources")
 BASE, IMAGE = "localhost/base:test", "localhost/runner:test"
 # Two minutes on two quiet cores.
 BUILD_TIMEOUT_S = 1500
-# As in the manifests; and limits that may always be set, where podman's own may not be.
+# As in the manifests; with limits that may always be set, because podman's defaults may exceed what is allowed.
 RUN_OPTIONS = [
     "--network=none",
     "--cap-drop=all",
@@ -34,7 +34,7 @@ RUN_OPTIONS = [
 ]
 # Half a minute on two quiet cores; stopped after five steps, then finished.
 JOB = ["--output-dir=/data/run", "--set=restart.grace_s=60"]
-# That of torch 2.13.
+# The version that torch 2.13 needs.
 TRITON = "triton==3.7.1"
 LAUNCHER = r"""
 import bitsandbytes, pynvml, triton
@@ -67,7 +67,7 @@ class Containers:
         self._environment = {**os.environ, "TMPDIR": str(folder / "tmp"), "BUILDAH_ISOLATION": "chroot"}
         (folder / "tmp").mkdir()
         storage = [f"--root={folder / 'root'}", f"--runroot={folder / 'runroot'}"]
-        # overlay is quick; where the folder lies on a file system that cannot carry it, every layer is a copy.
+        # overlay is quick; with a folder on a file system that does not support it, every layer is a copy.
         overlay = subprocess.run(["buildah", *storage, "--storage-driver=overlay", "info"], capture_output=True)
         self._storage = [*storage, f"--storage-driver={'overlay' if overlay.returncode == 0 else 'vfs'}"]
 
@@ -94,14 +94,14 @@ class Containers:
         return process.returncode, output
 
     def close(self) -> None:
-        # The processes and their mounts; the images go with the folder.
+        # End the processes and their mounts; the images are removed with the folder.
         self._check(self._podman(("rm", "--all", "--force", "--time=0")))
         for point in sorted(mounts_below(self.folder), reverse=True):
             subprocess.run(["umount", "--lazy", point], check=True)
         shutil.rmtree(self.folder)
 
     def _podman(self, arguments: tuple[str, ...]) -> list[str]:
-        # No systemd and no journal are asked for: a plain cgroup, a plain log.
+        # No systemd and no journald: a plain cgroup and a plain log.
         plain = ["--runtime=runc", "--cgroup-manager=cgroupfs", "--events-backend=none"]
         return ["podman", *self._storage, *plain, f"--tmpdir={self.folder / 'tmp'}", *arguments]
 
@@ -135,7 +135,7 @@ def pip_as_here(folder: Path) -> list[str]:
         key, _, quoted = line.partition("=")
         settings.setdefault(key.rpartition(".")[2], ast.literal_eval(quoted))
     for word in " ".join(settings.values()).split():
-        # An index in files refers to its neighbours.
+        # An index of files refers to neighbouring files.
         path = Path(word.removeprefix("file://")).parent if word.startswith("file://") else Path(word)
         if path.is_absolute() and path.exists():
             paths.add(path)
@@ -168,7 +168,7 @@ def make_base(containers: Containers) -> None:
 
 @pytest.fixture(scope="module")
 def containers() -> Iterator[Containers]:
-    # podman wants a short path: that of pytest's own folders is longer in a worker.
+    # podman needs a short path; pytest's folders have longer ones in a worker.
     folder = Path(tempfile.mkdtemp(prefix="image-", dir="/tmp"))
     containers = Containers(folder)
     try:
@@ -190,11 +190,11 @@ def containers() -> Iterator[Containers]:
 
 def test_the_image_answers_as_a_user_without_rights(containers: Containers) -> None:
     code, output = containers.run(IMAGE, "--help")
-    assert code == 0 and "Keep a fine-tuning run going" in output
+    assert code == 0 and "Run PyTorch training jobs that survive" in output
     assert containers.run("--entrypoint=id", IMAGE, "-u") == (0, "1000\n")
     config = json.loads(containers.buildah("inspect", "--type=image", IMAGE))["OCIv1"]["config"]
     assert config["Entrypoint"] == ["runner"] and config["User"] == "1000:1000"
-    # Nothing of the repository but what the Dockerfile names.
+    # Only the files that the Dockerfile names are copied from the repository.
     code, output = containers.run("--entrypoint=ls", IMAGE, "/opt/runner")
     assert output.split() == [
         "LICENSE",
@@ -231,10 +231,10 @@ def test_a_stopped_container_has_committed_and_the_next_one_goes_on(containers: 
     volume.mkdir()
     os.chown(volume, 1000, 1000)  # what fsGroup does
     options = [f"--volume={volume}:/data", IMAGE, "start", *JOB]
-    # Long enough to be stopped; it ends soon after.
+    # The job runs long enough to be stopped, and ends soon after it is resumed.
     process = containers.start("--name=run", *options, "--set=trainer.max_steps=500")
     wait_for_event(volume / "run", process, "log")
-    # As a kubelet does it: SIGTERM to process 1, and SIGKILL when the time is over.
+    # As a kubelet stops a pod: SIGTERM to process 1, and SIGKILL after the grace period.
     containers.podman("stop", "--time=120", "run")
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 75, output
@@ -242,7 +242,7 @@ def test_a_stopped_container_has_committed_and_the_next_one_goes_on(containers: 
     stopped_at = events(volume / "run", "committed")[-1]["step"]
     assert 0 < stopped_at < 500
     assert (volume / "run" / "checkpoints" / f"checkpoint-{stopped_at}" / "manifest.json").is_file()
-    # 75: start me again.
+    # 75 asks the scheduler for a restart.
     code, output = containers.run(*options, f"--set=trainer.max_steps={stopped_at + 5}")
     assert code == 0, output
     assert events(volume / "run", "attempt_ended")[-1]["start_step"] == stopped_at

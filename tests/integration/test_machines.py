@@ -1,4 +1,4 @@
-"""A run on two machines: two network namespaces, a wire between them, a volume that both see; nothing else shared."""
+"""A run on two machines: two network namespaces, a wire between them, a shared volume, and nothing else in common."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def test_a_rank_that_dies_on_one_machine_restarts_all(wire: None, calm: Run, tmp
     assert kinds(machines[0]) == ["crashed", "finished"]
     cause = machines[0].events("attempt_ended")[0]
     assert cause["rank"] == 1 and "killed" in str(cause["cause"])
-    # Not after the collective's time-out.
+    # Before the time-out of the collective.
     assert float(str(cause["time"])) - killed_at < 120
-    # Both had the snapshot in memory.
+    # Both machines held the snapshot in memory.
     assert [event["source"] for event in machines[0].events("resumed")] == ["memory"]
     assert state_hash(machines[0].checkpoint(END)) == state_hash(calm.checkpoint(END))
     assert_nobody_is_left(machines)
 
 
-def test_a_wire_that_is_cut_and_mended_after_a_minute(cut: Cut, calm: Run, tmp_path: Path) -> None:
+def test_a_wire_that_is_cut_and_restored_after_a_minute(cut: Cut, calm: Run, tmp_path: Path) -> None:
     machines = pair(tmp_path, crawl=10)
     start(machines)
     wait_for_commit(machines, 10)
@@ -61,7 +61,7 @@ def test_a_wire_that_is_cut_and_mended_after_a_minute(cut: Cut, calm: Run, tmp_p
         wait_for_events(machine, "attempt_ended")
     assert time.monotonic() - cut_at < 120
     wait_until(machines[0], lambda: time.monotonic() - cut_at > 60)
-    cut.mend()
+    cut.restore()
     assert finish(machines) == [0, 0], outputs(machines)
     assert kinds(machines[0]) == ["node lost", "finished"]
     assert state_hash(machines[0].checkpoint(END)) == state_hash(calm.checkpoint(END))
@@ -123,14 +123,14 @@ def test_a_leader_killed_at_one_of_its_last_steps(
     machines[0].command = command
     machines[0].start()
     assert finish(machines) == [0, 0], f"{name}\n{outputs(machines)}"
-    # Not after launch.rendezvous_timeout_s.
+    # Before launch.rendezvous_timeout_s has passed.
     assert time.monotonic() - began < 300
     assert state_hash(machines[0].checkpoint(END)) == state_hash(calm.checkpoint(END))
     assert_nobody_is_left(machines)
 
 
 def test_the_other_machine_is_lost_at_the_very_end(wire: None, tmp_path: Path) -> None:
-    """Started again, it finds nobody to ask: the first one has left for good."""
+    """The restarted node finds no leader: the first node has already exited for good."""
     machines = pair(tmp_path)
     start(machines)
     assert finish(machines) == [0, 0], outputs(machines)

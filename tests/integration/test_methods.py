@@ -1,4 +1,4 @@
-"""What is trained, and how: each kind is killed twice, goes on from memory and from disk, and ends the same."""
+"""Training methods: each one is killed twice, resumes from memory and from disk, and ends with the same result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHORT = ["trainer.max_steps=24", "trainer.save_steps=6", "trainer.logging_steps=
 LORA = ["method.type=lora", "method.r=4"]
 METHODS = {
     "lora": LORA,
-    # All of `SFTConfig`'s own ways at once.
+    # Several options of `SFTConfig` at once.
     "lora-bf16-packed": [
         *LORA,
         "trainer.bf16=true",
@@ -39,7 +39,7 @@ def job(folder: Path, *settings: str) -> Run:
 def test_each_method_ends_as_if_nothing_had_happened(method: str, tmp_path: Path) -> None:
     calm = job(tmp_path / "calm", *METHODS[method]).start()
     assert calm.finish() == 0, calm.output
-    # A rank after step 9 of its own; and the agent, with the snapshots that it holds, in mid-commit.
+    # A rank is killed after step 9; later the agent, in mid-commit, with the snapshots that it holds.
     run, fired = job(tmp_path / "run", *METHODS[method]), tmp_path / "fired"
     fired.mkdir()
     run.start(CHECKPOINT_FAILPOINTS="training.step=kill@9; local.begun=kill@3", CHECKPOINT_FAILPOINTS_ONCE=str(fired))
@@ -47,13 +47,13 @@ def test_each_method_ends_as_if_nothing_had_happened(method: str, tmp_path: Path
     assert [event["kind"] for event in run.events("attempt_ended")] == ["crashed", "checkpoint agent lost", "finished"]
     assert {event["source"] for event in run.events("resumed")} == {"memory", "local"}
     assert not run.events("snapshot_dropped")
-    # A slow disk passes over saves, but for the last one.
+    # On a slow disk saves are skipped, except the last one.
     steps = [step for step in (6, 12, 18, 24) if run.checkpoint(step).exists() and calm.checkpoint(step).exists()]
     assert steps[-1] == 24
     for step in steps:
         assert state_hash(run.checkpoint(step)) == state_hash(calm.checkpoint(step)), step
     assert history(run.checkpoint(24)) == history(calm.checkpoint(24))
-    # Over all attempts, as if there had been one.
+    # The history covers all attempts, as if there had been only one.
     told = [json.loads((one.folder / "training_history.json").read_text()) for one in (run, calm)]
     assert losses(told[0]) == losses(told[1]) and len(losses(told[0])) == 6
 
@@ -74,7 +74,7 @@ def test_an_adapter_is_saved_without_its_base_and_refuses_another(tmp_path: Path
     other_base.command.append("--allow-changes")
     assert other_base.start().finish() == 78, other_base.output
     assert "was trained on another base model" in other_base.output and "Traceback" not in other_base.output
-    assert run.checkpoint(24).exists(), "what is refused is not set aside"
+    assert run.checkpoint(24).exists(), "a refused checkpoint was quarantined"
 
 
 def losses(entries: list[dict[str, float]]) -> list[tuple[float, float, float]]:

@@ -1,4 +1,4 @@
-"""What Prometheus is told, by scraping it as Prometheus would; and what is made of it."""
+"""Metrics, scraped as Prometheus scrapes them, and the rules and dashboards that use them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
 
 
 def scrape(port: int) -> tuple[str, dict[tuple[str, str], float]]:
-    """The page, and its samples by name and the value of their label."""
+    """Return the page, and its samples by name and label value."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         text = answer.read().decode()
     samples = {}
@@ -31,7 +31,7 @@ def scrape(port: int) -> tuple[str, dict[tuple[str, str], float]]:
 
 
 def listening(run: Run) -> set[str]:
-    """The addresses at which the run's processes can be reached."""
+    """Return the addresses that the run's processes listen on."""
     assert run.process is not None
     processes = [psutil.Process(run.process.pid), *run.processes()]
     found = [connection for process in processes for connection in process.net_connections("inet")]
@@ -40,7 +40,7 @@ def listening(run: Run) -> set[str]:
 
 @pytest.fixture(scope="module")
 def monitored(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, set[str]]:
-    """The page of a run that has been killed once, and where it listens; it stands still while it is looked at."""
+    """The page of a run that was killed once, and its listening addresses; the run is held while it is scraped."""
     port, folder = free_port(), tmp_path_factory.mktemp("monitored")
     run = Run(folder / "run", *SHORT_JOB, "--metrics-port", str(port)).start_held(30, "training.loss=kill@25")
     run.wait_for_step(30, attempt=2)
@@ -63,7 +63,7 @@ def page(monitored: tuple[str, set[str]]) -> str:
 
 
 def test_a_run_on_one_machine_cannot_be_reached_from_another(monitored: tuple[str, set[str]]) -> None:
-    """torch's two stores listened on all interfaces, and unpickle what they are sent."""
+    """torch's two stores listened on all interfaces, and unpickle what they receive."""
     assert monitored[1] == {"127.0.0.1"}
 
 

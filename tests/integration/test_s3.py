@@ -1,4 +1,4 @@
-"""Runs whose checkpoints lie in S3."""
+"""Runs whose checkpoints are stored in S3."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_server_and_ranks_are_killed_and_the_machine_is_lost(
     assert len(run.events("attempt_started")) == 2 and not run.events("commit_failed")
     stopped_at = run.events("committed")[-1]["step"]
 
-    # The machine and its disk are gone.
+    # The machine and its disk are lost.
     shutil.rmtree(run.folder)
     again = Run(tmp_path / "run", *options).start()
     assert again.finish() == 0, again.output
@@ -73,7 +73,7 @@ def test_server_and_ranks_are_killed_and_the_machine_is_lost(
 def test_a_bucket_that_goes_in_mid_run_costs_saves_and_then_the_run(
     rclone_s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Training goes on meanwhile; after so many saves in a row it would only be computed to be lost."""
+    """Training continues meanwhile, until so many saves in a row have failed that further steps would be lost."""
     name = bucket_on(rclone_s3, monkeypatch)
     settings = [f"checkpoint.location=s3://{name}/run", "trainer.save_steps=10", "checkpoint.max_failed_saves=2"]
     run = Run(tmp_path / "run", *SHORT_JOB, *(part for setting in settings for part in ("--set", setting))).start()
@@ -87,7 +87,7 @@ def test_a_bucket_that_goes_in_mid_run_costs_saves_and_then_the_run(
     gone_at = max(event["step"] for event in run.events("log"))
     assert run.finish() == 74, run.output
     failed = run.events("commit_failed")
-    # What is in it goes first, the fence too.
+    # The objects of a bucket are deleted before it, the fence too.
     assert len(failed) >= 2
     assert all("bucket" in event["error"] or "its fence is gone" in event["error"] for event in failed)
     assert run.events("attempt_ended")[-1]["step"] > gone_at
@@ -96,16 +96,16 @@ def test_a_bucket_that_goes_in_mid_run_costs_saves_and_then_the_run(
 
 
 @pytest.mark.parametrize(
-    ("change", "mend"),
+    ("change", "fix"),
     [
         ({"AWS_SECRET_ACCESS_KEY": "wrong"}, "AWS_SECRET_ACCESS_KEY"),
         ({"AWS_ACCESS_KEY_ID": "nobody"}, "AWS_ACCESS_KEY_ID"),
         ({"bucket": "no-such-bucket"}, "bucket does not exist"),
     ],
 )
-def test_mistakes_are_told_before_anything_starts(
+def test_mistakes_are_reported_before_anything_starts(
     change: dict[str, str],
-    mend: str,
+    fix: str,
     tmp_path: Path,
     radosgw_s3: Server,
     monkeypatch: pytest.MonkeyPatch,
@@ -114,5 +114,5 @@ def test_mistakes_are_told_before_anything_starts(
     for name, value in {**radosgw_s3.environment, **change}.items():
         monkeypatch.setenv(name, value)
     result = runner("start", "--output-dir", str(tmp_path / "run"), "--set", f"checkpoint.location=s3://{bucket}/x")
-    assert result.returncode == 2 and mend in result.stderr, result.stderr
+    assert result.returncode == 2 and fix in result.stderr, result.stderr
     assert "Traceback" not in result.stderr and len(result.stderr.splitlines()) == 1

@@ -1,4 +1,4 @@
-"""The user's own script in place of the default job, and what happens when it fails."""
+"""The user's own script in place of the default job, and its failures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_plain_script_survives_a_kill_bit_for_bit(tmp_path: Path, untouched_sc
 
 
 def test_the_same_script_under_plain_torchrun(tmp_path: Path, untouched_script: Run) -> None:
-    """Library use: no supervisor; the manager starts its own agent, and goes on from what it finds."""
+    """Library use: no supervisor; the manager starts its own agent, and resumes from the checkpoints that it finds."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CHECKPOINT_LOCATION": str(tmp_path / "checkpoints")}
     held = {**environment, "CHECKPOINT_FAILPOINTS": "training.step=hang@25"}
@@ -41,7 +41,7 @@ def test_the_same_script_under_plain_torchrun(tmp_path: Path, untouched_script: 
     while not (tmp_path / "checkpoints" / "checkpoint-20").exists():
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.02)
-    # Its ranks have sessions of their own.
+    # torchrun starts each rank in its own session.
     for victim in [*process.children(recursive=True), process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             victim.kill()
@@ -55,7 +55,7 @@ def test_a_missing_model_is_told_in_one_line(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", "--set", "model.name_or_path=nobody/nothing").start(HF_HUB_OFFLINE="1")
     assert run.finish() == 78, run.output
     assert "nothing" in run.output and "Traceback" not in run.output
-    # A folder is looked for before anything is started.
+    # A missing model folder is found before anything is started.
     run = Run(tmp_path / "other", "--set", f"model.name_or_path={tmp_path}/nothing").start()
     assert run.finish() == 2, run.output
     assert "nothing' does not exist" in run.output and len(run.output.splitlines()) == 1
@@ -82,14 +82,14 @@ def test_a_script_with_its_own_answer_to_sigterm_is_asked_first(tmp_path: Path) 
     run = Run(tmp_path / "run", script=[str(path)]).start()
     wait_until(run, lambda: all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)))
     run.signal(signal.SIGINT)
-    # An answer of its own is no end of training.
+    # A script that handles the signal itself still ends as stopped, not as finished.
     assert run.finish() == 75, run.output
     assert (tmp_path / "saved-0").exists() and (tmp_path / "saved-1").exists()
     assert not run.leftovers()
 
 
 def test_two_nodes_on_one_machine_finish_together(tmp_path: Path) -> None:
-    """Happy path of torchrun's options for several machines; one run, one committer."""
+    """The happy path of torchrun's options for several machines: one run, one committer."""
     options = ["--nnodes", "2", "--nproc-per-node", "1", "--set", f"launch.peer_port={free_port()}"]
     options += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     lines = script(tmp_path)

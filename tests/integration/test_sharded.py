@@ -1,4 +1,4 @@
-"""A model sharded over ranks (FSDP2): the same checkpoints as unsharded, gone on from by any number of ranks."""
+"""A model sharded over ranks (FSDP2): the same checkpoints as unsharded, resumable with any number of ranks."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ dist.destroy_process_group()
 
 
 def loop(tmp_path: Path, steps: int, strategy: str, ranks: int) -> dict[tuple[str, int, int], list[float]]:
-    """What each rank saw: after loading, and after each step."""
+    """Return what each rank saw: after loading, and after each step."""
     path = tmp_path / "loop.py"
     path.write_text(LOOP)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(path)]
@@ -185,9 +185,9 @@ HALVES = "trainer.per_device_train_batch_size=2"
 
 
 def two_machines(folder: Path, hold: int | None = None) -> tuple[Run, Run]:
-    """Runners that meet on one host, as on two; each has two ranks that hold all of the model between them.
+    """Start two runners on one host, as if on two; the two ranks of each hold the whole model between them.
 
-    With `hold` a rank of the first stands still after that step, and so do all.
+    With `hold`, a rank of the first runner blocks after that step, and so all ranks do.
     """
     port, settings = free_port(), ["strategy=fsdp", f"checkpoint.location={folder / 'checkpoints'}", HALVES]
     settings += ["restart.hang_timeout_s=600"] if hold is not None else []
@@ -205,13 +205,13 @@ def test_sharded_within_machines_and_replicated_between_them(tmp_path: Path) -> 
     assert [run.finish() for run in calm] == [0, 0], calm[0].output + calm[1].output
     first, second = two_machines(tmp_path / "killed", hold=10)
     first.wait_until_held()
-    # Which ranks it has is torchrun's choice.
+    # torchrun chooses which ranks the node has.
     os.kill(Run(second.folder / "node-1").events("rank_started")[-1]["pid"], signal.SIGKILL)
     assert [first.finish(), second.finish()] == [0, 0], first.output + second.output
     assert len(first.events("attempt_started")) == 2
     ends = [folder / "checkpoints" / "checkpoint-24" for folder in (tmp_path / "calm", tmp_path / "killed")]
     assert state_hash(ends[0]) == state_hash(ends[1])
-    # Two ranks of one machine go on from what four on two have left.
+    # Two ranks on one machine resume from the checkpoint of four ranks on two.
     alone = job(tmp_path / "alone", "strategy=ddp", "trainer.max_steps=27", f"checkpoint.location={ends[1].parent}")
     assert alone.start().finish() == 0, alone.output
     assert alone.events("training_started")[0]["step"] == 24

@@ -205,7 +205,7 @@ def test_two_nodes_stop_together_and_go_on_together(
 def test_a_node_that_was_given_up_but_lives_publishes_nothing_more(
     slurm: Slurm, untouched_script: Run, tmp_path: Path
 ) -> None:
-    """Split brain: n1 seems lost, the job begins anew on n2 in the same folder, and n1 goes on with it."""
+    """Split brain: n1 seems lost, the job starts again on n2 in the same folder, and n1 is still running it."""
     wrapper = tmp_path / "bin" / "runner"
     wrapper.parent.mkdir()
     wrapper.write_text(ELSEWHERE.replace("RUNNER", RUNNER[0]))

@@ -1,4 +1,4 @@
-"""Snapshots beside training: never torn, never in the way, and what a dead attempt left in memory is used."""
+"""Snapshots during training: never torn, never blocking, and resumed from after the attempt that made them died."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ import hashlib, json, sys, torch
 from checkpointing import CheckpointManager
 from torch.optim.swa_utils import AveragedModel
 
-folder, count, overlap = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "beside"
+folder, count, overlap = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "overlap"
 torch.manual_seed(0)
 torch.set_num_threads(1)
 model = torch.nn.Sequential(torch.nn.Linear(100, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 100))
@@ -90,7 +90,7 @@ def test_no_snapshot_is_ever_torn(fused: bool, tmp_path: Path) -> None:
     for name, text in (("write.py", TORN.replace("FUSED", str(fused))), ("read.py", READ_BACK)):
         (tmp_path / name).write_text(text)
     folder = str(tmp_path / "checkpoints")
-    arguments = [folder, str(NUM_SNAPSHOTS // 2), "beside"]
+    arguments = [folder, str(NUM_SNAPSHOTS // 2), "overlap"]
     subprocess.run([sys.executable, str(tmp_path / "write.py"), *arguments], check=True, timeout=300)
     result = subprocess.run(
         [sys.executable, str(tmp_path / "read.py"), folder], capture_output=True, text=True, timeout=300
@@ -143,7 +143,7 @@ def test_killed_between_copy_and_write_goes_on_from_memory(tmp_path: Path, untou
     assert newest_snapshot(run) == resumed[0]["step"]
     # The agent has made a checkpoint of it too.
     assert resumed[0]["step"] in [event["step"] for event in run.events("committed")]
-    assert "held in memory" in run.output
+    assert "(in-memory snapshot)" in run.output
     assert_same_result(run, untouched_script)
     assert not run.leftovers()
 

@@ -1,4 +1,4 @@
-"""Storage that refuses: training goes on, everything is told, nothing is lost, nothing is left behind."""
+"""Storage that fails: training continues, every failure is reported, nothing is lost, and no files are left behind."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_second_runner_on_the_same_checkpoints_ends_the_first(tmp_path: Path, 
 
 
 def test_a_last_save_that_fails_is_made_good(tmp_path: Path, untouched: Run) -> None:
-    """The next attempt goes on from memory with nothing left to do: what is only there must not be all."""
+    """The next attempt resumes from memory with no step left: it must commit the snapshot that only memory holds."""
     temporary, fired = tmp_path / "tmp", tmp_path / "fired"
     temporary.mkdir()
     fired.mkdir()

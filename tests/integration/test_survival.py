@@ -63,8 +63,8 @@ def test_sigkill_between_two_checkpoints(victim: str, untouched: Run, tmp_path: 
     first = run.events("attempt_ended")[0]
     resumed = run.events("training_started")[1]["step"]
     assert len(run.events("attempt_started")) == 2
-    # By default a snapshot in memory between two commits falls due by time, so the run may go on from one that is newer
-    # than the commit.
+    # By default a snapshot in memory between two commits falls due by time, so the run may resume from one that is
+    # newer than the commit.
     assert step <= first["step"] <= step + 1 and resumed == run.events("resumed")[-1]["step"]
     assert resumed >= first["committed_step"] >= 2 * SAVE_STEPS
     lost = first["step"] - resumed

@@ -42,7 +42,7 @@ def test_the_nearest_valid_copy_is_resumed_from_and_s3_alone_is_enough(
     wait_for_commit(run, 30)
     run.signal(signal.SIGTERM)
     assert run.finish() == 75, run.output
-    # Before it ends, what it says is committed lies in both; the nearer one keeps less.
+    # When the runner ends, both tiers hold what it reported as committed; the local one keeps fewer steps.
     newest = run.events("committed")[-1]["step"]
     assert steps(location)[-1] == steps(local)[-1] == newest
     assert len(steps(local)) == 2 and 10 in steps(location)
@@ -93,7 +93,7 @@ def test_a_local_tier_that_is_full_is_passed_by(tmp_path: Path, location: str) -
 
 
 def test_a_killed_agent_loses_no_upload(tmp_path: Path, location: str, untouched_script: Run) -> None:
-    """What lay in the local tier alone is uploaded by the next agent."""
+    """A checkpoint that only the local tier holds is uploaded by the next agent."""
     run = Run(tmp_path / "run", *options(location, tmp_path / "nvme"), script=script(tmp_path, crawl=20)).start()
     wait_for_commit(run, 20)
     os.kill(run.agent_pid(), signal.SIGKILL)
@@ -108,7 +108,7 @@ def test_a_killed_agent_loses_no_upload(tmp_path: Path, location: str, untouched
 def test_s3_is_away_when_a_rank_dies(
     tmp_path: Path, rclone_s3: Server, monkeypatch: pytest.MonkeyPatch, untouched_script: Run
 ) -> None:
-    """The attempt goes on from what is on the machine; the durable tier is fenced and caught up on when it is back."""
+    """The attempt resumes from what is on the machine; the durable tier is fenced and caught up once it is back."""
     folder, port = tmp_path / "objects", free_port()
     with rclone_server(folder, port) as server:
         place = f"s3://{bucket_on(server, monkeypatch)}/run"
@@ -120,7 +120,7 @@ def test_s3_is_away_when_a_rank_dies(
     assert {event["tier"] for event in run.events("storage_retried")} == {"remote"}
     with rclone_server(folder, port):
         assert run.finish() == 0, run.output
-        assert "checkpoints that were tried again: " in run.output
+        assert "storage calls (remote checkpoints); the last one failed with: " in run.output
         assert Catalog(open_storage(place)).verify(60).attempt == 2
         assert open_storage(place).fence().attempt == 2
     assert state_hash(tmp_path / "nvme" / "checkpoint-60") == state_hash(untouched_script.checkpoint(60))

@@ -19,7 +19,7 @@ from checkpointing.extras import DISTRIBUTION
 ROOT = Path(__file__).parents[2]
 # What scripts that only want `checkpointing` must not have to install.
 HEAVY = {"transformers", "trl", "datasets", "peft", "pyarrow", "boto3", "s3fs", "plotly", "pydantic", "rich", "click"}
-# An installation beside another that is trying to read what it writes makes no sense.
+# Two tests must not install at the same time: one would read the half-written files of the other.
 pytestmark = pytest.mark.xdist_group("wheel")
 
 

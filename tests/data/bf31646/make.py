@@ -5,9 +5,9 @@
 
 The first run, `preempted`, is the bundled job with the smallest model: a rank is killed after step 24, and the runner
 gets SIGTERM after step 32, so that the run is unfinished and can be resumed. The second, `failed`, is a script that
-meets one failure of each class that a script can cause; of it only the journal, the restart state and the copies beside
+causes one failure of each class that a script can cause; only its journal, its restart state and their copies next to
 the checkpoints are kept. Both are packed into `runs.tar.xz`, without caches, logs and trackers' files. `answers.json`
-holds what the old `runner status --json` and `runner simulate --from` say about them.
+holds the output of the old `runner status --json` and `runner simulate --from` for them.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ for line in sys.stdin:
 
 
 class Process:
-    """Comes by a failpoint whenever it is told to."""
+    """A process that passes a failpoint on request."""
 
     def __init__(self, **environment: str) -> None:
         self._process = subprocess.Popen(
@@ -34,8 +34,8 @@ class Process:
             env={**os.environ, **environment},
         )
 
-    def come_by(self, name: str) -> str:
-        """What it says; empty: it has ended."""
+    def pass_failpoint(self, name: str) -> str:
+        """Return what the process prints; an empty string if it has ended."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(name + "\n")
         self._process.stdin.flush()
@@ -57,29 +57,29 @@ def arm(file: Path, text: str) -> None:
 def test_the_nth_time_and_once_for_all_that_share_a_folder(tmp_path: Path) -> None:
     variables = {FAILPOINTS_ENV: "local.write=full@2", ONCE_ENV: str(tmp_path)}
     first, second = Process(**variables), Process(**variables)
-    assert [first.come_by("local.write") for _ in range(3)] == [
+    assert [first.pass_failpoint("local.write") for _ in range(3)] == [
         "past",
         "No space left on device (failpoint local.write)",
         "past",
     ]
-    assert [second.come_by("local.write") for _ in range(3)] == ["past"] * 3
+    assert [second.pass_failpoint("local.write") for _ in range(3)] == ["past"] * 3
     assert (first.end(), second.end()) == (0, 0)
 
 
 def test_a_file_arms_processes_that_run(tmp_path: Path) -> None:
     file = tmp_path / "failpoints"
     process = Process(**{FILE_ENV: str(file)})
-    assert process.come_by("local.write") == "past", "no file yet"
+    assert process.pass_failpoint("local.write") == "past", "no file yet"
     arm(file, "local.write=error")
-    assert process.come_by("local.written") == "past"
-    assert process.come_by("local.write") == "Input/output error (failpoint local.write)"
-    assert process.come_by("local.write") == "past"
+    assert process.pass_failpoint("local.written") == "past"
+    assert process.pass_failpoint("local.write") == "Input/output error (failpoint local.write)"
+    assert process.pass_failpoint("local.write") == "past"
     arm(file, "local.write=error")
-    assert "failpoint" in process.come_by("local.write"), "armed anew"
+    assert "failpoint" in process.pass_failpoint("local.write"), "it was armed again"
     arm(file, "")
-    assert process.come_by("local.write") == "past"
+    assert process.pass_failpoint("local.write") == "past"
     arm(file, "local.written=kill")
-    assert process.come_by("local.written") == "" and process.end() == -signal.SIGKILL
+    assert process.pass_failpoint("local.written") == "" and process.end() == -signal.SIGKILL
 
 
 def test_each_version_of_a_file_fires_once_for_all(tmp_path: Path) -> None:
@@ -89,8 +89,8 @@ def test_each_version_of_a_file_fires_once_for_all(tmp_path: Path) -> None:
     first, second = Process(**variables), Process(**variables)
     for number in (1, 2):
         arm(file, "local.write=error")
-        assert "failpoint" in first.come_by("local.write")
-        assert second.come_by("local.write") == "past"
+        assert "failpoint" in first.pass_failpoint("local.write")
+        assert second.pass_failpoint("local.write") == "past"
         status = file.stat()
         assert (fired / f"local.write.{status.st_ino}.{status.st_mtime_ns}").exists()
         assert len(list(fired.iterdir())) == number

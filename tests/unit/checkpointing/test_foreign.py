@@ -1,4 +1,4 @@
-"""What others have put, or a disk has left, beside the checkpoints."""
+"""Foreign and damaged files next to the checkpoints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from checkpointing.storage.fence import Fence
         b'{"attempt": 1, "accepted": [[1, 2, 3]], "writer": ""}',
     ],
 )
-def test_a_damaged_fence_is_told_with_its_name_and_the_mend(damaged: bytes, tmp_path: Path) -> None:
+def test_a_damaged_fence_is_reported_with_its_name_and_the_fix(damaged: bytes, tmp_path: Path) -> None:
     (tmp_path / ".fence.json").write_bytes(damaged)
     with pytest.raises(OSError, match=r"\.fence\.json: .*; remove it if no run writes here"):
         LocalStorage(tmp_path).fence()
@@ -47,7 +47,7 @@ def test_a_damaged_fence_is_told_with_its_name_and_the_mend(damaged: bytes, tmp_
     "damaged",
     [b"", b"[]", b"\xff", b"[" * 3000, b'{"attempt": 1e999}', b'{"attempt": "x"}', b'{"attempt": 1e30}', b"{}"],
 )
-def test_a_damaged_note_is_replaced_by_the_next(damaged: bytes, tmp_path: Path) -> None:
+def test_a_damaged_restart_state_is_replaced_by_the_next(damaged: bytes, tmp_path: Path) -> None:
     storage, note = LocalStorage(tmp_path), json.dumps({"attempt": 3}).encode()
     storage.sidecars.write_restart_state(damaged)
     storage.sidecars.replace_restart_state(note)
@@ -55,8 +55,8 @@ def test_a_damaged_note_is_replaced_by_the_next(damaged: bytes, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("number", ["007", "٣", "²", "+5", "-1", "5 ", "5\n", "9" * 230])
-def test_what_is_only_nearly_named_like_a_checkpoint_is_none(number: str, tmp_path: Path) -> None:
-    """`checkpoint-007` was listed as step 7, which could not be set aside: no attempt could resume any more."""
+def test_a_name_that_only_resembles_a_checkpoints_is_ignored(number: str, tmp_path: Path) -> None:
+    """`checkpoint-007` was listed as step 7, which could not be quarantined: no attempt could resume any more."""
     storage = LocalStorage(tmp_path)
     (tmp_path / f"checkpoint-{number}").mkdir()
     assert storage.steps() == [] and storage.quarantined() == [] and storage.sweep() == []
@@ -64,7 +64,7 @@ def test_what_is_only_nearly_named_like_a_checkpoint_is_none(number: str, tmp_pa
 
 @pytest.mark.parametrize("number", ["007", "٣", "9" * 230])
 def test_a_foreign_object_is_neither_fence_nor_checkpoint(number: str) -> None:
-    """`fence/007.json` was listed as fence 7, which was not there: it was looked for until the stack was full."""
+    """`fence/007.json` was listed as fence 7, which did not exist: looking for it overflowed the stack."""
     storage = open_storage(f"memory://{uuid.uuid4().hex}/runs")
     storage.store.put(f"fence/{number}.json", b"foreign")  # type: ignore[attr-defined]
     storage.store.put(f"checkpoint-{number}/manifest.json", b"foreign")  # type: ignore[attr-defined]
@@ -102,7 +102,7 @@ def test_a_stock_trainers_checkpoints_are_left_alone(tmp_path: Path) -> None:
     assert theirs.is_dir() and LocalStorage(tmp_path).quarantined() == []
     with pytest.raises(CheckpointError, match=r"checkpoint-20\): they are left as they are\. Start from one"):
         mine.check_way(0)
-    mine.check_way(20)  # started from it
+    mine.check_way(20)  # Training starts from this step.
     mine.save(20, 20)
     with pytest.raises(CommitFailed, match=r"checkpoint-20 was not written by this library and is kept"):
         mine.close()

@@ -34,15 +34,15 @@ def test_private_bytes_are_ones_own(tmp_path: Path) -> None:
 def test_a_memory_file_reads_and_seeks_like_a_file() -> None:
     data = os.urandom(1000)
     ours, theirs = io.BufferedReader(MemoryFile(memoryview(data))), io.BytesIO(data)
-    for offset, whence, count in ((10, 0, 5), (-20, 2, 100), (-7, 1, 3), (5000, 0, 1), (0, 0, -1)):
-        assert ours.seek(offset, whence) == theirs.seek(offset, whence)
+    for offset, origin, count in ((10, 0, 5), (-20, 2, 100), (-7, 1, 3), (5000, 0, 1), (0, 0, -1)):
+        assert ours.seek(offset, origin) == theirs.seek(offset, origin)
         assert ours.read(count) == theirs.read(count)
 
 
 @pytest.mark.parametrize("num_pieces", [0, 1, 3])
 def test_memory_is_made_until_it_is_enough(num_pieces: int) -> None:
-    """The rest is there when it is first used."""
-    # What others have left is not to go in between.
+    """The missing memory is allocated when it is first used."""
+    # Garbage that is freed in between would distort the measurement.
     gc.collect()
     nbytes, answers, before = 160 << 20, iter([False] * num_pieces + [True] * 3), resident()
     memory = private_memory(nbytes, enough=lambda: next(answers))

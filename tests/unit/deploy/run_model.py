@@ -298,12 +298,12 @@ class World:
         self.faults[name] = self.faults.get(name, 0) + 1
 
     def kill(self, node: int) -> None:
-        """The runner alone, or its whole container for want of memory."""
+        """Kill the runner alone, or its whole container because memory ran out."""
         self._count("runner killed")
         self._exit(node, KILLED)
 
     def lose(self, node: int) -> None:
-        """The machine. It is noticed, and its Node object removed, some minutes later [K4]."""
+        """Lose the machine. The cluster notices it, and removes the Node object, some minutes later [K4]."""
         me = self.nodes[node]
         if me.phase is Phase.AWAY:
             return

@@ -56,6 +56,13 @@ def test_plain_english_is_not(text: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
+@pytest.mark.parametrize("text", ["# it was set\n    # aside\n", "it was set\naside\n"])
+def test_a_phrase_is_found_across_the_end_of_a_line(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "module.py"
+    file.write_text(f"\n{text}")
+    assert words(str(file)).stdout == f"{file}:2: 'set aside'; write: quarantine\n"
+
+
 def test_only_text_of_known_kinds_is_checked(tmp_path: Path) -> None:
     (tmp_path / "data.parquet").write_text("anew")
     (tmp_path / "data").write_text("anew")

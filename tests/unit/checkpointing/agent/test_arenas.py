@@ -27,7 +27,7 @@ def test_as_many_arenas_as_memory_allows(limit: int, number: int) -> None:
     for _ in range(2):
         held.allocate(8 * MB)
     assert len(held.arenas) == number
-    # What memory is short of is told once.
+    # A shortage of memory is reported once.
     assert [count for count, _ in told] == ([] if number == 2 else [number])
 
 

@@ -1,4 +1,4 @@
-"""The agent as a real process, spoken to over its socket."""
+"""The agent as a real process, through its socket."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_an_older_attempt_is_refused(agent: AgentProcess) -> None:
 
 
 def test_busy_arenas_skip_a_snapshot_instead_of_waiting(agent: AgentProcess) -> None:
-    client = rank(agent, 0, 2)  # its peer never copies: arenas stay busy
+    client = rank(agent, 0, 2)  # The peer never copies, so the arenas stay busy.
     rank(agent, 1, 2)
     assert stage(client, 1) and stage(client, 2)
     assert not stage(client, 3)
@@ -214,7 +214,7 @@ def test_the_newest_whole_snapshot_is_never_overwritten_while_the_next_is_made(a
     for step in range(1, 8):
         both(step)
         assert max(snapshot.info.step for snapshot in peer.offer()[0]) == step
-    assert stage(client, 8, commit=False)  # the peer dies in mid-copy
+    assert stage(client, 8, commit=False)  # The peer dies in mid-copy.
     assert [snapshot.info.step for snapshot in peer.offer()[0]] == [7]
 
 
@@ -255,14 +255,14 @@ def test_the_memory_limit_is_kept_and_its_effect_is_told(limit: int, arenas: int
 def test_a_signal_to_every_process_of_the_job_leaves_the_ending_to_the_monitor(
     agent: AgentProcess, tmp_path: Path
 ) -> None:
-    """Slurm tells all that a job step has started to stop; the snapshot that the ranks then make is yet to come."""
+    """Slurm signals all processes of a job step; the ranks make their last snapshot only after that."""
     monitor = protocol.connect(agent.socket_path)
     protocol.send(monitor, {"do": "hello", "role": "monitor"})
     protocol.receive(monitor)
     client = rank(agent)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         agent.process.send_signal(number)
-        # It answers, so it has come by the signal.
+        # The agent answers, so it has survived the signal.
         assert stage(client, 10 + number, wait=True) and client.wait(10 + number) is None
     client.close()
     monitor.close()
@@ -292,7 +292,7 @@ def agent_that_fails(tmp_path: Path, failpoints: str, monkeypatch: pytest.Monkey
 def test_a_commit_that_failed_is_tried_again_when_its_ranks_are_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next attempt may go on from that snapshot, and have nothing left to do: nobody else would commit it."""
+    """The next attempt may resume from that snapshot with no step left to train, and then would not commit it."""
     agent = agent_that_fails(tmp_path, "local.synced=error", monkeypatch)
     monitor = protocol.connect(agent.socket_path)
     protocol.send(monitor, {"do": "hello", "role": "monitor"})

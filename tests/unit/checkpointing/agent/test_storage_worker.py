@@ -1,4 +1,4 @@
-"""What the agent keeps beside the checkpoints for a supervisor, while storage comes and goes."""
+"""The supervisor's files that the agent keeps next to the checkpoints, while storage fails and recovers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from checkpointing.storage.object_storage import ObjectStorage
 from checkpointing.tiers import Tiers, open_tiers
 
 
-def test_what_storage_refuses_is_kept_when_it_is_back(tmp_path: Path) -> None:
-    """Of a journal that grows, each chunk as it was last; none is left out."""
+def test_writes_that_storage_refused_are_repeated_when_it_is_back(tmp_path: Path) -> None:
+    """Each chunk of a growing journal is stored in its newest version; none is left out."""
     tiers, told = open_tiers(str(tmp_path / "store")), queue.SimpleQueue[Result]()
     writer = StorageWorker(tiers, lambda message, arena: told.put(message), commits=True, local_retention=Retention(2))
     writer.start()
@@ -66,7 +66,7 @@ def test_all_tries_are_told_by_the_end_of_what_they_were_for(tmp_path: Path) -> 
 
 
 def test_what_waits_is_kept_as_it_was_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that is slow is not given what is out of date."""
+    """A slow server does not receive outdated versions."""
     written: list[bytes] = []
     monkeypatch.setattr(LocalSidecars, "write", lambda self, name, data: written.append(data))
     writer = StorageWorker(

@@ -17,7 +17,7 @@ DAY = 86_400.0
         (0.5, DAY, 0.01, math.sqrt(2 * 0.5 * DAY)),  # Young
         (0.5, 3600, 0.5, math.sqrt(2 * 0.5 * 3600)),
         (60, 3600, 0.01, 6000),  # the cap is the limit
-        (100, 40, 1, 100),  # dearer than the time between failures: nothing is left but the cap
+        (100, 40, 1, 100),  # It costs more than the time between failures: only the cap applies.
     ],
 )
 def test_the_interval_is_youngs_within_the_cap(cost_s: float, mtbf: float, cap: float, expected_s: float) -> None:
@@ -39,7 +39,7 @@ def test_auto_learns_the_price_first_and_then_waits() -> None:
     clock = CadenceClock(Cadence("auto", "auto"), now=0.0)
     assert clock.due_by_time(1.0, None, CommitReport()) == (True, True)
     clock.done(1.0, commit=True)
-    # No commit has come back yet: no second one is asked for at once, nor never.
+    # No commit has returned yet: a second one is requested, but not at once.
     assert clock.due_by_time(2.0, 0.01, CommitReport()) == (False, False)
     assert clock.due_by_time(70.0, 0.01, CommitReport())[1]
     report = CommitReport(step=1, duration_s=3.0, cpu_s=0.5)
@@ -87,7 +87,7 @@ def test_overlapping_stays_where_it_costs_little() -> None:
 
 
 def test_the_price_is_that_of_the_way_in_which_snapshots_are_made() -> None:
-    """A script may forbid overlapping, and a state that something else changes cannot be copied beside training."""
+    """A script may forbid overlapping, and a state that something else changes cannot be copied during training."""
     model = CostModel()
     model.plain_step(1.0)
     model.snapshot(blocked_s=0.3, compute_s=1.0, copy_s=0.2, overlapped=False)

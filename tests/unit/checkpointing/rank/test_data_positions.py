@@ -1,4 +1,4 @@
-"""Positions in data loaders: saved beside a step, and resumed from."""
+"""Positions in data loaders: saved together with a step, and resumed from."""
 
 from __future__ import annotations
 

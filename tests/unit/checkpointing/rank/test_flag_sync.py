@@ -1,4 +1,4 @@
-"""What ranks agree on, over a real group: the same at the same call, whoever asked."""
+"""Flags over a real process group: all ranks receive them at the same call, whichever rank set them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def agree(folder: Path, calls: list[dict[str, list[str]]], intervals: list[int],
 
 @pytest.mark.process
 @pytest.mark.parametrize("who", ["0", "1"])
-def test_what_one_asks_all_hear_at_the_next_call(who: str, tmp_path: Path) -> None:
+def test_a_flag_of_one_rank_reaches_all_at_the_next_call(who: str, tmp_path: Path) -> None:
     calls = [{}, {who: ["STOP"]}, {}, {"0": ["SAVE"], "1": ["SNAPSHOT"]}, {}]
     assert agree(tmp_path, calls, [1, 1], []) == [[], [], ["STOP"], [], ["SAVE", "SNAPSHOT"], []]
 

@@ -1,4 +1,4 @@
-"""Snapshots of a device that copies late: what is staged is the state of one step, whatever changes it meanwhile."""
+"""Snapshots of a device that copies late: a staged snapshot is the state of one step, whatever changes meanwhile."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Job(SmallTraining):
             super().close()
 
 
-# What a script may do between two looks of ours at the device.
+# What a script may do between two checks of the device.
 CHANGES = ["optimizer_step", "replayed_step", "skipped_step", "update_average", "forward_in_training", "write_directly"]
 
 
@@ -94,7 +94,7 @@ def counted_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def replays_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody hears of a graph, and a step that ends without the gate is nothing special."""
+    """Break the product: graph replays are not announced, and a step that ends without the barrier passes."""
     monkeypatch.setattr(devices, "announce_replay", lambda: None)
     monkeypatch.setattr(copy_thread.Copy, "end_step", lambda copy: None)
 
@@ -115,7 +115,7 @@ def test_a_step_without_an_optimizer_drops_what_is_being_copied() -> None:
 
 
 def test_a_later_step_does_not_clear_the_doubt() -> None:
-    """Where the helper thread looks only after the next step has ended."""
+    """The helper thread may check only after the next step has ended."""
     copy = copy_thread.Copy(lambda _: None)
     copy.end_step()
     copy.passed_barrier = True
@@ -127,7 +127,7 @@ def test_after_it_training_waits_until_an_optimizer_has_stepped() -> None:
     job = Job(overlap=True, foreign=False)
     job.skipped_step()
     job.snapshot()
-    # Not beside training: the copy is at its end, as far as the device is concerned.
+    # It does not overlap with training: on the device, the copy has ended.
     assert job.device.num_waiting == 0
     job.optimizer_step()
     job.snapshot()

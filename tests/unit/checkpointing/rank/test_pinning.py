@@ -1,4 +1,4 @@
-"""Pinned memory: registered beside training, in pieces that no copy crosses; a driver that refuses does no harm."""
+"""Pinned memory: registered during training, in ranges that contain whole pieces of a copy; a refusal does no harm."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_piece_of_a_copy_lies_in_one_registered_range(extents: list[tuple[
 
 
 class Driver:
-    """Registers memory, or refuses after so many bytes; registering waits until it is let go."""
+    """Registers memory, or refuses after so many bytes; registering blocks until `may_go` is set."""
 
     def __init__(self, limit: int = 1 << 60) -> None:
         self.registered: dict[int, int] = {}

@@ -50,7 +50,7 @@ def test_the_newest_checkpoint_is_chosen_unless_another_is_asked_for(tmp_path: P
         chosen(tiers, agent, 15)
 
 
-def test_a_damaged_checkpoint_is_set_aside(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_quarantined(tmp_path: Path) -> None:
     for step in (10, 20):
         write_checkpoint(tmp_path, step, TRAINING)
     damage(tmp_path, 20)

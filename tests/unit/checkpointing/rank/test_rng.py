@@ -7,7 +7,7 @@ from checkpointing.rank import rng
 
 
 def test_a_numpy_state_from_which_no_normal_can_be_drawn_is_refused() -> None:
-    """A Mersenne Twister of zeros gives zeros for ever, and `randn` draws until two numbers lie in a circle."""
+    """A Mersenne Twister of zeros returns zeros forever, and `randn` draws until a point is inside the unit circle."""
     right = rng.state(1)
     name, key, position, *rest = right["numpy"]
     for first in (0, 0x7FFFFFFF):

@@ -1,4 +1,4 @@
-"""One call to S3: what is retried, and when it is given up."""
+"""One call to S3: which errors are retried, and when the client gives up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from checkpointing.storage.s3_client import S3Client
 
 
 class Service:
-    """Does what it is told with each call, then answers."""
+    """Raises the given errors, one per call, then answers."""
 
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)

@@ -111,7 +111,7 @@ def test_reference_variables() -> None:
         ("output_dir: x", [("output_dir.deep", 1, "--set output_dir.deep=1")], ["--set", "not a section"]),
     ],
 )
-def test_mistakes_are_one_line_with_key_value_and_mend(
+def test_mistakes_are_one_line_with_key_value_and_fix(
     yaml_text: str, settings: list[tuple[str, object, str]], parts: list[str], tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError) as error:

@@ -72,8 +72,7 @@ def test_a_lost_machine_goes_back_to_storage() -> None:
 
 
 def test_what_only_memory_held_is_lost_with_it() -> None:
-    """Two failures: the first one goes on from memory, and its snapshot is committed; the second takes the machine."""
-
+    """After one failure the run resumes from memory and commits the snapshot; the next failure takes the node."""
     scenario = QUIET.with_(node_loss_share=0.5, detection_s=0.0, restart_s=0.0, restore_memory_s=0.0, node_wait_s=0.0)
     out = simulate(scenario, Kinds([0.9, 0.0]), iter([10 + 303.0, 50.0, 1e9]))
     assert out.interruptions == 2 and out.seconds["lost work"] == pytest.approx(50)
@@ -84,7 +83,7 @@ def test_backoff_without_a_new_checkpoint() -> None:
     scenario = QUIET.with_(backoff_jitter_s=0.0, detection_s=0.0, restart_s=0.0, restore_memory_s=0.0)
     out = simulate(scenario, random.Random(0), iter([20.0, 5.0, 5.0, 5.0, 150.0, 1e9]))
     assert out.interruptions == 5 and out.seconds["backoff"] == 1 + 2 + 4 + 8
-    # What was held then is committed, and the count begins anew.
+    # The snapshot in memory is then committed, which resets the count of failures.
     again = simulate(scenario, random.Random(0), iter([150.0, 5.0, 1e9]))
     assert again.interruptions == 2 and again.seconds["backoff"] == 0
 

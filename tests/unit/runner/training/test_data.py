@@ -1,4 +1,4 @@
-"""What is wrong with a file of training data is told with its row."""
+"""Errors in a file of training data name the row."""
 
 from __future__ import annotations
 
