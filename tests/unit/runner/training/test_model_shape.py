@@ -15,6 +15,9 @@ from runner.errors import UsageError
 from runner.plan.model_shape import ModelShape
 from runner.training.model_shape import main, model_shape
 
+# PEFT still uses the older name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
 HIDDEN, INTERMEDIATE, LAYERS, VOCAB = 16, 32, 2, 300
 SMALL = {
     "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
