@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from journals import entry
 
-from runner.chaos import campaign as module
 from runner.chaos.campaign import Campaign
 from runner.chaos.draw import FaultDraw
 from runner.chaos.locations import Locations
@@ -99,7 +98,7 @@ class Scripted(Campaign):
 
 @pytest.fixture(autouse=True)
 def no_subreaper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.processes, "become_subreaper", lambda: None)
+    monkeypatch.setattr("runner.chaos.campaign.processes.become_subreaper", lambda: None)
 
 
 def test_it_ends_once_enough_faults_were_injected(tmp_path: Path) -> None:
@@ -111,7 +110,7 @@ def test_it_ends_once_enough_faults_were_injected(tmp_path: Path) -> None:
 
 def test_a_duration_is_a_minimum_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    monkeypatch.setattr("runner.chaos.campaign.time.monotonic", lambda: now)
 
     def train() -> None:
         nonlocal now
@@ -139,7 +138,7 @@ def test_folders_of_runs_that_failed_are_kept(keep: bool, removed: list[str], tm
 def test_the_pace_of_the_fault_free_run(tmp_path: Path) -> None:
     campaign = Scripted(tmp_path)
     pace = campaign._run_reference()
-    assert (pace.steps, pace.step_s) == (20, pytest.approx(4.0 / 20))
+    assert pace.steps == 20 and pace.step_s == pytest.approx(4.0 / 20)
 
 
 def test_a_job_that_fails_without_faults_is_no_subject(tmp_path: Path) -> None:

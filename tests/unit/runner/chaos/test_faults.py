@@ -18,7 +18,6 @@ from checkpointing import failpoints
 from checkpointing.catalog import Catalog
 from checkpointing.errors import InvalidCheckpoint
 from checkpointing.tiers import open_tiers
-from runner.chaos import faults
 from runner.chaos.faults import DAMAGES, FAULTS, NETWORK
 from runner.chaos.scene import Effect, FailpointFile, NotApplicable, Scene
 from runner.journal.events import Entry
@@ -104,7 +103,7 @@ class Stage:
 
 @pytest.fixture
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
-    monkeypatch.setattr(faults.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr("runner.chaos.faults.time.sleep", lambda seconds: None)
     return Stage(tmp_path)
 
 

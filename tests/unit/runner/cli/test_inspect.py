@@ -105,7 +105,7 @@ def test_watching_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         if len(waits) == 2:
             end(journal)
 
-    monkeypatch.setattr(module.time, "sleep", sleep)
+    monkeypatch.setattr("runner.cli.inspect.time.sleep", sleep)
     result = run(status, "run", "--watch")
     assert result.exit_code == 0 and "all is done" in result.output
     assert len(waits) == 2 and min(waits) >= 2.0
@@ -118,8 +118,13 @@ def test_a_status_that_is_slow_to_compute_is_refreshed_less_often(
 ) -> None:
     journal, waits = write_run(tmp_path / "run"), list[float]()
     readings = iter(float(number) for number in range(100))
-    monkeypatch.setattr(module.time, "thread_time", lambda: next(readings))
-    monkeypatch.setattr(module.time, "sleep", lambda seconds: (waits.append(seconds), end(journal)))
+    monkeypatch.setattr("runner.cli.inspect.time.thread_time", lambda: next(readings))
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        end(journal)
+
+    monkeypatch.setattr("runner.cli.inspect.time.sleep", sleep)
     run(status, "run", "--watch")
     assert waits == [10.0], "ten times the second that it took"
 
@@ -130,7 +135,7 @@ def test_ctrl_c_ends_the_watching_without_an_error(tmp_path: Path, monkeypatch: 
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module.time, "sleep", interrupt)
+    monkeypatch.setattr("runner.cli.inspect.time.sleep", interrupt)
     result = run(status, "run", "--watch")
     assert result.exit_code == 0 and result.exception is None
 
@@ -177,5 +182,6 @@ def test_journals_that_cannot_be_read_are_named(
             return ["entry"]
 
     monkeypatch.setattr(mirror, "History", Partial)
-    assert entries_at("s3://bucket/run") == ["entry"]
+    found: Any = entries_at("s3://bucket/run")
+    assert found == ["entry"]
     assert capsys.readouterr().err == "runner: warning: some journals could not be read: no route to host\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -71,7 +72,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
     monkeypatch.setattr(follower, "Follower", made.make("follower"))
     # Locks last as long as the process, which is that of the tests.
     for one in (run_directory, preflight):
-        monkeypatch.setattr(one, "hold_lock", lambda *_, **__: (-1, True))
+        monkeypatch.setattr(one, "hold_lock", lambda *_, **__: (os.open(os.devnull, os.O_RDONLY), True))
     monkeypatch.setattr(
         session,
         "Session",
@@ -193,7 +194,7 @@ def test_a_script_cannot_be_scaled_down(runs: Runs, tmp_path: Path) -> None:
 def test_debugging_replaces_its_own_earlier_run_only(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module.os, "environ", dict(module.os.environ))
+    monkeypatch.setattr("runner.cli.start.os.environ", dict(os.environ))
     for _ in range(2):
         assert run("--debug").exit_code == 0
         (tmp_path / "run-debug" / "checkpoints" / "checkpoint-5").mkdir(parents=True)
@@ -277,7 +278,7 @@ def test_a_stop_request_does_not_wait_for_a_server(
     def leave(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr(module.os, "_exit", leave)
+    monkeypatch.setattr("runner.cli.start.os._exit", leave)
     stop = StopRequest()
     stop.ask("SIGTERM")
     with pytest.raises(SystemExit) as end:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from node_fakes import FakeHost
 
-from runner.system import host as module
+from runner.system import processes
 from runner.system.host import Host
 
 
@@ -45,10 +45,9 @@ class Survivor:
 
 def test_processes_are_killed_until_none_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     victim = Survivor()
-    processes: Any = module.processes
     monkeypatch.setattr(processes, "_alive", lambda process: True)
     monkeypatch.setattr(processes, "is_tracker", lambda process: False)
-    monkeypatch.setattr(processes.psutil, "wait_procs", lambda found, timeout: None)
+    monkeypatch.setattr("runner.system.processes.psutil.wait_procs", lambda found, timeout: None)
     find: Any = lambda: [victim] if victim.kills < 2 else []  # noqa: E731
     assert Host().kill_all(find) == 1 and victim.kills == 2
     assert Host().kill_all(list) == 0
@@ -61,6 +60,6 @@ def test_a_time_limit_ends_the_hunt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_processes_that_someone_waits_for_are_not_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[set[int]] = []
-    monkeypatch.setattr(module.processes, "reap_strays", asked.append)
+    monkeypatch.setattr("runner.system.host.processes.reap_strays", asked.append)
     Host().reap_strays({1, 2})
     assert asked == [{1, 2}]

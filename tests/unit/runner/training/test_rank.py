@@ -56,12 +56,12 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch
     """Everything that would change the process of the tests is left out."""
     made = Launcher(tmp_path)
     for name in ("die_with_parent", "be_traceable", "set_name"):
-        monkeypatch.setattr(module.processes, name, lambda *_: None)
+        monkeypatch.setattr(f"runner.training.rank.processes.{name}", lambda *_: None)
     monkeypatch.setattr(module, "_restore_signals", lambda: None)
-    monkeypatch.setattr(module.stop_signal, "install", made.stop_reports.append)
-    monkeypatch.setattr(module.faulthandler, "enable", lambda: None)
-    monkeypatch.setattr(module.multiprocessing, "set_start_method", lambda *_, **__: None)
-    monkeypatch.setattr(module.atexit, "_run_exitfuncs", made.exit)
+    monkeypatch.setattr("runner.training.rank.stop_signal.install", made.stop_reports.append)
+    monkeypatch.setattr("runner.training.rank.faulthandler.enable", lambda: None)
+    monkeypatch.setattr("runner.training.rank.multiprocessing.set_start_method", lambda *_, **__: None)
+    monkeypatch.setattr("runner.training.rank.atexit._run_exitfuncs", made.exit)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(os, "environ", os.environ.copy())
