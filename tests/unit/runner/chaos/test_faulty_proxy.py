@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import http.client
 import socket
 import threading
@@ -23,12 +24,14 @@ class Upstream:
         self._server = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._server.getsockname()[1]}"
         self.requests: list[bytes] = []
+        self.num_accepted = 0
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = self._server.accept()
+                self.num_accepted += 1
                 with connection, contextlib.suppress(OSError):
                     if request := connection.recv(65536):
                         self.requests.append(request)
@@ -111,6 +114,22 @@ def test_a_silent_server_answers_once_the_fault_is_over(proxy: FaultyProxy) -> N
 def test_a_fault_ends_by_itself(proxy: FaultyProxy) -> None:
     proxy.disturb("busy", 0.0)
     assert ask(proxy) == (200, b"hello")
+
+
+def test_connections_that_clients_keep_open_end_with_the_proxy(
+    upstream: Upstream, caplog: pytest.LogCaptureFixture
+) -> None:
+    with FaultyProxy(upstream.url) as proxy:
+        host, port = proxy.endpoint.removeprefix("http://").split(":")
+        client = socket.create_connection((host, int(port)), timeout=10)
+        deadline = time.monotonic() + 10
+        while not upstream.num_accepted and time.monotonic() < deadline:
+            time.sleep(0.001)
+    with client, pytest.raises(ConnectionResetError):
+        client.recv(100)
+    del proxy
+    gc.collect()
+    assert caplog.text == ""
 
 
 def test_without_a_server_connections_are_reset(proxy: FaultyProxy, upstream: Upstream) -> None:
