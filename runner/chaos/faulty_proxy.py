@@ -47,8 +47,8 @@ class FaultyProxy:
         self._how, self._until, self.num_disturbed = "", 0.0, 0
 
     def __enter__(self) -> FaultyProxy:
-        server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
-        self.endpoint = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        self._server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
+        self.endpoint = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         self._thread = threading.Thread(target=self._loop.run_forever, name="faulty-proxy", daemon=True)
         self._thread.start()
         return self
@@ -58,6 +58,8 @@ class FaultyProxy:
     ) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.run_until_complete(self._end())
+        self._loop.close()
 
     def disturb(self, how: str, seconds: float) -> None:
         """Disturb the traffic for a time.
@@ -72,16 +74,27 @@ class FaultyProxy:
     def _is(self, how: str) -> bool:
         return self._how == how and time.monotonic() < self._until
 
+    async def _end(self) -> None:
+        """End the connections that clients keep open: pending tasks would log an error when they are collected."""
+        self._server.close()
+        connections = asyncio.all_tasks() - {asyncio.current_task()}
+        for connection in connections:
+            connection.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers = [writer]
         try:
             upstream_reader, upstream_writer = await asyncio.open_connection(self._host, self._port)
-        except OSError:
-            _reset(writer)
+            writers.append(upstream_writer)
+            await asyncio.gather(
+                self._forward(reader, upstream_writer, writer), self._forward(upstream_reader, writer, None)
+            )
+        except (OSError, asyncio.CancelledError):
+            for one in writers:
+                _reset(one)
             return
-        await asyncio.gather(
-            self._forward(reader, upstream_writer, writer), self._forward(upstream_reader, writer, None)
-        )
-        for one in (writer, upstream_writer):
+        for one in writers:
             one.close()
 
     async def _forward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from checkpointing.memory import available_bytes
 from runner.config.schema import Config
 from runner.config.topology import shape_of
 from runner.errors import UsageError
-from runner.hardware.gpus import find_gpus
+from runner.hardware.gpus import Gpu, find_gpus
 from runner.plan.advice import Option, Saving, choose, options, outlook, saving
 from runner.plan.memory import Job
 from runner.plan.model_shape import ModelShape, examine_model
@@ -112,17 +113,25 @@ class Plan:
         }
 
 
-def make_plan(config: Config, given: Assumptions) -> Plan:
+def make_plan(
+    config: Config,
+    given: Assumptions,
+    *,
+    find: Callable[[], list[Gpu]] = find_gpus,
+    examine: Callable[[Config], ModelShape] = examine_model,
+) -> Plan:
     """Compute the plan.
 
     Args:
         config: The configuration.
         given: What the user states.
+        find: Returns the GPUs of this node.
+        examine: Measures the model.
 
     Raises:
         UsageError: The model cannot be built, or checkpoint.location cannot be used.
     """
-    found, assumed = find_gpus(), []
+    found, assumed = find(), []
     on_gpu = bool(found) or given.gpus is not None or given.gpu_memory is not None
     nnodes, nproc = shape_of(config, given.gpus or len(found))
     if given.gpu_memory is not None:
@@ -133,7 +142,7 @@ def make_plan(config: Config, given: Assumptions) -> Plan:
         raise UsageError("--gpus needs --gpu-memory on a node without a GPU; pass for example --gpu-memory 80GiB")
     else:
         memory = available_bytes() // nproc
-    model = examine_model(config)
+    model = examine(config)
     job = Job.of(config, nnodes * nproc, nproc, on_gpu=on_gpu)
     ways = options(model, job, memory)
     chosen, why = choose(ways, job)

@@ -1,0 +1,296 @@
+"""`runner start` up to the supervisor, and what it prints of its end; the supervisor does what the test has planned."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+from journals import event
+from node_fakes import FakeDisplay
+
+from runner.cli import start as module
+from runner.cli.start import paths_of, resume_step, start
+from runner.config.schema import Config
+from runner.errors import ExitCode, UsageError
+from runner.journal import run_directory
+from runner.journal.journal import Journal
+from runner.journal.run_directory import RunDirectory
+from runner.supervisor import follower, preflight, session, supervisor
+from runner.system.event_loop import StopRequest
+from runner.ui import progress, prometheus
+
+
+class Runs:
+    """In place of supervisor and follower.
+
+    Attributes:
+        code: What a run ends with.
+        step: Step that a run reaches.
+        started: What was to be run: the role, and what it was given.
+        display: What was shown.
+    """
+
+    def __init__(self) -> None:
+        self.code, self.step, self.failed_log = ExitCode.DONE, 0, None
+        self.reason = "a rank failed"
+        self.started: list[tuple[str, Any]] = []
+        self.served: list[tuple[str, int]] = []
+        self.display = FakeDisplay()
+
+    def make(self, role: str) -> Callable[..., Any]:
+        def made(own_session: Any, job: Any, **options: Any) -> Any:
+            self.started.append((role, SimpleNamespace(session=own_session, job=job, **options)))
+            return self
+
+        return made
+
+    def run(self) -> ExitCode:
+        if self.step:
+            journal = Journal(self.started[-1][1].session.directory.journal, time.time)
+            journal.append(event("run_started", run_id="r", committed_step=-1), 0)
+            journal.append(event("log", step=self.step, loss=1.0), 1)
+            journal.close()
+        return self.code
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """Nothing of this process is changed, and nothing is started."""
+    made = Runs()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OUTPUT_DIR", raising=False)
+    monkeypatch.setattr(module, "make_streams_lossy", lambda: None)
+    monkeypatch.setattr(StopRequest, "count_signals", lambda self: None)
+    monkeypatch.setattr(supervisor, "Supervisor", made.make("supervisor"))
+    monkeypatch.setattr(follower, "Follower", made.make("follower"))
+    # Locks last as long as the process, which is that of the tests.
+    for one in (run_directory, preflight):
+        monkeypatch.setattr(one, "hold_lock", lambda *_, **__: (os.open(os.devnull, os.O_RDONLY), True))
+    monkeypatch.setattr(
+        session,
+        "Session",
+        lambda config, directory, display, stop: SimpleNamespace(config=config, directory=directory, stop=stop),
+    )
+    monkeypatch.setattr(progress, "ProgressDisplay", lambda **options: made.display)
+    monkeypatch.setattr(prometheus, "serve", lambda address, port, collector: made.served.append((address, port)))
+    return made
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(start, ["--output-dir", "run", *arguments])
+
+
+def refused(*arguments: str) -> str:
+    result = run(*arguments)
+    assert isinstance(result.exception, UsageError), (result, result.output)
+    return str(result.exception)
+
+
+@pytest.mark.parametrize(("text", "step"), [("auto", "auto"), ("never", "never"), ("0", 0), ("120", 120)])
+def test_what_to_resume_from(text: str, step: str | int) -> None:
+    assert resume_step(text) == step
+
+
+@pytest.mark.parametrize("text", ["", "-1", "newest", "1.5", "٣"])
+def test_what_is_no_checkpoint_to_resume_from(text: str) -> None:
+    with pytest.raises(UsageError, match="use auto, never, or the number"):
+        resume_step(text)
+
+
+def test_a_script_runs_under_the_supervisor(runs: Runs, tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    result = run("--grace", "5", "--max-restarts", "3", "train.py", "--lr", "3")
+    assert result.exit_code == 0 and "runner: finished" in result.output, result.output
+    [(role, given)] = runs.started
+    assert role == "supervisor" and given.place is not None
+    assert (given.job.script, given.job.args, given.job.show_output) == (
+        str(tmp_path / "train.py"),
+        ("--lr", "3"),
+        True,
+    )
+    config = given.session.config
+    assert (config.restart.grace_s, config.restart.max_restarts) == (5.0, 3)
+    # A later session finds the same paths.
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["output_dir"] == str(tmp_path / "run")
+    assert runs.display.texts[0].endswith(f"in {tmp_path / 'run'}, resume auto")
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "text"),
+    [
+        (ExitCode.PREEMPTED, "err.log", "runner: stopped: a rank failed (exit code 75)\n"),
+        (ExitCode.DETERMINISTIC, "err.log", "runner: failed: a rank failed (exit code 78; log: err.log)\n"),
+        (ExitCode.BUDGET_SPENT, None, "runner: failed: a rank failed (exit code 76)\n"),
+    ],
+)
+def test_the_end_is_explained_and_is_the_exit_code(code: ExitCode, log: Any, text: str, runs: Runs) -> None:
+    runs.code, runs.failed_log = code, log
+    result = run()
+    assert result.exit_code == int(code) and result.output.endswith(text)
+
+
+def test_a_run_that_trained_is_summarised_with_its_paths(runs: Runs, tmp_path: Path) -> None:
+    runs.step = 7
+    result = run()
+    assert result.exit_code == 0 and "finished" not in result.output.splitlines()[0]
+    assert str(tmp_path / "run" / "journal.jsonl") in result.output
+    assert str(tmp_path / "run" / "best_model") not in result.output, "there is none"
+
+
+def test_a_finished_run_is_not_started_again(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "is_done", lambda *_: True)
+    result = run()
+    assert result.exit_code == 0 and "this run is finished; nothing to do" in result.output
+    assert runs.started == []
+
+
+def test_another_node_follows(runs: Runs) -> None:
+    runs.code = ExitCode.PREEMPTED
+    result = run("--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", "host:29500", "--allow-changes")
+    [(role, given)] = runs.started
+    assert role == "follower" and given.compared is False and result.exit_code == 75
+    assert given.session.directory.job.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "address"),
+    [([], "127.0.0.1"), (["--nnodes", "2", "--rdzv-endpoint", "host:1"], "0.0.0.0"),
+     (["--set", "monitoring.address=10.0.0.1"], "10.0.0.1")],
+)  # fmt: skip
+def test_metrics_of_one_node_are_for_this_node(options: list[str], address: str, runs: Runs) -> None:
+    assert run("--metrics-port", "9400", *options).exit_code == 0
+    assert runs.served == [(address, 9400)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["missing.py"], "script 'missing.py' does not exist"),
+        (["--overwrite"], "--overwrite needs --resume never"),
+        (["--resume", "sometimes"], "use auto, never, or the number"),
+        (["--debug", "--resume", "5"], "--debug always starts from scratch"),
+        (["--resume-from", "nowhere"], "'nowhere'"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_written(
+    arguments: list[str], problem: str, runs: Runs, tmp_path: Path
+) -> None:
+    assert problem in refused(*arguments)
+    assert runs.started == [] and not (tmp_path / "run").exists()
+
+
+def test_a_script_cannot_be_scaled_down(runs: Runs, tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    assert "--debug cannot scale down a script" in refused("--debug", "train.py")
+
+
+def test_debugging_replaces_its_own_earlier_run_only(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.cli.start.os.environ", dict(os.environ))
+    for _ in range(2):
+        assert run("--debug").exit_code == 0
+        (tmp_path / "run-debug" / "checkpoints" / "checkpoint-5").mkdir(parents=True)
+    assert (tmp_path / "run-debug" / "previous-1").is_dir() and not (tmp_path / "run").exists()
+    assert runs.started[0][1].session.config.trainer["max_steps"] == 20
+
+
+# -- an earlier run ------------------------------------------------------------------------------------------------
+
+
+def test_an_earlier_run_is_refused_or_moved_aside(runs: Runs, tmp_path: Path) -> None:
+    kept = tmp_path / "run" / "checkpoints" / "checkpoint-5"
+    kept.mkdir(parents=True)
+    assert "already contains a run; add --overwrite" in refused("--resume", "never")
+    result = run("--resume", "never", "--overwrite")
+    aside = tmp_path / "run" / "previous-1"
+    assert result.exit_code == 0 and f"moved the earlier run to {aside}" in result.output
+    assert (aside / "checkpoints" / "checkpoint-5").is_dir() and not kept.exists()
+
+
+def test_a_new_run_overwrites_nothing(runs: Runs, tmp_path: Path) -> None:
+    assert run("--resume", "never").exit_code == 0
+    assert not (tmp_path / "run" / "previous-1").exists()
+
+
+class Remote:
+    """An object store with checkpoints of these steps."""
+
+    location, root = "s3://bucket/run", None
+
+    def __init__(self, *steps: int) -> None:
+        self._steps, self.sidecars = list(steps), self
+        self.state: bytes | None = b'{"failures": 3}'
+
+    def steps(self) -> list[int]:
+        return self._steps
+
+    def read_restart_state(self) -> bytes | None:
+        return self.state
+
+    def write_restart_state(self, data: bytes) -> None:
+        self.state = data
+
+
+def start_over(store: Remote, directory: RunDirectory, *, overwrite: bool) -> bool:
+    config = SimpleNamespace(tiers=SimpleNamespace(nearest_first=[store], durable=store))
+    return module._start_over(config, directory, overwrite)
+
+
+def test_an_object_store_cannot_move_checkpoints(tmp_path: Path) -> None:
+    directory = RunDirectory(str(tmp_path / "run"))
+    directory.create()
+    with pytest.raises(UsageError, match="an object store cannot move them"):
+        start_over(Remote(5), directory, overwrite=True)
+
+
+def test_failures_of_another_run_do_not_count(tmp_path: Path) -> None:
+    directory, store = RunDirectory(str(tmp_path / "run")), Remote()
+    directory.create()
+    assert not start_over(store, directory, overwrite=False)
+    assert store.state == b"{}"
+
+
+# -- the rest ------------------------------------------------------------------------------------------------------
+
+
+def test_checks_are_waited_for_and_their_errors_raised() -> None:
+    assert module._unless_stopped(StopRequest(), lambda: 7) == 7
+    for error in (UsageError("no"), TimeoutError("the server")):
+
+        def fail(error: Exception = error) -> None:
+            raise error
+
+        with pytest.raises(type(error), match=str(error)):
+            module._unless_stopped(StopRequest(), fail)
+
+
+def test_a_stop_request_does_not_wait_for_a_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr("runner.cli.start.os._exit", leave)
+    stop = StopRequest()
+    stop.ask("SIGTERM")
+    with pytest.raises(SystemExit) as end:
+        module._unless_stopped(stop, lambda: time.sleep(0.01))
+    assert end.value.code == ExitCode.PREEMPTED
+    assert "stopped before the first attempt" in capsys.readouterr().out
+
+
+def test_paths_that_exist_and_urls_are_shown(tmp_path: Path) -> None:
+    config = Config.model_validate(
+        {"output_dir": str(tmp_path), "checkpoint": {"location": "s3://bucket/run", "local_tier": str(tmp_path / "no")}}
+    )
+    directory = RunDirectory(str(tmp_path))
+    directory.create()
+    assert paths_of(config, directory) == {"checkpoints": "s3://bucket/run", "logs": str(tmp_path / "logs")}

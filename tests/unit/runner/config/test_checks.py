@@ -1,0 +1,108 @@
+"""Checks of a configuration that need more than one key, each with the source of the key at fault."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.config.checks import check_all, check_model, check_nodes
+from runner.config.schema import Config
+from runner.errors import UsageError
+
+
+def source_of(key: str) -> str:
+    return f"<{key}>"
+
+
+def config(**sections: Any) -> Config:
+    return Config.model_validate({"model": {"name_or_path": "org/model"}, **sections})
+
+
+def check(needs_data: bool = True, **sections: Any) -> Config:
+    checked = config(**sections)
+    check_all(checked, source_of, needs_data=needs_data)
+    return checked
+
+
+def test_a_model_is_a_hub_name_a_folder_or_a_new_one(tmp_path: Path) -> None:
+    for model in ({"name_or_path": "org/model"}, {"name_or_path": str(tmp_path)}, {"config": {"hidden_size": 8}}):
+        check_model(config(model=model))
+    for model, problem in (({}, "no model is configured"), ({"name_or_path": "./no"}, "'./no' does not exist")):
+        with pytest.raises(UsageError, match=problem):
+            check_model(config(model=model))
+
+
+@pytest.mark.parametrize(
+    ("launch", "problem"),
+    [
+        ({}, None),
+        ({"node_rank": 1, "nnodes": 2}, None),
+        ({"node_rank": 1, "world_size": 2}, None),
+        ({"node_rank": 1}, "<launch.node_rank>: node rank 1 needs more than one node"),
+        ({"nproc_per_node": 0}, "<launch.nproc_per_node>: launch.nproc_per_node=0 is not allowed"),
+    ],
+)
+def test_numbers_of_nodes_and_ranks(launch: dict[str, Any], problem: str | None) -> None:
+    if problem is None:
+        check_nodes(config(launch=launch), source_of)
+        return
+    with pytest.raises(UsageError, match=re.escape(problem)):
+        check_nodes(config(launch=launch), source_of)
+
+
+@pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        ({"launch": {"rdzv_endpoint": "host:65535"}}, "<launch.rdzv_endpoint>: port 65536"),
+        ({"checkpoint": {"location": "no://host/x"}}, "<checkpoint.location>: "),
+        ({"checkpoint": {"local_tier": "s3://bucket/x"}}, "<checkpoint.local_tier>: "),
+        ({"checkpoint": {"memory_limit": "much"}}, "<checkpoint.memory_limit>: checkpoint.memory_limit: "),
+        ({"data": {"path": "missing.jsonl"}}, "<data.path>: data.path='missing.jsonl' does not exist"),
+        ({"data": {"path": "./missing"}}, "<data.path>: data.path='./missing' does not exist"),
+        ({"data": {"validation_path": "no.csv"}}, "<data.validation_path>: data.validation_path='no.csv' does not"),
+        ({"data": {"path": "no://host/x.csv"}}, "<data.path>: data.path='no://host/x.csv': "),
+        (
+            {"data": {"path": "org/set", "streaming": True, "validation_share": 0.1}, "trainer": {"max_steps": 5}},
+            "<data.validation_share>: data.validation_share is not allowed with data.streaming",
+        ),
+        ({"data": {"path": "org/set", "streaming": True}}, "<data.streaming>: data.streaming needs trainer.max_steps"),
+        ({"strategy": "fsdp", "method": {"type": "lora"}}, "<strategy>: strategy=fsdp is not supported with method"),
+        ({"trainer": {"fsdp_config": {"version": 2}}}, "<trainer.fsdp_config>: trainer.fsdp_config needs strategy"),
+        ({"strategy": "fsdp", "trainer": {"fsdp_config": {"version": 1}}}, "write FSDP2's options as a mapping"),
+        ({"strategy": "fsdp", "trainer": {"fsdp_config": "a.json"}}, "write FSDP2's options as a mapping"),
+    ],
+)
+def test_a_mistake_names_the_source_of_its_key(sections: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(problem)):
+        check(**sections)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"data": {"path": "org/set", "streaming": True}, "trainer": {"max_steps": 5}},
+        {
+            "data": {"path": "org/set", "streaming": True, "validation_path": "a/b", "validation_split": "test"},
+            "trainer": {"max_steps": 5},
+        },
+        {"strategy": "fsdp", "trainer": {"fsdp_config": {"reshard_after_forward": True}}},
+        {"data": {"path": "file:///anywhere/x.csv"}},
+    ],
+)
+def test_what_can_be_combined(sections: dict[str, Any]) -> None:
+    check(**sections)
+
+
+def test_data_that_a_command_does_not_need_may_be_missing() -> None:
+    check(needs_data=False, data={"path": "missing.jsonl"})
+
+
+def test_data_paths_become_absolute_and_keep_symbolic_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows-v1.jsonl").touch()
+    Path("rows.jsonl").symlink_to("rows-v1.jsonl")
+    data = check(data={"path": "rows.jsonl", "validation_path": "s3://bucket/x.csv"}, trainer={}).data
+    assert data.path == str(tmp_path / "rows.jsonl") and data.validation_path == "s3://bucket/x.csv"

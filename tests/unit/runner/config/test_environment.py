@@ -1,0 +1,36 @@
+"""Which variables set which key, and which of two names counts."""
+
+from __future__ import annotations
+
+import pytest
+
+from runner.config.environment import CONFIG_VARIABLES, settings_from_environment
+from runner.config.schema import Config
+
+
+def test_variables_that_are_unset_or_empty_set_nothing() -> None:
+    assert settings_from_environment({"EPOCHS": "", "UNRELATED": "1"}) == {}
+    assert settings_from_environment({"EPOCHS": "3"}) == {"trainer.num_train_epochs": ("3", "EPOCHS")}
+
+
+@pytest.mark.parametrize(
+    ("variable", "torchruns", "key"),
+    [
+        ("MASTER_ADDR", "PET_MASTER_ADDR", "launch.master_addr"),
+        ("MASTER_PORT", "PET_MASTER_PORT", "launch.master_port"),
+        ("RANK", "PET_NODE_RANK", "launch.node_rank"),
+        ("AWS_BATCH_JOB_NUM_NODES", "PET_NNODES", "launch.nnodes"),
+    ],
+)
+def test_torchruns_own_names_take_precedence(variable: str, torchruns: str, key: str) -> None:
+    both = {torchruns: "1", variable: "2"}
+    assert settings_from_environment(both)[key] == ("1", torchruns)
+    assert settings_from_environment({**both, torchruns: ""})[key] == ("2", variable)
+
+
+@pytest.mark.parametrize("key", sorted(set(CONFIG_VARIABLES.values())))
+def test_every_variable_sets_a_key_that_exists(key: str) -> None:
+    section, _, name = key.partition(".")
+    value = getattr(Config(), section)
+    # The options of `trainer` are those of SFTConfig, which checks them itself.
+    assert not name or section == "trainer" or hasattr(value, name)

@@ -1,0 +1,65 @@
+"""What the runner asks of the operating system; every question of it has an answer in the double for unit tests."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from node_fakes import FakeHost
+
+from runner.system import processes
+from runner.system.host import Host
+
+
+def questions(of: type) -> set[str]:
+    return {name for name in vars(of) if not name.startswith("_")}
+
+
+def test_no_unit_test_with_the_double_reaches_the_operating_system() -> None:
+    assert questions(Host) <= questions(FakeHost)
+
+
+def test_the_state_of_a_process() -> None:
+    host = Host()
+    assert host.process_state(os.getpid()) in ("R", "S")
+    assert host.process_state(2**22 + 1) == "?"
+
+
+def test_the_clock_never_goes_back() -> None:
+    host = Host()
+    assert host.monotonic() <= host.monotonic()
+
+
+class Survivor:
+    """A process that ends with the second SIGKILL."""
+
+    pid = 7
+
+    def __init__(self) -> None:
+        self.kills = 0
+
+    def kill(self) -> None:
+        self.kills += 1
+
+
+def test_processes_are_killed_until_none_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    victim = Survivor()
+    monkeypatch.setattr(processes, "_alive", lambda process: True)
+    monkeypatch.setattr(processes, "is_tracker", lambda process: False)
+    monkeypatch.setattr("runner.system.processes.psutil.wait_procs", lambda found, timeout: None)
+    find: Any = lambda: [victim] if victim.kills < 2 else []  # noqa: E731
+    assert Host().kill_all(find) == 1 and victim.kills == 2
+    assert Host().kill_all(list) == 0
+
+
+def test_a_time_limit_ends_the_hunt(monkeypatch: pytest.MonkeyPatch) -> None:
+    find: Any = lambda: [Survivor()]  # noqa: E731
+    assert Host().kill_all(find, timeout_s=0.0) == 0
+
+
+def test_processes_that_someone_waits_for_are_not_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[set[int]] = []
+    monkeypatch.setattr("runner.system.host.processes.reap_strays", asked.append)
+    Host().reap_strays({1, 2})
+    assert asked == [{1, 2}]
