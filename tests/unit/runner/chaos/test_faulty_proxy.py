@@ -97,6 +97,16 @@ def test_a_busy_server_answers_503(method: str, has_body: bool, proxy: FaultyPro
     assert upstream.requests == [] and proxy.num_disturbed == 1
 
 
+def test_an_answer_to_head_has_no_body(proxy: FaultyProxy) -> None:
+    """Clients of the standard library ignore one; others read it as the next answer."""
+    proxy.disturb("busy", 60)
+    host, port = proxy.endpoint.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as client:
+        client.sendall(b"HEAD /bucket/key HTTP/1.1\r\n\r\n")
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 503 ") and answer.endswith(b"\r\n\r\n")
+
+
 def test_a_broken_connection_is_reset(proxy: FaultyProxy, upstream: Upstream) -> None:
     proxy.disturb("broken", 60)
     with pytest.raises(ConnectionError):
