@@ -64,7 +64,7 @@ class LocalTransaction:
         root = storage.root
         if storage.has_begun(attempt) and not root.is_dir():
             # A new directory of that name would have neither fence nor lock.
-            raise OSError(errno.ENOENT, f"{root} was there when attempt {attempt} began, and is gone; put it back")
+            raise OSError(errno.ENOENT, f"{root} existed when attempt {attempt} began and is gone; put it back")
         self._target = root / f"{CHECKPOINT_PREFIX}{step}"
         self._temporary = root / f".{CHECKPOINT_PREFIX}{step}.{attempt}.tmp"
         root.mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,7 @@ class _Lossy(io.RawIOBase):
             return
         self._warned = True
         with contextlib.suppress(OSError):
-            os.write(2, f"runner: warning: standard output cannot be written: {error.strerror}\n".encode())
+            os.write(2, f"runner: warning: cannot write standard output: {error.strerror}\n".encode())
 
 
 def make_streams_lossy() -> None:

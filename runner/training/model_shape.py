@@ -6,8 +6,8 @@ It is its own process, because the commands that need the sizes run without torc
 from __future__ import annotations
 
 import json
-import resource
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ def model_shape(config: Config) -> dict[str, Any]:
     Raises:
         UsageError: The model cannot be found, or has no such layers.
     """
-    base_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Not ru_maxrss, which a new process inherits from the one that has forked it (getrusage(2)).
+    base_bytes = _peak_rss_bytes()
     model_config = _model_config(config)
     with torch.device("meta"):
         model = (
@@ -84,6 +85,13 @@ def _model_config(config: Config) -> Any:
     except (OSError, ValueError) as error:
         text = " ".join(str(error).split())
         raise UsageError(f"model.name_or_path={name!r}: cannot load its configuration: {text[:300]}") from None
+
+
+def _peak_rss_bytes() -> int:
+    """Return the most memory that this program has had resident: VmHWM of proc_pid_status(5)."""
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    (line,) = [line for line in status.splitlines() if line.startswith("VmHWM:")]
+    return 1024 * int(line.split()[1])
 
 
 def main() -> int:

@@ -191,7 +191,7 @@ def test_its_charts_show_what_the_journal_tells(opened: Any, struck: Run) -> Non
     steps = [step for step in traces["counts"]["x"] if step is not None]
     assert len(steps) == len(set(steps)), "a step that counts is there once"
     marks = {trace["name"]: trace["y"] for trace in drawn["chart-time-line"]}
-    assert marks["fault"] == ["1", "2", "3", "5"] and len(marks["committed"]) == len(struck.events("committed"))
+    assert marks["failure"] == ["1", "2", "3", "5"] and len(marks["committed"]) == len(struck.events("committed"))
 
 
 DEVICES = {

@@ -51,7 +51,7 @@ def test_a_full_disk_is_pointed_out_once(capfd: pytest.CaptureFixture[str]) -> N
         sys.stdout = stream
         os.close(full)
         os.close(kept)
-    assert capfd.readouterr().err == "runner: warning: standard output cannot be written: No space left on device\n"
+    assert capfd.readouterr().err == "runner: warning: cannot write standard output: No space left on device\n"
 
 
 def test_streams_of_a_test_or_closed_ones_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
