@@ -20,7 +20,7 @@ from checkpointing.layout import MODEL_NAME
 from checkpointing.manifest import MANIFEST_NAME
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.restore_point import RestorePoint
-from checkpointing.rank.verified_read import ALTERED, Room, Shares, altered_files, read_verified
+from checkpointing.rank.verified_read import ALTERED, BufferCache, Shares, altered_files, read_verified
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.base import CHECKPOINT_PREFIX, NUMBER
 from checkpointing.tiers import Tiers
@@ -92,9 +92,9 @@ class _Choice:
     def __init__(self, tiers: Tiers, resume: str | int, ranks: Ranks, client: AgentClient, *, private: bool) -> None:
         self._tiers, self._resume, self._ranks, self._client, self._private = tiers, resume, ranks, client, private
         # While the agent reads a checkpoint into memory there is time to allocate memory for the copies.
-        self._room = Room(except_for=MODEL_NAME)
+        self._buffers = BufferCache(except_for=MODEL_NAME)
         # Needed whatever `resume` is: the answer comes once writers of older attempts are fenced off.
-        snapshots, reachable = client.offer(self._room.make) if private and resume == "auto" else client.offer()
+        snapshots, reachable = client.offer(self._buffers.make) if private and resume == "auto" else client.offer()
         # The durable tier may be away for a while; its fence keeps us from publishing there what is not the newest.
         self._catalog = tiers.catalog if reachable else Catalog(tiers.first)
         self._offered = {snapshot.info.step: snapshot for snapshot in snapshots} if resume == "auto" else {}
@@ -150,7 +150,7 @@ class _Choice:
             ranks.rank,
             ranks.world_size,
             private=self._private,
-            room=self._room,
+            buffers=self._buffers,
             scratch=self._client.directory,
             shares=shares,
         )
@@ -190,8 +190,8 @@ def read_checkpoint(storage: Storage, step: int, rank: int, world_size: int) -> 
         InvalidCheckpoint: It is not whole, or was altered.
         StorageUnreachable: It cannot be read now.
     """
-    room = Room(except_for="")
-    point, problem = read_verified(storage, step, rank, world_size, private=True, room=room, shares=Shares())
+    buffers = BufferCache(except_for="")
+    point, problem = read_verified(storage, step, rank, world_size, private=True, buffers=buffers, shares=Shares())
     if problem is not None:
         raise problem
     assert point is not None

@@ -31,7 +31,7 @@ ALTERED = "was altered: its digest is not the one that was recorded"
 Source = Path | RemoteFile | memoryview
 
 
-class Room:
+class BufferCache:
     """Memory for the reader's own copies of large files, allocated while there is nothing else to do.
 
     Args:
@@ -128,7 +128,7 @@ class _Verifier:
     located: _Located
     own: frozenset[str]
     private: bool
-    room: Room
+    buffers: BufferCache
     shares: Shares
 
     def read(self, name: str) -> memoryview:
@@ -142,7 +142,7 @@ class _Verifier:
         source, digest = self.located.files[name]
         # A model is copied into its parameters anyway, and what is in memory need not be read ahead.
         in_place = not self.private or (name in WEIGHTS_NAMES and isinstance(source, memoryview))
-        memory = self.room.take(name, source.nbytes) if isinstance(source, memoryview) else None
+        memory = self.buffers.take(name, source.nbytes) if isinstance(source, memoryview) else None
         algorithm = algorithm_of(digest)
         # Files that each rank reads from storage for itself are verified while they are read.
         in_parts = algorithm == ALGORITHM and (
@@ -168,7 +168,7 @@ def read_verified(
     world_size: int,
     *,
     private: bool,
-    room: Room,
+    buffers: BufferCache,
     shares: Shares,
     scratch: Path | None = None,
 ) -> tuple[RestorePoint | None, CheckpointError | None]:
@@ -180,7 +180,7 @@ def read_verified(
         rank: Number of this rank.
         world_size: Number of all ranks.
         private: Whether tensors must be the reader's own; see `RestorePoint`.
-        room: Memory for copies.
+        buffers: Memory for copies.
         shares: Takes the digests of parts that this rank verifies for all ranks of its node.
         scratch: Folder for temporary files.
 
@@ -195,7 +195,7 @@ def read_verified(
         located = _locate(storage, source)
         if (lacking := missing_member(located.files)) is not None:
             raise InvalidCheckpoint(located.place, f"{lacking} is not among its files")
-        verifier = _Verifier(located, frozenset(own), private, room, shares)
+        verifier = _Verifier(located, frozenset(own), private, buffers, shares)
         names = [name for name in located.files if name in own or not name.startswith(PER_RANK_PREFIXES)]
         with ThreadPoolExecutor(_FILES_AT_ONCE, "checkpoint-verify") as pool:
             files = dict(zip(names, pool.map(verifier.read, names), strict=True))

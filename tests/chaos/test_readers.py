@@ -50,7 +50,7 @@ from checkpointing.rank import rng
 from checkpointing.rank.adapter import BASE_NAME, Adapter
 from checkpointing.rank.restore import _propose
 from checkpointing.rank.restore_point import RestorePoint
-from checkpointing.rank.verified_read import Room, Shares, read_verified
+from checkpointing.rank.verified_read import BufferCache, Shares, read_verified
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.fence import Fence
 from checkpointing.storage.object_storage import ObjectStorage
@@ -353,7 +353,9 @@ def any_file(place: Place) -> Reader:
         path = storage.directory(STEP) / name
         path.write_bytes(damaged)
         try:
-            found, problem = read_verified(storage, STEP, 0, 1, private=number % 2 == 0, room=Room(""), shares=Shares())
+            found, problem = read_verified(
+                storage, STEP, 0, 1, private=number % 2 == 0, buffers=BufferCache(""), shares=Shares()
+            )
         finally:
             path.write_bytes(original)
         if found is None:

@@ -13,7 +13,7 @@ from servers import Server, bucket_on, fault_proxy
 from checkpointing.agent.client import AgentClient, AgentProcess
 from checkpointing.agent.options import AgentOptions
 from checkpointing.digest import digest_buffer
-from checkpointing.rank.verified_read import Room
+from checkpointing.rank.verified_read import BufferCache
 from checkpointing.storage import open_storage
 
 NBYTES = 80 << 20
@@ -29,7 +29,7 @@ def test_room_is_made_until_the_last_byte_has_arrived(
         line.set(rate_bps=NBYTES / 200)
         agent = AgentProcess.start(AgentOptions(location=location, run_id="run"))
         client = AgentClient(agent.socket_path, 2, 0, 0, 1)
-        room = Room(except_for="model")
+        room = BufferCache(except_for="model")
         try:
 
             def fetching(sizes: dict[str, int], arrived: Callable[[], bool]) -> None:
