@@ -22,6 +22,7 @@ from typing import Any
 import boto3
 import pytest
 from infra.parts import find, lacks, require
+from infra.ports import free_port, free_ports
 from infra.radosgw import Cluster
 from infra.tcp_proxy import Faults, TcpProxy, Traffic, tcp_proxy
 
@@ -136,19 +137,6 @@ class MeddlingProxy(Server):
     def count(self, request: str) -> int:
         """Return the number of requests that reached the proxy and match."""
         return sum(bool(re.match(request, one)) for one in self.seen)
-
-
-def free_port() -> int:
-    return free_ports(1)[0]
-
-
-def free_ports(number: int) -> list[int]:
-    """Return that many different free ports."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [int(sock.getsockname()[1]) for sock in sockets]
 
 
 @contextlib.contextmanager

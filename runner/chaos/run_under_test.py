@@ -194,7 +194,7 @@ class RunUnderTest:
         run_ids = [event.run_id for event in self.all(RunStarted) if event.run_id]
         for process in processes.processes_of_run(run_ids[-1], 0) if run_ids else ():
             found[process.pid] = process
-        return [process for process in found.values() if _is_running(process)]
+        return [process for process in found.values() if processes.is_running(process)]
 
     def shared_memory(self) -> set[Path]:
         """Return the files in /dev/shm that its processes have mapped, such as semaphores."""
@@ -242,15 +242,8 @@ def runner_command(folder: Path, *options: str, script: Sequence[str] = ()) -> l
 def _process(pid: int) -> psutil.Process | None:
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
-        return process if _is_running(process) else None
+        return process if processes.is_running(process) else None
     return None
-
-
-def _is_running(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
 
 
 def _describe(process: psutil.Process) -> str:

@@ -78,7 +78,7 @@ def set_name(name: str) -> None:
 
 def descendants() -> list[psutil.Process]:
     """Return all running descendants of this process."""
-    return [process for process in psutil.Process().children(recursive=True) if _alive(process)]
+    return [process for process in psutil.Process().children(recursive=True) if is_running(process)]
 
 
 def mark(run_id: str, node_rank: int) -> str:
@@ -131,7 +131,7 @@ def kill_all(find: Callable[[], list[psutil.Process]], timeout_s: float = 10.0) 
     killed: set[int] = set()
     began = time.monotonic()
     while time.monotonic() < began + timeout_s:
-        processes = [process for process in find() if _alive(process)]
+        processes = [process for process in find() if is_running(process)]
         if not processes:
             break
         patient = time.monotonic() < began + min(_TRACKER_PATIENCE_S, timeout_s / 2)
@@ -172,7 +172,8 @@ def reap_strays(managed: set[int]) -> None:
                 os.waitpid(child.pid, os.WNOHANG)
 
 
-def _alive(process: psutil.Process) -> bool:
+def is_running(process: psutil.Process) -> bool:
+    """Return whether a process exists and is not a zombie."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:

@@ -15,8 +15,9 @@ from pathlib import Path
 import psutil
 from common import ROOT, set_affinity
 
-# The tests' own starter: benchmarks, too, need nothing but this repository.
+# The tests' own starters: benchmarks, too, need nothing but this repository.
 sys.path.append(str(ROOT / "tests"))
+from infra.ports import free_ports
 from infra.radosgw import Cluster
 
 PACKAGES = "radosgw ceph-mon ceph-osd ceph-common"
@@ -92,7 +93,7 @@ class Gateway:
 @contextlib.contextmanager
 def gateway(folder: Path) -> Iterator[Gateway]:
     """Run a server whose configuration and logs are in a folder."""
-    port, second, first = _free_ports(3)
+    port, second, first = free_ports(3)
     cluster = Cluster(folder, port, (second, first))
     try:
         cluster.start(_ACCESS_KEY, _SECRET_KEY)
@@ -100,14 +101,6 @@ def gateway(folder: Path) -> Iterator[Gateway]:
         yield Gateway(cluster)
     finally:
         cluster.stop()
-
-
-def _free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [int(sock.getsockname()[1]) for sock in sockets]
 
 
 def _wait_for(port: int) -> None:

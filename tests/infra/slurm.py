@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from servers import free_ports
 
 from infra.parts import find
+from infra.ports import free_ports
 
 _DAEMONS = ("munged", "slurmctld", "slurmd")
 _START_TIMEOUT_S = 60

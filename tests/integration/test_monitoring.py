@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 from infra.parts import needs
+from infra.ports import free_port
 from integration.support import SHORT_JOB, TOTAL_STEPS, Run, wait_for_commit
 from prometheus_client.parser import text_string_to_metric_families
-from servers import free_port
 
 MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
 

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import psutil
+from infra.ports import free_port
 from integration.support import Run, script, state_hash, wait_for_commit, wait_until
-from servers import free_port
 
 
 def test_a_plain_script_survives_a_kill_bit_for_bit(tmp_path: Path, untouched_script: Run) -> None:

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from infra.ports import free_port
 from integration.support import Run, loss_curve, state_hash
 from safetensors.torch import load_file
-from servers import free_port
 from transformers import AutoModelForCausalLM
 
 # Tensors that are cut unequally, that one rank has nothing of, and that are shared; a bare loop.

@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 from infra.parts import needs, require
+from infra.ports import free_port
 from infra.slurm import Slurm, slurm_cluster
 from integration.support import RUNNER, Run, loss_curve, script, state_hash
-from servers import free_port
 
 from checkpointing.catalog import Catalog
 from checkpointing.storage import open_storage

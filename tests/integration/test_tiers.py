@@ -9,8 +9,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from infra.ports import free_port
 from integration.support import RUNNER, Run, loss_curve, script, state_hash, wait_for_commit, wait_until
-from servers import Server, bucket_on, free_port, rclone_server, small_disk
+from servers import Server, bucket_on, rclone_server, small_disk
 
 from checkpointing.catalog import Catalog
 from checkpointing.storage import open_storage

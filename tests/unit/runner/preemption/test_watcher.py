@@ -15,8 +15,8 @@ from typing import Any
 
 import metadata as services
 import pytest
+from infra.ports import free_port
 from metadata import AzureMetadata, Ec2Metadata, GoogleMetadata, MetadataService, serve
-from servers import free_port
 
 from runner.preemption import clouds, metadata
 from runner.preemption.metadata import MetadataClient, Unavailable

@@ -45,7 +45,7 @@ class Survivor:
 
 def test_processes_are_killed_until_none_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     victim = Survivor()
-    monkeypatch.setattr(processes, "_alive", lambda process: True)
+    monkeypatch.setattr(processes, "is_running", lambda process: True)
     monkeypatch.setattr(processes, "is_tracker", lambda process: False)
     monkeypatch.setattr("runner.system.processes.psutil.wait_procs", lambda found, timeout: None)
     find: Any = lambda: [victim] if victim.kills < 2 else []  # noqa: E731
