@@ -3,6 +3,8 @@
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${RUNNER_VENV:-$root/.venv}
 python=${PYTHON:-python3}
+# Containers often set it. The tests start hundreds of processes, each of which would compile all modules again.
+unset PYTHONDONTWRITEBYTECODE
 
 # setup EXTRAS: make the virtual environment hold the package with these extras.
 setup() {

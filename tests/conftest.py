@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,9 @@ from infra.parts import require
 from servers import Server, radosgw_server, rclone_server
 from wire import cut, wire
 
-__all__ = ["cut", "wire"]
+# pytest imports tracemalloc when it finds something unclosed. Two threads that did so at once failed the test: one of
+# them got it half imported.
+__all__ = ["cut", "tracemalloc", "wire"]
 
 pytest_plugins = ["infra.tiers"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import secrets
 import threading
@@ -40,13 +41,13 @@ class MetadataService:
     Attributes:
         endpoint: http://127.0.0.1:PORT, for restart.metadata_endpoint.
         seen: requests and the status of their answers, in order.
-        spoiled: replies by path that are given instead of the right ones.
+        spoiled: replies by path that are given instead of the right ones, and how many times.
     """
 
     def __init__(self) -> None:
         self.endpoint = ""
         self.seen: list[tuple[Request, int]] = []
-        self.spoiled: dict[str, Reply] = {}
+        self.spoiled: dict[str, tuple[Reply, float]] = {}
         self.changed = threading.Condition()
         self.closed = False
 
@@ -61,7 +62,7 @@ class MetadataService:
             if parts.netloc or "x-forwarded-for" in headers or "via" in headers:
                 reply = Reply(403, "through a proxy")
             else:
-                reply = self.spoiled.get(parts.path) or self.reply(request)
+                reply = self._spoiled_reply(parts.path) or self.reply(request)
             self.seen.append((request, reply.status))
             self.changed.notify_all()
         return reply
@@ -79,10 +80,20 @@ class MetadataService:
         target = self.count(path) + more
         self.wait_until(lambda: self.count(path) >= target)
 
-    def spoil(self, path: str, text: str, status: int = 200, headers: dict[str, str] | None = None) -> None:
+    def spoil(
+        self, path: str, text: str, status: int = 200, headers: dict[str, str] | None = None, times: float = math.inf
+    ) -> None:
         with self.changed:
-            self.spoiled[path] = Reply(status, text, headers or {})
+            self.spoiled[path] = Reply(status, text, headers or {}), times
             self.changed.notify_all()
+
+    def _spoiled_reply(self, path: str) -> Reply | None:
+        if path not in self.spoiled:
+            return None
+        reply, times = self.spoiled.pop(path)
+        if times > 1:
+            self.spoiled[path] = reply, times - 1
+        return reply
 
     def close(self) -> None:
         with self.changed:
@@ -148,7 +159,11 @@ class Ec2Metadata(MetadataService):
 
 
 class GoogleMetadata(MetadataService):
-    """Compute Engine's."""
+    """Compute Engine's.
+
+    Attributes:
+        second_s: how long it waits for a second of `timeout_sec`.
+    """
 
     ROOT = "/computeMetadata/v1/instance/"
     PREEMPTED = f"{ROOT}preempted"
@@ -157,6 +172,7 @@ class GoogleMetadata(MetadataService):
     def __init__(self) -> None:
         super().__init__()
         self.waiting = 0
+        self.second_s = 1.0
         self._values = {"preempted": "FALSE", "maintenance-event": "NONE", "name": "trainer-0"}
 
     def preempt(self) -> None:
@@ -179,8 +195,8 @@ class GoogleMetadata(MetadataService):
             return self._reply(400, "bad parameter")
         if request.query.get("wait_for_change") == "true":
             self._wait_for_change(name, request.query.get("last_etag"), int(timeout))
-            if request.path in self.spoiled:
-                return self.spoiled[request.path]
+            if spoiled := self._spoiled_reply(request.path):
+                return spoiled
         return self._reply(200, self._values[name], self._etag(name))
 
     def _wait_for_change(self, name: str, last: str | None, timeout_s: int) -> None:
@@ -188,7 +204,8 @@ class GoogleMetadata(MetadataService):
         self.waiting += 1
         self.changed.notify_all()
         self.changed.wait_for(
-            lambda: self.closed or f"{self.ROOT}{name}" in self.spoiled or self._etag(name) != last, timeout_s or None
+            lambda: self.closed or f"{self.ROOT}{name}" in self.spoiled or self._etag(name) != last,
+            timeout_s * self.second_s or None,
         )
         self.waiting -= 1
 

@@ -37,6 +37,8 @@ _MAX_LINE_BYTES = 1 << 20
 _MAX_STRANGERS = 64
 # Seconds between two checks after which this process was itself stopped, and must not blame others for their silence.
 _GAP_S = 3.0
+# Between two attempts of a member to connect.
+_RETRY_S = 0.5
 
 
 class Connection(Generic[M]):
@@ -314,7 +316,7 @@ class Member:
         now = time.monotonic()
         if self._connecting is None:
             if now >= self._try_at:
-                self._try_at = now + 0.5
+                self._try_at = now + _RETRY_S
                 self._begin_connecting(now)
             return
         error = self._connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

@@ -9,8 +9,8 @@ import griffe
 
 from checkpointing.events import Event
 from runner.journal import events as journal_events
-from scripts.reference import ROOT
 from scripts.reference.markdown import page, table, wrap
+from scripts.reference.source import read_source
 
 _FILES = {"checkpointing.events": "Reported by ranks and the agent", journal_events.__name__: "Recorded by the runner"}
 # Fields of base classes, explained once.
@@ -30,7 +30,7 @@ def render() -> str:
         )
     ]
     for module, title in _FILES.items():
-        documented = griffe.load(module, search_paths=[ROOT], allow_inspection=False)
+        documented = read_source(module)
         parts.append(f"## {title}")
         for name, known in sorted(Event.known.items()):
             if known.__module__ == module:
@@ -68,7 +68,7 @@ def _type(own: Field[object]) -> str:
 def _inherited(documented: griffe.Object | griffe.Alias, known: type[Event]) -> dict[str, str]:
     """Collect the descriptions of the fields of base classes."""
     meanings: dict[str, str] = {}
-    module = griffe.load("checkpointing.events", search_paths=[ROOT], allow_inspection=False)
+    module = read_source("checkpointing.events")
     for base in reversed(known.__mro__[1:]):
         docstring = module[base.__name__].docstring if base.__module__ == "checkpointing.events" else None
         for section in docstring.parse("google") if docstring is not None else ():

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import griffe
-
 from runner.errors import ExitCode
-from scripts.reference import ROOT
 from scripts.reference.markdown import page, table, wrap
+from scripts.reference.source import read_source
 
 
 def render() -> str:
-    documented = griffe.load("runner.errors", search_paths=[ROOT], allow_inspection=False)["ExitCode"]
+    documented = read_source("runner.errors")["ExitCode"]
     rows = []
     for code in ExitCode:
         docstring = documented.members[code.name].docstring

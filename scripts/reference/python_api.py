@@ -9,8 +9,8 @@ from typing import Any
 
 import griffe
 
-from scripts.reference import ROOT
 from scripts.reference.markdown import code, item, page, paragraphs, wrap
+from scripts.reference.source import read_source
 
 # Class → its methods and properties that a training script calls; the others serve `resilient`.
 _METHODS = {
@@ -40,7 +40,7 @@ def render() -> str:
 def _blocks() -> Iterator[str]:
     # Names that a docstring explains together are not those of the signature.
     logging.getLogger("griffe").setLevel(logging.CRITICAL)
-    package = griffe.load("checkpointing", search_paths=[ROOT], allow_inspection=False, docstring_parser="google")
+    package = read_source("checkpointing")
     yield wrap(
         "These names are stable. Everything else in `checkpointing` and `runner` may change between versions without "
         "notice."

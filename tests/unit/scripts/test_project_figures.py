@@ -102,6 +102,7 @@ def test_a_module_that_is_excused_exists(project_figures: ModuleType) -> None:
     assert set(project_figures.WITHOUT_UNIT_TEST) <= modules
 
 
+@pytest.mark.process
 def test_a_failure_class_touches_one_file(project_figures: ModuleType) -> None:
     figure = project_figures.failure_class_files(ROOT)
     assert figure.passes, figure.found

@@ -168,7 +168,11 @@ def test_a_batch_draws_the_same_with_any_number_of_workers() -> None:
     seen = []
     for num_workers, persistent in ((0, False), (1, False), (2, True)):
         seeded()
-        seen.append(train(loader(range(17), num_workers, persistent), None, 12, 1)[0])
+        data: Any = loader(range(17), num_workers, persistent)
+        seen.append(train(data, None, 12, 1)[0])
+        if persistent:
+            # Left to the garbage collector, which closes their queues first, workers are waited for in vain, 5 s each.
+            data._iterator._shutdown_workers()
     assert seen[0] == seen[1] == seen[2]
     # Not the same in another epoch.
     assert seen[0][0] != seen[0][6]

@@ -111,6 +111,8 @@ def ec2() -> Iterator[Ec2Metadata]:
 @pytest.fixture
 def google() -> Iterator[GoogleMetadata]:
     with serve(GoogleMetadata()) as service:
+        # The client cannot ask for less than a second.
+        service.second_s = 0.05
         yield service
 
 
@@ -186,8 +188,9 @@ def test_aws_token_that_is_refused_is_replaced_at_once(ec2: Ec2Metadata) -> None
 
 def test_gcp_preemption_ends_the_long_poll(google: GoogleMetadata, monkeypatch: pytest.MonkeyPatch) -> None:
     # Longer than the notice is waited for.
-    monkeypatch.setattr(clouds.GoogleCloud, "LONG_POLL_S", 60)
-    with watching("gcp", google.endpoint, pace=1.0) as told:
+    google.second_s = 1.0
+    monkeypatch.setattr(clouds.GoogleCloud, "LONG_POLL_S", 6000)
+    with watching("gcp", google.endpoint) as told:
         google.wait_until(lambda: google.waiting == 1)
         assert told.notices == []
         google.preempt()
@@ -201,7 +204,7 @@ def test_gcp_polls_on_when_nothing_changes(google: GoogleMetadata) -> None:
     with watching("gcp", google.endpoint) as told:
         google.wait_for_requests(google.PREEMPTED, 2)
         assert (told.notices, told.reports) == ([], [])
-        # Unanswered for the second that it asks for, each time.
+        # Unanswered for the time that it asks for, each time.
         queries = [request.query for request, _ in google.seen if request.path == google.PREEMPTED]
         assert {(query["wait_for_change"], query["timeout_sec"]) for query in queries} == {("true", "1")}
         google.preempt()
@@ -306,13 +309,12 @@ def test_moment_of_trouble_is_not_reported(provider: str) -> None:
     with serve(service_of(provider)) as service:
         paths = [Ec2Metadata.TOKEN, GoogleMetadata.PREEMPTED, GoogleMetadata.MAINTENANCE, AzureMetadata.EVENTS]
         for path in paths:
-            service.spoil(path, "", status=503)
-        # At this pace a second attempt comes after a second, and a third after two more.
-        with watching(provider, service.endpoint, pace=1.0) as told:
-            service.wait_until(lambda: service.count(".*", status=503) >= 1)
-            service.spoiled.clear()
-            announce(service)
+            # In two rounds of checks, of which each of EC2's two asks for a token.
+            service.spoil(path, "", status=503, times=4 if path == Ec2Metadata.TOKEN else 2)
+        announce(service)
+        with watching(provider, service.endpoint) as told:
             told.next_notice()
+        assert service.count(".*", status=503) == {"aws": 4, "gcp": 4, "azure": 2}[provider]
 
 
 @every_cloud
@@ -351,6 +353,8 @@ def test_another_clouds_service_is_reported_once(provider: str) -> None:
 )
 def test_malformed_answer_is_reported_once_and_ignored(provider: str, path: str, text: str) -> None:
     with serve(service_of(provider)) as service:
+        if isinstance(service, GoogleMetadata):
+            service.second_s = 0.05
         service.spoil(path, text, headers={"Metadata-Flavor": "Google"})
         with watching(provider, service.endpoint) as told:
             told.wait(lambda: bool(told.reports))
@@ -399,6 +403,7 @@ def test_proxies_of_the_environment_are_not_used(provider: str, monkeypatch: pyt
 
 
 def test_close_during_a_long_poll_is_prompt_and_silent(google: GoogleMetadata, monkeypatch: pytest.MonkeyPatch) -> None:
+    google.second_s = 1.0
     monkeypatch.setattr(clouds.GoogleCloud, "LONG_POLL_S", 60)
     told = Told()
     watcher = NoticeWatcher("gcp", google.endpoint, told.notify, told.report)
@@ -434,7 +439,8 @@ def test_answer_that_closing_cut_short_is_not_reported() -> None:
     assert (told.notices, told.reports) == ([], [])
 
 
-def test_close_is_prompt_when_nobody_accepts() -> None:
+def test_close_is_prompt_when_nobody_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "CONNECT_TIMEOUT_S", 0.1)
     told = Told()
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, contextlib.ExitStack() as stack:
         # A full backlog: the next to connect waits as for a machine that is not there.

@@ -79,6 +79,11 @@ class Pair:
         self.loop.close()
 
 
+@pytest.fixture(autouse=True)
+def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_RETRY_S", 0.02)
+
+
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     pair = Pair()
