@@ -81,6 +81,7 @@ def test_two_machines_meet(tmp_path: Path) -> None:
 
 
 @needs("tmpfs")
+@pytest.mark.soak
 def test_a_full_disk(tmp_path: Path) -> None:
     place = tmp_path / "small"
     place.mkdir()
@@ -99,6 +100,7 @@ def test_little_shared_memory(tmp_path: Path) -> None:
     assert list(wrong) == ["/dev/shm"] and "4 DataLoader workers" in wrong["/dev/shm"]
 
 
+@pytest.mark.soak
 def test_a_bad_key(rclone_s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     location = f"s3://{bucket_on(rclone_s3, monkeypatch)}/run"
     findings = doctor(tmp_path, *ALONE, "--set", f"checkpoint.location={location}", code=0)

@@ -178,6 +178,7 @@ def test_a_connection_that_breaks_between_two_ranks_is_a_crash(calm: Run, tmp_pa
     assert_as_if_nothing_had_happened(run, calm)
 
 
+@pytest.mark.soak
 def test_an_agent_lost_when_all_is_committed_costs_nothing(tmp_path: Path) -> None:
     """The agent was removing older checkpoints after the last commit."""
     script = troubled(tmp_path, options="save_total_limit=1")
@@ -280,7 +281,8 @@ def test_slow_evaluation_saving_and_compiling_are_no_hangs(tmp_path: Path) -> No
     assert kinds(run) == ["finished"], run.output
 
 
-@pytest.mark.parametrize("name", ["agent", pytest.param("launcher", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["agent", "launcher"])
 def test_a_stopped_agent_or_launcher_costs_an_attempt(name: str, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", "--set", "restart.quiet_timeout_s=60", script=troubled(tmp_path, crawl=20)).start()
     wait_for_commit(run, 20)
@@ -298,6 +300,7 @@ def test_a_stopped_agent_or_launcher_costs_an_attempt(name: str, tmp_path: Path)
         assert ended["failed_at"] - stopped_at < 8
 
 
+@pytest.mark.soak
 def test_a_launcher_or_agent_that_is_killed_while_it_starts_is_tried_again(tmp_path: Path) -> None:
     for name in ("runner.node.launcher", "checkpointing.agent"):
         run = Run(tmp_path / name, *SHORT_JOB, "--set", "trainer.max_steps=6").start()
@@ -338,7 +341,8 @@ SPOILED = """
 """
 
 
-@pytest.mark.parametrize("options", ["", pytest.param("max_grad_norm=0", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("options", ["", "max_grad_norm=0"])
 def test_a_nan_that_comes_again_is_passed_over(options: str, tmp_path: Path) -> None:
     """A later attempt skips them, too: its result does not depend on whether a rank was killed."""
     states = []
@@ -413,12 +417,14 @@ def test_the_same_error_at_the_same_step_twice(tmp_path: Path) -> None:
     assert "step 12 twice" in last_line(run) and "row 17 is damaged" in last_line(run)
 
 
+@pytest.mark.soak
 def test_an_error_before_the_first_step(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", script=troubled(tmp_path, "import no_such_module")).start()
     assert run.finish() == 78, run.output
     assert kinds(run) == ["boot failure"] and "no_such_module" in last_line(run) and "; log: " in run.output
 
 
+@pytest.mark.soak
 def test_a_scripts_own_status_75_is_no_stop_request(tmp_path: Path) -> None:
     trouble = """
         def at_step(step, args):
@@ -445,7 +451,8 @@ def test_a_machine_at_fault(tmp_path: Path) -> None:
     assert kinds(run) == ["bad node"] and "another" in last_line(run)
 
 
-@pytest.mark.parametrize(("step", "exit_code"), [(5, 79), pytest.param(12, 76, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize(("step", "exit_code"), [(5, 79), (12, 76)])
 def test_a_budget_spent_without_or_with_a_checkpoint(step: int, exit_code: int, tmp_path: Path) -> None:
     trouble = f"""
         def at_step(step, args):
@@ -501,6 +508,7 @@ def test_a_notice_to_one_rank_alone_stops_all(number: signal.Signals, calm: Run,
     assert_as_if_nothing_had_happened(run, calm)
 
 
+@pytest.mark.soak
 def test_a_notice_to_every_process_is_one_notice(calm: Run, tmp_path: Path) -> None:
     """As a scheduler sends it: to all processes of the job, and not to the runner first."""
     run = Run(tmp_path / "run", script=troubled(tmp_path, options=EVALUATING, crawl=8)).start()
@@ -555,6 +563,7 @@ def test_a_stop_in_an_evaluation_cuts_it_short_and_it_is_done_anew(calm: Run, tm
     assert_as_if_nothing_had_happened(run, calm)
 
 
+@pytest.mark.soak
 def test_a_stop_in_a_restore_is_honoured(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", *SHORT_JOB, "--set", "restart.hang_timeout_s=600")
     run.start(CHECKPOINT_FAILPOINTS=f"training.step=hang@{SAVE_STEPS + 2}; restore.read=hang")
@@ -623,6 +632,7 @@ def test_a_rank_that_has_stopped_leaves_the_others_time_to_end_in_order(tmp_path
     assert [(tmp_path / f"hf.closed.{rank}").exists() for rank in (0, 1)] == [True, True]
 
 
+@pytest.mark.soak
 def test_what_outlasts_the_grace_is_ended(tmp_path: Path) -> None:
     trouble = """
         def at_step(step, args):
@@ -640,6 +650,7 @@ def test_what_outlasts_the_grace_is_ended(tmp_path: Path) -> None:
     assert kinds(run) == ["ended at once"] and not run.leftovers()
 
 
+@pytest.mark.soak
 def test_a_commit_that_hangs_does_not_outlast_the_grace_for_long(tmp_path: Path) -> None:
     """However often the agent is waited for, at the attempt's end and at the run's."""
     run = Run(tmp_path / "run", "--grace", "5", script=troubled(tmp_path, crawl=8))

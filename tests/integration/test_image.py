@@ -22,7 +22,7 @@ from infra.parts import needs
 ROOT = Path(__file__).parents[2]
 DEBIAN_SOURCES = Path("/etc/apt/sources.list.d/debian.sources")
 BASE, IMAGE = "localhost/base:test", "localhost/runner:test"
-# Two minutes on two quiet cores.
+# Two minutes on two quiet cores, which is why it is not built by default.
 BUILD_TIMEOUT_S = 1500
 # As in the manifests; with limits that may always be set, because podman's defaults may exceed what is allowed.
 RUN_OPTIONS = [
@@ -52,6 +52,7 @@ print("compiled", compile_module_from_src(source, "launcher").answer())
 
 # One worker of pytest-xdist, where it is used, builds the image once.
 pytestmark = [
+    pytest.mark.soak,
     needs("image tools"),
     needs("CPU build of torch"),
     pytest.mark.timeout(2 * BUILD_TIMEOUT_S),

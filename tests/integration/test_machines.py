@@ -51,7 +51,7 @@ def test_a_rank_that_dies_on_one_machine_restarts_all(wire: None, calm: Run, tmp
     assert_nobody_is_left(machines)
 
 
-def test_a_wire_that_is_cut_and_restored_after_a_minute(cut: Cut, calm: Run, tmp_path: Path) -> None:
+def test_a_wire_that_is_cut_and_restored_later(cut: Cut, calm: Run, tmp_path: Path) -> None:
     machines = pair(tmp_path, crawl=10)
     start(machines)
     wait_for_commit(machines, 10)
@@ -60,7 +60,7 @@ def test_a_wire_that_is_cut_and_restored_after_a_minute(cut: Cut, calm: Run, tmp
     for machine in machines:
         wait_for_events(machine, "attempt_ended")
     assert time.monotonic() - cut_at < 120
-    wait_until(machines[0], lambda: time.monotonic() - cut_at > 60)
+    wait_until(machines[0], lambda: time.monotonic() - cut_at > 20)
     cut.restore()
     assert finish(machines) == [0, 0], outputs(machines)
     assert kinds(machines[0]) == ["node lost", "finished"]
@@ -68,6 +68,7 @@ def test_a_wire_that_is_cut_and_restored_after_a_minute(cut: Cut, calm: Run, tmp
     assert_nobody_is_left(machines)
 
 
+@pytest.mark.soak
 def test_the_first_machine_is_lost_and_comes_back(wire: None, calm: Run, tmp_path: Path) -> None:
     machines = pair(tmp_path, crawl=10)
     start(machines)
@@ -129,6 +130,7 @@ def test_a_leader_killed_at_one_of_its_last_steps(
     assert_nobody_is_left(machines)
 
 
+@pytest.mark.soak
 def test_the_other_machine_is_lost_at_the_very_end(wire: None, tmp_path: Path) -> None:
     """The restarted node finds no leader: the first node has already exited for good."""
     machines = pair(tmp_path)
@@ -159,6 +161,7 @@ def test_both_machines_are_lost_and_come_back(wire: None, calm: Run, tmp_path: P
     assert_nobody_is_left(machines)
 
 
+@pytest.mark.soak
 def test_a_machine_that_does_not_come_back(wire: None, tmp_path: Path) -> None:
     """Every wait is bounded, on both sides."""
     machines = pair(tmp_path, "--set", "launch.rendezvous_timeout_s=15", crawl=10)
@@ -201,6 +204,7 @@ def test_a_bad_node_alone_ends_as_one(wire: None, tmp_path: Path) -> None:
     assert_nobody_is_left(machines)
 
 
+@pytest.mark.soak
 def test_an_error_that_would_come_again_ends_all_with_one_code(wire: None, tmp_path: Path) -> None:
     trouble = """
         if RANK == 1:
@@ -217,6 +221,7 @@ def test_an_error_that_would_come_again_ends_all_with_one_code(wire: None, tmp_p
     assert_nobody_is_left(machines)
 
 
+@pytest.mark.soak
 def test_memory_runs_out_on_one_machine_and_all_cut_their_batches(wire: None, tmp_path: Path) -> None:
     trouble = """
         def at_step(step, args):

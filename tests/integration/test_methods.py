@@ -35,7 +35,9 @@ def job(folder: Path, *settings: str) -> Run:
     return Run(folder, *(part for setting in (*SHORT, *settings) for part in ("--set", setting)))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=[pytest.mark.soak] * (name != "lora-bf16-packed")) for name in METHODS]
+)
 def test_each_method_ends_as_if_nothing_had_happened(method: str, tmp_path: Path) -> None:
     calm = job(tmp_path / "calm", *METHODS[method]).start()
     assert calm.finish() == 0, calm.output

@@ -108,7 +108,9 @@ def stock(folder: Path, stop: int) -> dict[str, torch.Tensor]:
     return trained(folder)
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    "name", ["two_stages", *(pytest.param(name, marks=pytest.mark.soak) for name in ("grpo", "migrated"))]
+)
 def test_killed_five_times_it_ends_as_if_nothing_had_happened(name: str, tmp_path: Path) -> None:
     text, kills = JOBS[name]
     results = []

@@ -23,8 +23,8 @@ JOBS = {
 }
 
 
-# The larger ones, a minute and more each.
-LONG_JOBS = ("full", "recomputed")
+# The larger ones, half a minute and more each.
+LONG_JOBS = ("full", "lora", "recomputed")
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,7 @@ def test_memory_is_within_15_percent(job: str, tmp_path: Path) -> None:
     ) == pytest.approx(committed, rel=0.03, abs=300_000)
 
 
+@pytest.mark.soak
 def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
     large = "model.config={hidden_size: 4096, intermediate_size: 14336, num_hidden_layers: 32, num_attention_heads: 32}"
     options = ["--set", large, "--set", "trainer.bf16=true", "--gpus", "8", "--output-dir", str(tmp_path / "run")]

@@ -11,10 +11,12 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 from infra.ports import free_port
 from integration.support import Run, script, state_hash, wait_for_commit, wait_until
 
 
+@pytest.mark.soak
 def test_a_plain_script_survives_a_kill_bit_for_bit(tmp_path: Path, untouched_script: Run) -> None:
     """Logs and saves do not fall together here, so the loss in the making is part of what must be restored.
 

@@ -86,8 +86,9 @@ def near_the_limit(slurm: Slurm, job: str) -> None:
     slurm.command("scancel", "--batch", "--signal=USR1", job)
 
 
-# The time limit of a job of one node is as that of two, below.
-@pytest.mark.parametrize("stop", [preempt, pytest.param(near_the_limit, marks=pytest.mark.soak)])
+# A job of one node is stopped and queued again as one of two, below.
+@pytest.mark.soak
+@pytest.mark.parametrize("stop", [preempt, near_the_limit])
 def test_a_stopped_job_is_queued_again_and_ends_as_if_nothing_had_happened(
     stop: Callable[[Slurm, str], None], slurm: Slurm, untouched_script: Run, tmp_path: Path
 ) -> None:
@@ -202,6 +203,7 @@ def test_two_nodes_stop_together_and_go_on_together(
 
 
 @pytest.mark.parametrize("slurm", [SOON_LOST], indirect=True, ids=[""])
+@pytest.mark.soak
 def test_a_node_that_was_given_up_but_lives_publishes_nothing_more(
     slurm: Slurm, untouched_script: Run, tmp_path: Path
 ) -> None:

@@ -167,6 +167,7 @@ snapshot_maker.SnapshotMaker.make, snapshot_maker.file_images.copy_tensors = not
 """
 
 
+@pytest.mark.soak
 def test_killed_during_the_copy_goes_on_from_the_snapshot_before(tmp_path: Path, untouched_script: Run) -> None:
     marker = str(tmp_path / "stuck-")
     lines = snapshotting_script(tmp_path, STUCK_COPY.format(marker=marker))
@@ -180,6 +181,7 @@ def test_killed_during_the_copy_goes_on_from_the_snapshot_before(tmp_path: Path,
     assert_same_result(run, untouched_script)
 
 
+@pytest.mark.soak
 def test_a_dead_agent_takes_its_memory_along_and_storage_is_read(tmp_path: Path, untouched_script: Run) -> None:
     run = Run(tmp_path / "run", script=snapshotting_script(tmp_path)).start()
     wait_for_snapshot(run, 25)
@@ -214,6 +216,7 @@ def test_a_bit_that_flips_in_memory_is_seen_and_storage_is_read(tmp_path: Path, 
     assert_same_result(run, untouched_script)
 
 
+@pytest.mark.soak
 def test_too_little_memory_for_a_snapshot_writes_while_training_waits(tmp_path: Path, untouched_script: Run) -> None:
     run = Run(tmp_path / "run", "--set", "checkpoint.memory_limit=100kB", script=snapshotting_script(tmp_path)).start()
     wait_until(run, lambda: run.events("committed"))
@@ -290,6 +293,7 @@ manager.close()
 """
 
 
+@pytest.mark.soak
 def test_ranks_that_change_their_state_at_different_times_have_not_drifted(tmp_path: Path) -> None:
     """What one rank had changed already, and the other had not, was taken for replicas that differ."""
     (tmp_path / "train.py").write_text(CHANGES_STATE_AT_TIMES)

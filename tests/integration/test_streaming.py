@@ -87,6 +87,7 @@ def test_each_sample_once_per_epoch_on_two_ranks_then_one_then_two(tmp_path: Pat
     assert seen(folder) == wanted
 
 
+@pytest.mark.soak
 def test_bad_streams_are_told(tmp_path: Path) -> None:
     rows = (
         [{"prompt": "a", "completion": "b"}] * 40

@@ -45,7 +45,9 @@ def test_loss_falls_and_the_summary_tells(untouched: Run) -> None:
     assert not untouched.leftovers()
 
 
-@pytest.mark.parametrize("victim", [pytest.param("rank 1", marks=pytest.mark.soak), "rank 0", "launcher", "agent"])
+@pytest.mark.parametrize(
+    "victim", [*(pytest.param(name, marks=pytest.mark.soak) for name in ("rank 1", "launcher")), "rank 0", "agent"]
+)
 def test_sigkill_between_two_checkpoints(victim: str, untouched: Run, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", *SHORT_JOB).start_held(2 * SAVE_STEPS + 6)
     step = run.wait_for_step(2 * SAVE_STEPS + 5)
@@ -122,6 +124,7 @@ def test_ctrl_c_commits_a_snapshot_and_the_same_command_goes_on(untouched_script
     assert loss_curve(run.checkpoint(60)) == loss_curve(untouched_script.checkpoint(60))
 
 
+@pytest.mark.soak
 def test_stop_during_start_up_ends_at_once(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", *SHORT_JOB).start()
     wait_until(run, lambda: run.events("run_started"))
@@ -181,6 +184,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     assert not run.leftovers()
 
 
+@pytest.mark.soak
 def test_a_stop_during_backoff_is_honoured(tmp_path: Path) -> None:
     options = [*SHORT_JOB, "--set", "restart.backoff_initial_s=600", "--set", "restart.backoff_max_s=600"]
     run = Run(tmp_path / "run", *options).start(CHECKPOINT_FAILPOINTS="training.step=kill@7")
@@ -191,6 +195,7 @@ def test_a_stop_during_backoff_is_honoured(tmp_path: Path) -> None:
     assert not run.leftovers()
 
 
+@pytest.mark.soak
 def test_nobody_needs_to_listen(tmp_path: Path) -> None:
     """`runner start | head -1`: the reader goes away, the run goes on."""
     run = Run(tmp_path / "run", "--set", "trainer.max_steps=8").start()

@@ -78,6 +78,7 @@ def test_the_nearest_valid_copy_is_resumed_from_and_s3_alone_is_enough(
     assert not fresh.leftovers()
 
 
+@pytest.mark.soak
 def test_a_local_tier_that_is_full_is_passed_by(tmp_path: Path, location: str) -> None:
     """The durable tier then gets the snapshot from memory."""
     with small_disk(tmp_path / "small", "100K") as mount:
@@ -93,6 +94,7 @@ def test_a_local_tier_that_is_full_is_passed_by(tmp_path: Path, location: str) -
     assert {e["tier"] for e in run.events("committed")} == {"remote"}
 
 
+@pytest.mark.soak
 def test_a_killed_agent_loses_no_upload(tmp_path: Path, location: str, untouched_script: Run) -> None:
     """A checkpoint that only the local tier holds is uploaded by the next agent."""
     run = Run(tmp_path / "run", *options(location, tmp_path / "nvme"), script=script(tmp_path, crawl=20)).start()

@@ -12,6 +12,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import pytest
 from integration.support import (
     SAVE_STEPS,
     SHORT_JOB,
@@ -89,6 +90,7 @@ def test_three_kills_make_one_run_and_each_step_is_tracked_once(tmp_path: Path) 
     assert any(f"checkpoint of step {TOTAL_STEPS}" in line for line in found["logs"])
 
 
+@pytest.mark.soak
 def test_training_goes_on_without_a_repository(tmp_path: Path) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

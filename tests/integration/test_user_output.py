@@ -89,6 +89,7 @@ def test_a_bug_shows_its_traceback_then_one_line(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.soak
 def test_the_text_of_a_system_exit_is_kept(tmp_path: Path) -> None:
     ended = start(tmp_path, 'raise SystemExit("no rows in /data; give --data")')
     assert ended.returncode == 78
@@ -189,6 +190,7 @@ def test_a_full_output_folder_is_named_and_ends_with_74(tmp_path: Path, size: st
         assert [event["exit_code"] for event in run.events("run_ended")] == [74]
 
 
+@pytest.mark.soak
 def test_an_output_folder_that_is_moved_away_is_named(tmp_path: Path) -> None:
     job = ["trainer.num_train_epochs=9", "trainer.save_steps=10", "checkpoint.max_failed_saves=1"]
     run = Run(tmp_path / "run", *(part for setting in job for part in ("--set", setting))).start()
@@ -201,6 +203,7 @@ def test_an_output_folder_that_is_moved_away_is_named(tmp_path: Path) -> None:
     assert '"exit_code": 74' in (tmp_path / "moved" / "journal.jsonl").read_text().splitlines()[-1]
 
 
+@pytest.mark.soak
 def test_a_script_that_saves_nothing_is_told_so(tmp_path: Path) -> None:
     text = (
         "import os, signal\nfrom checkpointing.environment import rank_settings\n"
