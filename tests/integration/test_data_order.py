@@ -95,6 +95,7 @@ def wait_for_commit_in(run: Run, attempt: int) -> None:
     wait_until(run, lambda: any(event["attempt"] == attempt for event in run.events("committed")))
 
 
+@pytest.mark.soak
 def test_ranks_that_cannot_share_a_step_are_told(tmp_path: Path) -> None:
     script = listing_script(tmp_path, crawl=8)
     run = Run(tmp_path / "run", script=script).start()

@@ -38,6 +38,7 @@ def failed(findings: list[dict[str, Any]]) -> dict[str, str]:
     return {one["subject"]: one["text"] for one in findings if one["level"] == "fail"}
 
 
+@pytest.mark.soak
 def test_this_machine(tmp_path: Path) -> None:
     findings = doctor(tmp_path, code=0)
     by_subject = {one["subject"]: one for one in findings}

@@ -140,6 +140,7 @@ def test_the_other_machine_is_lost_at_the_very_end(wire: None, tmp_path: Path) -
     assert_nobody_is_left(machines)
 
 
+@pytest.mark.soak
 def test_both_machines_are_lost_and_come_back(wire: None, calm: Run, tmp_path: Path) -> None:
     """At once, with all that ran there; the second one is back first, and waits."""
     machines = pair(tmp_path, crawl=20)

@@ -16,6 +16,8 @@ from infra.ports import free_port
 from integration.support import SHORT_JOB, TOTAL_STEPS, Run, wait_for_commit
 from prometheus_client.parser import text_string_to_metric_families
 
+# One worker of pytest-xdist runs the job that they look at.
+pytestmark = pytest.mark.xdist_group("monitoring")
 MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
 
 

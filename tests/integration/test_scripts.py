@@ -33,6 +33,7 @@ def test_a_plain_script_survives_a_kill_bit_for_bit(tmp_path: Path, untouched_sc
     assert not run.leftovers()
 
 
+@pytest.mark.soak
 def test_the_same_script_under_plain_torchrun(tmp_path: Path, untouched_script: Run) -> None:
     """Library use: no supervisor; the manager starts its own agent, and resumes from the checkpoints that it finds."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -63,6 +64,7 @@ def test_a_missing_model_is_told_in_one_line(tmp_path: Path) -> None:
     assert "nothing' does not exist" in run.output and len(run.output.splitlines()) == 1
 
 
+@pytest.mark.soak
 def test_one_rank_and_cold_start(tmp_path: Path) -> None:
     options = ["--nproc-per-node", "1", "--cold"]
     run = Run(tmp_path / "run", *options, script=script(tmp_path)).start()
@@ -90,6 +92,7 @@ def test_a_script_with_its_own_answer_to_sigterm_is_asked_first(tmp_path: Path) 
     assert not run.leftovers()
 
 
+@pytest.mark.soak
 def test_two_nodes_on_one_machine_finish_together(tmp_path: Path) -> None:
     """The happy path of torchrun's options for several machines: one run, one committer."""
     options = ["--nnodes", "2", "--nproc-per-node", "1", "--set", f"launch.peer_port={free_port()}"]

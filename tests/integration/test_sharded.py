@@ -200,6 +200,7 @@ def two_machines(folder: Path, hold: int | None = None) -> tuple[Run, Run]:
     return first.start() if hold is None else first.start_held(hold), second.start()
 
 
+@pytest.mark.soak
 def test_sharded_within_machines_and_replicated_between_them(tmp_path: Path) -> None:
     calm = two_machines(tmp_path / "calm")
     assert [run.finish() for run in calm] == [0, 0], calm[0].output + calm[1].output

@@ -363,6 +363,7 @@ manager.close()
 
 
 @needs("blkio cgroup")
+@pytest.mark.soak
 def test_a_slow_disk_skips_snapshots_and_holds_no_step_up(tmp_path: Path) -> None:
     """100 MB of state at 20 MB/s, a save every 2 steps: the disk would need 150 s for all of them."""
     (tmp_path / "train.py").write_text(SLOW_DISK)

@@ -67,6 +67,7 @@ def test_a_second_runner_on_the_same_checkpoints_ends_the_first(tmp_path: Path, 
     assert state_hash(tmp_path / "shared" / "checkpoint-60") == state_hash(untouched_script.checkpoint(60))
 
 
+@pytest.mark.soak
 def test_a_last_save_that_fails_is_made_good(tmp_path: Path, untouched: Run) -> None:
     """The next attempt resumes from memory with no step left: it must commit the snapshot that only memory holds."""
     temporary, fired = tmp_path / "tmp", tmp_path / "fired"

@@ -61,6 +61,7 @@ def streamed(folder: Path) -> list[str]:
     return script
 
 
+@pytest.mark.soak
 def test_each_sample_once_per_epoch_on_two_ranks_then_one_then_two(tmp_path: Path) -> None:
     calm_folder, folder = tmp_path / "calm", tmp_path / "resized"
     calm = Run(calm_folder / "run", script=streamed(calm_folder)).start()

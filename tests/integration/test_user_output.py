@@ -155,6 +155,7 @@ def test_status_ends_with_one_line_where_it_cannot_be_written(tmp_path: Path) ->
     assert ended.stderr == "runner: error: cannot write standard output: No space left on device\n"
 
 
+@pytest.mark.soak
 def test_an_own_loop_is_seen_and_says_where_it_resumes(tmp_path: Path) -> None:
     """Its status said steps 0; under plain python nothing said that it had been resumed."""
     (tmp_path / "loop.py").write_text(LOOP)
