@@ -33,6 +33,7 @@ from runner.supervisor.peer_messages import (
     Welcome,
 )
 from runner.supervisor.peers import Member
+from runner.supervisor.run_secret import read_secret
 from runner.supervisor.session import Session
 
 _TURN_S = 0.5
@@ -70,7 +71,14 @@ class Follower:
         self._job_key = key_of(identity)
         described = identity.to_json().decode() if compared else ""
         hello = Hello(node_rank=self._config.launch.node_rank, job=described)
-        self._member = connect(self._config.launch.peer_address, hello, session.loop, self._on_message)
+        durable = self._config.tiers.durable
+        self._member = connect(
+            self._config.launch.peer_address,
+            hello,
+            session.loop,
+            self._on_message,
+            read_secret=lambda: read_secret(durable),
+        )
         self._node: Node | None = None
         self._run_id: str | None = None
         self._spec: AttemptSpec | None = None

@@ -31,6 +31,7 @@ from runner.supervisor.peer_messages import (
 )
 from runner.supervisor.peer_messages import Stop as StopMessage
 from runner.supervisor.peers import Leader
+from runner.supervisor.run_secret import ensure_secret
 from runner.supervisor.session import Session
 
 TURN_S = 0.5
@@ -115,8 +116,9 @@ class Membership:
                 are not restarted, so waiting is short.
 
         Raises:
-            UsageError: The port is taken.
+            UsageError: The port is taken, or RUNNER_SECRET is too short.
             PeersMissing: Not all have come in time.
+            OSError: Storage refused the secret of the run.
         """
         self.num_nodes, self._local_ranks = num_nodes, local_ranks
         if num_nodes == 1:
@@ -142,8 +144,17 @@ class Membership:
                 )
 
     def _listen(self, address: tuple[str, int]) -> Leader:
+        secret = ensure_secret(self._config.tiers.durable)
         try:
-            leader = self._open_leader(address, self.num_nodes, self._session.loop, self._on_message, self._refusal)
+            leader = self._open_leader(
+                address,
+                self.num_nodes,
+                self._session.loop,
+                self._on_message,
+                self._refusal,
+                secret=secret,
+                warn=self._session.display.message,
+            )
         except OSError as error:
             raise UsageError(
                 f"launch.peer_port: port {address[1]} cannot be used ({error.strerror}); it is the rendezvous port + 1 "

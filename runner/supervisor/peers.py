@@ -1,8 +1,11 @@
-"""Connections between the runners of one run's nodes: lines of JSON over one TCP connection from each to the leader.
+"""Connections between the runners of one run's nodes: messages over one TCP connection from each to the leader.
 
 The leader, the runner of the first node, begins and ends attempts and the run; the others report how attempts ended on
 their nodes. Both sides send a keepalive every two seconds. After ten seconds without one the other side counts as
 lost, whether it is dead, hung or cut off. No call blocks, except up to 0.1 s for the resolution of a name.
+
+Before anything else both sides prove that they know the run's secret (`peer_auth.py`). A side that has not done so is a
+stranger: there may be `MAX_STRANGERS` of them, each for five seconds and with a line of 256 bytes at most.
 """
 
 from __future__ import annotations
@@ -14,14 +17,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from runner.errors import ExitCode
+from checkpointing.errors import CheckpointError
+from runner.errors import ExitCode, RunnerError
+from runner.supervisor.peer_auth import PeerAuth
+from runner.supervisor.peer_connection import SILENCE_S, Connection
 from runner.supervisor.peer_messages import (
     Finish,
     Hello,
     PeerMessage,
-    Ping,
     ToLeader,
     ToMember,
     read_by_leader,
@@ -29,123 +34,9 @@ from runner.supervisor.peer_messages import (
 )
 from runner.system.event_loop import EventLoop
 
-M = TypeVar("M", bound=PeerMessage)
-PING_INTERVAL_S = 2.0
-SILENCE_S = 10.0
-_MAX_LINE_BYTES = 1 << 20
-# Connections without a hello.
-_MAX_STRANGERS = 64
-# Seconds between two checks after which this process was itself stopped, and must not blame others for their silence.
-_GAP_S = 3.0
+MAX_STRANGERS = 64
 # Between two attempts of a member to connect.
 _RETRY_S = 0.5
-
-
-class Connection(Generic[M]):
-    """One established connection.
-
-    Attributes:
-        num_heard: Times that the other side was heard.
-        lost: Whether the connection has been closed, by either side.
-    """
-
-    def __init__(
-        self,
-        sock: socket.socket,
-        loop: EventLoop,
-        read: Callable[[bytes], M],
-        receive: Callable[[Connection[M], M], None],
-    ) -> None:
-        """Begin to read from a connected socket.
-
-        Args:
-            sock: The socket; the connection closes it.
-            loop: Calls `receive`.
-            read: Parses a line; raises ValueError if it is not a message.
-            receive: Called in the loop for every message except keepalives.
-        """
-        sock.setblocking(False)
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._sock, self._loop, self._read_line, self._receive = sock, loop, read, receive
-        self._buffer = b""
-        self._unsent = b""
-        self._heard_at = self._pinged_at = self._checked_at = time.monotonic()
-        # Unlike `_heard_at`, it does not move when this process itself was stopped.
-        self.num_heard = 0
-        self.lost = False
-        loop.register(sock, lambda _: self._read())
-
-    def send(self, message: PeerMessage) -> None:
-        """Send a message; a side that does not read counts as lost because it is silent."""
-        if self.lost:
-            return
-        self._unsent += message.encode()
-        self._flush()
-
-    def check(self) -> None:
-        """Send a keepalive, and check for the other side's; called about twice per second."""
-        now = time.monotonic()
-        gap, self._checked_at = now - self._checked_at, now
-        if gap > _GAP_S:
-            # Data that has arrived meanwhile is read before the other side counts as silent.
-            self._heard_at += gap
-        if self.lost:
-            return
-        if now - self._heard_at > SILENCE_S:
-            self.close()
-        elif now - self._pinged_at >= PING_INTERVAL_S:
-            self._pinged_at = now
-            self.send(Ping())
-        else:
-            self._flush()
-
-    def close(self) -> None:
-        """Close the connection."""
-        if not self.lost:
-            self.lost = True
-            self._loop.unregister(self._sock)
-            self._sock.close()
-
-    def drain(self, timeout_s: float) -> None:
-        """Wait until everything is sent, at most `timeout_s` seconds."""
-        deadline = time.monotonic() + timeout_s
-        while self._unsent and not self.lost and time.monotonic() < deadline:
-            self._loop.pump(0.02)
-            self._flush()
-
-    def _flush(self) -> None:
-        try:
-            while self._unsent:
-                self._unsent = self._unsent[self._sock.send(self._unsent) :]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.close()
-
-    def _read(self) -> None:
-        try:
-            data = self._sock.recv(65536)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        self._buffer += data
-        if not data or len(self._buffer) > _MAX_LINE_BYTES:
-            self.close()
-            return
-        self._heard_at = time.monotonic()
-        self.num_heard += 1
-        *lines, self._buffer = self._buffer.split(b"\n")
-        for line in lines:
-            try:
-                message = self._read_line(line)
-            except ValueError:
-                # Something else has connected to the port.
-                self.close()
-                return
-            if not isinstance(message, Ping) and not self.lost:
-                self._receive(self, message)
 
 
 class Leader:
@@ -158,6 +49,9 @@ class Leader:
         loop: EventLoop,
         receive: Callable[[int, ToLeader], None],
         refusal: Callable[[Hello], str | None] = lambda hello: None,
+        *,
+        secret: bytes,
+        warn: Callable[[str], None] = lambda line: None,
     ) -> None:
         """Listen on the port, on all addresses of this node.
 
@@ -167,16 +61,21 @@ class Leader:
             loop: Calls the other arguments.
             receive: Called with a node rank and its message.
             refusal: Returns why the sender of a hello is not admitted; None if it is.
+            secret: Of the run.
+            warn: Called with a line about a host that has another secret, once for each of at most `MAX_STRANGERS`.
 
         Raises:
             OSError: The port is taken.
         """
         self._loop, self._receive, self._refusal, self._num_nodes = loop, receive, refusal, num_nodes
+        self._secret, self._warn = secret, warn
+        self._warned: set[str] = set()
         self._connections: dict[int, Connection[ToLeader]] = {}
         # A second connection for a node rank that is connected already, its hello, and `num_heard` of the first one at
         # that time: either the first one is dead, or two nodes have the same rank.
         self._claims: dict[int, tuple[Connection[ToLeader], Hello, int]] = {}
-        self._strangers: list[Connection[ToLeader]] = []
+        # Until their hello.
+        self._strangers: list[tuple[Connection[ToLeader], str]] = []
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
         self._listener = socket.create_server(
             ("", address[1]), family=family, dualstack_ipv6=family == socket.AF_INET6, reuse_port=False
@@ -197,9 +96,12 @@ class Leader:
 
     def check(self) -> None:
         """Exchange keepalives; called about twice per second."""
-        for connection in [*self._connections.values(), *self._strangers]:
+        for connection in self._all():
             connection.check()
-        self._strangers = [stranger for stranger in self._strangers if not stranger.lost]
+        for stranger, host in self._strangers:
+            if stranger.wrong_secret:
+                self._warn_once(host)
+        self._strangers = [(stranger, host) for stranger, host in self._strangers if not stranger.lost]
         for number, (claimant, hello, num_heard) in list(self._claims.items()):
             known = self._connections[number]
             was_heard = known.num_heard > num_heard
@@ -219,17 +121,30 @@ class Leader:
         """Send what is left, then close all connections and the port."""
         for connection in self._connections.values():
             connection.drain(2.0)
-        for connection in [*self._connections.values(), *self._strangers]:
+        for connection in self._all():
             connection.close()
         self._loop.unregister(self._listener)
         self._listener.close()
 
+    def _all(self) -> list[Connection[ToLeader]]:
+        return [*self._connections.values(), *(stranger for stranger, _ in self._strangers)]
+
+    def _warn_once(self, host: str) -> None:
+        if host not in self._warned and len(self._warned) < MAX_STRANGERS:
+            self._warned.add(host)
+            self._warn(
+                f"refused a connection from {host}: it has another secret than this run; nodes of one run have the "
+                "same checkpoint.location, or the same RUNNER_SECRET"
+            )
+
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
-            sock, _ = self._listener.accept()
-            self._strangers.append(Connection(sock, self._loop, read_by_leader, self._on_message))
-            if len(self._strangers) > _MAX_STRANGERS:
-                self._strangers.pop(0).close()
+            sock, address = self._listener.accept()
+            auth = PeerAuth(self._secret, "leader")
+            connection = Connection(sock, self._loop, auth, read_by_leader, self._on_message)
+            self._strangers.append((connection, address[0].removeprefix("::ffff:")))
+            if len(self._strangers) > MAX_STRANGERS:
+                self._strangers.pop(0)[0].close()
 
     def _on_message(self, connection: Connection[ToLeader], message: ToLeader) -> None:
         number = next((n for n, known in self._connections.items() if known is connection), None)
@@ -255,8 +170,7 @@ class Leader:
             self._admit(number, connection, hello)
 
     def _admit(self, number: int, connection: Connection[ToLeader], hello: Hello) -> None:
-        if connection in self._strangers:
-            self._strangers.remove(connection)
+        self._strangers = [pair for pair in self._strangers if pair[0] is not connection]
         self._connections[number] = connection
         self._receive(number, hello)
 
@@ -273,7 +187,13 @@ class Member:
     """
 
     def __init__(
-        self, address: tuple[str, int], hello: Hello, loop: EventLoop, receive: Callable[[ToMember], None]
+        self,
+        address: tuple[str, int],
+        hello: Hello,
+        loop: EventLoop,
+        receive: Callable[[ToMember], None],
+        *,
+        read_secret: Callable[[], bytes | None],
     ) -> None:
         """Prepare to connect; `check` does.
 
@@ -282,7 +202,11 @@ class Member:
             hello: Sent on every new connection.
             loop: Calls `receive`.
             receive: Called with every message of the leader.
+            read_secret: Returns the run's secret; None if there is none yet. Called in a thread before each attempt to
+                connect; may raise OSError and UsageError.
         """
+        self._read_secret = read_secret
+        self._secret: bytes | None = None
         self._address, self._hello, self._loop, self._receive = address, hello, loop, receive
         self._connection: Connection[ToMember] | None = None
         self._connecting: socket.socket | None = None
@@ -297,7 +221,7 @@ class Member:
     @property
     def connected(self) -> bool:
         """Whether there is a connection to the leader."""
-        return self._connection is not None and not self._connection.lost
+        return self._connection is not None and not self._connection.lost and not self._connection.is_stranger
 
     def send(self, message: PeerMessage) -> None:
         """Send a message, if there is a connection."""
@@ -310,6 +234,12 @@ class Member:
             self._connection.check()
             if not self._connection.lost:
                 return
+            if self._connection.is_stranger:
+                # Perhaps it has a new one.
+                self._secret = None
+                self.last_error = (
+                    "it ended the handshake; all nodes need the same checkpoint.location, or the same RUNNER_SECRET"
+                )
         if self._closed:
             return
         self._connection = None
@@ -324,7 +254,11 @@ class Member:
             self._fail(error)
         elif self._is_through():
             sock, self._connecting = self._connecting, None
-            self._connection = Connection(sock, self._loop, read_by_member, lambda _, message: self._receive(message))
+            assert self._secret is not None
+            auth = PeerAuth(self._secret, "member")
+            self._connection = Connection(
+                sock, self._loop, auth, read_by_member, lambda _, message: self._receive(message)
+            )
             self._connection.send(self._hello)
         elif now > self._give_up_at:
             self._fail(errno.ETIMEDOUT)
@@ -340,7 +274,15 @@ class Member:
             self._connecting = None
 
     def _resolve(self) -> None:
-        # This runs in a thread, as a name server that does not answer blocks for long.
+        # This runs in a thread, as a name server or a storage that does not answer blocks for long.
+        try:
+            self._secret = self._secret or self._read_secret()
+        except (OSError, RunnerError, CheckpointError) as error:
+            self.last_error = f"the run's secret cannot be read: {error}"
+            return
+        if self._secret is None:
+            self.last_error = "checkpoint.location has no secret of this run yet; the first node writes it"
+            return
         try:
             family, _, _, _, address = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)[0]
             self._resolved = (family, address)
@@ -352,7 +294,7 @@ class Member:
             self._resolver = threading.Thread(target=self._resolve, name="resolver", daemon=True)
             self._resolver.start()
             self._resolver.join(0.1)
-        if self._resolved is None:
+        if self._resolved is None or self._secret is None:
             return
         family, address = self._resolved
         try:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+from infra.namespaces import ADDRESSES, HOSTS
 from integration.support import Run, finished_once, shared_folder, state_hash, troubled, wait_for_events, wait_until
 from machines import (
     END,
+    PORT,
     Machine,
     assert_nobody_is_left,
     finish,
@@ -236,3 +239,49 @@ def test_memory_runs_out_on_one_machine_and_all_cut_their_batches(wire: None, tm
     assert finish(machines) == [0, 0], outputs(machines)
     assert kinds(machines[0]) == ["out of memory", "finished"]
     assert [(tmp_path / f"hf.{rank}").read_text().split()[-2:] for rank in (0, 1)] == [["2", "2"]] * 2
+
+
+# What a host that knows the protocol but not the secret can do: connect, wait, send garbage, forged messages and lines
+# without an end, again and again until the run has ended.
+STRANGER = """
+import os, socket, sys, time
+address, proof = (sys.argv[1], int(sys.argv[2])), b"ab" * 32
+FORGED = [b'{"do": "stop", "reason": "says a stranger"}', b'{"do": "hello", "node_rank": 1}', b"proof " + proof,
+          b"proof " + proof + b" " + proof, os.urandom(200), b"x" * 100_000, b""]
+count, held = 0, []
+while True:
+    try:
+        held.append(socket.create_connection(address, 5))
+        held[-1].sendall(FORGED[count % len(FORGED)] + b"\\n" * (count % 2))
+    except OSError:
+        pass
+    count += 1
+    if count % 100 == 0:
+        print(count, flush=True)
+        time.sleep(0.05)
+    if len(held) > 500:
+        held.pop(0).close()
+"""
+
+
+def test_strangers_neither_stop_nor_grow_a_run(wire: None, calm: Run, tmp_path: Path) -> None:
+    machines = pair(tmp_path, crawl=10)
+    start(machines)
+    wait_for_commit(machines, 10)
+    leader = psutil.Process(machines[0].runner_pid())
+    before = leader.memory_info().rss
+    command = ["ip", "netns", "exec", HOSTS[1], sys.executable, "-c", STRANGER, ADDRESSES[0], str(PORT + 1)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
+        assert stranger.stdout is not None
+        try:
+            while int(stranger.stdout.readline()) < 2000:
+                assert machines[0].process is not None and machines[0].process.poll() is None, machines[0].output
+            grown = leader.memory_info().rss - before
+            assert finish(machines) == [0, 0], outputs(machines)
+        finally:
+            stranger.kill()
+    assert grown < 10_000_000
+    assert kinds(machines[0]) == ["finished"]
+    assert machines[0].output.count("refused a connection from 10.99.0.2") == 1
+    assert state_hash(machines[0].checkpoint(END)) == state_hash(calm.checkpoint(END))
+    assert_nobody_is_left(machines)

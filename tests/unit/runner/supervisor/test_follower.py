@@ -31,6 +31,7 @@ from runner.supervisor.peer_messages import (
     Stop,
     Welcome,
 )
+from runner.supervisor.run_secret import ensure_secret
 
 OURS = JobIdentity({"job": "the configured job", "data.path": "a.parquet"})
 LONGER = JobIdentity({**OURS.what, "trainer.max_steps": 200})
@@ -79,7 +80,8 @@ class Bench:
 
         return step
 
-    def _connect(self, address: object, hello: Hello, *_: object) -> Any:
+    def _connect(self, address: object, hello: Hello, *_: object, read_secret: Callable[[], bytes | None]) -> Any:
+        self.read_secret = read_secret
         self.hello = hello
         return self.member
 
@@ -281,3 +283,10 @@ def test_a_follower_may_open_its_sockets_again_in_the_same_folder(tmp_path: Path
     again = RankEvents(tmp_path)
     assert again.receive() == []
     again.close()
+
+
+def test_the_secret_is_read_where_the_leader_writes_it(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    assert bench.read_secret() is None
+    secret = ensure_secret(bench.session.config.tiers.durable)
+    assert bench.read_secret() == secret

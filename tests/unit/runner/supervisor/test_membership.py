@@ -21,6 +21,7 @@ from runner.supervisor.identity import JobIdentity
 from runner.supervisor.membership import _PEER_END_S, Membership
 from runner.supervisor.peer_messages import Begin, Busy, End, Ended, Finish, Forwarded, Hello, Ready, Welcome
 from runner.supervisor.peer_messages import Stop as StopMessage
+from runner.supervisor.run_secret import read_secret
 
 OURS = JobIdentity({"job": "the configured job", "data.path": "a.parquet", "trainer.learning_rate": 1e-4})
 
@@ -37,7 +38,8 @@ class Bench:
         self.refusal: Any = None
         self.members = Membership(self.session, identity=OURS, on_event=self.events.append, open_leader=self._open)
 
-    def _open(self, address: Any, num_nodes: int, loop: Any, receive: Any, refusal: Any) -> Any:
+    def _open(self, address: Any, num_nodes: int, loop: Any, receive: Any, refusal: Any, **options: Any) -> Any:
+        self.options = options
         self.receive, self.refusal = receive, refusal
         return self.leader
 
@@ -109,7 +111,7 @@ def test_a_stop_request_ends_the_waiting(bench: Bench) -> None:
 
 
 def test_a_port_that_is_taken_is_named(bench: Bench) -> None:
-    def taken(*_: object) -> Any:
+    def taken(*_: object, **__: object) -> Any:
         raise OSError(errno.EADDRINUSE, "Address already in use")
 
     bench.members._open_leader = taken
@@ -286,3 +288,10 @@ def test_an_attempt_begins_on_all_nodes(bench: Bench) -> None:
     bench.gather()
     bench.members.begin(AttemptSpec(1, 3))
     assert bench.leader.sent[-1] == (None, Begin(spec=AttemptSpec(1, 3)))
+
+
+def test_the_port_is_for_those_who_know_the_runs_secret(bench: Bench) -> None:
+    bench.gather()
+    assert bench.options["secret"] == read_secret(bench.session.config.tiers.durable)
+    bench.options["warn"]("refused a connection from 10.0.0.9: it has another secret")
+    assert bench.session.display.texts[-1].startswith("refused a connection from 10.0.0.9")

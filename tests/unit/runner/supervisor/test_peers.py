@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
-from runner.supervisor import peers
+from runner.supervisor import peer_connection, peers
+from runner.supervisor.peer_auth import MAX_HANDSHAKE_BYTES, PeerAuth
 from runner.supervisor.peer_messages import (
     End,
     Ended,
@@ -28,8 +29,10 @@ from runner.supervisor.peer_messages import (
     Ready,
     Welcome,
 )
-from runner.supervisor.peers import Leader, Member
+from runner.supervisor.peers import MAX_STRANGERS, Leader, Member
 from runner.system.event_loop import EventLoop
+
+SECRET = b"0123456789abcdef" * 4
 
 
 class Pair:
@@ -41,6 +44,7 @@ class Pair:
             self.port = free.getsockname()[1]
         self.heard: list[tuple[int, PeerMessage]] = []
         self.told: list[PeerMessage] = []
+        self.warnings: list[str] = []
         self.leader: Leader | None = None
         self.refusal: str | None = None
         self.members: list[Member] = []
@@ -52,12 +56,14 @@ class Pair:
             self.loop,
             lambda n, message: self.heard.append((n, message)),
             lambda hello: self.refusal,
+            secret=SECRET,
+            warn=self.warnings.append,
         )
         return self.leader
 
-    def join(self, number: int) -> Member:
+    def join(self, number: int, read_secret: Callable[[], bytes | None] = lambda: SECRET) -> Member:
         hello = Hello(node_rank=number)
-        member = Member(("127.0.0.1", self.port), hello, self.loop, self.told.append)
+        member = Member(("127.0.0.1", self.port), hello, self.loop, self.told.append, read_secret=read_secret)
         self.members.append(member)
         return member
 
@@ -101,6 +107,27 @@ def crowd() -> Iterator[Pair]:
     pair.close()
 
 
+@contextlib.contextmanager
+def authenticated(pair: Pair) -> Iterator[tuple[socket.socket, PeerAuth]]:
+    """A socket to the leader that has the run's secret."""
+    auth = PeerAuth(SECRET, "member")
+    with socket.create_connection(("127.0.0.1", pair.port)) as sock:
+        sock.setblocking(False)
+        heard = b""
+
+        def proved() -> bool:
+            nonlocal heard
+            with contextlib.suppress(BlockingIOError):
+                heard += sock.recv(1000)
+            *lines, heard = heard.split(b"\n")
+            for line in lines:
+                sock.sendall(auth.answer(line))
+            return auth.done
+
+        pair.until(proved)
+        yield sock, auth
+
+
 def refusal_of(pair: Pair) -> tuple[int, str]:
     (message,) = pair.told
     assert isinstance(message, Finish)
@@ -128,7 +155,7 @@ def test_a_member_may_come_first_and_waits_for_the_leader(pair: Pair) -> None:
 
 def test_an_end_of_the_connection_is_seen_at_once_by_both(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     # By the end itself, not by the silence after it.
-    monkeypatch.setattr(peers, "SILENCE_S", 1000.0)
+    monkeypatch.setattr(peer_connection, "SILENCE_S", 1000.0)
     leader, member = pair.lead(), pair.join(1)
     pair.until(lambda: leader.present == {1})
     member.close()
@@ -141,21 +168,21 @@ def test_an_end_of_the_connection_is_seen_at_once_by_both(pair: Pair, monkeypatc
 
 
 def test_silence_is_a_loss(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "SILENCE_S", 1.0)
-    monkeypatch.setattr(peers, "_GAP_S", 0.5)
+    monkeypatch.setattr(peer_connection, "SILENCE_S", 1.0)
+    monkeypatch.setattr(peer_connection, "_GAP_S", 0.5)
     leader = pair.lead()
     # It says who it is, and then nothing more: a machine that is cut off sends no end either.
-    with socket.create_connection(("127.0.0.1", pair.port)) as silent:
-        silent.sendall(b'{"do": "hello", "node_rank": 1}\n')
+    with authenticated(pair) as (silent, auth):
+        silent.sendall(auth.seal(b'{"do": "hello", "node_rank": 1}') + b"\n")
         pair.until(lambda: leader.present == {1})
         pair.until(lambda: not leader.present)
 
 
 def test_signs_of_life_keep_a_quiet_connection(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "SILENCE_S", 1.0)
-    monkeypatch.setattr(peers, "PING_INTERVAL_S", 0.2)
+    monkeypatch.setattr(peer_connection, "SILENCE_S", 1.0)
+    monkeypatch.setattr(peer_connection, "PING_INTERVAL_S", 0.2)
     # Both sides are in this thread: whatever keeps it from its work keeps both.
-    monkeypatch.setattr(peers, "_GAP_S", 0.5)
+    monkeypatch.setattr(peer_connection, "_GAP_S", 0.5)
     leader, member = pair.lead(), pair.join(1)
     pair.until(lambda: leader.present == {1})
     end = time.monotonic() + 2.5
@@ -163,39 +190,110 @@ def test_signs_of_life_keep_a_quiet_connection(pair: Pair, monkeypatch: pytest.M
     assert leader.present == {1} and member.connected
 
 
-@pytest.mark.parametrize(
-    "noise",
-    [
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"\0" * 100 + b"\n",
-        b'{"do": "ready", "nproc": 2}\n',
-        b"[]\n",
-        b"3\n",
-        # Each of these ended the first machine's runner.
-        pytest.param(b"[" * 200_000 + b"\n", id="deep"),
-        b'{"do": "hello", "node_rank": 1e999}\n',
-        b'{"do": "hello", "node_rank": true}\n',
-        b'{"do": "stop", "reason": "says a stranger"}\n',
-        b'{"do": "ended", "attempt": 1, "failure": {}}\n',
-    ],
-)
+NOISE = [
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"\0" * 100 + b"\n",
+    b'{"do": "ready", "nproc": 2}\n',
+    b"[]\n",
+    b"3\n",
+    # Each of these ended the first machine's runner.
+    pytest.param(b"[" * 200_000 + b"\n", id="deep"),
+    b'{"do": "hello", "node_rank": 1e999}\n',
+    b'{"do": "hello", "node_rank": true}\n',
+    b'{"do": "stop", "reason": "says a stranger"}\n',
+    b'{"do": "ended", "attempt": 1, "failure": {}}\n',
+]
+
+
+def is_closed(sock: socket.socket) -> bool:
+    try:
+        return sock.recv(1000) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize("noise", [*NOISE, b'{"do": "hello", "node_rank": 2}\n', b"x" * 10_000, b"proof " * 99])
 def test_a_stranger_is_shown_out(pair: Pair, noise: bytes) -> None:
     leader, _ = pair.lead(), pair.join(1)
     pair.until(lambda: leader.present == {1})
     with socket.create_connection(("127.0.0.1", pair.port)) as stranger:
         stranger.sendall(noise)
         stranger.setblocking(False)
-
-        def closed() -> bool:
-            try:
-                return stranger.recv(100) == b""
-            except BlockingIOError:
-                return False
-            except ConnectionResetError:
-                return True
-
-        pair.until(closed)
+        pair.until(lambda: is_closed(stranger))
     assert leader.present == {1} and all(number == 1 for number, _ in pair.heard)
+
+
+@pytest.mark.parametrize("noise", NOISE)
+def test_a_node_that_says_no_hello_is_shown_out(pair: Pair, noise: bytes) -> None:
+    leader, _ = pair.lead(), pair.join(1)
+    pair.until(lambda: leader.present == {1})
+    with authenticated(pair) as (sock, auth):
+        sock.setblocking(True)
+        sock.sendall(auth.seal(noise.rstrip(b"\n")) + b"\n")
+        sock.setblocking(False)
+        pair.until(lambda: is_closed(sock))
+    assert leader.present == {1} and all(number == 1 for number, _ in pair.heard)
+
+
+def test_a_stranger_that_waits_or_dribbles_is_shown_out(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_connection, "HANDSHAKE_TIMEOUT_S", 0.2)
+    leader = pair.lead()
+    with contextlib.ExitStack() as stack:
+        silent, dribbling = (stack.enter_context(socket.create_connection(("127.0.0.1", pair.port))) for _ in range(2))
+        for sock in (silent, dribbling):
+            sock.setblocking(False)
+
+        def both_closed() -> bool:
+            with contextlib.suppress(OSError):
+                dribbling.send(b"p")
+            return is_closed(silent) and is_closed(dribbling)
+
+        pair.until(both_closed)
+    assert not leader._strangers
+
+
+def test_a_crowd_of_strangers_costs_little_and_keeps_nobody_out(pair: Pair) -> None:
+    leader, member = pair.lead(), pair.join(1)
+    pair.until(lambda: leader.present == {1})
+    with contextlib.ExitStack() as stack:
+        for _ in range(300):
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", pair.port)))
+            stranger.send(b"proof")
+            pair.loop.pump(0)
+        pair.join(2)
+        pair.until(lambda: leader.present == {1, 2})
+        assert len(leader._strangers) <= MAX_STRANGERS
+        assert sum(len(stranger._buffer) for stranger, _ in leader._strangers) <= MAX_STRANGERS * MAX_HANDSHAKE_BYTES
+        member.send(Ready(nproc=2))
+        pair.until(lambda: (1, Ready(nproc=2)) in pair.heard)
+
+
+def test_a_node_with_another_secret_is_named_to_both(pair: Pair) -> None:
+    leader, other = pair.lead(), pair.join(1, read_secret=lambda: b"another secret")
+    pair.until(lambda: pair.warnings and "RUNNER_SECRET" in other.last_error)
+    assert not leader.present and not pair.heard and not pair.told
+    (line,) = pair.warnings
+    assert "127.0.0.1" in line and "another secret" in line
+
+
+def test_a_node_waits_for_the_secret_and_takes_a_new_one(pair: Pair) -> None:
+    """The first node writes it when it starts; one that starts over writes another one."""
+    secrets: list[bytes | None] = [None, b"of the run before", SECRET]
+    leader, member = pair.lead(), pair.join(1, read_secret=lambda: secrets.pop(0) if len(secrets) > 1 else secrets[0])
+    pair.until(lambda: "no secret of this run yet" in member.last_error)
+    pair.until(lambda: leader.present == {1})
+
+
+def test_a_storage_that_refuses_the_secret_is_named(pair: Pair) -> None:
+    def refused() -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    pair.lead()
+    member = pair.join(1, read_secret=refused)
+    pair.until(lambda: "the run's secret cannot be read" in member.last_error)
+    assert "Permission denied" in member.last_error
 
 
 @pytest.mark.parametrize(
@@ -240,7 +338,7 @@ def test_another_job_is_refused(pair: Pair) -> None:
 
 def test_a_second_live_machine_of_the_same_rank_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """They replaced each other until the run was given up."""
-    monkeypatch.setattr(peers, "PING_INTERVAL_S", 0.2)
+    monkeypatch.setattr(peer_connection, "PING_INTERVAL_S", 0.2)
     leader, first = pair.lead(), pair.join(1)
     pair.until(lambda: leader.present == {1})
     second = pair.join(1)
@@ -257,23 +355,19 @@ WORDS = ["hello", "ready", "ended", "event", "stop", "busy", "ping", "welcome", 
 FORGED = forged(NAMES, WORDS)
 
 
-@given(st.lists(FORGED, min_size=1, max_size=20))
-def test_a_run_goes_on_whatever_strangers_say(crowd: Pair, lines: list[bytes]) -> None:
+@given(st.lists(FORGED, min_size=1, max_size=5))
+def test_a_run_goes_on_whatever_nodes_say(crowd: Pair, lines: list[bytes]) -> None:
     """Each on a connection of its own, as the first one that is no message ends it."""
     assert crowd.leader is not None
-    strangers = []
-    for line in lines:
-        strangers.append(socket.create_connection(("127.0.0.1", crowd.port)))
-        with contextlib.suppress(OSError):
-            strangers[-1].sendall(line + b"\n")
-        # Who waits to be taken in waits in a queue that has an end.
-        crowd.loop.pump(0.01)
-    # Node 2 is absent: any peer that claims its rank is taken for it, as nodes do not prove their identity.
-    crowd.heard.clear()
-    crowd.members[0].send(Ready(nproc=2))
-    crowd.until(lambda: (1, Ready(nproc=2)) in crowd.heard)
-    for stranger in strangers:
-        stranger.close()
+    with contextlib.ExitStack() as stack:
+        for line in lines:
+            sock, auth = stack.enter_context(authenticated(crowd))
+            with contextlib.suppress(OSError):
+                sock.sendall(auth.seal(line) + b"\n")
+        # Node 2 is absent: any node that claims its rank is taken for it.
+        crowd.heard.clear()
+        crowd.members[0].send(Ready(nproc=2))
+        crowd.until(lambda: (1, Ready(nproc=2)) in crowd.heard)
     assert 1 in crowd.leader.present and {number for number, _ in crowd.heard} <= {1, 2}
 
 
@@ -296,9 +390,9 @@ def test_a_leader_that_was_stopped_does_not_take_a_dead_machine_for_a_live_one(
 
 
 def test_a_machine_that_comes_back_replaces_its_old_connection(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "SILENCE_S", 1.0)
-    monkeypatch.setattr(peers, "PING_INTERVAL_S", 0.2)
-    monkeypatch.setattr(peers, "_GAP_S", 0.5)
+    monkeypatch.setattr(peer_connection, "SILENCE_S", 1.0)
+    monkeypatch.setattr(peer_connection, "PING_INTERVAL_S", 0.2)
+    monkeypatch.setattr(peer_connection, "_GAP_S", 0.5)
     leader, first = pair.lead(), pair.join(1)
     pair.until(lambda: leader.present == {1})
     pair.members.clear()
@@ -319,7 +413,9 @@ def test_a_name_that_does_not_resolve_is_told_and_tried_again(pair: Pair, monkey
 
     # A real name server may be slow, or answer every name.
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    member = Member(("no-such-host.invalid", pair.port), Hello(node_rank=1), pair.loop, pair.told.append)
+    member = Member(
+        ("no-such-host.invalid", pair.port), Hello(node_rank=1), pair.loop, pair.told.append, read_secret=lambda: SECRET
+    )
     pair.members.append(member)
     pair.until(lambda: len(asked) == 2)
     assert member.last_error == "no-such-host.invalid: Name or service not known" and not member.connected

@@ -285,7 +285,7 @@ def test_that_a_job_of_several_nodes_has_finished_is_recorded(
     leader = FakeLeader()
     members: Any = bench.supervisor._members
 
-    def open_leader(*_: object) -> Any:
+    def open_leader(*_: object, **__: object) -> Any:
         leader.present.add(1)
         members._ready.add(1)
         members._ended[1] = Failure(FailureKind.FINISHED, "all ranks finished", step=20)
@@ -339,7 +339,7 @@ def test_a_finished_run_waits_for_nobody_for_long(finished: JobIdentity, exit_co
     began = bench.session.host.now
     leader: Any = bench.supervisor._members
 
-    leader._open_leader = lambda *_: FakeLeader()
+    leader._open_leader = lambda *_, **__: FakeLeader()
 
     def make_node(*_: object, **options: Any) -> Any:
         node = bench._make_node(**options)
