@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -135,17 +136,7 @@ def test_two_lives_that_meet_on_a_disk(
 ) -> None:
     """One of them is interrupted by the whole of the other's, before its first call, its second, and so on."""
     recorder, first, second = on_disk
-
-    def older() -> None:
-        with contextlib.suppress(CheckpointError):
-            first.save(2)
-
-    def newer() -> None:
-        with contextlib.suppress(CheckpointError, OSError):
-            second.begin()
-            second.save(second.choose() + 1)
-
-    interrupted(recorder, number, *((older, newer) if life == 1 else (newer, older)))
+    interrupted(recorder, number, *two_lives(first, second, outer=life))
     assert_is_a_way(DiskModel(saves=(1, 1), any_order=True), recorder)
 
 
@@ -156,17 +147,7 @@ def test_two_lives_that_meet_in_object_storage(
     number: int, life: int, honours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder, _, (first, second) = in_store(honours, monkeypatch)
-
-    def older() -> None:
-        with contextlib.suppress(CheckpointError):
-            first.save(2)
-
-    def newer() -> None:
-        with contextlib.suppress(CheckpointError, OSError):
-            second.begin()
-            second.save(second.choose() + 1)
-
-    interrupted(recorder, number, *((older, newer) if life == 1 else (newer, older)))
+    interrupted(recorder, number, *two_lives(first, second, outer=life))
     assert_is_a_way(ObjectModel(honours=honours, saves=(1, 1)), recorder)
 
 
@@ -181,7 +162,22 @@ def test_an_answer_that_is_lost(carried_out: bool, honours: bool, monkeypatch: p
     assert (first.storage.steps() == [2]) == carried_out
 
 
-def interrupted(recorder: Recorder, number: int, outer: object, inner: object) -> None:
+def two_lives(first: RealLife, second: RealLife, *, outer: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """What the older and the newer one do; the one that is interrupted comes first."""
+
+    def older() -> None:
+        with contextlib.suppress(CheckpointError):
+            first.save(2)
+
+    def newer() -> None:
+        with contextlib.suppress(CheckpointError, OSError):
+            second.begin()
+            second.save(second.choose() + 1)
+
+    return (older, newer) if outer == 1 else (newer, older)
+
+
+def interrupted(recorder: Recorder, number: int, outer: Callable[[], None], inner: Callable[[], None]) -> None:
     """Do one, and the other right before its call of that number."""
     calls = itertools.count()
     add = recorder.add
@@ -189,12 +185,12 @@ def interrupted(recorder: Recorder, number: int, outer: object, inner: object) -
     def counted(kind: str, path: str = "", target: str = "") -> None:
         if next(calls) == number:
             life = recorder.life
-            inner()  # type: ignore[operator]
+            inner()
             recorder.life = life
         add(kind, path, target)
 
     recorder.add = counted  # type: ignore[method-assign]
-    outer()  # type: ignore[operator]
+    outer()
     # One that has ended before that number was not interrupted: that is the case without an interruption.
 
 
