@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 
 class Op(NamedTuple):
@@ -327,14 +327,30 @@ class Outcome:
         return seen if self.fault is None else "\n".join([f"{self.fault} ({seen})", *self.trace])
 
 
-def explore(model: CommitModel, max_states: int = 5_000_000) -> Outcome:
+State = TypeVar("State", bound=Hashable)
+
+
+class Model(Protocol[State]):
+    """What `explore` needs of a model.
+
+    Attributes:
+        first: the state that it begins in.
+    """
+
+    first: State
+
+    def successors(self, now: State) -> Iterator[tuple[object, State]]:
+        """Every next state and how it comes about; raises Fault where something does not hold."""
+
+
+def explore(model: Model[State], max_states: int = 5_000_000) -> Outcome:
     """Breadth first, each state once.
 
     Raises:
         OverflowError: there are more states than that; nothing is known then.
     """
     began = time.perf_counter()
-    came: dict[Situation, tuple[Situation, object] | None] = {model.first: None}
+    came: dict[State, tuple[State, object] | None] = {model.first: None}
     queue = deque([model.first])
     num_steps = 0
     while queue:
@@ -354,7 +370,7 @@ def explore(model: CommitModel, max_states: int = 5_000_000) -> Outcome:
     return Outcome(len(came), num_steps, time.perf_counter() - began)
 
 
-def _way(came: dict[Situation, tuple[Situation, object] | None], now: Situation) -> list[str]:
+def _way(came: dict[State, tuple[State, object] | None], now: State) -> list[str]:
     way: list[str] = []
     while (step := came[now]) is not None:
         now, what = step

@@ -293,5 +293,6 @@ def test_an_attempt_begins_on_all_nodes(bench: Bench) -> None:
 def test_the_port_is_for_those_who_know_the_runs_secret(bench: Bench) -> None:
     bench.gather()
     assert bench.options["secret"] == read_secret(bench.session.config.tiers.durable)
+    display: Any = bench.session.display
     bench.options["warn"]("refused a connection from 10.0.0.9: it has another secret")
-    assert bench.session.display.texts[-1].startswith("refused a connection from 10.0.0.9")
+    assert display.texts[-1].startswith("refused a connection from 10.0.0.9")
