@@ -96,6 +96,7 @@ def test_a_checkpoint_manager_that_forgets_the_generators_is_found(tmp_path: Pat
     assert list((tmp_path / "chaos").glob("run-*/journal.jsonl")), "the folders are kept"
 
 
+@pytest.mark.soak
 def test_an_agent_that_lies_about_its_commits_is_found(tmp_path: Path) -> None:
     """The product reports a commit, and removes the checkpoint that it has written."""
     path = sabotaged(

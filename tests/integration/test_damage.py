@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 from integration.support import SHORT_JOB, TOTAL_STEPS, Run, loss_curve, state_hash
 
 
@@ -26,6 +27,7 @@ def flip_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.soak
 def test_three_damaged_checkpoints_in_a_row(untouched: Run, tmp_path: Path) -> None:
     run = copy_unfinished(untouched, tmp_path / "run")
     truncate(run.checkpoint(70) / "model.safetensors")

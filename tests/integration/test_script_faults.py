@@ -67,7 +67,7 @@ FAULTS = {
 
 
 # Each ends a rank in another way; the others are variants of these.
-KINDS = ("segfault", "exit at once", "syntax", "hang", "closed streams")
+KINDS = ("segfault", "hang", "closed streams")
 
 
 @pytest.mark.parametrize(

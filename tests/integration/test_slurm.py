@@ -163,6 +163,7 @@ def test_a_bad_node_is_kept_out(slurm: Slurm, tmp_path: Path) -> None:
     assert slurm.show(other, "ExcNodeList") == "n1"
 
 
+@pytest.mark.soak
 def test_a_full_disk_is_no_endless_loop(slurm: Slurm, tmp_path: Path) -> None:
     """The count could not be written: the job was queued again for ever."""
     blocked = tmp_path / "run"

@@ -115,7 +115,7 @@ def test_a_server_that_does_not_answer_for_a_while_does_not_end_the_job(tmp_path
     assert [event["delay_s"] >= 0.2 for event in run.events("backoff")] == [True, True]
 
 
-@pytest.mark.parametrize("stdout", ["/dev/full", "closed"])
+@pytest.mark.parametrize("stdout", ["/dev/full", pytest.param("closed", marks=pytest.mark.soak)])
 def test_a_console_that_takes_nothing_ends_no_run(tmp_path: Path, stdout: str) -> None:
     """What it prints is lost, the run is not; also in an encoding that lacks some of the characters."""
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
