@@ -281,7 +281,10 @@ class Member:
             self.last_error = f"the run's secret cannot be read: {error}"
             return
         if self._secret is None:
-            self.last_error = "checkpoint.location has no secret of this run yet; the first node writes it"
+            self.last_error = (
+                "the first node has not written this run's secret to checkpoint.location; all nodes need the same "
+                "location, or the same RUNNER_SECRET"
+            )
             return
         try:
             family, _, _, _, address = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)[0]

@@ -282,7 +282,7 @@ def test_a_node_waits_for_the_secret_and_takes_a_new_one(pair: Pair) -> None:
     """The first node writes it when it starts; one that starts over writes another one."""
     secrets: list[bytes | None] = [None, b"of the run before", SECRET]
     leader, member = pair.lead(), pair.join(1, read_secret=lambda: secrets.pop(0) if len(secrets) > 1 else secrets[0])
-    pair.until(lambda: "no secret of this run yet" in member.last_error)
+    pair.until(lambda: "has not written this run's secret" in member.last_error)
     pair.until(lambda: leader.present == {1})
 
 
