@@ -165,6 +165,8 @@ class LaunchConfig(_Section):
     """Port of the rendezvous on several nodes, if `rdzv_endpoint` is not set."""
     peer_port: int | None = Field(default=None, ge=1, le=65535, examples=[29501])
     """Port on the first node over which the runners of all nodes communicate. Without it the rendezvous port + 1."""
+    peer_bind: str | None = Field(default=None, min_length=1, examples=["10.0.0.5"])
+    """Address of the first node on which its runner listens for the others. Without it all addresses."""
     local_addr: str | None = Field(default=None, examples=["10.0.0.5"])
     """Address or host name under which other nodes reach this one. Without it the host name."""
     rendezvous_timeout_s: float = Field(default=600.0, gt=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Callable
 from typing import Protocol
@@ -125,7 +126,7 @@ class Membership:
             return
         session, launch = self._session, self._config.launch
         if self._leader is None:
-            self._leader = self._listen(launch.peer_address)
+            self._leader = self._listen(launch.peer_address, launch.peer_bind)
         patience_s = min(launch.rendezvous_timeout_s, FINISHED_PATIENCE_S if has_finished else math.inf)
         deadline, announced = session.monotonic() + patience_s, False
         while not session.stop and self.others - self._ready:
@@ -143,7 +144,7 @@ class Membership:
                     "(launch.rendezvous_timeout_s); start the same command there with its --node-rank"
                 )
 
-    def _listen(self, address: tuple[str, int]) -> Leader:
+    def _listen(self, address: tuple[str, int], bind: str | None) -> Leader:
         secret = ensure_secret(self._config.tiers.durable)
         try:
             leader = self._open_leader(
@@ -153,9 +154,15 @@ class Membership:
                 self._on_message,
                 self._refusal,
                 secret=secret,
+                bind=bind,
                 warn=self._session.display.message,
             )
         except OSError as error:
+            if bind is not None and error.errno != errno.EADDRINUSE:
+                raise UsageError(
+                    f"launch.peer_bind: {bind!r} is not an address of this node ({error.strerror}); set an address of the "
+                    "first node, or leave it out to listen on all"
+                ) from None
             raise UsageError(
                 f"launch.peer_port: port {address[1]} cannot be used ({error.strerror}); it is the rendezvous port + 1 "
                 "unless you set it"

@@ -51,9 +51,10 @@ class Leader:
         refusal: Callable[[Hello], str | None] = lambda hello: None,
         *,
         secret: bytes,
+        bind: str | None = None,
         warn: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Listen on the port, on all addresses of this node.
+        """Listen on the port.
 
         Args:
             address: Host and port; only the port is used.
@@ -62,10 +63,11 @@ class Leader:
             receive: Called with a node rank and its message.
             refusal: Returns why the sender of a hello is not admitted; None if it is.
             secret: Of the run.
+            bind: Address of this node to listen on; None for all.
             warn: Called with a line about a host that has another secret, once for each of at most `MAX_STRANGERS`.
 
         Raises:
-            OSError: The port is taken.
+            OSError: The port is taken, or this node does not have the address.
         """
         self._loop, self._receive, self._refusal, self._num_nodes = loop, receive, refusal, num_nodes
         self._secret, self._warn = secret, warn
@@ -76,10 +78,7 @@ class Leader:
         self._claims: dict[int, tuple[Connection[ToLeader], Hello, int]] = {}
         # Until their hello.
         self._strangers: list[tuple[Connection[ToLeader], str]] = []
-        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-        self._listener = socket.create_server(
-            ("", address[1]), family=family, dualstack_ipv6=family == socket.AF_INET6, reuse_port=False
-        )
+        self._listener = _listener(bind, address[1])
         self._listener.setblocking(False)
         loop.register(self._listener, lambda _: self._accept())
 
@@ -177,6 +176,14 @@ class Leader:
     def _refuse(self, connection: Connection[ToLeader], reason: str) -> None:
         # The node exits when it has read this. If it does not, its connection is closed for its silence.
         connection.send(Finish(exit_code=ExitCode.USAGE.value, reason=reason))
+
+
+def _listener(bind: str | None, port: int) -> socket.socket:
+    if bind is not None:
+        family, _, _, _, address = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family)
+    dual = socket.has_dualstack_ipv6()
+    return socket.create_server(("", port), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual)
 
 
 class Member:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ OURS = JobIdentity({"job": "the configured job", "data.path": "a.parquet", "trai
 class Bench:
     """A leader of three nodes with two ranks each."""
 
-    def __init__(self, folder: Path) -> None:
-        self.session = FakeSession(folder, nnodes=3, master_addr="127.0.0.1", master_port=29400)
+    def __init__(self, folder: Path, **launch: Any) -> None:
+        self.session = FakeSession(folder, nnodes=3, master_addr="127.0.0.1", master_port=29400, **launch)
         self.session.attempt = 1
         self.leader = FakeLeader()
         self.node = FakeNode(display=self.session.display, record=self.session.record)
@@ -288,6 +289,21 @@ def test_an_attempt_begins_on_all_nodes(bench: Bench) -> None:
     bench.gather()
     bench.members.begin(AttemptSpec(1, 3))
     assert bench.leader.sent[-1] == (None, Begin(spec=AttemptSpec(1, 3)))
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address"), socket.gaierror(-2, "Name not known")]
+)
+def test_an_address_that_this_node_does_not_have_is_named(error: OSError, tmp_path: Path) -> None:
+    bench = Bench(tmp_path, peer_bind="192.0.2.1")
+
+    def absent(*_: object, bind: str, **__: object) -> Any:
+        assert bind == "192.0.2.1"
+        raise error
+
+    bench.members._open_leader = absent
+    with pytest.raises(UsageError, match=r"launch\.peer_bind: '192\.0\.2\.1' is not an address of this node"):
+        bench.members.gather(3, 2, has_finished=False)
 
 
 def test_the_port_is_for_those_who_know_the_runs_secret(bench: Bench) -> None:

@@ -15,6 +15,7 @@ import pytest
 from forged import forged
 from hypothesis import given
 from hypothesis import strategies as st
+from infra.ports import free_port
 
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
@@ -252,6 +253,17 @@ def test_a_stranger_that_waits_or_dribbles_is_shown_out(pair: Pair, monkeypatch:
 
         pair.until(both_closed)
     assert not leader._strangers
+
+
+def test_the_port_is_on_one_address_if_asked_for() -> None:
+    loop = EventLoop()
+    leader = Leader(("", free_port()), 2, loop, lambda *_: None, secret=SECRET, bind="127.0.0.2")
+    address, port = leader._listener.getsockname()
+    assert address == "127.0.0.2"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    leader.close()
+    loop.close()
 
 
 def test_a_crowd_of_strangers_costs_little_and_keeps_nobody_out(pair: Pair) -> None:
