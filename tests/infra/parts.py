@@ -94,7 +94,8 @@ def _loop_devices() -> str:
 
 
 def _network_namespaces() -> str:
-    probe = "infra-probe"
+    # Each worker of pytest-xdist tries, perhaps at the same time.
+    probe = f"infra-probe-{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, timeout=20)
     subprocess.run(["ip", "netns", "del", probe], capture_output=True, timeout=20)
     return f"`ip netns add` failed: {made.stderr.strip()}" if made.returncode else ""
