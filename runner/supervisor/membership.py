@@ -160,8 +160,8 @@ class Membership:
         except OSError as error:
             if bind is not None and error.errno != errno.EADDRINUSE:
                 raise UsageError(
-                    f"launch.peer_bind: {bind!r} is not an address of this node ({error.strerror}); set an address of the "
-                    "first node, or leave it out to listen on all"
+                    f"launch.peer_bind: {bind!r} is not an address of this node ({error.strerror}); set an address "
+                    "of the first node, or leave it out to listen on all"
                 ) from None
             raise UsageError(
                 f"launch.peer_port: port {address[1]} cannot be used ({error.strerror}); it is the rendezvous port + 1 "
