@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 
 from checkpointing.errors import CheckpointError
 from checkpointing.events import Event, TrainingStarted
@@ -71,13 +72,9 @@ class Follower:
         self._job_key = key_of(identity)
         described = identity.to_json().decode() if compared else ""
         hello = Hello(node_rank=self._config.launch.node_rank, job=described)
-        durable = self._config.tiers.durable
+        secret = partial(read_secret, self._config.tiers.durable)
         self._member = connect(
-            self._config.launch.peer_address,
-            hello,
-            session.loop,
-            self._on_message,
-            read_secret=lambda: read_secret(durable),
+            self._config.launch.peer_address, hello, session.loop, self._on_message, read_secret=secret
         )
         self._node: Node | None = None
         self._run_id: str | None = None

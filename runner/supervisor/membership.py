@@ -158,15 +158,7 @@ class Membership:
                 warn=self._session.display.message,
             )
         except OSError as error:
-            if bind is not None and error.errno != errno.EADDRINUSE:
-                raise UsageError(
-                    f"launch.peer_bind: {bind!r} is not an address of this node ({error.strerror}); set an address "
-                    "of the first node, or leave it out to listen on all"
-                ) from None
-            raise UsageError(
-                f"launch.peer_port: port {address[1]} cannot be used ({error.strerror}); it is the rendezvous port + 1 "
-                "unless you set it"
-            ) from None
+            raise _cannot_listen(error, address[1], bind) from None
         self._session.loop.every(TURN_S, self.check)
         return leader
 
@@ -307,6 +299,18 @@ class Membership:
                 self._ready.discard(number)
             case _:
                 pass
+
+
+def _cannot_listen(error: OSError, port: int, bind: str | None) -> UsageError:
+    if bind is not None and error.errno != errno.EADDRINUSE:
+        return UsageError(
+            f"launch.peer_bind: {bind!r} is not an address of this node ({error.strerror}); set an address of the "
+            "first node, or leave it out to listen on all"
+        )
+    return UsageError(
+        f"launch.peer_port: port {port} cannot be used ({error.strerror}); it is the rendezvous port + 1 unless "
+        "you set it"
+    )
 
 
 def _lost(*numbers: int) -> Failure:

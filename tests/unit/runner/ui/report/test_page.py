@@ -78,3 +78,12 @@ def test_a_long_run_is_no_long_page() -> None:
     assert "every 4th log entry" in page
     points = [len(trace["x"]) for chart in charts_of(page).values() for trace in chart["data"]]
     assert 2000 < max(points) <= MAX_POINTS
+
+
+@pytest.mark.parametrize(("state", "style"), [("finished", "good"), ("failed", "bad"), ("preempted", "")])
+def test_the_state_of_the_run_is_a_word_in_its_colour(state: str, style: str) -> None:
+    """It was `RunState.FINISHED`, in no colour."""
+    page = render_page(entries([*EVENTS, event(900, "run_ended", 1, state=state, exit_code=0, reason="r")]), "r")
+    heading = re.search(r'<h1>run \S+: <span class="(\w*)">(.*?)</span></h1>', page)
+    assert heading is not None and heading.groups() == (style, state)
+    assert f": {state}</title>" in page and "RunState" not in page
