@@ -56,3 +56,4 @@ def test_the_stages_of_the_proof_on_a_second_device(names: str, tmp_path: Path) 
     assert "trains and snapshots | yes" in (tmp_path / "a.md").read_text()
     if "order" in stages:
         assert len(stages["order"]["verdicts"]) == 7
+        assert "not torn by buffers | yes" in (tmp_path / "a.md").read_text()

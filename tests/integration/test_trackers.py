@@ -114,7 +114,12 @@ def _environment(folder: Path) -> dict[str, str]:
 
 # Without a supervisor a run is known by its checkpoints: what died before the first of them is another one.
 @pytest.mark.parametrize(
-    ("supervised", "dies_at"), [(True, (7, 25)), pytest.param(False, (25,), marks=pytest.mark.soak)]
+    ("supervised", "dies_at"),
+    [
+        (True, (7, 25)),
+        pytest.param(True, (7, 25, 38), marks=pytest.mark.soak),
+        pytest.param(False, (25,), marks=pytest.mark.soak),
+    ],
 )
 def test_a_run_of_many_attempts_is_one_run_with_each_step_once(
     supervised: bool, dies_at: tuple[int, ...], tmp_path: Path

@@ -367,7 +367,7 @@ WORDS = ["hello", "ready", "ended", "event", "stop", "busy", "ping", "welcome", 
 FORGED = forged(NAMES, WORDS)
 
 
-@given(st.lists(FORGED, min_size=1, max_size=5))
+@given(st.lists(FORGED, min_size=1, max_size=20))
 def test_a_run_goes_on_whatever_nodes_say(crowd: Pair, lines: list[bytes]) -> None:
     """Each on a connection of its own, as the first one that is no message ends it."""
     assert crowd.leader is not None
