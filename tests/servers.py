@@ -124,10 +124,16 @@ class Rule:
 
 @dataclass(frozen=True)
 class MeddlingProxy(Server):
-    """A server behind a proxy that understands HTTP; `seen` are the requests that reached the proxy."""
+    """A server behind a proxy that understands HTTP.
+
+    Attributes:
+        seen: the requests that reached the proxy.
+        own_errors: those to which the server itself, and no rule, answered that it has failed (5xx).
+    """
 
     rules: list[Rule] = field(default_factory=list)
     seen: list[str] = field(default_factory=list)
+    own_errors: list[str] = field(default_factory=list)
 
     def add(self, request: str, fault: Fault, times: float = math.inf, after: Rule | None = None) -> Rule:
         rule = Rule(request, fault, times, after)
@@ -215,6 +221,8 @@ def meddling_proxy(server: Server) -> Iterator[MeddlingProxy]:
                 answer = self.ask(body) if fault is None or fault.carried_out else None
                 if fault is None or fault.half or fault.trickles:
                     assert answer is not None
+                    if answer[0] >= 500:
+                        proxy.own_errors.append(request)
                     self.answer(*answer, fault or Fault())
                 elif fault.status:
                     error = f"<Error><Code>{fault.code}</Code><Message>{fault.code}</Message></Error>"
