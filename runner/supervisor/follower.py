@@ -34,7 +34,7 @@ from runner.supervisor.peer_messages import (
     Welcome,
 )
 from runner.supervisor.peers import Member
-from runner.supervisor.run_secret import read_secret
+from runner.supervisor.run_secret import configured_secret, read_secret
 from runner.supervisor.session import Session
 
 _TURN_S = 0.5
@@ -123,6 +123,7 @@ class Follower:
         return exit_code
 
     def _follow(self) -> tuple[ExitCode, str]:
+        configured_secret()  # A mistake in it is not one to wait for.
         num_killed = 0
         stop = self._session.stop
         while True:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from checkpointing.errors import CheckpointError
-from runner.errors import ExitCode, RunnerError
+from runner.errors import ExitCode
 from runner.supervisor.peer_auth import PeerAuth
 from runner.supervisor.peer_connection import SILENCE_S, Connection
 from runner.supervisor.peer_messages import (
@@ -210,7 +210,7 @@ class Member:
             loop: Calls `receive`.
             receive: Called with every message of the leader.
             read_secret: Returns the run's secret; None if there is none yet. Called in a thread before each attempt to
-                connect; may raise OSError and UsageError.
+                connect; may raise OSError.
         """
         self._read_secret = read_secret
         self._secret: bytes | None = None
@@ -284,7 +284,7 @@ class Member:
         # This runs in a thread, as a name server or a storage that does not answer blocks for long.
         try:
             self._secret = self._secret or self._read_secret()
-        except (OSError, RunnerError, CheckpointError) as error:
+        except (OSError, CheckpointError) as error:
             self.last_error = f"the run's secret cannot be read: {error}"
             return
         if self._secret is None:

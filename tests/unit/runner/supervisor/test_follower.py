@@ -290,3 +290,16 @@ def test_the_secret_is_read_where_the_leader_writes_it(tmp_path: Path) -> None:
     assert bench.read_secret() is None
     secret = ensure_secret(bench.session.config.tiers.durable)
     assert bench.read_secret() == secret
+
+
+def test_a_secret_that_is_too_short_ends_it_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was tried again until the time-out, and then 76."""
+    bench = Bench(tmp_path)
+    bench.member.connected = False
+    monkeypatch.setenv("RUNNER_SECRET", "short")
+    began = bench.session.host.now
+    assert bench.run() is ExitCode.USAGE
+    assert bench.session.host.now == began
+    assert "RUNNER_SECRET has 5 characters; use 16 or more" in capsys.readouterr().err
