@@ -33,7 +33,7 @@ class LeaseRules:
     flushes: bool = True
 
 
-CODED = LeaseRules()
+DESIGNED = LeaseRules()
 
 
 class Node(NamedTuple):
@@ -95,7 +95,7 @@ class LeaseModel:
         answers_to_lose: int = 0,
         cuts: int = 0,
         disk: bool = True,
-        rules: LeaseRules = CODED,
+        rules: LeaseRules = DESIGNED,
     ) -> None:
         """Begin with no fence.
 
@@ -133,11 +133,10 @@ class LeaseModel:
                 after = _with(now, index, Node("dead", life=node.life + 1))
                 yield f"{index} is killed", after._replace(kills_left=now.kills_left - 1)
         for call in now.late:
-            stored = self._stored(now._replace(late=now.late - {call}), *call)
-            yield f"the put of {call[0]} by {call[1]} arrives", stored or now._replace(late=now.late - {call})
-        lost = [number for number, fence in enumerate(now.fences, 1) if fence is not None and not fence.flushed]
-        if now.cuts_left:
-            for number in lost:
+            arrived = now._replace(late=now.late - {call})
+            yield f"the put of {call[0]} by {call[1]} arrives", self._stored(arrived, *call) or arrived
+        for number, fence in enumerate(now.fences, 1):
+            if now.cuts_left and fence is not None and not fence.flushed:
                 yield f"the disk loses {number}", _fenced(now, number, None)._replace(cuts_left=now.cuts_left - 1)
 
     def _turn(self, now: Lease, index: int, node: Node) -> Iterator[tuple[object, Lease]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from chaos.commit_model import explore
-from chaos.lease_model import CODED, LeaseModel, without_a_way_out
+from chaos.lease_model import DESIGNED, LeaseModel, without_a_way_out
 
 # What is explored, and how many states there are at least: a model that does nothing passes, too.
 CASES: dict[str, tuple[dict[str, Any], int]] = {
@@ -53,5 +53,5 @@ def test_within_wider_bounds(case: str) -> None:
 @pytest.mark.parametrize("rule", MUTATIONS)
 def test_each_rule_is_needed(rule: str) -> None:
     bounds, fault = MUTATIONS[rule]
-    outcome = explore(LeaseModel(**bounds, rules=replace(CODED, **{rule: False})))
+    outcome = explore(LeaseModel(**bounds, rules=replace(DESIGNED, **{rule: False})))
     assert outcome.fault is not None and fault in f"{outcome.trace[-1]}: {outcome.fault}", str(outcome)

@@ -110,9 +110,7 @@ def ec2() -> Iterator[Ec2Metadata]:
 
 @pytest.fixture
 def google() -> Iterator[GoogleMetadata]:
-    with serve(GoogleMetadata()) as service:
-        # The client cannot ask for less than a second.
-        service.second_s = 0.05
+    with serve(hasty_google()) as service:
         yield service
 
 
@@ -270,8 +268,20 @@ def test_azure_event_of_a_later_day_is_told_when_it_is_time(azure: AzureMetadata
         assert told.next_notice().seconds_left == 60
 
 
+def hasty_google() -> GoogleMetadata:
+    """Whose seconds are short: a client cannot ask for less than one."""
+    service = GoogleMetadata()
+    service.second_s = 0.05
+    return service
+
+
 def service_of(provider: str) -> MetadataService:
-    return {"aws": Ec2Metadata, "gcp": GoogleMetadata, "azure": AzureMetadata}[provider]()
+    services: dict[str, Callable[[], MetadataService]] = {
+        "aws": Ec2Metadata,
+        "gcp": hasty_google,
+        "azure": AzureMetadata,
+    }
+    return services[provider]()
 
 
 def announce(service: MetadataService) -> None:
@@ -353,8 +363,6 @@ def test_another_clouds_service_is_reported_once(provider: str) -> None:
 )
 def test_malformed_answer_is_reported_once_and_ignored(provider: str, path: str, text: str) -> None:
     with serve(service_of(provider)) as service:
-        if isinstance(service, GoogleMetadata):
-            service.second_s = 0.05
         service.spoil(path, text, headers={"Metadata-Flavor": "Google"})
         with watching(provider, service.endpoint) as told:
             told.wait(lambda: bool(told.reports))
