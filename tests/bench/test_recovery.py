@@ -2,12 +2,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from bench.support import all_finite, smoke
 
 # These, unlike times, must be right at any load.
 COUNTS = ("hangs", "orphans")
 
 
+@pytest.mark.soak
 def test_every_stage(tmp_path: Path) -> None:
     figures, output = smoke("recovery", tmp_path, "--smoke", "--docs", str(tmp_path))
     assert figures.keys() == {

@@ -137,7 +137,8 @@ def test_at_any_moment(seed: int, disk: Disk) -> None:
     assert_good_order(str(disk.mount / "store"), kept_by(lines))
 
 
-def test_under_a_job(disk: Disk, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.parametrize("cuts", [1, pytest.param(3, marks=pytest.mark.soak)])
+def test_under_a_job(cuts: int, disk: Disk, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Checkpoints and journal are on the disk; after the restart, the same command resumes."""
     calm = finished_once(shared_folder(tmp_path_factory) / "untouched", *SHORT_JOB)
     run = Run(disk.mount / "run", *SHORT_JOB)
@@ -145,7 +146,7 @@ def test_under_a_job(disk: Disk, tmp_path: Path, tmp_path_factory: pytest.TempPa
     # Cached data is not durable by then; the run's id is.
     wait_until(run, lambda: run.events("rank_started"))
     fail(disk, run)
-    for number in (1, 2):
+    for number in range(cuts):
         before = len(run.events("committed"))
         run.start()
         wait_for_more(run, before)

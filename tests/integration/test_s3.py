@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -61,6 +62,10 @@ def test_server_and_ranks_are_killed_and_the_machine_is_lost(
     assert again.events("attempt_started")[0]["attempt"] == 3
 
     assert runner("checkpoints", "verify", s3_location).returncode == 0
+    # Any machine can tell, the life of the lost one included.
+    told = json.loads(runner("status", s3_location, "--json").stdout)
+    assert told["state"] == "finished" and told["step"] == TOTAL_STEPS
+    assert [attempt["number"] for attempt in told["attempts"]] == [1, 2, 3]
     exported = tmp_path / "exported"
     result = runner("checkpoints", "export", s3_location, str(TOTAL_STEPS), str(exported))
     assert result.returncode == 0, result.stderr

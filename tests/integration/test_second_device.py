@@ -37,11 +37,9 @@ def test_the_proof_says_that_there_is_no_gpu() -> None:
 
 
 # What each stage does is tested on this device by tests/device, and by the launches of tests/integration.
+@pytest.mark.soak
 @needs("C++ compiler")
-@pytest.mark.parametrize(
-    "names",
-    ["engine", pytest.param("memory,order,fork,engine,ranks,recovery,faults,sft", marks=pytest.mark.soak)],
-)
+@pytest.mark.parametrize("names", ["engine", "memory,order,fork,engine,ranks,recovery,faults,sft"])
 def test_the_stages_of_the_proof_on_a_second_device(names: str, tmp_path: Path) -> None:
     files = ("--json", str(tmp_path / "a.json"), "--report", str(tmp_path / "a.md"))
     done = proof("--on", "sim:0", "--quick", "--stages", names, *files)

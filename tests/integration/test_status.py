@@ -24,7 +24,8 @@ def figures(place: str | Path) -> dict[str, Any]:
     return dict(json.loads(status(place, "--json")))
 
 
-@pytest.mark.parametrize("kind", [pytest.param("volume", marks=pytest.mark.soak), "s3"])
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["volume", "s3"])
 def test_any_machine_can_tell(kind: str, rclone_s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two pods, each with a folder of its own: the first is lost with all it had, the second one finishes."""
     location = str(tmp_path / "volume") if kind == "volume" else f"s3://{bucket_on(rclone_s3, monkeypatch)}/run"
