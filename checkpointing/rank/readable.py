@@ -19,7 +19,7 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def check_readable(name: str, obj: object) -> None:
-    """Write an object and read it back with the reader that restores it; tensors by type and shape only.
+    """Write an object and read it back with the reader that restores it; of tensors, one of each kind, without its data.
 
     Call this in the training thread: the classes that the reader may build are a setting of the whole process, and
     the script's own threads may read files, too.
@@ -32,11 +32,12 @@ def check_readable(name: str, obj: object) -> None:
         CheckpointError: The object cannot be read, or part of it comes back changed; the message has its path.
     """
     stem = name.partition(".")[0]
+    sample = _one_tensor_of_each_kind(obj, set())
     fd = os.memfd_create("checkpoint-check", os.MFD_CLOEXEC)
     try:
         file = f"/proc/self/fd/{fd}"
         with torch.serialization.safe_globals(rng.SAFE_GLOBALS), skip_data():
-            torch.save(obj, file)
+            torch.save(sample, file)
             found = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         path = _unreadable(obj, stem)
@@ -45,7 +46,7 @@ def check_readable(name: str, obj: object) -> None:
         raise _refusal(*path) from None
     finally:
         os.close(fd)
-    path = _first_difference(obj, found, stem)
+    path = _first_difference(sample, found, stem)
     if path is not None:
         raise _refusal(*path)
 
@@ -64,6 +65,26 @@ def _refusal(path: str, value: object) -> CheckpointError:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided
+
+
+def _one_tensor_of_each_kind(obj: object, seen: set[object]) -> object:
+    """Copy plain containers without the tensors that can be read back if an earlier one can.
+
+    An optimizer has thousands of tensors, and the training thread waits.
+    """
+    if isinstance(obj, torch.Tensor):
+        if not _is_plain(obj):
+            return obj
+        kind = (type(obj), obj.dtype, obj.device, obj.requires_grad, obj.is_conj(), obj.is_neg())
+        if kind in seen:
+            return None
+        seen.add(kind)
+        return obj
+    if type(obj) is dict:
+        return {key: _one_tensor_of_each_kind(value, seen) for key, value in obj.items()}
+    if type(obj) is list or type(obj) is tuple:
+        return type(obj)(_one_tensor_of_each_kind(value, seen) for value in obj)
+    return obj
 
 
 def _unreadable(obj: object, path: str) -> tuple[str, object] | None:
