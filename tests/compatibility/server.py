@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from infra.ports import free_port
+
 # Time that the other ranks have to report their own failure once one rank has failed.
 _AFTER_FAILURE_S = 3.0
 
@@ -68,9 +70,7 @@ def _run(cases: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
     os.setsid()
     folder = Path(order.folder)
     (folder / "tmp").mkdir(parents=True, exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = {}
     for rank in range(case.ranks):
         pid = os.fork()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 from infra.parts import lacks, needs
+from infra.ports import free_port
 from integration.support import RUNNER
 from servers import Server, bucket_on
 
@@ -63,10 +63,8 @@ def test_a_wrong_interface(tmp_path: Path) -> None:
 
 def test_two_machines_meet(tmp_path: Path) -> None:
     """Two doctors at once, one rank each, over the rendezvous that the run will use; and one that is left alone."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    options = ["--nnodes", "2", *ALONE, "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1", "--json"]
+    endpoint = f"127.0.0.1:{free_port()}"
+    options = ["--nnodes", "2", *ALONE, "--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1", "--json"]
     commands = [
         [*RUNNER, "doctor", "--output-dir", str(tmp_path / f"run-{rank}"), *options, "--node-rank", str(rank)]
         for rank in (0, 1)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from infra.ports import free_port
 
 from runner.config.schema import Config, LaunchConfig
 from runner.doctor.collectives import judge
@@ -59,9 +60,7 @@ def test_all_interfaces_excluded() -> None:
 
 
 def test_addresses_and_ports() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     endpoint = f"127.0.0.1:{port}"
     found = settings({}, nnodes=2, rdzv_endpoint=endpoint)
     assert found["rendezvous"] is Level.OK and found["launch.peer_port"] is Level.OK
