@@ -19,7 +19,7 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def check_readable(name: str, obj: object) -> None:
-    """Write an object and read it back with the reader that restores it; of tensors, one of each kind, without its data.
+    """Write an object and read it back as it will be restored; of its tensors, one of each kind, without data.
 
     Call this in the training thread: the classes that the reader may build are a setting of the whole process, and
     the script's own threads may read files, too.

@@ -18,7 +18,7 @@ def test_the_kernel_gives_them_to_nobody_else(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_port_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     first = ports.free_port()
-    monkeypatch.setattr(ports.random, "SystemRandom", lambda: FromOne(first))
+    monkeypatch.setattr("random.SystemRandom", lambda: FromOne(first))
     with socket.create_server(("", first + 1)):
         assert ports.free_port() > first + 1
 

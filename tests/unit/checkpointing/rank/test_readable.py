@@ -55,20 +55,23 @@ def test_what_cannot_is_refused_by_its_path(value: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("odd", [torch.eye(2).to_sparse(), Own()])
 def test_it_is_found_behind_tensors_of_a_kind_that_was_seen(odd: Any) -> None:
-    state = {number: {"exp_avg": torch.zeros(3), "steps": [torch.zeros(())]} for number in range(3)}
+    steps: list[Any] = [torch.zeros(())]
+    state = {number: {"exp_avg": torch.zeros(3), "steps": list(steps)} for number in range(3)}
     check_readable("optimizer.pt", {"state": state})
-    state[2]["steps"].append(odd)
+    state[2]["steps"] = [*steps, odd]
     with pytest.raises(CheckpointError, match=r"^optimizer.state\[2\]\['steps'\]\[1\]: "):
         check_readable("optimizer.pt", {"state": state})
 
 
 def test_the_file_that_is_read_back_does_not_grow_with_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
-    monkeypatch.setattr(
-        torch,
-        "load",
-        lambda file, load=torch.load, **options: (sizes.append(Path(file).stat().st_size), load(file, **options))[1],
-    )
+    sizes: list[int] = []
+    load = torch.load
+
+    def measured(file: str, **options: Any) -> Any:
+        sizes.append(Path(file).stat().st_size)
+        return load(file, **options)
+
+    monkeypatch.setattr(torch, "load", measured)
     for number in (2, 2000):
         check_readable("optimizer.pt", {"state": [{"exp_avg": torch.zeros(3)} for _ in range(number)]})
     assert sizes[1] < sizes[0] + 20_000
