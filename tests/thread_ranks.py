@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
-from checkpointing.rank.ranks import Ranks
+from checkpointing.rank.ranks import Part, Ranks
 
 T = TypeVar("T")
 
@@ -39,6 +39,14 @@ class ThreadRanks(Ranks):
 
     def broadcast(self, value: T) -> T:
         return self.gather(value)[0]
+
+    def transfer(self, outgoing: Sequence[Part], incoming: Sequence[Part]) -> None:
+        everyone = self.gather([(bytes(data), self.rank, rank, tag) for data, rank, tag in outgoing])
+        sent = {(sender, tag): data for parts in everyone for data, sender, to, tag in parts if to == self.rank}
+        assert sent.keys() == {(rank, tag) for _, rank, tag in incoming}
+        for data, rank, tag in incoming:
+            data[:] = sent[rank, tag]
+        self.barrier()
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
         return values.copy_(torch.stack(self.gather(values.clone())).amax(0))

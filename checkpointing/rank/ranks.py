@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from checkpointing.errors import CheckpointError
 
 T = TypeVar("T")
+Part = tuple[memoryview, int, int]
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,19 @@ class Ranks:
         dist.broadcast_object_list(values, src=0, group=self.group)
         return values[0]
 
+    def transfer(self, outgoing: Sequence[Part], incoming: Sequence[Part]) -> None:
+        """Send bytes to single ranks, and receive them; all ranks call this together.
+
+        Args:
+            outgoing: Bytes, the rank that they are for, and a number that tells them from others to that rank.
+            incoming: Memory for bytes, the rank that they come from, and the number.
+        """
+        works = [dist.irecv(_tensor(data), rank, self.group, tag) for data, rank, tag in incoming]
+        works += [dist.isend(_tensor(data), rank, self.group, tag) for data, rank, tag in outgoing]
+        for work in works:
+            assert work is not None
+            work.wait()
+
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the element-wise maximum over all ranks; `values` is overwritten."""
         if self.group is not None:
@@ -92,3 +107,7 @@ class Ranks:
         """Wait for all ranks."""
         if self.group is not None:
             dist.barrier(group=self.group)
+
+
+def _tensor(data: memoryview) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8)

@@ -1,23 +1,24 @@
 """Chooses the state to resume from, together on all ranks, and reads it.
 
 Candidates are the checkpoints in storage and the snapshots that the nodes' agents still hold. A snapshot takes
-precedence where every node has it whole and no checkpoint is newer.
+precedence where no checkpoint is newer; nodes that do not have it receive it from those that do (`peer_state.py`).
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from checkpointing.agent.client import AgentClient, OfferedSnapshot
 from checkpointing.catalog import Catalog
-from checkpointing.errors import InvalidCheckpoint, NoValidCheckpoint, StorageUnreachable
+from checkpointing.errors import CheckpointError, InvalidCheckpoint, NoValidCheckpoint, StorageUnreachable
 from checkpointing.events import CheckpointQuarantined, Event, Resumed
 from checkpointing.layout import MODEL_NAME
 from checkpointing.manifest import MANIFEST_NAME
+from checkpointing.rank.peer_state import Held, NoMemory, Offer, PeerState, held_by_nodes
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.rank.verified_read import ALTERED, BufferCache, Shares, altered_files, read_verified
@@ -98,11 +99,8 @@ class _Choice:
         # The durable tier may be away for a while; its fence keeps us from publishing there what is not the newest.
         self._catalog = tiers.catalog if reachable else Catalog(tiers.first)
         self._offered = {snapshot.info.step: snapshot for snapshot in snapshots} if resume == "auto" else {}
-        everyone = ranks.gather({step: snapshot.info.attempt for step, snapshot in self._offered.items()})
-        # The same step of another attempt belongs to another line of history.
-        self._on_all_nodes = {
-            step for step in self._offered if all(steps.get(step) == everyone[0].get(step) for steps in everyone)
-        }
+        attempts = {step: snapshot.info.attempt for step, snapshot in self._offered.items()}
+        self._held = held_by_nodes(ranks.gather(Offer(ranks.rank - ranks.local_rank, attempts)))
         # Step and tier of what a rank could not read.
         self._faulty: set[tuple[int, int]] = set()
 
@@ -117,7 +115,7 @@ class _Choice:
             if step is None:
                 return None
             storage = _storage_for(self._tiers, tier, step) if tier is not None else None
-            point, problem = self._read(storage, self._offered[step] if storage is None else step)
+            point, problem = self._read(storage, step) if storage is not None else self._read_snapshot(step)
             if problem is None:
                 assert point is not None
                 if self._ranks.is_first:
@@ -134,32 +132,55 @@ class _Choice:
             return None
         announce = self._client.announce
         try:
-            return _propose(self._tiers, self._catalog, self._resume, self._on_all_nodes, self._faulty, announce)
+            return _propose(self._tiers, self._catalog, self._resume, self._held, self._faulty, announce)
         except OSError as error:
             return _Proposal(error=error.strerror or str(error), unreachable=True)
 
+    def _read_snapshot(self, step: int) -> tuple[RestorePoint | None, _Problem | None]:
+        """Read a snapshot on all ranks; the nodes that hold it verify it, then it is sent to the others."""
+        held, node = self._held[step], self._ranks.rank - self._ranks.local_rank
+        own = self._offered[step] if node in held.nodes else None
+        point, problem = self._read(None, own)
+        if held.is_everywhere or problem is not None:
+            return point, problem
+        try:
+            received = PeerState(self._ranks, held, own).receive()
+        except NoMemory as error:
+            return None, _Problem(error.rank, str(error), unreachable=False)
+        arrived, problem = self._read(None, received)
+        return point or arrived, problem
+
     def _read(
-        self, storage: Storage | None, source: OfferedSnapshot | int
+        self, storage: Storage | None, source: OfferedSnapshot | int | None
     ) -> tuple[RestorePoint | None, _Problem | None]:
-        """Read a candidate on all ranks; return this rank's, and the first problem that any rank has found."""
+        """Read a candidate on all ranks; return this rank's, and the first problem that any rank has found.
+
+        Args:
+            storage: Where the checkpoint is; None for a snapshot.
+            source: The snapshot, or the checkpoint's step; None on ranks that read nothing.
+        """
         ranks = self._ranks
         shares = Shares(ranks.local_rank, ranks.local_world_size)
-        point, error = read_verified(
-            storage,
-            source,
-            ranks.rank,
-            ranks.world_size,
-            private=self._private,
-            buffers=self._buffers,
-            scratch=self._client.directory,
-            shares=shares,
-        )
+        point: RestorePoint | None = None
+        error: CheckpointError | None = None
+        if source is not None:
+            point, error = read_verified(
+                storage,
+                source,
+                ranks.rank,
+                ranks.world_size,
+                private=self._private,
+                buffers=self._buffers,
+                scratch=self._client.directory,
+                shares=shares,
+            )
         mine = (str(error), isinstance(error, StorageUnreachable)) if error is not None else None
         everyone = ranks.gather((mine, shares))
         problems = [problem for problem, _ in everyone]
-        if point is not None and not any(problems):
+        if not any(problems):
+            place = point.place if point is not None else "the snapshot of another node"
             for first, name in altered_files([theirs for _, theirs in everyone]):
-                problems[first] = (str(InvalidCheckpoint(point.place, f"{name} {ALTERED}")), False)
+                problems[first] = (str(InvalidCheckpoint(place, f"{name} {ALTERED}")), False)
         return point, next((_Problem(rank, *found) for rank, found in enumerate(problems) if found is not None), None)
 
     def _skip(self, step: int, tier: int | None, storage: Storage | None, problem: _Problem) -> None:
@@ -169,7 +190,7 @@ class _Choice:
             NoValidCheckpoint: It is the one that was asked for.
         """
         if storage is None:
-            self._on_all_nodes.discard(step)
+            del self._held[step]
             self._client.discard(step, problem.text)
             logger.warning("the snapshot of step %d is not used: %s", step, problem.text)
             return
@@ -216,7 +237,7 @@ def _propose(
     tiers: Tiers,
     catalog: Catalog,
     resume: str | int,
-    snapshots: set[int],
+    snapshots: Mapping[int, Held],
     faulty: set[tuple[int, int]],
     announce: Announce,
 ) -> _Proposal:
@@ -226,7 +247,7 @@ def _propose(
         tiers: Where checkpoints are kept.
         catalog: The checkpoints that can be reached.
         resume: "auto", "never", or a step.
-        snapshots: Steps of the snapshots that every node has.
+        snapshots: Those in memory, by step.
         faulty: Step and tier of what a rank could not read.
         announce: Reports checkpoints that are quarantined.
     """
@@ -235,7 +256,7 @@ def _propose(
     storages = tiers.nearest_first
     if isinstance(resume, int):
         return _propose_step(storages, catalog, resume, faulty)
-    newest = max(snapshots, default=-1)
+    newest = max(_usable(snapshots, catalog), default=-1)
     for entry in catalog.scan():
         tier = storages.index(entry.storage)
         if entry.step <= newest:
@@ -263,6 +284,18 @@ def _propose(
             unreachable=True,
         )
     return _Proposal()
+
+
+def _usable(snapshots: Mapping[int, Held], catalog: Catalog) -> set[int]:
+    """Return the steps of the snapshots that belong to the newest line of history.
+
+    What some nodes hold may be older than what others have committed since.
+    """
+    everywhere = {step for step, held in snapshots.items() if held.is_everywhere}
+    if len(everywhere) == len(snapshots):
+        return everywhere
+    committed = next((entry.manifest.attempt for entry in catalog.scan() if entry.manifest is not None), 0)
+    return everywhere | {step for step, held in snapshots.items() if held.attempt >= committed}
 
 
 def _propose_step(storages: Sequence[Storage], catalog: Catalog, step: int, faulty: set[tuple[int, int]]) -> _Proposal:

@@ -187,14 +187,16 @@ def read_verified(
     Returns:
         The state, or why it cannot be used.
     """
-    # Rank 0's files are also for ranks that did not exist when the checkpoint was written.
-    own = {rng.file_name(rank, world_size), loop_state_name(rank), loop_state_name(0)}
-    own |= {data_state_name(rank, world_size), data_state_name(0, 1), data_state_name(0, 2)}
-    own |= {rank_state_name(rank), rank_state_name(0)}
     try:
         located = _locate(storage, source)
         if (lacking := missing_member(located.files)) is not None:
             raise InvalidCheckpoint(located.place, f"{lacking} is not among its files")
+        # Rank 0's files are also for ranks that did not exist when the checkpoint was written.
+        own = {rng.file_name(rank, world_size), loop_state_name(rank), loop_state_name(0)}
+        own |= {data_state_name(rank, world_size), data_state_name(0, 1), data_state_name(0, 2)}
+        own |= {rank_state_name(rank), rank_state_name(0)}
+        # What ranks had added up is divided among the present ones.
+        own |= {loop_state_name(other) for other in range(rank, located.info.world_size, world_size)}
         verifier = _Verifier(located, frozenset(own), private, buffers, shares)
         names = [name for name in located.files if name in own or not name.startswith(PER_RANK_PREFIXES)]
         with ThreadPoolExecutor(_FILES_AT_ONCE, "checkpoint-verify") as pool:

@@ -171,8 +171,14 @@ class LoopState:
         return json.dumps(state).encode()
 
     @classmethod
-    def read(cls, point: RestorePoint, rank: int) -> LoopState | None:
+    def read(cls, point: RestorePoint, rank: int, world_size: int) -> LoopState | None:
         """Read what a checkpoint holds of a rank, or of rank 0 if it holds nothing of this one.
+
+        Args:
+            point: The checkpoint.
+            rank: Number of this rank.
+            world_size: Number of ranks now: the losses that the checkpoint's ranks had added up are divided among them,
+                so that the mean over the ranks stays the same.
 
         Raises:
             InvalidCheckpoint: The file cannot be parsed.
@@ -184,7 +190,7 @@ class LoopState:
         with point.reading(name):
             metrics = state.get("metrics")
             return cls(
-                tr_loss=float(state["tr_loss"]),
+                tr_loss=_share_of_losses(point, rank, world_size, own=float(state["tr_loss"])),
                 last_logged=_number(state["last_logged"]),
                 grad_norm=_number_or_none(state.get("grad_norm")),
                 learning_rate=_number_or_none(state.get("learning_rate")),
@@ -216,6 +222,13 @@ class LoopState:
 
 def _layout(counts: Mapping[str, Any]) -> StepLayout:
     return StepLayout.from_list([counts[key.name] for key in dataclasses.fields(StepLayout)])
+
+
+def _share_of_losses(point: RestorePoint, rank: int, world_size: int, *, own: float) -> float:
+    if point.world_size == world_size:
+        return own
+    names = [name for other in range(rank, point.world_size, world_size) if point.has(name := loop_state_name(other))]
+    return sum(float(point.json(name)["tr_loss"]) for name in names) * world_size / point.world_size
 
 
 def _number(value: Any) -> Any:

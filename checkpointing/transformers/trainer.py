@@ -214,7 +214,7 @@ class ResilientMixin(SavingMixin):
         point = session.start.take_pending()
         if point is None:
             return
-        loop = LoopState.read(point, self.args.process_index)
+        loop = LoopState.read(point, self.args.process_index, self.args.world_size)
         if loop is not None:
             loop.restore(self, session.figures)
             session.guard.restore_losses(loop.recent_losses or ())

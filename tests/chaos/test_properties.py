@@ -157,7 +157,7 @@ class CatalogMachine(RuleBasedStateMachine):
         """Resume from the newest whole checkpoint; newer ones are quarantined; never start over silently."""
         whole = [step for step, copy in self.model.items() if copy.sizes_right and self.counts(step, copy)]
         tiers = Tiers(self.storage)
-        proposal = _propose(tiers, tiers.catalog, "auto", set(), set(), lambda message: None)
+        proposal = _propose(tiers, tiers.catalog, "auto", {}, set(), lambda message: None)
         passed_over = [step for step in self.model if step > max(whole, default=-1)]
         self.num_quarantined += len(passed_over)
         for step in passed_over:

@@ -208,7 +208,7 @@ def assert_goes_on(storage: Storage, aside: Callable[[str], None]) -> bool:
     for entry in tiers.catalog.entries():
         assert (entry.manifest is None) == bool(entry.problem)
         assert_clear(f"{entry.problem}", "")
-    proposal = _propose(tiers, tiers.catalog, "auto", set(), set(), announced.append)
+    proposal = _propose(tiers, tiers.catalog, "auto", {}, set(), announced.append)
     for report in announced:
         assert isinstance(report, CheckpointQuarantined)
         json.dumps(report.to_dict())
@@ -564,7 +564,7 @@ def loop_state(place: Place) -> Reader:
         trainer = SimpleNamespace(current_flos=0, _tr_loss=torch.tensor(0.0), _metrics={"train": {}})
         with refused("loop_state_0.json", CheckpointError) as was:
             restored = point("loop_state_0.json", data)
-            record, state = JobRecord.read(restored), LoopState.read(restored, 0)
+            record, state = JobRecord.read(restored), LoopState.read(restored, 0, 2)
             assert record is not None and state is not None
             assert record.layout is None or record.layout.samples_per_step > 0
             figures, guard = LoopFigures(), StepGuard(spike_zscore=8.0)

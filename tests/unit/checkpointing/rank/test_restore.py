@@ -81,8 +81,8 @@ def test_a_damaged_snapshot_is_discarded(tmp_path: Path) -> None:
     assert chosen(open_tiers(str(tmp_path)), agent) == 10 and agent.discarded == [12]
 
 
-@pytest.mark.parametrize(("others", "step"), [([12], 12), ([], 10), ([13], 10)])
-def test_a_snapshot_counts_where_every_node_has_it(others: list[int], step: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("others", "step"), [([12], 12), ([], 12), ([13], 13), ([9], 12)])
+def test_a_node_receives_the_snapshot_that_it_lacks(others: list[int], step: int, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 10, TRAINING)
     agents = [Agent(tmp_path, snapshot(12, TRAINING)), Agent(tmp_path, *(snapshot(one, TRAINING) for one in others))]
 
@@ -92,13 +92,13 @@ def test_a_snapshot_counts_where_every_node_has_it(others: list[int], step: int,
     assert run_ranks(choice, 2, per_node=1) == [step, step]
 
 
-def test_the_same_step_of_another_attempt_is_another_snapshot(tmp_path: Path) -> None:
+def test_of_the_same_step_the_newest_attempts_snapshot_counts(tmp_path: Path) -> None:
     agents = [Agent(tmp_path, snapshot(12, TRAINING, attempt=attempt)) for attempt in (1, 2)]
 
     def choice(ranks: Ranks) -> int | None:
         return chosen(open_tiers(str(tmp_path)), agents[ranks.rank], ranks=ranks)
 
-    assert run_ranks(choice, 2, per_node=1) == [None, None]
+    assert run_ranks(choice, 2, per_node=1) == [12, 12]
 
 
 def test_what_one_rank_finds_damaged_is_used_by_none(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from restore_points import point
 from checkpointing.data.layout import StepLayout
 from checkpointing.data.stream import StreamPosition
 from checkpointing.errors import InvalidCheckpoint
+from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.transformers.loop_state import JobRecord, LoopFigures, LoopState
 
 LOOP = {"tr_loss": 0.25, "last_logged": 10, "metrics": {"entropy": [0.5, 1]}, "train_tokens": 1000}
@@ -49,7 +50,7 @@ def blank() -> Any:
 
 
 def read(document: dict[str, Any], rank: int = 0) -> LoopState:
-    found = LoopState.read(point("loop_state_0.json", json.dumps(document).encode()), rank)
+    found = LoopState.read(point("loop_state_0.json", json.dumps(document).encode()), rank, 1)
     assert found is not None
     return found
 
@@ -60,7 +61,7 @@ def test_everything_comes_back(norm: Any) -> None:
     state = LoopState.capture(trainer(), figures, record=RECORD, evaluation_due=True, recent_losses=[2.5, 2.25])
     here = point("loop_state_0.json", state.to_bytes())
     assert JobRecord.read(here) == RECORD
-    found = LoopState.read(here, 0)
+    found = LoopState.read(here, 0, 1)
     assert found is not None and found.evaluation_due and found.recent_losses == [2.5, 2.25]
     other, restored = blank(), LoopFigures(loss_since=20)
     found.restore(other, restored)
@@ -103,7 +104,7 @@ def test_a_checkpoint_of_an_older_version_counts_its_loss_from_its_own_step() ->
 
 def test_a_rank_that_was_not_there_takes_what_rank_0_has() -> None:
     assert read(LOOP, rank=3).last_logged == 10
-    assert LoopState.read(point("loop_state_1.json", b"{}"), 0) is None
+    assert LoopState.read(point("loop_state_1.json", b"{}"), 0, 1) is None
     assert JobRecord.read(point("loop_state_1.json", b"{}")) is None
 
 
@@ -166,3 +167,21 @@ def test_the_last_figures_stand_in_where_a_step_has_none() -> None:
 def test_the_mean_loss_is_that_of_the_run() -> None:
     assert LoopFigures(loss_since=10).mean_loss(30.0, 20) == 3.0
     assert LoopFigures(loss_since=20).mean_loss(0.0, 20) == 0.0
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+def test_the_mean_of_what_was_added_up_is_kept_on_any_number_of_ranks(world_size: int) -> None:
+    """After a change in mid interval, the next log entry had the losses of the ranks that were left."""
+    losses = [1.0, 2.0, 4.5]
+    files = {
+        f"loop_state_{rank}.json": memoryview(json.dumps({**LOOP, "tr_loss": loss}).encode())
+        for rank, loss in enumerate(losses)
+    }
+    shares = []
+    for rank in range(world_size):
+        here = RestorePoint("here", step=12, world_size=3, samples_consumed=0, files=files, path=None, private=False)
+        found = LoopState.read(here, rank, world_size)
+        assert found is not None
+        shares.append(float(found.tr_loss))
+    assert sum(shares) / world_size == pytest.approx(sum(losses) / 3)
+    assert world_size != 3 or shares == losses
