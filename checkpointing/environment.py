@@ -41,6 +41,7 @@ class RankSettings:
         lost_steps: Steps that the run has recomputed so far.
         reached_step: Last step that the previous attempt finished.
         micro_batch_divisor: Parts into which each micro-batch is cut, because whole ones ran out of memory.
+        planned_ranks: Number of ranks that the configured batch and learning rate are meant for; 0 for those there are.
         skipped_steps: First and last step of each window whose samples are skipped.
     """
 
@@ -57,6 +58,7 @@ class RankSettings:
     lost_steps: int = 0
     reached_step: int = 0
     micro_batch_divisor: int = 1
+    planned_ranks: int = 0
     skipped_steps: tuple[tuple[int, int], ...] = ()
 
     def to_json(self) -> str:

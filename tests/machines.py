@@ -1,4 +1,4 @@
-"""Two machines: two network namespaces, a wire between them, a volume that both see; nothing else shared."""
+"""Machines: network namespaces, wires between them, a volume that all see; nothing else shared."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ END = 40
 
 
 class Machine(Run):
-    """One of two machines, one rank each."""
+    """One of several machines, one rank each."""
 
-    def __init__(self, folder: Path, number: int, *options: str, script: list[str]) -> None:
+    def __init__(self, folder: Path, number: int, *options: str, script: list[str], nnodes: str = "2") -> None:
         shared = folder / "volume"
         super().__init__(
             folder / f"machine-{number}",
-            *("--set", f"checkpoint.location={shared}", "--nnodes", "2", "--node-rank", str(number)),
+            *("--set", f"checkpoint.location={shared}", "--nnodes", nnodes, "--node-rank", str(number)),
             *("--nproc-per-node", "1", "--rdzv-endpoint", f"{ADDRESSES[0]}:{PORT}"),
             *("--local-addr", ADDRESSES[number]),
             *options,

@@ -215,6 +215,7 @@ class FakeNode:
         self.checkpoints = AgentEvents(display, record)
         self.run_id, self.shape = run_id, (1, 2)
         self.others_busy = self.busy = False
+        self.is_training, self.is_warm, self.has_state, self.pauses = True, True, False, 0
         self.agent_pid = 1
         self.drained, self.closed, self.has_agent = True, False, True
         self.plan: list[AttemptResult | Callable[[FakeNode], AttemptResult]] = []
@@ -240,6 +241,9 @@ class FakeNode:
     def end_attempt(self, verdict: Failure, *, stacks: bool = False) -> None:
         self.verdicts.append(verdict)
         self.stacks.append(stacks)
+
+    def pause_attempt(self) -> None:
+        self.pauses += 1
 
     def commit(self, step: int) -> None:
         self.checkpoints.handle(Committed(step=step))

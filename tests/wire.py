@@ -6,17 +6,17 @@ import contextlib
 from collections.abc import Iterator
 
 import pytest
-from infra.namespaces import set_cable, two_hosts
+from infra.namespaces import hosts, set_cable
 from infra.parts import lacks, require
 
 
 @pytest.fixture(scope="module")
 def wire() -> Iterator[None]:
-    """Set up both hosts of `infra.namespaces`."""
+    """Set up the hosts of `infra.namespaces`."""
     require("network namespaces")
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(two_hosts())
+            stack.enter_context(hosts())
         except RuntimeError as error:
             lacks("network namespaces", error)
         yield

@@ -14,6 +14,7 @@ import transformers.trainer
 from checkpointing.data.cursor import LoaderCursor
 from checkpointing.data.layout import StepLayout
 from checkpointing.data.stream import StreamBatches, StreamDataLoader, StreamPosition
+from checkpointing.environment import rank_settings
 from checkpointing.errors import CheckpointError
 from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.transformers.job import check_same_job, check_samples_per_step, fit_layout
@@ -89,6 +90,26 @@ class TrainingData:
     def _seed(self) -> int:
         return int(self._args.data_seed if self._args.data_seed is not None else self._args.seed)
 
+    def fit(self, batch_size: int) -> StepLayout | None:
+        """Divide the samples of a step among the ranks that there are.
+
+        Args:
+            batch_size: Samples per micro-batch and rank, as configured.
+
+        Returns:
+            The layout; None to keep the configured one.
+
+        Raises:
+            CheckpointError: A run whose number of ranks changes by itself cannot share them equally.
+        """
+        samples, ranks = self.layout.samples_per_step, self._args.world_size
+        if rank_settings().planned_ranks and samples % ranks:
+            raise CheckpointError(
+                f"a step has {samples} samples, which {ranks} ranks cannot share equally. Choose "
+                "per_device_train_batch_size or gradient_accumulation_steps so that they can, or --nnodes MIN:MAX"
+            )
+        return fit_layout(self.layout, ranks, batch_size)
+
     def resume(
         self, point: RestorePoint, record: JobRecord, job: Mapping[str, Any], batch_size: int
     ) -> StepLayout | None:
@@ -115,7 +136,7 @@ class TrainingData:
             )
         check_same_job(point.place, record.job, job)
         self.layout = record.layout or self.layout
-        return fit_layout(self.layout, self._args.world_size, batch_size)
+        return self.fit(batch_size)
 
     def forget_loader(self) -> None:
         """Follow no loader: another one is about to be made."""

@@ -46,7 +46,9 @@ class ResilientMixin(SavingMixin):
     def _become_resilient(self, make_manager: Callable[[], CheckpointManager], options: Options) -> None:
         """Set up what the overrides need, once `resilient` has put them in front of the trainer's class."""
         args = self.args
-        layout = StepLayout(args.world_size, args.train_batch_size, args.gradient_accumulation_steps)
+        # An elastic run may begin with fewer ranks than the batch is meant for.
+        ranks = rank_settings().planned_ranks or args.world_size
+        layout = StepLayout(ranks, args.train_batch_size, args.gradient_accumulation_steps)
         if options.divisor > 1 and generates_ahead(self):
             raise CheckpointError(
                 f"{type(self).__name__} ran out of memory, and its micro-batches cannot be halved: their samples are "
@@ -103,10 +105,11 @@ class ResilientMixin(SavingMixin):
 
     def _fit_job(self, start: Start) -> None:
         """Compare the job with a checkpoint's; keep the samples per step if the number of ranks has changed."""
-        if start.point is None or start.point.step == 0 or start.record is None:
-            return
         session = self._session
-        layout = session.data.resume(start.point, start.record, session.job, self._train_batch_size)
+        if start.point is None or start.point.step == 0 or start.record is None:
+            layout = session.data.fit(self._train_batch_size)
+        else:
+            layout = session.data.resume(start.point, start.record, session.job, self._train_batch_size)
         if layout is not None:
             self.args.per_device_train_batch_size = layout.batch_size // max(self.args.n_gpu, 1)
             self.args.gradient_accumulation_steps = layout.accumulation

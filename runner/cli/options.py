@@ -51,7 +51,11 @@ _CONFIG_OPTIONS = [
         metavar="auto|N",
         help="Number of ranks on this node (default: auto, one per GPU, or 2 without GPUs).",
     ),
-    click.option("--nnodes", type=int, metavar="N", help="Number of nodes (default: 1)."),
+    click.option(
+        "--nnodes",
+        metavar="N|MIN:MAX",
+        help="Number of nodes, or the smallest and the largest number with which to train (default: 1).",
+    ),
     click.option("--node-rank", type=int, metavar="N", help="Rank of this node, from 0 (default: 0)."),
     click.option(
         "--rdzv-endpoint",

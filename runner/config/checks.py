@@ -54,6 +54,11 @@ def check_nodes(config: Config, source_of: SourceOf) -> None:
             f"{source_of('launch.nproc_per_node')}: launch.nproc_per_node={launch.nproc_per_node} is not allowed: "
             "use auto or a number from 1"
         )
+    if launch.min_nodes is not None and launch.world_size is None and launch.min_nodes > launch.nnodes:
+        raise UsageError(
+            f"{source_of('launch.min_nodes')}: launch.min_nodes={launch.min_nodes} is more than launch.nnodes="
+            f"{launch.nnodes}; write --nnodes MIN:MAX"
+        )
     if launch.node_rank and launch.nnodes == 1 and launch.world_size is None:
         raise UsageError(
             f"{source_of('launch.node_rank')}: node rank {launch.node_rank} needs more than one node; set --nnodes or "

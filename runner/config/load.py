@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from runner.config.checks import SourceOf, check_all, check_model
 from runner.config.environment import settings_from_environment
 from runner.config.schema import DEFAULT_CONFIG, Config
 from runner.errors import UsageError
+
+_INT = "tag:yaml.org,2002:int"
 
 
 def load_config(
@@ -100,6 +103,19 @@ def _default_folder(script: str | None, path: str | None, document: Mapping[str,
     return f"runs/{name or 'default'}"
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads 1:3 as text, as YAML 1.2 does; in YAML 1.1 it is the number 63, to base 60."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != _INT]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    _INT, re.compile(r"[-+]?(0b[01_]+|0[0-7_]+|0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$"), list("-+0123456789")
+)
+
+
 def parse_setting(text: str) -> tuple[str, Any, str]:
     """Parse the `KEY=VALUE` of `--set`, whose value is YAML.
 
@@ -113,14 +129,14 @@ def parse_setting(text: str) -> tuple[str, Any, str]:
     if not separator or not key:
         raise UsageError(f"--set {text!r}: not KEY=VALUE; write for example --set trainer.learning_rate=1e-4")
     try:
-        return key, yaml.safe_load(value), f"--set {text}"
+        return key, yaml.load(value, _Loader), f"--set {text}"
     except yaml.YAMLError:
         raise UsageError(f"--set {text!r}: the value is not valid YAML; quote it") from None
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        document = yaml.safe_load(file.read_text(encoding="utf-8"))
+        document = yaml.load(file.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise UsageError(f"--config {file}: {error.strerror}; give the path of a YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from checkpointing.memory import parse_bytes
 from checkpointing.retention import FurtherRetention, Retention
@@ -151,7 +151,15 @@ class LaunchConfig(_Section):
     nproc_per_node: Annotated[Literal["auto"] | int, BeforeValidator(_torchruns_auto)] = "auto"
     """Number of ranks on this node. `auto` starts one per GPU, or 2 without GPUs."""
     nnodes: int = Field(default=1, ge=1)
-    """Number of nodes."""
+    """Number of nodes; the largest number if `min_nodes` is set."""
+    min_nodes: Annotated[int, Field(ge=1)] | None = Field(default=None, examples=[2])
+    """Smallest number of nodes with which training continues when others are lost, as MIN in torchrun's `--nnodes
+    MIN:MAX`. Without it `nnodes`, so that every loss stops all nodes until that node is back. Batch and learning rate
+    are those of `nnodes` nodes, however many there are."""
+    last_call_s: float = Field(default=30.0, ge=0)
+    """Seconds that a start with `min_nodes` waits for further nodes once there are enough."""
+    grow_interval_s: float = Field(default=300.0, ge=0)
+    """Seconds from one change of the nodes to the admission of further ones: each costs a pause of all nodes."""
     node_rank: int = Field(default=0, ge=0)
     """Rank of this node, from 0. In a PyTorchJob the variable RANK sets it."""
     world_size: int | None = Field(default=None, ge=1, examples=[16])
@@ -174,6 +182,18 @@ class LaunchConfig(_Section):
     cold: bool = False
     """Whether every rank starts in a fresh interpreter instead of a fork of a preloaded one. Needed by scripts that
     initialize CUDA or start threads when imported."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_nnodes(cls, values: Any) -> Any:
+        """Accept torchrun's MIN:MAX as `nnodes`."""
+        if not isinstance(values, dict) or not isinstance(values.get("nnodes"), str):
+            return values
+        smallest, colon, largest = values["nnodes"].partition(":")
+        if not (smallest.isdecimal() and (largest.isdecimal() or not colon)):
+            return values
+        found: dict[str, Any] = {**values, "nnodes": int(largest if colon else smallest)}
+        return {**found, "min_nodes": int(smallest)} if colon else found
 
     @property
     def endpoint(self) -> str:

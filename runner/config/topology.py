@@ -32,7 +32,7 @@ def shape_of(config: Config, accelerators: int) -> tuple[int, int]:
                 "--nproc-per-node, or unset WORLD_SIZE"
             )
         nnodes = launch.world_size // nproc
-    if launch.node_rank >= nnodes:
+    if launch.node_rank >= nnodes and (launch.min_nodes is None or nnodes == 1):
         raise UsageError(
             f"node rank {launch.node_rank} (--node-rank or RANK) needs more than {nnodes} node(s) of {nproc} "
             "ranks; check --nnodes, WORLD_SIZE and --nproc-per-node"

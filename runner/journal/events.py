@@ -201,6 +201,21 @@ class WaitingForNodes(Event, name="waiting_for_nodes"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodesChanged(Event, name="nodes_changed"):
+    """The next attempt of an elastic run has other nodes than the one before.
+
+    Attributes:
+        nodes: Node ranks of those that train from now on.
+        came: Those of them that did not.
+        gone: Those that trained and do not any more.
+    """
+
+    nodes: list[int]
+    came: list[int]
+    gone: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
 class StopRequested(Event, name="stop_requested"):
     """The run was asked to stop.
 

@@ -95,6 +95,7 @@ class Attempt:
         self._kill_at: float | None = None
         # Why this runner ended the attempt; it takes precedence over what its ranks then report.
         self._verdict: Failure | None = None
+        self._paused = False
         # Whether to write the ranks' stacks before they are killed.
         self._stacks_wanted = False
         self._launcher_check = LauncherCheck(self.ranks, nproc, config.restart.quiet_timeout_s, now)
@@ -149,6 +150,15 @@ class Attempt:
         if verdict.kind is not FailureKind.ENDED or not self.ranks.failures:
             self._verdict = verdict
 
+    def pause(self) -> None:
+        """End the attempt at a step that the ranks of all nodes agree on."""
+        self._paused = True
+
+    @property
+    def is_training(self) -> bool:
+        """Whether some rank of this node has begun to take steps."""
+        return any(beat.phase not in (Phase.STARTING, Phase.RESTORING) for beat in self.heartbeats())
+
     @property
     def ending(self) -> bool:
         """Whether the ranks are being killed, or are about to be."""
@@ -180,7 +190,8 @@ class Attempt:
         if not launcher.alive:
             # The fork server and the ranks end with it; the sweep ends what is left.
             self.result = self.result or {"finished": False, "failures": [], "launcher_lost": True}
-        if self._stop or storage_failed(self._checkpoints.failed_saves, self._config.checkpoint.max_failed_saves):
+        failed_saves, limit = self._checkpoints.failed_saves, self._config.checkpoint.max_failed_saves
+        if self._stop or self._paused or storage_failed(failed_saves, limit):
             self._graceful.request()
             if self._stop.at_once or self._graceful.late or not self._graceful.worthwhile:
                 self.end(Failure(FailureKind.ENDED, "ended at once on request"))
@@ -270,7 +281,7 @@ class Attempt:
                 script_signalled=self._graceful.script_signalled,
                 asked=frozenset(self._graceful.asked),
                 # In a run of several nodes another one may have been asked.
-                stop_known=self._config.launch.nnodes > 1 or bool(self._stop) or self._graceful.requested,
+                stop_known=self.spec.run_nodes > 1 or bool(self._stop) or self._graceful.requested,
             )
         )
         return AttemptResult(

@@ -40,6 +40,7 @@ class Helpers:
         launcher: The launcher; None while there is none.
         accelerators: GPUs that torch sees in the launcher; None until the launcher has reported.
         torch_has_cuda: Whether the launcher's torch was built for CUDA.
+        warm: Whether the launcher can fork ranks without delay.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Helpers:
             start_launcher: Starts a launcher.
             on_agent: Called with each event of the agent.
             on_attempt_over: Called when the agent has handled all messages of an attempt's ranks.
-            on_launcher: Called with each message of the launcher, except for its first.
+            on_launcher: Called with each message of the launcher about an attempt.
             grace_s: Seconds from a stop request to the end of the ranks.
             quiet_timeout_s: Seconds without an answer after which the agent is killed (120 at most).
             loop: The event loop.
@@ -78,7 +79,7 @@ class Helpers:
         self.agent: AgentHelper | None = None
         self.launcher: LauncherHelper | None = None
         self.accelerators: int | None = None
-        self.torch_has_cuda = False
+        self.torch_has_cuda = self.warm = False
         self._pulse = AgentPulse(quiet_timeout_s, host.monotonic())
 
     def ensure(self) -> None:
@@ -236,6 +237,7 @@ class Helpers:
             self._loop.unregister(self.launcher.sock)
             self.launcher.close()
             self.launcher = self.accelerators = None
+            self.warm = False
         if self.agent is not None and not self.agent.alive:
             self._loop.unregister(self.agent.sock)
             self.agent.close()
@@ -253,6 +255,8 @@ class Helpers:
         message = self._received(sock)
         if message.get("event") == "ready":
             self.accelerators, self.torch_has_cuda = int(message["accelerators"]), bool(message["cuda"])
+        elif message.get("event") == "warm":
+            self.warm = True
         elif message:
             self._handle_launcher(message)
 

@@ -85,11 +85,13 @@ def launch_request(
     """
     launch = config.launch
     settings = rank_settings_of(spec, config=config, job=job, agent_socket=setup.agent_socket)
-    endpoint, own = launch.rendezvous(spec.nnodes)
+    # A run that may have several nodes uses their addresses also while it has one.
+    endpoint, own = launch.rendezvous(spec.run_nodes)
     return {
         "run_id": run_id,
         "attempt": spec.attempt,
         "nnodes": spec.nnodes,
+        "may_have_several": spec.run_nodes > 1,
         "nproc_per_node": setup.nproc,
         "rdzv_endpoint": endpoint,
         "is_host": launch.node_rank == 0,
@@ -99,7 +101,7 @@ def launch_request(
         "log_dir": setup.log_dir,
         "spec": {
             "env": {
-                **(_on_loopback(inherited) if spec.nnodes == 1 else {}),
+                **(_on_loopback(inherited) if spec.run_nodes == 1 else {}),
                 SETTINGS_ENV: settings.to_json(),
             },
             "events": setup.event_socket,
@@ -138,6 +140,7 @@ def rank_settings_of(spec: AttemptSpec, *, config: Config, job: Job, agent_socke
         lost_steps=spec.lost_steps,
         reached_step=spec.reached,
         micro_batch_divisor=spec.divisor,
+        planned_ranks=spec.planned_ranks,
         skipped_steps=tuple(_window(text) for text in spec.skipped.split(",") if text),
     )
 

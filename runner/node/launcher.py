@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import itertools
 import logging
 import multiprocessing
@@ -21,6 +22,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import types
@@ -38,6 +40,9 @@ PRELOAD = ["runner.training.preload"]
 _SHUTDOWN_TIMEOUT_S = 30
 # Seconds between torchrun's polls of its ranks; a death wakes it at once.
 _MONITOR_INTERVAL_S = 5.0
+# Seconds between two looks at the rendezvous, at least and for each node.
+_MEET_INTERVAL_S = 0.02
+_MEET_INTERVAL_PER_NODE_S = 0.002
 # Seconds between the keepalives of a rendezvous of one node, which nothing reads.
 _KEEP_ALIVE_ALONE_S = 60
 
@@ -99,13 +104,14 @@ def main() -> int:
     gc.disable()
     import torch
 
-    _start_fork_server()
+    warm = _start_fork_server()
     gc.enable()
     control = socket.socket(fileno=int(sys.argv[1]))
     _log_to_file(Path(sys.argv[2]))
     _take_less_time()
     num_devices = torch.accelerator.device_count()
     protocol.send(control, {"event": "ready", "accelerators": num_devices, "cuda": torch.version.cuda is not None})
+    threading.Thread(target=_report_warm, args=(warm, control), daemon=True).start()
     while True:
         try:
             request, _ = protocol.receive(control)
@@ -114,18 +120,35 @@ def main() -> int:
         protocol.send(control, {"event": "torchrun_ended", **_launch(request)})
 
 
-def _start_fork_server() -> None:
+def _report_warm(warm: int, control: socket.socket) -> None:
+    """Tell the runner once ranks can be forked without delay: a node that joins a running attempt must not hold it up.
+
+    Args:
+        warm: Becomes readable then, and when the fork server has died.
+        control: The connection to the runner.
+    """
+    with contextlib.suppress(OSError):
+        os.read(warm, 1)
+        protocol.send(control, {"event": "warm"})
+
+
+def _start_fork_server() -> int:
     """Start multiprocessing's fork server as a fork of this process, which has loaded torch already.
 
     Otherwise as `multiprocessing.forkserver.ensure_running`. It saves 2 s of processor time (2 cores, 2026-11-22).
     This process must not have started a thread or CUDA before.
+
+    Returns:
+        A descriptor that becomes readable once the server has loaded everything.
     """
+    warm_r, warm_w = os.pipe()
     server: Any = multiprocessing.forkserver._forkserver
     multiprocessing.forkserver.set_forkserver_preload(PRELOAD)
     if hasattr(server, "_forkserver_authkey"):
         # From Python 3.14 on, the server needs a key that only this function passes to it.
         multiprocessing.forkserver.ensure_running()
-        return
+        os.close(warm_w)
+        return warm_r
     resource_tracker.ensure_running()
     address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
     alive_r, alive_w = os.pipe()
@@ -135,25 +158,32 @@ def _start_fork_server() -> None:
         listener.listen()
         pid = os.fork()
         if pid == 0:
-            _serve_forks(listener.fileno(), alive_r)
+            _serve_forks(listener.fileno(), alive_r, warm_w)
     os.close(alive_r)
+    os.close(warm_w)
     # If the server is killed, `multiprocessing` starts another one by itself.
     server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, alive_w, pid
+    return warm_r
 
 
-def _serve_forks(listener: int, alive: int) -> NoReturn:
+def _serve_forks(listener: int, alive: int, warm: int) -> NoReturn:
     code = 1
     try:
         processes.set_name(processes.FORK_SERVER_NAME)
         # Close everything else, above all the control socket: it must close when the launcher dies, which is how the
         # supervisor notices.
-        kept = sorted([2, listener, alive, os.sysconf("SC_OPEN_MAX")])
+        kept = sorted([2, listener, alive, warm, os.sysconf("SC_OPEN_MAX")])
         for low, high in itertools.pairwise(kept):
             os.closerange(low + 1, high)
         # That folder is for the launcher; a script's temporary files go where the user wants them.
         tempfile.tempdir = None
         tracker: Any = resource_tracker._resource_tracker
         tracker._fd = tracker._pid = None
+        for name in PRELOAD:
+            # As the server does, which then finds them loaded.
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+        os.close(warm)
         multiprocessing.forkserver.main(listener, alive, PRELOAD)
     except SystemExit:
         code = 0
@@ -197,6 +227,23 @@ def _take_less_time() -> None:
     clock = types.SimpleNamespace(sleep=wait, time=time.time, monotonic=time.monotonic, perf_counter=time.perf_counter)
     setattr(api, "time", clock)  # noqa: B010 - not exported, as the type checker knows
     setattr(elastic, "MultiprocessContext", Ranks)  # noqa: B010
+
+
+def _meet_at_once(nnodes: int) -> None:
+    """Have nodes look often whether the others have come to the rendezvous; torchrun looks once a second.
+
+    Args:
+        nnodes: Nodes of the attempt. They ask one store, so with more of them each asks less often.
+    """
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    interval_s = min(max(_MEET_INTERVAL_S, nnodes * _MEET_INTERVAL_PER_NODE_S), 1.0)
+    # torchrun also begins with a random wait, and takes what it has seen a second ago for the present. It has an option
+    # for neither.
+    setattr(dynamic_rendezvous, "_delay", lambda seconds: time.sleep(interval_s))  # noqa: B010
+    holder: Any = dynamic_rendezvous._BackendRendezvousStateHolder
+    if holder.__init__.__defaults__ == (1,):
+        holder.__init__.__defaults__ = (0,)
 
 
 def _listen_on_loopback_only() -> None:
@@ -279,7 +326,7 @@ def _launch(request: Message) -> Message:
         rdzv_backend="c10d",
         rdzv_endpoint=request["rdzv_endpoint"],
         rdzv_configs={"is_host": request["is_host"], "timeout": int(request["join_timeout_s"])}
-        if request["nnodes"] > 1
+        if request["may_have_several"]
         else {"keep_alive_interval": _KEEP_ALIVE_ALONE_S},
         local_addr=request["local_addr"],
         max_restarts=0,
@@ -288,7 +335,8 @@ def _launch(request: Message) -> Message:
         logs_specs=DefaultLogsSpecs(log_dir=str(log_dir), redirects=Std.ALL),
         **{name: value for name, value in newer.items() if hasattr(LaunchConfig, name)},
     )
-    if request["nnodes"] == 1:
+    _meet_at_once(request["nnodes"])
+    if not request["may_have_several"]:
         _listen_on_loopback_only()
     failures: list[Message] = []
     try:

@@ -42,7 +42,7 @@ class AttemptSpec:
 
     Attributes:
         attempt: Its number, from 1.
-        nnodes: Nodes of the run.
+        nnodes: Nodes of the attempt.
         divisor: Parts that micro-batches are divided into.
         skipped: Windows of steps that are skipped, as text: "41-45,60-60".
         failure_history: "FAILURES:SECONDS" of the run so far.
@@ -51,6 +51,9 @@ class AttemptSpec:
         reached: See `RestartState`.
         resume_from: See `Job`; the leader's value is used by nodes that were given none.
         allow_changes: Likewise.
+        max_nodes: Nodes that the run may have; 0 for `nnodes`.
+        held: Whether some node that takes part may hold the newest snapshot: others need not read it from storage.
+        planned_ranks: Ranks that the configured batch and learning rate are meant for; 0 for those of the attempt.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="ignore")
@@ -65,6 +68,14 @@ class AttemptSpec:
     reached: Count = 0
     resume_from: Text = ""
     allow_changes: bool = False
+    max_nodes: Count = 0
+    planned_ranks: Count = 0
+    held: bool = False
+
+    @property
+    def run_nodes(self) -> int:
+        """Nodes that the run may have."""
+        return self.max_nodes or self.nnodes
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ class Node:
         run_id: Identity of the run, equal on all nodes.
         checkpoints: What the agent of this node has reported.
         others_busy: Whether a rank of another node is legitimately not computing steps.
+        has_state: Whether the agent may hold a snapshot: an attempt has run here.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Node:
         self._display, self._record, self._clock, self._loop, self._stop = display, record, clock, loop, stop
         self._host = host or Host()
         self.checkpoints = AgentEvents(display, record)
-        self.others_busy = False
+        self.others_busy = self.has_state = False
         self._attempt: Attempt | None = None
         self._attempt_over = False
         self._start_method = StartMethod(cold=config.launch.cold, display=display, record=record)
@@ -122,6 +123,12 @@ class Node:
         if not accelerators and self._helpers.torch_has_cuda:
             check_promised_gpu(self._config, os.environ, Path("/dev"))
         return shape_of(self._config, accelerators)
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether ranks can start without delay, as far as that can be waited for."""
+        launcher = self._helpers.launcher
+        return self._helpers.warm or self._start_method.cold or launcher is None or not launcher.alive
 
     @property
     def agent_pid(self) -> int:
@@ -197,13 +204,23 @@ class Node:
         if self._attempt is not None:
             self._attempt.end(verdict, stacks=stacks)
 
+    @property
+    def is_training(self) -> bool:
+        """Whether the ranks of the running attempt take steps."""
+        return self._attempt is not None and self._attempt.is_training
+
+    def pause_attempt(self) -> None:
+        """End the running attempt at a step boundary, on all nodes; its last step is committed before."""
+        if self._attempt is not None:
+            self._attempt.pause()
+
     def _begin(self, spec: AttemptSpec) -> Attempt:
         agent, launcher = self._helpers.agent, self._helpers.launcher
         assert agent is not None and launcher is not None
         nnodes, nproc = self.shape
-        if nnodes != spec.nnodes:
+        if nnodes != spec.run_nodes:
             raise UsageError(
-                f"this node was started with --nnodes {nnodes}, the leader with --nnodes {spec.nnodes}; start all "
+                f"this node was started with --nnodes {nnodes}, the leader with --nnodes {spec.run_nodes}; start all "
                 "nodes with the same number"
             )
         log_dir = self._directory.logs / f"attempt-{spec.attempt}"
@@ -225,8 +242,9 @@ class Node:
         )
         self._helpers.begin_turns()
         self.checkpoints.begin_attempt(spec.attempt)
-        agent.request("begin_attempt", attempt=spec.attempt, fetch=True)
-        self._record(AttemptStarted(nnodes=nnodes, launcher_pid=launcher.pid, agent_pid=agent.pid))
+        agent.request("begin_attempt", attempt=spec.attempt, fetch=self.has_state or not spec.held)
+        self.has_state = True
+        self._record(AttemptStarted(nnodes=spec.nnodes, launcher_pid=launcher.pid, agent_pid=agent.pid))
         setup = RankSetup(
             nproc=nproc,
             accelerators=self._helpers.accelerators or 0,

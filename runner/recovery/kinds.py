@@ -32,6 +32,8 @@ class Action(Enum):
     """Start the next attempt with half the micro-batch."""
     RETRY = auto()
     """Start the next attempt after a delay, up to the class's own number of times."""
+    CONTINUE = auto()
+    """Start the next attempt: nothing has failed."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,16 @@ class FailureKind(Enum):
             costs_budget=False,
             is_failure=False,
             effect_rank=4,
+        ),
+    )
+    NODES_CHANGED = (
+        "nodes changed",
+        Rule(
+            known_by="the leader of an elastic run paused the ranks, as a node is about to leave or has come",
+            response="continue at once on the nodes that there are",
+            action=Action.CONTINUE,
+            costs_budget=False,
+            is_failure=False,
         ),
     )
     NO_VALID_CHECKPOINT = (
@@ -286,8 +298,8 @@ class FailureKind(Enum):
         "node lost",
         Rule(
             known_by="the connection to a node ended, or it was silent for 10 s",
-            response="end the attempt on all nodes; restart when the node is back, exit 76 if it does not come within "
-            "`launch.rendezvous_timeout_s`",
+            response="end the attempt on all nodes; continue at once if `launch.min_nodes` are left, else when the "
+            "node is back; exit 76 if it does not come within `launch.rendezvous_timeout_s`",
             effect_rank=1,
         ),
     )

@@ -125,6 +125,8 @@ def decide(
     if rule.action is Action.STOP or stop_requested:
         after = "continues from the last checkpoint" if history[-1].committed_step >= 0 else "starts from the beginning"
         return Stop(ExitCode.PREEMPTED, f"stopped on request; the same command {after}")
+    if rule.action is Action.CONTINUE:
+        return Restart(0, failure.cause, batch)
     if failure.may_pass and not (len(history) > 1 and history[-2].failure.may_pass):
         # Memory that the attempt before had not released yet, or that another process held for a moment.
         return Restart(1, f"{failure.cause}: retrying once as it is", batch)

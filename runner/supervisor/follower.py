@@ -143,14 +143,20 @@ class Follower:
             except LaunchError:
                 if not stop:
                     raise
+            # An attempt may be paused for this node alone.
+            if not self._wait(self._may_be_ready):
+                return self._outcome()
             if not stop:
-                self._member.send(Ready(nproc=node.shape[1]))
+                self._member.send(Ready(nproc=node.shape[1], has_state=node.has_state))
             if not self._wait(lambda: self._spec is not None or self._run_id is None):
                 return self._outcome()
             num_killed = 0
             if self._spec is not None:
                 spec, self._spec = self._spec, None
                 self._run_attempt(node, spec)
+
+    def _may_be_ready(self) -> bool:
+        return self._node is None or self._node.is_warm or bool(self._session.stop)
 
     def _current_node(self) -> Node:
         """Return the node of the leader's run."""
@@ -185,6 +191,8 @@ class Follower:
         else:
             self._say(f"attempt {spec.attempt} has ended here: {failure.cause}")
         self._session.record(result.event(failure, node.checkpoints.committed_step))
+        # That this node was asked to stop is news to the leader before the end that this caused.
+        self._turn()
         self._member.send(Ended(attempt=spec.attempt, failure=failure))
 
     def _say(self, text: str) -> None:

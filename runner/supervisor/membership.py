@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from checkpointing.events import Event
@@ -16,8 +17,11 @@ from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import Stop, end_of_node
 from runner.recovery.restart_state import FINISHED_PATIENCE_S
+from runner.supervisor.admission import Limits, Seen, admit
 from runner.supervisor.identity import JobIdentity, differences, summarised
+from runner.supervisor.node_changes import NodeChanges, Pausable, listed
 from runner.supervisor.peer_messages import (
+    MAX_REASON,
     Begin,
     Busy,
     End,
@@ -39,10 +43,9 @@ TURN_S = 0.5
 # When this node's part of an attempt is over, the other runners kill theirs; a node that takes longer counts as lost.
 _PEER_END_S = 30.0
 _JOIN_TURN_S = 0.05
-_MAX_REASON = 5000
 
 
-class RunningAttempt(Protocol):
+class RunningAttempt(Pausable, Protocol):
     """What the membership needs of the leader's own node while an attempt runs.
 
     Attributes:
@@ -63,7 +66,7 @@ class Membership:
     """Gathers the other nodes, keeps attempts in step, and combines how they ended; with one node, it does nothing.
 
     Attributes:
-        num_nodes: Nodes of the run.
+        nodes: Node ranks of those that take part in the newest attempt, or the next one.
         bad_nodes: Nodes whose hardware or driver failed in the newest attempt.
     """
 
@@ -86,19 +89,28 @@ class Membership:
         self._session, self._config, self._identity = session, session.config, identity
         self._on_event, self._open_leader = on_event, open_leader
         self._leader: Leader | None = None
-        self.num_nodes = self._local_ranks = 1
+        self._limits = Limits(1, 1)
+        self.nodes: frozenset[int] = frozenset({0})
+        self._has_begun = False
         # Nodes whose processes are up, and how the running attempt has ended on those where it has.
         self._ready: set[int] = set()
+        self._with_state: set[int] = set()
         self._ended: dict[int, Failure] = {}
         self._running = False
         self._busy: dict[int, bool] = {}
         self._busy_sent = False
         self.bad_nodes: set[int] = set()
+        self._changes = NodeChanges(session, self._send)
 
     @property
-    def others(self) -> set[int]:
-        """Node ranks of all nodes except the leader."""
-        return set(range(1, self.num_nodes))
+    def others(self) -> frozenset[int]:
+        """Node ranks of the nodes that take part, except the leader."""
+        return self.nodes - {0}
+
+    @property
+    def hold_state(self) -> bool:
+        """Whether another node that takes part may hold a snapshot."""
+        return bool(self.others & self._with_state)
 
     @property
     def has_others(self) -> bool:
@@ -107,49 +119,63 @@ class Membership:
 
     # -- before an attempt -------------------------------------------------------------------------------------------
 
-    def gather(self, num_nodes: int, local_ranks: int, *, has_finished: bool) -> None:
-        """Wait until all nodes are connected and ready, or a stop is requested.
+    def gather(self, limits: Limits, *, has_finished: bool) -> None:
+        """Wait until enough nodes are connected and ready, or a stop is requested.
 
         Args:
-            num_nodes: Nodes of the run.
-            local_ranks: Ranks on this node; each node must have as many.
+            limits: How many nodes the run may have; each has as many ranks as this one.
             has_finished: Whether an earlier session recorded that this job has finished: nodes that have exited with 0
                 are not restarted, so waiting is short.
 
         Raises:
             UsageError: The port is taken, or RUNNER_SECRET is too short.
-            PeersMissing: Not all have come in time.
+            PeersMissing: Not enough have come in time.
             OSError: Storage refused the secret of the run.
         """
-        self.num_nodes, self._local_ranks = num_nodes, local_ranks
-        if num_nodes == 1:
+        self._limits = limits
+        if limits.max_nodes == 1:
             return
         session, launch = self._session, self._config.launch
         if self._leader is None:
             self._leader = self._listen(launch.peer_address, launch.peer_bind)
         patience_s = min(launch.rendezvous_timeout_s, FINISHED_PATIENCE_S if has_finished else math.inf)
-        deadline, announced = session.monotonic() + patience_s, False
-        while not session.stop and self.others - self._ready:
-            session.loop.pump(TURN_S)
+        began, enough_since, announced = session.monotonic(), math.inf, False
+        while not session.stop:
             self.check()
-            missing = sorted(self.others - self._ready)
-            names = ", ".join(map(str, missing))
+            now, ready = session.monotonic(), self._seen().ready
+            enough = limits.chosen(ready, self.nodes) is not None
+            enough_since = min(enough_since, now) if enough else math.inf
+            chosen = admit(limits, self._seen(max(now - enough_since, 0.0)))
+            if chosen is not None:
+                self._changes.take(chosen, self.nodes if self._has_begun else None)
+                self.nodes = chosen
+                return
+            session.loop.pump(TURN_S)
+            missing = sorted(set(range(limits.max_nodes)) - self._seen().ready)
+            names = listed(missing)
             if missing and not announced:
                 announced = True
                 session.record(WaitingForNodes(nodes=missing))
                 session.display.message(f"waiting for node {names} at port {launch.peer_address[1]}")
-            if missing and session.monotonic() > deadline:
+            if not enough and missing and now > began + patience_s:
+                needed = f"; {limits.min_nodes} nodes are enough" if limits.is_elastic else ""
                 raise PeersMissing(
-                    f"node {names} of {num_nodes} has not connected within {patience_s:.0f} s "
-                    "(launch.rendezvous_timeout_s); start the same command there with its --node-rank"
+                    f"node {names} of {limits.max_nodes} has not connected within {patience_s:.0f} s "
+                    f"(launch.rendezvous_timeout_s){needed}; start the same command there with its --node-rank"
                 )
+
+    def _seen(self, enough_s: float = 0.0) -> Seen:
+        present = self._leader.present if self._leader is not None else set()
+        coming = present - self._ready - self._changes.leaving.keys()
+        members = self.nodes if self._has_begun else frozenset()
+        return Seen(frozenset(self._ready - self._changes.leaving.keys() | {0}), frozenset(coming), members, enough_s)
 
     def _listen(self, address: tuple[str, int], bind: str | None) -> Leader:
         secret = ensure_secret(self._config.tiers.durable)
         try:
             leader = self._open_leader(
                 address,
-                self.num_nodes,
+                None if self._limits.is_elastic else self._limits.max_nodes,
                 self._session.loop,
                 self._on_message,
                 self._refusal,
@@ -179,14 +205,18 @@ class Membership:
         """Begin an attempt on the other nodes."""
         self._ended.clear()
         self._busy.clear()
-        self._running = True
-        self._send(Begin(spec=spec))
+        self._running = self._has_begun = True
+        self._changes.begin()
+        for number in sorted(self.others):
+            self._send(Begin(spec=spec), number)
 
     def check(self) -> None:
         """Exchange signs of life, and forget nodes that are lost."""
         if self._leader is not None:
             self._leader.check()
             self._ready &= self._leader.present
+            for number in self._changes.leaving.keys() - self._leader.present:
+                del self._changes.leaving[number]
 
     def turn(self, node: RunningAttempt) -> None:
         """End the attempt on this node if another node was lost or failed, and keep watchdogs informed."""
@@ -204,10 +234,11 @@ class Membership:
             if busy != self._busy_sent:
                 self._busy_sent = busy
                 self._send(Busy(busy=busy))
+            self._changes.watch(node, self._limits, self._seen())
 
     def announce_stop(self, reason: str) -> None:
         """Pass a stop request on to the other nodes."""
-        self._send(StopMessage(reason=reason[:_MAX_REASON]))
+        self._send(StopMessage(reason=reason[:MAX_REASON]))
 
     def join(self, own: Failure) -> Failure:
         """Wait until the attempt is over on all nodes.
@@ -224,7 +255,8 @@ class Membership:
         everywhere = {0: own, **self._ended}
         everywhere |= {number: _lost(number) for number in self.others - self._ended.keys()}
         self.bad_nodes = {number for number, failure in everywhere.items() if failure.kind is FailureKind.BAD_NODE}
-        return combine([everywhere[number] for number in sorted(everywhere)])
+        combined = combine([everywhere[number] for number in sorted(everywhere)])
+        return self._changes.revise(combined, self.nodes)
 
     def _wait_for_ends(self, leader: Leader, own: Failure) -> None:
         """Wait until every node that is connected has reported how the attempt ended there, but not for long."""
@@ -260,7 +292,7 @@ class Membership:
         if decision is not None:
             for number in sorted(self._leader.present):
                 end = end_of_node(decision, number, self.bad_nodes)
-                self._send(Finish(exit_code=end.exit_code.value, reason=end.reason[:_MAX_REASON]), number)
+                self._send(Finish(exit_code=end.exit_code.value, reason=end.reason[:MAX_REASON]), number)
         self._leader.close()
         self._leader = None
 
@@ -275,23 +307,27 @@ class Membership:
         match message:
             case Hello():
                 self._ready.discard(number)
-                if self._running:
+                self._changes.leaving.pop(number, None)
+                if self._running and number in self.nodes:
                     # Its runner is a new one, or was cut off: its part of this attempt is over.
                     lost = Failure(FailureKind.NODE_LOST, f"node {number} was lost and has come back")
                     self._ended.setdefault(number, lost)
                 self._send(Welcome(run_id=session.run_id), number)
-            case Ready(nproc=nproc) if nproc != self._local_ranks:
+            case Ready(nproc=nproc) if nproc != self._limits.local_ranks:
                 reason = (
-                    f"this node has {nproc} ranks, the leader {self._local_ranks}; use the same --nproc-per-node "
-                    "everywhere"
+                    f"this node has {nproc} ranks, the leader {self._limits.local_ranks}; use the same "
+                    "--nproc-per-node everywhere"
                 )
                 self._send(Finish(exit_code=ExitCode.USAGE.value, reason=reason), number)
-            case Ready():
+            case Ready(has_state=has_state):
                 self._ready.add(number)
+                (self._with_state.add if has_state else self._with_state.discard)(number)
             case Busy(busy=busy):
                 self._busy[number] = busy
             case StopMessage(reason=reason):
-                session.stop.ask(f"node {number}: {reason}")
+                seen = self._seen()
+                running = seen.members if self._running else frozenset()
+                self._changes.on_stop(number, reason, self._limits, replace(seen, members=running))
             case Forwarded(attempt=session.attempt, event=event):
                 self._on_event(event)
             case Ended(attempt=session.attempt, failure=failure):
@@ -314,5 +350,4 @@ def _cannot_listen(error: OSError, port: int, bind: str | None) -> UsageError:
 
 
 def _lost(*numbers: int) -> Failure:
-    names = ", ".join(map(str, numbers))
-    return Failure(FailureKind.NODE_LOST, f"node {names} is gone, or silent for too long")
+    return Failure(FailureKind.NODE_LOST, f"node {listed(numbers)} is gone, or silent for too long")

@@ -19,6 +19,9 @@ from runner.recovery.failure import Failure
 # Events that only the node of rank 0 sees, and that the leader's journal and console show.
 FORWARDED = (TrainingStarted, Log, Resumed, BatchShape)
 
+# Characters of a reason, which is for people.
+MAX_REASON = 5000
+
 
 def _failure(value: object) -> Failure:
     if isinstance(value, Failure):
@@ -79,10 +82,12 @@ class Ready(PeerMessage):
 
     Attributes:
         nproc: Ranks on the node.
+        has_state: Whether it may hold a snapshot of the run.
     """
 
     do: Literal["ready"] = "ready"
     nproc: Positive
+    has_state: bool = False
 
 
 class Ended(PeerMessage):

@@ -45,7 +45,7 @@ class Leader:
     def __init__(
         self,
         address: tuple[str, int],
-        num_nodes: int,
+        num_nodes: int | None,
         loop: EventLoop,
         receive: Callable[[int, ToLeader], None],
         refusal: Callable[[Hello], str | None] = lambda hello: None,
@@ -58,7 +58,8 @@ class Leader:
 
         Args:
             address: Host and port; only the port is used.
-            num_nodes: Nodes of the run; the others have node ranks 1 to num_nodes - 1.
+            num_nodes: Nodes of the run; the others have node ranks 1 to num_nodes - 1. None if there may be spares,
+                with any node rank.
             loop: Calls the other arguments.
             receive: Called with a node rank and its message.
             refusal: Returns why the sender of a hello is not admitted; None if it is.
@@ -156,8 +157,9 @@ class Leader:
 
     def _on_hello(self, connection: Connection[ToLeader], hello: Hello) -> None:
         number = hello.node_rank
-        if not 0 < number < self._num_nodes:
-            self._refuse(connection, f"node rank {number} is not one of the {self._num_nodes} nodes (--nnodes)")
+        if number == 0 or (self._num_nodes is not None and number >= self._num_nodes):
+            which = f"one of the {self._num_nodes} nodes" if self._num_nodes is not None else "free: the leader has it"
+            self._refuse(connection, f"node rank {number} is not {which} (--nnodes)")
         elif (reason := self._refusal(hello)) is not None:
             self._refuse(connection, reason)
         elif number in self._claims and not self._claims[number][0].lost:

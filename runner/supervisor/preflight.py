@@ -146,7 +146,8 @@ def examine(config: Config, directory: RunDirectory, job: JobIdentity, *, allow_
         newest = next((entry.manifest for entry in tiers.catalog.scan() if entry.manifest is not None), None)
         restart_state = tiers.durable.sidecars.read_restart_state
         if newest is not None and counts_samples(job, RestartState.from_json(restart_state())):
-            check_world_size(newest, launch.nnodes * launch.nproc_per_node)
+            nodes = range(launch.min_nodes or launch.nnodes, launch.nnodes + 1)
+            check_world_size(newest, *(number * launch.nproc_per_node for number in nodes))
     note = place.compare(remembered, place.look(tiers, remembered.step), tiers.durable.location)
     return [*notes, *([note] if note is not None else [])]
 
@@ -184,19 +185,28 @@ def counts_samples(job: JobIdentity, record: RestartState) -> bool:
     return job.what["job"] == "the configured job" or record.batch.micro_batch is not None
 
 
-def check_world_size(newest: Manifest | None, world_size: int) -> None:
+def check_world_size(newest: Manifest | None, *world_sizes: int) -> None:
     """Check that the ranks can share the samples of the run's steps equally, as its first ones did.
 
     Args:
         newest: Manifest of the newest checkpoint; None if there is none.
-        world_size: Ranks on all nodes.
+        world_sizes: Numbers of ranks on all nodes with which the run may train; one that can is enough.
+
+    Raises:
+        UsageError: None can; the text says which numbers can.
+    """
+    if newest is not None and newest.step > 0:
+        samples = newest.samples_consumed // newest.step
+        if all(samples % world_size for world_size in world_sizes):
+            check_shares(samples, world_sizes[-1])
+
+
+def check_shares(samples: int, world_size: int) -> None:
+    """Check that the ranks can share the samples of a step equally.
 
     Raises:
         UsageError: They cannot; the text says which numbers can.
     """
-    if newest is None or newest.step == 0:
-        return
-    samples = newest.samples_consumed // newest.step
     if samples % world_size:
         fitting = ", ".join(str(number) for number in range(1, samples + 1) if samples % number == 0)
         raise UsageError(

@@ -21,6 +21,7 @@ from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import AttemptRecord
 from runner.recovery.restart_state import RestartState, RunnerProcess, process_namespace
+from runner.supervisor.admission import Limits
 from runner.supervisor.identity import JobIdentity, key_of
 from runner.supervisor.session import Session
 
@@ -87,13 +88,14 @@ class RunRecord:
             return
         self.state.add(AttemptRecord(failure, committed_step))
 
-    def next_spec(self, session: Session, num_nodes: int, job: Job) -> AttemptSpec:
+    def next_spec(self, session: Session, num_nodes: int, job: Job, limits: Limits) -> AttemptSpec:
         """Return the specification of the session's newest attempt.
 
         Args:
             session: Has the attempt's number and the clock.
-            num_nodes: Nodes of the run.
+            num_nodes: Nodes of the attempt.
             job: What runs.
+            limits: Nodes that the run may have.
         """
         run = summarise(read_journal(session.directory.journal), now=session.clock())
         failures = sum(attempt.failed for attempt in run.attempts)
@@ -109,6 +111,8 @@ class RunRecord:
             self.state.reached,
             job.resume_from,
             job.allow_changes,
+            limits.max_nodes,
+            limits.max_nodes * limits.local_ranks if limits.is_elastic else 0,
         )
 
     def keep(self, node: Node, attempt: int) -> None:

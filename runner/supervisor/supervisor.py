@@ -8,9 +8,9 @@ through the event loop, so that all of them can be interrupted. Whatever happens
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from checkpointing.manifest import Manifest
 from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError
 from runner.journal.events import RunEnded, StepsSkipped
 from runner.journal.summary import RunState
@@ -19,15 +19,17 @@ from runner.node.node import Node
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import AttemptRecord, BatchShape, Restart, Stop, decide, end_of_node
+from runner.supervisor.admission import Limits
 from runner.supervisor.ends import end_of_error, end_without_location
 from runner.supervisor.identity import JobIdentity
 from runner.supervisor.membership import Membership
 from runner.supervisor.notices import Notices
 from runner.supervisor.peers import Leader
-from runner.supervisor.preflight import check_world_size, counts_samples
+from runner.supervisor.preflight import check_shares, counts_samples
 from runner.supervisor.retry import retry
 from runner.supervisor.run_record import RunRecord
 from runner.supervisor.session import Session
+from runner.supervisor.step_samples import StepSamples
 
 _END_STATES = {ExitCode.DONE: RunState.FINISHED, ExitCode.PREEMPTED: RunState.PREEMPTED}
 
@@ -71,7 +73,8 @@ class Supervisor:
         )
         self._node: Node
         self._record: RunRecord
-        self._newest_manifest: Manifest | None = None
+        self._samples: StepSamples
+        self._limits = Limits(1, 1)
         # Last finished step of the newest attempt.
         self._last_step = 0
         self._notices = Notices(self._config, self._display)
@@ -114,8 +117,13 @@ class Supervisor:
         # The journal is this node's; a runner on another node may have continued the run meanwhile.
         session.attempt = max(session.attempt, catalog.newest_attempt())
         newest, over_all_stages = config.tiers.newest_committed()
-        self._newest_manifest = next((entry.manifest for entry in catalog.scan() if entry.manifest), None)
         self._record = RunRecord(config, self._directory, session.run_id, self._identity)
+        self._samples = StepSamples(
+            config,
+            next((entry.manifest for entry in catalog.scan() if entry.manifest), None),
+            counts=self._identity is None or counts_samples(self._identity, self._record.state),
+            has_script=self._job.script is not None,
+        )
         self._display.state.committed_step = newest if newest >= 0 else None
         session.record(self._record.started(session, newest, self._place))
         self._node = self._make_node(
@@ -200,13 +208,23 @@ class Supervisor:
             UsageError: The ranks cannot share the samples of a step, or the port for the other nodes is taken.
             PeersMissing: Not all nodes have come in time.
         """
-        num_nodes, local_ranks = self._node.shape
-        world_size = num_nodes * local_ranks
-        if self._identity is None or counts_samples(self._identity, self._record.state):
-            check_world_size(self._newest_manifest, world_size)
+        limits = self._limits = self._find_limits()
+        if limits.samples is not None and limits.fitting(limits.max_nodes) is None:
+            check_shares(limits.samples, limits.max_nodes * limits.local_ranks)
         if self._job.script is None:
-            self._notices.show_learning_rate(world_size)
-        self._members.gather(num_nodes, local_ranks, has_finished=self._record.has_finished)
+            self._notices.show_learning_rate(limits.max_nodes * limits.local_ranks)
+        self._members.gather(limits, has_finished=self._record.has_finished)
+
+    def _find_limits(self) -> Limits:
+        launch, (num_nodes, local_ranks) = self._config.launch, self._node.shape
+        return Limits(
+            min(launch.min_nodes or num_nodes, num_nodes),
+            num_nodes,
+            launch.last_call_s,
+            launch.grow_interval_s,
+            self._samples.number(num_nodes * local_ranks),
+            local_ranks,
+        )
 
     def _record_and_decide(self, failure: Failure, log: Path | None) -> Restart | Stop:
         """Record how an attempt ended, and decide what follows."""
@@ -262,11 +280,13 @@ class Supervisor:
         session.attempt += 1
         state.running, state.finished = session.attempt, ""
         self._keep_state()
-        spec = self._record.next_spec(session, self._members.num_nodes, self._job)
+        spec = self._record.next_spec(session, len(self._members.nodes), self._job, self._limits)
+        spec = replace(spec, held=self._node.has_state or self._members.hold_state)
         self._members.begin(spec)
         self._node.others_busy = False
         result = self._node.run_attempt(spec, self._each_turn)
         failure = self._members.join(result.failure)
+        self._samples.learn(self._node.checkpoints.batch, spec.nnodes * self._limits.local_ranks)
         self._used_manager |= result.used_manager
         if self._job.script is not None and not self._used_manager and not session.stop:
             self._notices.show_unsaved(failure)

@@ -16,6 +16,7 @@ from accelerate.state import AcceleratorState, DistributedType
 from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig, is_peft_model
 from trl import SFTConfig, SFTTrainer
 
+from checkpointing.environment import rank_settings
 from checkpointing.rank import device
 from checkpointing.rank.sharding import is_sharded
 from checkpointing.storage.durable import fsync_directory, fsync_tree, replace_file
@@ -118,7 +119,7 @@ def training_arguments(config: Config) -> SFTConfig:
     world_size = int(os.environ["WORLD_SIZE"])
     options = dict(config.trainer)
     if config.scale_learning_rate:
-        options["learning_rate"] = options.get("learning_rate", 2e-5) * world_size
+        options["learning_rate"] = options.get("learning_rate", 2e-5) * (rank_settings().planned_ranks or world_size)
     if device.kind() is None:
         options["use_cpu"] = True
         # SFTConfig enables bf16 by default, which is slow and less exact on a CPU.

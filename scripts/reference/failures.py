@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runner.recovery.kinds import FailureKind, Rule
+from runner.recovery.kinds import Action, FailureKind, Rule
 from scripts.reference.markdown import page, table, wrap
 
 
@@ -43,4 +43,6 @@ def _examples() -> list[list[str]]:
 
 
 def _exit_code(rule: Rule) -> str:
+    if rule.action is Action.CONTINUE:
+        return "none"
     return str(rule.exit_code.value) if rule.exit_code is not None else "76, 78 or 79"

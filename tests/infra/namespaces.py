@@ -1,6 +1,6 @@
-"""Two hosts that are network namespaces, with the addresses 10.99.0.1 and 10.99.0.2, and a switch between them.
+"""Three hosts that are network namespaces, with the addresses 10.99.0.1 to 10.99.0.3, and a switch between them.
 
-The switch is a bridge in a third namespace, so that a cable can be pulled while both hosts keep their interface.
+The switch is a bridge in a fourth namespace, so that a cable can be pulled while all hosts keep their interface.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import os
 import subprocess
 from collections.abc import Iterator
 
-ADDRESSES = ("10.99.0.1", "10.99.0.2")
-# Their names are seen by all processes of the machine; several workers of `pytest -n` have two hosts each.
-HOSTS = (f"host-a-{os.getpid()}", f"host-b-{os.getpid()}")
+ADDRESSES = ("10.99.0.1", "10.99.0.2", "10.99.0.3")
+# Their names are seen by all processes of the machine; several workers of `pytest -n` have hosts of their own.
+HOSTS = tuple(f"host-{letter}-{os.getpid()}" for letter in "abc")
 _SWITCH, _BRIDGE = f"switch-{os.getpid()}", "br-test"
 
 
@@ -23,8 +23,8 @@ def _ip(*arguments: str, check: bool = True) -> None:
 
 
 @contextlib.contextmanager
-def two_hosts() -> Iterator[None]:
-    """Make both hosts and their switch; nothing is added to the machine's own namespace.
+def hosts() -> Iterator[None]:
+    """Make the hosts and their switch; nothing is added to the machine's own namespace.
 
     Raises:
         RuntimeError: the kernel refuses.
@@ -49,5 +49,5 @@ def two_hosts() -> Iterator[None]:
 
 
 def set_cable(number: int, plugged: bool) -> None:
-    """Pull the cable of a host (0 or 1) out of the switch, or plug it in again."""
+    """Pull the cable of a host (its number, from 0) out of the switch, or plug it in again."""
     _ip("-n", _SWITCH, "link", "set", f"port-{number}", "up" if plugged else "down")

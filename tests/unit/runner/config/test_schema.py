@@ -273,3 +273,33 @@ def test_an_option_by_its_new_name_means_the_old_one_of_an_older_library(monkeyp
 def test_what_is_kept_is_one_value_for_each_tier() -> None:
     checkpoint = CheckpointConfig(keep_every_steps=50, local_keep_last=3)
     assert (checkpoint.further_retention, checkpoint.local_retention) == ({"keep_every": 50}, Retention(keep_last=3))
+
+
+@pytest.mark.parametrize("written", ["1:3", "launch.nnodes", "--set", "quoted", "pair"])
+def test_a_range_of_nodes_as_torchrun_writes_it(written: str, tmp_path: Path) -> None:
+    """YAML 1.1 reads 1:3 as 63."""
+    path, settings, environment = None, [], {}
+    if written == "1:3":
+        settings = [("launch.nnodes", "1:3", "--nnodes 1:3")]
+    elif written == "launch.nnodes":
+        environment = {"PET_NNODES": "1:3"}
+    elif written == "--set":
+        settings = [parse_setting("launch.nnodes=1:3")]
+    else:
+        path = tmp_path / "job.yaml"
+        value = {"quoted": 'nnodes: "1:3"', "pair": "{nnodes: 3, min_nodes: 1}"}[written]
+        text = DEFAULT_CONFIG.read_text()
+        path.write_text(f"{text}\nlaunch: {value}\n" if written == "pair" else f"{text}\nlaunch:\n  {value}\n")
+    launch = load_config(str(path) if path else None, environment, settings).launch
+    assert (launch.min_nodes, launch.nnodes) == (1, 3)
+
+
+def test_numbers_of_yaml_are_what_they_were() -> None:
+    values = {text: parse_setting(f"a={text}")[1] for text in ("12", "-3", "0x1f", "017", "0", "1_000", "1e-4", "1.5")}
+    assert values == {"12": 12, "-3": -3, "0x1f": 31, "017": 15, "0": 0, "1_000": 1000, "1e-4": "1e-4", "1.5": 1.5}
+
+
+@pytest.mark.parametrize("nnodes", ["3:1", "0:2", "1:", ":3", "a:b", "1:2:3"])
+def test_a_range_that_is_none_is_refused(nnodes: str) -> None:
+    with pytest.raises(UsageError, match=r"launch\.(nnodes|min_nodes)"):
+        load_config(None, {}, [("launch.nnodes", nnodes, f"--nnodes {nnodes}")])

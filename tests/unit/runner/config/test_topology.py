@@ -27,6 +27,8 @@ def shape(accelerators: int, settings: dict[str, object], **environment: str) ->
         # The same variables on one machine with two GPUs.
         (2, {}, {"WORLD_SIZE": "2", "RANK": "0"}, (1, 2)),
         (4, {"nnodes": 3}, {}, (3, 4)),
+        # A spare.
+        (4, {"nnodes": "2:3", "node_rank": 3}, {}, (3, 4)),
     ],
 )
 def test_shape(

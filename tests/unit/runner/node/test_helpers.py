@@ -28,10 +28,11 @@ class Bench:
             "start_launcher": lambda: self._start(self.launchers),
         }
         self.events: list[str] = []
+        self.launcher_messages: list[dict[str, Any]] = []
         self.helpers = Helpers(
             on_agent=lambda event: self.events.append(event.name),
             on_attempt_over=lambda: self.events.append("attempt_over"),
-            on_launcher=lambda message: None,
+            on_launcher=self.launcher_messages.append,
             grace_s=60.0,
             quiet_timeout_s=quiet_timeout_s,
             **start,
@@ -163,3 +164,17 @@ def test_requests_to_no_agent_are_reported() -> None:
     assert not bench.helpers.request_agent("restart_state", text="")
     bench.ensure()
     assert bench.helpers.request_agent("restart_state", text="")
+
+
+def test_a_launcher_says_when_it_is_warm_and_the_next_one_is_not() -> None:
+    bench = Bench()
+    bench.ensure()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        protocol.send(theirs, {"event": "warm"})
+        assert not bench.helpers.warm
+        bench.helpers._on_launcher(ours)
+    assert bench.helpers.warm and bench.launcher_messages == []
+    bench.launchers[0].alive = False
+    bench.ensure()
+    assert not bench.helpers.warm

@@ -303,3 +303,30 @@ def test_a_secret_that_is_too_short_ends_it_at_once(
     assert bench.run() is ExitCode.USAGE
     assert bench.session.host.now == began
     assert "RUNNER_SECRET has 5 characters; use 16 or more" in capsys.readouterr().err
+
+
+def test_it_is_ready_once_ranks_can_start_without_delay(tmp_path: Path) -> None:
+    """The attempt of the others may be paused for this node alone: it stood for the two seconds of its imports."""
+    bench = Bench(tmp_path, WELCOME)
+    loop: Any = bench.session.loop
+
+    def loading() -> None:
+        bench.nodes[0].is_warm = False
+
+    def not_ready() -> None:
+        assert bench.member.sent == []
+
+    def loaded() -> None:
+        bench.nodes[0].is_warm = True
+
+    make = bench._make_node
+
+    def make_cold(*arguments: Any, **options: Any) -> Any:
+        node = make(*arguments, **options)
+        node.is_warm = False
+        return node
+
+    bench.follower._make_node = make_cold
+    loop.plan += [loading, not_ready, not_ready, loaded, bench._step(DONE)]
+    assert bench.run() is ExitCode.DONE
+    assert bench.member.sent == [Ready(nproc=2)]

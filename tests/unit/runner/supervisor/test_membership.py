@@ -12,12 +12,13 @@ from node_fakes import FakeLeader, FakeNode, FakeSession
 
 from checkpointing.events import Event, Log
 from runner.errors import ExitCode, PeersMissing, UsageError
-from runner.journal.events import WaitingForNodes
+from runner.journal.events import NodesChanged, WaitingForNodes
 from runner.node.messages import AttemptSpec
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import Stop
 from runner.recovery.restart_state import FINISHED_PATIENCE_S
+from runner.supervisor.admission import Limits
 from runner.supervisor.identity import JobIdentity
 from runner.supervisor.membership import _PEER_END_S, Membership
 from runner.supervisor.peer_messages import Begin, Busy, End, Ended, Finish, Forwarded, Hello, Ready, Welcome
@@ -53,7 +54,7 @@ class Bench:
 
     def gather(self) -> None:
         self.session.loop.plan = [lambda: self.come(1, 2)]  # type: ignore[attr-defined]
-        self.members.gather(3, 2, has_finished=False)
+        self.members.gather(Limits(3, 3, local_ranks=2), has_finished=False)
 
     def begin(self) -> None:
         self.gather()
@@ -74,7 +75,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def test_a_run_of_one_node_has_nobody_to_wait_for(bench: Bench) -> None:
-    bench.members.gather(1, 2, has_finished=False)
+    bench.members.gather(Limits(1, 1, local_ranks=2), has_finished=False)
     bench.members.begin(AttemptSpec(1, 1))
     bench.members.turn(bench.node)
     own = Failure(FailureKind.CRASHED, "why", step=5)
@@ -94,7 +95,7 @@ def test_missing_nodes_are_named_and_given_up_after_the_timeout(bench: Bench) ->
     bench.session.loop.plan = [lambda: bench.come(1)]  # type: ignore[attr-defined]
     began = bench.session.host.now
     with pytest.raises(PeersMissing, match="node 2 of 3 has not connected within"):
-        bench.members.gather(3, 2, has_finished=False)
+        bench.members.gather(Limits(3, 3, local_ranks=2), has_finished=False)
     assert bench.session.host.now - began >= bench.session.config.launch.rendezvous_timeout_s
     assert bench.session.events == [WaitingForNodes(nodes=[2])]
 
@@ -102,13 +103,13 @@ def test_missing_nodes_are_named_and_given_up_after_the_timeout(bench: Bench) ->
 def test_nodes_of_a_finished_run_are_not_waited_for_long(bench: Bench) -> None:
     began = bench.session.host.now
     with pytest.raises(PeersMissing):
-        bench.members.gather(3, 2, has_finished=True)
+        bench.members.gather(Limits(3, 3, local_ranks=2), has_finished=True)
     assert bench.session.host.now - began <= FINISHED_PATIENCE_S + 1
 
 
 def test_a_stop_request_ends_the_waiting(bench: Bench) -> None:
     bench.session.loop.plan = [lambda: bench.session.stop.ask("SIGTERM")]  # type: ignore[attr-defined]
-    bench.members.gather(3, 2, has_finished=False)
+    bench.members.gather(Limits(3, 3, local_ranks=2), has_finished=False)
 
 
 def test_a_port_that_is_taken_is_named(bench: Bench) -> None:
@@ -117,7 +118,7 @@ def test_a_port_that_is_taken_is_named(bench: Bench) -> None:
 
     bench.members._open_leader = taken
     with pytest.raises(UsageError, match=r"launch\.peer_port: port 29401 cannot be used \(Address already in use\)"):
-        bench.members.gather(3, 2, has_finished=False)
+        bench.members.gather(Limits(3, 3, local_ranks=2), has_finished=False)
 
 
 def test_another_node_must_do_the_same_job(bench: Bench) -> None:
@@ -288,7 +289,7 @@ def test_without_a_decision_the_nodes_are_only_disconnected(bench: Bench) -> Non
 def test_an_attempt_begins_on_all_nodes(bench: Bench) -> None:
     bench.gather()
     bench.members.begin(AttemptSpec(1, 3))
-    assert bench.leader.sent[-1] == (None, Begin(spec=AttemptSpec(1, 3)))
+    assert bench.leader.sent[-2:] == [(number, Begin(spec=AttemptSpec(1, 3))) for number in (1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -303,7 +304,7 @@ def test_an_address_that_this_node_does_not_have_is_named(error: OSError, tmp_pa
 
     bench.members._open_leader = absent
     with pytest.raises(UsageError, match=r"launch\.peer_bind: '192\.0\.2\.1' is not an address of this node"):
-        bench.members.gather(3, 2, has_finished=False)
+        bench.members.gather(Limits(3, 3, local_ranks=2), has_finished=False)
 
 
 def test_the_port_is_for_those_who_know_the_runs_secret(bench: Bench) -> None:
@@ -312,3 +313,152 @@ def test_the_port_is_for_those_who_know_the_runs_secret(bench: Bench) -> None:
     display: Any = bench.session.display
     bench.options["warn"]("refused a connection from 10.0.0.9: it has another secret")
     assert display.texts[-1].startswith("refused a connection from 10.0.0.9")
+
+
+# -- runs whose number of nodes may change ---------------------------------------------------------------------------
+
+ELASTIC = Limits(2, 3, last_call_s=30, grow_interval_s=60, local_ranks=2)
+
+
+def kinds(bench: Bench, kind: type) -> dict[int | None, Any]:
+    return {number: message for number, message in bench.leader.sent if isinstance(message, kind)}
+
+
+def gather_elastic(bench: Bench, *plan: Any) -> None:
+    loop: Any = bench.session.loop
+    loop.plan = list(plan)
+    bench.members.gather(ELASTIC, has_finished=False)
+
+
+def begin_elastic(bench: Bench) -> None:
+    gather_elastic(bench, lambda: bench.come(1, 2))
+    bench.members.begin(AttemptSpec(1, 3, max_nodes=3))
+    bench.leader.sent.clear()
+
+
+def test_it_begins_with_those_that_have_come_by_the_last_call(bench: Bench) -> None:
+    began = bench.session.host.now
+    gather_elastic(bench, lambda: bench.come(2))
+    assert bench.members.nodes == {0, 2} and 30 <= bench.session.host.now - began < 32
+    bench.members.begin(AttemptSpec(1, 2, max_nodes=3))
+    assert kinds(bench, Begin).keys() == {2}
+
+
+def test_too_few_are_given_up_after_the_timeout(bench: Bench) -> None:
+    with pytest.raises(PeersMissing, match="2 nodes are enough"):
+        gather_elastic(bench)
+
+
+def test_after_a_loss_the_others_go_on_without_waiting(bench: Bench) -> None:
+    begin_elastic(bench)
+    bench.leader.present.discard(1)
+    bench.members.turn(bench.node)
+    assert bench.node.verdicts[-1].kind is FailureKind.NODE_LOST
+    bench.end_on(2, FailureKind.ENDED)
+    joined = bench.members.join(Failure(FailureKind.NODE_LOST, "node 1 is gone"))
+    assert joined.kind is FailureKind.NODE_LOST
+    began = bench.session.host.now
+    # Its processes are up again before the leader has decided anything, or a moment later.
+    gather_elastic(bench, lambda: bench.receive(2, Ready(nproc=2)))
+    assert bench.members.nodes == {0, 2} and bench.session.host.now - began < 1
+    assert bench.session.events[-1] == NodesChanged(nodes=[0, 2], came=[], gone=[1])
+    bench.leader.sent.clear()
+    bench.members.begin(AttemptSpec(2, 2, max_nodes=3))
+    assert kinds(bench, Begin).keys() == {2}
+    # Node 1 is not part of this attempt: that it is away, or comes back, ends nothing.
+    bench.node.verdicts.clear()
+    bench.receive(1, Hello(node_rank=1))
+    bench.members.turn(bench.node)
+    assert bench.node.verdicts == []
+
+
+def test_a_node_that_comes_is_admitted_at_a_step_boundary(bench: Bench) -> None:
+    gather_elastic(bench, lambda: bench.come(1))
+    bench.members.begin(AttemptSpec(1, 2, max_nodes=3))
+    bench.come(2)
+    bench.members.turn(bench.node)
+    assert bench.node.pauses == 0, "the nodes have changed a moment ago"
+    bench.session.host.now += ELASTIC.grow_interval_s
+    bench.node.is_training = False
+    bench.members.turn(bench.node)
+    assert bench.node.pauses == 0, "nothing would be saved yet"
+    bench.node.is_training = True
+    for _ in range(3):
+        bench.members.turn(bench.node)
+    assert bench.node.pauses == 1
+    bench.end_on(1, FailureKind.PREEMPTED)
+    joined = bench.members.join(Failure(FailureKind.PREEMPTED, "stopped on request", step=5))
+    assert (joined.kind, joined.cause, joined.step) == (FailureKind.NODES_CHANGED, "node 2 has come", 5)
+    gather_elastic(bench, lambda: bench.receive(1, Ready(nproc=2)))
+    assert bench.members.nodes == {0, 1, 2}
+    assert bench.session.events[-1] == NodesChanged(nodes=[0, 1, 2], came=[2], gone=[])
+
+
+def test_a_node_that_is_asked_to_stop_leaves_alone(bench: Bench) -> None:
+    begin_elastic(bench)
+    bench.receive(1, StopMessage(reason="SIGTERM"))
+    assert not bench.session.stop
+    bench.members.turn(bench.node)
+    assert bench.node.pauses == 1 and bench.node.verdicts == []
+    bench.end_on(1, FailureKind.PREEMPTED)
+    bench.end_on(2, FailureKind.PREEMPTED)
+    joined = bench.members.join(Failure(FailureKind.PREEMPTED, "stopped on request", step=5))
+    assert (joined.kind, joined.cause) == (FailureKind.NODES_CHANGED, "node 1 leaves: SIGTERM")
+    finish = kinds(bench, Finish)
+    assert finish.keys() == {1} and finish[1].exit_code == 75
+    assert finish[1].reason == "SIGTERM; the run continues without this node"
+    gather_elastic(bench, lambda: bench.receive(2, Ready(nproc=2)))
+    assert bench.members.nodes == {0, 2}
+    # It is started again, and welcome.
+    bench.leader.present.discard(1)
+    bench.members.check()
+    bench.come(1)
+    assert 1 in bench.members._seen().ready
+
+
+def test_its_ranks_may_stop_before_the_leader_turns(bench: Bench) -> None:
+    begin_elastic(bench)
+    bench.receive(1, StopMessage(reason="a signal to rank 2"))
+    for number in (1, 2):
+        bench.end_on(number, FailureKind.PREEMPTED)
+    joined = bench.members.join(Failure(FailureKind.PREEMPTED, "stopped on request", step=5))
+    assert (joined.kind, joined.cause) == (FailureKind.NODES_CHANGED, "node 1 leaves: a signal to rank 2")
+
+
+def test_where_too_few_would_be_left_all_stop(bench: Bench) -> None:
+    gather_elastic(bench, lambda: bench.come(1))
+    bench.members.begin(AttemptSpec(1, 2, max_nodes=3))
+    bench.receive(1, StopMessage(reason="SIGTERM"))
+    assert bench.session.stop.reason == "node 1: SIGTERM"
+
+
+def test_two_that_leave_together_stop_the_run(bench: Bench) -> None:
+    begin_elastic(bench)
+    bench.receive(1, StopMessage(reason="SIGTERM"))
+    bench.receive(2, StopMessage(reason="SIGTERM"))
+    assert bench.session.stop.reason == "node 2: SIGTERM"
+
+
+def test_a_spare_that_leaves_disturbs_nobody(bench: Bench) -> None:
+    gather_elastic(bench, lambda: bench.come(1))
+    bench.members.begin(AttemptSpec(1, 2, max_nodes=3))
+    bench.come(2)
+    bench.receive(2, StopMessage(reason="SIGTERM"))
+    assert kinds(bench, Finish)[2].exit_code == 75
+    bench.members.turn(bench.node)
+    assert bench.node.pauses == 0 and not bench.session.stop
+
+
+def test_a_stop_of_the_run_is_no_change_of_nodes(bench: Bench) -> None:
+    begin_elastic(bench)
+    bench.receive(1, StopMessage(reason="SIGTERM"))
+    bench.session.stop.ask("SIGINT")
+    for number in (1, 2):
+        bench.end_on(number, FailureKind.PREEMPTED)
+    assert bench.members.join(Failure(FailureKind.PREEMPTED, "stopped", step=5)).kind is FailureKind.PREEMPTED
+
+
+def test_a_run_of_a_fixed_size_stops_as_before(bench: Bench) -> None:
+    bench.begin()
+    bench.receive(1, StopMessage(reason="SIGTERM"))
+    assert bench.session.stop.reason == "node 1: SIGTERM"

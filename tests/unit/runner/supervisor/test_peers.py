@@ -50,10 +50,10 @@ class Pair:
         self.refusal: str | None = None
         self.members: list[Member] = []
 
-    def lead(self) -> Leader:
+    def lead(self, num_nodes: int | None = 3) -> Leader:
         self.leader = Leader(
             ("127.0.0.1", self.port),
-            3,
+            num_nodes,
             self.loop,
             lambda n, message: self.heard.append((n, message)),
             lambda hello: self.refusal,
@@ -338,6 +338,15 @@ def test_a_node_rank_that_the_run_does_not_have_is_refused(pair: Pair, number: i
     pair.until(lambda: pair.told)
     assert refusal_of(pair)[0] == 2 and f"node rank {number} is not one of the 3" in refusal_of(pair)[1]
     assert not leader.present and not pair.heard
+
+
+def test_a_run_that_may_have_spares_has_any_node_rank_but_the_leaders(pair: Pair) -> None:
+    leader = pair.lead(num_nodes=None)
+    pair.join(99)
+    pair.until(lambda: leader.present == {99})
+    pair.join(0)
+    pair.until(lambda: pair.told)
+    assert refusal_of(pair) == (2, "node rank 0 is not free: the leader has it (--nnodes)")
 
 
 def test_another_job_is_refused(pair: Pair) -> None:

@@ -1,0 +1,125 @@
+"""Which nodes take part in the next attempt of an elastic run. Pure: what is known goes in, a decision comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+# A node of the last attempt that is still connected has its processes ready within this time, or counts as lost.
+_RETURN_S = 30.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many nodes a run may have.
+
+    Attributes:
+        min_nodes: Fewer do not train.
+        max_nodes: More are spares.
+        last_call_s: Seconds that the first attempt waits for further nodes once there are enough.
+        grow_interval_s: Seconds from one change to the admission of further nodes.
+        samples: Samples of a step; None if the ranks need not share them equally, or nobody knows yet.
+        local_ranks: Ranks on each node.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    last_call_s: float = 0.0
+    grow_interval_s: float = 0.0
+    samples: int | None = None
+    local_ranks: int = 1
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of nodes may change."""
+        return self.min_nodes < self.max_nodes
+
+    def fitting(self, available: int) -> int | None:
+        """Return the largest number of nodes that can share a step's samples equally; None if there is none.
+
+        Args:
+            available: Number of nodes that there are.
+        """
+        for number in range(min(available, self.max_nodes), self.min_nodes - 1, -1):
+            if self.samples is None or self.samples % (number * self.local_ranks) == 0:
+                return number
+        return None
+
+    def chosen(self, available: AbstractSet[int], members: AbstractSet[int]) -> frozenset[int] | None:
+        """Choose the nodes that train; None if there are not enough.
+
+        Args:
+            available: Node ranks of the nodes that there are.
+            members: Those of the newest attempt, which hold its state and come first. Then the lowest ones do.
+        """
+        number = self.fitting(len(available))
+        if number is None:
+            return None
+        # The leader always takes part.
+        ordered = sorted(available, key=lambda node: (node != 0, node not in members, node))
+        return frozenset(ordered[:number])
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the leader knows of the nodes.
+
+    Attributes:
+        ready: Node ranks of those whose processes are up, the leader's included.
+        coming: Those that are connected, while their processes start or end.
+        members: Those of the newest attempt; empty before the first one of this session.
+        enough_s: Seconds for which enough nodes have been ready.
+    """
+
+    ready: frozenset[int]
+    coming: frozenset[int] = frozenset()
+    members: frozenset[int] = frozenset()
+    enough_s: float = 0.0
+
+
+def admit(limits: Limits, seen: Seen) -> frozenset[int] | None:
+    """Decide whether an attempt begins now, and on which nodes.
+
+    A run that has lost nodes continues at once on those that are left. Only its first attempt waits for more than it
+    needs, as torchrun's rendezvous does with its last call.
+
+    Args:
+        limits: Of the run.
+        seen: The nodes.
+
+    Returns:
+        The node ranks; None to wait.
+    """
+    chosen = limits.chosen(seen.ready, seen.members)
+    if chosen is None or len(chosen) == limits.fitting(limits.max_nodes):
+        return chosen
+    if not seen.members:
+        return chosen if seen.enough_s >= limits.last_call_s else None
+    # These have the newest snapshot and are about to be ready.
+    returning = seen.coming & seen.members
+    better = limits.chosen(seen.ready | returning, seen.members)
+    if better is not None and len(better) > len(chosen) and seen.enough_s < _RETURN_S:
+        return None
+    return chosen
+
+
+def change(
+    limits: Limits, seen: Seen, *, leaving: AbstractSet[int] = frozenset(), since_change_s: float = 0.0
+) -> frozenset[int] | None:
+    """Decide whether a running attempt ends at a step boundary, so that the next one has other nodes.
+
+    Args:
+        limits: Of the run.
+        seen: The nodes; `members` are those of the running attempt.
+        leaving: Nodes that were asked to stop, and have said so.
+        since_change_s: Seconds since the nodes changed last.
+
+    Returns:
+        The node ranks of the next attempt; None to go on.
+    """
+    left = limits.chosen((seen.ready | seen.members) - leaving, seen.members)
+    if seen.members & leaving:
+        return left
+    if left is None or len(left) <= len(seen.members) or since_change_s < limits.grow_interval_s:
+        return None
+    return left

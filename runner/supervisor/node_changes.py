@@ -1,0 +1,134 @@
+"""Changes of the nodes of an elastic run while an attempt runs: nodes that leave, and nodes that have come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from typing import Protocol
+
+from runner.errors import ExitCode
+from runner.journal.events import NodesChanged
+from runner.recovery.failure import Failure
+from runner.recovery.kinds import FailureKind
+from runner.supervisor.admission import Limits, Seen, change
+from runner.supervisor.peer_messages import MAX_REASON, Finish
+from runner.supervisor.session import Session
+
+
+class Pausable(Protocol):
+    """The leader's own node while an attempt runs."""
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the ranks take steps."""
+
+    def pause_attempt(self) -> None:
+        """End the attempt at a step boundary, on all nodes."""
+
+
+class NodeChanges:
+    """Decides when an attempt is paused so that the next one has other nodes.
+
+    Attributes:
+        leaving: Nodes that were asked to stop and without which the run goes on, with the reason.
+    """
+
+    def __init__(self, session: Session, send: Callable[[Finish, int], None]) -> None:
+        """Begin without changes.
+
+        Args:
+            session: Of the leader.
+            send: Sends a node how the run ends for it.
+        """
+        self._session, self._send = session, send
+        self.leaving: dict[int, str] = {}
+        # Why the running attempt was paused.
+        self._reason = ""
+        self._changed_at = 0.0
+
+    def begin(self) -> None:
+        """An attempt begins."""
+        self._reason = ""
+
+    def take(self, nodes: AbstractSet[int], before: AbstractSet[int] | None) -> None:
+        """Record who takes part in the next attempt.
+
+        Args:
+            nodes: Node ranks of those that do.
+            before: Of those that did; None if this is the first attempt of the session.
+        """
+        if nodes == before:
+            return
+        self._changed_at = self._session.monotonic()
+        if before is None:
+            return
+        came, gone = sorted(nodes - before), sorted(before - nodes)
+        self._session.record(NodesChanged(nodes=sorted(nodes), came=came, gone=gone))
+        texts = ([f"node {listed(gone)} left out"] if gone else []) + (
+            [f"node {listed(came)} admitted"] if came else []
+        )
+        self._session.display.message(f"{', '.join(texts)}: training on {len(nodes)} nodes")
+
+    def watch(self, node: Pausable, limits: Limits, seen: Seen) -> None:
+        """Pause the attempt at a step boundary where the next one should have other nodes.
+
+        Args:
+            node: The leader's own.
+            limits: Of the run.
+            seen: The nodes; `members` are those of the attempt.
+        """
+        if self._reason or not limits.is_elastic or not node.is_training or self._session.stop:
+            return
+        since_s = self._session.monotonic() - self._changed_at
+        wanted = change(limits, seen, leaving=self.leaving.keys(), since_change_s=since_s)
+        if wanted is not None:
+            came = wanted - seen.members
+            texts = [*self._departures(seen.members), *([f"node {listed(came)} has come"] if came else [])]
+            self._reason = "; ".join(texts)
+            node.pause_attempt()
+
+    def revise(self, failure: Failure, nodes: AbstractSet[int]) -> Failure:
+        """Return how the attempt ended, for a run that continues with other nodes; the leaving ones may go.
+
+        Args:
+            failure: How it ended for its ranks.
+            nodes: Node ranks of the attempt.
+        """
+        if self._session.stop:
+            return failure
+        reason = self._reason or "; ".join(self._departures(nodes))
+        if reason and failure.kind in (FailureKind.PREEMPTED, FailureKind.ENDED):
+            failure = replace(failure, kind=FailureKind.NODES_CHANGED, cause=reason)
+        for number in sorted(self.leaving):
+            self._let_go(number)
+        return failure
+
+    def on_stop(self, number: int, reason: str, limits: Limits, seen: Seen) -> None:
+        """Continue without a node that was asked to stop, if enough are left; else stop the run.
+
+        Args:
+            number: Its node rank.
+            reason: By what it was asked.
+            limits: Of the run.
+            seen: The nodes; `members` are those of the running attempt, empty if there is none.
+        """
+        left = (seen.ready | seen.members) - {number, *self.leaving}
+        if self._session.stop or not limits.is_elastic or limits.chosen(left, seen.members) is None:
+            self._session.stop.ask(f"node {number}: {reason}")
+            return
+        self.leaving[number] = reason
+        if number not in seen.members:
+            self._let_go(number)
+
+    def _departures(self, nodes: AbstractSet[int]) -> list[str]:
+        return [f"node {number} leaves: {self.leaving[number]}" for number in sorted(nodes & self.leaving.keys())]
+
+    def _let_go(self, number: int) -> None:
+        reason = f"{self.leaving[number]}; the run continues without this node"
+        self._send(Finish(exit_code=ExitCode.PREEMPTED.value, reason=reason[:MAX_REASON]), number)
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """Return numbers in order, separated by commas."""
+    return ", ".join(map(str, sorted(numbers)))

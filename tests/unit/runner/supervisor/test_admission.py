@@ -1,0 +1,75 @@
+"""Which nodes train next, as a table."""
+
+from __future__ import annotations
+
+import pytest
+
+from runner.supervisor.admission import _RETURN_S, Limits, Seen, admit, change
+
+FIXED = Limits(3, 3)
+ELASTIC = Limits(2, 3, last_call_s=30, grow_interval_s=60)
+
+
+def nodes(*numbers: int) -> frozenset[int]:
+    return frozenset(numbers)
+
+
+@pytest.mark.parametrize(
+    ("limits", "seen", "chosen"),
+    [
+        # All, or nobody.
+        (FIXED, Seen(nodes(0, 1)), None),
+        (FIXED, Seen(nodes(0, 1, 2)), {0, 1, 2}),
+        (FIXED, Seen(nodes(0, 1), members=nodes(0, 1, 2), enough_s=1e9), None),
+        # The first attempt: as many as come in time.
+        (ELASTIC, Seen(nodes(0)), None),
+        (ELASTIC, Seen(nodes(0, 1), enough_s=29), None),
+        (ELASTIC, Seen(nodes(0, 1), enough_s=30), {0, 1}),
+        (ELASTIC, Seen(nodes(0, 1, 2)), {0, 1, 2}),
+        # One is lost: without waiting for it, nor for a node that is new.
+        (ELASTIC, Seen(nodes(0, 2), members=nodes(0, 1, 2)), {0, 2}),
+        (ELASTIC, Seen(nodes(0, 2), nodes(3), nodes(0, 1, 2)), {0, 2}),
+        (ELASTIC, Seen(nodes(0), members=nodes(0, 1, 2), enough_s=1e9), None),
+        # The others' ranks are still ending.
+        (ELASTIC, Seen(nodes(0, 1), nodes(2), nodes(0, 1, 2)), None),
+        (ELASTIC, Seen(nodes(0, 1), nodes(2), nodes(0, 1, 2), _RETURN_S), {0, 1}),
+        # More than the run may have: those that hold the state first, then the lowest.
+        (Limits(1, 2), Seen(nodes(0, 1, 2), members=nodes(0, 2)), {0, 2}),
+        (Limits(1, 2), Seen(nodes(0, 1, 2, 3)), {0, 1}),
+        # The leader always.
+        (Limits(1, 2), Seen(nodes(0, 1, 2), members=nodes(1, 2)), {0, 1}),
+        # As many as can share the samples of a step: 4 ranks can, 3 nodes of 2 cannot.
+        (Limits(1, 4, samples=8, local_ranks=2), Seen(nodes(0, 1, 2), members=nodes(0, 1, 2, 3)), {0, 1}),
+        (Limits(3, 4, samples=8, local_ranks=2), Seen(nodes(0, 1, 2), members=nodes(0, 1, 2, 3)), None),
+        # Two of three are all that can: no last call.
+        (Limits(1, 3, 30, samples=8, local_ranks=1), Seen(nodes(0, 1)), {0, 1}),
+    ],
+)
+def test_who_begins(limits: Limits, seen: Seen, chosen: set[int] | None) -> None:
+    assert admit(limits, seen) == chosen
+
+
+@pytest.mark.parametrize(
+    ("seen", "leaving", "since_s", "chosen"),
+    [
+        (Seen(nodes(0), members=nodes(0, 1, 2)), set(), 1e9, None),
+        # It has come back, but not long enough after the last change.
+        (Seen(nodes(0, 2), members=nodes(0, 1)), set(), 59, None),
+        (Seen(nodes(0, 2), members=nodes(0, 1)), set(), 60, {0, 1, 2}),
+        (Seen(nodes(0), nodes(2), nodes(0, 1)), set(), 60, None),
+        # A spare changes nothing, but is there when one leaves.
+        (Seen(nodes(0, 3), members=nodes(0, 1, 2)), set(), 60, None),
+        (Seen(nodes(0, 3), members=nodes(0, 1, 2)), {1}, 0, {0, 2, 3}),
+        (Seen(nodes(0), members=nodes(0, 1, 2)), {1}, 0, {0, 2}),
+        # Too few would be left: the run stops as a whole, which is not decided here.
+        (Seen(nodes(0), members=nodes(0, 1)), {1}, 0, None),
+    ],
+)
+def test_what_a_running_attempt_is_paused_for(
+    seen: Seen, leaving: set[int], since_s: float, chosen: set[int] | None
+) -> None:
+    assert change(ELASTIC, seen, leaving=leaving, since_change_s=since_s) == chosen
+
+
+def test_only_a_range_is_elastic() -> None:
+    assert ELASTIC.is_elastic and not FIXED.is_elastic
