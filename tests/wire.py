@@ -30,10 +30,14 @@ def cut(wire: None) -> Iterator[Cut]:
 
 
 class Cut:
-    """The wire of the second machine."""
+    """The wire of one machine, by default of the second one."""
 
-    def now(self) -> None:
-        set_cable(1, plugged=False)
+    def __init__(self) -> None:
+        self._number = 1
+
+    def now(self, number: int = 1) -> None:
+        self._number = number
+        set_cable(number, plugged=False)
 
     def restore(self) -> None:
-        set_cable(1, plugged=True)
+        set_cable(self._number, plugged=True)

@@ -16,7 +16,7 @@ STEPS = 120
 SLOW = """
     def at_step(step, args):
         if ATTEMPTS_ARE_SLOW and not os.path.exists(args.output_dir + ".fast"):
-            time.sleep(0.25)
+            time.sleep(0.25 if step < 60 else 1 if step < 100 else 3)
 """
 
 

@@ -1,0 +1,213 @@
+"""The nodes of `elastic.py`: three process trees of this machine, under `runner start` or torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from common import ROOT
+
+from runner.chaos.run_under_test import runner_command
+
+HERE = Path(__file__).parent
+OURS = "ours"
+METHODS = {
+    OURS: "`runner start --nnodes 2:3`",
+    "torchrun": "`torchrun --nnodes 2:3 --max-restarts 100`, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+    "torchrun_short": "the same with `last_call_timeout=5`",
+}
+# A shorter last call ends before all agents have stopped their ranks; with shorter keepalives the first node gave up.
+SHORT_WAITS = "last_call_timeout=5"
+PEERS = tuple(name for name in METHODS if name != OURS)
+SAVE_STEPS = 20
+JOB = ("trainer.logging_steps=1", "trainer.num_train_epochs=60", f"trainer.save_steps={SAVE_STEPS}")
+SNAPSHOTS = ("checkpoint.snapshot_steps=1", "launch.grow_interval_s=0")
+LIMIT_S = 150.0
+_TURN_S = 0.01
+
+
+@dataclass(frozen=True)
+class Step:
+    """A finished step of the journal.
+
+    Attributes:
+        time: Seconds since the epoch.
+        step: Its number.
+        attempt: The attempt, or what stands for it.
+    """
+
+    time: float
+    step: int
+    attempt: int
+
+
+class NoProgressError(Exception):
+    """The nodes did not come to a step."""
+
+
+class Nodes:
+    """Three nodes, each with a folder of its own, and a folder for the checkpoints."""
+
+    def __init__(self, method: str, folder: Path) -> None:
+        self._method, self._folder = method, folder
+        self._port = _free_port()
+        self._trees: dict[int, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in list(self._trees):
+            self.kill(number)
+
+    # -- processes -----------------------------------------------------------------------------------------------
+
+    def start_all(self) -> None:
+        for number in range(3):
+            self.start(number)
+
+    def start(self, number: int) -> None:
+        """Start a node, without anything on its disk."""
+        own = self._folder / f"node-{number}"
+        shutil.rmtree(own, ignore_errors=True)
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+        if self._method in PEERS:
+            # With the shared store, nodes that join one after the other look for each other at the wrong address.
+            environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        with (self._folder / f"node-{number}.log").open("ab") as log:
+            self._trees[number] = subprocess.Popen(
+                self._command(number, own), stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+
+    def _command(self, number: int, own: Path) -> list[str]:
+        endpoint = f"127.0.0.1:{self._port}"
+        shared = f"checkpoint.location={self._folder / 'shared'}"
+        if self._method == OURS:
+            options = ["--nnodes", "2:3", "--node-rank", str(number), "--nproc-per-node", "1"]
+            options += ["--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1"]
+            options += [part for setting in (*JOB, *SNAPSHOTS, shared) for part in ("--set", setting)]
+            return runner_command(own, *options)
+        waits = ["--rdzv-conf", SHORT_WAITS] if self._method == "torchrun_short" else []
+        launch = ["--nnodes", "2:3", "--nproc-per-node", "1", "--max-restarts", "100", "--rdzv-backend", "c10d"]
+        launch += ["--rdzv-endpoint", endpoint, "--rdzv-id", "bench", "--local-addr", "127.0.0.1", *waits]
+        script = [str(HERE / "recovery_peer.py"), str(self._folder / "run"), *JOB, shared]
+        return [sys.executable, "-m", "torch.distributed.run", *launch, *script]
+
+    def kill(self, number: int) -> None:
+        """Kill a node with all its processes, as the loss of a machine does."""
+        tree = self._trees.pop(number)
+        with contextlib.suppress(psutil.Error):
+            own = psutil.Process(tree.pid)
+            for process in [own, *own.children(recursive=True)]:
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(signal.SIGKILL)
+        tree.wait()
+
+    # -- what they report ----------------------------------------------------------------------------------------
+
+    def _entries(self) -> list[dict[str, Any]]:
+        path = self._folder / ("node-0" if self._method == OURS else "run") / "journal.jsonl"
+        if not path.exists():
+            return []
+        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+    def _steps(self, world_size: int | None = None) -> list[Step]:
+        """Return the finished steps, of attempts with so many ranks."""
+        entries = self._entries()
+        sizes = self._sizes(entries)
+        return [
+            Step(entry["time"], entry["step"], entry["attempt"])
+            for entry in entries
+            if entry["event"] == "log" and (world_size is None or sizes.get(entry["attempt"]) == world_size)
+        ]
+
+    def _sizes(self, entries: list[dict[str, Any]]) -> dict[int, int]:
+        """Return the number of ranks of each attempt."""
+        if self._method == OURS:
+            return {entry["attempt"]: entry["nnodes"] for entry in entries if entry["event"] == "attempt_started"}
+        # Rank 0's process stands for the attempt; the ranks that started last before its first step are its own.
+        sizes: dict[int, int] = {}
+        ranks: set[int] = set()
+        for entry in entries:
+            if entry["event"] == "rank_started":
+                if entry["rank"] in ranks:
+                    ranks = set()
+                ranks.add(entry["rank"])
+            elif entry["event"] == "log":
+                sizes.setdefault(entry["attempt"], len(ranks))
+        return sizes
+
+    @property
+    def last_step(self) -> int:
+        return self._steps()[-1].step
+
+    def time_of(self, step: Step) -> float:
+        return step.time
+
+    def wait_for_step(self, step: int, *, world_size: int) -> Step:
+        """Wait until so many ranks have finished a step."""
+        return self._wait(lambda: next((s for s in self._steps(world_size) if s.step >= step), None), f"step {step}")
+
+    def wait_for_progress(self, since: float, *, world_size: int) -> Step:
+        """Wait until so many ranks have finished a step after a moment."""
+        what = f"step of {world_size} ranks"
+        return self._wait(lambda: next((s for s in self._steps(world_size) if s.time > since), None), what)
+
+    def _wait(self, find: Any, what: str) -> Step:
+        deadline = time.monotonic() + LIMIT_S
+        while (found := find()) is None:
+            code = self._trees[0].poll()
+            if time.monotonic() > deadline or code is not None:
+                logs = (path.read_text()[-2000:] for path in sorted(self._folder.glob("node-*.log")))
+                print("\n".join(logs), file=sys.stderr)
+                why = f"not within {LIMIT_S:.0f} s" if code is None else f"the first node ended with status {code}"
+                raise NoProgressError(f"{METHODS[self._method]}: no {what}: {why}")
+            time.sleep(_TURN_S)
+        step: Step = found
+        return step
+
+    def longest_pause(self, since: float, until: float) -> float:
+        """Return the longest time between the ends of two steps, in seconds."""
+        times = [step.time for step in self._steps() if step.time <= until]
+        recent = [time for time in times if time >= since]
+        earlier = [time for time in times if time < since][-1:]
+        ends = earlier + recent
+        return max(after - before for before, after in itertools.pairwise(ends))
+
+    def bytes_from_storage(self, since: float) -> int:
+        """Return the bytes of state that were read from storage since a moment: of all that was fetched or resumed."""
+        nbytes = 0
+        for number in range(3):
+            path = self._folder / f"node-{number}" / (f"node-{number}" if number else "") / "journal.jsonl"
+            for line in path.read_text().splitlines() if path.exists() else []:
+                entry = json.loads(line)
+                if entry["time"] < since:
+                    continue
+                if entry["event"] == "fetched" or (entry["event"] == "resumed" and entry["source"] != "memory"):
+                    nbytes += self._size_of(entry["step"])
+        return nbytes
+
+    def _size_of(self, step: int) -> int:
+        return sum(path.stat().st_size for path in (self._folder / "shared" / f"checkpoint-{step}").glob("*"))
+
+
+def _free_port() -> int:
+    """Return a port outside the range of outgoing connections; the one after it is used, too."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in range(first - 2, 1024, -2):
+        with contextlib.suppress(OSError), socket.create_server(("", port)), socket.create_server(("", port + 1)):
+            return port
+    raise RuntimeError("no free port")
