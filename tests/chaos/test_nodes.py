@@ -58,8 +58,8 @@ class Cluster:
 
     def __init__(self, folder: Path, dice: random.Random, cut: Cut) -> None:
         self._dice, self._cut, self._folder = dice, cut, folder
-        quick = ("--set", "launch.grow_interval_s=0", "--set", "launch.last_call_s=2")
-        quick += ("--set", "restart.max_restarts=1000")
+        settings = ("launch.grow_interval_s=0", "launch.last_call_s=2", "restart.max_restarts=1000")
+        quick = [part for setting in settings for part in ("--set", setting)]
         job = script(folder, slow=True)
         self._machines = [Machine(folder, number, *quick, script=job, nnodes="1:3") for number in (0, 1, 2)]
         self.told: list[str] = []
