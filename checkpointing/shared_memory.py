@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from checkpointing.memory import interleaved
 
@@ -24,6 +24,22 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def round_up(nbytes: int, multiple: int = PAGE_BYTES) -> int:
     """Return the least multiple of `multiple` that is ≥ `nbytes`."""
     return -(-nbytes // multiple) * multiple
+
+
+def place_on_pages(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Place parts of some sizes one after the other, each on a page of its own.
+
+    Args:
+        sizes: In bytes.
+
+    Returns:
+        The offset of each part, and the bytes needed.
+    """
+    offsets, end = [], 0
+    for nbytes in sizes:
+        offsets.append(end)
+        end += round_up(max(nbytes, 1))
+    return offsets, end
 
 
 def populate_pages(

@@ -14,7 +14,7 @@ from checkpointing.agent.stage_workers import StageWorkers
 from checkpointing.catalog import CatalogEntry
 from checkpointing.events import Event, SnapshotDamaged
 from checkpointing.manifest import Manifest
-from checkpointing.shared_memory import round_up
+from checkpointing.shared_memory import place_on_pages
 
 
 class Resumption:
@@ -95,16 +95,13 @@ class Resumption:
             self._fetch(entry, manifest)
 
     def _fetch(self, entry: CatalogEntry, manifest: Manifest) -> None:
-        files, end = [], 0
-        for file in manifest.files:
-            files.append((file.name, end, file.size))
-            end += round_up(max(file.size, 1))
+        offsets, end = place_on_pages(file.size for file in manifest.files)
         # The second arena is allocated during the first step.
         arena = self._pool.take(end, num_wanted=1)
         if arena is None:
             return
         arena.begin(entry.step, self._workers.stage.name, ArenaState.FETCHING)
-        arena.files = files
+        arena.files = [(file.name, offset, file.size) for file, offset in zip(manifest.files, offsets, strict=True)]
         arena.info = manifest.info
         arena.commit_wanted = True  # It is committed already.
         arena.num_tasks += 1

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from checkpointing.rank.device import Device
-from checkpointing.shared_memory import PAGE_BYTES, round_up
+from checkpointing.shared_memory import PAGE_BYTES, place_on_pages
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,8 @@ class PlacedFile:
 
 def place(images: Sequence[FileImage]) -> tuple[list[PlacedFile], int]:
     """Lay images out one after the other, each on a page; return them and the bytes needed."""
-    placed: list[PlacedFile] = []
-    end = 0
-    for image in images:
-        placed.append(PlacedFile(image, end))
-        end += round_up(max(image.nbytes, 1))
-    return placed, max(end, PAGE_BYTES)
+    offsets, end = place_on_pages(image.nbytes for image in images)
+    return list(map(PlacedFile, images, offsets)), max(end, PAGE_BYTES)
 
 
 def layout_digest(images: Sequence[FileImage]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from checkpointing.agent.client import OfferedSnapshot
 from checkpointing.manifest import SnapshotInfo
 from checkpointing.rank.ranks import Ranks
-from checkpointing.shared_memory import SharedMemory, round_up
+from checkpointing.shared_memory import SharedMemory, place_on_pages
 
 # Bytes that are sent at a time: enough for the wire, few enough that several holders share a file.
 _PART_BYTES = 32 * 1024 * 1024
@@ -132,16 +132,12 @@ class PeerState:
         Returns:
             What was received, which is not verified yet; None on a node that holds it.
 
-
         Raises:
             NoMemory: A node has none for it.
         """
         ranks, description = self._ranks, self._description
         reason = ""
-        places, end = {}, 0
-        for name, nbytes, _ in description.files:
-            places[name] = end
-            end += round_up(max(nbytes, 1))
+        offsets, end = place_on_pages(nbytes for _, nbytes, _ in description.files)
         lacks = self._node in self._receivers
         if lacks and self._leads:
             try:
@@ -153,7 +149,7 @@ class PeerState:
         if refused is not None:
             raise NoMemory(*refused)
         outgoing, incoming, tag = [], [], 0
-        for name, nbytes, digest in description.files:
+        for (name, nbytes, digest), place in zip(description.files, offsets, strict=True):
             for start in range(0, nbytes, _PART_BYTES):
                 stop = min(start + _PART_BYTES, nbytes)
                 # In turn, so that all holders send about as much.
@@ -164,19 +160,22 @@ class PeerState:
                     part = self._snapshot.files[name][start:stop]
                     outgoing += [(part, node, tag) for node in self._receivers]
                 elif self._memory is not None:
-                    place = places[name]
                     incoming.append((self._memory.buffer[place + start : place + stop], sender, tag))
                 tag += 1
         ranks.transfer(outgoing, incoming)
         # Other processes of the same user may open a descriptor there.
         path = f"/proc/{os.getpid()}/fd/{self._memory.fd}" if self._memory is not None else ""
         paths = ranks.gather(path)
-        if not lacks:
-            return None
-        if self._memory is None:
+        if lacks and self._memory is None:
             self._memory = SharedMemory.attach(os.open(paths[self._node], os.O_RDWR | os.O_CLOEXEC))
+        ranks.barrier()
+        if self._memory is None:
+            return None
         files = {
-            name: self._memory.buffer[places[name] : places[name] + nbytes] for name, nbytes, _ in description.files
+            name: self._memory.buffer[place : place + nbytes]
+            for (name, nbytes, _), place in zip(description.files, offsets, strict=True)
         }
         digests = {name: digest for name, _, digest in description.files}
+        # All ranks have mapped it, so it lives as long as these views of it.
+        self._memory.close()
         return OfferedSnapshot(description.info, files, digests)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -164,6 +165,19 @@ def test_nothing_is_left_behind(tmp_path: Path, senders: list[int]) -> None:
     before = threading.active_count()
     assert Nodes(tmp_path, snapshot(SENT, TRAINING), None).resume() == [SENT] * 4
     assert threading.active_count() == before
+
+
+def test_received_memory_lives_no_longer_than_what_is_read_from_it(tmp_path: Path, senders: list[int]) -> None:
+    """A descriptor kept as much memory as the state has, on each rank, until the attempt ended."""
+
+    def received() -> list[str]:
+        links = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.exists()]
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return [text for text in [*links, *maps] if "checkpoint-received" in text]
+
+    assert Nodes(tmp_path, snapshot(SENT, TRAINING), None).resume() == [SENT] * 4
+    gc.collect()
+    assert received() == []
 
 
 OVER_GLOO = """
