@@ -68,16 +68,14 @@ class Seen:
         ready: Node ranks of those whose processes are up, the leader's included.
         coming: Those that are connected, while their processes start or end.
         members: Those of the newest attempt; empty before the first one of this session.
-        enough_s: Seconds for which enough nodes have been ready.
     """
 
     ready: frozenset[int]
     coming: frozenset[int] = frozenset()
     members: frozenset[int] = frozenset()
-    enough_s: float = 0.0
 
 
-def admit(limits: Limits, seen: Seen) -> frozenset[int] | None:
+def admit(limits: Limits, seen: Seen, *, enough_s: float = 0.0) -> frozenset[int] | None:
     """Decide whether an attempt begins now, and on which nodes.
 
     A run that has lost nodes continues at once on those that are left. Only its first attempt waits for more than it
@@ -86,6 +84,7 @@ def admit(limits: Limits, seen: Seen) -> frozenset[int] | None:
     Args:
         limits: Of the run.
         seen: The nodes.
+        enough_s: Seconds for which enough nodes have been ready.
 
     Returns:
         The node ranks; None to wait.
@@ -94,11 +93,11 @@ def admit(limits: Limits, seen: Seen) -> frozenset[int] | None:
     if chosen is None or len(chosen) == limits.fitting(limits.max_nodes):
         return chosen
     if not seen.members:
-        return chosen if seen.enough_s >= limits.last_call_s else None
+        return chosen if enough_s >= limits.last_call_s else None
     # These have the newest snapshot and are about to be ready.
     returning = seen.coming & seen.members
-    better = limits.chosen(seen.ready | returning, seen.members)
-    if better is not None and len(better) > len(chosen) and seen.enough_s < _RETURN_S:
+    better = limits.fitting(len(seen.ready | returning))
+    if better is not None and better > len(chosen) and enough_s < _RETURN_S:
         return None
     return chosen
 

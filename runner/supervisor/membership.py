@@ -142,10 +142,10 @@ class Membership:
         began, enough_since, announced = session.monotonic(), math.inf, False
         while not session.stop:
             self.check()
-            now, ready = session.monotonic(), self._seen().ready
-            enough = limits.chosen(ready, self.nodes) is not None
+            now, seen = session.monotonic(), self._seen()
+            enough = limits.fitting(len(seen.ready)) is not None
             enough_since = min(enough_since, now) if enough else math.inf
-            chosen = admit(limits, self._seen(max(now - enough_since, 0.0)))
+            chosen = admit(limits, seen, enough_s=max(now - enough_since, 0.0))
             if chosen is not None:
                 self._changes.take(chosen, self.nodes if self._has_begun else None)
                 self.nodes = chosen
@@ -164,11 +164,11 @@ class Membership:
                     f"(launch.rendezvous_timeout_s){needed}; start the same command there with its --node-rank"
                 )
 
-    def _seen(self, enough_s: float = 0.0) -> Seen:
+    def _seen(self) -> Seen:
         present = self._leader.present if self._leader is not None else set()
         coming = present - self._ready - self._changes.leaving.keys()
         members = self.nodes if self._has_begun else frozenset()
-        return Seen(frozenset(self._ready - self._changes.leaving.keys() | {0}), frozenset(coming), members, enough_s)
+        return Seen(frozenset(self._ready - self._changes.leaving.keys() | {0}), frozenset(coming), members)
 
     def _listen(self, address: tuple[str, int], bind: str | None) -> Leader:
         secret = ensure_secret(self._config.tiers.durable)

@@ -65,9 +65,7 @@ class NodeChanges:
             return
         came, gone = sorted(nodes - before), sorted(before - nodes)
         self._session.record(NodesChanged(nodes=sorted(nodes), came=came, gone=gone))
-        texts = ([f"node {listed(gone)} left out"] if gone else []) + (
-            [f"node {listed(came)} admitted"] if came else []
-        )
+        texts = [f"node {listed(who)} {what}" for who, what in ((gone, "left out"), (came, "admitted")) if who]
         self._session.display.message(f"{', '.join(texts)}: training on {len(nodes)} nodes")
 
     def watch(self, node: Pausable, limits: Limits, seen: Seen) -> None:
@@ -114,7 +112,7 @@ class NodeChanges:
             seen: The nodes; `members` are those of the running attempt, empty if there is none.
         """
         left = (seen.ready | seen.members) - {number, *self.leaving}
-        if self._session.stop or not limits.is_elastic or limits.chosen(left, seen.members) is None:
+        if self._session.stop or not limits.is_elastic or limits.fitting(len(left)) is None:
             self._session.stop.ask(f"node {number}: {reason}")
             return
         self.leaving[number] = reason

@@ -88,7 +88,9 @@ class RunRecord:
             return
         self.state.add(AttemptRecord(failure, committed_step))
 
-    def next_spec(self, session: Session, num_nodes: int, job: Job, limits: Limits) -> AttemptSpec:
+    def next_spec(
+        self, session: Session, num_nodes: int, job: Job, limits: Limits, *, held: bool = False
+    ) -> AttemptSpec:
         """Return the specification of the session's newest attempt.
 
         Args:
@@ -96,6 +98,7 @@ class RunRecord:
             num_nodes: Nodes of the attempt.
             job: What runs.
             limits: Nodes that the run may have.
+            held: See `AttemptSpec`.
         """
         run = summarise(read_journal(session.directory.journal), now=session.clock())
         failures = sum(attempt.failed for attempt in run.attempts)
@@ -113,6 +116,7 @@ class RunRecord:
             job.allow_changes,
             limits.max_nodes,
             limits.max_nodes * limits.local_ranks if limits.is_elastic else 0,
+            held,
         )
 
     def keep(self, node: Node, attempt: int) -> None:

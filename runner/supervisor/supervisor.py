@@ -8,7 +8,6 @@ through the event loop, so that all of them can be interrupted. Whatever happens
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError
@@ -280,8 +279,8 @@ class Supervisor:
         session.attempt += 1
         state.running, state.finished = session.attempt, ""
         self._keep_state()
-        spec = self._record.next_spec(session, len(self._members.nodes), self._job, self._limits)
-        spec = replace(spec, held=self._node.has_state or self._members.hold_state)
+        held = self._node.has_state or self._members.hold_state
+        spec = self._record.next_spec(session, len(self._members.nodes), self._job, self._limits, held=held)
         self._members.begin(spec)
         self._node.others_busy = False
         result = self._node.run_attempt(spec, self._each_turn)

@@ -15,38 +15,38 @@ def nodes(*numbers: int) -> frozenset[int]:
 
 
 @pytest.mark.parametrize(
-    ("limits", "seen", "chosen"),
+    ("limits", "seen", "enough_s", "chosen"),
     [
         # All, or nobody.
-        (FIXED, Seen(nodes(0, 1)), None),
-        (FIXED, Seen(nodes(0, 1, 2)), {0, 1, 2}),
-        (FIXED, Seen(nodes(0, 1), members=nodes(0, 1, 2), enough_s=1e9), None),
+        (FIXED, Seen(nodes(0, 1)), 0, None),
+        (FIXED, Seen(nodes(0, 1, 2)), 0, {0, 1, 2}),
+        (FIXED, Seen(nodes(0, 1), members=nodes(0, 1, 2)), 1e9, None),
         # The first attempt: as many as come in time.
-        (ELASTIC, Seen(nodes(0)), None),
-        (ELASTIC, Seen(nodes(0, 1), enough_s=29), None),
-        (ELASTIC, Seen(nodes(0, 1), enough_s=30), {0, 1}),
-        (ELASTIC, Seen(nodes(0, 1, 2)), {0, 1, 2}),
+        (ELASTIC, Seen(nodes(0)), 0, None),
+        (ELASTIC, Seen(nodes(0, 1)), 29, None),
+        (ELASTIC, Seen(nodes(0, 1)), 30, {0, 1}),
+        (ELASTIC, Seen(nodes(0, 1, 2)), 0, {0, 1, 2}),
         # One is lost: without waiting for it, nor for a node that is new.
-        (ELASTIC, Seen(nodes(0, 2), members=nodes(0, 1, 2)), {0, 2}),
-        (ELASTIC, Seen(nodes(0, 2), nodes(3), nodes(0, 1, 2)), {0, 2}),
-        (ELASTIC, Seen(nodes(0), members=nodes(0, 1, 2), enough_s=1e9), None),
+        (ELASTIC, Seen(nodes(0, 2), members=nodes(0, 1, 2)), 0, {0, 2}),
+        (ELASTIC, Seen(nodes(0, 2), nodes(3), nodes(0, 1, 2)), 0, {0, 2}),
+        (ELASTIC, Seen(nodes(0), members=nodes(0, 1, 2)), 1e9, None),
         # The others' ranks are still ending.
-        (ELASTIC, Seen(nodes(0, 1), nodes(2), nodes(0, 1, 2)), None),
-        (ELASTIC, Seen(nodes(0, 1), nodes(2), nodes(0, 1, 2), _RETURN_S), {0, 1}),
+        (ELASTIC, Seen(nodes(0, 1), nodes(2), nodes(0, 1, 2)), 0, None),
+        (ELASTIC, Seen(nodes(0, 1), nodes(2), nodes(0, 1, 2)), _RETURN_S, {0, 1}),
         # More than the run may have: those that hold the state first, then the lowest.
-        (Limits(1, 2), Seen(nodes(0, 1, 2), members=nodes(0, 2)), {0, 2}),
-        (Limits(1, 2), Seen(nodes(0, 1, 2, 3)), {0, 1}),
+        (Limits(1, 2), Seen(nodes(0, 1, 2), members=nodes(0, 2)), 0, {0, 2}),
+        (Limits(1, 2), Seen(nodes(0, 1, 2, 3)), 0, {0, 1}),
         # The leader always.
-        (Limits(1, 2), Seen(nodes(0, 1, 2), members=nodes(1, 2)), {0, 1}),
+        (Limits(1, 2), Seen(nodes(0, 1, 2), members=nodes(1, 2)), 0, {0, 1}),
         # As many as can share the samples of a step: 4 ranks can, 3 nodes of 2 cannot.
-        (Limits(1, 4, samples=8, local_ranks=2), Seen(nodes(0, 1, 2), members=nodes(0, 1, 2, 3)), {0, 1}),
-        (Limits(3, 4, samples=8, local_ranks=2), Seen(nodes(0, 1, 2), members=nodes(0, 1, 2, 3)), None),
+        (Limits(1, 4, samples=8, local_ranks=2), Seen(nodes(0, 1, 2), members=nodes(0, 1, 2, 3)), 0, {0, 1}),
+        (Limits(3, 4, samples=8, local_ranks=2), Seen(nodes(0, 1, 2), members=nodes(0, 1, 2, 3)), 0, None),
         # Two of three are all that can: no last call.
-        (Limits(1, 3, 30, samples=8, local_ranks=1), Seen(nodes(0, 1)), {0, 1}),
+        (Limits(1, 3, 30, samples=8, local_ranks=1), Seen(nodes(0, 1)), 0, {0, 1}),
     ],
 )
-def test_who_begins(limits: Limits, seen: Seen, chosen: set[int] | None) -> None:
-    assert admit(limits, seen) == chosen
+def test_who_begins(limits: Limits, seen: Seen, enough_s: float, chosen: set[int] | None) -> None:
+    assert admit(limits, seen, enough_s=enough_s) == chosen
 
 
 @pytest.mark.parametrize(
