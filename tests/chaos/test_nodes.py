@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from chaos.test_random import kill
 from integration.support import Run, finished_once, loss_curve, shared_folder
 from integration.test_elastic import STEPS, script
 from machines import Machine, assert_nobody_is_left, outputs
@@ -71,6 +71,10 @@ class Cluster:
     def _alive(self) -> list[Machine]:
         return [m for m in self._machines if m.process is not None and m.process.poll() is None]
 
+    def _one_of_the_others(self) -> Machine | None:
+        others = [machine for machine in self._alive() if machine is not self._leader]
+        return self._dice.choice(others) if others else None
+
     def run(self) -> None:
         for machine in self._machines:
             machine.start()
@@ -104,17 +108,12 @@ class Cluster:
         entries: list[dict[str, Any]] = victim.events(event)
         if not entries:
             return f"machine {victim.number} has no {name} yet"
-        try:
-            psutil.Process(entries[-1][key]).kill()
-        except psutil.NoSuchProcess:
-            return f"machine {victim.number}: {name} had gone"
-        return f"machine {victim.number}: {name} killed"
+        return f"machine {victim.number}: {kill(entries[-1][key], name)}"
 
     def _kill_node(self) -> str:
-        others = [machine for machine in self._alive() if machine is not self._leader]
-        if not others:
+        victim = self._one_of_the_others()
+        if victim is None:
             return self._start_nodes()
-        victim = self._dice.choice(others)
         os.kill(victim.runner_pid(), signal.SIGKILL)
         victim.finish()
         return f"machine {victim.number} killed"
@@ -134,10 +133,9 @@ class Cluster:
         return f"machine {number}: the wire was cut for {seconds:.1f} s"
 
     def _preempt_node(self) -> str:
-        others = [machine for machine in self._alive() if machine is not self._leader]
-        if not others:
+        victim = self._one_of_the_others()
+        if victim is None:
             return self._start_nodes()
-        victim = self._dice.choice(others)
         victim.signal(signal.SIGTERM)
         code = victim.finish()
         assert code == 75, "\n".join([*self.told, outputs(self._machines)])
