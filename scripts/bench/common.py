@@ -8,6 +8,7 @@ import datetime
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 import psutil
+
+from runner.system import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs" / "benchmarks"
@@ -95,6 +98,16 @@ def flush_and_drop(paths: Iterable[Path]) -> None:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
+
+
+def end_by_signals() -> None:
+    """Have a signal to this process end it through its exit handlers, and adopt what its trainings leave behind.
+
+    The trainings have sessions of their own, which the signal does not reach.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    processes.become_subreaper()
 
 
 # -- describing ----------------------------------------------------------------------------------------------------

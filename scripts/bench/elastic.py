@@ -9,21 +9,15 @@ sensible ones. torchrun admits a node by a restart from the newest checkpoint, a
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common import Progress, command_line, machine, make_parser, spread, today, write_figures
+from common import Progress, command_line, end_by_signals, machine, make_parser, spread, today, write_figures
 from elastic_nodes import METHODS, OURS, PEERS, Nodes, NoProgressError
-
-from runner.system import processes
 
 PAGE = "elastic.md"
 # Steps before a node is killed, and after it has come back.
@@ -60,23 +54,17 @@ def main() -> None:
     methods = [name for name in METHODS if not (options.smoke and name == "torchrun")]
     if rounds < 1:
         parser.error("--rounds must be at least 1")
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
-    processes.become_subreaper()
-    scratch = Path(tempfile.mkdtemp(prefix="eb-", dir=options.scratch))
+    end_by_signals()
     say, measured = Progress(sys.stderr), Measured()
-    try:
-        for turn in range(rounds):
-            # In turn, and not always in the same order.
-            for name in methods if turn % 2 == 0 else reversed(methods):
-                with folder_in(scratch) as folder:
-                    try:
-                        measure(name, folder, measured, say)
-                    except NoProgressError as error:
-                        say(str(error))
-                        measured.problems.append(str(error))
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    for turn in range(rounds):
+        # In turn, and not always in the same order.
+        for name in methods if turn % 2 == 0 else reversed(methods):
+            with tempfile.TemporaryDirectory(prefix="eb-", dir=options.scratch, ignore_cleanup_errors=True) as folder:
+                try:
+                    measure(name, Path(folder), measured, say)
+                except NoProgressError as error:
+                    say(str(error))
+                    measured.problems.append(str(error))
     figures = figures_of(measured)
     write_figures(options.json, figures)
     page = page_of(measured, figures, methods, rounds)
@@ -84,15 +72,6 @@ def main() -> None:
     if options.docs is not None:
         (options.docs / PAGE).write_text(page)
     sys.exit(1 if any(METHODS[OURS] in problem for problem in measured.problems) else 0)
-
-
-@contextlib.contextmanager
-def folder_in(scratch: Path) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(dir=scratch))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def measure(name: str, folder: Path, measured: Measured, say: Progress) -> None:
@@ -103,7 +82,7 @@ def measure(name: str, folder: Path, measured: Measured, say: Progress) -> None:
         killed_at, before = time.time(), nodes.last_step
         nodes.kill(2)
         first = nodes.wait_for_progress(killed_at, world_size=2)
-        loss_s = nodes.time_of(first) - killed_at
+        loss_s = first.time - killed_at
         lost = before - first.step + 1
         measured.loss_s.setdefault(name, []).append(loss_s)
         measured.lost_steps.setdefault(name, []).append(max(lost, 0))
@@ -113,8 +92,8 @@ def measure(name: str, folder: Path, measured: Measured, say: Progress) -> None:
         joined_at = time.time()
         nodes.start(2)
         first = nodes.wait_for_progress(joined_at, world_size=3)
-        join_s = nodes.time_of(first) - joined_at
-        pause_s = nodes.longest_pause(joined_at, nodes.time_of(first))
+        join_s = first.time - joined_at
+        pause_s = nodes.longest_pause(joined_at, first.time)
         measured.join_s.setdefault(name, []).append(join_s)
         measured.pause_s.setdefault(name, []).append(pause_s)
         text = f"{name}: it trains again {join_s:.2f} s after its start; the others paused {pause_s:.2f} s"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -12,14 +11,18 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 from common import ROOT
 
+from checkpointing.events import Fetched, Log, Resumed
 from runner.chaos.run_under_test import runner_command
+from runner.journal.events import AttemptStarted
+from runner.journal.journal import JournalReader, read_journal
+from runner.journal.run_directory import RunDirectory
 
 HERE = Path(__file__).parent
 OURS = "ours"
@@ -45,12 +48,10 @@ class Step:
     Attributes:
         time: Seconds since the epoch.
         step: Its number.
-        attempt: The attempt, or what stands for it.
     """
 
     time: float
     step: int
-    attempt: int
 
 
 class NoProgressError(Exception):
@@ -64,6 +65,8 @@ class Nodes:
         self._method, self._folder = method, folder
         self._port = _free_port()
         self._trees: dict[int, subprocess.Popen[bytes]] = {}
+        own = folder / ("node-0" if method == OURS else "run")
+        self._journal = JournalReader(RunDirectory(str(own)).journal)
 
     def __enter__(self) -> Nodes:
         return self
@@ -118,44 +121,19 @@ class Nodes:
 
     # -- what they report ----------------------------------------------------------------------------------------
 
-    def _entries(self) -> list[dict[str, Any]]:
-        path = self._folder / ("node-0" if self._method == OURS else "run") / "journal.jsonl"
-        if not path.exists():
-            return []
-        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-
     def _steps(self, world_size: int | None = None) -> list[Step]:
-        """Return the finished steps, of attempts with so many ranks."""
-        entries = self._entries()
-        sizes = self._sizes(entries)
+        """Return the finished steps, of attempts with so many nodes."""
+        entries = self._journal.entries()
+        sizes = {entry.attempt: entry.event.nnodes for entry in entries if isinstance(entry.event, AttemptStarted)}
         return [
-            Step(entry["time"], entry["step"], entry["attempt"])
+            Step(entry.time, entry.event.step)
             for entry in entries
-            if entry["event"] == "log" and (world_size is None or sizes.get(entry["attempt"]) == world_size)
+            if isinstance(entry.event, Log) and world_size in (None, sizes.get(entry.attempt))
         ]
-
-    def _sizes(self, entries: list[dict[str, Any]]) -> dict[int, int]:
-        """Return the number of ranks of each attempt."""
-        if self._method == OURS:
-            return {entry["attempt"]: entry["nnodes"] for entry in entries if entry["event"] == "attempt_started"}
-        # Rank 0's process stands for the attempt; the ranks that started last before its first step are its own.
-        sizes: dict[int, int] = {}
-        ranks: set[int] = set()
-        for entry in entries:
-            if entry["event"] == "rank_started":
-                if entry["rank"] in ranks:
-                    ranks = set()
-                ranks.add(entry["rank"])
-            elif entry["event"] == "log":
-                sizes.setdefault(entry["attempt"], len(ranks))
-        return sizes
 
     @property
     def last_step(self) -> int:
         return self._steps()[-1].step
-
-    def time_of(self, step: Step) -> float:
-        return step.time
 
     def wait_for_step(self, step: int, *, world_size: int) -> Step:
         """Wait until so many ranks have finished a step."""
@@ -166,7 +144,7 @@ class Nodes:
         what = f"step of {world_size} ranks"
         return self._wait(lambda: next((s for s in self._steps(world_size) if s.time > since), None), what)
 
-    def _wait(self, find: Any, what: str) -> Step:
+    def _wait(self, find: Callable[[], Step | None], what: str) -> Step:
         deadline = time.monotonic() + LIMIT_S
         while (found := find()) is None:
             code = self._trees[0].poll()
@@ -176,8 +154,7 @@ class Nodes:
                 why = f"not within {LIMIT_S:.0f} s" if code is None else f"the first node ended with status {code}"
                 raise NoProgressError(f"{METHODS[self._method]}: no {what}: {why}")
             time.sleep(_TURN_S)
-        step: Step = found
-        return step
+        return found
 
     def longest_pause(self, since: float, until: float) -> float:
         """Return the longest time between the ends of two steps, in seconds."""
@@ -191,13 +168,13 @@ class Nodes:
         """Return the bytes of state that were read from storage since a moment: of all that was fetched or resumed."""
         nbytes = 0
         for number in range(3):
-            path = self._folder / f"node-{number}" / (f"node-{number}" if number else "") / "journal.jsonl"
-            for line in path.read_text().splitlines() if path.exists() else []:
-                entry = json.loads(line)
-                if entry["time"] < since:
-                    continue
-                if entry["event"] == "fetched" or (entry["event"] == "resumed" and entry["source"] != "memory"):
-                    nbytes += self._size_of(entry["step"])
+            own = self._folder / f"node-{number}"
+            for entry in read_journal(RunDirectory(str(own), number).journal):
+                event = entry.event
+                if entry.time >= since and (
+                    isinstance(event, Fetched) or (isinstance(event, Resumed) and event.source != "memory")
+                ):
+                    nbytes += self._size_of(event.step)
         return nbytes
 
     def _size_of(self, step: int) -> int:

@@ -10,19 +10,16 @@ the reason is printed. `docs/benchmarks/recovery.md` has the latest result.
 from __future__ import annotations
 
 import shutil
-import signal
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import Progress, command_line, machine, make_parser, today, write_figures
+from common import Progress, command_line, end_by_signals, machine, make_parser, today, write_figures
 from recovery_figures import METHOD, Measured, figures_of, table_of
 from recovery_kills import KillRuns
 from recovery_measures import Recoveries, measure_overhead
 from recovery_trainings import FOR_INFORMATION, METHODS, Findings, Trainings, find_ft_site
-
-from runner.system import processes
 
 PAGE = "recovery.md"
 
@@ -68,10 +65,7 @@ def main() -> None:
     if min(scale.rounds, scale.kills, scale.pairs) < 1:
         parser.error("--rounds, --kills and --pairs must be at least 1")
 
-    # The trainings have sessions of their own, so a signal to this process must end them through its exit handlers.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
-    processes.become_subreaper()
+    end_by_signals()
     scratch = Path(tempfile.mkdtemp(prefix="rb-", dir=options.scratch))
     say, measured = Progress(sys.stderr), Measured()
     findings = Findings(say)

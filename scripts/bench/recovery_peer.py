@@ -20,7 +20,7 @@ from trl import SFTConfig, SFTTrainer
 
 from checkpointing.events import Log
 from runner.config.load import load_config, parse_setting
-from runner.journal.events import RankStarted
+from runner.journal.events import AttemptStarted, RankStarted
 from runner.journal.journal import Journal, SteadyClock
 from runner.journal.run_directory import RunDirectory
 from runner.training.data import load_training_data
@@ -45,6 +45,9 @@ def main() -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # The process id stands for the attempt: it differs between process groups.
     journal.append(RankStarted(rank=rank, pid=os.getpid()), os.getpid())
+    if rank == 0:
+        nnodes = world_size // int(os.environ["LOCAL_WORLD_SIZE"])
+        journal.append(AttemptStarted(nnodes=nnodes), os.getpid())
 
     settings = [parse_setting(text) for text in sys.argv[2:]]
     config = load_config(None, {}, [*settings, ("output_dir", str(directory.root), "FOLDER")])
