@@ -31,7 +31,7 @@ METHODS = {
     "torchrun": "`torchrun --nnodes 2:3 --max-restarts 100`, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
     "torchrun_short": "the same with `last_call_timeout=5`",
 }
-# A shorter last call ends before all agents have stopped their ranks; with shorter keepalives the first node gave up.
+# A shorter last call ends before all agents have stopped their ranks.
 SHORT_WAITS = "last_call_timeout=5"
 PEERS = tuple(name for name in METHODS if name != OURS)
 SAVE_STEPS = 20
@@ -88,7 +88,7 @@ class Nodes:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         environment["GLOO_SOCKET_IFNAME"] = "lo"
         if self._method in PEERS:
-            # With the shared store, nodes that join one after the other look for each other at the wrong address.
+            # As in `recovery.py`: with the shared store, not every run comes back after a kill.
             environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         with (self._folder / f"node-{number}.log").open("ab") as log:
             self._trees[number] = subprocess.Popen(
@@ -103,9 +103,11 @@ class Nodes:
             options += ["--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1"]
             options += [part for setting in (*JOB, *SNAPSHOTS, shared) for part in ("--set", setting)]
             return runner_command(own, *options)
-        waits = ["--rdzv-conf", SHORT_WAITS] if self._method == "torchrun_short" else []
+        # All nodes have the endpoint's address here: each would host the store if it came first, and take it along.
+        settings = [f"is_host={number == 0}".lower(), *([SHORT_WAITS] if self._method == "torchrun_short" else [])]
         launch = ["--nnodes", "2:3", "--nproc-per-node", "1", "--max-restarts", "100", "--rdzv-backend", "c10d"]
-        launch += ["--rdzv-endpoint", endpoint, "--rdzv-id", "bench", "--local-addr", "127.0.0.1", *waits]
+        launch += ["--rdzv-endpoint", endpoint, "--rdzv-id", "bench", "--local-addr", "127.0.0.1"]
+        launch += ["--rdzv-conf", ",".join(settings)]
         script = [str(HERE / "recovery_peer.py"), str(self._folder / "run"), *JOB, shared]
         return [sys.executable, "-m", "torch.distributed.run", *launch, *script]
 
