@@ -4,7 +4,8 @@ Three nodes of one rank each, as processes of this machine over loopback; a node
 bundled job under `runner start`, and the same model, data and batches in a plain `SFTTrainer` script under `torchrun
 --nnodes 2:3 --max-restarts`, in turn within each round, once with torchrun's default waits and once with the shortest
 sensible ones. torchrun admits a node by a restart from the newest checkpoint, as it does for a loss. Both save every
-20 steps; ours also keeps a snapshot of every step in memory. `docs/benchmarks/elastic.md` has the latest result.
+20 steps; ours also keeps a snapshot of every step in memory. Bytes from storage are those of the checkpoints that the
+journals say were read. `docs/benchmarks/elastic.md` has the latest result.
 """
 
 from __future__ import annotations
