@@ -40,6 +40,19 @@ def shape_of(config: Config, accelerators: int) -> tuple[int, int]:
     return nnodes, nproc
 
 
+def check_same_nnodes(own: int, leaders: int) -> None:
+    """Check that this node was started for as many nodes as the leader.
+
+    Raises:
+        UsageError: It was not.
+    """
+    if own != leaders:
+        raise UsageError(
+            f"this node was started with --nnodes {own}, the leader with --nnodes {leaders}; start all nodes with the "
+            "same number"
+        )
+
+
 def check_promised_gpu(config: Config, environment: Mapping[str, str], devices: Path) -> None:
     """Refuse to train on the CPU of a node that should have GPUs. Called if torch finds none.
 

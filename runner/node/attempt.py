@@ -14,6 +14,7 @@ from runner.node.agent_events import AgentEvents, Record
 from runner.node.attempt_end import AttemptEnd, failure_of, storage_failed
 from runner.node.graceful_stop import GracefulStop
 from runner.node.hang_check import HangCheck
+from runner.node.helper_processes import LauncherHelper
 from runner.node.helpers import KILL_TIMEOUT_S, Helpers
 from runner.node.launcher_check import LauncherCheck
 from runner.node.messages import AttemptResult, AttemptSpec, Job
@@ -40,6 +41,7 @@ class Attempt:
         spec: What was asked for.
         ranks: The ranks of this node.
         reports: Handles what they send.
+        graceful: Has the ranks stop at an agreed step.
         hangs: Looks for ranks and helpers that hang.
         result: The launcher's last message; None while the attempt runs.
         failed_at: First sign of a failure, seconds since the epoch; 0 if there was none.
@@ -95,11 +97,10 @@ class Attempt:
         self._kill_at: float | None = None
         # Why this runner ended the attempt; it takes precedence over what its ranks then report.
         self._verdict: Failure | None = None
-        self._paused = False
         # Whether to write the ranks' stacks before they are killed.
         self._stacks_wanted = False
         self._launcher_check = LauncherCheck(self.ranks, nproc, config.restart.quiet_timeout_s, now)
-        self._graceful = GracefulStop(
+        self.graceful = GracefulStop(
             job,
             config.restart.grace_s,
             ranks=self.ranks,
@@ -111,7 +112,7 @@ class Attempt:
         )
         self.reports = RankReports(
             self.ranks,
-            self._graceful,
+            self.graceful,
             relay=OutputRelay(display.pass_on) if job.show_output else None,
             record=record,
             loop=loop,
@@ -150,15 +151,6 @@ class Attempt:
         if verdict.kind is not FailureKind.ENDED or not self.ranks.failures:
             self._verdict = verdict
 
-    def pause(self) -> None:
-        """End the attempt at a step that the ranks of all nodes agree on."""
-        self._paused = True
-
-    @property
-    def is_training(self) -> bool:
-        """Whether some rank of this node has begun to take steps."""
-        return any(beat.phase not in (Phase.STARTING, Phase.RESTORING) for beat in self.heartbeats())
-
     @property
     def ending(self) -> bool:
         """Whether the ranks are being killed, or are about to be."""
@@ -179,11 +171,11 @@ class Attempt:
         launcher, now = self._helpers.launcher, self._host.monotonic()
         assert launcher is not None
         self._launcher_check.skip(self._helpers.turn(now))
-        if self._graceful.signalled and not self._stop:
+        if self.graceful.signalled and not self._stop:
             # An earlier death has to be known.
             self._loop.pump(0.0)
-            if self._graceful.asked and self._verdict is None:
-                self._stop.ask(f"a signal to rank {min(self._graceful.asked)}")
+            if self.graceful.asked and self._verdict is None:
+                self._stop.ask(f"a signal to rank {min(self.graceful.asked)}")
         if self.ranks.failures and self._kill_at is None:
             self._kill_at = now if self.ranks.cause_known else now + _CAUSE_GRACE_S
         self._check_agent(now)
@@ -191,9 +183,9 @@ class Attempt:
             # The fork server and the ranks end with it; the sweep ends what is left.
             self.result = self.result or {"finished": False, "failures": [], "launcher_lost": True}
         failed_saves, limit = self._checkpoints.failed_saves, self._config.checkpoint.max_failed_saves
-        if self._stop or self._paused or storage_failed(failed_saves, limit):
-            self._graceful.request()
-            if self._stop.at_once or self._graceful.late or not self._graceful.worthwhile:
+        if self._stop or self.graceful.paused or storage_failed(failed_saves, limit):
+            self.graceful.request()
+            if self._stop.at_once or self.graceful.late or not self.graceful.worthwhile:
                 self.end(Failure(FailureKind.ENDED, "ended at once on request"))
         if self._kill_at is None:
             self._check_hang(now, others_busy)
@@ -201,7 +193,7 @@ class Attempt:
             self.failed_at = round(self._clock(), 3)
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_ranks(now, self._kill_at)
-        self._check_launcher(now)
+        self._check_launcher(launcher, now)
 
     def _kill_ranks(self, now: float, since: float) -> None:
         if self._stacks_wanted:
@@ -234,10 +226,8 @@ class Attempt:
         if found is not None:
             self.end(found)
 
-    def _check_launcher(self, now: float) -> None:
+    def _check_launcher(self, launcher: LauncherHelper, now: float) -> None:
         """Kill a launcher that does not end."""
-        launcher = self._helpers.launcher
-        assert launcher is not None
         overdue = self._launcher_check.look(now, killed=self._kill_at is not None and now >= self._kill_at)
         if overdue is None or self.result is not None:
             return
@@ -278,10 +268,10 @@ class Attempt:
                 verdict=self._verdict,
                 failed_saves=self._checkpoints.failed_saves,
                 max_failed_saves=self._config.checkpoint.max_failed_saves,
-                script_signalled=self._graceful.script_signalled,
-                asked=frozenset(self._graceful.asked),
+                script_signalled=self.graceful.script_signalled,
+                asked=frozenset(self.graceful.asked),
                 # In a run of several nodes another one may have been asked.
-                stop_known=self.spec.run_nodes > 1 or bool(self._stop) or self._graceful.requested,
+                stop_known=self.spec.run_nodes > 1 or bool(self._stop) or self.graceful.requested,
             )
         )
         return AttemptResult(

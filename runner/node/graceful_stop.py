@@ -19,6 +19,7 @@ class GracefulStop:
 
     Attributes:
         script_signalled: Whether a script without checkpoints of ours was sent SIGTERM.
+        paused: Whether the ranks are to stop for a change of the nodes, after which the run continues.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class GracefulStop:
         self._deadline: float | None = None
         # Ranks that have received a stop signal of their own.
         self._signalled: set[int] = set()
-        self.script_signalled = False
+        self.script_signalled = self.paused = False
 
     @property
     def requested(self) -> bool:
@@ -100,8 +101,13 @@ class GracefulStop:
             self._ranks.kill(signal.SIGTERM)
 
     @property
+    def is_training(self) -> bool:
+        """Whether some rank of this node has begun to take steps."""
+        return any(beat.phase not in (Phase.STARTING, Phase.RESTORING) for beat in self._heartbeats())
+
+    @property
     def worthwhile(self) -> bool:
         """Whether waiting can save anything: a training loop runs, or a script that may handle the signal itself."""
-        if any(beat.phase not in (Phase.STARTING, Phase.RESTORING) for beat in self._heartbeats()):
+        if self.is_training:
             return True
         return self._job.script is not None and bool(self._ranks.pidfds)

@@ -40,7 +40,6 @@ class Helpers:
         launcher: The launcher; None while there is none.
         accelerators: GPUs that torch sees in the launcher; None until the launcher has reported.
         torch_has_cuda: Whether the launcher's torch was built for CUDA.
-        warm: Whether the launcher can fork ranks without delay.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class Helpers:
         self.agent: AgentHelper | None = None
         self.launcher: LauncherHelper | None = None
         self.accelerators: int | None = None
-        self.torch_has_cuda = self.warm = False
+        self.torch_has_cuda = self._warm = False
         self._pulse = AgentPulse(quiet_timeout_s, host.monotonic())
 
     def ensure(self) -> None:
@@ -133,6 +132,11 @@ class Helpers:
             num_ranks: Ranks on this node.
         """
         return self.agent.heartbeats(num_ranks) if self.agent is not None else []
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether the launcher can fork ranks without delay, or is gone, so that waiting for that is in vain."""
+        return self._warm or self.launcher is None or not self.launcher.alive
 
     @property
     def pids(self) -> set[int]:
@@ -237,7 +241,7 @@ class Helpers:
             self._loop.unregister(self.launcher.sock)
             self.launcher.close()
             self.launcher = self.accelerators = None
-            self.warm = False
+            self._warm = False
         if self.agent is not None and not self.agent.alive:
             self._loop.unregister(self.agent.sock)
             self.agent.close()
@@ -256,7 +260,7 @@ class Helpers:
         if message.get("event") == "ready":
             self.accelerators, self.torch_has_cuda = int(message["accelerators"]), bool(message["cuda"])
         elif message.get("event") == "warm":
-            self.warm = True
+            self._warm = True
         elif message:
             self._handle_launcher(message)
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from checkpointing.agent.protocol import Message
 from runner.config.schema import Config
-from runner.config.topology import check_promised_gpu, shape_of
-from runner.errors import UsageError
+from runner.config.topology import check_promised_gpu, check_same_nnodes, shape_of
 from runner.journal.events import AgentEndedEarly, AttemptStarted
 from runner.journal.journal import SteadyClock
 from runner.journal.run_directory import RunDirectory
@@ -127,8 +126,7 @@ class Node:
     @property
     def is_warm(self) -> bool:
         """Whether ranks can start without delay, as far as that can be waited for."""
-        launcher = self._helpers.launcher
-        return self._helpers.warm or self._start_method.cold or launcher is None or not launcher.alive
+        return self._helpers.is_warm or self._start_method.cold
 
     @property
     def agent_pid(self) -> int:
@@ -207,22 +205,18 @@ class Node:
     @property
     def is_training(self) -> bool:
         """Whether the ranks of the running attempt take steps."""
-        return self._attempt is not None and self._attempt.is_training
+        return self._attempt is not None and self._attempt.graceful.is_training
 
     def pause_attempt(self) -> None:
         """End the running attempt at a step boundary, on all nodes; its last step is committed before."""
         if self._attempt is not None:
-            self._attempt.pause()
+            self._attempt.graceful.paused = True
 
     def _begin(self, spec: AttemptSpec) -> Attempt:
         agent, launcher = self._helpers.agent, self._helpers.launcher
         assert agent is not None and launcher is not None
         nnodes, nproc = self.shape
-        if nnodes != spec.run_nodes:
-            raise UsageError(
-                f"this node was started with --nnodes {nnodes}, the leader with --nnodes {spec.run_nodes}; start all "
-                "nodes with the same number"
-            )
+        check_same_nnodes(nnodes, spec.run_nodes)
         log_dir = self._directory.logs / f"attempt-{spec.attempt}"
         attempt = Attempt(
             spec,

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+from runner.config.schema import LaunchConfig
+from runner.supervisor.step_samples import StepSamples
+
 # A node of the last attempt that is still connected has its processes ready within this time, or counts as lost.
 _RETURN_S = 30.0
 
@@ -28,6 +31,20 @@ class Limits:
     grow_interval_s: float = 0.0
     samples: int | None = None
     local_ranks: int = 1
+
+    @classmethod
+    def of(cls, launch: LaunchConfig, shape: tuple[int, int], samples: StepSamples) -> Limits:
+        """Return the limits of a configuration.
+
+        Args:
+            launch: The configuration.
+            shape: Number of nodes, and of ranks on each.
+            samples: Knows how many samples a step has.
+        """
+        num_nodes, local_ranks = shape
+        smallest = min(launch.min_nodes or num_nodes, num_nodes)
+        of_step = samples.number(num_nodes * local_ranks)
+        return cls(smallest, num_nodes, launch.last_call_s, launch.grow_interval_s, of_step, local_ranks)
 
     @property
     def is_elastic(self) -> bool:

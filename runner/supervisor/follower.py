@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from checkpointing.errors import CheckpointError
 from checkpointing.events import Event, TrainingStarted
 from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError
 from runner.journal.events import RunEnded, RunStarted
@@ -16,7 +15,7 @@ from runner.node.messages import AttemptSpec, Job
 from runner.node.node import Node
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
-from runner.recovery.restart_state import FINISHED_PATIENCE_S, RestartState
+from runner.recovery.restart_state import FINISHED_PATIENCE_S
 from runner.supervisor.ends import end_of_error
 from runner.supervisor.identity import JobIdentity, key_of
 from runner.supervisor.peer_messages import (
@@ -34,6 +33,7 @@ from runner.supervisor.peer_messages import (
     Welcome,
 )
 from runner.supervisor.peers import Member
+from runner.supervisor.run_record import finished_job
 from runner.supervisor.run_secret import configured_secret, read_secret
 from runner.supervisor.session import Session
 
@@ -250,12 +250,7 @@ class Follower:
                 self._finish = Finish(exit_code=0, reason="had finished before; the leader is gone")
                 return False
             if now - self._heard_at > limit_s:
-                host, port = self._config.launch.peer_address
-                raise PeersMissing(
-                    f"the leader at {host}:{port} has not answered for {limit_s:.0f} s "
-                    f"(launch.rendezvous_timeout_s): {self._member.last_error}; start the first node, or correct "
-                    "--rdzv-endpoint"
-                )
+                raise _unreachable(self._config.launch.peer_address, limit_s, self._member.last_error)
         return True
 
     def _has_finished(self, now: float) -> bool:
@@ -263,11 +258,7 @@ class Follower:
         if now - max(self._heard_at, self._asked_at) < FINISHED_PATIENCE_S:
             return False
         self._asked_at = now
-        try:
-            note = self._config.tiers.durable.sidecars.read_restart_state()
-        except (CheckpointError, OSError):
-            return False
-        return RestartState.from_json(note).finished == self._job_key
+        return finished_job(self._config.tiers.durable) == self._job_key
 
     def _outcome(self) -> tuple[ExitCode, str]:
         if self._finish is None:
@@ -300,3 +291,11 @@ class Follower:
                 self._finish = message
             case _:
                 pass
+
+
+def _unreachable(address: tuple[str, int], limit_s: float, error: str) -> PeersMissing:
+    host, port = address
+    return PeersMissing(
+        f"the leader at {host}:{port} has not answered for {limit_s:.0f} s (launch.rendezvous_timeout_s): {error}; "
+        "start the first node, or correct --rdzv-endpoint"
+    )

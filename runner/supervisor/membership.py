@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
 from checkpointing.events import Event
-from runner.errors import ExitCode, PeersMissing, UsageError
+from runner.errors import ExitCode, PeersMissing
 from runner.journal.events import WaitingForNodes
 from runner.node.messages import AttemptSpec
 from runner.recovery.combine import combine
@@ -18,7 +17,7 @@ from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import Stop, end_of_node
 from runner.recovery.restart_state import FINISHED_PATIENCE_S
 from runner.supervisor.admission import Limits, Seen, admit
-from runner.supervisor.identity import JobIdentity, differences, summarised
+from runner.supervisor.identity import JobIdentity
 from runner.supervisor.node_changes import NodeChanges, Pausable, listed
 from runner.supervisor.peer_messages import (
     MAX_REASON,
@@ -35,8 +34,8 @@ from runner.supervisor.peer_messages import (
     Welcome,
 )
 from runner.supervisor.peer_messages import Stop as StopMessage
+from runner.supervisor.peer_port import listen
 from runner.supervisor.peers import Leader
-from runner.supervisor.run_secret import ensure_secret
 from runner.supervisor.session import Session
 
 TURN_S = 0.5
@@ -137,7 +136,9 @@ class Membership:
             return
         session, launch = self._session, self._config.launch
         if self._leader is None:
-            self._leader = self._listen(launch.peer_address, launch.peer_bind)
+            num_nodes = None if limits.is_elastic else limits.max_nodes
+            self._leader = listen(session, num_nodes, self._on_message, self._identity, self._open_leader)
+            session.loop.every(TURN_S, self.check)
         patience_s = min(launch.rendezvous_timeout_s, FINISHED_PATIENCE_S if has_finished else math.inf)
         began, enough_since, announced = session.monotonic(), math.inf, False
         while not session.stop:
@@ -169,35 +170,6 @@ class Membership:
         coming = present - self._ready - self._changes.leaving.keys()
         members = self.nodes if self._has_begun else frozenset()
         return Seen(frozenset(self._ready - self._changes.leaving.keys() | {0}), frozenset(coming), members)
-
-    def _listen(self, address: tuple[str, int], bind: str | None) -> Leader:
-        secret = ensure_secret(self._config.tiers.durable)
-        try:
-            leader = self._open_leader(
-                address,
-                None if self._limits.is_elastic else self._limits.max_nodes,
-                self._session.loop,
-                self._on_message,
-                self._refusal,
-                secret=secret,
-                bind=bind,
-                warn=self._session.display.message,
-            )
-        except OSError as error:
-            raise _cannot_listen(error, address[1], bind) from None
-        self._session.loop.every(TURN_S, self.check)
-        return leader
-
-    def _refusal(self, hello: Hello) -> str | None:
-        """Return why a node is not admitted: each was given its job by a command of its own."""
-        theirs = JobIdentity.from_json(hello.job.encode())
-        found = differences(self._identity, theirs) if self._identity is not None and theirs is not None else []
-        if not found:
-            return None
-        return (
-            f"this node was started for another job than the leader ({summarised(found)}); use the same command and "
-            "files everywhere, or pass --allow-changes here"
-        )
 
     # -- while an attempt runs ---------------------------------------------------------------------------------------
 
@@ -335,18 +307,6 @@ class Membership:
                 self._ready.discard(number)
             case _:
                 pass
-
-
-def _cannot_listen(error: OSError, port: int, bind: str | None) -> UsageError:
-    if bind is not None and error.errno != errno.EADDRINUSE:
-        return UsageError(
-            f"launch.peer_bind: {bind!r} is not an address of this node ({error.strerror}); set an address of the "
-            "first node, or leave it out to listen on all"
-        )
-    return UsageError(
-        f"launch.peer_port: port {port} cannot be used ({error.strerror}); it is the rendezvous port + 1 unless "
-        "you set it"
-    )
 
 
 def _lost(*numbers: int) -> Failure:

@@ -7,6 +7,7 @@ import dataclasses
 import os
 
 from checkpointing.errors import CheckpointError
+from checkpointing.storage import Storage
 from checkpointing.tiers import Tiers
 from runner.config.schema import Config
 from runner.journal.events import RunStarted
@@ -168,3 +169,15 @@ class RunRecord:
         """Copy what the agent, which has ended, did not."""
         if self._copy is not None:
             self._copy.finish(self._tiers.durable)
+
+
+def finished_job(storage: Storage) -> str | None:
+    """Return the key of the job that a restart state says has finished; None if it cannot be read.
+
+    Args:
+        storage: The durable tier.
+    """
+    try:
+        return RestartState.from_json(storage.sidecars.read_restart_state()).finished
+    except (CheckpointError, OSError):
+        return None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from checkpointing.manifest import Manifest
 from runner.config.schema import Config
+from runner.recovery.restart_state import RestartState
+from runner.supervisor.identity import JobIdentity
+from runner.supervisor.preflight import counts_samples
 
 
 class StepSamples:
@@ -20,6 +23,20 @@ class StepSamples:
         """
         self._config, self._has_script = config, has_script
         self._known = newest.samples_consumed // newest.step if counts and newest is not None and newest.step else None
+
+    @classmethod
+    def of(cls, config: Config, identity: JobIdentity | None, state: RestartState, *, has_script: bool) -> StepSamples:
+        """Look for the newest checkpoint of a run.
+
+        Args:
+            config: The resolved configuration.
+            identity: Of the job; None if it is not known.
+            state: The restart state.
+            has_script: See above.
+        """
+        newest = next((entry.manifest for entry in config.tiers.catalog.scan() if entry.manifest), None)
+        counts = identity is None or counts_samples(identity, state)
+        return cls(config, newest, counts=counts, has_script=has_script)
 
     def learn(self, batch: tuple[int, int] | None, ranks: int) -> None:
         """Take over what the ranks of an attempt have reported.

@@ -24,7 +24,7 @@ from runner.supervisor.identity import JobIdentity
 from runner.supervisor.membership import Membership
 from runner.supervisor.notices import Notices
 from runner.supervisor.peers import Leader
-from runner.supervisor.preflight import check_shares, counts_samples
+from runner.supervisor.preflight import check_shares
 from runner.supervisor.retry import retry
 from runner.supervisor.run_record import RunRecord
 from runner.supervisor.session import Session
@@ -117,12 +117,7 @@ class Supervisor:
         session.attempt = max(session.attempt, catalog.newest_attempt())
         newest, over_all_stages = config.tiers.newest_committed()
         self._record = RunRecord(config, self._directory, session.run_id, self._identity)
-        self._samples = StepSamples(
-            config,
-            next((entry.manifest for entry in catalog.scan() if entry.manifest), None),
-            counts=self._identity is None or counts_samples(self._identity, self._record.state),
-            has_script=self._job.script is not None,
-        )
+        self._samples = StepSamples.of(config, self._identity, self._record.state, has_script=bool(self._job.script))
         self._display.state.committed_step = newest if newest >= 0 else None
         session.record(self._record.started(session, newest, self._place))
         self._node = self._make_node(
@@ -207,23 +202,12 @@ class Supervisor:
             UsageError: The ranks cannot share the samples of a step, or the port for the other nodes is taken.
             PeersMissing: Not all nodes have come in time.
         """
-        limits = self._limits = self._find_limits()
+        limits = self._limits = Limits.of(self._config.launch, self._node.shape, self._samples)
         if limits.samples is not None and limits.fitting(limits.max_nodes) is None:
             check_shares(limits.samples, limits.max_nodes * limits.local_ranks)
         if self._job.script is None:
             self._notices.show_learning_rate(limits.max_nodes * limits.local_ranks)
         self._members.gather(limits, has_finished=self._record.has_finished)
-
-    def _find_limits(self) -> Limits:
-        launch, (num_nodes, local_ranks) = self._config.launch, self._node.shape
-        return Limits(
-            min(launch.min_nodes or num_nodes, num_nodes),
-            num_nodes,
-            launch.last_call_s,
-            launch.grow_interval_s,
-            self._samples.number(num_nodes * local_ranks),
-            local_ranks,
-        )
 
     def _record_and_decide(self, failure: Failure, log: Path | None) -> Restart | Stop:
         """Record how an attempt ended, and decide what follows."""

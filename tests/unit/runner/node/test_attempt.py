@@ -304,3 +304,20 @@ def test_an_own_failure_counts_for_more_than_being_ended_with_the_others() -> No
     bench.attempt.end(Failure(FailureKind.ENDED, "ended with another node's ranks"))
     bench.attempt.on_launcher({"finished": False, "failures": []})
     assert "bad sample" in bench.result().failure.cause
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_pause_is_a_stop_at_an_agreed_step_without_a_stop_request(trains: bool) -> None:
+    bench = Bench()
+    bench.train()
+    if not trains:
+        bench.agent.beats = [beat(Phase.RESTORING)] * 2
+    assert bench.attempt.graceful.is_training is trains
+    bench.turn()
+    assert bench.agent.requests.count("request_stop") == 0
+    bench.attempt.graceful.paused = True
+    bench.turn()
+    bench.turn()
+    assert bench.agent.requests.count("request_stop") == 1 and not bench.stop
+    # Before the first step there is nothing to save.
+    assert bench.attempt.ending is not trains

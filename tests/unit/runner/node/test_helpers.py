@@ -172,9 +172,9 @@ def test_a_launcher_says_when_it_is_warm_and_the_next_one_is_not() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         protocol.send(theirs, {"event": "warm"})
-        assert not bench.helpers.warm
+        assert not bench.helpers.is_warm
         bench.helpers._on_launcher(ours)
-    assert bench.helpers.warm and bench.launcher_messages == []
+    assert bench.helpers.is_warm and bench.launcher_messages == []
     bench.launchers[0].alive = False
     bench.ensure()
-    assert not bench.helpers.warm
+    assert not bench.helpers.is_warm

@@ -1,0 +1,96 @@
+"""When a running attempt is paused for other nodes, and what its end is then; see test_membership.py for the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from node_fakes import FakeNode, FakeSession
+
+from runner.errors import ExitCode
+from runner.journal.events import NodesChanged
+from runner.recovery.failure import Failure
+from runner.recovery.kinds import FailureKind
+from runner.supervisor.admission import Limits, Seen
+from runner.supervisor.node_changes import NodeChanges, listed
+from runner.supervisor.peer_messages import MAX_REASON, Finish
+
+ALL = frozenset({0, 1, 2})
+LIMITS = Limits(2, 3, grow_interval_s=60)
+
+
+class Bench:
+    def __init__(self, folder: Path) -> None:
+        self.session = FakeSession(folder)
+        self.sent: list[tuple[int, Finish]] = []
+        self.changes = NodeChanges(self.session, lambda message, number: self.sent.append((number, message)))
+        self.node = FakeNode(display=self.session.display, record=self.session.record)
+
+    def watch(self, seen: Seen, limits: Limits = LIMITS) -> int:
+        self.changes.watch(self.node, limits, seen)
+        return self.node.pauses
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def test_an_attempt_is_paused_once_and_the_next_one_anew(bench: Bench) -> None:
+    bench.changes.on_stop(1, "SIGTERM", LIMITS, Seen(frozenset({0}), members=ALL))
+    seen = Seen(frozenset({0}), members=ALL)
+    assert [bench.watch(seen), bench.watch(seen)] == [1, 1]
+    bench.changes.begin()
+    assert bench.watch(seen) == 2
+
+
+@pytest.mark.parametrize("reason", ["stop", "start-up", "fixed"])
+def test_it_is_not_paused(reason: str, bench: Bench) -> None:
+    bench.changes.leaving[1] = "SIGTERM"
+    bench.node.is_training = reason != "start-up"
+    if reason == "stop":
+        bench.session.stop.ask("SIGINT")
+    assert bench.watch(Seen(frozenset({0}), members=ALL), Limits(3, 3) if reason == "fixed" else LIMITS) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        (FailureKind.PREEMPTED, FailureKind.NODES_CHANGED),
+        (FailureKind.ENDED, FailureKind.NODES_CHANGED),
+        (FailureKind.CRASHED, FailureKind.CRASHED),
+        (FailureKind.FINISHED, FailureKind.FINISHED),
+    ],
+)
+def test_only_an_end_that_the_pause_caused_is_a_change(kind: FailureKind, found: FailureKind, bench: Bench) -> None:
+    bench.changes.leaving[1] = "SIGTERM"
+    revised = bench.changes.revise(Failure(kind, "why", step=5), ALL)
+    assert (revised.kind, revised.step) == (found, 5)
+    # It may go, however the attempt has ended.
+    ((number, message),) = bench.sent
+    assert (number, message.exit_code) == (1, ExitCode.PREEMPTED.value)
+
+
+def test_an_end_without_a_change_stays_what_it_is(bench: Bench) -> None:
+    failure = Failure(FailureKind.PREEMPTED, "stopped", step=5)
+    assert bench.changes.revise(failure, ALL) is failure and bench.sent == []
+
+
+def test_a_reason_of_any_length_can_be_sent(bench: Bench) -> None:
+    bench.changes.on_stop(3, "x" * 2 * MAX_REASON, LIMITS, Seen(ALL))
+    assert len(bench.sent[0][1].reason) == MAX_REASON
+
+
+def test_the_first_attempt_of_a_session_changes_nothing(bench: Bench) -> None:
+    display: Any = bench.session.display
+    bench.changes.take(ALL, None)
+    bench.changes.take(ALL, ALL)
+    assert bench.session.events == [] and display.texts == []
+    bench.changes.take(frozenset({0, 2, 3}), ALL)
+    assert bench.session.events == [NodesChanged(nodes=[0, 2, 3], came=[3], gone=[1])]
+    assert display.texts == ["node 1 left out, node 3 admitted: training on 3 nodes"]
+
+
+def test_numbers_are_listed_in_order() -> None:
+    assert listed({10, 2}) == "2, 10"
