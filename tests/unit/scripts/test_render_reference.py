@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-SCRIPT = ROOT / "scripts" / "render-reference"
 
 
 def differing_packages() -> list[str]:
@@ -27,5 +26,6 @@ def differing_packages() -> list[str]:
 def test_the_reference_says_what_the_code_says() -> None:
     if names := differing_packages():
         pytest.skip(f"the pages are made with the versions of constraints.txt, which differ here: {', '.join(names)}")
-    result = subprocess.run([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, cwd="/")
+    command = [sys.executable, "-m", "scripts.reference", "--check"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stdout + result.stderr
