@@ -8,7 +8,8 @@ RunnerError
 │   └── HelperKilled        it was killed while it started; retried
 ├── CheckpointsMissing  81  the location lacks checkpoints that the journal lists as committed
 ├── GpuMissing          80  none of this node's GPUs can be used
-└── PeersMissing        76  another node of the run does not join in time
+├── PeersMissing        76  another node of the run does not join in time
+└── LeaderReplaced      75  another node leads this run now
 """
 
 from __future__ import annotations
@@ -115,3 +116,9 @@ class PeersMissing(RunnerError):
     """Another node of the run did not join, or did not rejoin, in time."""
 
     exit_code = ExitCode.BUDGET_SPENT
+
+
+class LeaderReplaced(RunnerError):
+    """Another node leads this run now; a runner that starts again follows it."""
+
+    exit_code = ExitCode.PREEMPTED

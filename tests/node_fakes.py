@@ -153,6 +153,9 @@ class FakeDisplay:
     def message(self, text: str) -> None:
         self.texts.append(text)
 
+    def show(self) -> None:
+        pass
+
     def refresh(self) -> None:
         self.refreshes += 1
 
@@ -215,7 +218,7 @@ class FakeNode:
         self.checkpoints = AgentEvents(display, record)
         self.run_id, self.shape = run_id, (1, 2)
         self.others_busy = self.busy = False
-        self.is_training, self.is_warm, self.has_state, self.pauses = True, True, False, 0
+        self.is_training, self.is_warm, self.has_state, self.leads, self.pauses = True, True, False, False, 0
         self.agent_pid = 1
         self.drained, self.closed, self.has_agent = True, False, True
         self.plan: list[AttemptResult | Callable[[FakeNode], AttemptResult]] = []

@@ -25,7 +25,8 @@ class AgentOptions:
         run_id: Identity of the run, written into its manifests.
         local_tier: Directory of this machine in front of the location; None for none.
         local_retention: Checkpoints that the local tier keeps. What the durable tier keeps is the ranks' choice.
-        commits: Whether this node's agent writes checkpoints; one of the nodes does, the others hold snapshots only.
+        commits: Whether this node's agent writes checkpoints, unless the begin of an attempt says otherwise; one of the
+            nodes does, the others hold snapshots only.
         memory_limit: Bytes that snapshots may take; None for half of the available memory.
     """
 

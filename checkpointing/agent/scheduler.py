@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from checkpointing.agent.arenas import Arena, ArenaPool, ArenaState
+from checkpointing.agent.duty import Duty
 from checkpointing.agent.protocol import Refusal
 from checkpointing.agent.reporting import Clock
 from checkpointing.agent.results import Result, stamped
@@ -71,7 +72,7 @@ class Scheduler:
         workers: StageWorkers,
         publish: Callable[[Event], None],
         *,
-        commits: bool,
+        duty: Duty,
         clock: Clock = time.monotonic,
     ) -> None:
         """Create a scheduler.
@@ -80,10 +81,10 @@ class Scheduler:
             pool: The arenas.
             workers: Write what is to be committed.
             publish: Takes events for monitors.
-            commits: Whether this node's agent writes; otherwise a commit is another node's, and over at once.
+            duty: Whether this node's agent writes; otherwise a commit is another node's, and over at once.
             clock: Seconds.
         """
-        self._pool, self._workers, self._publish, self._commits, self._clock = pool, workers, publish, commits, clock
+        self._pool, self._workers, self._publish, self._duty, self._clock = pool, workers, publish, duty, clock
         # The leader's latest decision: which request it answers, and the arena, or None where the step is skipped.
         self._decided: tuple[tuple[int, int], Arena | None] | None = None
         self.outcomes: dict[int, str | None] = {}
@@ -218,8 +219,9 @@ class Scheduler:
         return None
 
     def _commit(self, arena: Arena) -> None:
-        arena.commit_wanted = True
-        if self._commits:
+        # What another node commits is not wanted here, should this one take over.
+        arena.commit_wanted = self._duty.commits
+        if self._duty.commits:
             arena.num_tasks += 1
             self._workers.of(arena.stage).commit(arena)
         else:

@@ -27,6 +27,7 @@ from checkpointing.agent import protocol
 from checkpointing.agent.arenas import Arena, ArenaPool
 from checkpointing.agent.attempt import CurrentAttempt
 from checkpointing.agent.connections import Client, Connections
+from checkpointing.agent.duty import Duty
 from checkpointing.agent.mailbox import Mailbox
 from checkpointing.agent.options import AgentOptions
 from checkpointing.agent.protocol import Message, Refusal
@@ -58,16 +59,15 @@ class Agent:
             make_worker: Creates the storage worker of a stage.
         """
         self._run_id = options.run_id
+        self._duty = Duty(options.commits)
         self._drained = False
         self._results: Mailbox[tuple[Result, Arena | None]] = Mailbox()
         self._connections = Connections(listener, self._results, on_abandoned=self._end)
         if make_worker is None:
-            make_worker = functools.partial(
-                StorageWorker, commits=options.commits, local_retention=options.local_retention
-            )
+            make_worker = functools.partial(StorageWorker, duty=self._duty, local_retention=options.local_retention)
         self._workers = StageWorkers(tiers, lambda result, arena: self._results.post((result, arena)), make_worker)
         self._pool = ArenaPool(options.memory_limit, self._on_memory_short)
-        self._scheduler = Scheduler(self._pool, self._workers, self._publish, commits=options.commits)
+        self._scheduler = Scheduler(self._pool, self._workers, self._publish, duty=self._duty)
         self._resumption = Resumption(self._pool, self._scheduler, self._workers, self._publish)
         self._attempt = CurrentAttempt(
             self._workers, self._scheduler, self._resumption, ControlPage.create(), self._publish
@@ -146,6 +146,7 @@ class Agent:
     def _handle_monitor(self, client: Client, message: Message) -> None:
         match message.get("do"):
             case "begin_attempt":
+                self._duty.commits = bool(message.get("commits", self._duty.commits))
                 self._attempt.begin(int(message["attempt"]), fetch=bool(message["fetch"]))
                 self._connections.send(client, {"event": protocol.ATTEMPT_BEGUN, "attempt": self._attempt.number})
             case "request_stop":

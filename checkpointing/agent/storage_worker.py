@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 
 from checkpointing.agent.arenas import Arena
+from checkpointing.agent.duty import Duty
 from checkpointing.agent.fencing import Fencer, Fencing
 from checkpointing.agent.fetching import fetch
 from checkpointing.agent.publisher import Publisher
@@ -54,7 +55,7 @@ class StorageWorker:
         tiers: Tiers,
         report: Report,
         *,
-        commits: bool,
+        duty: Duty,
         local_retention: Retention,
         clock: Clock = time.monotonic,
         spawn: Spawn = start_thread,
@@ -64,17 +65,17 @@ class StorageWorker:
         Args:
             tiers: The stage's tiers.
             report: Takes results, from any thread.
-            commits: Whether this node's agent is the one that writes.
+            duty: Whether this node's agent is the one that writes.
             local_retention: What the local tier keeps.
             clock: Seconds.
             spawn: Starts a thread for a call that is made once.
         """
-        self._tiers, self._report, self._commits = tiers, report, commits
+        self._tiers, self._report, self._duty = tiers, report, duty
         self._clock, self._spawn = clock, spawn
         self._retries = [RetryCounter(tiers.name(storage), report, clock) for storage in tiers.nearest_first]
         for storage, counter in zip(tiers.nearest_first, self._retries, strict=True):
             storage.watch_retries(counter.add)
-        self.fencer = Fencer(tiers, report, commits=commits)
+        self.fencer = Fencer(tiers, report, duty=duty)
         self.publisher = Publisher(
             tiers,
             self.fencer,
@@ -84,7 +85,7 @@ class StorageWorker:
             clock=clock,
         )
         self.uploader = Uploader(
-            tiers, self.publisher, report, commits=commits, flush_retries=self._flush_retries, clock=clock
+            tiers, self.publisher, report, duty=duty, flush_retries=self._flush_retries, clock=clock
         )
         durable = tiers.durable
         self.sidecars = SidecarWriter(durable.sidecars, tiers.name(durable), report, self._flush_retries)
@@ -148,7 +149,7 @@ class StorageWorker:
 
     def keep(self, name: str, data: bytes) -> None:
         """Keep a sidecar of the agent's own, if this node writes."""
-        if self._commits:
+        if self._duty.commits:
             self.sidecars.write(name, data)
 
     def fetch(self, entry: CatalogEntry, arena: Arena) -> None:

@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 
 from checkpointing.agent.arenas import Arena
+from checkpointing.agent.duty import Duty
 from checkpointing.agent.publisher import Outcome, Publisher, committed_at
 from checkpointing.agent.reporting import Clock, text_of
 from checkpointing.agent.results import Report, UploadEnded
@@ -43,7 +44,7 @@ class Uploader:
         publisher: Publisher,
         report: Report,
         *,
-        commits: bool,
+        duty: Duty,
         flush_retries: Callable[[], None] = lambda: None,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -53,19 +54,23 @@ class Uploader:
             tiers: Where. Without a local tier nothing is ever due.
             publisher: Publishes at the durable tier.
             report: Takes its events.
-            commits: Whether this node writes.
+            duty: Whether this node writes.
             flush_retries: Called at the end of each task, to report calls that were retried.
             clock: Seconds.
         """
         self._tiers, self._publisher, self._report = tiers, publisher, report
         self._flush_retries, self._clock = flush_retries, clock
-        self._is_needed = commits and tiers.local is not None
+        self._duty = duty
         # The checkpoints of the durable tier; None where they have to be listed.
         self._on_durable: dict[int, Manifest] | None = None
         self._lock = threading.Lock()
         self._num_tasks = 0
         self._look_waits = False
         self.thread: TaskThread[Arena | _Look] = TaskThread("checkpoint-upload", one_by_one(self._handle))
+
+    @property
+    def _is_needed(self) -> bool:
+        return self._duty.commits and self._tiers.local is not None
 
     @property
     def is_busy(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -51,3 +52,33 @@ def replace_file(path: Path, data: bytes, temporary: Path, written: Callable[[],
         temporary.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
+
+
+def create_file(path: Path, data: bytes, temporary: Path) -> bool:
+    """Create a small file durably, whole or not at all, unless there is one of that name.
+
+    The name is given by link(2), which of several writers exactly one can do, also over NFS.
+
+    Args:
+        path: The file.
+        data: Its contents.
+        temporary: Another name in the same directory that no other writer uses.
+
+    Returns:
+        Whether the file has these contents now.
+
+    Raises:
+        OSError: The disk refused.
+    """
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            path.hardlink_to(temporary)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_directory(path.parent)
+    # Over NFS a link may have been made whose answer was lost, and which the repeated call then finds.
+    return path.read_bytes() == data

@@ -22,7 +22,7 @@ from checkpointing.failpoints import failpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
 from checkpointing.storage.base import CHECKPOINT_PREFIX, IRREGULAR, NUMBER, Storage
 from checkpointing.storage.direct_io import write_file
-from checkpointing.storage.durable import fsync_directory, replace_file
+from checkpointing.storage.durable import create_file, fsync_directory, replace_file
 from checkpointing.storage.fence import Fence
 from checkpointing.storage.rates import Rates, measure_directory
 from checkpointing.storage.sidecars import Sidecars
@@ -148,6 +148,21 @@ class LocalSidecars(Sidecars):
         folder = self._root / _SIDECARS_NAME
         folder.mkdir(parents=self._may_create(), exist_ok=True)
         replace_file(folder / name, data, folder / f".{name}.tmp")
+
+    @property
+    def decides(self) -> bool:
+        """Return True: link(2) decides."""
+        return True
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Link a file durably."""
+        folder = self._root / _SIDECARS_NAME
+        folder.mkdir(parents=self._may_create(), exist_ok=True)
+        return create_file(folder / name, data, folder / f".{name}.{uuid.uuid4().hex}.tmp")
+
+    def remove(self, name: str) -> None:
+        """Unlink a file."""
+        (self._root / _SIDECARS_NAME / name).unlink(missing_ok=True)
 
     def read(self, name: str) -> bytes:
         """Read a file."""

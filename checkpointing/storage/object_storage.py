@@ -150,6 +150,20 @@ class ObjectSidecars(Sidecars):
         """Put an object."""
         self._store.put(_SIDECARS + name, data)
 
+    @property
+    def decides(self) -> bool:
+        """Return whether the server decides."""
+        return self._store.honours_if_absent
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Put an object, and get it: an earlier put may have been carried out without an answer."""
+        self._store.put(_SIDECARS + name, data, if_absent=True)
+        return self._store.get(_SIDECARS + name) == data
+
+    def remove(self, name: str) -> None:
+        """Delete an object."""
+        self._store.delete([_SIDECARS + name])
+
     def read(self, name: str) -> bytes:
         """Get an object."""
         return self._store.get(_SIDECARS + name) or b""

@@ -50,6 +50,34 @@ class Sidecars(ABC):
             OSError: Storage refused.
         """
 
+    @property
+    @abstractmethod
+    def decides(self) -> bool:
+        """Whether of several writers that `create` the same sidecar exactly one succeeds.
+
+        Raises:
+            OSError: Storage refused.
+        """
+
+    @abstractmethod
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a sidecar if there is none of that name.
+
+        Returns:
+            Whether there is one with these bytes now; also if an earlier call has written it and its answer was lost.
+
+        Raises:
+            OSError: Storage refused, or did not answer: the call may still take effect.
+        """
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove a sidecar, if there is one.
+
+        Raises:
+            OSError: Storage refused.
+        """
+
     def write_part(self, name: str, path: Path, start: int, end: int) -> None:
         """Write bytes `start` to `end` of a file as a sidecar.
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -16,6 +16,10 @@ from checkpointing.threads import in_background
 from runner.cli.options import Number, config_options, load, run_directory_of
 from runner.errors import ExitCode, UsageError
 from runner.node.output import make_streams_lossy
+
+if TYPE_CHECKING:
+    from runner.supervisor.lead import Inherited
+    from runner.supervisor.lease import Lease
 
 T = TypeVar("T")
 
@@ -104,7 +108,9 @@ def start(
     from runner.supervisor import preflight
     from runner.supervisor.follower import Follower
     from runner.supervisor.identity import between_nodes, identify
+    from runner.supervisor.lead import Succession
     from runner.supervisor.session import Session
+    from runner.supervisor.standing import Standing, take_over
     from runner.supervisor.supervisor import Supervisor
     from runner.ui.progress import ProgressDisplay
 
@@ -142,12 +148,12 @@ def start(
         click.echo(render(summary_of_run(directory), paths_of(config, directory)))
         return
     caveats, is_away = _unless_stopped(stop, lambda: preflight.check_storage(config))
-    first_node = config.launch.node_rank == 0
+    standing = _unless_stopped(stop, lambda: Standing(config, directory, forced=step != "auto"))
     location: str | None = None
-    if not first_node:
+    if not standing.leads:
         preflight.write_job(directory, identity)
     elif not is_away or step != "auto":
-        # The location belongs to the whole run, so the first node's runner checks and prepares it.
+        # The location belongs to the whole run, so the leader's runner checks and prepares it.
         lock = preflight.LocationLock(config, say, None if directory.is_locked else 0.0)
         _unless_stopped(stop, lock.hold)
         if step == "never":
@@ -160,12 +166,13 @@ def start(
             for kept in preflight.check_resume_step(config, step):
                 say(f"checkpoint newer than step {step} kept as {kept}")
         location = preflight.admit(config, directory, identity)
-    if first_node:
+    keeper = standing.take()
+    if config.launch.node_rank == 0:
         discard_unsealed(directory.cache)
     # A restart, or a script that changes its working directory, must find the same paths.
     config.make_absolute()
     directory.config.write_text(config.to_yaml())
-    display = ProgressDisplay(quiet=not first_node, live=script is None and not debug)
+    display = ProgressDisplay(quiet=not standing.leads, live=script is None and not debug)
     job = Job(
         str(Path(script).absolute()) if script is not None else None,
         args,
@@ -174,21 +181,43 @@ def start(
         allow_changes=allow_changes,
     )
     display.message(f"run {directory.run_id()} in {directory.root}, resume {resume}")
-    for caveat in caveats:
+    for caveat in [*caveats, *([standing.caveat] if standing.caveat is not None else [])]:
         display.message(caveat)
-    if first_node and config.monitoring.port is not None:
-        from runner.ui.prometheus import RunCollector, serve
-
-        # With one node, only local processes may connect, unless the user sets an address.
-        address = config.monitoring.address or ("127.0.0.1" if config.launch.nnodes == 1 else "0.0.0.0")
-        serve(address, config.monitoring.port, RunCollector(directory.journal))
     shared = between_nodes(identity, config.checkpoint.location)
     session = Session(config, directory, display, stop)
-    if not first_node:
-        follower = Follower(session, job, identity=shared, compared=not allow_changes)
+
+    def lead(lease: Lease, inherited: Inherited) -> ExitCode:
+        """Lead from now on: the leader that this node has followed is gone."""
+        keeper = take_over(session, lease)
+        _serve_metrics(config, directory)
+        place = preflight.admit(config, directory, identity)
+        supervisor = Supervisor(session, job, place=place, identity=shared, lease=keeper, inherited=inherited)
+        return _report(supervisor, supervisor.lead(), config, directory)
+
+    if not standing.leads:
+        succession = Succession(session, standing.watch(), lead)
+        follower = Follower(session, job, identity=shared, compared=not allow_changes, succession=succession)
         sys.exit(int(follower.run()))
-    supervisor = Supervisor(session, job, place=location, identity=shared)
-    exit_code = supervisor.run()
+    _serve_metrics(config, directory)
+    supervisor = Supervisor(session, job, place=location, identity=shared, lease=keeper)
+    sys.exit(int(_report(supervisor, supervisor.run(), config, directory)))
+
+
+def _serve_metrics(config: Any, directory: Any) -> None:
+    """Serve the metrics of a run that this node leads, if they are wanted."""
+    if config.monitoring.port is None:
+        return
+    from runner.ui.prometheus import RunCollector, serve
+
+    # With one node, only local processes may connect, unless the user sets an address.
+    address = config.monitoring.address or ("127.0.0.1" if config.launch.nnodes == 1 else "0.0.0.0")
+    serve(address, config.monitoring.port, RunCollector(directory.journal))
+
+
+def _report(supervisor: Any, exit_code: ExitCode, config: Any, directory: Any) -> ExitCode:
+    """Print how a run has ended."""
+    from runner.journal.summary import render
+
     summary = summary_of_run(directory)
     if summary.step > 0:
         click.echo(render(summary, paths_of(config, directory)))
@@ -200,7 +229,7 @@ def start(
         shown = supervisor.failed_log is not None and exit_code != ExitCode.PREEMPTED
         log = f"; log: {supervisor.failed_log}" if shown else ""
         click.echo(f"runner: {state}: {supervisor.reason} (exit code {int(exit_code)}{log})")
-    sys.exit(int(exit_code))
+    return exit_code
 
 
 def _unless_stopped(stop: Any, work: Callable[[], T]) -> T:

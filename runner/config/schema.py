@@ -200,29 +200,39 @@ class LaunchConfig(_Section):
         """Rendezvous endpoint of several nodes, host:port."""
         return self.rdzv_endpoint or f"{self.master_addr or 'localhost'}:{self.master_port}"
 
-    def rendezvous(self, nnodes: int) -> tuple[str, str | None]:
+    def rendezvous(self, nnodes: int, host: str = "") -> tuple[str, str | None]:
         """Return what torchrun needs for the rendezvous.
 
         Args:
             nnodes: Number of nodes.
+            host: Of the node that leads, if that is another one than configured.
 
         Returns:
             The endpoint, host:port, and the address of this node for the other nodes (None for torchrun's choice).
         """
         # A single node uses loopback: no other host may connect, and a pod's name may not resolve.
         own = "127.0.0.1" if nnodes == 1 else self.local_addr
+        if host:
+            shown = f"[{host}]" if ":" in host else host
+            return f"{shown}:{self.rendezvous_address[1]}", own
         return self.endpoint if nnodes > 1 or self.rdzv_endpoint else "localhost:0", own
+
+    @property
+    def rendezvous_address(self) -> tuple[str, int]:
+        """Host and port of the rendezvous of several nodes."""
+        host, _, port = self.endpoint.rpartition(":")
+        if not host or not port.isdigit():
+            host, port = self.endpoint.rstrip(":"), str(self.master_port)
+        return host.strip("[]"), int(port)
 
     @property
     def peer_address(self) -> tuple[str, int]:
         """Host and port of the first node's runner. Raises ValueError if the port is out of range."""
-        host, _, port = self.endpoint.rpartition(":")
-        if not host or not port.isdigit():
-            host, port = self.endpoint.rstrip(":"), str(self.master_port)
-        number = self.peer_port or int(port) + 1
+        host, port = self.rendezvous_address
+        number = self.peer_port or port + 1
         if not 0 < number < 65536:
             raise ValueError(f"port {number} for the connection between runners is out of range; set launch.peer_port")
-        return host.strip("[]"), number
+        return host, number
 
 
 def _yaml_off(value: Any) -> Any:

@@ -216,6 +216,21 @@ class NodesChanged(Event, name="nodes_changed"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LeaderChanged(Event, name="leader_changed"):
+    """Another node leads the run: this one, after the leader was lost.
+
+    Attributes:
+        epoch: Number of its lease.
+        node: Its node rank.
+        host: Its address.
+    """
+
+    epoch: int
+    node: int
+    host: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class StopRequested(Event, name="stop_requested"):
     """The run was asked to stop.
 

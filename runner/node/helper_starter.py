@@ -18,7 +18,9 @@ from runner.system import processes
 class HelperStarter:
     """Starts checkpoint agents and launchers, each with a temporary folder of its own."""
 
-    def __init__(self, config: Config, directory: RunDirectory, run_id: str, runtime: Path) -> None:
+    def __init__(
+        self, config: Config, directory: RunDirectory, run_id: str, runtime: Path, leads: Callable[[], bool]
+    ) -> None:
         """Prepare; nothing is started.
 
         Args:
@@ -26,8 +28,10 @@ class HelperStarter:
             directory: The run's folder.
             run_id: Identity of the run, equal on all nodes.
             runtime: Parent of the temporary folders, which the caller removes.
+            leads: Returns whether this node leads the run: its agent commits.
         """
         self._config, self._directory, self._run_id, self._runtime = config, directory, run_id, runtime
+        self._leads = leads
 
     def start_agent(self, cancelled: Callable[[], bool]) -> AgentHelper:
         """Start a checkpoint agent.
@@ -45,7 +49,7 @@ class HelperStarter:
             run_id=self._run_id,
             local_tier=checkpoint.local_tier,
             local_retention=checkpoint.local_retention,
-            commits=self._config.launch.node_rank == 0,
+            commits=self._leads(),
             memory_limit=checkpoint.memory_limit_bytes,
         )
         return AgentHelper(options, directory=self._folder(), cancelled=cancelled)

@@ -86,7 +86,7 @@ def launch_request(
     launch = config.launch
     settings = rank_settings_of(spec, config=config, job=job, agent_socket=setup.agent_socket)
     # A run that may have several nodes uses their addresses also while it has one.
-    endpoint, own = launch.rendezvous(spec.run_nodes)
+    endpoint, own = launch.rendezvous(spec.run_nodes, spec.leader_host)
     return {
         "run_id": run_id,
         "attempt": spec.attempt,
@@ -94,7 +94,7 @@ def launch_request(
         "may_have_several": spec.run_nodes > 1,
         "nproc_per_node": setup.nproc,
         "rdzv_endpoint": endpoint,
-        "is_host": launch.node_rank == 0,
+        "is_host": launch.node_rank == spec.leader,
         "local_addr": own,
         "join_timeout_s": launch.rendezvous_timeout_s,
         "cold": setup.cold,

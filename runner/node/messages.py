@@ -53,6 +53,9 @@ class AttemptSpec:
         allow_changes: Likewise.
         max_nodes: Nodes that the run may have; 0 for `nnodes`.
         held: Whether some node that takes part may hold the newest snapshot: others need not read it from storage.
+        leader: Node rank of the leader, where the ranks of all nodes meet.
+        leader_host: Its address; empty for that of the first node, as configured.
+        nodes: Node ranks of those that take part, if the run may have several.
         planned_ranks: Ranks that the configured batch and learning rate are meant for; 0 for those of the attempt.
     """
 
@@ -71,6 +74,9 @@ class AttemptSpec:
     max_nodes: Count = 0
     planned_ranks: Count = 0
     held: bool = False
+    leader: Count = 0
+    leader_host: Annotated[str, Field(max_length=300)] = ""
+    nodes: Annotated[tuple[Count, ...], Field(max_length=100_000)] = ()
 
     @property
     def run_nodes(self) -> int:

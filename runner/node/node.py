@@ -42,6 +42,7 @@ class Node:
         checkpoints: What the agent of this node has reported.
         others_busy: Whether a rank of another node is legitimately not computing steps.
         has_state: Whether the agent may hold a snapshot: an attempt has run here.
+        leads: Whether this node leads the run, and so commits.
     """
 
     def __init__(
@@ -80,11 +81,11 @@ class Node:
         self._display, self._record, self._clock, self._loop, self._stop = display, record, clock, loop, stop
         self._host = host or Host()
         self.checkpoints = AgentEvents(display, record)
-        self.others_busy = self.has_state = False
+        self.others_busy = self.has_state = self.leads = False
         self._attempt: Attempt | None = None
         self._attempt_over = False
         self._start_method = StartMethod(cold=config.launch.cold, display=display, record=record)
-        starter = starter or HelperStarter(config, directory, run_id, runtime)
+        starter = starter or HelperStarter(config, directory, run_id, runtime, lambda: self.leads)
         self._helpers = Helpers(
             start_agent=starter.start_agent,
             start_launcher=starter.start_launcher,
@@ -236,7 +237,8 @@ class Node:
         )
         self._helpers.begin_turns()
         self.checkpoints.begin_attempt(spec.attempt)
-        agent.request("begin_attempt", attempt=spec.attempt, fetch=self.has_state or not spec.held)
+        fetch = self.has_state or not spec.held
+        agent.request("begin_attempt", attempt=spec.attempt, fetch=fetch, commits=self.leads)
         self.has_state = True
         self._record(AttemptStarted(nnodes=spec.nnodes, launcher_pid=launcher.pid, agent_pid=agent.pid))
         setup = RankSetup(

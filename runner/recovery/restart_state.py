@@ -110,6 +110,17 @@ class RestartState:
             del self.history[:-1]
         self.history = [*self.history, record][-_MAX_FAILURES:]
 
+    def history_with(self, failure: Failure | None, committed_step: int) -> list[AttemptRecord]:
+        """Return the failures with the newest end, which need not be recorded as one.
+
+        Args:
+            failure: The newest end; None if it is recorded.
+            committed_step: Newest committed step, -1 if there is none.
+        """
+        if failure is None or (self.history and self.history[-1].failure is failure):
+            return list(self.history)
+        return [*self.history, AttemptRecord(failure, committed_step)]
+
     def account_for_steps(self, first: int, last: int) -> None:
         """Count the steps that an attempt recomputed.
 

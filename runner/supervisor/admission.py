@@ -6,10 +6,13 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from runner.config.schema import LaunchConfig
+from runner.supervisor.preflight import check_shares
 from runner.supervisor.step_samples import StepSamples
 
 # A node of the last attempt that is still connected has its processes ready within this time, or counts as lost.
 _RETURN_S = 30.0
+# A node that has lost its leader looks for the next one every second.
+_FOLLOW_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,15 @@ class Limits:
         """Whether the number of nodes may change."""
         return self.min_nodes < self.max_nodes
 
+    def check(self) -> None:
+        """Check that some number of nodes can share the samples of a step.
+
+        Raises:
+            UsageError: None can; the text says how many ranks can.
+        """
+        if self.samples is not None and self.fitting(self.max_nodes) is None:
+            check_shares(self.samples, self.max_nodes * self.local_ranks)
+
     def fitting(self, available: int) -> int | None:
         """Return the largest number of nodes that can share a step's samples equally; None if there is none.
 
@@ -62,18 +74,18 @@ class Limits:
                 return number
         return None
 
-    def chosen(self, available: AbstractSet[int], members: AbstractSet[int]) -> frozenset[int] | None:
+    def chosen(self, available: AbstractSet[int], members: AbstractSet[int], leader: int) -> frozenset[int] | None:
         """Choose the nodes that train; None if there are not enough.
 
         Args:
             available: Node ranks of the nodes that there are.
             members: Those of the newest attempt, which hold its state and come first. Then the lowest ones do.
+            leader: Node rank of the leader, which always takes part.
         """
         number = self.fitting(len(available))
         if number is None:
             return None
-        # The leader always takes part.
-        ordered = sorted(available, key=lambda node: (node != 0, node not in members, node))
+        ordered = sorted(available, key=lambda node: (node != leader, node not in members, node))
         return frozenset(ordered[:number])
 
 
@@ -85,18 +97,23 @@ class Seen:
         ready: Node ranks of those whose processes are up, the leader's included.
         coming: Those that are connected, while their processes start or end.
         members: Those of the newest attempt; empty before the first one of this session.
+        leader: Node rank of the leader.
+        expected: Those that followed the leader before this one; they look for the new one.
     """
 
     ready: frozenset[int]
     coming: frozenset[int] = frozenset()
     members: frozenset[int] = frozenset()
+    leader: int = 0
+    expected: frozenset[int] = frozenset()
 
 
 def admit(limits: Limits, seen: Seen, *, enough_s: float = 0.0) -> frozenset[int] | None:
     """Decide whether an attempt begins now, and on which nodes.
 
-    A run that has lost nodes continues at once on those that are left. Only its first attempt waits for more than it
-    needs, as torchrun's rendezvous does with its last call.
+    A run that has lost nodes continues at once on those that are left; one that has lost its leader, when they have
+    found the next. Only its first attempt waits for more than it needs, as torchrun's rendezvous does with its last
+    call.
 
     Args:
         limits: Of the run.
@@ -106,10 +123,12 @@ def admit(limits: Limits, seen: Seen, *, enough_s: float = 0.0) -> frozenset[int
     Returns:
         The node ranks; None to wait.
     """
-    chosen = limits.chosen(seen.ready, seen.members)
+    chosen = limits.chosen(seen.ready, seen.members, seen.leader)
     if chosen is None or len(chosen) == limits.fitting(limits.max_nodes):
         return chosen
     if not seen.members:
+        if seen.expected and (seen.expected <= seen.ready or enough_s >= _FOLLOW_S):
+            return chosen
         return chosen if enough_s >= limits.last_call_s else None
     # These have the newest snapshot and are about to be ready.
     returning = seen.coming & seen.members
@@ -133,7 +152,7 @@ def change(
     Returns:
         The node ranks of the next attempt; None to go on.
     """
-    left = limits.chosen((seen.ready | seen.members) - leaving, seen.members)
+    left = limits.chosen((seen.ready | seen.members) - leaving, seen.members, seen.leader)
     if seen.members & leaving:
         return left
     if left is None or len(left) <= len(seen.members) or since_change_s < limits.grow_interval_s:

@@ -1,4 +1,7 @@
-"""The runner of every node except the first: it does what the leader (`supervisor.py`) asks, and reports back."""
+"""The runner of every node but the leader's: it does what the leader (`supervisor.py`) asks, and reports back.
+
+Where the leader is gone for good, and the run is elastic, one of them leads (`leadership.py`).
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ from runner.recovery.kinds import FailureKind
 from runner.recovery.restart_state import FINISHED_PATIENCE_S
 from runner.supervisor.ends import end_of_error
 from runner.supervisor.identity import JobIdentity, key_of
+from runner.supervisor.lead import Succession
+from runner.supervisor.own_node import own_node
 from runner.supervisor.peer_messages import (
     FORWARDED,
     Begin,
@@ -53,6 +58,7 @@ class Follower:
         *,
         identity: JobIdentity,
         compared: bool = True,
+        succession: Succession | None = None,
         make_node: Callable[..., Node] = Node,
         connect: Callable[..., Member] = Member,
     ) -> None:
@@ -63,10 +69,12 @@ class Follower:
             job: What to run.
             identity: Of the job.
             compared: Whether the leader's job must be the same.
+            succession: Looks whether this node leads in place of a leader that is gone; None where only the first node
+                can lead.
             make_node: Makes this node.
             connect: Makes the connection to the leader.
         """
-        self._session, self._job = session, job
+        self._session, self._job, self._succession = session, job, succession or Succession(session, None, None)
         self._config, self._directory, self._display = session.config, session.directory, session.display
         self._make_node = make_node
         self._job_key = key_of(identity)
@@ -109,8 +117,11 @@ class Follower:
                 exit_code, reason = end.exit_code, end.reason
             finally:
                 self._member.close()
-                if self._node is not None:
+                if self._node is not None and self._succession.lease is None:
                     self._node.close()
+            led = self._succession.lead(self._node)
+            if led is not None:
+                return led
             state = _END_STATES.get(exit_code, RunState.FAILED)
             session.record(RunEnded(state=state.value, exit_code=int(exit_code), reason=reason))
         # The leader shows everything else.
@@ -165,23 +176,15 @@ class Follower:
             self._node.close()
             self._node = None
         if self._node is None:
-            session = self._session
-            self._node = self._make_node(
-                self._config,
-                self._directory,
-                self._job,
-                self._run_id,
-                display=self._display,
-                record=self._record,
-                clock=session.clock,
-                loop=session.loop,
-                stop=session.stop,
-                runtime=session.runtime,
+            assert self._run_id is not None
+            self._node = own_node(
+                self._session, self._job, self._run_id, record=self._record, make_node=self._make_node
             )
         return self._node
 
     def _run_attempt(self, node: Node, spec: AttemptSpec) -> None:
         self._session.attempt = spec.attempt
+        self._succession.attempt(spec)
         self._say(f"run {node.run_id}: attempt {spec.attempt} begins")
         result = node.run_attempt(spec, lambda: self._each_turn(node))
         failure = result.failure
@@ -213,9 +216,12 @@ class Follower:
 
     def _turn(self) -> None:
         self._member.check()
+        if self._succession.lease is not None:
+            return
         if self._member.connected:
             self._heard_at = self._session.monotonic()
         else:
+            self._succession.look(self._member, self._node)
             # The next connection may be to another run.
             self._run_id = self._spec = None
             self._stop_sent = self._busy_sent = False
@@ -228,7 +234,7 @@ class Follower:
         """Wait until something holds.
 
         Returns:
-            Whether it does; False if the run has ended, or a stop leaves nothing to wait for.
+            Whether it does; False if the run has ended, this node leads, or a stop leaves nothing to wait for.
 
         Raises:
             PeersMissing: The leader cannot be reached any longer.
@@ -240,7 +246,7 @@ class Follower:
             session.loop.pump(_TURN_S)
             self._turn()
             now = session.monotonic()
-            if self._finish is not None:
+            if self._finish is not None or self._succession.lease is not None:
                 return False
             if session.stop:
                 stop_at = stop_at or now + self._stop_patience_s
@@ -269,13 +275,14 @@ class Follower:
         self._session.record(event)
         # With a user's script every node learns by itself when training begins.
         known_everywhere = isinstance(event, TrainingStarted) and event.total_steps is None
-        if isinstance(event, FORWARDED) and not known_everywhere:
+        if isinstance(event, FORWARDED) and not known_everywhere and self._succession.lease is None:
             self._member.send(Forwarded(attempt=self._session.attempt, event=event))
 
     def _on_message(self, message: ToMember) -> None:
         match message:
-            case Welcome(run_id=run_id):
+            case Welcome(run_id=run_id, epoch=epoch):
                 self._run_id = run_id
+                self._succession.follow(epoch)
             case Begin(spec=spec):
                 self._spec = spec
                 if self._node is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from runner.recovery.policy import Stop, end_of_node
 from runner.recovery.restart_state import FINISHED_PATIENCE_S
 from runner.supervisor.admission import Limits, Seen, admit
 from runner.supervisor.identity import JobIdentity
+from runner.supervisor.lead import Lead
 from runner.supervisor.node_changes import NodeChanges, Pausable, listed
 from runner.supervisor.peer_messages import (
     MAX_REASON,
@@ -75,6 +77,8 @@ class Membership:
         *,
         identity: JobIdentity | None,
         on_event: Callable[[Event], None],
+        lead: Lead | None = None,
+        expected: AbstractSet[int] = frozenset(),
         open_leader: Callable[..., Leader] = Leader,
     ) -> None:
         """Begin with this node alone; `gather` waits for the others.
@@ -83,13 +87,18 @@ class Membership:
             session: Of the leader.
             identity: Of the job, which the others must share; None to accept any.
             on_event: Called with events that other nodes forward.
+            lead: By what right this node leads.
+            expected: Node ranks of the nodes that followed the leader before this one.
             open_leader: Opens the port that the others connect to.
         """
         self._session, self._config, self._identity = session, session.config, identity
         self._on_event, self._open_leader = on_event, open_leader
         self._leader: Leader | None = None
         self._limits = Limits(1, 1)
-        self.nodes: frozenset[int] = frozenset({0})
+        self._own, self._expected = session.config.launch.node_rank, frozenset(expected)
+        lead = lead or Lead(session, None)
+        self._welcome = Welcome(run_id=lead.run_id, epoch=lead.epoch)
+        self.nodes: frozenset[int] = frozenset({self._own})
         self._has_begun = False
         # Nodes whose processes are up, and how the running attempt has ended on those where it has.
         self._ready: set[int] = set()
@@ -104,7 +113,7 @@ class Membership:
     @property
     def others(self) -> frozenset[int]:
         """Node ranks of the nodes that take part, except the leader."""
-        return self.nodes - {0}
+        return self.nodes - {self._own}
 
     @property
     def hold_state(self) -> bool:
@@ -118,13 +127,14 @@ class Membership:
 
     # -- before an attempt -------------------------------------------------------------------------------------------
 
-    def gather(self, limits: Limits, *, has_finished: bool) -> None:
+    def gather(self, limits: Limits, *, has_finished: bool, each_turn: Callable[[], None] = lambda: None) -> None:
         """Wait until enough nodes are connected and ready, or a stop is requested.
 
         Args:
             limits: How many nodes the run may have; each has as many ranks as this one.
             has_finished: Whether an earlier session recorded that this job has finished: nodes that have exited with 0
                 are not restarted, so waiting is short.
+            each_turn: Called about twice per second; what it raises ends the wait.
 
         Raises:
             UsageError: The port is taken, or RUNNER_SECRET is too short.
@@ -142,6 +152,7 @@ class Membership:
         patience_s = min(launch.rendezvous_timeout_s, FINISHED_PATIENCE_S if has_finished else math.inf)
         began, enough_since, announced = session.monotonic(), math.inf, False
         while not session.stop:
+            each_turn()
             self.check()
             now, seen = session.monotonic(), self._seen()
             enough = limits.fitting(len(seen.ready)) is not None
@@ -159,17 +170,14 @@ class Membership:
                 session.record(WaitingForNodes(nodes=missing))
                 session.display.message(f"waiting for node {names} at port {launch.peer_address[1]}")
             if not enough and missing and now > began + patience_s:
-                needed = f"; {limits.min_nodes} nodes are enough" if limits.is_elastic else ""
-                raise PeersMissing(
-                    f"node {names} of {limits.max_nodes} has not connected within {patience_s:.0f} s "
-                    f"(launch.rendezvous_timeout_s){needed}; start the same command there with its --node-rank"
-                )
+                raise _missing(names, limits, patience_s)
 
     def _seen(self) -> Seen:
         present = self._leader.present if self._leader is not None else set()
         coming = present - self._ready - self._changes.leaving.keys()
         members = self.nodes if self._has_begun else frozenset()
-        return Seen(frozenset(self._ready - self._changes.leaving.keys() | {0}), frozenset(coming), members)
+        ready = frozenset(self._ready - self._changes.leaving.keys() | {self._own})
+        return Seen(ready, frozenset(coming), members, self._own, self._expected)
 
     # -- while an attempt runs ---------------------------------------------------------------------------------------
 
@@ -209,7 +217,11 @@ class Membership:
             self._changes.watch(node, self._limits, self._seen())
 
     def announce_stop(self, reason: str) -> None:
-        """Pass a stop request on to the other nodes."""
+        """Pass a stop request on to the other nodes, unless they can continue without this one."""
+        seen = self._seen()
+        running = seen.members if self._running else frozenset()
+        if self._welcome.epoch and self._changes.on_own_stop(self._limits, replace(seen, members=running)):
+            return
         self._send(StopMessage(reason=reason[:MAX_REASON]))
 
     def join(self, own: Failure) -> Failure:
@@ -224,7 +236,7 @@ class Membership:
         if self._leader is not None:
             self._wait_for_ends(self._leader, own)
         self._running = False
-        everywhere = {0: own, **self._ended}
+        everywhere = {self._own: own, **self._ended}
         everywhere |= {number: _lost(number) for number in self.others - self._ended.keys()}
         self.bad_nodes = {number for number, failure in everywhere.items() if failure.kind is FailureKind.BAD_NODE}
         combined = combine([everywhere[number] for number in sorted(everywhere)])
@@ -261,7 +273,7 @@ class Membership:
         """
         if self._leader is None:
             return
-        if decision is not None:
+        if decision is not None and not (self._changes.hands_over and decision.exit_code is ExitCode.PREEMPTED):
             for number in sorted(self._leader.present):
                 end = end_of_node(decision, number, self.bad_nodes)
                 self._send(Finish(exit_code=end.exit_code.value, reason=end.reason[:MAX_REASON]), number)
@@ -284,13 +296,9 @@ class Membership:
                     # Its runner is a new one, or was cut off: its part of this attempt is over.
                     lost = Failure(FailureKind.NODE_LOST, f"node {number} was lost and has come back")
                     self._ended.setdefault(number, lost)
-                self._send(Welcome(run_id=session.run_id), number)
+                self._send(self._welcome, number)
             case Ready(nproc=nproc) if nproc != self._limits.local_ranks:
-                reason = (
-                    f"this node has {nproc} ranks, the leader {self._limits.local_ranks}; use the same "
-                    "--nproc-per-node everywhere"
-                )
-                self._send(Finish(exit_code=ExitCode.USAGE.value, reason=reason), number)
+                self._send(_unequal(nproc, self._limits.local_ranks), number)
             case Ready(has_state=has_state):
                 self._ready.add(number)
                 (self._with_state.add if has_state else self._with_state.discard)(number)
@@ -311,3 +319,16 @@ class Membership:
 
 def _lost(*numbers: int) -> Failure:
     return Failure(FailureKind.NODE_LOST, f"node {listed(numbers)} is gone, or silent for too long")
+
+
+def _missing(names: str, limits: Limits, waited_s: float) -> PeersMissing:
+    needed = f"; {limits.min_nodes} nodes are enough" if limits.is_elastic else ""
+    return PeersMissing(
+        f"node {names} of {limits.max_nodes} has not connected within {waited_s:.0f} s "
+        f"(launch.rendezvous_timeout_s){needed}; start the same command there with its --node-rank"
+    )
+
+
+def _unequal(theirs: int, ours: int) -> Finish:
+    reason = f"this node has {theirs} ranks, the leader {ours}; use the same --nproc-per-node everywhere"
+    return Finish(exit_code=ExitCode.USAGE.value, reason=reason)

@@ -32,6 +32,7 @@ class NodeChanges:
 
     Attributes:
         leaving: Nodes that were asked to stop and without which the run goes on, with the reason.
+        hands_over: Whether the leader was asked to stop, and the run goes on under another one.
     """
 
     def __init__(self, session: Session, send: Callable[[Finish, int], None]) -> None:
@@ -43,6 +44,7 @@ class NodeChanges:
         """
         self._session, self._send = session, send
         self.leaving: dict[int, str] = {}
+        self.hands_over = False
         # Why the running attempt was paused.
         self._reason = ""
         self._changed_at = 0.0
@@ -118,6 +120,24 @@ class NodeChanges:
         self.leaving[number] = reason
         if number not in seen.members:
             self._let_go(number)
+
+    def on_own_stop(self, limits: Limits, seen: Seen) -> bool:
+        """Take in that the leader was asked to stop.
+
+        Args:
+            limits: Of the run.
+            seen: The nodes; `members` are those of the running attempt, empty if there is none.
+
+        Returns:
+            Whether enough nodes are left, so that one of them leads in its place; else all are to stop.
+        """
+        left = (seen.ready | seen.members) - {seen.leader, *self.leaving}
+        self.hands_over = limits.is_elastic and limits.fitting(len(left)) is not None
+        if self.hands_over:
+            self._session.display.message(
+                f"this node leaves the run to node {listed(left)}, one of which will lead; stop them too to end the run"
+            )
+        return self.hands_over
 
     def _departures(self, nodes: AbstractSet[int]) -> list[str]:
         return [f"node {number} leaves: {self.leaving[number]}" for number in sorted(nodes & self.leaving.keys())]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -13,8 +14,13 @@ from runner.supervisor.peer_messages import PeerMessage, Ping
 from runner.system.event_loop import EventLoop
 
 M = TypeVar("M", bound=PeerMessage)
-PING_INTERVAL_S = 2.0
+PING_INTERVAL_S = 1.0
+# A runner that is hung, or stopped, answers nothing while its kernel does.
 SILENCE_S = 10.0
+# A kernel that is cut off, or gone, acknowledges nothing. Load does not delay it, so that this can be short (tcp(7)).
+UNACKNOWLEDGED_S = 4.0
+# `struct tcp_info` of linux/tcp.h up to tcpi_last_ack_recv, in milliseconds.
+_TCP_INFO = struct.Struct("8x13I")
 HANDSHAKE_TIMEOUT_S = 5.0
 _MAX_LINE_BYTES = 1 << 20
 # Seconds between two checks after which this process was itself stopped, and must not blame others for their silence.
@@ -48,8 +54,7 @@ class Connection(Generic[M]):
             receive: Called in the loop for every message except keepalives.
         """
         sock.setblocking(False)
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _set_options(sock)
         self._sock, self._loop, self._read_line, self._receive = sock, loop, read, receive
         self._auth = auth
         self._buffer = b""
@@ -88,7 +93,8 @@ class Connection(Generic[M]):
             self._began_at += gap
         if self.lost:
             return
-        if now - self._heard_at > SILENCE_S or (self.is_stranger and now - self._began_at > HANDSHAKE_TIMEOUT_S):
+        is_silent = now - self._heard_at > SILENCE_S or _unacknowledged_s(self._sock) > UNACKNOWLEDGED_S
+        if is_silent or (self.is_stranger and now - self._began_at > HANDSHAKE_TIMEOUT_S):
             self.close()
         elif now - self._pinged_at >= PING_INTERVAL_S and not self.is_stranger:
             self._pinged_at = now
@@ -159,3 +165,24 @@ class Connection(Generic[M]):
         message = self._read_line(self._auth.open(line))
         if not isinstance(message, Ping):
             self._receive(self, message)
+
+
+def _set_options(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Also while this process is stopped, its kernel asks the other one every second.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+
+
+def _unacknowledged_s(sock: socket.socket) -> float:
+    """Return the seconds since the other kernel acknowledged something; 0 if that is unknown.
+
+    It is asked for here, as TCP_USER_TIMEOUT took up to 8 s where the own network was down.
+    """
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    except OSError:
+        return 0.0
+    return float(_TCP_INFO.unpack(info)[-1]) / 1000 if len(info) == _TCP_INFO.size else 0.0

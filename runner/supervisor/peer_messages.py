@@ -147,10 +147,12 @@ class Welcome(PeerMessage):
 
     Attributes:
         run_id: Identity of the run.
+        epoch: In which the leader leads; 0 if it has no lease.
     """
 
     do: Literal["welcome"] = "welcome"
     run_id: Annotated[str, Field(pattern=r"^[\w.-]{1,100}$")]
+    epoch: Count = 0
 
 
 class Begin(PeerMessage):

@@ -43,6 +43,7 @@ def listen(
             receive,
             partial(refusal, identity),
             secret=secret,
+            own=launch.node_rank,
             bind=launch.peer_bind,
             warn=session.display.message,
         )

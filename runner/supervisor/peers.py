@@ -1,8 +1,9 @@
 """Connections between the runners of one run's nodes: messages over one TCP connection from each to the leader.
 
-The leader, the runner of the first node, begins and ends attempts and the run; the others report how attempts ended on
-their nodes. Both sides send a keepalive every two seconds. After ten seconds without one the other side counts as
-lost, whether it is dead, hung or cut off. No call blocks, except up to 0.1 s for the resolution of a name.
+The leader, one node's runner, begins and ends attempts and the run; the others report how attempts ended on their
+nodes. Both sides send a keepalive every second. A side that is hung counts as lost after ten seconds without one, a
+side that is dead or cut off after four seconds in which its kernel has acknowledged nothing. No call blocks, except up
+to 0.1 s for the resolution of a name.
 
 Before anything else both sides prove that they know the run's secret (`peer_auth.py`). A side that has not done so is a
 stranger: there may be `MAX_STRANGERS` of them, each for five seconds and with a line of 256 bytes at most.
@@ -51,6 +52,7 @@ class Leader:
         refusal: Callable[[Hello], str | None] = lambda hello: None,
         *,
         secret: bytes,
+        own: int = 0,
         bind: str | None = None,
         warn: Callable[[str], None] = lambda line: None,
     ) -> None:
@@ -58,12 +60,13 @@ class Leader:
 
         Args:
             address: Host and port; only the port is used.
-            num_nodes: Nodes of the run; the others have node ranks 1 to num_nodes - 1. None if there may be spares,
-                with any node rank.
+            num_nodes: Nodes of the run; the others have node ranks below this. None if there may be spares, with any
+                node rank.
             loop: Calls the other arguments.
             receive: Called with a node rank and its message.
             refusal: Returns why the sender of a hello is not admitted; None if it is.
             secret: Of the run.
+            own: Node rank of this node.
             bind: Address of this node to listen on; None for all.
             warn: Called with a line about a host that has another secret, once for each of at most `MAX_STRANGERS`.
 
@@ -71,6 +74,7 @@ class Leader:
             OSError: The port is taken, or this node does not have the address.
         """
         self._loop, self._receive, self._refusal, self._num_nodes = loop, receive, refusal, num_nodes
+        self._own = own
         self._secret, self._warn = secret, warn
         self._warned: set[str] = set()
         self._connections: dict[int, Connection[ToLeader]] = {}
@@ -157,7 +161,7 @@ class Leader:
 
     def _on_hello(self, connection: Connection[ToLeader], hello: Hello) -> None:
         number = hello.node_rank
-        if number == 0 or (self._num_nodes is not None and number >= self._num_nodes):
+        if number == self._own or (self._num_nodes is not None and number >= self._num_nodes):
             which = f"one of the {self._num_nodes} nodes" if self._num_nodes is not None else "free: the leader has it"
             self._refuse(connection, f"node rank {number} is not {which} (--nnodes)")
         elif (reason := self._refusal(hello)) is not None:
@@ -192,6 +196,8 @@ class Member:
     """The side of every other node: connects, and reconnects.
 
     Attributes:
+        address: Host and port of the leader.
+        own_host: Address of this node on its newest connection; None before the first one.
         last_error: Why the leader cannot be reached.
     """
 
@@ -216,7 +222,7 @@ class Member:
         """
         self._read_secret = read_secret
         self._secret: bytes | None = None
-        self._address, self._hello, self._loop, self._receive = address, hello, loop, receive
+        self.address, self._hello, self._loop, self._receive = address, hello, loop, receive
         self._connection: Connection[ToMember] | None = None
         self._connecting: socket.socket | None = None
         self._try_at = 0.0
@@ -225,12 +231,18 @@ class Member:
         self._resolver: threading.Thread | None = None
         # Address family and address of the name when it was last resolved.
         self._resolved: tuple[int, Any] | None = None
+        self.own_host: str | None = None
         self.last_error = "no answer"
 
     @property
     def connected(self) -> bool:
         """Whether there is a connection to the leader."""
         return self._connection is not None and not self._connection.lost and not self._connection.is_stranger
+
+    def follow(self, address: tuple[str, int]) -> None:
+        """Connect to another leader from now on; one that is connected is kept until it is lost."""
+        if address != self.address:
+            self.address, self._resolved, self._secret = address, None, None
 
     def send(self, message: PeerMessage) -> None:
         """Send a message, if there is a connection."""
@@ -264,6 +276,7 @@ class Member:
         elif self._is_through():
             sock, self._connecting = self._connecting, None
             assert self._secret is not None
+            self.own_host = sock.getsockname()[0]
             auth = PeerAuth(self._secret, "member")
             self._connection = Connection(
                 sock, self._loop, auth, read_by_member, lambda _, message: self._receive(message)
@@ -296,10 +309,10 @@ class Member:
             )
             return
         try:
-            family, _, _, _, address = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)[0]
+            family, _, _, _, address = socket.getaddrinfo(*self.address, type=socket.SOCK_STREAM)[0]
             self._resolved = (family, address)
         except (OSError, UnicodeError) as error:
-            self.last_error = f"{self._address[0]}: {getattr(error, 'strerror', None) or error}"
+            self.last_error = f"{self.address[0]}: {getattr(error, 'strerror', None) or error}"
 
     def _begin_connecting(self, now: float) -> None:
         if self._resolver is None or not self._resolver.is_alive():

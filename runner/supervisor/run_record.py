@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+from collections.abc import Set as AbstractSet
 
 from checkpointing.errors import CheckpointError
 from checkpointing.storage import Storage
 from checkpointing.tiers import Tiers
 from runner.config.schema import Config
-from runner.journal.events import RunStarted
+from runner.journal.events import RunStarted, StepsSkipped
 from runner.journal.journal import read_journal
 from runner.journal.ledger import NOT_RUNNING
 from runner.journal.mirror import JournalCopy, needs_copy
@@ -20,7 +21,7 @@ from runner.node.messages import AttemptSpec, Job
 from runner.node.node import Node
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
-from runner.recovery.policy import AttemptRecord
+from runner.recovery.policy import AttemptRecord, Restart
 from runner.recovery.restart_state import RestartState, RunnerProcess, process_namespace
 from runner.supervisor.admission import Limits
 from runner.supervisor.identity import JobIdentity, key_of
@@ -89,24 +90,38 @@ class RunRecord:
             return
         self.state.add(AttemptRecord(failure, committed_step))
 
+    def take(self, decision: Restart, session: Session) -> None:
+        """Take in what the next attempt does in another way.
+
+        Args:
+            decision: Says so.
+            session: Has the journal.
+        """
+        self.state.batch = decision.batch
+        if decision.skip is not None:
+            first, last = decision.skip
+            self.state.skipped.append(decision.skip)
+            session.record(StepsSkipped(first=first, last=last))
+
     def next_spec(
-        self, session: Session, num_nodes: int, job: Job, limits: Limits, *, held: bool = False
+        self, session: Session, nodes: AbstractSet[int], job: Job, limits: Limits, *, held: bool = False, host: str = ""
     ) -> AttemptSpec:
         """Return the specification of the session's newest attempt.
 
         Args:
             session: Has the attempt's number and the clock.
-            num_nodes: Nodes of the attempt.
+            nodes: Node ranks of the nodes of the attempt.
             job: What runs.
             limits: Nodes that the run may have.
             held: See `AttemptSpec`.
+            host: Address of this node if the nodes are to meet here; empty where they are configured to.
         """
         run = summarise(read_journal(session.directory.journal), now=session.clock())
         failures = sum(attempt.failed for attempt in run.attempts)
         running_s = run.wall_s - run.time_by_cause[NOT_RUNNING]
         return AttemptSpec(
             session.attempt,
-            num_nodes,
+            len(nodes),
             self.state.batch.divisor,
             ",".join(f"{first}-{last}" for first, last in self.state.skipped),
             f"{failures}:{running_s:.0f}",
@@ -118,6 +133,9 @@ class RunRecord:
             limits.max_nodes,
             limits.max_nodes * limits.local_ranks if limits.is_elastic else 0,
             held,
+            session.config.launch.node_rank,
+            host,
+            tuple(sorted(nodes)) if limits.max_nodes > 1 else (),
         )
 
     def keep(self, node: Node, attempt: int) -> None:

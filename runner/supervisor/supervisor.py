@@ -1,6 +1,6 @@
 """The loop that keeps a run going: it starts an attempt, waits for its end, decides, waits, and starts the next.
 
-It leads: in a run of several nodes it runs on the first one, and the others follow it (`follower.py`). Every wait goes
+It leads: in a run of several nodes it runs on one of them, and the others follow it (`follower.py`). Every wait goes
 through the event loop, so that all of them can be interrupted. Whatever happens, no process of the run is left when
 `run` returns.
 """
@@ -11,25 +11,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError
-from runner.journal.events import RunEnded, StepsSkipped
+from runner.journal.events import RunEnded
 from runner.journal.summary import RunState
 from runner.node.messages import AttemptResult, Job
 from runner.node.node import Node
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
-from runner.recovery.policy import AttemptRecord, BatchShape, Restart, Stop, decide, end_of_node
+from runner.recovery.policy import BatchShape, Restart, Stop, decide, end_of_node
 from runner.supervisor.admission import Limits
 from runner.supervisor.ends import end_of_error, end_without_location
 from runner.supervisor.identity import JobIdentity
+from runner.supervisor.lead import Inherited, Lead
+from runner.supervisor.leadership import LeaseKeeper
 from runner.supervisor.membership import Membership
 from runner.supervisor.notices import Notices
+from runner.supervisor.own_node import own_node
 from runner.supervisor.peers import Leader
-from runner.supervisor.preflight import check_shares
 from runner.supervisor.retry import retry
 from runner.supervisor.run_record import RunRecord
 from runner.supervisor.session import Session
 from runner.supervisor.step_samples import StepSamples
 
+_NOTHING = Inherited()
 _END_STATES = {ExitCode.DONE: RunState.FINISHED, ExitCode.PREEMPTED: RunState.PREEMPTED}
 
 
@@ -48,6 +51,8 @@ class Supervisor:
         *,
         place: str | None = None,
         identity: JobIdentity | None = None,
+        lease: LeaseKeeper | None = None,
+        inherited: Inherited = _NOTHING,
         make_node: Callable[..., Node] = Node,
         open_leader: Callable[..., Leader] = Leader,
     ) -> None:
@@ -58,15 +63,20 @@ class Supervisor:
             job: What to run.
             place: Id of the location; None if it could not be asked.
             identity: Of the job, which the other nodes must share.
+            lease: By which this node leads; None where only the first node can.
+            inherited: What it leads with, if it has followed another leader until now.
             make_node: Makes the leader's node.
             open_leader: Opens the port for the other nodes.
         """
         self._session, self._job, self._place, self._identity = session, job, place, identity
         self._config, self._directory, self._display = session.config, session.directory, session.display
         self._make_node = make_node
+        self._lead, self._inherited = Lead(session, lease), inherited
         self._members = Membership(
             session,
             identity=identity,
+            lead=self._lead,
+            expected=inherited.companions,
             on_event=lambda event: self._node.checkpoints.handle_forwarded(event),
             open_leader=open_leader,
         )
@@ -83,31 +93,33 @@ class Supervisor:
         self.failed_log: Path | None = None
 
     def run(self) -> ExitCode:
-        """Supervise until the run has ended; may be called once.
-
-        Returns:
-            The exit code of the process.
-        """
+        """Supervise until the run has ended, and return the exit code of the process; may be called once."""
         with self._session:
-            self._begin()
-            decision: Stop | None = None
-            try:
-                decision = self._supervise()
-            finally:
-                self._keep_state()
-                self._record.flush_journal(self._node)
-                # After any end but a good one all nodes are restarted, and no commit needs the others.
-                if decision is None or decision.exit_code is not ExitCode.DONE:
-                    self._members.dismiss(decision)
-                drained = self._node.close()
-            if decision.exit_code is ExitCode.DONE:
-                decision = self._finish(decision, drained=drained)
-            decision = end_of_node(decision, 0, self._members.bad_nodes)
-            self.reason = decision.reason
-            state = _END_STATES.get(decision.exit_code, RunState.FAILED)
-            self._session.record(RunEnded(state=state.value, exit_code=int(decision.exit_code), reason=decision.reason))
-            self._record.finish_journal()
+            exit_code = self.lead()
         self._display.close()
+        return exit_code
+
+    def lead(self) -> ExitCode:
+        """Do what `run` does in a session that has been entered, and stays so."""
+        self._begin()
+        decision: Stop | None = None
+        try:
+            decision = self._supervise()
+        finally:
+            self._keep_state()
+            self._record.flush_journal(self._node)
+            # After any end but a good one all nodes are restarted, and no commit needs the others.
+            if decision is None or decision.exit_code is not ExitCode.DONE:
+                self._members.dismiss(decision)
+            drained = self._node.close()
+        if decision.exit_code is ExitCode.DONE:
+            decision = self._finish(decision, drained=drained)
+        decision = end_of_node(decision, self._config.launch.node_rank, self._members.bad_nodes)
+        self.reason = decision.reason
+        state = _END_STATES.get(decision.exit_code, RunState.FAILED)
+        self._session.record(RunEnded(state=state.value, exit_code=int(decision.exit_code), reason=decision.reason))
+        self._record.finish_journal()
+        self._lead.release()
         return decision.exit_code
 
     def _begin(self) -> None:
@@ -120,32 +132,22 @@ class Supervisor:
         self._samples = StepSamples.of(config, self._identity, self._record.state, has_script=bool(self._job.script))
         self._display.state.committed_step = newest if newest >= 0 else None
         session.record(self._record.started(session, newest, self._place))
-        self._node = self._make_node(
-            config,
-            self._directory,
-            self._job,
-            session.run_id,
-            display=self._display,
-            record=session.record,
-            clock=session.clock,
-            loop=session.loop,
-            stop=session.stop,
-            runtime=session.runtime,
-        )
+        self._lead.begin()
+        self._node = self._inherited.node or own_node(session, self._job, self._lead.run_id, make_node=self._make_node)
+        self._node.leads = True
         self._node.checkpoints.committed_step = over_all_stages
 
     def _supervise(self) -> Stop:
         """Run attempts until one of them, or something around them, ends the run."""
         try:
-            decision = self._stop_after_lost_runners()
-            if decision is None:
-                if self._config.tiers.durable.root is None and self._place is not None:
-                    # There is no lock: a second runner must find this one's name as early as possible.
-                    self._keep_state()
-                decision = retry(self._attempt_and_decide, self._config.restart, self._session)
+            if (lost := self._stop_after_lost_runners()) is not None:
+                return lost
+            if self._config.tiers.durable.root is None and self._place is not None:
+                # There is no lock: a second runner must find this one's name as early as possible.
+                self._keep_state()
+            return retry(self._attempt_and_decide, self._config.restart, self._session)
         except (RunnerError, OSError) as error:
             return end_of_error(error)
-        return decision
 
     def _finish(self, decision: Stop, *, drained: bool) -> Stop:
         """End a run that has trained to its end.
@@ -203,25 +205,22 @@ class Supervisor:
             PeersMissing: Not all nodes have come in time.
         """
         limits = self._limits = Limits.of(self._config.launch, self._node.shape, self._samples)
-        if limits.samples is not None and limits.fitting(limits.max_nodes) is None:
-            check_shares(limits.samples, limits.max_nodes * limits.local_ranks)
+        limits.check()
         if self._job.script is None:
             self._notices.show_learning_rate(limits.max_nodes * limits.local_ranks)
-        self._members.gather(limits, has_finished=self._record.has_finished)
+        self._members.gather(limits, has_finished=self._record.has_finished, each_turn=self._lead.check)
+        self._lead.check()
 
     def _record_and_decide(self, failure: Failure, log: Path | None) -> Restart | Stop:
         """Record how an attempt ended, and decide what follows."""
+        self._lead.check(failure)
         self._last_step = failure.step
         self._record.add(failure, self._node.checkpoints.committed_step)
         decision = self._decide(failure)
         if isinstance(decision, Restart):
             decision = end_without_location(self._config.tiers.durable, self._session.attempt) or decision
         if isinstance(decision, Restart):
-            self._record.state.batch = decision.batch
-            if decision.skip is not None:
-                first, last = decision.skip
-                self._record.state.skipped.append(decision.skip)
-                self._session.record(StepsSkipped(first=first, last=last))
+            self._record.take(decision, self._session)
             where = f" (log: {log})" if log is not None else ""
             self._display.message(f"step {failure.step}: {decision.reason}; restarting{where}")
         elif log is not None:
@@ -232,9 +231,7 @@ class Supervisor:
     def _decide(self, failure: Failure | None = None) -> Restart | Stop:
         """Decide after the newest recorded failure, or after an end that is not recorded as one."""
         checkpoints, state = self._node.checkpoints, self._record.state
-        history = list(state.history)
-        if failure is not None and (not history or history[-1].failure is not failure):
-            history.append(AttemptRecord(failure, checkpoints.committed_step))
+        history = state.history_with(failure, checkpoints.committed_step)
         micro_batch, accumulation = checkpoints.batch or (None, 1)
         state.batch = BatchShape(micro_batch, accumulation, state.batch.divisor)
         return decide(
@@ -249,22 +246,21 @@ class Supervisor:
         )
 
     def _keep_state(self) -> None:
-        self._record.keep(self._node, self._session.attempt)
+        if not self._lead.is_lost:
+            self._record.keep(self._node, self._session.attempt)
 
     # -- one attempt -------------------------------------------------------------------------------------------------
 
     def _run_attempt(self) -> tuple[Failure, Path | None]:
-        """Run an attempt on all nodes.
-
-        Returns:
-            Why it ended, and the log of the rank that failed, if that is on this node.
-        """
+        """Run an attempt on all nodes; returns why it ended, and the log of the rank that failed, if that is here."""
         session, state = self._session, self._record.state
         session.attempt += 1
         state.running, state.finished = session.attempt, ""
         self._keep_state()
         held = self._node.has_state or self._members.hold_state
-        spec = self._record.next_spec(session, len(self._members.nodes), self._job, self._limits, held=held)
+        spec = self._record.next_spec(
+            session, self._members.nodes, self._job, self._limits, held=held, host=self._lead.host
+        )
         self._members.begin(spec)
         self._node.others_busy = False
         result = self._node.run_attempt(spec, self._each_turn)
@@ -283,6 +279,8 @@ class Supervisor:
         self._record.copy_journal(self._node, self._session.monotonic())
         self._session.announce_stop(self._members.announce_stop)
         self._members.turn(self._node)
+        if self._lead.is_lost:
+            self._node.end_attempt(Failure(FailureKind.ENDED, "another node leads this run now"))
 
 
 def _log_of(failure: Failure, result: AttemptResult) -> Path | None:

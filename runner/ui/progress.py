@@ -49,7 +49,7 @@ class ProgressState:
 
 
 class ProgressDisplay:
-    """Shows a `ProgressState`, and messages between its updates. Only the first node's runner shows anything."""
+    """Shows a `ProgressState`, and messages between its updates. Only the leader's runner shows anything."""
 
     def __init__(self, *, quiet: bool = False, live: bool = True) -> None:
         """Open the console.
@@ -71,6 +71,10 @@ class ProgressDisplay:
         if self._console.is_terminal and live:
             self._live = Live(Text(""), console=self._console, auto_refresh=False, transient=True)
             self._live.start()
+
+    def show(self) -> None:
+        """End being quiet."""
+        self._console.quiet = False
 
     def message(self, text: str) -> None:
         """Print a line."""

@@ -1,6 +1,6 @@
 """Write the reference pages and the JSON schema of the configuration; `scripts/render-reference` runs it.
 
-A new page is a module beside this one with a function `render() -> str`, and a line in FILES.
+A new page is a module in this folder with a function `render() -> str`, and a line in FILES.
 """
 
 from __future__ import annotations

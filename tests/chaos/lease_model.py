@@ -1,10 +1,14 @@
 """Who leads a run whose leader may be lost for good, as a model: designed here before it is coded.
 
-The newest fence is the lease. A node leads attempt n if it has put the fence of n, and nobody else can: a fence is put
-only where there is none. A leader goes on to n + 1 in the same way; a node that has not seen the leader's sign of life
-for a while claims the number after the newest one. No clock is compared and no time-out is trusted: any node may
-suspect any leader at any moment, a leader may stand still between any two steps, an answer may be lost and its call
-carried out later, nodes are killed and come back, and a shared disk may lose what was not flushed.
+The node that has put the newest fence leads. It leads in epoch n if it has put the fence of n, and nobody else can: a
+fence is put only where there is none. A leader goes on to n + 1 in the same way; a node that has not seen the leader's
+sign of life for a while claims the number after the newest one. No clock is compared and no time-out is trusted: any
+node may suspect any leader at any moment, a leader may stand still between any two steps, an answer may be lost and its
+call carried out later, nodes are killed and come back, and a shared disk may lose what was not flushed.
+
+The code (`runner/supervisor/lease.py`) calls these fences leases; `test_lease_conformance.py` runs it under the same
+faults. There a leader goes on to the next epoch only when it was killed and is back, and begins any number of attempts
+in its own; that no attempt commits after a newer one has begun is the commit protocol's (`commit_model.py`).
 
 What must hold:
 

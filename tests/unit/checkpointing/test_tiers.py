@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpointing.agent.duty import Duty
 from checkpointing.agent.storage_worker import StorageWorker
 from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import digest_buffer
@@ -94,7 +95,7 @@ def test_what_an_old_machine_commits_for_itself_does_not_count_when_it_comes_bac
     assert tiers.local is not None
 
     def begin(tiers: Tiers, attempt: int) -> StorageWorker:
-        writer = StorageWorker(tiers, lambda message, arena: None, commits=True, local_retention=Retention(2))
+        writer = StorageWorker(tiers, lambda message, arena: None, duty=Duty(True), local_retention=Retention(2))
         assert writer.begin_attempt(attempt, ()).answered.wait(120)
         return writer
 

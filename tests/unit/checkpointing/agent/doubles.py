@@ -8,6 +8,7 @@ from pathlib import Path
 from chaos.stores import MemoryObjects
 
 from checkpointing.agent.arenas import Arena, ArenaPool
+from checkpointing.agent.duty import Duty
 from checkpointing.agent.protocol import Refusal
 from checkpointing.agent.results import Report, Result
 from checkpointing.agent.resumption import Resumption
@@ -55,7 +56,7 @@ class UnthreadedWorker(StorageWorker):
         super().__init__(
             tiers,
             report,
-            commits=commits,
+            duty=Duty(commits),
             local_retention=Retention(2),
             spawn=lambda call, name: self._waiting.append(call),
         )
@@ -108,7 +109,7 @@ class Bench:
 
         self.workers = StageWorkers(self.tiers, self._results, make)
         self.pool = ArenaPool(memory_limit, lambda num_arenas, reason: None)
-        self.scheduler = Scheduler(self.pool, self.workers, self.events.append, commits=commits)
+        self.scheduler = Scheduler(self.pool, self.workers, self.events.append, duty=Duty(commits))
         self.resumption = Resumption(self.pool, self.scheduler, self.workers, self.events.append)
         self._number = 0
 

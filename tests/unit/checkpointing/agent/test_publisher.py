@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from unit.checkpointing.agent.doubles import STATE, Bench, Clock, Reports, Store, save, two_tiers
 
+from checkpointing.agent.duty import Duty
 from checkpointing.agent.fencing import Fencer
 from checkpointing.agent.publisher import Publisher
 from checkpointing.catalog import Catalog
@@ -18,7 +19,7 @@ from checkpointing.tiers import Tiers
 
 
 def publisher_of(tiers: Tiers, reports: Reports, clock: Clock | None = None) -> Publisher:
-    fencer = Fencer(tiers, reports, commits=True)
+    fencer = Fencer(tiers, reports, duty=Duty(True))
     return Publisher(tiers, fencer, reports, local_retention=Retention(1), clock=clock or Clock())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,23 @@ def test_a_file_is_kept_under_its_name(sidecars: Sidecars) -> None:
     sidecars.write("journal.1", b"")
     assert sidecars.sizes() == {"job.json": 4, "journal.1": 0}
     assert (sidecars.sizes("journal"), sidecars.read("job.json")) == ({"journal.1": 0}, b"two!")
+
+
+def test_of_several_writers_one_creates_a_file(sidecars: Sidecars) -> None:
+    assert sidecars.decides
+    assert sidecars.create("lease-1", b"a") and not sidecars.create("lease-1", b"b")
+    # An earlier call was carried out, and its answer was lost.
+    assert sidecars.create("lease-1", b"a")
+    assert sidecars.read("lease-1") == b"a" and list(sidecars.sizes()) == ["lease-1"]
+    sidecars.remove("lease-1")
+    sidecars.remove("lease-1")
+    assert sidecars.sizes() == {} and sidecars.create("lease-1", b"b")
+
+
+def test_many_threads_that_create_a_file_have_one_winner(sidecars: Sidecars) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(lambda number: sidecars.create("lease-1", b"%d" % number), range(64)))
+    assert won.count(True) == 1 and sidecars.read("lease-1") == b"%d" % won.index(True)
 
 
 def test_a_part_of_a_file_is_kept(sidecars: Sidecars, tmp_path: Path) -> None:

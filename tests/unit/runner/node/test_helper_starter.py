@@ -31,7 +31,9 @@ def starter(folder: Path, node_rank: int) -> HelperStarter:
     launch = {"nnodes": 2, "node_rank": node_rank, "rdzv_endpoint": "leader:29500"}
     config = Config.model_validate({"output_dir": str(folder), "launch": launch})
     (folder / "runtime").mkdir(exist_ok=True)
-    return HelperStarter(config, RunDirectory(str(folder), node_rank), "leaders-run", folder / "runtime")
+    return HelperStarter(
+        config, RunDirectory(str(folder), node_rank), "leaders-run", folder / "runtime", lambda: node_rank == 0
+    )
 
 
 @pytest.mark.parametrize(("node_rank", "commits"), [(0, True), (1, False)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runner.supervisor.admission import _RETURN_S, Limits, Seen, admit, change
+from runner.supervisor.admission import _FOLLOW_S, _RETURN_S, Limits, Seen, admit, change
 
 FIXED = Limits(3, 3)
 ELASTIC = Limits(2, 3, last_call_s=30, grow_interval_s=60)
@@ -36,7 +36,13 @@ def nodes(*numbers: int) -> frozenset[int]:
         # More than the run may have: those that hold the state first, then the lowest.
         (Limits(1, 2), Seen(nodes(0, 1, 2), members=nodes(0, 2)), 0, {0, 2}),
         (Limits(1, 2), Seen(nodes(0, 1, 2, 3)), 0, {0, 1}),
+        # The leader is lost: those that followed it look for the next one.
+        (ELASTIC, Seen(nodes(1, 2), leader=1, expected=nodes(1, 2)), 0, {1, 2}),
+        (Limits(1, 3, 30), Seen(nodes(1), leader=1, expected=nodes(1, 2)), 4, None),
+        (Limits(1, 3, 30), Seen(nodes(1), leader=1, expected=nodes(1, 2)), _FOLLOW_S, {1}),
+        (ELASTIC, Seen(nodes(1), leader=1, expected=nodes(1)), 1e9, None),
         # The leader always.
+        (Limits(1, 2), Seen(nodes(0, 1, 2), members=nodes(0, 1), leader=2), 0, {0, 2}),
         (Limits(1, 2), Seen(nodes(0, 1, 2), members=nodes(1, 2)), 0, {0, 1}),
         # As many as can share the samples of a step: 4 ranks can, 3 nodes of 2 cannot.
         (Limits(1, 4, samples=8, local_ranks=2), Seen(nodes(0, 1, 2), members=nodes(0, 1, 2, 3)), 0, {0, 1}),

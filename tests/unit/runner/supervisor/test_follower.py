@@ -18,6 +18,8 @@ from runner.recovery.kinds import FailureKind
 from runner.recovery.restart_state import FINISHED_PATIENCE_S, RestartState
 from runner.supervisor.follower import _STOP_PATIENCE_S, Follower
 from runner.supervisor.identity import JobIdentity, key_of
+from runner.supervisor.lead import Inherited, Succession
+from runner.supervisor.lease import Lease
 from runner.supervisor.peer_messages import (
     Begin,
     Busy,
@@ -42,6 +44,8 @@ class FakeMember:
 
     def __init__(self) -> None:
         self.connected = True
+        self.own_host = "10.0.0.2"
+        self.address = ("10.0.0.1", 29401)
         self.last_error = "Connection refused"
         self.sent: list[PeerMessage] = []
 
@@ -51,8 +55,34 @@ class FakeMember:
     def send(self, message: PeerMessage) -> None:
         self.sent.append(message)
 
+    def follow(self, address: tuple[str, int]) -> None:
+        self.address = address
+
     def close(self) -> None:
         pass
+
+
+class FakeWatch:
+    """What the lease tells.
+
+    Attributes:
+        newest: The newest lease.
+        taken: What this node has taken, once it looks.
+        seen: How it was asked.
+    """
+
+    def __init__(self) -> None:
+        self.newest: Lease | None = None
+        self.taken: Lease | None = None
+        self.seen: list[tuple[bool, str, str]] = []
+        self.epochs: list[int] = []
+
+    def followed(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def turn(self, now: float, *, has_state: bool, host: Callable[[], str], run_id: str) -> Lease | None:
+        self.seen.append((has_state, host(), run_id))
+        return self.taken
 
 
 class Bench:
@@ -65,11 +95,26 @@ class Bench:
         self.nodes: list[FakeNode] = []
         self.attempts: list[AttemptResult | Callable[[FakeNode], AttemptResult]] = []
         self.start_errors: list[Exception | None] = []
+        self.watch, self.led = FakeWatch(), list[tuple[Lease, Inherited]]()
+        watch: Any = self.watch
         self.follower = Follower(
-            self.session, Job(script), identity=OURS, make_node=self._make_node, connect=self._connect
+            self.session,
+            Job(script),
+            identity=OURS,
+            succession=Succession(self.session, watch, self._lead),
+            make_node=self._make_node,
+            connect=self._connect,
         )
         loop: Any = self.session.loop
         loop.plan = [self._step(one) for one in plan]
+
+    def _lead(self, lease: Lease, inherited: Inherited) -> ExitCode:
+        self.led.append((lease, inherited))
+        node: Any = inherited.node
+        if node is not None:
+            assert not node.closed, "it keeps its snapshots"
+            node.close()
+        return ExitCode.DONE
 
     def _step(self, planned: PeerMessage | Callable[[], object]) -> Callable[[], None]:
         def step() -> None:
@@ -330,3 +375,63 @@ def test_it_is_ready_once_ranks_can_start_without_delay(tmp_path: Path) -> None:
     loop.plan += [loading, not_ready, not_ready, loaded, bench._step(DONE)]
     assert bench.run() is ExitCode.DONE
     assert bench.member.sent == [Ready(nproc=2)]
+
+
+def lose_leader(bench: Bench) -> None:
+    bench.member.connected = False
+
+
+def test_a_node_whose_leader_is_gone_leads_with_what_it_holds(tmp_path: Path) -> None:
+    lease = Lease(2, "b", "b1", 1, "10.0.0.2", "run")
+    bench = Bench(tmp_path, Welcome(run_id="run", epoch=1), Begin(spec=AttemptSpec(1, 3, nodes=(0, 1, 2))))
+
+    def attempt(node: FakeNode) -> AttemptResult:
+        bench.member.connected = False
+        node.has_state = True
+        node.each_turn()
+        bench.watch.taken = lease
+        return ended(FailureKind.NODE_LOST)
+
+    bench.attempts = [attempt]
+    assert bench.run() is ExitCode.DONE
+    node: Any = bench.nodes[0]
+    assert bench.led == [(lease, Inherited(node, frozenset({1, 2})))] and bench.watch.epochs == [1]
+    assert bench.watch.seen[-1] == (True, "10.0.0.2", "run")
+    assert "run_ended" not in bench.session.names(), "the session goes on"
+    # What the node reports from now on is for its own journal.
+    sent = len(bench.member.sent)
+    bench.follower._record(Committed(step=1, tier="local"))
+    assert len(bench.member.sent) == sent and bench.session.names()[-1] == "committed"
+
+
+def test_a_node_that_has_met_no_leader_leads_with_nothing(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    lose_leader(bench)
+    bench.watch.taken = Lease(2, "b", "b1", 1)
+    assert bench.run() is ExitCode.DONE
+    assert bench.led == [(bench.watch.taken, Inherited())]
+
+
+def test_it_connects_to_the_node_that_leads_now(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, DONE)
+    lose_leader(bench)
+    bench.watch.newest = Lease(2, "c", "c1", 2, "10.0.0.3", "run")
+    assert bench.run() is ExitCode.DONE
+    assert bench.member.address == ("10.0.0.3", 29401)
+
+
+def test_a_leader_that_has_ended_is_not_connected_to(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, DONE)
+    lose_leader(bench)
+    bench.watch.newest = Lease(2, "c", "c1", 2, "10.0.0.3", "run", released=True)
+    bench.run()
+    assert bench.member.address == ("10.0.0.1", 29401)
+
+
+def test_a_node_that_is_to_stop_does_not_lead(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    lose_leader(bench)
+    bench.watch.taken = Lease(2, "b", "b1", 1)
+    bench.session.stop.ask("SIGTERM")
+    assert bench.run() is ExitCode.PREEMPTED
+    assert not bench.led and not bench.watch.seen

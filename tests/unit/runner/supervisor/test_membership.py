@@ -11,6 +11,7 @@ import pytest
 from node_fakes import FakeLeader, FakeNode, FakeSession
 
 from checkpointing.events import Event, Log
+from checkpointing.storage.local import LocalSidecars
 from runner.errors import ExitCode, PeersMissing, UsageError
 from runner.journal.events import NodesChanged, WaitingForNodes
 from runner.node.messages import AttemptSpec
@@ -20,6 +21,9 @@ from runner.recovery.policy import Stop
 from runner.recovery.restart_state import FINISHED_PATIENCE_S
 from runner.supervisor.admission import Limits
 from runner.supervisor.identity import JobIdentity
+from runner.supervisor.lead import Lead
+from runner.supervisor.leadership import LeaseKeeper
+from runner.supervisor.lease import Lease
 from runner.supervisor.membership import _PEER_END_S, Membership
 from runner.supervisor.peer_messages import Begin, Busy, End, Ended, Finish, Forwarded, Hello, Ready, Welcome
 from runner.supervisor.peer_messages import Stop as StopMessage
@@ -31,14 +35,17 @@ OURS = JobIdentity({"job": "the configured job", "data.path": "a.parquet", "trai
 class Bench:
     """A leader of three nodes with two ranks each."""
 
-    def __init__(self, folder: Path, **launch: Any) -> None:
+    def __init__(self, folder: Path, keeper: LeaseKeeper | None = None, **launch: Any) -> None:
         self.session = FakeSession(folder, nnodes=3, master_addr="127.0.0.1", master_port=29400, **launch)
         self.session.attempt = 1
         self.leader = FakeLeader()
         self.node = FakeNode(display=self.session.display, record=self.session.record)
         self.events: list[Event] = []
         self.refusal: Any = None
-        self.members = Membership(self.session, identity=OURS, on_event=self.events.append, open_leader=self._open)
+        lead = Lead(self.session, keeper)
+        self.members = Membership(
+            self.session, identity=OURS, on_event=self.events.append, lead=lead, open_leader=self._open
+        )
 
     def _open(self, address: Any, num_nodes: int, loop: Any, receive: Any, refusal: Any, **options: Any) -> Any:
         self.options = options
@@ -208,6 +215,32 @@ def test_a_stop_request_passes_through_the_leader(bench: Bench) -> None:
     assert bench.session.stop.reason == "node 2: SIGTERM"
     bench.members.announce_stop(bench.session.stop.reason)
     assert bench.sent == [StopMessage(reason="node 2: SIGTERM")]
+
+
+def test_a_leader_with_a_lease_leaves_without_stopping_the_others(tmp_path: Path) -> None:
+    keeper = LeaseKeeper(LocalSidecars(tmp_path, may_create=lambda: True), Lease(4, "a", run_id="the-run"))
+    bench = Bench(tmp_path, keeper, min_nodes=1)
+    bench.session.loop.plan = [lambda: bench.come(1, 2)]  # type: ignore[attr-defined]
+    bench.members.gather(Limits(1, 3, last_call_s=30, local_ranks=2), has_finished=False)
+    assert Welcome(run_id="the-run", epoch=4) in bench.sent
+    bench.members.begin(AttemptSpec(1, 3))
+    bench.leader.sent.clear()
+    bench.session.stop.ask("SIGTERM")
+    bench.members.announce_stop("SIGTERM")
+    bench.members.dismiss(Stop(ExitCode.PREEMPTED, "stopped on request"))
+    assert bench.sent == [] and bench.leader.closed
+
+
+def test_a_leader_that_fails_while_it_leaves_ends_the_run(tmp_path: Path) -> None:
+    keeper = LeaseKeeper(LocalSidecars(tmp_path, may_create=lambda: True), Lease(4, "a", run_id="the-run"))
+    bench = Bench(tmp_path, keeper, min_nodes=1)
+    bench.session.loop.plan = [lambda: bench.come(1, 2)]  # type: ignore[attr-defined]
+    bench.members.gather(Limits(1, 3, last_call_s=30, local_ranks=2), has_finished=False)
+    bench.leader.sent.clear()
+    bench.session.stop.ask("SIGTERM")
+    bench.members.announce_stop("SIGTERM")
+    bench.members.dismiss(Stop(ExitCode.DETERMINISTIC, "why"))
+    assert [type(message) for message in bench.sent] == [Finish, Finish]
 
 
 def test_an_attempt_is_over_when_every_node_has_reported(bench: Bench) -> None:

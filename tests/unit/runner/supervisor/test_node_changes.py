@@ -92,5 +92,25 @@ def test_the_first_attempt_of_a_session_changes_nothing(bench: Bench) -> None:
     assert display.texts == ["node 1 left out, node 3 admitted: training on 3 nodes"]
 
 
+@pytest.mark.parametrize(
+    ("limits", "seen", "leaving", "hands_over"),
+    [
+        (LIMITS, Seen(frozenset({0}), members=ALL), [], True),
+        (LIMITS, Seen(ALL), [], True),
+        # Enough, but one of them leaves too.
+        (LIMITS, Seen(frozenset({0}), members=ALL), [2], False),
+        (LIMITS, Seen(frozenset({0, 1})), [], False),
+        (Limits(3, 3), Seen(ALL), [], False),
+        # It is not the first node that leads.
+        (LIMITS, Seen(frozenset({1}), members=ALL, leader=1), [], True),
+    ],
+)
+def test_a_leader_that_is_to_stop_leaves_the_run_to_the_others(
+    limits: Limits, seen: Seen, leaving: list[int], hands_over: bool, bench: Bench
+) -> None:
+    bench.changes.leaving.update(dict.fromkeys(leaving, "SIGTERM"))
+    assert bench.changes.on_own_stop(limits, seen) is hands_over is bench.changes.hands_over
+
+
 def test_numbers_are_listed_in_order() -> None:
     assert listed({10, 2}) == "2, 10"

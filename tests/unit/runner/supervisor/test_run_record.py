@@ -107,12 +107,12 @@ def test_the_next_attempt_continues_the_state(tmp_path: Path) -> None:
     state.skipped, state.lost_steps, state.reached = [(5, 9), (12, 12)], 4, 40
     bench.session.attempt = 3
     job, limits = Job("train.py", resume_from="/from", allow_changes=True), Limits(1, 4, local_ranks=2)
-    spec = bench.record.next_spec(bench.session, 2, job, limits)
+    spec = bench.record.next_spec(bench.session, {0, 1}, job, limits)
     assert (spec.attempt, spec.nnodes, spec.skipped, spec.lineage) == (3, 2, "5-9,12-12", "run")
     assert (spec.lost_steps, spec.reached, spec.resume_from, spec.allow_changes) == (4, 40, "/from", True)
     assert (spec.max_nodes, spec.planned_ranks, spec.failure_history) == (4, 8, "0:0")
     # Where the number of nodes is fixed, batch and learning rate follow what the user starts.
-    assert bench.record.next_spec(bench.session, 2, job, Limits(2, 2, local_ranks=2)).planned_ranks == 0
+    assert bench.record.next_spec(bench.session, {0, 1}, job, Limits(2, 2, local_ranks=2)).planned_ranks == 0
 
 
 def test_the_history_counts_failures_and_the_time_with_a_runner(tmp_path: Path) -> None:
@@ -126,7 +126,9 @@ def test_the_history_counts_failures_and_the_time_with_a_runner(tmp_path: Path) 
     journal.append(event("attempt_ended", **ended, last_step_at=0.0, failed_at=0.0, committed_step=-1), 1)
     journal.append(event("run_ended", state="failed", exit_code=76, reason="why"), 1)
     journal.append(event("run_started", run_id="run"), 1)
-    failures, _, seconds = bench.record.next_spec(bench.session, 1, Job(), Limits(1, 1)).failure_history.partition(":")
+    failures, _, seconds = bench.record.next_spec(bench.session, {0}, Job(), Limits(1, 1)).failure_history.partition(
+        ":"
+    )
     assert failures == "1" and float(seconds) == pytest.approx(70, abs=2)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import AttemptRecord
 from runner.recovery.restart_state import RestartState
 from runner.supervisor.identity import JobIdentity, key_of
+from runner.supervisor.leadership import LeaseKeeper
+from runner.supervisor.lease import Lease, newest_lease, take
 from runner.supervisor.supervisor import Supervisor
 
 FINISHED = ended(FailureKind.FINISHED, 20, cause="all ranks finished")
@@ -355,3 +358,75 @@ def test_a_finished_run_waits_for_nobody_for_long(finished: JobIdentity, exit_co
 def test_the_key_of_a_job_is_that_of_equal_jobs_alone() -> None:
     again = JobIdentity(dict(reversed(list(OURS.what.items()))))
     assert key_of(OURS) == key_of(again) != key_of(LONGER)
+
+
+# -- the lease -------------------------------------------------------------------------------------------------------
+
+LEASE = Lease(2, "b", "b1", 1, "10.0.0.2", "the-run")
+NEWER = Lease(3, "c", "c1", 2, "10.0.0.3", "the-run")
+
+
+def leading(tmp_path: Path, *plan: AttemptResult | Callable[[FakeNode], AttemptResult]) -> tuple[Bench, LeaseKeeper]:
+    """A node that leads in place of the first one."""
+    bench = Bench(tmp_path, *plan, nnodes=3, min_nodes=1, node_rank=1, master_addr="10.0.0.1", last_call_s=0.0)
+    sidecars = LocalStorage(tmp_path / "checkpoints").sidecars
+    take(sidecars, LEASE)
+    keeper = LeaseKeeper(sidecars, LEASE)
+
+    def make_node(*arguments: Any, **options: Any) -> Any:
+        node = bench._make_node(*arguments, **options)
+        node.shape = (3, 1)
+        return node
+
+    def leader(*_: Any, **__: Any) -> Any:
+        return FakeLeader()
+
+    bench.supervisor = Supervisor(
+        bench.session, Job(), make_node=make_node, place="here", lease=keeper, open_leader=leader
+    )
+    return bench, keeper
+
+
+def test_a_node_that_leads_in_place_of_the_first_one_has_the_others_meet_there(tmp_path: Path) -> None:
+    bench, keeper = leading(tmp_path, FINISHED)
+    assert bench.run() is ExitCode.DONE
+    (spec,) = bench.node.specs
+    assert (spec.nnodes, spec.leader, spec.leader_host) == (1, 1, "10.0.0.2")
+    assert bench.node.leads and newest_lease(keeper._sidecars) == replace(LEASE, released=True)
+
+
+def test_a_leader_that_was_replaced_ends_its_attempt_and_is_to_be_started_again(tmp_path: Path) -> None:
+    def attempt(node: FakeNode) -> AttemptResult:
+        keeper.replaced_by = NEWER
+        node.each_turn()
+        return ended(FailureKind.ENDED, 7)
+
+    bench, keeper = leading(tmp_path, attempt)
+    assert bench.run() is ExitCode.PREEMPTED
+    assert "node 2 leads this run now (lease 3)" in bench.supervisor.reason
+    assert [verdict.kind for verdict in bench.node.verdicts] == [FailureKind.ENDED]
+    # The restart state is the new leader's.
+    assert len(bench.node.notes) == 1
+
+
+def test_a_leader_that_is_fenced_looks_who_leads(tmp_path: Path) -> None:
+    def attempt(node: FakeNode) -> AttemptResult:
+        take(keeper._sidecars, NEWER)
+        return ended(FailureKind.FENCED, 7)
+
+    bench, keeper = leading(tmp_path, attempt)
+    assert bench.run() is ExitCode.PREEMPTED
+    assert newest_lease(keeper._sidecars) == NEWER
+
+
+def test_a_leader_that_is_fenced_by_another_run_does_not_come_back(tmp_path: Path) -> None:
+    bench, _ = leading(tmp_path, ended(FailureKind.FENCED, 7))
+    assert bench.run() is ExitCode.DETERMINISTIC
+
+
+def test_a_leader_that_waits_for_nodes_notices_that_it_was_replaced(tmp_path: Path) -> None:
+    bench, keeper = leading(tmp_path)
+    bench.config.launch.min_nodes = 2
+    loop: Any = bench.session.loop
+    loop.plan = [lambda: None, lambda: setattr(keeper, "replaced_by", NEWER)]
+    assert bench.run() is ExitCode.PREEMPTED

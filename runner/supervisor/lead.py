@@ -1,0 +1,153 @@
+"""The lease as a supervisor and a follower use it: one has it, the other may come to have it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from runner.errors import ExitCode, LeaderReplaced
+from runner.node.messages import AttemptSpec
+from runner.node.node import Node
+from runner.recovery.failure import Failure
+from runner.recovery.kinds import FailureKind
+from runner.supervisor.leadership import LeaseKeeper, LeaseWatch, own_address
+from runner.supervisor.lease import Lease
+from runner.supervisor.peers import Member
+from runner.supervisor.session import Session
+
+_TURN_S = 0.5
+# For a look at the lease, and the last word on it; where storage does not answer, the others find it stale.
+_ANSWER_S = 5.0
+
+
+@dataclass(frozen=True)
+class Inherited:
+    """What a node that has followed until now leads with.
+
+    Attributes:
+        node: The node; None if it never met a leader.
+        companions: Node ranks of the nodes that followed the same leader, and are likely to follow this one.
+    """
+
+    node: Node | None = None
+    companions: frozenset[int] = frozenset()
+
+
+class Lead:
+    """The right of a node to lead its run.
+
+    Attributes:
+        run_id: Identity of the run on its nodes.
+        epoch: In which it leads; 0 where only the first node can lead, and needs no lease.
+        host: Where the nodes meet; empty for the first node, which all are configured with.
+    """
+
+    def __init__(self, session: Session, keeper: LeaseKeeper | None) -> None:
+        """Prepare; `begin` renews the lease from then on.
+
+        Args:
+            session: Of this node.
+            keeper: Has the lease; None where only the first node can lead.
+        """
+        self._session, self._keeper = session, keeper
+        self.run_id, self.epoch, self.host = session.run_id, 0, ""
+        if keeper is not None:
+            self.run_id, self.epoch = keeper.lease.run_id, keeper.lease.epoch
+            self.host = keeper.lease.host if session.config.launch.node_rank else ""
+
+    def begin(self) -> None:
+        """Renew the lease in the session's loop."""
+        if self._keeper is not None:
+            keeper, session = self._keeper, self._session
+            session.loop.every(_TURN_S, lambda: keeper.turn(session.monotonic()))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether another node leads now, as far as this one knows."""
+        return self._keeper is not None and self._keeper.replaced_by is not None
+
+    def check(self, failure: Failure | None = None) -> None:
+        """Check that this node still leads.
+
+        Args:
+            failure: How an attempt has just ended. If it was fenced, storage is asked.
+
+        Raises:
+            LeaderReplaced: Another node leads.
+        """
+        if self._keeper is None:
+            return
+        newer = self._keeper.replaced_by
+        if failure is not None and failure.kind is FailureKind.FENCED:
+            newer = self._keeper.look(_ANSWER_S)
+        if newer is not None:
+            raise LeaderReplaced(
+                f"node {newer.node_rank} leads this run now (lease {newer.epoch}): this node was silent for too long; "
+                "start the same command again, and it follows"
+            )
+
+    def release(self) -> None:
+        """Record that this node does not lead any more."""
+        if self._keeper is not None:
+            self._keeper.release(_ANSWER_S)
+
+
+class Succession:
+    """Whether a follower leads in place of a leader that is gone.
+
+    Attributes:
+        lease: The lease that it has taken; None as long as it follows.
+    """
+
+    def __init__(
+        self, session: Session, watch: LeaseWatch | None, lead: Callable[[Lease, Inherited], ExitCode] | None
+    ) -> None:
+        """Prepare.
+
+        Args:
+            session: Of this node.
+            watch: Looks who leads while there is no leader; None where only the first node can.
+            lead: Leads to the end of the run.
+        """
+        self._session, self._watch, self._lead = session, watch, lead
+        self.lease: Lease | None = None
+        self._companions: frozenset[int] = frozenset()
+
+    def follow(self, epoch: int) -> None:
+        """Take in that there is a leader.
+
+        Args:
+            epoch: In which it leads; 0 if it has no lease.
+        """
+        if self._watch is not None:
+            self._watch.followed(epoch)
+
+    def attempt(self, spec: AttemptSpec) -> None:
+        """Take in which nodes follow the leader."""
+        self._companions = frozenset(spec.nodes) - {spec.leader}
+
+    def look(self, member: Member, node: Node | None) -> None:
+        """Connect to the node that has the lease, or take it; called about twice per second without a leader.
+
+        Args:
+            member: The connection, which is lost.
+            node: This node; None if it never met a leader.
+        """
+        if self._watch is None or self._session.stop or self.lease is not None:
+            return
+        known, towards = member.own_host, member.address[0]
+        self.lease = self._watch.turn(
+            self._session.monotonic(),
+            has_state=node is not None and node.has_state,
+            host=lambda: known or own_address(towards),
+            run_id=node.run_id if node is not None else self._session.run_id,
+        )
+        newest = self._watch.newest
+        if newest is not None and newest.host and not newest.released:
+            member.follow((newest.host, member.address[1]))
+
+    def lead(self, node: Node | None) -> ExitCode | None:
+        """Lead to the end of the run, if this node has the lease; returns the exit code of the process."""
+        if self.lease is None or self._lead is None:
+            return None
+        return self._lead(self.lease, Inherited(node, self._companions))
