@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -14,7 +15,7 @@ import click
 
 from checkpointing.threads import in_background
 from runner.cli.options import Number, config_options, load, run_directory_of
-from runner.errors import ExitCode, UsageError
+from runner.errors import ExitCode, RunBusy, UsageError
 from runner.node.output import make_streams_lossy
 
 if TYPE_CHECKING:
@@ -150,11 +151,11 @@ def start(
     caveats, is_away = _unless_stopped(stop, lambda: preflight.check_storage(config))
     standing = _unless_stopped(stop, lambda: Standing(config, directory, forced=step != "auto"))
     location: str | None = None
+    lock = preflight.LocationLock(config, say, None if directory.is_locked else 0.0)
     if not standing.leads:
         preflight.write_job(directory, identity)
     elif not is_away or step != "auto":
         # The location belongs to the whole run, so the leader's runner checks and prepares it.
-        lock = preflight.LocationLock(config, say, None if directory.is_locked else 0.0)
         _unless_stopped(stop, lock.hold)
         if step == "never":
             if _start_over(config, directory, overwrite):
@@ -167,6 +168,8 @@ def start(
                 say(f"checkpoint newer than step {step} kept as {kept}")
         location = preflight.admit(config, directory, identity)
     keeper = standing.take()
+    if not standing.leads:
+        lock.release()
     if config.launch.node_rank == 0:
         discard_unsealed(directory.cache)
     # A restart, or a script that changes its working directory, must find the same paths.
@@ -190,6 +193,9 @@ def start(
         """Lead from now on: the leader that this node has followed is gone."""
         keeper = take_over(session, lease)
         _serve_metrics(config, directory)
+        with contextlib.suppress(RunBusy):
+            # A leader that hangs may have it yet; the lease says that it does not lead any more.
+            preflight.LocationLock(config, say, 0.0).hold()
         place = preflight.admit(config, directory, identity)
         supervisor = Supervisor(session, job, place=place, identity=shared, lease=keeper, inherited=inherited)
         return _report(supervisor, supervisor.lead(), config, directory)

@@ -13,7 +13,8 @@ from typing import Any
 
 from checkpointing.clock import machine_clock
 from checkpointing.events import Event
-from runner.journal.events import Entry, parse, undecodable
+from runner.journal.events import Entry
+from runner.journal.parsing import parse, undecodable
 
 JOURNAL_NAME = "journal.jsonl"
 _HEAD_BYTES = 256

@@ -20,6 +20,7 @@ from runner.config.schema import Config
 from runner.errors import RunnerError, UsageError
 from runner.journal.events import Entry, RunStarted
 from runner.journal.journal import EventStream, JournalReader
+from runner.journal.ledger import led_sessions
 from runner.journal.run_directory import RunDirectory
 from runner.recovery.restart_state import RestartState
 
@@ -161,6 +162,10 @@ class History:
             raise UsageError(
                 f"{self._place!r} holds no run; give the output_dir of one, or the location of its checkpoints"
             )
+        led = {run_id: led_sessions(entries) for run_id, entries in sessions.items()}
+        if any(led.values()):
+            # Only a node that has never led, and cannot see another journal, shows what it has followed.
+            sessions = led
         # Sessions of one run follow each other, each with the clock of its node.
         return sorted((entry for entries in sessions.values() for entry in entries), key=lambda entry: entry.time)
 

@@ -22,6 +22,7 @@ from runner.journal.events import (
     AttemptStarted,
     Backoff,
     Entry,
+    LeaderChanged,
     Malformed,
     Progress,
     RunEnded,
@@ -29,7 +30,7 @@ from runner.journal.events import (
     StopRequested,
     WaitingForNodes,
 )
-from runner.journal.ledger import LOST, Attempt, account, attempts_of
+from runner.journal.ledger import LOST, Attempt, NodeChange, account, attempts_of, node_changes
 from runner.recovery.kinds import is_failure
 
 _RECENT_LOGS = 20
@@ -78,6 +79,10 @@ class RunSummary:
         last_loss: Loss of the newest log entry.
         tokens_per_s: Of all ranks, by the newest log entry that has it.
         attempts: All attempts, oldest first.
+        nodes: Node ranks of the nodes of the newest attempt; empty for a run of one node.
+        max_nodes: Nodes that the run may have; 0 for a run of one node, and in old journals.
+        leader: Node rank of the node that leads in place of the first one; None if none has had to.
+        node_changes: What each change of the nodes has cost, oldest first.
         committed: Committed steps, in the order of their commits.
         newest_by_tier: Newest committed step of each tier.
         newest_at_by_tier: When that was committed, in seconds since the epoch.
@@ -104,6 +109,10 @@ class RunSummary:
     last_loss: float | None = None
     tokens_per_s: float | None = None
     attempts: list[Attempt] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+    max_nodes: int = 0
+    leader: int | None = None
+    node_changes: list[NodeChange] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)
     newest_by_tier: dict[str, int] = field(default_factory=dict)
     newest_at_by_tier: dict[str, float] = field(default_factory=dict)
@@ -143,6 +152,7 @@ def summarise(entries: Sequence[Entry], now: float | None = None) -> RunSummary:
     run.time_by_cause, run.goodput = ledger.seconds, round(ledger.goodput, 5)
     run.heard_at = entries[-1].time if entries else None
     run.restarts_left, run.step_s = _restarts_left(entries), _step_s(entries)
+    run.node_changes = node_changes(run.attempts)
     run.lost_steps = sum(attempt.lost_steps for attempt in run.attempts)
     return run
 
@@ -180,8 +190,11 @@ def _fold(run: RunSummary, entry: Entry) -> None:
             run.run_id, run.state, run.reason, run.exit_code = run_id, RunState.STARTING, "", None
         case WaitingForNodes():
             run.state = RunState.WAITING
-        case AttemptStarted():
-            run.state = RunState.RUNNING
+        case AttemptStarted() as begun:
+            run.state, run.nodes = RunState.RUNNING, begun.nodes
+            run.max_nodes = (begun.max_nodes or begun.nnodes) if begun.nodes else 0
+        case LeaderChanged(node=node):
+            run.leader = node
         case TrainingStarted() as started:
             run.step, run.total_steps = started.step, started.total_steps
         case Log() as log:
@@ -223,6 +236,22 @@ def _ended(state: str) -> RunState:
         return RunState.UNKNOWN
 
 
+def describe_nodes(run: RunSummary) -> str:
+    """Return which nodes a run has, and what changes of them have cost.
+
+    Args:
+        run: A run that may have several nodes.
+    """
+    text = f"{len(run.nodes)} of {run.max_nodes} ({', '.join(map(str, run.nodes))})"
+    if run.leader is not None:
+        text += f", node {run.leader} leads"
+    if run.node_changes:
+        pause_s = sum(change.pause_s for change in run.node_changes)
+        lost = sum(change.lost_steps for change in run.node_changes)
+        text += f"; {len(run.node_changes)} changes paused training for {pause_s:.1f} s and lost {lost} steps"
+    return text
+
+
 def render(run: RunSummary, places: dict[str, str]) -> str:
     """Format a summary as text.
 
@@ -238,6 +267,8 @@ def render(run: RunSummary, places: dict[str, str]) -> str:
     ]
     if run.first_loss is not None and run.last_loss is not None:
         lines.append(f"  loss         {run.first_loss:.4f} -> {run.last_loss:.4f}")
+    if run.max_nodes:
+        lines.append(f"  nodes        {describe_nodes(run)}")
     lines.append(f"  attempts     {len(run.attempts)}")
     for attempt in restarts:
         # The cause that ended the run is printed with its exit code.

@@ -14,7 +14,8 @@ from checkpointing.agent.protocol import Message
 from checkpointing.events import Event, RestartStateFailed, StorageRetried
 from checkpointing.heartbeat import Heartbeat
 from runner.errors import HelperKilled, LaunchError
-from runner.journal.events import Malformed, parse_event
+from runner.journal.events import Malformed
+from runner.journal.parsing import parse_event
 from runner.node.agent_pulse import AgentPulse
 from runner.node.helper_processes import AgentHelper, LauncherHelper
 from runner.system import processes

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from runner.journal.events import AttemptEnded
+from runner.journal.events import AttemptEnded, AttemptStarted
 from runner.recovery.failure import Failure
 
 # Nodes receive an attempt's specification from the network.
@@ -82,6 +82,16 @@ class AttemptSpec:
     def run_nodes(self) -> int:
         """Nodes that the run may have."""
         return self.max_nodes or self.nnodes
+
+    def started(self, launcher_pid: int, agent_pid: int) -> AttemptStarted:
+        """Return the journal's event."""
+        return AttemptStarted(
+            nnodes=self.nnodes,
+            nodes=list(self.nodes),
+            max_nodes=self.max_nodes,
+            launcher_pid=launcher_pid,
+            agent_pid=agent_pid,
+        )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from checkpointing.agent.protocol import Message
 from runner.config.schema import Config
 from runner.config.topology import check_promised_gpu, check_same_nnodes, shape_of
-from runner.journal.events import AgentEndedEarly, AttemptStarted
+from runner.journal.events import AgentEndedEarly
 from runner.journal.journal import SteadyClock
 from runner.journal.run_directory import RunDirectory
 from runner.node.agent_events import AgentEvents, Record
@@ -240,7 +240,7 @@ class Node:
         fetch = self.has_state or not spec.held
         agent.request("begin_attempt", attempt=spec.attempt, fetch=fetch, commits=self.leads)
         self.has_state = True
-        self._record(AttemptStarted(nnodes=spec.nnodes, launcher_pid=launcher.pid, agent_pid=agent.pid))
+        self._record(spec.started(launcher.pid, agent.pid))
         setup = RankSetup(
             nproc=nproc,
             accelerators=self._helpers.accelerators or 0,

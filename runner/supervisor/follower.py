@@ -104,9 +104,8 @@ class Follower:
         """
         session = self._session
         with session:
-            session.record(
-                RunStarted(run_id=session.run_id, pid=os.getpid(), location=self._config.checkpoint_location)
-            )
+            location = self._config.checkpoint_location
+            session.record(RunStarted(run_id=session.run_id, pid=os.getpid(), location=location, leads=False))
             host, port = self._config.launch.peer_address
             self._say(f"connecting to the leader at {host}:{port}")
             session.loop.every(_TURN_S, self._turn)

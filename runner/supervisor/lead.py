@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from runner.errors import ExitCode, LeaderReplaced
+from runner.journal.events import LeaderChanged
 from runner.node.messages import AttemptSpec
 from runner.node.node import Node
 from runner.recovery.failure import Failure
@@ -55,11 +56,19 @@ class Lead:
             self.run_id, self.epoch = keeper.lease.run_id, keeper.lease.epoch
             self.host = keeper.lease.host if session.config.launch.node_rank else ""
 
-    def begin(self) -> None:
-        """Renew the lease in the session's loop."""
-        if self._keeper is not None:
-            keeper, session = self._keeper, self._session
-            session.loop.every(_TURN_S, lambda: keeper.turn(session.monotonic()))
+    def begin(self, *, took_over: bool) -> None:
+        """Renew the lease in the session's loop.
+
+        Args:
+            took_over: Whether this node has followed another leader until now, which is recorded.
+        """
+        if self._keeper is None:
+            return
+        keeper, session = self._keeper, self._session
+        session.loop.every(_TURN_S, lambda: keeper.turn(session.monotonic()))
+        if took_over:
+            lease = keeper.lease
+            session.record(LeaderChanged(epoch=lease.epoch, node=lease.node_rank, host=lease.host))
 
     @property
     def is_lost(self) -> bool:

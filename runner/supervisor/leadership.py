@@ -54,12 +54,12 @@ class Candidate:
     def leads_at_start(self, newest: Lease | None) -> bool:
         """Return whether a node that has just been started leads, given the newest lease.
 
-        A node that is found to lead was killed, and is back; nobody else leads where a run was never started or was
-        stopped, and then it is for the first node to do.
+        A node that has the lease was killed, and is back. Where a run was never started, or was stopped, nobody has it,
+        and it is for the first node to lead.
         """
-        if newest is not None and newest.holder == self.holder:
-            return True
-        return self.node_rank == 0 and (newest is None or newest.released)
+        if newest is None or newest.released:
+            return self.node_rank == 0
+        return newest.holder == self.holder
 
     def take_after(self, newest: Lease | None, host: str, run_id: str) -> Lease | None:
         """Take the lease after the newest one.
@@ -224,7 +224,7 @@ class LeaseWatch:
         if lease is None:
             # Only the first node begins a run.
             return False
-        if lease.holder == self._candidate.holder:
+        if lease.holder == self._candidate.holder and not lease.released:
             return True
         patience_s = STALE_S
         if lease.released:

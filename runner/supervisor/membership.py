@@ -92,11 +92,10 @@ class Membership:
             open_leader: Opens the port that the others connect to.
         """
         self._session, self._config, self._identity = session, session.config, identity
-        self._on_event, self._open_leader = on_event, open_leader
+        self._on_event, self._open_leader, lead = on_event, open_leader, lead or Lead(session, None)
         self._leader: Leader | None = None
         self._limits = Limits(1, 1)
         self._own, self._expected = session.config.launch.node_rank, frozenset(expected)
-        lead = lead or Lead(session, None)
         self._welcome = Welcome(run_id=lead.run_id, epoch=lead.epoch)
         self.nodes: frozenset[int] = frozenset({self._own})
         self._has_begun = False
@@ -179,6 +178,9 @@ class Membership:
         ready = frozenset(self._ready - self._changes.leaving.keys() | {self._own})
         return Seen(ready, frozenset(coming), members, self._own, self._expected)
 
+    def _seen_now(self) -> Seen:
+        return self._seen() if self._running else replace(self._seen(), members=frozenset())
+
     # -- while an attempt runs ---------------------------------------------------------------------------------------
 
     def begin(self, spec: AttemptSpec) -> None:
@@ -218,9 +220,7 @@ class Membership:
 
     def announce_stop(self, reason: str) -> None:
         """Pass a stop request on to the other nodes, unless they can continue without this one."""
-        seen = self._seen()
-        running = seen.members if self._running else frozenset()
-        if self._welcome.epoch and self._changes.on_own_stop(self._limits, replace(seen, members=running)):
+        if self._welcome.epoch and self._changes.on_own_stop(self._limits, self._seen_now()):
             return
         self._send(StopMessage(reason=reason[:MAX_REASON]))
 
@@ -305,9 +305,7 @@ class Membership:
             case Busy(busy=busy):
                 self._busy[number] = busy
             case StopMessage(reason=reason):
-                seen = self._seen()
-                running = seen.members if self._running else frozenset()
-                self._changes.on_stop(number, reason, self._limits, replace(seen, members=running))
+                self._changes.on_stop(number, reason, self._limits, self._seen_now())
             case Forwarded(attempt=session.attempt, event=event):
                 self._on_event(event)
             case Ended(attempt=session.attempt, failure=failure):

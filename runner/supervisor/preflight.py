@@ -58,6 +58,12 @@ class LocationLock:
         self._storage, self._notify, self._patience_s = config.tiers.durable, notify, patience_s
         self._fd: int | None = None
 
+    def release(self) -> None:
+        """Give the lock back: another node leads the run."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
     def hold(self) -> None:
         """Take the lock, once more if the directory has been moved away since.
 
@@ -67,8 +73,7 @@ class LocationLock:
         """
         storage = self._storage
         if storage.root is not None:
-            if self._fd is not None:
-                os.close(self._fd)
+            self.release()
             storage.root.mkdir(parents=True, exist_ok=True)
             what = f"keeps its checkpoints at {storage.root}"
             path, option = storage.root / LOCK_NAME, "checkpoint.location"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from checkpointing.errors import CheckpointError
 from runner.config.schema import Config
-from runner.journal.events import LeaderChanged
 from runner.journal.run_directory import RunDirectory
 from runner.supervisor.leadership import Candidate, LeaseKeeper, LeaseWatch
 from runner.supervisor.lease import Lease, newest_lease
@@ -83,6 +82,5 @@ class Standing:
 def take_over(session: Session, lease: Lease) -> LeaseKeeper:
     """Begin to lead in a session that has followed."""
     session.display.show()
-    session.record(LeaderChanged(epoch=lease.epoch, node=lease.node_rank, host=lease.host))
     session.display.message(f"the leader is gone: node {lease.node_rank} leads this run now, at {lease.host}")
     return LeaseKeeper(session.config.tiers.durable.sidecars, lease)

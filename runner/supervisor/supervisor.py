@@ -32,7 +32,6 @@ from runner.supervisor.run_record import RunRecord
 from runner.supervisor.session import Session
 from runner.supervisor.step_samples import StepSamples
 
-_NOTHING = Inherited()
 _END_STATES = {ExitCode.DONE: RunState.FINISHED, ExitCode.PREEMPTED: RunState.PREEMPTED}
 
 
@@ -52,7 +51,7 @@ class Supervisor:
         place: str | None = None,
         identity: JobIdentity | None = None,
         lease: LeaseKeeper | None = None,
-        inherited: Inherited = _NOTHING,
+        inherited: Inherited | None = None,
         make_node: Callable[..., Node] = Node,
         open_leader: Callable[..., Leader] = Leader,
     ) -> None:
@@ -64,7 +63,7 @@ class Supervisor:
             place: Id of the location; None if it could not be asked.
             identity: Of the job, which the other nodes must share.
             lease: By which this node leads; None where only the first node can.
-            inherited: What it leads with, if it has followed another leader until now.
+            inherited: What it leads with if it has followed another leader until now; None if it has not.
             make_node: Makes the leader's node.
             open_leader: Opens the port for the other nodes.
         """
@@ -76,7 +75,7 @@ class Supervisor:
             session,
             identity=identity,
             lead=self._lead,
-            expected=inherited.companions,
+            expected=inherited.companions if inherited is not None else frozenset(),
             on_event=lambda event: self._node.checkpoints.handle_forwarded(event),
             open_leader=open_leader,
         )
@@ -132,8 +131,10 @@ class Supervisor:
         self._samples = StepSamples.of(config, self._identity, self._record.state, has_script=bool(self._job.script))
         self._display.state.committed_step = newest if newest >= 0 else None
         session.record(self._record.started(session, newest, self._place))
-        self._lead.begin()
-        self._node = self._inherited.node or own_node(session, self._job, self._lead.run_id, make_node=self._make_node)
+        self._lead.begin(took_over=self._inherited is not None)
+        self._node = (self._inherited.node if self._inherited is not None else None) or own_node(
+            session, self._job, self._lead.run_id, make_node=self._make_node
+        )
         self._node.leads = True
         self._node.checkpoints.committed_step = over_all_stages
 

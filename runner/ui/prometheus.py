@@ -61,7 +61,9 @@ def metrics(run: RunSummary, now: float) -> Iterator[Metric]:
         ("runner_total_steps", "Optimizer steps of the complete run.", run.total_steps),
         ("runner_loss", "Training loss of the newest log entry.", run.last_loss),
         ("runner_tokens_per_second", "Tokens per second of all ranks, from the newest log entry.", run.tokens_per_s),
-        ("runner_goodput_ratio", "Share of the wall time spent in steps that count, from 0 to 1.", run.goodput),
+        ("runner_goodput_ratio", "Share of the node-seconds spent in steps that count, from 0 to 1.", run.goodput),
+        ("runner_nodes", "Nodes of the newest attempt.", len(run.nodes) if run.max_nodes else None),
+        ("runner_max_nodes", "Nodes that the run may have.", run.max_nodes or None),
         ("runner_restarts_left", "Failures left in the restart budget.", run.restarts_left),
     ):
         if isinstance(value, (int, float)):
@@ -74,9 +76,12 @@ def metrics(run: RunSummary, now: float) -> Iterator[Metric]:
     for kind, count in restarts_by_kind(run.attempts).items():
         restarts.add_metric([kind], count)
     yield restarts
+    pause_s = sum(change.pause_s for change in run.node_changes)
     stall_s = sum(attempt.stall_s for attempt in run.attempts)
     for name, text, value in (
         ("runner_lost_steps", "Steps that were recomputed after a failure.", run.lost_steps),
+        ("runner_node_changes", "Attempts on other nodes than the attempt before.", len(run.node_changes)),
+        ("runner_node_change_seconds", "Seconds without steps around these changes.", pause_s),
         ("runner_checkpoint_stall_seconds", "Seconds that training waited for snapshots.", stall_s),
         ("runner_checkpoint_failures", "Failed saves.", run.failed_commits),
         ("runner_snapshots_skipped", "Snapshots skipped because their memory was in use.", run.skipped_snapshots),

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from runner.journal.events import Entry, RunStarted
 from runner.journal.ledger import LOST, TRAINING, Attempt
-from runner.journal.summary import RunState, RunSummary
+from runner.journal.summary import RunState, RunSummary, describe_nodes
 from runner.recovery.restart_state import RunnerProcess, process_namespace
 from runner.text import duration
 
@@ -88,6 +88,8 @@ def _parts(run: RunSummary, now: float, locations: dict[str, str], gone: bool) -
         facts.add_row("quarantined", Text(kept))
     if run.malformed_events:
         facts.add_row("journal", Text(f"{run.malformed_events} damaged lines were skipped", "yellow"))
+    if run.max_nodes:
+        facts.add_row("nodes", Text(describe_nodes(run), "yellow" if len(run.nodes) < run.max_nodes else ""))
     if run.restarts_left is not None and not run.state.is_over:
         facts.add_row("budget", f"{run.restarts_left} restarts before the next new checkpoint")
     lost = f"{run.lost_steps} steps lost, {duration(run.time_by_cause.get(LOST, 0.0))}"
@@ -113,7 +115,8 @@ def _steps(run: RunSummary) -> str:
 
 def _attempts(attempts: list[Attempt]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("attempt", "steps", "ended", "why"):
+    have_nodes = any(attempt.nodes for attempt in attempts)
+    for name in ("attempt", *(["nodes"] if have_nodes else []), "steps", "ended", "why"):
         table.add_column(name, overflow="fold")
     hidden = len(attempts) - _SHOWN_ATTEMPTS
     if hidden > 0:
@@ -121,7 +124,8 @@ def _attempts(attempts: list[Attempt]) -> Table:
     for attempt in attempts[-_SHOWN_ATTEMPTS:]:
         steps = f"{attempt.start_step}-{attempt.last_step}" if attempt.training_began is not None else "none"
         lost = f", {attempt.lost_steps} lost" if attempt.lost_steps else ""
-        table.add_row(str(attempt.number), steps + lost, Text(attempt.kind), Text(attempt.cause))
+        nodes = [", ".join(map(str, attempt.nodes))] if have_nodes else []
+        table.add_row(str(attempt.number), *nodes, steps + lost, Text(attempt.kind), Text(attempt.cause))
     return table
 
 

@@ -15,6 +15,8 @@ _KNOWN = RunSummary(
     last_loss=1.0,
     tokens_per_s=1.0,
     restarts_left=1,
+    nodes=[0],
+    max_nodes=1,
     newest_by_tier={"local": 1, "remote": 1},
     newest_at_by_tier={"local": 0.0, "remote": 0.0},
     time_by_cause=dict.fromkeys(CAUSES, 0.0),
@@ -29,7 +31,8 @@ def render() -> str:
         [
             wrap(
                 "`runner start --metrics-port PORT` (`monitoring.port`) serves these metrics at `/metrics` on the "
-                "first node. They are computed from the journal of the run. A metric without a known value is absent."
+                "node that leads. They are computed from the journal of the run. A metric without a known value is "
+                "absent."
             ),
             table(
                 ["metric", "type", "labels", "meaning"],

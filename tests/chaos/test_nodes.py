@@ -5,6 +5,7 @@ CHAOS_MINUTES=45 pytest -s -m soak tests/chaos/test_nodes.py          CHAOS_SEED
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -54,7 +55,7 @@ def test_nodes_come_and_go(cut: Cut, calm: Run, tmp_path: Path) -> None:
 
 
 class Cluster:
-    """Three machines under random events."""
+    """Three machines under random events; which one leads may change, too."""
 
     def __init__(self, folder: Path, dice: random.Random, cut: Cut) -> None:
         self._dice, self._cut, self._folder = dice, cut, folder
@@ -64,34 +65,29 @@ class Cluster:
         self._machines = [Machine(folder, number, *quick, script=job, nnodes="1:3") for number in (0, 1, 2)]
         self.told: list[str] = []
 
-    @property
-    def _leader(self) -> Machine:
-        return self._machines[0]
-
     def _alive(self) -> list[Machine]:
         return [m for m in self._machines if m.process is not None and m.process.poll() is None]
 
-    def _one_of_the_others(self) -> Machine | None:
-        others = [machine for machine in self._alive() if machine is not self._leader]
-        return self._dice.choice(others) if others else None
+    def _leader(self) -> Machine | None:
+        """Return the machine that has the newest lease, if it runs."""
+        leases = sorted((self._folder / "volume" / ".records").glob("lease-*"), key=lambda path: int(path.name[6:]))
+        rank = json.loads(leases[-1].read_bytes())["node_rank"] if leases else 0
+        return next((machine for machine in self._alive() if machine.number == rank), None)
 
     def run(self) -> None:
         for machine in self._machines:
             machine.start()
-        steps = self._new_step(0)
+        self._wait_for_a_step()
         while len(self.told) < EVENTS:
             time.sleep(self._dice.uniform(0, 2))
             event: Callable[[], str] = self._dice.choice([
                 self._kill_rank, self._kill_helper, self._kill_node, self._kill_leader, self._cut_wire,
                 self._preempt_node, self._start_nodes, self._start_nodes, self._stop_all,
             ])  # fmt: skip
-            self.told.append(f"step {steps}: {event()}")
-            steps = self._new_step(steps)
+            self.told.append(f"{event()}; then step {self._wait_for_a_step()}")
         (self._folder / "hf.fast").touch()
         codes = {machine.number: machine.finish() for machine in self._alive()}
-        assert codes[0] == 0 and set(codes.values()) == {0}, "\n".join(
-            [*self.told, str(codes), outputs(self._machines)]
-        )
+        assert codes and set(codes.values()) == {0}, "\n".join([*self.told, str(codes), outputs(self._machines)])
         assert_nobody_is_left(self._machines)
 
     # -- events --------------------------------------------------------------------------------------------------
@@ -111,19 +107,18 @@ class Cluster:
         return f"machine {victim.number}: {kill(entries[-1][key], name)}"
 
     def _kill_node(self) -> str:
-        victim = self._one_of_the_others()
-        if victim is None:
-            return self._start_nodes()
-        os.kill(victim.runner_pid(), signal.SIGKILL)
-        victim.finish()
-        return f"machine {victim.number} killed"
+        victim = self._dice.choice(self._alive())
+        return self._kill_machine(victim)
 
     def _kill_leader(self) -> str:
-        os.kill(self._leader.runner_pid(), signal.SIGKILL)
-        self._leader.finish()
-        time.sleep(self._dice.uniform(0, 3))
-        self._leader.start()
-        return "machine 0 killed, and started again"
+        victim = self._leader()
+        return self._kill_machine(victim) if victim is not None else self._kill_node()
+
+    def _kill_machine(self, victim: Machine) -> str:
+        leads = " (leads)" if victim is self._leader() else ""
+        os.kill(victim.runner_pid(), signal.SIGKILL)
+        victim.finish()
+        return f"machine {victim.number}{leads} killed"
 
     def _cut_wire(self) -> str:
         number, seconds = self._dice.randrange(3), self._dice.uniform(0.2, 15)
@@ -133,13 +128,12 @@ class Cluster:
         return f"machine {number}: the wire was cut for {seconds:.1f} s"
 
     def _preempt_node(self) -> str:
-        victim = self._one_of_the_others()
-        if victim is None:
-            return self._start_nodes()
+        victim = self._dice.choice(self._alive())
+        leads = " (leads)" if victim is self._leader() else ""
         victim.signal(signal.SIGTERM)
         code = victim.finish()
         assert code == 75, "\n".join([*self.told, outputs(self._machines)])
-        return f"machine {victim.number} preempted"
+        return f"machine {victim.number}{leads} preempted"
 
     def _start_nodes(self) -> str:
         alive = self._alive()
@@ -151,23 +145,32 @@ class Cluster:
         return f"machines {[machine.number for machine in absent]} started"
 
     def _stop_all(self) -> str:
-        self._leader.signal(signal.SIGTERM)
-        codes = {machine.number: machine.finish() for machine in self._alive()}
+        # As a scheduler does; a node that has not met the leader yet learns of it in no other way.
+        alive = self._alive()
+        for machine in alive:
+            machine.signal(signal.SIGTERM)
+        codes = {machine.number: machine.finish() for machine in alive}
         assert set(codes.values()) == {75}, "\n".join([*self.told, str(codes), outputs(self._machines)])
         for machine in self._machines:
             machine.start()
-        return "all stopped by SIGTERM of machine 0, and started again"
+        return "all stopped by SIGTERM, and started again"
 
     # -- progress ------------------------------------------------------------------------------------------------
 
-    def _new_step(self, before: int) -> int:
-        """Wait for one more log entry than `before`; returns their number then."""
-        deadline = time.monotonic() + RECOVERY_LIMIT_S
-        while (number := len(self._leader.events("log"))) <= before:
-            assert self._leader.process is not None
-            assert self._leader.process.poll() is None, "\n".join(
-                [*self.told, str(self._leader.finish()), self._leader.output]
-            )
-            assert time.monotonic() < deadline, "\n".join(["no step after", *self.told])
-            time.sleep(0.05)
-        return number
+    def _wait_for_a_step(self) -> int:
+        """Wait for a step that ends after now, and return it; machines that have all ended are started again."""
+        now, deadline = time.time(), time.monotonic() + RECOVERY_LIMIT_S
+        while True:
+            entries = [entry for machine in self._machines for entry in machine.events("log")]
+            new = [int(entry["step"]) for entry in entries if entry["time"] > now]
+            if new:
+                return max(new)
+            if not self._alive():
+                self._start_nodes()
+            for machine in self._machines:
+                # A leader that finds itself replaced, and nodes that are stopped with it, are to be started again.
+                assert machine.process is None or machine.process.poll() in (None, 75, -signal.SIGKILL), "\n".join(
+                    [*self.told, machine.output]
+                )
+            assert time.monotonic() < deadline, "\n".join(["no step after", *self.told, outputs(self._machines)])
+            time.sleep(0.1)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import plotly.graph_objects as go
 
-from runner.journal.ledger import CAUSES, LOST, NOT_RUNNING, TRAINING
+from runner.journal.ledger import CAUSES, LOST, MISSING, NOT_RUNNING, TRAINING
 from runner.text import duration
 from runner.ui.report.timeline import LogEntry, Timeline
 
@@ -19,6 +19,7 @@ COLOURS = {
     "data wait": "#56b4e9",
     "evaluation": "#0072b2",
     LOST: "#d55e00",
+    MISSING: "#f0e442",
     "detection": "#e69f00",
     "hang wait": "#a65628",
     "teardown": "#b8860b",
@@ -104,6 +105,46 @@ def time_line(timeline: Timeline) -> go.Figure:
         yaxis={"title": "attempt", "type": "category", "autorange": "reversed", "categoryorder": "array"},
     )
     figure.update_yaxes(categoryarray=list(rows.values()))
+    return figure
+
+
+def nodes(timeline: Timeline) -> go.Figure:
+    """Draw one row per node with the attempts that it took part in; nothing for a run of one node.
+
+    Args:
+        timeline: The run.
+    """
+    scale, unit = _unit(timeline.ledger.wall_s)
+    spans: dict[int, tuple[float, float]] = {}
+    for span in timeline.spans:
+        begin, end = spans.get(span.attempt, (span.begin, span.end))
+        spans[span.attempt] = min(begin, span.begin), max(end, span.end)
+    bars = [
+        (node, attempt.number, *spans[attempt.number])
+        for attempt in timeline.run.attempts
+        for node in attempt.nodes
+        if attempt.number in spans
+    ]
+    figure = go.Figure()
+    if bars:
+        figure.add_bar(
+            orientation="h",
+            base=[begin / scale for _, _, begin, _ in bars],
+            x=[(end - begin) / scale for _, _, begin, end in bars],
+            y=[str(node) for node, *_ in bars],
+            customdata=[f"attempt {number}, {duration(end - begin)}" for _, number, begin, end in bars],
+            hovertemplate="node %{y}: %{customdata}<extra></extra>",
+            marker={"color": [COLOURS[TRAINING] if number % 2 else "#0072b2" for _, number, *_ in bars]},
+        )
+        names = [str(node) for node in sorted({node for node, *_ in bars})]
+        figure.update_layout(
+            barmode="overlay",
+            showlegend=False,
+            bargap=0.4,
+            height=min(120 + 28 * len(names), 900),
+            xaxis_title=f"{unit} since the start",
+            yaxis={"title": "node", "type": "category", "autorange": "reversed", "categoryarray": names},
+        )
     return figure
 
 

@@ -63,6 +63,7 @@ def _attempts(timeline: Timeline) -> list[dict[str, Any]]:
         {
             "number": attempt.number,
             "began": _utc(attempt.began),
+            "nodes": ", ".join(map(str, attempt.nodes)),
             "steps": f"{attempt.start_step}-{attempt.last_step}" if attempt.training_began is not None else "none",
             "lost": attempt.lost_steps,
             "kind": attempt.kind,
@@ -79,6 +80,7 @@ def _charts(timeline: Timeline) -> dict[str, str]:
     figures = {
         "time-line": charts.time_line(timeline),
         "loss": charts.loss(timeline),
+        "nodes": charts.nodes(timeline),
         "where": charts.where_the_time_went(timeline),
         "saves": charts.saves(timeline),
         "throughput": charts.throughput(timeline),

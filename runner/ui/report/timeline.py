@@ -260,9 +260,14 @@ def _cost(
     if price is None:
         return None
     discount = discount or 0.0
-    # A node that is down while the others wait for it is not paid for either; those that wait are.
-    nnodes = max((e.event.nnodes for e in entries if isinstance(e.event, AttemptStarted)), default=1)
-    node_s = nnodes * (ledger.wall_s - ledger.seconds[NOT_RUNNING])
+    begun = [e.event for e in entries if isinstance(e.event, AttemptStarted)]
+    nnodes = max((max(event.nnodes, event.max_nodes) for event in begun), default=1)
+    # A node that is down while the others wait for it is not paid for either; those that wait are, and so are those of
+    # an elastic run that train.
+    shares = {attempt.number: attempt.share for attempt in attempts}
+    node_s = nnodes * sum(
+        shares.get(span.attempt, 1.0) * (span.end - span.begin) for span in ledger.spans if span.cause != NOT_RUNNING
+    )
     steps_s = min(nnodes * undisturbed_s(ledger, attempts), node_s)
     paid_per_s, full_per_s = price * (1 - discount) / 3600, price / 3600
     return Cost(

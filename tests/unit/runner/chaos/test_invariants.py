@@ -9,7 +9,8 @@ import pytest
 
 from checkpointing.tiers import open_tiers
 from runner.chaos import invariants
-from runner.journal.events import Entry, parse
+from runner.journal.events import Entry
+from runner.journal.parsing import parse
 
 
 def journal(*entries: tuple[str, dict[str, Any]]) -> list[Entry]:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from runner.chaos import progress
-from runner.journal.events import Entry, parse
+from runner.journal.events import Entry
+from runner.journal.parsing import parse
 from runner.recovery.kinds import FailureKind
 
 

@@ -14,7 +14,8 @@ from runner.chaos.recovery import RecoveryWatch, RunOver
 from runner.chaos.result import Injection
 from runner.chaos.scene import FailpointFile, JobPace, Moment, Scene
 from runner.errors import ExitCode
-from runner.journal.events import Entry, parse
+from runner.journal.events import Entry
+from runner.journal.parsing import parse
 
 
 class Process:

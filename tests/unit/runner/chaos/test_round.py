@@ -15,7 +15,8 @@ from runner.chaos.draw import FaultDraw
 from runner.chaos.result import Result
 from runner.chaos.round import Round
 from runner.chaos.scene import Effect, FailpointFile, Fault, JobPace, Moment, NotApplicable, Scene
-from runner.journal.events import Entry, parse
+from runner.journal.events import Entry
+from runner.journal.parsing import parse
 
 
 def entry(name: str, attempt: int = 1, **rest: Any) -> Entry:

@@ -11,7 +11,8 @@ import pytest
 import checkpointing.events
 from checkpointing.events import CheckpointQuarantined, Event, Log, Resumed
 from runner.journal import events
-from runner.journal.events import Entry, Malformed, RunStarted, UnknownEvent, parse, parse_event, undecodable
+from runner.journal.events import Entry, Malformed, RunStarted, UnknownEvent
+from runner.journal.parsing import parse, parse_event, undecodable
 
 # A value of each type that a field may have.
 VALUES: dict[Any, Any] = {

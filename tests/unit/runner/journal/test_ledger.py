@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from journals import entries
 
-from runner.journal.ledger import CAUSES, account, attempts_of, restarts_by_kind
+from runner.journal.ledger import CAUSES, NodeChange, account, attempts_of, led_sessions, node_changes, restarts_by_kind
 
 Event = dict[str, Any]
 
@@ -69,6 +69,7 @@ def test_every_second_has_one_cause() -> None:
             "data wait": 0.8 * 1.0,
             "evaluation": 0.8 * 1.0,
             "lost work": lost,
+            "missing nodes": 0.0,
             "detection": 0.0,
             "hang wait": 3.0,
             # After the ranks' end, and what the last ones took to end.
@@ -127,3 +128,43 @@ def test_it_adds_up_whatever_is_told(chosen: list[Event], data: st.DataObject) -
     ledger = account(entries(events))
     assert ledger.wall_s == pytest.approx(events[-1]["time"] - events[0]["time"], abs=0.02)
     assert min(ledger.seconds.values()) >= 0
+
+
+# Nodes 0, 1 and 2 of 3 train for 10 s; 1 is lost, and one step with it; 0 and 2 train for 20 s; 1 comes back.
+ELASTIC = [
+    event(100, "run_started", 0, run_id="r"),
+    event(100, "attempt_started", 1, nnodes=3, nodes=[0, 1, 2], max_nodes=3),
+    event(100, "training_started", 1, step=0, total_steps=100),
+    event(110, "log", 1, step=10, loss=7.0),
+    ended(111, 1, "node lost", 0, 10, 100, 110, 110.5),
+    event(111, "attempt_started", 2, nnodes=2, nodes=[0, 2], max_nodes=3),
+    event(112, "training_started", 2, step=9, total_steps=100),
+    event(122, "snapshot_cost", 2, step=20, blocked_s=2.0),
+    event(132, "log", 2, step=29, loss=6.0),
+    ended(132, 2, "nodes changed", 9, 29, 112, 132, 0.0),
+    event(132, "attempt_started", 3, nnodes=3, nodes=[0, 1, 2], max_nodes=3),
+    event(133, "training_started", 3, step=29, total_steps=100),
+]
+
+
+def test_goodput_counts_node_seconds() -> None:
+    ledger = account(entries(ELASTIC))
+    # Two of three nodes trained for 20 s less the 2 s of the stall.
+    assert ledger.seconds["missing nodes"] == pytest.approx(18 / 3)
+    assert ledger.seconds["training"] == pytest.approx(9 + 18 * 2 / 3)
+    assert ledger.wall_s == pytest.approx(33)
+
+
+def test_a_change_of_nodes_has_a_price() -> None:
+    assert node_changes(attempts_of(entries(ELASTIC))) == [
+        NodeChange(2, 9, [], [1], pause_s=2.0, lost_steps=1),
+        NodeChange(3, 29, [1], [], pause_s=1.0, lost_steps=0),
+    ]
+    assert node_changes(attempts_of(entries(EVENTS))) == []
+
+
+def test_what_a_node_followed_is_left_to_its_leader() -> None:
+    followed = [event(90, "run_started", 0, run_id="b", leads=False), event(95, "attempt_started", 1)]
+    led = [event(100, "run_started", 1, run_id="b"), event(101, "attempt_started", 2)]
+    assert led_sessions(entries([*followed, *led])) == entries(led)
+    assert led_sessions(entries(followed)) == []

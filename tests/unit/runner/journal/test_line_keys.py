@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from checkpointing.events import Log
-from runner.journal.events import Entry, parse, parse_event
+from runner.journal.events import Entry
+from runner.journal.parsing import parse, parse_event
 
 
 def test_an_attempt_in_a_message_is_no_metric() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 from journals import event
 
-from checkpointing.storage import open_storage
+from checkpointing.storage import LocalStorage, open_storage
 from checkpointing.storage.local import LocalSidecars
 from runner.errors import UsageError
 from runner.journal import mirror
@@ -181,3 +182,22 @@ def test_looking_writes_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["journal.jsonl"]
     (tmp_path / "run.json").write_text("{")
     assert History(str(tmp_path)).entries() == read_journal(tmp_path / "journal.jsonl")
+
+
+def test_of_several_nodes_that_led_each_shows_the_time_in_which_it_did(tmp_path: Path) -> None:
+    def line(time: float, name: str, **details: object) -> bytes:
+        text: str = json.dumps({"time": time, "event": name, "attempt": 1, **details})
+        return text.encode() + b"\n"
+
+    storage = LocalStorage(tmp_path)
+    storage.sidecars.write_restart_state(RestartState(lineage="abc").to_json(1).encode())
+    first = line(1, "run_started", run_id="a") + line(2, "progress", step=1)
+    second = line(1.5, "run_started", run_id="b", leads=False) + line(2.1, "progress", step=1)
+    second += line(3, "run_started", run_id="b") + line(4, "progress", step=2)
+    storage.sidecars.write("journal-abc-a.000000.jsonl", first)
+    storage.sidecars.write("journal-abc-b.000000.jsonl", second)
+    assert [entry.time for entry in History(str(tmp_path)).entries()] == [1, 2, 3, 4]
+    # One that only followed, and has nothing else to show.
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "journal.jsonl").write_bytes(second[: second.index(b"3, ")].rpartition(b"\n")[0] + b"\n")
+    assert [entry.time for entry in History(str(tmp_path / "alone")).entries()] == [1.5, 2.1]

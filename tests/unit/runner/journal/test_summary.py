@@ -78,6 +78,26 @@ def test_what_the_summary_says() -> None:
         assert part in text
 
 
+def test_the_nodes_of_a_run_are_named_with_what_their_changes_cost() -> None:
+    run = summarise(
+        entries(
+            [
+                event(100, "run_started", 0, run_id="r"),
+                event(100, "attempt_started", 1, nnodes=3, nodes=[0, 1, 2], max_nodes=3),
+                event(100, "training_started", 1, step=0, total_steps=100),
+                event(110, "log", 1, step=10, loss=7.0),
+                ended(110, 1, "node lost", 0, 10, 100, 110),
+                event(111, "leader_changed", 1, epoch=2, node=2, host="10.0.0.3"),
+                event(111, "attempt_started", 2, nnodes=2, nodes=[1, 2], max_nodes=3),
+                event(114.5, "training_started", 2, step=9, total_steps=100),
+            ]
+        )
+    )
+    line = "nodes        2 of 3 (1, 2), node 2 leads; 1 changes paused training for 4.5 s and lost 1 steps"
+    assert line in render(run, {})
+    assert "nodes" not in render(summarise(entries(EVENTS)), {})
+
+
 def test_an_empty_journal() -> None:
     assert summarise([]).state is RunState.UNKNOWN
 

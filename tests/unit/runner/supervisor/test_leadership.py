@@ -71,6 +71,8 @@ def test_where_nobody_has_led_only_the_first_node_begins() -> None:
         (0, LEADERS, False),  # another node leads, or has been killed: its lease tells
         (1, LEADERS, False),
         (0, replace(LEADERS, released=True), True),
+        # It led before the run was stopped: now the first node does, or there would be two.
+        (1, replace(LEADERS, holder="b", released=True), False),
         (1, replace(LEADERS, released=True), False),
         (0, Lease(3), False),  # damaged
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from node_fakes import FakeSession
@@ -90,8 +91,9 @@ def test_a_storage_that_is_away_lets_the_first_node_begin(tmp_path: Path, monkey
     assert not second.leads and second.watch() is not None
 
 
-def test_taking_over_is_recorded_and_shown(tmp_path: Path) -> None:
+def test_taking_over_is_shown(tmp_path: Path) -> None:
     session, lease = FakeSession(tmp_path), Lease(2, "b", "b1", 1, "10.0.0.2", "run")
     assert take_over(session, lease).lease == lease
-    assert session.names() == ["leader_changed"]
+    display: Any = session.display
+    assert display.texts == ["the leader is gone: node 1 leads this run now, at 10.0.0.2"]
     assert newest_lease(session.config.tiers.durable.sidecars) is None, "it was taken before"

@@ -10,7 +10,7 @@ from prometheus_client.core import Metric
 
 from runner.errors import UsageError
 from runner.journal.journal import Journal
-from runner.journal.ledger import Attempt
+from runner.journal.ledger import Attempt, NodeChange
 from runner.journal.summary import RunState, RunSummary
 from runner.ui.prometheus import RunCollector, metrics, serve
 
@@ -21,11 +21,23 @@ def families(run: RunSummary, now: float = 0.0) -> dict[str, Metric]:
     return {family.name: family for family in metrics(run, now)}
 
 
+def values(run: RunSummary) -> dict[str, float]:
+    return {sample.name: sample.value for family in metrics(run, 0.0) for sample in family.samples}
+
+
 def test_what_is_not_known_is_absent() -> None:
     found = families(RunSummary(run_id="r"))
     assert "runner_loss" not in found and "runner_total_steps" not in found and "runner_restarts_left" not in found
     assert found["runner_step"].samples[0].value == 0
     assert found["runner_checkpoint_step"].samples == []
+
+
+def test_a_run_of_several_nodes_says_how_many_it_has() -> None:
+    changes = [NodeChange(2, 9, [], [1], pause_s=2.0, lost_steps=1), NodeChange(3, 29, [1], [], 1.5, 0)]
+    found = values(RunSummary(nodes=[0, 2], max_nodes=3, node_changes=changes))
+    assert (found["runner_nodes"], found["runner_max_nodes"]) == (2, 3)
+    assert (found["runner_node_changes_total"], found["runner_node_change_seconds_total"]) == (2, 3.5)
+    assert "runner_nodes" not in values(RunSummary())
 
 
 def test_one_state_is_current() -> None:
@@ -60,7 +72,7 @@ def test_a_journal_is_read_once_per_interval(tmp_path: Path, monkeypatch: pytest
 
 
 def test_alerts_and_dashboard_ask_for_metrics_that_exist() -> None:
-    known = RunSummary(total_steps=1, last_loss=1.0, tokens_per_s=1.0, restarts_left=1)
+    known = RunSummary(total_steps=1, last_loss=1.0, tokens_per_s=1.0, restarts_left=1, nodes=[0], max_nodes=1)
     suffixes = {"counter": "_total", "info": "_info"}
     exported = {family.name + suffixes.get(family.type, "") for family in metrics(known, 0.0)}
     text = (MONITORING / "alerts.yaml").read_text() + (MONITORING / "grafana-dashboard.json").read_text()

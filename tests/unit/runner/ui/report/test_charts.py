@@ -60,6 +60,23 @@ def test_saves_are_drawn_in_milliseconds(timeline: Timeline) -> None:
     assert list(found["training waited"].y) == [20.0] and list(found["written (remote)"].y) == [500.0]
 
 
+def test_a_node_has_a_row_with_the_attempts_that_it_took_part_in(timeline: Timeline) -> None:
+    assert charts.nodes(timeline).data == ()
+    elastic = build_timeline(
+        entries(
+            [
+                event(100, "run_started", 0, run_id="r"),
+                event(100, "attempt_started", 1, nnodes=2, nodes=[0, 1], max_nodes=2),
+                event(130, "attempt_ended", 1, kind="node lost", cause="why", step=0, start_step=0),
+                event(130, "attempt_started", 2, nnodes=1, nodes=[0], max_nodes=2),
+                event(160, "log", 2, step=1, loss=1.0),
+            ]
+        )
+    )
+    (bars,) = charts.nodes(elastic).data
+    assert list(bars.y) == ["0", "1", "0"] and list(bars.base) == [0, 0, 30] and list(bars.x) == [30, 30, 30]
+
+
 def test_what_was_not_measured_is_a_gap() -> None:
     logs = [event(112 + step, "log", 1, step=step, loss=3.0) for step in (1, 2)]
     figure = charts.throughput(build_timeline(entries([*EVENTS[:6], *logs])))
