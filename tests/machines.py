@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from infra.namespaces import ADDRESSES, HOSTS
 from integration.support import TOTAL_STEPS, Run, troubled, wait_until
+
+from runner.chaos.network import address_of, inside
 
 PORT = 29611
 # Steps of `troubled`.
@@ -21,8 +22,8 @@ class Machine(Run):
         super().__init__(
             folder / f"machine-{number}",
             *("--set", f"checkpoint.location={shared}", "--nnodes", nnodes, "--node-rank", str(number)),
-            *("--nproc-per-node", "1", "--rdzv-endpoint", f"{ADDRESSES[0]}:{PORT}"),
-            *("--local-addr", ADDRESSES[number]),
+            *("--nproc-per-node", "1", "--rdzv-endpoint", f"{address_of(0)}:{PORT}"),
+            *("--local-addr", address_of(number)),
             *options,
             script=script,
         )
@@ -30,7 +31,7 @@ class Machine(Run):
         self.number = number
         own = "" if number == 0 else f"node-{number}"
         self.records = self.folder / own
-        self.command = ["ip", "netns", "exec", HOSTS[number], *self.command]
+        self.command = inside(number, self.command)
 
     def start(self, **environment: str) -> Run:
         return super().start(GLOO_SOCKET_IFNAME="eth0", OMP_NUM_THREADS="1", **environment)

@@ -1,4 +1,4 @@
-"""The wire between two machines that are network namespaces, and how it is cut; fixtures for all tests."""
+"""The wires between machines that are network namespaces, and how they are cut; fixtures for all tests."""
 
 from __future__ import annotations
 
@@ -6,25 +6,29 @@ import contextlib
 from collections.abc import Iterator
 
 import pytest
-from infra.namespaces import hosts, set_cable
 from infra.parts import lacks, require
+
+from runner.chaos.network import Network, NoNetwork
+from runner.chaos.switch import Wire
+
+NUM_HOSTS = 3
 
 
 @pytest.fixture(scope="module")
-def wire() -> Iterator[None]:
-    """Set up the hosts of `infra.namespaces`."""
+def wire() -> Iterator[Network]:
+    """Set up the hosts and their network."""
     require("network namespaces")
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(hosts())
-        except RuntimeError as error:
+            network = stack.enter_context(Network(NUM_HOSTS))
+        except NoNetwork as error:
             lacks("network namespaces", error)
-        yield
+        yield network
 
 
 @pytest.fixture
-def cut(wire: None) -> Iterator[Cut]:
-    cut = Cut()
+def cut(wire: Network) -> Iterator[Cut]:
+    cut = Cut(wire)
     yield cut
     cut.restore()
 
@@ -32,12 +36,12 @@ def cut(wire: None) -> Iterator[Cut]:
 class Cut:
     """The wire of one machine, by default of the second one."""
 
-    def __init__(self) -> None:
-        self._number = 1
+    def __init__(self, network: Network) -> None:
+        self._network, self._number = network, 1
 
     def now(self, number: int = 1) -> None:
         self._number = number
-        set_cable(number, plugged=False)
+        self._network.set_wires(number, Wire(cut=True))
 
     def restore(self) -> None:
-        set_cable(self._number, plugged=True)
+        self._network.set_wires(self._number, Wire())

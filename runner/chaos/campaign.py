@@ -77,7 +77,7 @@ class Campaign:
             CampaignFailed: The job fails without faults.
         """
         processes.become_subreaper()
-        pace = self._run_reference()
+        pace = self.run_reference()
         draw = FaultDraw(self._faults, self._random, self.result)
         is_enough = functools.partial(self._is_enough, num_faults, seconds)
         num_empty = 0
@@ -94,7 +94,8 @@ class Campaign:
         done = len(self.result.injections) >= num_faults
         return done and (seconds is None or time.monotonic() - self._began >= seconds)
 
-    def _report(self, text: str) -> None:
+    def report(self, text: str) -> None:
+        """Report progress, with the seconds since the beginning."""
         self._print(f"[{time.monotonic() - self._began:6.0f} s] {text}")
 
     def _make_run(
@@ -110,7 +111,7 @@ class Campaign:
         result.runs += 1
         number, before = result.runs, len(result.all_violations)
         with prepare_scene(folder, self._locations, self._random, self._make_run) as scene:
-            current = Round(number, scene, draw, pace, result, self._report)
+            current = Round(number, scene, draw, pace, result, self.report)
             finished = current.run(is_enough)
             result.violations += [f"run {number}: {text}" for text in current.violations]
             is_halved = current.is_halved
@@ -123,13 +124,18 @@ class Campaign:
         verdict = "FAILED"
         if passed:
             verdict = f"passed (micro-batch halved, losses within {HALVED_TOLERANCE:.0%})" if is_halved else "passed"
-        self._report(f"run {number}: {verdict}, {len(result.injections)} faults so far")
+        self.report(f"run {number}: {verdict}, {len(result.injections)} faults so far")
         for text in [*new_violations, *differences]:
-            self._report(f"  {text}")
+            self.report(f"  {text}")
         return passed
 
-    def _run_reference(self) -> JobPace:
-        self._report("the fault-free run")
+    def run_reference(self) -> JobPace:
+        """Run the job without faults; returns its pace.
+
+        Raises:
+            CampaignFailed: It fails, or commits nothing.
+        """
+        self.report("the fault-free run")
         self._reference_folder = self._folder / "reference"
         run = summarise(self._run_fault_free(self._reference_folder))
         if run.total_steps is None or not run.committed:
@@ -141,7 +147,7 @@ class Campaign:
         attempt = run.attempts[-1]
         trained_s = (attempt.last_step_at or 0.0) - (attempt.training_began or 0.0)
         pace = JobPace(run.total_steps, max(trained_s / max(run.total_steps, 1), 1e-3))
-        self._report(f"{pace.steps} steps of {pace.step_s:.3f} s")
+        self.report(f"{pace.steps} steps of {pace.step_s:.3f} s")
         return pace
 
     def _run_fault_free(self, folder: Path) -> list[Entry]:
@@ -158,13 +164,13 @@ class Campaign:
     @functools.cached_property
     def _is_deterministic(self) -> bool:
         """Whether a second fault-free run ends bit-identical to the first one."""
-        self._report("results differ: repeating the fault-free run to see whether the job is deterministic")
+        self.report("results differ: repeating the fault-free run to see whether the job is deterministic")
         folder = self._folder / "reference-again"
         self._run_fault_free(folder)
-        differences = self._differences(folder)
+        differences = self.differences(folder)
         if differences:
             self.result.nondeterministic = True
-            self._report(
+            self.report(
                 f"the job is nondeterministic: two fault-free runs differ ({differences[0]}). From now on results are "
                 f"compared within {NONDETERMINISTIC_TOLERANCE:g} of each tensor's norm; try --deterministic"
             )
@@ -175,13 +181,19 @@ class Campaign:
         is_relaxed = self.result.nondeterministic and self._tolerance is None
         tolerance = NONDETERMINISTIC_TOLERANCE if is_relaxed else self._tolerance
         if is_halved:
-            return self._differences(folder, losses=HALVED_TOLERANCE)
-        differences = self._differences(folder, tolerance=tolerance)
+            return self.differences(folder, losses=HALVED_TOLERANCE)
+        differences = self.differences(folder, tolerance=tolerance)
         if differences and tolerance is None and not self._is_deterministic:
-            return self._differences(folder, tolerance=NONDETERMINISTIC_TOLERANCE)
+            return self.differences(folder, tolerance=NONDETERMINISTIC_TOLERANCE)
         return differences
 
-    def _differences(self, folder: Path, **options: float | None) -> list[str]:
+    def differences(self, folder: Path, **options: float | None) -> list[str]:
+        """Return what differs between the last checkpoints of the fault-free run and of another one.
+
+        Args:
+            folder: Of the other run.
+            options: See `runner.chaos.compare`.
+        """
         folders = (self._reference_folder, folder)
         pairs = [json.dumps([self._locations.location(f), self._locations.local_tier(f)]) for f in folders]
         command = [sys.executable, "-m", "runner.chaos.compare", *pairs]

@@ -43,13 +43,14 @@ class Result:
         skipped: By fault: how often it was not applicable, and the last reason.
         runs: Number of runs under faults.
         identical: Runs that ended bit-identical to the fault-free run (or within the tolerance).
-        close: Runs with a halved micro-batch whose losses were within HALVED_TOLERANCE of the fault-free run's.
+        close: Runs that cannot be bit-identical, and whose losses were within HALVED_TOLERANCE of the fault-free run's.
         nondeterministic: Whether fault-free runs differ from each other, so that NONDETERMINISTIC_TOLERANCE applies.
         differences: What differed between last checkpoints.
         violations: Violations at the end of runs, which belong to no single fault.
         lost_steps: Number of recomputed steps.
         steps: Number of steps of the job.
         total_s: Seconds that the campaign took.
+        close_means: How the runs that count as `close` ended, in words.
     """
 
     injections: list[Injection] = field(default_factory=list)
@@ -63,6 +64,7 @@ class Result:
     lost_steps: int = 0
     steps: int = 0
     total_s: float = 0.0
+    close_means: str = f"with a halved micro-batch and losses within {HALVED_TOLERANCE:.0%}"
 
     @property
     def all_violations(self) -> list[str]:

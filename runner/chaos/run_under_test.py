@@ -60,6 +60,8 @@ class RunUnderTest:
         folder: Path,
         environment: Mapping[str, str] | None = None,
         on_start: Callable[[int], None] = lambda pid: None,
+        journal: Path | None = None,
+        alone: bool = True,
     ) -> None:
         """Prepare the run without starting it.
 
@@ -68,10 +70,12 @@ class RunUnderTest:
             folder: The run's folder.
             environment: Environment variables that override inherited ones.
             on_start: Called with the supervisor's process id before it has children.
+            journal: Its journal; None for the one in its folder.
+            alone: Whether this process observes nothing else, so that all its descendants are the run's.
         """
         self.folder, self.command, self._on_start = folder, command, on_start
         self.entries: list[Entry] = []
-        self._journal = JournalReader(folder / JOURNAL_NAME)
+        self._journal, self._alone = JournalReader(journal or folder / JOURNAL_NAME), alone
         self._mark = uuid.uuid4().hex
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True, exist_ok=True)
@@ -91,6 +95,10 @@ class RunUnderTest:
         processes.kill_all(self.alive)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=10)
+        self.close()
+
+    def close(self) -> None:
+        """Close its output."""
         self._log.close()
 
     def start(self) -> None:
@@ -170,6 +178,11 @@ class RunUnderTest:
         pids = [event.pid for event in self.all(RankStarted) if event.rank == rank and event.pid is not None]
         return _process(pids[-1]) if pids else None
 
+    def any_rank(self) -> psutil.Process | None:
+        """Return the rank that reported last, if it is running."""
+        pids = [event.pid for event in self.all(RankStarted) if event.pid is not None]
+        return _process(pids[-1]) if pids else None
+
     def helper(self, module: str) -> psutil.Process | None:
         """Return the supervisor's own child that runs a module."""
         with contextlib.suppress(psutil.Error):
@@ -183,17 +196,23 @@ class RunUnderTest:
         """Return all running processes of the run.
 
         They are found by the mark in their environment, by the run's id, and by descent: this process is the
-        subreaper of what the run leaves, and observes one run at a time.
+        subreaper of what the run leaves.
         """
-        found = {process.pid: process for process in processes.descendants()}
+        found = {process.pid: process for process in processes.descendants()} if self._alone else {}
+        found |= {process.pid: process for process in self.marked()}
+        run_ids = [event.run_id for event in self.all(RunStarted) if event.run_id]
+        for process in processes.processes_of_run(run_ids[-1], 0) if run_ids else ():
+            found[process.pid] = process
+        return [process for process in found.values() if processes.is_running(process)]
+
+    def marked(self) -> list[psutil.Process]:
+        """Return the processes that have the mark in their environment."""
+        found = {}
         marker = f"{MARK_ENV}={self._mark}".encode()
         for pid in psutil.pids():
             with contextlib.suppress(OSError, psutil.Error):
                 if marker in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                     found[pid] = psutil.Process(pid)
-        run_ids = [event.run_id for event in self.all(RunStarted) if event.run_id]
-        for process in processes.processes_of_run(run_ids[-1], 0) if run_ids else ():
-            found[process.pid] = process
         return [process for process in found.values() if processes.is_running(process)]
 
     def shared_memory(self) -> set[Path]:

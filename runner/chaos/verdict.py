@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from runner.chaos.result import HALVED_TOLERANCE, NONDETERMINISTIC_TOLERANCE, Result
+from runner.chaos.result import NONDETERMINISTIC_TOLERANCE, Result
 
 
 def rows(result: Result) -> list[dict[str, Any]]:
@@ -62,9 +62,7 @@ def render(result: Result, seed: int) -> str:
     same = "bit-identical to"
     if result.nondeterministic:
         same = f"within {NONDETERMINISTIC_TOLERANCE:g} of"
-    close = (
-        f"{result.close} with a halved micro-batch and losses within {HALVED_TOLERANCE:.0%}, " if result.close else ""
-    )
+    close = f"{result.close} {result.close_means}, " if result.close else ""
     lines.append(
         f"{len(result.injections)} faults in {result.runs} runs of {result.steps} steps (seed {seed}, "
         f"{result.total_s:.0f} s): {len(result.all_violations)} violations, {result.identical} of {result.runs} runs "

@@ -26,6 +26,12 @@ from runner.errors import UsageError
     type=click.IntRange(min=1),
     help="Number of faults to inject.",
 )
+@click.option(
+    "--nodes",
+    type=click.IntRange(min=2, max=200),
+    metavar="N",
+    help="Run the job on N nodes, network namespaces where possible, and let them come and go (default: one node).",
+)
 @click.option("--minutes", type=Number(min=0), metavar="N", help="Minimum minutes of injection (default: 0).")
 @click.option("--seed", type=int, metavar="N", help="Seed of the faults and their moments (default: random).")
 @click.option(
@@ -53,6 +59,7 @@ def chaos(
     output_dir: str | None,
     settings: tuple[str, ...],
     kills: int,
+    nodes: int | None,
     minutes: float | None,
     seed: int | None,
     faults: tuple[str, ...],
@@ -68,13 +75,19 @@ def chaos(
     The job of CONFIG (default: the bundled job) runs fault-free first, then again while processes are killed and
     stopped, the run is preempted and its storage is damaged. The last checkpoints are compared bit for bit. The exit
     code is 1 if anything was lost or differs.
+
+    With --nodes, machines lose power, are preempted, replaced and cut off, and dropout is off: its masks depend on the
+    ranks. A run whose number of nodes has changed must take the same steps on the same samples, with losses that are
+    close.
     """
     from runner.chaos.campaign import Campaign
     from runner.chaos.faults import FAULTS
     from runner.chaos.locations import Locations
+    from runner.chaos.node_campaign import NodeCampaign
+    from runner.chaos.node_faults import NODE_FAULTS
     from runner.chaos.verdict import render, to_json
 
-    names = [fault.name for fault in FAULTS]
+    names = [fault.name for fault in (FAULTS if nodes is None else NODE_FAULTS)]
     if list_faults:
         click.echo("\n".join(names))
         return
@@ -88,6 +101,10 @@ def chaos(
     seed = int.from_bytes(os.urandom(3), "big") if seed is None else seed
     config = load(config_file or config_path, None, settings, launch)
     config.make_absolute()
+    if nodes is not None:
+        from runner.chaos.node_campaign import without_dropout
+
+        config = without_dropout(config)
     folder = Path(output_dir or f"runs/chaos/{time.strftime('%Y%m%d-%H%M%S')}-seed-{seed}").absolute()
     if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"--output-dir {folder} is not empty; choose another folder")
@@ -95,15 +112,29 @@ def chaos(
     job = folder / "job.yaml"
     job.write_text(config.to_yaml())
     click.echo(f"runner chaos: seed {seed}, in {folder}")
-    campaign = Campaign(
-        folder,
-        ["--config", str(job)],
-        locations=Locations(config, folder.name),
-        seed=seed,
-        faults=[fault for fault in FAULTS if not faults or fault.name in faults],
-        tolerance=tolerance,
-        report=click.echo,
-    )
+    options, locations = ["--config", str(job)], Locations(config, folder.name)
+    campaign: Campaign | NodeCampaign
+    if nodes is None:
+        campaign = Campaign(
+            folder,
+            options,
+            locations=locations,
+            seed=seed,
+            faults=[fault for fault in FAULTS if not faults or fault.name in faults],
+            tolerance=tolerance,
+            report=click.echo,
+        )
+    else:
+        campaign = NodeCampaign(
+            folder,
+            options,
+            locations=locations,
+            num_nodes=nodes,
+            seed=seed,
+            faults=[fault for fault in NODE_FAULTS if not faults or fault.name in faults],
+            tolerance=tolerance,
+            report=click.echo,
+        )
     result = campaign.run(kills, seconds=None if minutes is None else 60 * minutes, keep=keep)
     click.echo(render(result, seed))
     if json_file is not None:

@@ -19,8 +19,8 @@ from runner.errors import ExitCode, RunBusy, UsageError
 from runner.node.output import make_streams_lossy
 
 if TYPE_CHECKING:
+    from runner.recovery.lease import Lease
     from runner.supervisor.lead import Inherited
-    from runner.supervisor.lease import Lease
 
 T = TypeVar("T")
 

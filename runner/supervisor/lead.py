@@ -11,8 +11,8 @@ from runner.node.messages import AttemptSpec
 from runner.node.node import Node
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
+from runner.recovery.lease import Lease
 from runner.supervisor.leadership import LeaseKeeper, LeaseWatch, own_address
-from runner.supervisor.lease import Lease
 from runner.supervisor.peers import Member
 from runner.supervisor.session import Session
 
@@ -144,7 +144,7 @@ class Succession:
         """
         if self._watch is None or self._session.stop or self.lease is not None:
             return
-        known, towards = member.own_host, member.address[0]
+        known, towards = self._session.config.launch.local_addr or member.own_host, member.address[0]
         self.lease = self._watch.turn(
             self._session.monotonic(),
             has_state=node is not None and node.has_state,

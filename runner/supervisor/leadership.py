@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from checkpointing.storage.sidecars import Sidecars
 from checkpointing.threads import in_background
-from runner.supervisor.lease import Lease, newest_lease, renew, take
+from runner.recovery.lease import Lease, newest_lease, renew, take
 
 # Between two renewals, and between two looks at the lease while there is no leader.
 RENEW_S = 2.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from checkpointing.errors import CheckpointError
 from runner.config.schema import Config
 from runner.journal.run_directory import RunDirectory
+from runner.recovery.lease import Lease, newest_lease
 from runner.supervisor.leadership import Candidate, LeaseKeeper, LeaseWatch
-from runner.supervisor.lease import Lease, newest_lease
 from runner.supervisor.session import Session
 
 

@@ -11,8 +11,8 @@ import pytest
 from chaos.stores import MemoryObjects
 
 from checkpointing.storage.object_storage import ObjectSidecars
+from runner.recovery.lease import Lease, newest_lease
 from runner.supervisor.leadership import FIRST_NODE_S, Candidate, LeaseKeeper, LeaseWatch
-from runner.supervisor.lease import Lease, newest_lease
 
 NODES = 3
 

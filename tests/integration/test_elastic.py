@@ -1,4 +1,4 @@
-"""A run whose nodes come and go: three network namespaces, `--nnodes 2:3`, one rank each."""
+"""A run whose nodes come and go, its leader included: three network namespaces, `--nnodes 2:3`, one rank each."""
 
 from __future__ import annotations
 
@@ -30,15 +30,39 @@ def script(folder: Path, *, slow: bool) -> list[str]:
     return [name]
 
 
-def admitted(machines: list[Machine], count: int) -> None:
-    """Until the nodes have changed so often, and the attempt with the new ones takes steps."""
-    leader = machines[0]
+def wait_for_step(leader: Machine, at: float) -> None:
+    """Wait for a step that ends after this time."""
+    wait_until(leader, lambda: any(log["time"] > at for log in leader.events("log")))
 
-    def begun() -> bool:
-        changes = leader.events("nodes_changed")
-        return len(changes) >= count and any(log["time"] > changes[-1]["time"] for log in leader.events("log"))
 
-    wait_until(leader, begun)
+def wait_for_change(leader: Machine, came: list[int], gone: list[int]) -> None:
+    """Wait until the nodes have changed in this way, and the attempt with the new ones takes steps."""
+
+    def changes() -> list[float]:
+        return [
+            change["time"]
+            for change in leader.events("nodes_changed")
+            if (change["came"], change["gone"]) == (came, gone)
+        ]
+
+    wait_until(leader, lambda: bool(changes()))
+    wait_for_step(leader, changes()[-1])
+
+
+def next_leader(machines: list[Machine], epoch: int) -> Machine:
+    """Wait until one of the machines leads, from its own memory, and return it."""
+
+    def found() -> list[Machine]:
+        return [machine for machine in machines if machine.events("leader_changed")]
+
+    wait_until(machines[0], lambda: bool(found()))
+    (leader,) = found()
+    (change,) = leader.events("leader_changed")
+    assert (change["node"], change["epoch"]) == (leader.number, epoch)
+    wait_for_step(leader, change["time"])
+    (resumed,) = [event for event in leader.events("resumed") if event["time"] > change["time"]]
+    assert resumed["source"] == "memory"
+    return leader
 
 
 def test_nodes_are_lost_come_back_and_leave(
@@ -46,44 +70,59 @@ def test_nodes_are_lost_come_back_and_leave(
 ) -> None:
     folder = shared_folder(tmp_path_factory) / "calm-elastic"
     calm = finished_once(folder / "run", "--nproc-per-node", "3", script=lambda: script(folder, slow=False))
-    quick = ("--set", "launch.grow_interval_s=0")
+    quick = ("--set", "launch.grow_interval_s=0", "--set", "launch.last_call_s=3")
     job = script(tmp_path, slow=True)
     machines = [Machine(tmp_path, number, *quick, script=job, nnodes="2:3") for number in (0, 1, 2)]
-    leader, stays, leaves = machines
+    first, second, third = machines
     for machine in machines:
         machine.start()
-    wait_until(leader, lambda: any(event["step"] >= 10 for event in leader.events("committed")))
+    wait_until(first, lambda: any(event["step"] >= 10 for event in first.events("committed")))
 
     # A machine is lost: the others continue from their own memory, and lose no more than the step under way.
-    os.kill(leaves.runner_pid(), signal.SIGKILL)
-    leaves.finish()
-    admitted(machines, 1)
-    (lost,) = leader.events("attempt_ended")
+    os.kill(third.runner_pid(), signal.SIGKILL)
+    third.finish()
+    wait_for_change(first, [], [2])
+    (lost,) = first.events("attempt_ended")
+    (resumed,) = first.events("resumed")
     assert lost["kind"] == "node lost"
-    (resumed,) = leader.events("resumed")
     assert resumed["source"] == "memory" and resumed["step"] >= lost["step"] - 1
 
-    # It is back, with an empty disk: the others pause at a step, and continue with it.
-    shutil.rmtree(leaves.folder)
-    leaves.start()
-    admitted(machines, 2)
-    assert [end["kind"] for end in leader.events("attempt_ended")] == ["node lost", "nodes changed"]
-    assert leader.events("resumed")[-1]["step"] == leader.events("attempt_ended")[-1]["step"]
-    # Its state came from the others.
-    assert leader.events("resumed")[-1]["source"] == "memory" and not leaves.events("fetched")
+    # It is back, with an empty disk: the others pause at a step, and it receives the state from them.
+    shutil.rmtree(third.folder)
+    third.start()
+    wait_for_change(first, [2], [])
+    end = first.events("attempt_ended")[-1]
+    assert end["kind"] == "nodes changed"
+    assert (first.events("resumed")[-1]["step"], first.events("resumed")[-1]["source"]) == (end["step"], "memory")
+    assert not third.events("fetched")
 
-    # It is preempted: that costs this node only.
-    leaves.signal(signal.SIGTERM)
-    assert leaves.finish() == 75, outputs(machines)
-    admitted(machines, 3)
+    # The leader is lost for good: another one leads, and commits, which only the first node did.
+    wait_until(first, lambda: first.events("snapshot")[-1]["step"] > end["step"])
+    os.kill(first.runner_pid(), signal.SIGKILL)
+    first.finish()
+    others = [second, third]
+    leader = next_leader(others, 2)
+    assert leader.events("resumed")[-1]["step"] > end["step"]
+    wait_until(leader, lambda: bool(leader.events("committed")))
+
+    # A new machine has the lost one's node rank, and follows.
+    shutil.rmtree(first.folder)
+    first.start()
+    wait_for_change(leader, [0], [])
+    assert not first.events("leader_changed") and not first.events("fetched")
+
+    # The leader is preempted: it saves, leaves, and one of the two others leads at once.
+    leader.signal(signal.SIGTERM)
+    assert leader.finish() == 75, outputs(machines)
+    last = leader.events("attempt_ended")[-1]
+    assert last["kind"] == "preempted" and last["step"] == leader.events("committed")[-1]["step"]
+    left = [machine for machine in machines if machine is not leader]
+    assert next_leader(left, 3).events("resumed")[-1]["step"] == last["step"]
     (tmp_path / "hf.fast").touch()
-    assert [leader.finish(), stays.finish()] == [0, 0], outputs(machines)
+    assert [machine.finish() for machine in left] == [0, 0], outputs(machines)
 
-    changes = [(event["nodes"], event["came"], event["gone"]) for event in leader.events("nodes_changed")]
-    assert changes == [([0, 1], [], [2]), ([0, 1, 2], [2], []), ([0, 1], [], [2])]
-    assert [event["nnodes"] for event in leader.events("attempt_started")] == [3, 2, 3, 2]
     # The samples of every step were those of the undisturbed run; their sum has another order.
-    ours, theirs = (loss_curve(run.checkpoint(STEPS)) for run in (leader, calm))
+    ours, theirs = (loss_curve(run.checkpoint(STEPS)) for run in (first, calm))
     assert [step for step, _ in ours] == [step for step, _ in theirs]
     assert [loss for _, loss in ours] == pytest.approx([loss for _, loss in theirs], abs=1e-5)
     assert_nobody_is_left(machines)

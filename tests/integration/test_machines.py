@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from infra.namespaces import ADDRESSES, HOSTS
 from integration.support import Run, finished_once, shared_folder, state_hash, troubled, wait_for_events, wait_until
 from machines import (
     END,
@@ -27,6 +26,8 @@ from machines import (
     wait_for_commit,
 )
 from wire import Cut
+
+from runner.chaos.network import address_of, inside
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +272,7 @@ def test_strangers_neither_stop_nor_grow_a_run(wire: None, calm: Run, tmp_path: 
     wait_for_commit(machines, 10)
     leader = psutil.Process(machines[0].runner_pid())
     before = leader.memory_info().rss
-    command = ["ip", "netns", "exec", HOSTS[1], sys.executable, "-c", STRANGER, ADDRESSES[0], str(PORT + 1)]
+    command = inside(1, [sys.executable, "-c", STRANGER, address_of(0), str(PORT + 1)])
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
         assert stranger.stdout is not None
         try:

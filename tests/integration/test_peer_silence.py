@@ -12,21 +12,22 @@ import time
 from pathlib import Path
 
 import pytest
-from infra.namespaces import ADDRESSES, HOSTS
 from infra.ports import free_port
 from wire import Cut
 
+from runner.chaos.network import address_of, inside
 from runner.supervisor.peer_connection import SILENCE_S
 
 PROGRAM = Path(__file__).with_name("peer_program.py")
 MINUTES = float(os.environ.get("SILENCE_MINUTES", "5"))
 
 
-def start(role: str, host: str, port: int, seconds: float, inside: int | None = None) -> subprocess.Popen[str]:
+def start(role: str, host: str, port: int, seconds: float, on: int | None = None) -> subprocess.Popen[str]:
     command = [sys.executable, "-u", str(PROGRAM), role, host, str(port), str(seconds)]
-    where = ["ip", "netns", "exec", HOSTS[inside]] if inside is not None else []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen([*where, *command], stdout=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        inside(on, command) if on is not None else command, stdout=subprocess.PIPE, text=True, env=environment
+    )
 
 
 def next_change(process: subprocess.Popen[str]) -> tuple[str, float]:
@@ -36,7 +37,7 @@ def next_change(process: subprocess.Popen[str]) -> tuple[str, float]:
 
 
 def test_both_sides_notice_a_cut(cut: Cut) -> None:
-    sides = [start(role, ADDRESSES[0], 29777, 60, number) for number, role in enumerate(("leader", "member"))]
+    sides = [start(role, address_of(0), 29777, 60, number) for number, role in enumerate(("leader", "member"))]
     assert [next_change(side)[0] for side in sides] == ["connected", "connected"]
     cut.now()
     cut_at = time.monotonic()

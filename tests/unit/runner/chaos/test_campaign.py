@@ -90,7 +90,7 @@ class Scripted(Campaign):
         self.result.injections += [Injection("f", "step", self.result.runs, 1, "done") for _ in range(num_faults)]
         return passes
 
-    def _differences(self, folder: Path, **options: float | None) -> list[str]:
+    def differences(self, folder: Path, **options: float | None) -> list[str]:
         self.comparisons.append((folder.name, options))
         needed = self.differing.get(folder.name, 0.0)
         return ["weight differs"] if (options.get("tolerance") or 0.0) < needed else []
@@ -137,7 +137,7 @@ def test_folders_of_runs_that_failed_are_kept(keep: bool, removed: list[str], tm
 
 def test_the_pace_of_the_fault_free_run(tmp_path: Path) -> None:
     campaign = Scripted(tmp_path)
-    pace = campaign._run_reference()
+    pace = campaign.run_reference()
     assert pace.steps == 20 and pace.step_s == pytest.approx(4.0 / 20)
 
 

@@ -15,11 +15,11 @@ from runner.errors import ExitCode, HelperKilled
 from runner.node.messages import AttemptResult, AttemptSpec, Job
 from runner.node.rank_watch import RankEvents
 from runner.recovery.kinds import FailureKind
+from runner.recovery.lease import Lease
 from runner.recovery.restart_state import FINISHED_PATIENCE_S, RestartState
 from runner.supervisor.follower import _STOP_PATIENCE_S, Follower
 from runner.supervisor.identity import JobIdentity, key_of
 from runner.supervisor.lead import Inherited, Succession
-from runner.supervisor.lease import Lease
 from runner.supervisor.peer_messages import (
     Begin,
     Busy,

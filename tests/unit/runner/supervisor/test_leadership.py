@@ -12,6 +12,7 @@ import pytest
 from chaos.stores import MemoryObjects
 
 from checkpointing.storage.object_storage import ObjectSidecars
+from runner.recovery.lease import Lease, newest_lease, renew, take
 from runner.supervisor.leadership import (
     EMPTY_HANDED_S,
     FIRST_NODE_S,
@@ -23,7 +24,6 @@ from runner.supervisor.leadership import (
     LeaseWatch,
     own_address,
 )
-from runner.supervisor.lease import Lease, newest_lease, renew, take
 
 LEADERS = Lease(1, "a", "a1", 0, "10.0.0.1", "run")
 

@@ -17,13 +17,13 @@ from runner.journal.events import NodesChanged, WaitingForNodes
 from runner.node.messages import AttemptSpec
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
+from runner.recovery.lease import Lease
 from runner.recovery.policy import Stop
 from runner.recovery.restart_state import FINISHED_PATIENCE_S
 from runner.supervisor.admission import Limits
 from runner.supervisor.identity import JobIdentity
 from runner.supervisor.lead import Lead
 from runner.supervisor.leadership import LeaseKeeper
-from runner.supervisor.lease import Lease
 from runner.supervisor.membership import _PEER_END_S, Membership
 from runner.supervisor.peer_messages import Begin, Busy, End, Ended, Finish, Forwarded, Hello, Ready, Welcome
 from runner.supervisor.peer_messages import Stop as StopMessage

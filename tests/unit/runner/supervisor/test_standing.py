@@ -11,7 +11,7 @@ from node_fakes import FakeSession
 from checkpointing.storage.local import LocalSidecars
 from runner.config.schema import Config
 from runner.journal.run_directory import RunDirectory
-from runner.supervisor.lease import Lease, newest_lease, take
+from runner.recovery.lease import Lease, newest_lease, take
 from runner.supervisor.standing import Standing, take_over
 
 

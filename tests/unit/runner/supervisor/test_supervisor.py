@@ -17,11 +17,11 @@ from runner.journal.events import AttemptEnded, Backoff, RunEnded, StepsSkipped
 from runner.node.messages import AttemptResult, Job
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
+from runner.recovery.lease import Lease, newest_lease, take
 from runner.recovery.policy import AttemptRecord
 from runner.recovery.restart_state import RestartState
 from runner.supervisor.identity import JobIdentity, key_of
 from runner.supervisor.leadership import LeaseKeeper
-from runner.supervisor.lease import Lease, newest_lease, take
 from runner.supervisor.supervisor import Supervisor
 
 FINISHED = ended(FailureKind.FINISHED, 20, cause="all ranks finished")

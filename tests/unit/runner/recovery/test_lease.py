@@ -11,7 +11,7 @@ from chaos.stores import MemoryObjects
 from checkpointing.storage.local import LocalSidecars
 from checkpointing.storage.object_storage import ObjectSidecars
 from checkpointing.storage.sidecars import Sidecars
-from runner.supervisor.lease import Lease, newest_lease, renew, take
+from runner.recovery.lease import Lease, newest_lease, renew, take
 
 FIRST = Lease(1, "a", "a1", 0, "10.0.0.1", "run")
 

@@ -1,0 +1,226 @@
+"""A campaign over several nodes: the same job on machines that come and go, must end like the fault-free run.
+
+The fault-free run has as many ranks on this machine. Where the number of nodes never changed, the results must be
+bit-identical to it. Where it did, sums were added in another order: then steps, samples and learning rates must be the
+same, and losses close.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from checkpointing.events import Committed
+from runner.chaos import invariants
+from runner.chaos.campaign import SETTINGS, Campaign
+from runner.chaos.cluster import Cluster
+from runner.chaos.locations import Locations
+from runner.chaos.network import Network, NoNetwork
+from runner.chaos.node_faults import NODE_FAULTS, FaultViolation, NodeFault
+from runner.chaos.result import HALVED_TOLERANCE, Injection, Result
+from runner.chaos.scene import JobPace, NotApplicable
+from runner.config.schema import Config
+from runner.journal.events import AttemptStarted, Entry
+from runner.journal.summary import summarise
+from runner.system import processes
+
+# From a fault to the next step: a lost leader is replaced after 6 s, a cut is noticed after 4 s, and all of a run's
+# processes may have to start on a machine that is busy.
+RECOVERY_LIMIT_S = 120.0
+_QUICK = ("launch.grow_interval_s=0", "launch.last_call_s=2")
+# Between two faults: seconds, at most.
+_PAUSE_S = 3.0
+_FINISH_LIMIT_S = 600.0
+
+
+class NodeCampaign:
+    """A job, its fault-free run, and the nodes that it should survive the loss of."""
+
+    def __init__(
+        self,
+        folder: Path,
+        options: Sequence[str],
+        *,
+        locations: Locations,
+        num_nodes: int,
+        seed: int,
+        faults: Sequence[NodeFault] = NODE_FAULTS,
+        tolerance: float | None = None,
+        report: Callable[[str], None] = print,
+    ) -> None:
+        """Prepare a campaign.
+
+        Args:
+            folder: Holds the folders of all runs.
+            options: Options of `runner start` that describe the job.
+            locations: Where the runs keep their checkpoints, which all nodes see.
+            num_nodes: Number of nodes, of one rank each.
+            seed: Of faults and moments.
+            faults: The kinds of faults to inject.
+            tolerance: Share by which losses may differ where the number of nodes changed; None for 2 %.
+            report: Receives progress, a line at a time.
+        """
+        self._folder, self._locations, self._num_nodes = folder, locations, num_nodes
+        settings = [part for setting in (*SETTINGS, *_QUICK) for part in ("--set", setting)]
+        self._options = [*options, *settings]
+        self._random, self._faults = random.Random(seed), list(faults)
+        self._tolerance = HALVED_TOLERANCE if tolerance is None else tolerance
+        ranks = [*options, "--nproc-per-node", str(num_nodes)]
+        self._calm = Campaign(folder, ranks, locations=locations, seed=seed, report=report)
+        self.result = self._calm.result
+        self.result.close_means = f"on a changing number of nodes and with losses within {self._tolerance:.2g}"
+
+    def run(self, num_faults: int, *, seconds: float | None = None, keep: bool = False) -> Result:
+        """Inject at least this many faults, for at least this long.
+
+        Args:
+            num_faults: Number of faults.
+            seconds: Duration in seconds; None if only the number counts.
+            keep: Keep the folders of runs that passed, too.
+
+        Raises:
+            CampaignFailed: The job fails without faults.
+        """
+        processes.become_subreaper()
+        began, result = time.monotonic(), self.result
+        pace = self._calm.run_reference()
+
+        def is_enough() -> bool:
+            return len(result.injections) >= num_faults and (seconds is None or time.monotonic() - began >= seconds)
+
+        with contextlib.ExitStack() as stack:
+            network = self._network(stack)
+            while not is_enough():
+                folder = self._folder / f"run-{result.runs + 1}"
+                if self._run_round(folder, network, pace, is_enough) and not keep:
+                    self._locations.remove(folder)
+        result.total_s = time.monotonic() - began
+        return result
+
+    def _network(self, stack: contextlib.ExitStack) -> Network | None:
+        try:
+            return stack.enter_context(Network(self._num_nodes))
+        except NoNetwork as error:
+            self._calm.report(f"the nodes are processes of this machine, and no wire can be cut: {error}")
+            return None
+
+    def _run_round(self, folder: Path, network: Network | None, pace: JobPace, is_enough: Callable[[], bool]) -> bool:
+        """Run the job on nodes that come and go; return whether it passed."""
+        result, number = self.result, self.result.runs + 1
+        result.runs, before = number, len(self.result.all_violations)
+        options = [*self._options, *self._locations.settings(folder)]
+        finished = False
+        with Cluster(folder, options, self._locations.tiers(folder), self._num_nodes, network) as cluster:
+            begun = cluster.wait_for_step(2 * RECOVERY_LIMIT_S)
+            while begun and not is_enough() and not cluster.has_finished:
+                time.sleep(self._random.uniform(0, _PAUSE_S))
+                if not self._inject(cluster, number):
+                    break
+            else:
+                finished = begun and cluster.finish(_FINISH_LIMIT_S)
+            entries = cluster.entries()
+            result.violations += [f"run {number}: {text}" for text in self._check(cluster, entries, finished=finished)]
+        differences = self._compare(folder, entries) if finished else ["the run did not finish"]
+        result.differences += [f"run {number}: {text}" for text in differences]
+        new_violations = result.all_violations[before:]
+        passed = not differences and not new_violations
+        verdict = "passed" if passed else "FAILED"
+        self._calm.report(f"run {number}: {verdict}, {len(result.injections)} faults so far")
+        for text in [*new_violations, *differences]:
+            self._calm.report(f"  {text}")
+        return passed
+
+    def _inject(self, cluster: Cluster, number: int) -> bool:
+        """Inject one fault, and check what follows; return whether the run may go on."""
+        fault = self._random.choice(self._faults)
+        if not cluster.alive:
+            return True
+        step, at = cluster.step(), time.monotonic()
+        injection = Injection(fault.name, "", number, step, "")
+        try:
+            injection.what = fault.inject(cluster, self._random)
+        except NotApplicable as reason:
+            times, _ = self.result.skipped.get(fault.name, (0, ""))
+            self.result.skipped[fault.name] = times + 1, str(reason)
+            return True
+        except FaultViolation as error:
+            injection.violations.append(str(error))
+        self.result.injections.append(injection)
+        self._calm.report(f"run {number}, step {step}: {fault.name}: {injection.what}")
+        moved_on = cluster.wait_for_step(RECOVERY_LIMIT_S)
+        injection.recovered_s = round(time.monotonic() - at, 2) if moved_on else None
+        if not moved_on:
+            ends = "; ".join(cluster.unexpected_ends())
+            injection.violations.append(ends or f"no step within {RECOVERY_LIMIT_S:.0f} s")
+        injection.violations += invariants.newest_is_intact(cluster.tiers, set())
+        injection.violations += acknowledged_is_there(cluster.acknowledged(), cluster.tiers.catalog.committed_steps())
+        for text in injection.violations:
+            self._calm.report(f"  VIOLATION: {text}")
+        return moved_on
+
+    def _check(self, cluster: Cluster, entries: Sequence[Entry], *, finished: bool) -> list[str]:
+        by_node = {node.rank: node.entries() for node in cluster.nodes}
+        self.result.lost_steps += summarise(entries).lost_steps
+        return [
+            *([] if finished else [f"the run did not finish; {'; '.join(cluster.unexpected_ends())}"]),
+            *one_writer(by_node),
+            *(f"process {process.pid} is left" for node in cluster.nodes if finished for process in node.run.marked()),
+        ]
+
+    def _compare(self, folder: Path, entries: Sequence[Entry]) -> list[str]:
+        sizes = {entry.event.nnodes for entry in entries if isinstance(entry.event, AttemptStarted)}
+        differences = self._calm.differences(folder) if sizes == {self._num_nodes} else None
+        if differences == []:
+            self.result.identical += 1
+        if differences is None:
+            differences = self._calm.differences(folder, losses=self._tolerance)
+            self.result.close += not differences
+        return differences
+
+
+def without_dropout(config: Config) -> Config:
+    """Return a job without dropout: each rank draws masks of its own, so results would depend on their number.
+
+    Args:
+        config: The job.
+    """
+    changed = config.model_copy(deep=True)
+    for name, value in config.model.config.items():
+        if "drop" in name and isinstance(value, float):
+            changed.model.config[name] = 0.0
+    changed.method.dropout = 0.0
+    return changed
+
+
+def acknowledged_is_there(acknowledged: int, committed: Sequence[int]) -> list[str]:
+    """Check that the newest acknowledged checkpoint, or a newer one, is in storage.
+
+    Args:
+        acknowledged: Newest step that a leader recorded as committed; -1 if there is none.
+        committed: Steps of the committed checkpoints.
+    """
+    newest = max(committed, default=-1)
+    if newest >= acknowledged:
+        return []
+    return [f"step {acknowledged} was acknowledged, and the newest checkpoint is that of step {newest}"]
+
+
+def one_writer(by_node: Mapping[int, Sequence[Entry]]) -> list[str]:
+    """Check that no attempt has checkpoints of two nodes.
+
+    Args:
+        by_node: What each node has recorded while it led, by node rank.
+    """
+    writers: dict[int, set[int]] = {}
+    for rank, entries in by_node.items():
+        for entry in entries:
+            if isinstance(entry.event, Committed):
+                writers.setdefault(entry.attempt, set()).add(rank)
+    return [
+        f"nodes {sorted(ranks)} have both committed in attempt {attempt}"
+        for attempt, ranks in sorted(writers.items())
+        if len(ranks) > 1
+    ]
