@@ -19,9 +19,11 @@ import psutil
 from common import ROOT
 
 from checkpointing.events import Fetched, Log, Resumed
+from runner.chaos.network import address_of, inside
 from runner.chaos.run_under_test import runner_command
-from runner.journal.events import AttemptStarted
+from runner.journal.events import AttemptStarted, Entry
 from runner.journal.journal import JournalReader, read_journal
+from runner.journal.ledger import led_sessions
 from runner.journal.run_directory import RunDirectory
 
 HERE = Path(__file__).parent
@@ -37,7 +39,7 @@ PEERS = tuple(name for name in METHODS if name != OURS)
 SAVE_STEPS = 20
 JOB = ("trainer.logging_steps=1", "trainer.num_train_epochs=60", f"trainer.save_steps={SAVE_STEPS}")
 SNAPSHOTS = ("checkpoint.snapshot_steps=1", "launch.grow_interval_s=0")
-LIMIT_S = 150.0
+LIMIT_S = 120.0
 _TURN_S = 0.01
 
 
@@ -61,12 +63,13 @@ class NoProgressError(Exception):
 class Nodes:
     """Three nodes, each with a folder of its own, and a folder for the checkpoints."""
 
-    def __init__(self, method: str, folder: Path) -> None:
-        self._method, self._folder = method, folder
+    def __init__(self, method: str, folder: Path, *, in_namespaces: bool) -> None:
+        self._method, self._folder, self._in_namespaces = method, folder, in_namespaces
         self._port = _free_port()
         self._trees: dict[int, subprocess.Popen[bytes]] = {}
-        own = folder / ("node-0" if method == OURS else "run")
-        self._journal = JournalReader(RunDirectory(str(own)).journal)
+        own = [RunDirectory(str(folder / f"node-{number}"), number) for number in range(3)]
+        directories = own if method == OURS else [RunDirectory(str(folder / "run"))]
+        self._journals = [JournalReader(directory.journal) for directory in directories]
 
     def __enter__(self) -> Nodes:
         return self
@@ -86,27 +89,33 @@ class Nodes:
         own = self._folder / f"node-{number}"
         shutil.rmtree(own, ignore_errors=True)
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
+        environment["GLOO_SOCKET_IFNAME"] = "eth0" if self._in_namespaces else "lo"
         if self._method in PEERS:
             # As in `recovery.py`: with the shared store, not every run comes back after a kill.
             environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         with (self._folder / f"node-{number}.log").open("ab") as log:
+            command = self._command(number, own)
             self._trees[number] = subprocess.Popen(
-                self._command(number, own), stdout=log, stderr=log, env=environment, start_new_session=True
+                inside(number, command) if self._in_namespaces else command,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
             )
 
     def _command(self, number: int, own: Path) -> list[str]:
-        endpoint = f"127.0.0.1:{self._port}"
+        address = address_of(number) if self._in_namespaces else "127.0.0.1"
+        endpoint = f"{address_of(0) if self._in_namespaces else address}:{self._port}"
         shared = f"checkpoint.location={self._folder / 'shared'}"
         if self._method == OURS:
             options = ["--nnodes", "2:3", "--node-rank", str(number), "--nproc-per-node", "1"]
-            options += ["--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1"]
+            options += ["--rdzv-endpoint", endpoint, "--local-addr", address]
             options += [part for setting in (*JOB, *SNAPSHOTS, shared) for part in ("--set", setting)]
             return runner_command(own, *options)
         # All nodes have the endpoint's address here: each would host the store if it came first, and take it along.
         settings = [f"is_host={number == 0}".lower(), *([SHORT_WAITS] if self._method == "torchrun_short" else [])]
         launch = ["--nnodes", "2:3", "--nproc-per-node", "1", "--max-restarts", "100", "--rdzv-backend", "c10d"]
-        launch += ["--rdzv-endpoint", endpoint, "--rdzv-id", "bench", "--local-addr", "127.0.0.1"]
+        launch += ["--rdzv-endpoint", endpoint, "--rdzv-id", "bench", "--local-addr", address]
         launch += ["--rdzv-conf", ",".join(settings)]
         script = [str(HERE / "recovery_peer.py"), str(self._folder / "run"), *JOB, shared]
         return [sys.executable, "-m", "torch.distributed.run", *launch, *script]
@@ -125,13 +134,18 @@ class Nodes:
 
     def _steps(self, world_size: int | None = None) -> list[Step]:
         """Return the finished steps, of attempts with so many nodes."""
-        entries = self._journal.entries()
+        entries = self._entries()
         sizes = {entry.attempt: entry.event.nnodes for entry in entries if isinstance(entry.event, AttemptStarted)}
         return [
             Step(entry.time, entry.event.step)
             for entry in entries
             if isinstance(entry.event, Log) and world_size in (None, sizes.get(entry.attempt))
         ]
+
+    def _entries(self) -> list[Entry]:
+        """Return what the leaders have recorded, or rank 0 of torchrun's."""
+        led = (entry for journal in self._journals for entry in led_sessions(journal.entries()))
+        return sorted(led, key=lambda entry: entry.time)
 
     @property
     def last_step(self) -> int:
@@ -149,11 +163,11 @@ class Nodes:
     def _wait(self, find: Callable[[], Step | None], what: str) -> Step:
         deadline = time.monotonic() + LIMIT_S
         while (found := find()) is None:
-            code = self._trees[0].poll()
+            code = self._trees[min(self._trees)].poll()
             if time.monotonic() > deadline or code is not None:
                 logs = (path.read_text()[-2000:] for path in sorted(self._folder.glob("node-*.log")))
                 print("\n".join(logs), file=sys.stderr)
-                why = f"not within {LIMIT_S:.0f} s" if code is None else f"the first node ended with status {code}"
+                why = f"not within {LIMIT_S:.0f} s" if code is None else f"a node ended with status {code}"
                 raise NoProgressError(f"{METHODS[self._method]}: no {what}: {why}")
             time.sleep(_TURN_S)
         return found
