@@ -107,6 +107,7 @@ def start(
     from runner.journal.summary import render
     from runner.node.messages import Job
     from runner.supervisor import preflight
+    from runner.supervisor.exclusion import check_own_machine
     from runner.supervisor.follower import Follower
     from runner.supervisor.identity import between_nodes, identify
     from runner.supervisor.lead import Succession
@@ -152,6 +153,8 @@ def start(
     standing = _unless_stopped(stop, lambda: Standing(config, directory, forced=step != "auto"))
     location: str | None = None
     lock = preflight.LocationLock(config, say, None if directory.is_locked else 0.0)
+    if standing.leads and not is_away:
+        _unless_stopped(stop, lambda: check_own_machine(config, time.time()))
     if not standing.leads:
         preflight.write_job(directory, identity)
     elif not is_away or step != "auto":

@@ -273,6 +273,9 @@ class RestartConfig(_Section):
     quiet_timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds without a sign of progress that count as a hang outside steps: start-up, restore, saving, and between two
     evaluation batches."""
+    exclude_hours: float = Field(default=24.0, ge=0)
+    """Hours for which a machine whose hardware has failed (exit code 80) is not admitted to a run of several nodes. A
+    reboot ends that. 0 admits it at once."""
     preemption_notices: Annotated[Literal["off", "aws", "gcp", "azure"], BeforeValidator(_yaml_off)] = "off"
     """Cloud whose metadata service is polled for termination notices; a notice is handled as a stop request. `aws`:
     spot interruption and rebalance recommendation. `gcp`: preemption and terminating host maintenance. `azure`:

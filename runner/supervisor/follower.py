@@ -16,6 +16,7 @@ from runner.journal.events import RunEnded, RunStarted
 from runner.journal.summary import RunState
 from runner.node.messages import AttemptSpec, Job
 from runner.node.node import Node
+from runner.recovery.bad_machines import this_machine
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.recovery.restart_state import FINISHED_PATIENCE_S
@@ -79,7 +80,7 @@ class Follower:
         self._make_node = make_node
         self._job_key = key_of(identity)
         described = identity.to_json().decode() if compared else ""
-        hello = Hello(node_rank=self._config.launch.node_rank, job=described)
+        hello = Hello(node_rank=self._config.launch.node_rank, job=described, machine=this_machine())
         secret = partial(read_secret, self._config.tiers.durable)
         self._member = connect(
             self._config.launch.peer_address, hello, session.loop, self._on_message, read_secret=secret

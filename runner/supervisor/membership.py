@@ -18,6 +18,7 @@ from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import Stop, end_of_node
 from runner.recovery.restart_state import FINISHED_PATIENCE_S
 from runner.supervisor.admission import Limits, Seen, admit
+from runner.supervisor.exclusion import Exclusion
 from runner.supervisor.identity import JobIdentity
 from runner.supervisor.lead import Lead
 from runner.supervisor.node_changes import NodeChanges, Pausable, listed
@@ -44,6 +45,8 @@ TURN_S = 0.5
 # When this node's part of an attempt is over, the other runners kill theirs; a node that takes longer counts as lost.
 _PEER_END_S = 30.0
 _JOIN_TURN_S = 0.05
+# With these a leader may leave the run to another one.
+_LEAVES = (ExitCode.PREEMPTED, ExitCode.BAD_NODE)
 
 
 class RunningAttempt(Pausable, Protocol):
@@ -107,7 +110,7 @@ class Membership:
         self._busy: dict[int, bool] = {}
         self._busy_sent = False
         self.bad_nodes: set[int] = set()
-        self._changes = NodeChanges(session, self._send)
+        self._changes, self._exclusion = NodeChanges(session, self._send), Exclusion(session)
 
     @property
     def others(self) -> frozenset[int]:
@@ -146,7 +149,9 @@ class Membership:
         session, launch = self._session, self._config.launch
         if self._leader is None:
             num_nodes = None if limits.is_elastic else limits.max_nodes
-            self._leader = listen(session, num_nodes, self._on_message, self._identity, self._open_leader)
+            self._exclusion.load()
+            identity, open_leader = self._identity, self._open_leader
+            self._leader = listen(session, num_nodes, self._on_message, identity, self._exclusion, open_leader)
             session.loop.every(TURN_S, self.check)
         patience_s = min(launch.rendezvous_timeout_s, FINISHED_PATIENCE_S if has_finished else math.inf)
         began, enough_since, announced = session.monotonic(), math.inf, False
@@ -225,20 +230,19 @@ class Membership:
         self._send(StopMessage(reason=reason[:MAX_REASON]))
 
     def join(self, own: Failure) -> Failure:
-        """Wait until the attempt is over on all nodes.
+        """Wait until the attempt is over on all nodes; returns the cause among the failures of all.
 
         Args:
             own: How it ended on this node.
-
-        Returns:
-            The cause among the failures of all nodes.
         """
         if self._leader is not None:
             self._wait_for_ends(self._leader, own)
         self._running = False
-        everywhere = {self._own: own, **self._ended}
-        everywhere |= {number: _lost(number) for number in self.others - self._ended.keys()}
-        self.bad_nodes = {number for number, failure in everywhere.items() if failure.kind is FailureKind.BAD_NODE}
+        everywhere = {number: _lost(number) for number in self.others} | {self._own: own, **self._ended}
+        bad = {number: failure for number, failure in everywhere.items() if failure.kind is FailureKind.BAD_NODE}
+        self.bad_nodes = set(bad)
+        self._exclusion.exclude(bad)
+        self._changes.on_bad(bad, self._limits, self._seen(), can_hand_over=self._welcome.epoch > 0)
         combined = combine([everywhere[number] for number in sorted(everywhere)])
         return self._changes.revise(combined, self.nodes)
 
@@ -266,14 +270,10 @@ class Membership:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def dismiss(self, decision: Stop | None) -> None:
-        """Inform the other nodes how the run has ended, and disconnect.
-
-        Args:
-            decision: How it has ended; None if that is unknown.
-        """
+        """Inform the other nodes how the run has ended (None: that is unknown), and disconnect."""
         if self._leader is None:
             return
-        if decision is not None and not (self._changes.hands_over and decision.exit_code is ExitCode.PREEMPTED):
+        if decision is not None and not (self._changes.hands_over and decision.exit_code in _LEAVES):
             for number in sorted(self._leader.present):
                 end = end_of_node(decision, number, self.bad_nodes)
                 self._send(Finish(exit_code=end.exit_code.value, reason=end.reason[:MAX_REASON]), number)
@@ -289,7 +289,8 @@ class Membership:
     def _on_message(self, number: int, message: ToLeader) -> None:
         session = self._session
         match message:
-            case Hello():
+            case Hello(machine=machine):
+                self._exclusion.meet(number, machine)
                 self._ready.discard(number)
                 self._changes.leaving.pop(number, None)
                 if self._running and number in self.nodes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Protocol
@@ -45,6 +45,8 @@ class NodeChanges:
         self._session, self._send = session, send
         self.leaving: dict[int, str] = {}
         self.hands_over = False
+        # Those of the leaving ones whose hardware has failed.
+        self._bad: set[int] = set()
         # Why the running attempt was paused.
         self._reason = ""
         self._changed_at = 0.0
@@ -98,7 +100,8 @@ class NodeChanges:
         if self._session.stop:
             return failure
         reason = self._reason or "; ".join(self._departures(nodes))
-        if reason and failure.kind in (FailureKind.PREEMPTED, FailureKind.ENDED):
+        is_left_behind = failure.kind is FailureKind.BAD_NODE and bool(self._bad)
+        if reason and (is_left_behind or failure.kind in (FailureKind.PREEMPTED, FailureKind.ENDED)):
             failure = replace(failure, kind=FailureKind.NODES_CHANGED, cause=reason)
         for number in sorted(self.leaving):
             self._let_go(number)
@@ -120,6 +123,24 @@ class NodeChanges:
         self.leaving[number] = reason
         if number not in seen.members:
             self._let_go(number)
+
+    def on_bad(self, bad: Mapping[int, Failure], limits: Limits, seen: Seen, *, can_hand_over: bool) -> None:
+        """Continue without nodes whose hardware has failed, if enough are left; else the run ends as a whole.
+
+        Args:
+            bad: How the attempt ended on these nodes, by node rank.
+            limits: Of the run.
+            seen: The nodes; `members` are those of the attempt.
+            can_hand_over: Whether another node can lead.
+        """
+        left = (seen.ready | seen.members) - {*bad, *self.leaving}
+        if not bad or not limits.is_elastic or limits.fitting(len(left)) is None:
+            return
+        if seen.leader in bad:
+            self.hands_over = can_hand_over
+            return
+        self._bad |= bad.keys()
+        self.leaving.update({number: failure.cause for number, failure in bad.items()})
 
     def on_own_stop(self, limits: Limits, seen: Seen) -> bool:
         """Take in that the leader was asked to stop.
@@ -144,7 +165,9 @@ class NodeChanges:
 
     def _let_go(self, number: int) -> None:
         reason = f"{self.leaving[number]}; the run continues without this node"
-        self._send(Finish(exit_code=ExitCode.PREEMPTED.value, reason=reason[:MAX_REASON]), number)
+        code = ExitCode.BAD_NODE if number in self._bad else ExitCode.PREEMPTED
+        self._send(Finish(exit_code=code.value, reason=reason[:MAX_REASON]), number)
+        self._bad.discard(number)
 
 
 def listed(numbers: Iterable[int]) -> str:

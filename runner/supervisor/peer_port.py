@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
-from functools import partial
 
-from runner.errors import UsageError
+from runner.errors import ExitCode, UsageError
+from runner.supervisor.exclusion import Exclusion
 from runner.supervisor.identity import JobIdentity, differences, summarised
-from runner.supervisor.peer_messages import Hello, ToLeader
+from runner.supervisor.peer_messages import MAX_REASON, Finish, Hello, ToLeader
 from runner.supervisor.peers import Leader
 from runner.supervisor.run_secret import ensure_secret
 from runner.supervisor.session import Session
@@ -19,6 +19,7 @@ def listen(
     num_nodes: int | None,
     receive: Callable[[int, ToLeader], None],
     identity: JobIdentity | None,
+    exclusion: Exclusion,
     open_leader: Callable[..., Leader] = Leader,
 ) -> Leader:
     """Listen for the other nodes of a run.
@@ -28,6 +29,7 @@ def listen(
         num_nodes: See `Leader`.
         receive: See `Leader`.
         identity: Of the job, which the others must share; None to accept any.
+        exclusion: Knows the machines that are not admitted.
         open_leader: Opens the port.
 
     Raises:
@@ -41,7 +43,7 @@ def listen(
             num_nodes,
             session.loop,
             receive,
-            partial(refusal, identity),
+            lambda hello: refusal(identity, exclusion, hello),
             secret=secret,
             own=launch.node_rank,
             bind=launch.peer_bind,
@@ -51,13 +53,23 @@ def listen(
         raise _cannot_listen(error, launch.peer_address[1], launch.peer_bind) from None
 
 
-def refusal(identity: JobIdentity | None, hello: Hello) -> str | None:
-    """Return why a node is not admitted, None if it is: each was given its job by a command of its own.
+def refusal(identity: JobIdentity | None, exclusion: Exclusion, hello: Hello) -> Finish | None:
+    """Return how a node is to end that is not admitted, None if it is.
 
     Args:
         identity: Of the leader's job; None to accept any.
+        exclusion: Knows the machines that are not admitted.
         hello: Of the node.
     """
+    if (why := _other_job(identity, hello)) is not None:
+        return Finish(exit_code=ExitCode.USAGE.value, reason=why[:MAX_REASON])
+    if (why := exclusion.refusal(hello.machine)) is not None:
+        return Finish(exit_code=ExitCode.BAD_NODE.value, reason=why[:MAX_REASON])
+    return None
+
+
+def _other_job(identity: JobIdentity | None, hello: Hello) -> str | None:
+    """Return why a node's job is another one, None if it is not: each was given its job by a command of its own."""
     theirs = JobIdentity.from_json(hello.job.encode())
     found = differences(identity, theirs) if identity is not None and theirs is not None else []
     if not found:

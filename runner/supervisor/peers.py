@@ -49,7 +49,7 @@ class Leader:
         num_nodes: int | None,
         loop: EventLoop,
         receive: Callable[[int, ToLeader], None],
-        refusal: Callable[[Hello], str | None] = lambda hello: None,
+        refusal: Callable[[Hello], Finish | None] = lambda hello: None,
         *,
         secret: bytes,
         own: int = 0,
@@ -64,7 +64,7 @@ class Leader:
                 node rank.
             loop: Calls the other arguments.
             receive: Called with a node rank and its message.
-            refusal: Returns why the sender of a hello is not admitted; None if it is.
+            refusal: Returns how the sender of a hello is to end that is not admitted; None if it is.
             secret: Of the run.
             own: Node rank of this node.
             bind: Address of this node to listen on; None for all.
@@ -164,8 +164,8 @@ class Leader:
         if number == self._own or (self._num_nodes is not None and number >= self._num_nodes):
             which = f"one of the {self._num_nodes} nodes" if self._num_nodes is not None else "free: the leader has it"
             self._refuse(connection, f"node rank {number} is not {which} (--nnodes)")
-        elif (reason := self._refusal(hello)) is not None:
-            self._refuse(connection, reason)
+        elif (end := self._refusal(hello)) is not None:
+            connection.send(end)
         elif number in self._claims and not self._claims[number][0].lost:
             self._refuse(connection, f"several nodes have node rank {number}; give each node its own --node-rank")
         elif number in self._connections and not self._connections[number].lost:

@@ -14,6 +14,7 @@ from checkpointing.storage import LocalStorage
 from runner.errors import ExitCode, HelperKilled
 from runner.node.messages import AttemptResult, AttemptSpec, Job
 from runner.node.rank_watch import RankEvents
+from runner.recovery.bad_machines import this_machine
 from runner.recovery.kinds import FailureKind
 from runner.recovery.lease import Lease
 from runner.recovery.restart_state import FINISHED_PATIENCE_S, RestartState
@@ -147,7 +148,7 @@ DONE = Finish(exit_code=0, reason="all ranks finished")
 
 
 def test_it_introduces_itself_with_its_job(tmp_path: Path) -> None:
-    assert Bench(tmp_path).hello == Hello(node_rank=1, job=OURS.to_json().decode())
+    assert Bench(tmp_path).hello == Hello(node_rank=1, job=OURS.to_json().decode(), machine=this_machine())
 
 
 def test_an_attempt_is_run_when_the_leader_begins_it(tmp_path: Path) -> None:

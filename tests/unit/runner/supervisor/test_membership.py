@@ -133,8 +133,8 @@ def test_another_node_must_do_the_same_job(bench: Bench) -> None:
     bench.gather()
 
     def refusal(job: str) -> str | None:
-        answer: str | None = bench.refusal(Hello(node_rank=1, job=job))
-        return answer
+        answer: Finish | None = bench.refusal(Hello(node_rank=1, job=job))
+        return answer.reason if answer is not None else None
 
     assert refusal(OURS.to_json().decode()) is None
     other = JobIdentity({**OURS.what, "trainer.learning_rate": 2e-4})

@@ -112,5 +112,33 @@ def test_a_leader_that_is_to_stop_leaves_the_run_to_the_others(
     assert bench.changes.on_own_stop(limits, seen) is hands_over is bench.changes.hands_over
 
 
+BAD = Failure(FailureKind.BAD_NODE, "ECC error")
+
+
+def test_a_node_whose_hardware_fails_leaves_alone(bench: Bench) -> None:
+    bench.changes.on_bad({2: BAD}, LIMITS, Seen(frozenset({0}), members=ALL), can_hand_over=True)
+    failure = bench.changes.revise(BAD, ALL)
+    assert failure.kind is FailureKind.NODES_CHANGED and failure.cause == "node 2 leaves: ECC error"
+    ((number, end),) = bench.sent
+    assert (number, end.exit_code) == (2, 80) and "continues without this node" in end.reason
+    # It is asked to stop the next time for another reason.
+    bench.changes.leaving.clear()
+    bench.changes.on_stop(2, "SIGTERM", LIMITS, Seen(ALL))
+    assert bench.sent[-1][1].exit_code == 75
+
+
+@pytest.mark.parametrize("limits", [Limits(3, 3), Limits(2, 2)])
+def test_without_enough_others_a_bad_node_ends_the_run(limits: Limits, bench: Bench) -> None:
+    members = frozenset(range(limits.max_nodes))
+    bench.changes.on_bad({1: BAD}, limits, Seen(frozenset({0}), members=members), can_hand_over=True)
+    assert bench.changes.revise(BAD, members) is BAD and not bench.sent and not bench.changes.hands_over
+
+
+@pytest.mark.parametrize("can_hand_over", [True, False])
+def test_a_leader_whose_hardware_fails_leaves_the_run_to_the_others(can_hand_over: bool, bench: Bench) -> None:
+    bench.changes.on_bad({0: BAD}, LIMITS, Seen(frozenset({0}), members=ALL), can_hand_over=can_hand_over)
+    assert bench.changes.hands_over is can_hand_over and bench.changes.revise(BAD, ALL) is BAD
+
+
 def test_numbers_are_listed_in_order() -> None:
     assert listed({10, 2}) == "2, 10"

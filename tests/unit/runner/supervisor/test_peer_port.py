@@ -10,20 +10,38 @@ import pytest
 from node_fakes import FakeSession
 
 from runner.errors import UsageError
+from runner.recovery.failure import Failure
+from runner.recovery.kinds import FailureKind
+from runner.supervisor.exclusion import Exclusion
 from runner.supervisor.identity import JobIdentity
-from runner.supervisor.peer_messages import Hello
+from runner.supervisor.peer_messages import Finish, Hello
 from runner.supervisor.peer_port import listen, refusal
 
 OURS = JobIdentity({"job": "the configured job", "trainer.learning_rate": 1e-4})
 OTHER = JobIdentity({"job": "the configured job", "trainer.learning_rate": 2e-4})
 
 
-def test_any_job_is_accepted_where_either_side_does_not_compare() -> None:
-    def reason(ours: JobIdentity | None, theirs: JobIdentity | None) -> str | None:
-        return refusal(ours, Hello(node_rank=1, job=theirs.to_json().decode() if theirs is not None else ""))
+def test_any_job_is_accepted_where_either_side_does_not_compare(tmp_path: Path) -> None:
+    exclusion = Exclusion(FakeSession(tmp_path))
 
-    assert reason(OURS, OURS) is reason(None, OTHER) is reason(OURS, None) is None
-    assert "(trainer.learning_rate: 0.0001 -> 0.0002)" in str(reason(OURS, OTHER))
+    def end(ours: JobIdentity | None, theirs: JobIdentity | None) -> Finish | None:
+        job = theirs.to_json().decode() if theirs is not None else ""
+        return refusal(ours, exclusion, Hello(node_rank=1, job=job))
+
+    assert end(OURS, OURS) is end(None, OTHER) is end(OURS, None) is None
+    refused = end(OURS, OTHER)
+    assert refused is not None and refused.exit_code == 2
+    assert "(trainer.learning_rate: 0.0001 -> 0.0002)" in refused.reason
+
+
+def test_a_machine_whose_hardware_has_failed_is_sent_away_with_80(tmp_path: Path) -> None:
+    session = FakeSession(tmp_path)
+    exclusion = Exclusion(session)
+    exclusion.meet(1, "machine-b")
+    exclusion.exclude({1: Failure(FailureKind.BAD_NODE, "CUDA error: uncorrectable ECC error")})
+    refused = refusal(None, exclusion, Hello(node_rank=1, machine="machine-b"))
+    assert refused is not None and refused.exit_code == 80 and "ECC" in refused.reason
+    assert refusal(None, exclusion, Hello(node_rank=1, machine="machine-c")) is None
 
 
 @pytest.mark.parametrize(
@@ -41,4 +59,4 @@ def test_the_option_at_fault_is_named(bind: str | None, number: int, text: str, 
         raise OSError(number, "why")
 
     with pytest.raises(UsageError, match=text):
-        listen(session, 2, lambda *_: None, OURS, refused)
+        listen(session, 2, lambda *_: None, OURS, Exclusion(session), refused)

@@ -47,7 +47,7 @@ class Pair:
         self.told: list[PeerMessage] = []
         self.warnings: list[str] = []
         self.leader: Leader | None = None
-        self.refusal: str | None = None
+        self.refusal: Finish | None = None
         self.members: list[Member] = []
 
     def lead(self, num_nodes: int | None = 3) -> Leader:
@@ -350,7 +350,7 @@ def test_a_run_that_may_have_spares_has_any_node_rank_but_the_leaders(pair: Pair
 
 
 def test_another_job_is_refused(pair: Pair) -> None:
-    pair.refusal = "another job"
+    pair.refusal = Finish(exit_code=2, reason="another job")
     leader = pair.lead()
     pair.join(1)
     pair.until(lambda: pair.told)
