@@ -118,13 +118,23 @@ class Campaign:
             differences = self._compare(folder, is_halved=is_halved) if finished else ["the run did not finish"]
         if not differences:
             result.identical, result.close = result.identical + (not is_halved), result.close + is_halved
+        how = f"passed (micro-batch halved, losses within {HALVED_TOLERANCE:.0%})" if is_halved else "passed"
+        return self.judge(number, before, differences, how)
+
+    def judge(self, number: int, before: int, differences: Sequence[str], how: str = "passed") -> bool:
+        """Record and report how a run has ended; return whether it passed.
+
+        Args:
+            number: Number of the run.
+            before: Number of violations before it.
+            differences: What differs from the fault-free run.
+            how: The verdict on a run that passed.
+        """
+        result = self.result
         result.differences += [f"run {number}: {text}" for text in differences]
         new_violations = result.all_violations[before:]
         passed = not differences and not new_violations
-        verdict = "FAILED"
-        if passed:
-            verdict = f"passed (micro-batch halved, losses within {HALVED_TOLERANCE:.0%})" if is_halved else "passed"
-        self.report(f"run {number}: {verdict}, {len(result.injections)} faults so far")
+        self.report(f"run {number}: {how if passed else 'FAILED'}, {len(result.injections)} faults so far")
         for text in [*new_violations, *differences]:
             self.report(f"  {text}")
         return passed

@@ -124,14 +124,7 @@ class NodeCampaign:
             entries = cluster.entries()
             result.violations += [f"run {number}: {text}" for text in self._check(cluster, entries, finished=finished)]
         differences = self._compare(folder, entries) if finished else ["the run did not finish"]
-        result.differences += [f"run {number}: {text}" for text in differences]
-        new_violations = result.all_violations[before:]
-        passed = not differences and not new_violations
-        verdict = "passed" if passed else "FAILED"
-        self._calm.report(f"run {number}: {verdict}, {len(result.injections)} faults so far")
-        for text in [*new_violations, *differences]:
-            self._calm.report(f"  {text}")
-        return passed
+        return self._calm.judge(number, before, differences)
 
     def _inject(self, cluster: Cluster, number: int) -> bool:
         """Inject one fault, and check what follows; return whether the run may go on."""

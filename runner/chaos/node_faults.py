@@ -59,7 +59,7 @@ def _killed(cluster: Cluster, victims: list[ClusterNode]) -> str:
 def _kill_rank(cluster: Cluster, dice: Random) -> str:
     node = dice.choice(cluster.alive)
     node.run.refresh()
-    process = node.run.any_rank()
+    process = node.run.rank()
     if process is None:
         raise NotApplicable("no rank runs on the chosen node")
     return _end(process, f"a rank of node {node.rank}")

@@ -173,14 +173,9 @@ class RunUnderTest:
 
     # -- its processes -------------------------------------------------------------------------------------------
 
-    def rank(self, rank: int) -> psutil.Process | None:
-        """Return a rank of the newest process group, if it is running."""
-        pids = [event.pid for event in self.all(RankStarted) if event.rank == rank and event.pid is not None]
-        return _process(pids[-1]) if pids else None
-
-    def any_rank(self) -> psutil.Process | None:
-        """Return the rank that reported last, if it is running."""
-        pids = [event.pid for event in self.all(RankStarted) if event.pid is not None]
+    def rank(self, rank: int | None = None) -> psutil.Process | None:
+        """Return a rank of the newest process group (None: the one that reported last), if it is running."""
+        pids = [event.pid for event in self.all(RankStarted) if rank in (None, event.rank) and event.pid is not None]
         return _process(pids[-1]) if pids else None
 
     def helper(self, module: str) -> psutil.Process | None:

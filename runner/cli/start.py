@@ -201,7 +201,9 @@ def start(
             preflight.LocationLock(config, say, 0.0).hold()
         place = preflight.admit(config, directory, identity)
         supervisor = Supervisor(session, job, place=place, identity=shared, lease=keeper, inherited=inherited)
-        return _report(supervisor, supervisor.lead(), config, directory)
+        exit_code = supervisor.lead()
+        display.close()
+        return _report(supervisor, exit_code, config, directory)
 
     if not standing.leads:
         succession = Succession(session, standing.watch(), lead)

@@ -210,7 +210,6 @@ class Supervisor:
         if self._job.script is None:
             self._notices.show_learning_rate(limits.max_nodes * limits.local_ranks)
         self._members.gather(limits, has_finished=self._record.has_finished, each_turn=self._lead.check)
-        self._lead.check()
 
     def _record_and_decide(self, failure: Failure, log: Path | None) -> Restart | Stop:
         """Record how an attempt ended, and decide what follows."""

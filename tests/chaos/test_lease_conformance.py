@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any
 
 import pytest
+from calls import at_once
 from chaos.stores import MemoryObjects
 
 from checkpointing.storage.object_storage import ObjectSidecars
@@ -54,7 +53,7 @@ class Node:
         """Start, perhaps once more."""
         self.life += 1
         candidate = Candidate(self.sidecars, f"node-{self.number}", self.number)
-        self.keeper, self.watch = None, LeaseWatch(candidate, self._background)
+        self.keeper, self.watch = None, LeaseWatch(candidate, at_once)
         newest = newest_lease(self.sidecars)
         if candidate.leads_at_start(newest):
             try:
@@ -82,15 +81,7 @@ class Node:
     def _lead(self, lease: Lease) -> None:
         # No epoch has two leaders, in whatever life.
         assert self.taken.setdefault(lease.epoch, (self.number, self.life)) == (self.number, self.life)
-        self.keeper = LeaseKeeper(self.sidecars, lease, self._background)
-
-    def _background(self, call: Callable[[], Any], name: str) -> Future[Any]:
-        outcome: Future[Any] = Future()
-        try:
-            outcome.set_result(call())
-        except OSError as error:
-            outcome.set_exception(error)
-        return outcome
+        self.keeper = LeaseKeeper(self.sidecars, lease, at_once)
 
 
 @pytest.mark.parametrize("seed", range(150))

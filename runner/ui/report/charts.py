@@ -96,16 +96,21 @@ def time_line(timeline: Timeline) -> go.Figure:
                     "line": {"color": "white", "width": 1},
                 },
             )
+    _lay_out_rows(figure, "attempt", list(rows.values()), unit)
+    return figure
+
+
+def _lay_out_rows(figure: go.Figure, what: str, names: list[str], unit: str) -> None:
+    """Lay out bars over time: one row for each name, the first one at the top."""
     figure.update_layout(
         barmode="overlay",
         showlegend=False,
         bargap=0.25,
-        height=min(140 + 34 * len(rows), 900),
+        height=min(140 + 34 * len(names), 900),
         xaxis_title=f"{unit} since the start",
-        yaxis={"title": "attempt", "type": "category", "autorange": "reversed", "categoryorder": "array"},
+        yaxis={"title": what, "type": "category", "autorange": "reversed", "categoryorder": "array"},
     )
-    figure.update_yaxes(categoryarray=list(rows.values()))
-    return figure
+    figure.update_yaxes(categoryarray=names)
 
 
 def nodes(timeline: Timeline) -> go.Figure:
@@ -136,15 +141,7 @@ def nodes(timeline: Timeline) -> go.Figure:
             hovertemplate="node %{y}: %{customdata}<extra></extra>",
             marker={"color": [COLOURS[TRAINING] if number % 2 else "#0072b2" for _, number, *_ in bars]},
         )
-        names = [str(node) for node in sorted({node for node, *_ in bars})]
-        figure.update_layout(
-            barmode="overlay",
-            showlegend=False,
-            bargap=0.4,
-            height=min(120 + 28 * len(names), 900),
-            xaxis_title=f"{unit} since the start",
-            yaxis={"title": "node", "type": "category", "autorange": "reversed", "categoryarray": names},
-        )
+        _lay_out_rows(figure, "node", [str(node) for node in sorted({node for node, *_ in bars})], unit)
     return figure
 
 

@@ -29,7 +29,7 @@ class Node:
         self.rank, self.is_alive, self._log, self.clock = rank, alive, log, "no compiler"
         self.run = SimpleNamespace(
             refresh=lambda: None,
-            any_rank=lambda: Process(log, f"rank on {rank}"),
+            rank=lambda: Process(log, f"rank on {rank}"),
             helper=lambda module: Process(log, f"{module} on {rank}"),
         )
 

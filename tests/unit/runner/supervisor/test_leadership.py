@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from calls import at_once
 from chaos.stores import MemoryObjects
 
 from checkpointing.storage.object_storage import ObjectSidecars
@@ -26,15 +27,6 @@ from runner.supervisor.leadership import (
 )
 
 LEADERS = Lease(1, "a", "a1", 0, "10.0.0.1", "run")
-
-
-def at_once(call: Callable[[], Any], name: str) -> Future[Any]:
-    outcome: Future[Any] = Future()
-    try:
-        outcome.set_result(call())
-    except OSError as error:
-        outcome.set_exception(error)
-    return outcome
 
 
 class Bench:
