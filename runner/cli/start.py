@@ -63,7 +63,7 @@ T = TypeVar("T")
     "--metrics-port",
     type=int,
     metavar="PORT",
-    help="Port on the first node that serves Prometheus metrics at /metrics (default: none).",
+    help="Port on the leading node that serves Prometheus metrics at /metrics (default: none).",
 )
 @click.option(
     "--cold", is_flag=True, default=None, help="Start ranks in fresh interpreters instead of forks of a preloaded one."

@@ -172,9 +172,9 @@ class LaunchConfig(_Section):
     master_port: int = Field(default=29500, ge=1, le=65535)
     """Port of the rendezvous on several nodes, if `rdzv_endpoint` is not set."""
     peer_port: int | None = Field(default=None, ge=1, le=65535, examples=[29501])
-    """Port on the first node over which the runners of all nodes communicate. Without it the rendezvous port + 1."""
+    """Port on the leading node over which the runners of all nodes communicate. Without it the rendezvous port + 1."""
     peer_bind: str | None = Field(default=None, min_length=1, examples=["10.0.0.5"])
-    """Address of the first node on which its runner listens for the others. Without it all addresses."""
+    """Address of the first node to listen on (another node that leads uses its own). Without it all addresses."""
     local_addr: str | None = Field(default=None, examples=["10.0.0.5"])
     """Address or host name under which other nodes reach this one. Without it the host name."""
     rendezvous_timeout_s: float = Field(default=600.0, gt=0)
@@ -316,7 +316,7 @@ class MonitoringConfig(_Section):
     """Prometheus metrics."""
 
     port: Annotated[int, Field(ge=1, le=65535)] | None = Field(default=None, examples=[9400])
-    """Port on the first node that serves Prometheus metrics at /metrics (option `--metrics-port`). Without it no
+    """Port on the leading node that serves Prometheus metrics at /metrics (option `--metrics-port`). Without it no
     metrics are served."""
     address: str | None = Field(default=None, examples=["0.0.0.0"])
     """Address to listen on. Without it 127.0.0.1 in a run on one node and 0.0.0.0 in a run on several."""

@@ -99,7 +99,7 @@ class Membership:
         self._leader: Leader | None = None
         self._limits = Limits(1, 1)
         self._own, self._expected = session.config.launch.node_rank, frozenset(expected)
-        self._welcome = Welcome(run_id=lead.run_id, epoch=lead.epoch)
+        self._welcome, self._host = Welcome(run_id=lead.run_id, epoch=lead.epoch), lead.host
         self.nodes: frozenset[int] = frozenset({self._own})
         self._has_begun = False
         # Nodes whose processes are up, and how the running attempt has ended on those where it has.
@@ -150,8 +150,8 @@ class Membership:
         if self._leader is None:
             num_nodes = None if limits.is_elastic else limits.max_nodes
             self._exclusion.load()
-            identity, open_leader = self._identity, self._open_leader
-            self._leader = listen(session, num_nodes, self._on_message, identity, self._exclusion, open_leader)
+            identity, open_leader, receive = self._identity, self._open_leader, self._on_message
+            self._leader = listen(session, num_nodes, receive, identity, self._exclusion, open_leader, self._host)
             session.loop.every(TURN_S, self.check)
         patience_s = min(launch.rendezvous_timeout_s, FINISHED_PATIENCE_S if has_finished else math.inf)
         began, enough_since, announced = session.monotonic(), math.inf, False

@@ -21,6 +21,7 @@ def listen(
     identity: JobIdentity | None,
     exclusion: Exclusion,
     open_leader: Callable[..., Leader] = Leader,
+    host: str = "",
 ) -> Leader:
     """Listen for the other nodes of a run.
 
@@ -31,12 +32,14 @@ def listen(
         identity: Of the job, which the others must share; None to accept any.
         exclusion: Knows the machines that are not admitted.
         open_leader: Opens the port.
+        host: Address of this node if it leads in place of the first one, whose address `launch.peer_bind` may be.
 
     Raises:
         UsageError: The port is taken, or RUNNER_SECRET is too short.
         OSError: Storage refused the secret of the run.
     """
     launch, secret = session.config.launch, ensure_secret(session.config.tiers.durable)
+    bind = (host or launch.peer_bind) if launch.peer_bind is not None else None
     try:
         return open_leader(
             launch.peer_address,
@@ -46,11 +49,11 @@ def listen(
             lambda hello: refusal(identity, exclusion, hello),
             secret=secret,
             own=launch.node_rank,
-            bind=launch.peer_bind,
+            bind=bind,
             warn=session.display.message,
         )
     except OSError as error:
-        raise _cannot_listen(error, launch.peer_address[1], launch.peer_bind) from None
+        raise _cannot_listen(error, launch.peer_address[1], bind) from None
 
 
 def refusal(identity: JobIdentity | None, exclusion: Exclusion, hello: Hello) -> Finish | None:

@@ -60,3 +60,21 @@ def test_the_option_at_fault_is_named(bind: str | None, number: int, text: str, 
 
     with pytest.raises(UsageError, match=text):
         listen(session, 2, lambda *_: None, OURS, Exclusion(session), refused)
+
+
+@pytest.mark.parametrize(
+    ("bind", "host", "bound"),
+    [(None, "", None), (None, "10.0.0.2", None), ("10.0.0.1", "", "10.0.0.1"), ("10.0.0.1", "10.0.0.2", "10.0.0.2")],
+)
+def test_a_node_that_leads_in_place_of_the_first_one_listens_on_its_own_address(
+    bind: str | None, host: str, bound: str | None, tmp_path: Path
+) -> None:
+    """The same command everywhere gave it the first one's, and the run ended with a usage error."""
+    session = FakeSession(tmp_path, nnodes=3, master_addr="10.0.0.1", master_port=29400, peer_bind=bind)
+    asked: list[object] = []
+
+    def opened(*_: object, **options: object) -> Any:
+        asked.append(options["bind"])
+
+    listen(session, None, lambda *_: None, OURS, Exclusion(session), opened, host)
+    assert asked == [bound]
