@@ -30,6 +30,7 @@ class RankSettings:
     Attributes:
         agent_socket: Path of the node's checkpoint agent; empty where the ranks start an agent of their own.
         attempt: Number of the attempt, from 1; 0 without a supervisor.
+        node_rank: Rank of this node in the run.
         location: Path or URL of the run's checkpoints; empty where the script's own choice counts.
         local_tier: Directory of the machine's fast tier; empty for none. Only meaningful with a location.
         resume: `auto`, `never` or a step; empty where the script's own choice counts.
@@ -47,6 +48,7 @@ class RankSettings:
 
     agent_socket: str = ""
     attempt: int = 0
+    node_rank: int = 0
     location: str = ""
     local_tier: str = ""
     resume: str = ""

@@ -106,24 +106,36 @@ class Resumed(StepEvent, name="resumed"):
 
 @dataclass(frozen=True, kw_only=True)
 class Restored(StepEvent, name="restored"):
-    """Rank 0 finished restoring.
-
-    Attributes:
-        seconds: Time to choose, read and load the checkpoint or snapshot.
-    """
+    """Rank 0 finished restoring, which took `seconds`: to choose, read and load the checkpoint or snapshot."""
 
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Log(MeasuredEvent, name="log"):
-    """Rank 0's measurements of a training step.
-
-    Attributes:
-        loss: Training loss.
-    """
+    """Rank 0's measurements of a training step, with its training loss."""
 
     loss: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowRanks(Event, name="slow_ranks"):
+    """Other ranks than before compute more slowly than the rest, by the forward passes of 50 steps.
+
+    Attributes:
+        ranks: Which ones; empty if there are none any more.
+        ratios: How many times as long as the median rank each of them needs, at least 1.3.
+        nodes: Node rank of each of them.
+    """
+
+    ranks: list[int]
+    ratios: list[float]
+    nodes: list[int]
+
+    def __post_init__(self) -> None:
+        """Validate what another node may have sent."""
+        if not len(self.ranks) == len(self.ratios) == len(self.nodes):
+            raise ValueError("ranks, ratios and nodes differ in number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,12 +250,7 @@ class SnapshotDamaged(SnapshotUnused, name="snapshot_damaged"):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryShort(Event, name="memory_short"):
-    """There is memory for fewer than two snapshots.
-
-    Attributes:
-        arenas: Snapshots that fit.
-        reason: Why.
-    """
+    """There is memory for fewer than two snapshots: for `arenas` of them; `reason` says why."""
 
     arenas: int
     reason: str
@@ -268,12 +275,7 @@ class Committed(StepEvent, name="committed"):
 
 @dataclass(frozen=True, kw_only=True)
 class CommitFailed(StepEvent, name="commit_failed"):
-    """A checkpoint could not be published.
-
-    Attributes:
-        tier: ``local`` or ``remote``.
-        error: Why.
-    """
+    """A checkpoint could not be published in a tier (``local`` or ``remote``); `error` says why."""
 
     tier: str = "local"
     error: str
@@ -389,10 +391,6 @@ class StorageRetried(Event, name="storage_retried"):
 
 @dataclass(frozen=True, kw_only=True)
 class Fenced(Event, name="fenced"):
-    """A newer attempt has begun elsewhere: this one may no longer write.
-
-    Attributes:
-        reason: Which one.
-    """
+    """A newer attempt has begun elsewhere (`reason` says which one): this one may no longer write."""
 
     reason: str

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from checkpointing.data.cursor import LoaderCursor
 from checkpointing.errors import CommitFailed, Preempted
 from checkpointing.failpoints import failpoint
@@ -23,6 +25,8 @@ from checkpointing.rank.options import Options
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.reporter import Reporter
 from checkpointing.rank.restorable import RestorableTraining
+from checkpointing.rank.sharding import has_sharded
+from checkpointing.rank.slow_ranks import ForwardTimer, SpeedComparison
 from checkpointing.rank.snapshot import Request, SmallFile
 from checkpointing.rank.step_protocol import Due, Measured, StepProtocol
 from checkpointing.rank.torch_files import torch_bytes
@@ -56,6 +60,7 @@ class CheckpointedTraining(RestorableTraining):
             is_committed=self.is_committed,
         )
         self._last_step = LastStep()
+        self._speeds: SpeedComparison | None = None
         self._closed = self._stopped = False
         self.finished = False
 
@@ -108,6 +113,7 @@ class CheckpointedTraining(RestorableTraining):
                 ", ".join(self._hook_states),
             )
         self._heartbeat.watch_compiler()
+        self._compare_speeds()
         if self._train_state.model is not None and self._train_state.optimizer is not None:
             self._train_state.check(self._ranks.local_world_size)
             self._snapshotter.reserve(self._train_state.expected_bytes())
@@ -119,7 +125,16 @@ class CheckpointedTraining(RestorableTraining):
         failpoint("training.step")
         self._heartbeat.end_step(step)
         self._snapshotter.end_of_step()
+        if self._speeds is not None:
+            self._speeds.end_of_step()
         return self._protocol.end_of_step(step)
+
+    def _compare_speeds(self) -> None:
+        model = self._train_state.model
+        # The forward passes of a sharded model wait for other ranks.
+        if self.world_size > 1 and isinstance(model, torch.nn.Module) and not has_sharded(model):
+            node_rank, report = self._options.settings.node_rank, self._reporter.slow_ranks
+            self._speeds = SpeedComparison(self._ranks, ForwardTimer(model), node_rank=node_rank, report=report)
 
     def _measure(self) -> Measured:
         snapshotter = self._snapshotter
@@ -248,6 +263,8 @@ class CheckpointedTraining(RestorableTraining):
     def _finish(self, step: int) -> None:
         self._heartbeat.write(Phase.SAVING, step)
         self._protocol.drain()
+        if self._speeds is not None:
+            self._speeds.close()
         self._commit_last_step()
         self.wait_for_commit()
         # No rank leaves before every rank's commit is known: the launcher would take an early exit for a failure.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -75,6 +75,24 @@ class Ranks:
         everyone: list[Any] = [None] * self.world_size
         dist.all_gather_object(everyone, value, group=self.group)
         return everyone
+
+    def gather_later(self, values: Sequence[float]) -> Callable[[], list[list[float]]]:
+        """Send numbers to all ranks, as many on each, without waiting.
+
+        Returns:
+            A function that waits for them, and returns every rank's, by rank.
+        """
+        if self.group is None:
+            return lambda: [list(values)]
+        own = torch.tensor(values, dtype=torch.float64)
+        everyone = [torch.empty_like(own) for _ in range(self.world_size)]
+        work: Any = dist.all_gather(everyone, own, group=self.group, async_op=True)
+
+        def wait() -> list[list[float]]:
+            work.wait()
+            return [other.tolist() for other in everyone]
+
+        return wait
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's value."""

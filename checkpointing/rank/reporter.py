@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from checkpointing.agent.client import AgentClient
-from checkpointing.events import BatchShape, Evaluated, Event, Log, Restored, TrainingStarted
+from checkpointing.events import BatchShape, Evaluated, Event, Log, Restored, SlowRanks, TrainingStarted
 
 # Metrics that a loop measures at every step are reported this often.
 _REPORT_EVERY_S = 1.0
@@ -37,6 +37,10 @@ class Reporter:
     def batch_shape(self, micro_batch: int, accumulation: int) -> None:
         """Report samples per micro-batch, and micro-batches per step."""
         self._send(BatchShape(micro_batch=micro_batch, accumulation=accumulation))
+
+    def slow_ranks(self, event: SlowRanks) -> None:
+        """Report which ranks compute more slowly than the others."""
+        self._send(event)
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Report what was measured at a step; leaves out what is not a finite number."""

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import yaml
 
-from runner.config.schema import DEFAULT_CONFIG, Config, LaunchConfig
+from runner.config.launch import LaunchConfig
+from runner.config.schema import DEFAULT_CONFIG, Config
 
 _MAX_ROWS = 200
 _MAX_STEPS = 20

@@ -14,6 +14,7 @@ from checkpointing.events import (
     CommitFailed,
     Committed,
     Log,
+    SlowRanks,
     SnapshotSkipped,
     TrainingStarted,
 )
@@ -82,6 +83,7 @@ class RunSummary:
         nodes: Node ranks of the nodes of the newest attempt; empty for a run of one node.
         max_nodes: Nodes that the run may have; 0 for a run of one node, and in old journals.
         leader: Node rank of the node that leads in place of the first one; None if none has had to.
+        slow: Which ranks compute more slowly than the others now; None if there are none.
         node_changes: What each change of the nodes has cost, oldest first.
         committed: Committed steps, in the order of their commits.
         newest_by_tier: Newest committed step of each tier.
@@ -112,6 +114,7 @@ class RunSummary:
     nodes: list[int] = field(default_factory=list)
     max_nodes: int = 0
     leader: int | None = None
+    slow: SlowRanks | None = None
     node_changes: list[NodeChange] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)
     newest_by_tier: dict[str, int] = field(default_factory=dict)
@@ -193,6 +196,9 @@ def _fold(run: RunSummary, entry: Entry) -> None:
         case AttemptStarted() as begun:
             run.state, run.nodes = RunState.RUNNING, begun.nodes
             run.max_nodes = (begun.max_nodes or begun.nnodes) if begun.nodes else 0
+            run.slow = None
+        case SlowRanks() as found:
+            run.slow = found if found.ranks else None
         case LeaderChanged(node=node):
             run.leader = node
         case TrainingStarted() as started:
@@ -250,6 +256,15 @@ def describe_nodes(run: RunSummary) -> str:
         lost = sum(change.lost_steps for change in run.node_changes)
         text += f"; {len(run.node_changes)} changes paused training for {pause_s:.1f} s and lost {lost} steps"
     return text
+
+
+def describe_slow_ranks(slow: SlowRanks) -> str:
+    """Return which ranks compute more slowly than the others."""
+    if not slow.ranks:
+        return "no rank computes more slowly than the others any more"
+    found = zip(slow.ranks, slow.nodes, slow.ratios, strict=True)
+    ranks = ", ".join(f"rank {rank} on node {node}: {ratio:.1f} times" for rank, node, ratio in found)
+    return f"slow ranks, by the time of their forward passes against the median rank's: {ranks}"
 
 
 def render(run: RunSummary, places: dict[str, str]) -> str:

@@ -16,6 +16,7 @@ from checkpointing.events import (
     Log,
     MemoryShort,
     Resumed,
+    SlowRanks,
     SnapshotDamaged,
     SnapshotDropped,
     StageEntered,
@@ -26,6 +27,7 @@ from checkpointing.events import (
 )
 from checkpointing.heartbeat import Heartbeat
 from runner.journal.events import Progress
+from runner.journal.summary import describe_slow_ranks
 from runner.ui.progress import ProgressDisplay
 
 Record = Callable[[Event], None]
@@ -40,6 +42,7 @@ class AgentEvents:
         batch: Samples per micro-batch, and micro-batches per step, as reported by the ranks; None before that.
         fenced: Why no attempt of this runner may write any longer; None while it may.
         commit_s: Seconds that the last commit took; None before the first.
+        slow: Which ranks of the running attempt compute more slowly than the others; None if none was found yet.
     """
 
     def __init__(self, display: ProgressDisplay, record: Record) -> None:
@@ -48,6 +51,7 @@ class AgentEvents:
         self.batch: tuple[int, int] | None = None
         self.fenced: str | None = None
         self.commit_s: float | None = None
+        self.slow: SlowRanks | None = None
         # By tier: saves that failed since the last successful one, and why the newest did.
         self._failed_saves: dict[str, tuple[int, str]] = {}
         # The newest step that was recorded from heartbeats, and when.
@@ -61,7 +65,7 @@ class AgentEvents:
     def begin_attempt(self, number: int) -> None:
         """Forget what the attempt before this one reported."""
         # The next one may end before it reports.
-        self.batch = None
+        self.batch = self.slow = None
         self._recorded_step, self._recorded_at = 0, 0.0
         self._display.state.attempt, self._display.state.activity = number, "starting"
 
@@ -157,5 +161,8 @@ class AgentEvents:
             case Log():
                 state.loss = event.loss
                 state.tokens_per_s = event.metric("tokens_per_s") or state.tokens_per_s
+            case SlowRanks():
+                self.slow = event
+                self._display.message(describe_slow_ranks(event))
             case _:
                 pass

@@ -129,6 +129,7 @@ def rank_settings_of(spec: AttemptSpec, *, config: Config, job: Job, agent_socke
     return RankSettings(
         agent_socket=agent_socket,
         attempt=spec.attempt,
+        node_rank=config.launch.node_rank,
         location=config.checkpoint_location,
         local_tier=config.checkpoint.local_tier or "",
         resume="auto",

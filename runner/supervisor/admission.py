@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from runner.config.schema import LaunchConfig
+from runner.config.launch import LaunchConfig
 from runner.supervisor.preflight import check_shares
 from runner.supervisor.step_samples import StepSamples
 

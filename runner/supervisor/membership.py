@@ -241,7 +241,7 @@ class Membership:
         everywhere = {number: _lost(number) for number in self.others} | {self._own: own, **self._ended}
         bad = {number: failure for number, failure in everywhere.items() if failure.kind is FailureKind.BAD_NODE}
         self.bad_nodes = set(bad)
-        self._exclusion.exclude(bad)
+        self._exclusion.exclude(bad | self._changes.evicted)
         self._changes.on_bad(bad, self._limits, self._seen(), can_hand_over=self._welcome.epoch > 0)
         combined = combine([everywhere[number] for number in sorted(everywhere)])
         return self._changes.revise(combined, self.nodes)

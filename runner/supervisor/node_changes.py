@@ -7,8 +7,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Protocol
 
+from checkpointing.events import SlowRanks
 from runner.errors import ExitCode
 from runner.journal.events import NodesChanged
+from runner.node.agent_events import AgentEvents
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.supervisor.admission import Limits, Seen, change
@@ -23,6 +25,10 @@ class Pausable(Protocol):
     def is_training(self) -> bool:
         """Whether the ranks take steps."""
 
+    @property
+    def checkpoints(self) -> AgentEvents:
+        """Knows which ranks are slow."""
+
     def pause_attempt(self) -> None:
         """End the attempt at a step boundary, on all nodes."""
 
@@ -33,6 +39,7 @@ class NodeChanges:
     Attributes:
         leaving: Nodes that were asked to stop and without which the run goes on, with the reason.
         hands_over: Whether the leader was asked to stop, and the run goes on under another one.
+        evicted: Nodes that leave because their ranks are slow, with the failure that this counts as.
     """
 
     def __init__(self, session: Session, send: Callable[[Finish, int], None]) -> None:
@@ -45,7 +52,8 @@ class NodeChanges:
         self._session, self._send = session, send
         self.leaving: dict[int, str] = {}
         self.hands_over = False
-        # Those of the leaving ones whose hardware has failed.
+        self.evicted: dict[int, Failure] = {}
+        # Those of the leaving ones whose hardware has failed, or is slow.
         self._bad: set[int] = set()
         # Why the running attempt was paused.
         self._reason = ""
@@ -82,6 +90,7 @@ class NodeChanges:
         """
         if self._reason or not limits.is_elastic or not node.is_training or self._session.stop:
             return
+        self._evict_slow_nodes(node.checkpoints.slow, limits, seen)
         since_s = self._session.monotonic() - self._changed_at
         wanted = change(limits, seen, leaving=self.leaving.keys(), since_change_s=since_s)
         if wanted is not None:
@@ -89,6 +98,20 @@ class NodeChanges:
             texts = [*self._departures(seen.members), *([f"node {listed(came)} has come"] if came else [])]
             self._reason = "; ".join(texts)
             node.pause_attempt()
+
+    def _evict_slow_nodes(self, slow: SlowRanks | None, limits: Limits, seen: Seen) -> None:
+        """Have nodes with slow ranks leave, the slowest one first, if that is wished and enough others are left."""
+        if slow is None or not self._session.config.launch.evict_slow_nodes:
+            return
+        found = zip(slow.ratios, slow.nodes, slow.ranks, strict=True)
+        for ratio, number, rank in sorted(found, reverse=True):
+            left = (seen.ready | seen.members) - {number, *self.leaving}
+            if number not in seen.members - {seen.leader, *self.leaving} or limits.fitting(len(left)) is None:
+                continue
+            cause = f"rank {rank} needs {ratio:.1f} times as long as the median rank (launch.evict_slow_nodes)"
+            self.leaving[number] = cause
+            self._bad.add(number)
+            self.evicted[number] = Failure(FailureKind.BAD_NODE, cause)
 
     def revise(self, failure: Failure, nodes: AbstractSet[int]) -> Failure:
         """Return how the attempt ended, for a run that continues with other nodes; the leaving ones may go.
@@ -168,6 +191,7 @@ class NodeChanges:
         code = ExitCode.BAD_NODE if number in self._bad else ExitCode.PREEMPTED
         self._send(Finish(exit_code=code.value, reason=reason[:MAX_REASON]), number)
         self._bad.discard(number)
+        self.evicted.pop(number, None)
 
 
 def listed(numbers: Iterable[int]) -> str:

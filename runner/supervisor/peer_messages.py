@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter
 
-from checkpointing.events import BatchShape, Event, Log, Resumed, TrainingStarted
+from checkpointing.events import BatchShape, Event, Log, Resumed, SlowRanks, TrainingStarted
 from runner.journal.parsing import parse_event
 from runner.node.messages import AttemptSpec, Count, Positive, Text
 from runner.recovery.failure import Failure
 
 # Events that only the node of rank 0 sees, and that the leader's journal and console show.
-FORWARDED = (TrainingStarted, Log, Resumed, BatchShape)
+FORWARDED = (TrainingStarted, Log, Resumed, BatchShape, SlowRanks)
 
 # Characters of a reason, which is for people.
 MAX_REASON = 5000

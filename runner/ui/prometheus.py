@@ -69,6 +69,7 @@ def metrics(run: RunSummary, now: float) -> Iterator[Metric]:
         if isinstance(value, (int, float)):
             yield GaugeMetricFamily(name, text, value)
     yield _by("runner_checkpoint_step", "Step of the newest committed checkpoint.", "tier", dict(run.newest_by_tier))
+    yield _slow_ranks(run)
     ages = {tier: max(now - at, 0.0) for tier, at in run.newest_at_by_tier.items()}
     yield _by("runner_checkpoint_age_seconds", "Seconds since the newest commit.", "tier", ages)
     yield _by("runner_time_seconds", "Wall time of the run in seconds, by cause.", "cause", run.time_by_cause)
@@ -112,6 +113,15 @@ def serve(address: str, port: int, collector: RunCollector) -> None:
 
 def _states(run: RunSummary) -> dict[str, float]:
     return {state.value: float(state is run.state) for state in RunState}
+
+
+def _slow_ranks(run: RunSummary) -> GaugeMetricFamily:
+    text = "Duration of a slow rank's forward passes, as a multiple of the median rank's."
+    family = GaugeMetricFamily("runner_slow_rank_ratio", text, labels=["rank", "node"])
+    if run.slow is not None and run.state is RunState.RUNNING:
+        for rank, node, ratio in zip(run.slow.ranks, run.slow.nodes, run.slow.ratios, strict=True):
+            family.add_metric([str(rank), str(node)], ratio)
+    return family
 
 
 def _by(name: str, text: str, label: str, values: dict[str, float]) -> GaugeMetricFamily:

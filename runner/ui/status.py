@@ -12,7 +12,7 @@ from rich.text import Text
 
 from runner.journal.events import Entry, RunStarted
 from runner.journal.ledger import LOST, TRAINING, Attempt
-from runner.journal.summary import RunState, RunSummary, describe_nodes
+from runner.journal.summary import RunState, RunSummary, describe_nodes, describe_slow_ranks
 from runner.recovery.restart_state import RunnerProcess, process_namespace
 from runner.text import duration
 
@@ -90,6 +90,8 @@ def _parts(run: RunSummary, now: float, locations: dict[str, str], gone: bool) -
         facts.add_row("journal", Text(f"{run.malformed_events} damaged lines were skipped", "yellow"))
     if run.max_nodes:
         facts.add_row("nodes", Text(describe_nodes(run), "yellow" if len(run.nodes) < run.max_nodes else ""))
+    if run.slow is not None and not run.state.is_over:
+        facts.add_row("speed", Text(describe_slow_ranks(run.slow), "yellow"))
     if run.restarts_left is not None and not run.state.is_over:
         facts.add_row("budget", f"{run.restarts_left} restarts before the next new checkpoint")
     lost = f"{run.lost_steps} steps lost, {duration(run.time_by_cause.get(LOST, 0.0))}"

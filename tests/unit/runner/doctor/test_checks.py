@@ -12,7 +12,8 @@ import psutil
 import pytest
 from infra.ports import free_port
 
-from runner.config.schema import Config, LaunchConfig
+from runner.config.launch import LaunchConfig
+from runner.config.schema import Config
 from runner.doctor.collectives import judge
 from runner.doctor.findings import Finding, Level
 from runner.doctor.gpus import check_devices, topology

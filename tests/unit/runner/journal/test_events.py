@@ -24,6 +24,7 @@ VALUES: dict[Any, Any] = {
     float | None: 1.5,
     str | None: "text",
     list[int]: [1, 2],
+    list[float]: [1.5, 2.5],
     list[str]: ["a"],
     dict[str, Any] | None: {"a": 1},
     Mapping[str, float]: {"tokens_per_s": 7.0},

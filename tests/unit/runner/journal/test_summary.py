@@ -78,6 +78,15 @@ def test_what_the_summary_says() -> None:
         assert part in text
 
 
+def test_slow_ranks_are_those_of_the_running_attempt() -> None:
+    slow = event(105, "slow_ranks", 1, ranks=[3], ratios=[1.5], nodes=[1])
+    events = [event(100, "attempt_started", 1), slow]
+    found = summarise(entries(events)).slow
+    assert found is not None and found.ranks == [3]
+    for last in (event(106, "slow_ranks", 1, ranks=[], ratios=[], nodes=[]), event(107, "attempt_started", 2)):
+        assert summarise(entries([*events, last])).slow is None
+
+
 def test_the_nodes_of_a_run_are_named_with_what_their_changes_cost() -> None:
     run = summarise(
         entries(

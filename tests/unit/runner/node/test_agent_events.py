@@ -19,6 +19,7 @@ from checkpointing.events import (
     Log,
     MemoryShort,
     Resumed,
+    SlowRanks,
     SnapshotDamaged,
     SnapshotDropped,
     StageEntered,
@@ -163,3 +164,18 @@ def test_heartbeats_before_the_first_step_show_nothing() -> None:
     bench = Bench()
     bench.events.show_heartbeats([beat(Phase.RESTORING)._replace(start_time=0.0)], 100.0)
     assert not bench.recorded and bench.display.state.activity == ""
+
+
+def test_slow_ranks_are_named_and_forgotten_by_the_next_attempt() -> None:
+    bench = Bench()
+    slow = SlowRanks(ranks=[3], ratios=[1.62], nodes=[1])
+    # Rank 0 may be on another node.
+    bench.events.handle_forwarded(slow)
+    assert bench.recorded == [slow] and bench.events.slow == slow
+    bench.events.handle(SlowRanks(ranks=[], ratios=[], nodes=[]))
+    assert bench.display.texts == [
+        "slow ranks, by the time of their forward passes against the median rank's: rank 3 on node 1: 1.6 times",
+        "no rank computes more slowly than the others any more",
+    ]
+    bench.events.begin_attempt(2)
+    assert bench.events.slow is None

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from node_fakes import FakeNode, FakeSession
 
+from checkpointing.events import SlowRanks
 from runner.errors import ExitCode
 from runner.journal.events import NodesChanged
 from runner.recovery.failure import Failure
@@ -142,3 +143,45 @@ def test_a_leader_whose_hardware_fails_leaves_the_run_to_the_others(can_hand_ove
 
 def test_numbers_are_listed_in_order() -> None:
     assert listed({10, 2}) == "2, 10"
+
+
+SLOW = SlowRanks(ranks=[2, 4], ratios=[1.4, 1.9], nodes=[1, 2])
+
+
+def with_eviction(bench: Bench, slow: SlowRanks = SLOW) -> Bench:
+    bench.session.config.launch.evict_slow_nodes = True
+    bench.node.checkpoints.handle(slow)
+    return bench
+
+
+def test_the_slowest_node_leaves_if_enough_are_left(bench: Bench) -> None:
+    assert with_eviction(bench).watch(Seen(frozenset({0}), members=ALL)) == 1
+    cause = "rank 4 needs 1.9 times as long as the median rank (launch.evict_slow_nodes)"
+    # With two nodes at least, only one of them can go.
+    assert bench.changes.leaving == {2: cause}
+    assert bench.changes.evicted == {2: Failure(FailureKind.BAD_NODE, cause)}
+    failure = bench.changes.revise(Failure(FailureKind.PREEMPTED, "paused"), ALL)
+    assert (failure.kind, failure.cause) == (FailureKind.NODES_CHANGED, f"node 2 leaves: {cause}")
+    ((number, end),) = bench.sent
+    assert (number, end.exit_code) == (2, ExitCode.BAD_NODE.value)
+    assert bench.changes.evicted == {}
+
+
+def test_with_a_node_to_spare_all_slow_ones_leave(bench: Bench) -> None:
+    assert with_eviction(bench).watch(Seen(frozenset({0, 3}), members=ALL)) == 1
+    assert bench.changes.leaving.keys() == {1, 2}
+
+
+@pytest.mark.parametrize("reason", ["not wished", "fixed", "too few", "leader", "gone", "none"])
+def test_slow_nodes_stay(reason: str, bench: Bench) -> None:
+    nodes = {"leader": [0, 0], "gone": [5, 6]}.get(reason, [1, 2])
+    slow = (
+        SlowRanks(ranks=[], ratios=[], nodes=[])
+        if reason == "none"
+        else SlowRanks(ranks=[2, 4], ratios=[1.4, 1.9], nodes=nodes)
+    )
+    with_eviction(bench, slow)
+    bench.session.config.launch.evict_slow_nodes = reason != "not wished"
+    limits = {"fixed": Limits(3, 3), "too few": Limits(3, 4, grow_interval_s=60)}.get(reason, LIMITS)
+    assert bench.watch(Seen(frozenset({0}), members=ALL), limits) == 0
+    assert bench.changes.leaving == {} == bench.changes.evicted

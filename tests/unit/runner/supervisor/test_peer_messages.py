@@ -10,7 +10,7 @@ import pytest
 from forged import forged
 from hypothesis import given
 
-from checkpointing.events import BatchShape, Committed, Log, Resumed, TrainingStarted
+from checkpointing.events import BatchShape, Committed, Log, Resumed, SlowRanks, TrainingStarted
 from runner.node.messages import AttemptSpec
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
@@ -46,6 +46,7 @@ def test_every_message_that_we_send_is_one() -> None:
     assert read_by_member(begin.encode()) == begin
     log = Log(step=3, loss=1.5, metrics={"tokens_per_s": 7.0}, stage="stage-2", run_step=9)
     others = [TrainingStarted(step=0, total_steps=None), BatchShape(micro_batch=2, accumulation=1)]
+    others.append(SlowRanks(ranks=[3], ratios=[1.5], nodes=[1]))
     for event in (log, Resumed(step=3, source="memory"), *others):
         forwarded = Forwarded(attempt=1, event=event)
         assert read_by_leader(forwarded.encode()) == forwarded
@@ -73,6 +74,7 @@ def line(**fields: Any) -> bytes:
         # Only what rank 0 reports is forwarded: a node cannot claim commits.
         line(do="event", attempt=1, event=Committed(step=9).to_dict()),
         line(do="event", attempt=1, event={"event": "log", "step": "x"}),
+        line(do="event", attempt=1, event={"event": "slow_ranks", "ranks": [1, 2], "ratios": [2.0], "nodes": [0, 0]}),
         b"{",
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 from journals import event
 from prometheus_client.core import Metric
 
+from checkpointing.events import SlowRanks
 from runner.errors import UsageError
 from runner.journal.journal import Journal
 from runner.journal.ledger import Attempt, NodeChange
@@ -38,6 +39,16 @@ def test_a_run_of_several_nodes_says_how_many_it_has() -> None:
     assert (found["runner_nodes"], found["runner_max_nodes"]) == (2, 3)
     assert (found["runner_node_changes_total"], found["runner_node_change_seconds_total"]) == (2, 3.5)
     assert "runner_nodes" not in values(RunSummary())
+
+
+def test_slow_ranks_are_there_while_the_run_is_running() -> None:
+    slow = SlowRanks(ranks=[3, 5], ratios=[1.5, 2.0], nodes=[1, 2])
+    samples = families(RunSummary(slow=slow, state=RunState.RUNNING))["runner_slow_rank_ratio"].samples
+    assert [(sample.labels, sample.value) for sample in samples] == [
+        ({"rank": "3", "node": "1"}, 1.5),
+        ({"rank": "5", "node": "2"}, 2.0),
+    ]
+    assert families(RunSummary(slow=slow, state=RunState.BACKOFF))["runner_slow_rank_ratio"].samples == []
 
 
 def test_one_state_is_current() -> None:
