@@ -16,20 +16,19 @@ pytestmark = pytest.mark.device
 DEVICES = ["sim:0", "sim:1"]
 
 
-def test_ranks_write_shares_of_one_file_and_resume(sim: Any, tmp_path: Path) -> None:
-    for last in (6, 12):
-        result = two_ranks.run("plain", tmp_path, DEVICES)
-        assert result.returncode == 0, result.stderr
-        saved = safetensors.torch.load_file(tmp_path / f"checkpoint-{last}" / "model.safetensors")
-        final = two_ranks.final(tmp_path)
-        assert all(torch.equal(saved[name], final[name]) for name in final)
-
-
-def test_a_restored_state_is_copied_by_shares_and_broadcast(sim: Any, tmp_path: Path) -> None:
+def test_ranks_write_shares_of_one_file_and_restore_by_shares_and_broadcast(sim: Any, tmp_path: Path) -> None:
     """Two of four large moments and one of two large weights each, and in the end the same bits."""
-    for case, folder in (("plain", "one"), ("plain", "one"), ("plain", "two"), ("broadcast", "two")):
+    for case, folder, last in (
+        ("plain", "one", 6),
+        ("plain", "one", 12),
+        ("plain", "two", 6),
+        ("broadcast", "two", 12),
+    ):
         result = two_ranks.run(case, tmp_path / folder, DEVICES)
         assert result.returncode == 0, result.stderr
+        saved = safetensors.torch.load_file(tmp_path / folder / f"checkpoint-{last}" / "model.safetensors")
+        final = two_ranks.final(tmp_path / folder)
+        assert all(torch.equal(saved[name], final[name]) for name in final)
     assert two_ranks.are_equal(tmp_path / "one", tmp_path / "two")
     for rank in (0, 1):
         assert [result.stdout.count(f"rank {rank} has 16384 bytes from {owner}") for owner in (0, 1)] == [3, 3]

@@ -89,6 +89,7 @@ def test_out_of_memory_halves_the_micro_batch_on_all_ranks(tmp_path: Path) -> No
     assert ours[0][1] == theirs[0][1]
 
 
+@pytest.mark.soak
 def test_out_of_memory_with_nothing_left_to_halve(tmp_path: Path) -> None:
     trouble = """
         def at_step(step, args):
@@ -526,6 +527,7 @@ def test_a_notice_to_every_process_is_one_notice(calm: Run, tmp_path: Path) -> N
     assert_as_if_nothing_had_happened(run, calm)
 
 
+@pytest.mark.soak
 def test_a_rank_killed_when_it_was_done_is_no_notice_to_the_others(calm: Run, tmp_path: Path) -> None:
     """torchrun then ends them with SIGTERM, the signal of a notice."""
     trouble = """

@@ -16,7 +16,7 @@ import pytest
 from infra.parts import find
 from integration.support import RUNNER, SHORT_JOB, Run, wait_until
 
-EPOCHS = 6
+EPOCHS = 3
 # One run, and one browser, for all of them.
 pytestmark = pytest.mark.xdist_group("report")
 

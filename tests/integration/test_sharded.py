@@ -110,15 +110,18 @@ def loop(tmp_path: Path, steps: int, strategy: str, ranks: int) -> dict[tuple[st
     return seen
 
 
-def test_sharded_state_is_saved_whole_and_cut_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [("fsdp", 2), ("ddp", 1), ("fsdp", 3), ("as on a GPU", 2)],
+        pytest.param([("fsdp", 1), ("fsdp", 3), ("ddp", 2), ("as on a GPU", 3), ("fsdp", 2)], marks=pytest.mark.soak),
+    ],
+    ids=["default", "more"],
+)
+def test_sharded_state_is_saved_whole_and_cut_again(stages: list[tuple[str, int]], tmp_path: Path) -> None:
     last: list[float] = []
-    for steps, strategy, ranks in (
-        (3, "fsdp", 2),
-        (6, "ddp", 1),
-        (9, "fsdp", 3),
-        (12, "ddp", 2),
-        (15, "as on a GPU", 2),
-    ):
+    for number, (strategy, ranks) in enumerate(stages, 1):
+        steps = 3 * number
         seen = loop(tmp_path, steps, strategy, ranks)
         for rank in range(ranks):
             if last:
