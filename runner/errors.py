@@ -8,6 +8,7 @@ RunnerError
 │   └── HelperKilled        it was killed while it started; retried
 ├── CheckpointsMissing  81  the location lacks checkpoints that the journal lists as committed
 ├── GpuMissing          80  none of this node's GPUs can be used
+├── GpuFaulty           80  a GPU of this node computes or stores wrong values
 ├── BadMachineError     80  the hardware of this machine has failed in this run
 ├── PeersMissing        76  another node of the run does not join in time
 └── LeaderReplaced      75  another node leads this run now
@@ -109,6 +110,12 @@ class HelperKilled(LaunchError):
 
 class GpuMissing(RunnerError):
     """This node has GPUs, but none of them can be used."""
+
+    exit_code = ExitCode.BAD_NODE
+
+
+class GpuFaulty(RunnerError):
+    """A GPU of this node computes or stores wrong values, fails, or does not answer."""
 
     exit_code = ExitCode.BAD_NODE
 

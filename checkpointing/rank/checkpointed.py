@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from checkpointing.data.cursor import LoaderCursor
 from checkpointing.errors import CommitFailed, Preempted
 from checkpointing.failpoints import failpoint
@@ -25,8 +23,7 @@ from checkpointing.rank.options import Options
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.reporter import Reporter
 from checkpointing.rank.restorable import RestorableTraining
-from checkpointing.rank.sharding import has_sharded
-from checkpointing.rank.slow_ranks import ForwardTimer, SpeedComparison
+from checkpointing.rank.slow_ranks import SpeedComparison, compare_speeds
 from checkpointing.rank.snapshot import Request, SmallFile
 from checkpointing.rank.step_protocol import Due, Measured, StepProtocol
 from checkpointing.rank.torch_files import torch_bytes
@@ -113,7 +110,8 @@ class CheckpointedTraining(RestorableTraining):
                 ", ".join(self._hook_states),
             )
         self._heartbeat.watch_compiler()
-        self._compare_speeds()
+        node_rank, report = self._options.settings.node_rank, self._reporter.slow_ranks
+        self._speeds = compare_speeds(self._train_state.model, self._ranks, node_rank=node_rank, report=report)
         if self._train_state.model is not None and self._train_state.optimizer is not None:
             self._train_state.check(self._ranks.local_world_size)
             self._snapshotter.reserve(self._train_state.expected_bytes())
@@ -128,13 +126,6 @@ class CheckpointedTraining(RestorableTraining):
         if self._speeds is not None:
             self._speeds.end_of_step()
         return self._protocol.end_of_step(step)
-
-    def _compare_speeds(self) -> None:
-        model = self._train_state.model
-        # The forward passes of a sharded model wait for other ranks.
-        if self.world_size > 1 and isinstance(model, torch.nn.Module) and not has_sharded(model):
-            node_rank, report = self._options.settings.node_rank, self._reporter.slow_ranks
-            self._speeds = SpeedComparison(self._ranks, ForwardTimer(model), node_rank=node_rank, report=report)
 
     def _measure(self) -> Measured:
         snapshotter = self._snapshotter
@@ -168,14 +159,15 @@ class CheckpointedTraining(RestorableTraining):
         """Stop following all loaders."""
         self._positions.forget()
 
-    def announce_batch(self, micro_batch: int, accumulation: int) -> None:
+    def announce_batch(self, micro_batch: int, accumulation: int, samples: int | None = None) -> None:
         """Report how a step is cut, so that a supervisor can cut finer where memory runs out.
 
         Args:
             micro_batch: Samples per rank in one forward and backward pass.
             accumulation: Micro-batches in one step.
+            samples: Samples of a step of all ranks, if any number of ranks can share them; None if they must divide it.
         """
-        self._reporter.batch_shape(micro_batch, accumulation)
+        self._reporter.batch_shape(micro_batch, accumulation, samples)
 
     def wants(self, step: int) -> bool:
         """Return whether `save` would do anything: this step has not been saved yet."""

@@ -17,6 +17,7 @@ from checkpointing.events import SlowRanks
 from checkpointing.rank import device
 from checkpointing.rank.device import Mark
 from checkpointing.rank.ranks import Ranks
+from checkpointing.rank.sharding import has_sharded
 
 WINDOW_STEPS = 50
 # Against the median rank. Below the second limit, in seconds per step, nobody would notice.
@@ -145,3 +146,20 @@ class SpeedComparison:
         """Finish the comparison in flight, and stop timing."""
         self.drain()
         self._timer.close()
+
+
+def compare_speeds(
+    model: object, ranks: Ranks, *, node_rank: int, report: Callable[[SlowRanks], None]
+) -> SpeedComparison | None:
+    """Begin to compare the ranks of a training; None where there is nothing to compare.
+
+    Args:
+        model: The model, without a DDP wrapper.
+        ranks: See `SpeedComparison`, like the others.
+        node_rank: As above.
+        report: As above.
+    """
+    # The forward passes of a sharded model wait for other ranks.
+    if ranks.world_size == 1 or not isinstance(model, torch.nn.Module) or has_sharded(model):
+        return None
+    return SpeedComparison(ranks, ForwardTimer(model), node_rank=node_rank, report=report)

@@ -51,6 +51,7 @@ class Helpers:
         on_agent: Callable[[Event], None],
         on_attempt_over: Callable[[], None],
         on_launcher: Callable[[Message], None],
+        check_gpus: Callable[[], None] = lambda: None,
         grace_s: float,
         quiet_timeout_s: float,
         loop: EventLoop,
@@ -65,6 +66,7 @@ class Helpers:
             on_agent: Called with each event of the agent.
             on_attempt_over: Called when the agent has handled all messages of an attempt's ranks.
             on_launcher: Called with each message of the launcher about an attempt.
+            check_gpus: Called when the launcher has found GPUs.
             grace_s: Seconds from a stop request to the end of the ranks.
             quiet_timeout_s: Seconds without an answer after which the agent is killed (120 at most).
             loop: The event loop.
@@ -73,7 +75,7 @@ class Helpers:
         """
         self._start_agent, self._start_launcher = start_agent, start_launcher
         self._handle_agent, self._handle_launcher = on_agent, on_launcher
-        self._handle_attempt_over = on_attempt_over
+        self._handle_attempt_over, self._check_gpus = on_attempt_over, check_gpus
         self._grace_s = grace_s
         self._loop, self._stop, self._host = loop, stop, host
         self.agent: AgentHelper | None = None
@@ -88,6 +90,7 @@ class Helpers:
         Raises:
             LaunchError: One of them cannot be started.
             HelperKilled: One of them was killed meanwhile.
+            GpuFaulty: The GPUs of this node cannot be trusted.
         """
         self._drop_dead()
         if self.launcher is None:
@@ -110,6 +113,8 @@ class Helpers:
                     f"the launcher has not loaded torch within {_LAUNCHER_TIMEOUT_S:.0f} s; check that python -c "
                     "'import torch' works on this node"
                 )
+        if self.accelerators:
+            self._check_gpus()
 
     def request_agent(self, do: str, **details: Any) -> bool:
         """Send a request to the agent.

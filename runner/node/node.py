@@ -58,6 +58,7 @@ class Node:
         loop: EventLoop,
         stop: StopRequest,
         runtime: Path,
+        check_gpus: Callable[[], None] = lambda: None,
         host: Host | None = None,
         starter: HelperStarter | None = None,
     ) -> None:
@@ -74,6 +75,7 @@ class Node:
             loop: The event loop.
             stop: Whether the run was asked to stop.
             runtime: A folder for sockets, which the caller removes.
+            check_gpus: Called when GPUs are found; raises `GpuFaulty` if they cannot be trusted.
             host: The operating system; the real one by default.
             starter: Starts the agent and the launcher; by default real ones, as configured.
         """
@@ -92,6 +94,7 @@ class Node:
             on_agent=self.checkpoints.handle,
             on_attempt_over=self._on_attempt_over,
             on_launcher=self._on_launcher,
+            check_gpus=check_gpus,
             grace_s=config.restart.grace_s,
             quiet_timeout_s=config.restart.quiet_timeout_s,
             loop=loop,
@@ -169,14 +172,11 @@ class Node:
     # -- attempts ----------------------------------------------------------------------------------------------------
 
     def run_attempt(self, spec: AttemptSpec, each_turn: Callable[[], None] = lambda: None) -> AttemptResult:
-        """Run an attempt until no process of it is left.
+        """Run an attempt until no process of it is left; returns how it ended.
 
         Args:
             spec: What it is to be.
             each_turn: Called about twice per second and after every event; may call `end_attempt`.
-
-        Returns:
-            How it ended.
         """
         attempt = self._attempt = self._begin(spec)
         while attempt.result is None:

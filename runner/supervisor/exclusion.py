@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from checkpointing.errors import CheckpointError
+from checkpointing.storage.sidecars import Sidecars
 from checkpointing.threads import in_background
 from runner.config.schema import Config
 from runner.errors import BadMachineError
@@ -62,8 +63,24 @@ class Exclusion:
         if not bad or not self._hours:
             return
         self._bad += bad
-        with contextlib.suppress(TimeoutError):
-            in_background(lambda: add_bad_machines(self._sidecars, bad, now), "bad-machines").exception(_PATIENCE_S)
+        _remember(self._sidecars, bad, now)
+
+
+def exclude_own_machine(session: Session, cause: str) -> None:
+    """Record that this machine is not to be used, where nobody else can say so.
+
+    Args:
+        session: Of this node.
+        cause: What has failed.
+    """
+    hours, machine, now = session.config.restart.exclude_hours, this_machine(), session.clock()
+    if hours and machine:
+        _remember(session.config.tiers.durable.sidecars, [BadMachine(machine, now + 3600 * hours, cause[:2000])], now)
+
+
+def _remember(sidecars: Sidecars, bad: Sequence[BadMachine], now: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        in_background(lambda: add_bad_machines(sidecars, bad, now), "bad-machines").exception(_PATIENCE_S)
 
 
 def check_own_machine(config: Config, now: float) -> None:

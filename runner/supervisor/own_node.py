@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from checkpointing.events import Event
+from runner.node.health_check import HealthCheck
 from runner.node.messages import Job
 from runner.node.node import Node
+from runner.supervisor.exclusion import exclude_own_machine
 from runner.supervisor.session import Session
+from runner.system.host import Host
 
 
 def own_node(
@@ -27,6 +30,10 @@ def own_node(
         record: Takes its events; by default the session's journal.
         make_node: Makes it.
     """
+    launch = session.config.launch
+    health = HealthCheck(
+        lambda fault: exclude_own_machine(session, fault), loop=session.loop, stop=session.stop, host=Host()
+    )
     return make_node(
         session.config,
         session.directory,
@@ -38,4 +45,5 @@ def own_node(
         loop=session.loop,
         stop=session.stop,
         runtime=session.runtime,
+        **({"check_gpus": health.run} if launch.nnodes > 1 and launch.check_gpus else {}),
     )

@@ -24,6 +24,7 @@ from checkpointing.rank.file_images import FileImage, blob_image, pieces
 from checkpointing.rank.fingerprint import fingerprint
 from checkpointing.rank.torch_files import TorchFileLayout
 from checkpointing.rank.trees import tensors_in
+from runner.doctor import health
 
 pytestmark = pytest.mark.device
 
@@ -145,6 +146,11 @@ def test_the_seam_says_what_there_is(sim: Any) -> None:
     assert devices.kind() == "sim" and devices.name_of() == "Second Device"
     assert devices.capability() is None and not devices.can_pin() and devices.utilization_percent() is None
     assert isinstance(blob_image("x", b""), FileImage)
+
+
+def test_the_health_of_a_device_is_checked(sim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "_MAX_BYTES", 1 << 20)
+    assert list(health.faults_of(torch.device("sim:0"))) == []
 
 
 def test_device_time_is_measured(sim: Any) -> None:

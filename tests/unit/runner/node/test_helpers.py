@@ -44,8 +44,8 @@ class Bench:
         helpers.append(FakeHelper(len(helpers) + 1))
         return helpers[-1]
 
-    def ensure(self) -> None:
-        self.loop.plan.append(lambda: setattr(self.helpers, "accelerators", 0))
+    def ensure(self, accelerators: int = 0) -> None:
+        self.loop.plan.append(lambda: setattr(self.helpers, "accelerators", accelerators))
         self.helpers.ensure()
 
     def answer(self, message: dict[str, Any]) -> None:
@@ -164,6 +164,14 @@ def test_requests_to_no_agent_are_reported() -> None:
     assert not bench.helpers.request_agent("restart_state", text="")
     bench.ensure()
     assert bench.helpers.request_agent("restart_state", text="")
+
+
+@pytest.mark.parametrize(("accelerators", "checks"), [(0, 0), (4, 1)])
+def test_gpus_are_checked_where_there_are_any(accelerators: int, checks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, done = Bench(), list[int]()
+    monkeypatch.setattr(bench.helpers, "_check_gpus", lambda: done.append(1))
+    bench.ensure(accelerators)
+    assert len(done) == checks
 
 
 def test_a_launcher_says_when_it_is_warm_and_the_next_one_is_not() -> None:

@@ -12,7 +12,7 @@ from runner.errors import BadMachineError, ExitCode
 from runner.recovery.bad_machines import VARIABLE, BadMachine, add_bad_machines, read_bad_machines
 from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
-from runner.supervisor.exclusion import Exclusion, check_own_machine
+from runner.supervisor.exclusion import Exclusion, check_own_machine, exclude_own_machine
 
 FAILED = Failure(FailureKind.BAD_NODE, "CUDA error: uncorrectable ECC error")
 
@@ -54,6 +54,21 @@ def test_the_leaders_own_machine_counts(session: FakeSession) -> None:
     assert caught.value.exit_code is ExitCode.BAD_NODE
     session.config.restart.exclude_hours = 0.0
     check_own_machine(session.config, session.clock())
+
+
+def test_a_node_whose_gpus_fail_their_check_excludes_itself(session: FakeSession) -> None:
+    exclude_own_machine(session, "GPU 3 computes wrong products")
+    with pytest.raises(BadMachineError, match="GPU 3"):
+        check_own_machine(session.config, session.clock())
+
+
+def test_a_node_that_nobody_can_name_excludes_nobody(session: FakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.supervisor.exclusion.this_machine", lambda: "")
+    exclude_own_machine(session, "GPU 3 computes wrong products")
+    monkeypatch.undo()
+    session.config.restart.exclude_hours = 0.0
+    exclude_own_machine(session, "GPU 3 computes wrong products")
+    assert recorded(session) == []
 
 
 def test_a_run_of_one_node_has_nowhere_else_to_go(session: FakeSession) -> None:

@@ -1,0 +1,103 @@
+"""Has the GPUs of this node checked, once, before it takes part in a run of several nodes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import IO, Any, Protocol
+
+from runner.errors import GpuFaulty
+from runner.system.event_loop import EventLoop, StopRequest
+from runner.system.host import Host
+
+_SOON_S = 0.05
+# A GPU that does not answer: loading torch and the driver from a cold disk takes a minute at most.
+_TIMEOUT_S = 300.0
+
+
+class Process(Protocol):
+    """What is needed of a `subprocess.Popen`."""
+
+    def poll(self) -> int | None:
+        """Return the exit status; None while it runs."""
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+
+    def wait(self) -> int:
+        """Wait for the end."""
+
+
+def start_check(output: IO[bytes], errors: IO[bytes]) -> Process:
+    """Start `python -m runner.doctor.health`."""
+    command = [sys.executable, "-m", "runner.doctor.health"]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True)
+
+
+class HealthCheck:
+    """Checks the GPUs in a process of its own, which gives their memory back when it ends.
+
+    Args:
+        on_fault: Called with what is wrong, before the error is raised.
+        loop: Runs meanwhile: other nodes expect signs of life.
+        stop: Ends the check.
+        host: Its clock.
+        start: Starts the process; by default the real one.
+    """
+
+    def __init__(
+        self,
+        on_fault: Callable[[str], None],
+        *,
+        loop: EventLoop,
+        stop: StopRequest,
+        host: Host,
+        start: Callable[[IO[bytes], IO[bytes]], Process] | None = None,
+    ) -> None:
+        self._on_fault, self._loop, self._stop, self._host = on_fault, loop, stop, host
+        self._start = start or start_check
+        self._is_done = False
+
+    def run(self) -> None:
+        """Check, unless that was done.
+
+        Raises:
+            GpuFaulty: A GPU computes or stores wrong values, fails, or does not answer.
+        """
+        if self._is_done:
+            return
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+            process = self._start(output, errors)
+            deadline = self._host.monotonic() + _TIMEOUT_S
+            while (status := process.poll()) is None and not self._stop and self._host.monotonic() < deadline:
+                self._loop.pump(_SOON_S)
+            if status is None:
+                process.kill()
+                process.wait()
+            if self._stop:
+                return
+            self._is_done = True
+            fault = "the check did not end" if status is None else _fault(status, _text(output), _text(errors))
+        if fault:
+            self._on_fault(fault)
+            raise GpuFaulty(f"the GPUs of this node are not used: {fault} (launch.check_gpus)")
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(1_000_000).decode(errors="replace")
+
+
+def _fault(status: int, output: str, errors: str) -> str:
+    """Return what is wrong; empty if all is well."""
+    try:
+        found: Any = json.loads(output) if status == 0 else None
+    except ValueError:
+        found = None
+    if isinstance(found, list):
+        return "; ".join(map(str, found))
+    last = (errors.strip().splitlines() or ["it said nothing"])[-1]
+    return f"the check ended with status {status}: {last[:500]}"
