@@ -134,6 +134,20 @@ def plan(
     help="Number of GPUs, instead of --mttf-hours; each as reliable as in Meta's clusters (1,024 GPUs: 7.9 hours).",
 )
 @click.option(
+    "--nnodes",
+    metavar="N|MIN:MAX",
+    help="Number of nodes (default: 1): MAX, of which MIN are enough to continue, as for runner start.",
+)
+@click.option(
+    "--spares", type=click.IntRange(min=0), metavar="N", default=0, show_default=True, help="Number of spare nodes."
+)
+@click.option(
+    "--choices",
+    "compare_choices",
+    is_flag=True,
+    help="Compare what to do when a node is lost: wait for its replacement, continue on fewer nodes, or have spares.",
+)
+@click.option(
     "--trace",
     metavar="FILE",
     type=click.Path(path_type=Path),
@@ -188,6 +202,9 @@ def simulate(
     work_hours: float,
     mttf_hours: float | None,
     gpus: int | None,
+    nnodes: str | None,
+    spares: int,
+    compare_choices: bool,
     trace: Path | None,
     reclaims_per_day: float,
     settings: tuple[str, ...],
@@ -205,7 +222,7 @@ def simulate(
     parameters.
     """
     from runner.simulate.scenario import GPU_MTTF_S, HOUR_S
-    from runner.simulate.study import Study, read_trace, render, scenario_of, to_page, variations
+    from runner.simulate.study import Study, choices, read_trace, render, scenario_of, to_page, variations
 
     if sum(given is not None for given in (mttf_hours, gpus, trace)) > 1:
         raise UsageError("--mttf-hours, --gpus and --trace exclude each other; pass only one")
@@ -213,6 +230,7 @@ def simulate(
         mttf_hours = GPU_MTTF_S / HOUR_S / gpus
     trace_s = read_trace(trace) if trace is not None else None
     entries = entries_at(source) if source is not None else []
+    settings = (*_node_settings(nnodes, spares), *settings)
     scenario = scenario_of(entries, work_hours, mttf_hours, reclaims_per_day, settings)
     if list_names:
         for name, value in vars(scenario).items():
@@ -222,7 +240,10 @@ def simulate(
         raise UsageError("--plot needs --vary; pass --vary NAME=A,B,…")
     if plot is not None and not plot.absolute().parent.is_dir():
         raise UsageError(f"--plot {plot}: {plot.absolute().parent} does not exist; create it, or choose another folder")
-    study = Study(scenario, variations(vary, scenario), runs, seed, trace_s)
+    if compare_choices and vary:
+        raise UsageError("--choices and --vary exclude each other; pass only one")
+    varied = choices(scenario) if compare_choices else variations(vary, scenario)
+    study = Study(scenario, varied, runs, seed, trace_s)
     if as_json:
         click.echo(json.dumps(study.to_dict(target), indent=1))
     else:
@@ -230,3 +251,14 @@ def simulate(
     if plot is not None:
         plot.write_text(to_page(study), encoding="utf-8")
         click.echo(f"runner: {plot.absolute()}", err=True)
+
+
+def _node_settings(nnodes: str | None, spares: int) -> list[str]:
+    """Return `--nnodes` and `--spares` as parameters of the simulation."""
+    found = [f"spares={spares}"] if spares else []
+    if nnodes is None:
+        return found
+    smallest, colon, largest = nnodes.partition(":")
+    if not smallest.isdecimal() or not (largest.isdecimal() or not colon):
+        raise UsageError(f"--nnodes {nnodes!r} is not a number of nodes; pass N or MIN:MAX")
+    return [f"nodes={largest if colon else smallest}", f"min_nodes={smallest}", *found]

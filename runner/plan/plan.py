@@ -187,6 +187,9 @@ def make_plan(
         commit_interval_s=prices.commit_interval_s,
         commit_s=prices.write_s,
         node_loss_share=0.5 if nnodes * nproc > 1 else 0.1,
+        nodes=nnodes,
+        min_nodes=config.launch.min_nodes or nnodes,
+        grow_interval_s=config.launch.grow_interval_s,
     )
     if given.step_s is None:
         assumed.append("steps long enough to hide the copy of a snapshot (--step-seconds)")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from runner.journal.ledger import LOST, NOT_RUNNING, TRAINING
+from runner.journal.ledger import LOST, MISSING, NOT_RUNNING, TRAINING
 from runner.recovery.policy import backoff_s
+from runner.simulate.nodes import Nodes
 from runner.simulate.scenario import Scenario
 
 # A run counts as never ending when it has taken this many times its work.
@@ -112,56 +113,128 @@ def simulate(scenario: Scenario, source: random.Random, gaps: Iterator[float] | 
         source: Source of randomness.
         gaps: Seconds between failures, instead of an exponential distribution.
     """
-    it, out, done = scenario, Outcome(), _Work()
-    draw: Callable[[], float] = gaps.__next__ if gaps is not None else lambda: _exponential(source, it.mttf_s)
-    failure_in, reclaim_in = draw(), _exponential(source, it.reclaim_s)
-    # Seconds of work that the next attempt resumes from.
-    base = 0.0
-    start_s, restore_s = it.first_start_s, 0.0
-    # Failures since the last new checkpoint.
-    failures = 0
-    while True:
-        hopeless = sum(out.seconds.values()) > _HOPELESS * (it.work_s + it.first_start_s)
-        if hopeless or out.interruptions > _MAX_INTERRUPTIONS:
-            out.finished = False
-            break
-        until = min(failure_in, reclaim_in)
-        steps_s, wanted_s = until - start_s - restore_s, (it.work_s - base) / _speed(it)
-        _spend_start(out, min(until, start_s + restore_s), start_s)
+    return _Run(scenario, source, gaps).to_its_end()
+
+
+class _Run:
+    """One simulated run, from one interruption to the next.
+
+    Args:
+        scenario: The run.
+        source: Source of randomness.
+        gaps: Seconds between failures, instead of an exponential distribution.
+    """
+
+    def __init__(self, scenario: Scenario, source: random.Random, gaps: Iterator[float] | None) -> None:
+        self._it, self._source, self._gaps = scenario, source, gaps
+        self._out, self._done, self._nodes = Outcome(), _Work(), Nodes(scenario)
+        # Seconds of work that the next attempt resumes from.
+        self._base = 0.0
+        self._start_s, self._restore_s = scenario.first_start_s, 0.0
+        self._failure_in, self._reclaim_in = self._draw_failure(), _exponential(source, scenario.reclaim_s)
+        # Failures since the last new checkpoint.
+        self._failures = 0
+
+    def to_its_end(self) -> Outcome:
+        """Run until the work is done, or that is hopeless."""
+        it, out = self._it, self._out
+        while True:
+            hopeless = out.wall_s > _HOPELESS * (it.work_s + it.first_start_s)
+            if hopeless or out.interruptions > _MAX_INTERRUPTIONS:
+                out.finished = False
+                break
+            if self._attempt():
+                break
+        self._done.account(it, out)
+        return out
+
+    def _attempt(self) -> bool:
+        """Run until something interrupts training; returns whether the work is done."""
+        it, out, nodes = self._it, self._out, self._nodes
+        share, starts_s = nodes.share, self._start_s + self._restore_s
+        # Fewer nodes fail, and are reclaimed, less often; a trace is of the run as it was.
+        failing = share if self._gaps is None else 1.0
+        fails_at, reclaimed_at = self._failure_in / failing, self._reclaim_in / share
+        # No attempt is paused before it trains.
+        until = min(fails_at, reclaimed_at, max(nodes.growth_in, starts_s))
+        steps_s, wanted_s = until - starts_s, (it.work_s - self._base) / (_speed(it) * share)
+        _spend_start(out, min(until, starts_s), self._start_s)
         if steps_s >= wanted_s:
-            done.add(base, it.work_s, wanted_s)
-            break
-        reached, held, kept = _progress(it, base, max(steps_s, 0.0))
-        done.add(base, reached, max(steps_s, 0.0))
-        out.interruptions += 1
-        failures = 1 if kept > base else failures + 1
-        reclaimed, kind = reclaim_in <= failure_in, source.random()
-        if reclaimed:
-            # A reclaim is announced, so the current step is committed.
-            base = reached
-            out.spend("teardown", it.stop_s)
-            failures = 0
-        elif kind < it.node_loss_share:
-            base = kept
-            out.spend("detection", it.detection_s)
-            out.spend("backoff", _backoff_s(it, failures, source))
+            self._train(it.work_s, wanted_s, share)
+            return True
+        steps_s = max(steps_s, 0.0)
+        reached, held, kept = _progress(it, self._base, steps_s, share)
+        before = self._base
+        self._train(reached, steps_s, share)
+        nodes.elapse(until)
+        self._failure_in, self._reclaim_in = (fails_at - until) * failing, (reclaimed_at - until) * share
+        if until < fails_at and until < reclaimed_at:
+            self._grow(reached)
+        else:
+            out.interruptions += 1
+            self._failures, kind = (1 if kept > before else self._failures + 1), self._source.random()
+            if until < reclaimed_at:
+                self._failed(held, kept, kind)
+            else:
+                self._reclaimed(reached)
+        out.spend(LOST, self._done.fall_back(self._base))
+        return False
+
+    def _grow(self, reached: float) -> None:
+        """Admit nodes that have come, at a step boundary."""
+        self._stop(reached)
+        self._nodes.grow()
+        self._start_s, self._restore_s = self._it.restart_s, self._it.restore_memory_s
+
+    def _reclaimed(self, reached: float) -> None:
+        """Lose a node that was announced to leave, so that the current step is committed."""
+        self._stop(reached)
+        self._failures = 0
+        self._lose_node()
+        self._reclaim_in = _exponential(self._source, self._it.reclaim_s)
+
+    def _failed(self, held: float, kept: float, kind: float) -> None:
+        it = self._it
+        if kind < it.node_loss_share:
+            # The other nodes hold the newest snapshot.
+            self._base = held if it.nodes > 1 else kept
+            self._spend("detection", it.detection_s)
+            if self._nodes.active + self._nodes.spares <= it.min_nodes:
+                self._spend("backoff", _backoff_s(it, self._failures, self._source))
+            self._lose_node()
         else:
             hung = kind < it.node_loss_share + it.hang_share
-            out.spend(*(("hang wait", it.hang_detection_s) if hung else ("detection", it.detection_s)))
-            out.spend("backoff", _backoff_s(it, failures, source))
+            self._spend(*(("hang wait", it.hang_detection_s) if hung else ("detection", it.detection_s)))
+            self._spend("backoff", _backoff_s(it, self._failures, self._source))
             # The agent survives, and commits its newest snapshot.
-            failures = 0 if held > kept else failures
-            base = held
-        out.spend(LOST, done.fall_back(base))
-        if reclaimed or kind < it.node_loss_share:
-            out.spend(NOT_RUNNING, it.node_wait_s)
-            start_s, restore_s = it.first_start_s, it.restore_storage_s
-        else:
-            start_s, restore_s = it.restart_s, it.restore_memory_s
-        failure_in = failure_in - until if reclaimed else draw()
-        reclaim_in = _exponential(source, it.reclaim_s) if reclaimed else reclaim_in - until
-    done.account(it, out)
-    return out
+            self._failures = 0 if held > kept else self._failures
+            self._base = held
+            self._start_s, self._restore_s = it.restart_s, it.restore_memory_s
+        self._failure_in = self._draw_failure()
+
+    def _lose_node(self) -> None:
+        """Continue with a spare or with fewer nodes; otherwise wait for the replacement."""
+        it, waited_s = self._it, self._nodes.lose()
+        self._out.spend(NOT_RUNNING, waited_s)
+        # The processes of a replacement start with cold caches; a spare's are up.
+        self._start_s = it.first_start_s if waited_s or it.nodes == 1 else it.restart_s
+        self._restore_s = it.restore_storage_s if it.nodes == 1 else it.restore_memory_s
+
+    def _stop(self, reached: float) -> None:
+        self._base = reached
+        self._spend("teardown", self._it.stop_s)
+
+    def _train(self, reached: float, seconds: float, share: float) -> None:
+        self._done.add(self._base, reached, seconds * share)
+        if share < 1:
+            self._out.spend(MISSING, seconds * (1 - share))
+
+    def _spend(self, cause: str, seconds: float) -> None:
+        self._out.spend(cause, seconds)
+        self._nodes.elapse(seconds)
+
+    def _draw_failure(self) -> float:
+        return next(self._gaps) if self._gaps is not None else _exponential(self._source, self._it.mttf_s)
 
 
 class _Work:
@@ -196,17 +269,17 @@ class _Work:
             out.spend(cause, seconds)
 
 
-def _progress(it: Scenario, base: float, steps_s: float) -> tuple[float, float, float]:
+def _progress(it: Scenario, base: float, steps_s: float, share: float) -> tuple[float, float, float]:
     """Return the work after this many seconds in steps: reached, in the newest snapshot, in the newest checkpoint."""
-    speed = _speed(it)
+    speed, rate = _speed(it) * share, _rate(it) * share
     reached = base + steps_s * speed
     # Only one checkpoint is written at a time.
-    per_commit = max(it.commit_interval_s, it.commit_s) * _rate(it)
-    per_snapshot = it.snapshot_interval_s * _rate(it)
+    per_commit = max(it.commit_interval_s, it.commit_s) * rate
+    per_snapshot = it.snapshot_interval_s * rate
     # A snapshot of a later step cannot be complete yet.
     copied = reached - it.snapshot_s * speed
     saved = copied // per_commit * per_commit
-    begun = saved if saved > base else base + it.first_snapshot_s * _rate(it)
+    begun = saved if saved > base else base + it.first_snapshot_s * rate
     held = begun + (copied - begun) // per_snapshot * per_snapshot if copied >= begun else base
     kept = (copied - it.commit_s * speed) // per_commit * per_commit
     return reached, max(held, base), max(kept, base)

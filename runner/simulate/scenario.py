@@ -17,6 +17,7 @@ HOUR_S = 3600.0
 # Mean time between failures of one GPU in Meta's clusters: 1,024 of them fail every 7.9 h (arXiv 2410.21680).
 GPU_MTTF_S = 1024 * 7.9 * HOUR_S
 _POSITIVE = ("work_s", "snapshot_interval_s", "commit_interval_s")
+_COUNTS = {"nodes": 1, "min_nodes": 1, "spares": 0}
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,11 @@ class Scenario:
         commit_interval_s: Time in steps between checkpoints, which fall on its multiples.
         commit_s: From a complete snapshot until it is durable.
         overhead_share: Share of the time in steps that is not training: evaluation, waits for data.
+        nodes: Nodes that the run may have. With one, a lost node takes all snapshots with it; with several, the others
+            keep them.
+        min_nodes: With fewer nodes the run waits; with more it continues, proportionally slower.
+        spares: Further nodes that are ready to take the place of a lost one.
+        grow_interval_s: From one change of the nodes to the admission of nodes that have come.
     """
 
     work_s: float
@@ -72,6 +78,10 @@ class Scenario:
     commit_interval_s: float = 600.0
     commit_s: float = 30.0
     overhead_share: float = 0.0
+    nodes: float = 1
+    min_nodes: float = 1
+    spares: float = 0
+    grow_interval_s: float = 300.0
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value that is out of range."""
@@ -83,11 +93,15 @@ class Scenario:
                 possible = 0 <= value < 1 if name == "overhead_share" else 0 <= value <= 1
             elif name in _POSITIVE:
                 possible = 0 < value < math.inf
+            elif name in _COUNTS:
+                possible = _COUNTS[name] <= value < math.inf and value == int(value)
             # Only the means are infinite: without failures, without reclaims.
             if not possible or (math.isinf(value) and name not in ("mttf_s", "reclaim_s")):
                 raise ValueError(f"{name}={value} is out of range")
         if self.hang_share + self.node_loss_share > 1:
             raise ValueError("hang_share + node_loss_share is above 1")
+        if self.min_nodes > self.nodes:
+            raise ValueError(f"min_nodes={self.min_nodes:g} is above nodes={self.nodes:g}")
 
     def with_(self, **changes: float) -> Scenario:
         """Return the scenario with other values."""

@@ -50,6 +50,16 @@ class Study:
             forecast(self.scenario.with_(**changes), self.runs, self.seed, self.trace_s) for changes in self.variations
         ]
 
+    def of_paid_nodes(self, changes: dict[str, float], seen: Forecast) -> float:
+        """Return the goodput as a share of all nodes that are paid for, the spares included.
+
+        Args:
+            changes: The variation.
+            seen: Its forecast.
+        """
+        varied = self.scenario.with_(**changes)
+        return seen.goodput * varied.nodes / (varied.nodes + varied.spares)
+
     def to_dict(self, target: float | None) -> dict[str, Any]:
         """Return what `runner simulate --json` prints.
 
@@ -60,6 +70,7 @@ class Study:
             {
                 "changes": changes,
                 **asdict(seen),
+                "goodput_of_paid_nodes": self.of_paid_nodes(changes, seen),
                 **({"reaches_target": seen.low >= target} if target is not None else {}),
             }
             for changes, seen in zip(self.variations, self.forecasts, strict=True)
@@ -124,6 +135,29 @@ def variations(vary: Sequence[str], scenario: Scenario) -> list[dict[str, float]
     return combined
 
 
+def choices(scenario: Scenario) -> list[dict[str, float]]:
+    """Return what to do about lost nodes, as variations: wait for replacements, continue on fewer, or have spares.
+
+    Args:
+        scenario: A run of several nodes; its `min_nodes` is the smallest number that it may continue with.
+
+    Raises:
+        UsageError: It has one node, or may not have fewer.
+    """
+    if scenario.nodes < 2:
+        raise UsageError("--choices compares what several nodes can do; pass --nnodes MIN:MAX")
+    if scenario.min_nodes == scenario.nodes:
+        raise UsageError("--choices needs to know with how few nodes the run may continue; pass --nnodes MIN:MAX")
+    spares = scenario.spares or 1
+    fixed, elastic = {"min_nodes": scenario.nodes}, {"min_nodes": scenario.min_nodes}
+    return [
+        {**fixed, "spares": 0},
+        {**elastic, "spares": 0},
+        {**fixed, "spares": spares},
+        {**elastic, "spares": spares},
+    ]
+
+
 def read_trace(path: Path) -> list[float]:
     """Read hours between failures from a file, one number per line.
 
@@ -152,7 +186,9 @@ def render(study: Study, target: float | None) -> RenderableType:
     """Return the forecasts as a table, and the time by cause of the first one."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     names = list(study.variations[0])
-    for name in (*names, "goodput", "5-95 % of runs", "wall time", "failures"):
+    has_spares = study.scenario.spares or any("spares" in changes for changes in study.variations)
+    paid = ["of paid nodes"] if has_spares else []
+    for name in (*names, "goodput", *paid, "5-95 % of runs", "wall time", "failures"):
         table.add_column(name, justify="right", no_wrap=True)
     if target is not None:
         table.add_column(f">= {100 * target:g} %", justify="right", no_wrap=True)
@@ -160,6 +196,7 @@ def render(study: Study, target: float | None) -> RenderableType:
         row = [f"{changes[name]:g}" for name in names]
         row += [
             f"{100 * seen.goodput:.2f} ± {100 * (seen.high - seen.goodput):.2f} %",
+            *([f"{100 * study.of_paid_nodes(changes, seen):.2f} %"] if has_spares else []),
             f"{100 * seen.percentile_5:.2f}-{100 * seen.percentile_95:.2f} %"
             if seen.finished == 1
             else "some never end",

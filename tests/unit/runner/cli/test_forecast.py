@@ -126,6 +126,32 @@ def test_parameters_are_overridden_by_name() -> None:
     assert "commit_x" in refused(simulate, "--set", "commit_x=7")
 
 
+def test_nodes_are_given_as_to_start() -> None:
+    found = parameters("--nnodes", "3:4", "--spares", "1")
+    assert (found["nodes"], found["min_nodes"], found["spares"]) == (4, 3, 1)
+    fixed = parameters("--nnodes", "4")
+    assert (fixed["nodes"], fixed["min_nodes"], fixed["spares"]) == (4, 4, 0)
+    for wrong in ("x", "2:", ":3", "-1"):
+        assert "is not a number of nodes" in refused(simulate, "--nnodes", wrong)
+    assert "min_nodes=4 is above nodes=3" in refused(simulate, "--nnodes", "4:3")
+
+
+def test_the_choices_about_lost_nodes_are_compared() -> None:
+    options = ["--mttf-hours", "4", "--nnodes", "6:8", "--choices", "--runs", "20"]
+    result = run(simulate, *options)
+    assert result.exit_code == 0 and "of paid nodes" in result.stdout, result.output
+    found = json.loads(run(simulate, *options, "--json").stdout)["forecasts"]
+    assert [(one["changes"]["min_nodes"], one["changes"]["spares"]) for one in found] == [
+        (8, 0),
+        (6, 0),
+        (8, 1),
+        (6, 1),
+    ]
+    assert found[2]["goodput_of_paid_nodes"] == pytest.approx(found[2]["goodput"] * 8 / 9)
+    assert "pass --nnodes MIN:MAX" in refused(simulate, "--choices")
+    assert "exclude each other" in refused(simulate, *options, "--vary", "commit_s=1,2")
+
+
 @pytest.mark.parametrize("two", [("--gpus", "8", "--mttf-hours", "2"), ("--gpus", "8", "--trace", "hours.txt")])
 def test_failures_have_one_source(two: tuple[str, ...]) -> None:
     assert "exclude each other" in refused(simulate, *two)

@@ -18,7 +18,7 @@ from unit.runner.journal.test_ledger import EVENTS
 from runner.errors import UsageError
 from runner.simulate.engine import forecast, simulate
 from runner.simulate.scenario import HOUR_S, Scenario, learn
-from runner.simulate.study import Study, read_trace, scenario_of, to_page, variations
+from runner.simulate.study import Study, choices, read_trace, scenario_of, to_page, variations
 
 QUIET = Scenario(
     work_s=1000.0, mttf_s=math.inf, first_start_s=10.0, first_snapshot_s=100.0, snapshot_interval_s=100.0,
@@ -69,6 +69,87 @@ def test_a_lost_machine_goes_back_to_storage() -> None:
     # Not durable yet: all is lost.
     early = simulate(scenario, random.Random(0), iter([10 + 202 + 19.0, 1e9]))
     assert early.seconds["lost work"] == pytest.approx(202 + 19)
+
+
+TWO = QUIET.with_(
+    nodes=2, node_loss_share=1.0, detection_s=2.0, restart_s=5.0, restore_memory_s=3.0, restore_storage_s=70.0,
+    node_wait_s=60.0, grow_interval_s=0.0, stop_s=1.0, backoff_initial_s=0.0, backoff_jitter_s=0.0,
+)  # fmt: skip
+
+
+def test_the_others_continue_until_the_lost_node_is_replaced() -> None:
+    """At 350 s: three snapshots of 340 s in steps, so 37 s are lost; the replacement comes 60 s later."""
+    out = simulate(TWO, random.Random(0), iter([350.0, 1e9]))
+    assert out.seconds["lost work"] == pytest.approx(37) and out.seconds.get("not running", 0.0) == 0
+    # Of the 60 s, 8 are for the start on one node; the other 52 s count half.
+    assert out.seconds["missing nodes"] == pytest.approx(52 / 2)
+    assert out.seconds["start-up"] == pytest.approx(10 + 5 + 5) and out.seconds["restore"] == pytest.approx(3 + 3)
+    assert out.seconds["teardown"] == 1 and out.seconds["training"] == pytest.approx(1000)
+    # Not sooner than `grow_interval_s` after the loss.
+    later = simulate(TWO.with_(grow_interval_s=100.0), random.Random(0), iter([350.0, 1e9]))
+    assert later.seconds["missing nodes"] == pytest.approx(92 / 2)
+
+
+def test_a_spare_takes_the_place_of_a_lost_node_at_once() -> None:
+    out = simulate(TWO.with_(spares=1, min_nodes=2), random.Random(0), iter([350.0, 1e9]))
+    assert "missing nodes" not in out.seconds and out.seconds.get("not running", 0.0) == 0
+    assert out.wall_s == pytest.approx(350 + 2 + 5 + 3 + 700 + 7)
+    # The second loss comes before the first replacement, and waits for the rest of it.
+    twice = simulate(TWO.with_(spares=1, min_nodes=2), random.Random(0), iter([350.0, 20.0, 1e9]))
+    assert twice.seconds["not running"] == pytest.approx(60 - 20 - 2)
+
+
+def test_too_few_nodes_wait() -> None:
+    """What the other node holds is not lost, but the run waits."""
+    out = simulate(TWO.with_(min_nodes=2), random.Random(0), iter([350.0, 1e9]))
+    assert out.seconds["not running"] == 60 and out.seconds["lost work"] == pytest.approx(37)
+    assert "missing nodes" not in out.seconds and out.seconds["restore"] == 3
+
+
+def test_fewer_nodes_fail_less_often() -> None:
+    """A failure after 200 s of the whole run is one after 400 s of half of it."""
+    scenario = TWO.with_(work_s=1e6, node_wait_s=1e6)
+    drawn = iter([100.0, 200.0, 1e12])
+
+    class Draws(random.Random):
+        def expovariate(self, rate: float) -> float:
+            return next(drawn)
+
+    out = simulate(scenario.with_(mttf_s=1.0), Draws(0))
+    assert out.interruptions == 2
+    # The second one hits one node of two, so the run waits for the first replacement.
+    assert out.seconds["not running"] == pytest.approx(1e6 - 400 - 2)
+
+
+def test_a_reclaimed_node_costs_no_step() -> None:
+    out = simulate(TWO.with_(reclaim_s=1e300), Reclaims([350.0, 1e300]), iter([1e300]))
+    assert out.seconds.get("lost work", 0.0) == 0 and out.seconds["missing nodes"] == pytest.approx(52 / 2)
+
+
+class Reclaims(random.Random):
+    def __init__(self, seconds: list[float]) -> None:
+        super().__init__(0)
+        self._left = seconds
+
+    def expovariate(self, rate: float) -> float:
+        return self._left.pop(0)
+
+
+def test_what_to_do_about_lost_nodes_is_compared() -> None:
+    scenario = scenario_of([], 24.0, 8.0, 0.0, ["nodes=16", "min_nodes=12"])
+    study = Study(scenario, choices(scenario), runs=60, seed=0)
+    waits, shrinks, spare, both = (seen.goodput for seen in study.forecasts)
+    assert waits < shrinks <= both + 0.01 and waits < spare
+    assert study.of_paid_nodes({"spares": 1}, study.forecasts[2]) == pytest.approx(spare * 16 / 17)
+    for refused in (["nodes=1"], ["nodes=4", "min_nodes=4"]):
+        with pytest.raises(UsageError, match="--nnodes MIN:MAX"):
+            choices(scenario_of([], 24.0, 8.0, 0.0, refused))
+
+
+@pytest.mark.parametrize("wrong", [["nodes=0"], ["nodes=1.5"], ["nodes=2", "min_nodes=3"], ["spares=-1"]])
+def test_nodes_are_counted(wrong: list[str]) -> None:
+    with pytest.raises(UsageError, match=r"nodes|spares"):
+        scenario_of([], 24.0, 8.0, 0.0, wrong)
 
 
 def test_what_only_memory_held_is_lost_with_it() -> None:
