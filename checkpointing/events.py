@@ -150,15 +150,17 @@ class BatchShape(Event, name="batch_shape"):
     Attributes:
         micro_batch: Samples of one forward and backward pass.
         accumulation: Micro-batches of one step.
+        samples: Samples of a step that any number of ranks can share; None if they must divide it.
     """
 
     micro_batch: int
     accumulation: int
+    samples: int | None = None
 
     def __post_init__(self) -> None:
         """Validate what another node may have sent."""
-        if self.micro_batch < 1 or self.accumulation < 1:
-            raise ValueError(f"not a batch shape: {self.micro_batch} x {self.accumulation}")
+        if self.micro_batch < 1 or self.accumulation < 1 or (self.samples is not None and self.samples < 1):
+            raise ValueError(f"not a batch shape: {self.micro_batch} x {self.accumulation}, {self.samples}")
 
 
 @dataclass(frozen=True, kw_only=True)

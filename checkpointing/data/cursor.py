@@ -80,6 +80,7 @@ class LoaderCursor:
         self._expected: Position | None = None
         self._samplers: SamplerState | None = None
         self._stream: ReplayedStream | None = None
+        self._recut: RecutBatchSampler | None = None
         self.watches_draws = False
         self.is_stream = isinstance(base.dataset, IterableDataset)
         loader.__dict__[_CURSOR] = self
@@ -89,7 +90,7 @@ class LoaderCursor:
         slot = "batch_sampler" if base.batch_sampler is not None else "sampler"
         inner: Any = getattr(base, slot)
         if made_for is not None and now is not None and made_for != now:
-            inner = RecutBatchSampler(inner, made_for, now, rank)
+            inner = self._recut = RecutBatchSampler(inner, made_for, now, rank)
         self._samplers = SamplerState(inner)
         self.watches_draws = self._samplers.may_draw_globally
         # DataLoader refuses to have its sampler replaced, as its iterators may hold the old one; there are none yet.
@@ -142,6 +143,10 @@ class LoaderCursor:
     def consume(self, num_batches: int) -> None:
         """Count batches that training has used."""
         self.consumed += num_batches
+
+    def is_filler(self, number: int) -> bool:
+        """Return whether batch `number` of this epoch has only a sample of another rank, and must not count."""
+        return self._recut is not None and self._recut.is_filler(number)
 
     def end_epoch(self) -> None:
         """Record that the epoch is over: nothing of it is repeated by a resumed run."""

@@ -66,6 +66,8 @@ class RecutBatchSampler(BatchSampler):
             )
         self.sampler, self.drop_last, self.batch_size = plain.sampler, plain.drop_last, now.batch_size
         self._made_for, self._now, self._rank = made_for, now, rank
+        # Batches of the newest iteration, by number, that only fill up a rank's share of a step.
+        self._fillers: set[int] = set()
 
     def _rounds(self) -> Iterator[list[Any]]:
         """Iterate over what all ranks together drew for their first micro-batches, their second ones, and so on."""
@@ -82,7 +84,28 @@ class RecutBatchSampler(BatchSampler):
         for batches in zip(*shards, strict=True):
             yield list(itertools.chain(*batches))
 
+    def is_filler(self, number: int) -> bool:
+        """Return whether a batch of the newest iteration has a sample of another rank, and must not count."""
+        return number in self._fillers
+
     def __iter__(self) -> Iterator[list[Any]]:
+        return self._uneven() if self._now.uneven_samples else self._even()
+
+    def _uneven(self) -> Iterator[list[Any]]:
+        """Deal each step's samples as evenly as possible; every rank makes as many batches."""
+        now, rounds, number = self._now, self._rounds(), 0
+        self._fillers.clear()
+        while step := list(itertools.chain(*itertools.islice(rounds, self._made_for.accumulation))):
+            share = [step[index] for index in now.share_of(self._rank, len(step))]
+            count = math.ceil(len(now.share_of(0, len(step))) / now.batch_size)
+            for part in range(count):
+                samples = share[part * len(share) // count : (part + 1) * len(share) // count]
+                if not samples:
+                    self._fillers.add(number)
+                yield samples or step[:1]
+                number += 1
+
+    def _even(self) -> Iterator[list[Any]]:
         now, rounds = self._now, self._rounds()
         first: list[Any] = []
         while step := list(itertools.chain(*itertools.islice(rounds, self._made_for.accumulation))):

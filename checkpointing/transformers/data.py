@@ -19,6 +19,7 @@ from checkpointing.errors import CheckpointError
 from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.transformers.job import check_same_job, check_samples_per_step, fit_layout
 from checkpointing.transformers.loop_state import JobRecord
+from checkpointing.transformers.uneven import without_labels
 
 logger = logging.getLogger("checkpointing")
 
@@ -59,6 +60,7 @@ class TrainingData:
         layout: StepLayout,
         beginning: Mapping[str, Any] | None = None,
         shuffle_samples: int | None = None,
+        uneven: bool = False,
     ) -> None:
         """Begin without a loader.
 
@@ -68,13 +70,16 @@ class TrainingData:
             layout: How steps are divided if the run begins now.
             beginning: State of a seekable stream at the beginning of an epoch; None for other data.
             shuffle_samples: Samples of the stream that are shuffled at a time; None keeps its order.
+            uneven: Whether ranks may have different numbers of samples in a step.
         """
+        self._uneven = uneven and beginning is None
         self._manager, self._args = manager, args
         self.layout = layout
         self._beginning, self._shuffle_samples = beginning, shuffle_samples
         self.cursor: LoaderCursor | None = None
         self.stream: StreamDataLoader | None = None
         self._stream_position: StreamPosition | None = None
+        self._uneven_samples = 0
 
     @property
     def is_followed(self) -> bool:
@@ -85,6 +90,11 @@ class TrainingData:
     def is_stream(self) -> bool:
         """Whether the data is read by the stream's own state."""
         return self._beginning is not None
+
+    @property
+    def shared_samples(self) -> int | None:
+        """Samples of a step, if any number of ranks can share them; None if they must divide it."""
+        return self.layout.samples_per_step if self._uneven and self.cursor is not None else None
 
     @property
     def _seed(self) -> int:
@@ -102,13 +112,15 @@ class TrainingData:
         Raises:
             CheckpointError: A run whose number of ranks changes by itself cannot share them equally.
         """
-        samples, ranks = self.layout.samples_per_step, self._args.world_size
-        if rank_settings().planned_ranks and samples % ranks:
+        samples, ranks, elastic = self.layout.samples_per_step, self._args.world_size, rank_settings().planned_ranks
+        if elastic and samples % ranks and not (self._uneven and samples > ranks):
             raise CheckpointError(
                 f"a step has {samples} samples, which {ranks} ranks cannot share equally. Choose "
                 "per_device_train_batch_size or gradient_accumulation_steps so that they can, or --nnodes MIN:MAX"
             )
-        return fit_layout(self.layout, ranks, batch_size)
+        fitted = fit_layout(self.layout, ranks, batch_size, uneven=bool(elastic) and self._uneven)
+        self._uneven_samples = fitted.uneven_samples if fitted is not None else 0
+        return fitted
 
     def resume(
         self, point: RestorePoint, record: JobRecord, job: Mapping[str, Any], batch_size: int
@@ -156,7 +168,7 @@ class TrainingData:
                 divided differently.
         """
         args = self._args
-        now = StepLayout(args.world_size, batch_size, args.gradient_accumulation_steps)
+        now = StepLayout(args.world_size, batch_size, args.gradient_accumulation_steps, self._uneven_samples)
         if args.auto_find_batch_size and point is None:
             # The Trainer may restart with smaller batches.
             self.layout = now
@@ -233,6 +245,15 @@ class TrainingData:
             return by_steps
         with point.reading("its position in the data"):
             return self.cursor.resume(saved[0], steps_per_epoch)
+
+    def weighed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Iterate over the batches of a step; what only fills up this rank's share of it has no labels."""
+        cursor = self.cursor
+        if not self._uneven_samples or cursor is None:
+            return batches
+        # No `yield from`: its end would be that of the epoch's iterator.
+        numbered = enumerate(batches, cursor.consumed)
+        return (without_labels(batch) if cursor.is_filler(number) else batch for number, batch in numbered)
 
     def consume(self, num_batches: int) -> None:
         """Count batches that training has drawn; a stream counts by itself."""

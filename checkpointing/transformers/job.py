@@ -66,22 +66,26 @@ def check_samples_per_step(point: RestorePoint | None, samples: int) -> None:
         )
 
 
-def fit_layout(was: StepLayout, world_size: int, batch_size: int) -> StepLayout | None:
+def fit_layout(was: StepLayout, world_size: int, batch_size: int, *, uneven: bool = False) -> StepLayout | None:
     """Divide the samples of a step among another number of ranks.
 
     Args:
         was: The layout when the run began.
         world_size: Number of ranks now.
         batch_size: Samples per micro-batch and rank, as configured.
+        uneven: Whether some ranks may have fewer samples than others.
 
     Returns:
         The layout with the largest micro-batches that are no larger than before, and than configured. None if the
-        number of ranks is the same, or they cannot share a step's samples equally.
+        number of ranks is the same, or they cannot share a step's samples equally, and may not do so unevenly.
     """
     share, rest = divmod(was.samples_per_step, world_size)
-    if was.world_size == world_size or rest:
+    if was.world_size == world_size or (rest and not uneven):
         return None
     largest = min(batch_size, was.batch_size)
+    if rest:
+        accumulation = math.ceil((share + 1) / largest)
+        return StepLayout(world_size, math.ceil((share + 1) / accumulation), accumulation, was.samples_per_step)
     size = next(size for size in range(largest, 0, -1) if share % size == 0)
     return StepLayout(world_size, size, share // size)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,9 @@ from checkpointing.layout import loop_state_name
 from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.transformers.guards import whole
 from checkpointing.transformers.trainer_state import is_number
+
+# How a run's steps were divided when it began, which is equally.
+_LAYOUT = ("world_size", "batch_size", "accumulation")
 
 
 @dataclass
@@ -152,7 +154,7 @@ class LoopState:
             "tr_loss": float(self.tr_loss),
             "grad_norm": float(self.grad_norm) if self.grad_norm is not None else None,
             "last_logged": self.last_logged,
-            **({"made_for": dataclasses.asdict(record.layout)} if record.layout is not None else {}),
+            **({"made_for": dict(zip(_LAYOUT, record.layout.to_list(), strict=True))} if record.layout else {}),
             "job": dict(record.job),
             "learning_rate": self.learning_rate,
             "ended": record.ended,
@@ -221,7 +223,7 @@ class LoopState:
 
 
 def _layout(counts: Mapping[str, Any]) -> StepLayout:
-    return StepLayout.from_list([counts[key.name] for key in dataclasses.fields(StepLayout)])
+    return StepLayout.from_list([counts[name] for name in _LAYOUT])
 
 
 def _share_of_losses(point: RestorePoint, rank: int, world_size: int, *, own: float) -> float:

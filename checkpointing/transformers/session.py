@@ -16,6 +16,7 @@ from checkpointing.transformers.loop_state import LoopFigures
 from checkpointing.transformers.options import Options
 from checkpointing.transformers.start import Start
 from checkpointing.transformers.throughput import Throughput
+from checkpointing.transformers.uneven import weighs_by_tokens
 
 
 @dataclass
@@ -55,8 +56,8 @@ class Session:
     @classmethod
     def create(
         cls,
+        trainer: Any,
         manager: CheckpointManager,
-        args: Any,
         options: Options,
         layout: StepLayout,
         beginning: Mapping[str, Any] | None,
@@ -64,15 +65,21 @@ class Session:
         """Create the session of a training that is about to start.
 
         Args:
+            trainer: The trainer.
             manager: The training's checkpoints.
-            args: The trainer's `TrainingArguments`.
             options: Of `resilient`.
             layout: How steps are divided if the run begins now.
             beginning: State of a seekable stream at the beginning of an epoch; None for other data.
         """
+        args = trainer.args
         return cls(
             data=TrainingData(
-                manager, args, layout=layout, beginning=beginning, shuffle_samples=options.shuffle_samples
+                manager,
+                args,
+                layout=layout,
+                beginning=beginning,
+                shuffle_samples=options.shuffle_samples,
+                uneven=weighs_by_tokens(trainer),
             ),
             guard=StepGuard(
                 check_finite=options.check_finite, spike_zscore=options.spike_zscore, world_size=args.world_size

@@ -66,7 +66,7 @@ class ResilientMixin(SavingMixin):
         self._beginning = beginning_of(self.train_dataset) if options.seekable_stream else None
         self._skipped = skipped_steps()
         self._notices, self._staging = CommitNotices(self), Staging()
-        self._session = Session.create(self._manager, args, options, layout, self._beginning)
+        self._session = Session.create(self, self._manager, options, layout, self._beginning)
         self.add_callback(StepCallback(self))
 
     # -- the beginning and the end of training -------------------------------------------------------------------
@@ -84,8 +84,7 @@ class ResilientMixin(SavingMixin):
             self._manager = self._make_manager()
         self._notices.forget()
         layout = self._session.data.layout
-        session = Session.create(self._manager, self.args, self._options, layout, self._beginning)
-        self._session = session
+        session = self._session = Session.create(self, self._manager, self._options, layout, self._beginning)
         self._track()
         # As the script passes the data: trainers may drop rows when training begins.
         session.job = job_of(type(self), self.train_dataset)
@@ -123,7 +122,8 @@ class ResilientMixin(SavingMixin):
             # Callbacks may have reset themselves in on_train_begin.
             names = {name for name in self._further_states() if name.startswith(CALLBACK_PREFIX)}
             manager.restore_states(session.start.point, names)
-        manager.announce_batch(self._train_batch_size, self.args.gradient_accumulation_steps)
+        shared = session.data.shared_samples
+        manager.announce_batch(self._train_batch_size, self.args.gradient_accumulation_steps, shared)
         manager.begin(step, self.state.max_steps)
         session.figures.loss_since = step
         session.uncovered = self._uncovered()
@@ -202,12 +202,12 @@ class ResilientMixin(SavingMixin):
             self.control.should_training_stop = True
         super()._run_epoch(*args, **kwargs)
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+    def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """Draw the batches of a step."""
         self._begin_resumed()
         data = self._session.data
         with data.drawing():
-            batches, count = super().get_batch_samples(*args, **kwargs)
+            batches, count = super().get_batch_samples(data.weighed(epoch_iterator), *args, **kwargs)
         data.consume(len(batches))
         return batches, count
 

@@ -39,7 +39,7 @@ class AgentEvents:
 
     Attributes:
         committed_step: Newest step that this node's agent has committed or found; -1 before the first.
-        batch: Samples per micro-batch, and micro-batches per step, as reported by the ranks; None before that.
+        batch: How the ranks say that they divide a step; None before that.
         fenced: Why no attempt of this runner may write any longer; None while it may.
         commit_s: Seconds that the last commit took; None before the first.
         slow: Which ranks of the running attempt compute more slowly than the others; None if none was found yet.
@@ -48,7 +48,7 @@ class AgentEvents:
     def __init__(self, display: ProgressDisplay, record: Record) -> None:
         self._display, self._record = display, record
         self.committed_step = -1
-        self.batch: tuple[int, int] | None = None
+        self.batch: BatchShape | None = None
         self.fenced: str | None = None
         self.commit_s: float | None = None
         self.slow: SlowRanks | None = None
@@ -90,8 +90,8 @@ class AgentEvents:
         match event:
             case Transfer():
                 self._display.state.show_transfer(event)
-            case BatchShape(micro_batch=micro_batch, accumulation=accumulation):
-                self.batch = (micro_batch, accumulation)
+            case BatchShape():
+                self.batch = event
                 self._record(event)
             case _:
                 self._record(event)
@@ -101,8 +101,8 @@ class AgentEvents:
     def handle_forwarded(self, event: Event) -> None:
         """Handle what rank 0 or an agent of another node has reported, as if it had been reported here."""
         match event:
-            case BatchShape(micro_batch=micro_batch, accumulation=accumulation):
-                self.batch = (micro_batch, accumulation)
+            case BatchShape():
+                self.batch = event
             case Resumed():
                 self._record(event)
                 self._show_resumption(event)

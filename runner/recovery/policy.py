@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runner.errors import ExitCode
 from runner.recovery.failure import Failure, Window
@@ -38,19 +38,21 @@ class BatchShape:
         micro_batch: Samples of one forward and backward pass; None if the script has not reported it.
         accumulation: Micro-batches of one step.
         divisor: Parts that the configured micro-batch is divided into.
+        samples: Samples of a step that any number of ranks can share; None if they must divide it.
     """
 
     micro_batch: int | None = None
     accumulation: int = 1
     divisor: int = 1
+    samples: int | None = None
 
     def halved(self) -> BatchShape | None:
         """Return the same global batch in micro-batches of half the size; None if they cannot be halved."""
         if self.micro_batch is None:
-            return BatchShape(divisor=2 * self.divisor) if 2 * self.divisor <= _MAX_DIVISOR else None
+            return replace(self, divisor=2 * self.divisor) if 2 * self.divisor <= _MAX_DIVISOR else None
         if self.micro_batch % 2 or self.divisor > _MAX_CUTS:
             return None
-        return BatchShape(self.micro_batch // 2, 2 * self.accumulation, 2 * self.divisor)
+        return BatchShape(self.micro_batch // 2, 2 * self.accumulation, 2 * self.divisor, self.samples)
 
     def __str__(self) -> str:
         if self.micro_batch is None:

@@ -190,8 +190,10 @@ class RestartState:
             return cls()
 
 
-def _batch(micro_batch: int | None = None, accumulation: int = 1, divisor: int = 1) -> BatchShape:
-    numbers = [accumulation, divisor, *([micro_batch] if micro_batch is not None else [])]
+def _batch(
+    micro_batch: int | None = None, accumulation: int = 1, divisor: int = 1, samples: int | None = None
+) -> BatchShape:
+    numbers = [accumulation, divisor, *(number for number in (micro_batch, samples) if number is not None)]
     if not all(type(number) is int and 0 < number < 2**31 for number in numbers):
         raise ValueError(f"not a shape of batches: {numbers}")
-    return BatchShape(micro_batch, accumulation, divisor)
+    return BatchShape(micro_batch, accumulation, divisor, samples)

@@ -26,6 +26,7 @@ class Limits:
         grow_interval_s: Seconds from one change to the admission of further nodes.
         samples: Samples of a step; None if the ranks need not share them equally, or nobody knows yet.
         local_ranks: Ranks on each node.
+        uneven: Whether some ranks may have fewer samples than others.
     """
 
     min_nodes: int
@@ -34,6 +35,7 @@ class Limits:
     grow_interval_s: float = 0.0
     samples: int | None = None
     local_ranks: int = 1
+    uneven: bool = False
 
     @classmethod
     def of(cls, launch: LaunchConfig, shape: tuple[int, int], samples: StepSamples) -> Limits:
@@ -46,8 +48,15 @@ class Limits:
         """
         num_nodes, local_ranks = shape
         smallest = min(launch.min_nodes or num_nodes, num_nodes)
-        of_step = samples.number(num_nodes * local_ranks)
-        return cls(smallest, num_nodes, launch.last_call_s, launch.grow_interval_s, of_step, local_ranks)
+        return cls(
+            smallest,
+            num_nodes,
+            launch.last_call_s,
+            launch.grow_interval_s,
+            samples.number(num_nodes * local_ranks),
+            local_ranks,
+            uneven=samples.may_be_uneven,
+        )
 
     @property
     def is_elastic(self) -> bool:
@@ -64,13 +73,14 @@ class Limits:
             check_shares(self.samples, self.max_nodes * self.local_ranks)
 
     def fitting(self, available: int) -> int | None:
-        """Return the largest number of nodes that can share a step's samples equally; None if there is none.
+        """Return the largest number of nodes that can share a step's samples; None if there is none.
 
         Args:
             available: Number of nodes that there are.
         """
         for number in range(min(available, self.max_nodes), self.min_nodes - 1, -1):
-            if self.samples is None or self.samples % (number * self.local_ranks) == 0:
+            ranks = number * self.local_ranks
+            if self.samples is None or self.samples % ranks == 0 or (self.uneven and self.samples > ranks):
                 return number
         return None
 

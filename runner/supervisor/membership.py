@@ -72,6 +72,7 @@ class Membership:
     Attributes:
         nodes: Node ranks of those that take part in the newest attempt, or the next one.
         bad_nodes: Nodes whose hardware or driver failed in the newest attempt.
+        limits: How many nodes the run may have.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Membership:
         self._session, self._config, self._identity = session, session.config, identity
         self._on_event, self._open_leader, lead = on_event, open_leader, lead or Lead(session, None)
         self._leader: Leader | None = None
-        self._limits = Limits(1, 1)
+        self.limits = Limits(1, 1)
         self._own, self._expected = session.config.launch.node_rank, frozenset(expected)
         self._welcome, self._host = Welcome(run_id=lead.run_id, epoch=lead.epoch), lead.host
         self.nodes: frozenset[int] = frozenset({self._own})
@@ -143,7 +144,7 @@ class Membership:
             PeersMissing: Not enough have come in time.
             OSError: Storage refused the secret of the run.
         """
-        self._limits = limits
+        self.limits = limits
         if limits.max_nodes == 1:
             return
         session, launch = self._session, self._config.launch
@@ -221,11 +222,11 @@ class Membership:
             if busy != self._busy_sent:
                 self._busy_sent = busy
                 self._send(Busy(busy=busy))
-            self._changes.watch(node, self._limits, self._seen())
+            self._changes.watch(node, self.limits, self._seen())
 
     def announce_stop(self, reason: str) -> None:
         """Pass a stop request on to the other nodes, unless they can continue without this one."""
-        if self._welcome.epoch and self._changes.on_own_stop(self._limits, self._seen_now()):
+        if self._welcome.epoch and self._changes.on_own_stop(self.limits, self._seen_now()):
             return
         self._send(StopMessage(reason=reason[:MAX_REASON]))
 
@@ -242,7 +243,7 @@ class Membership:
         bad = {number: failure for number, failure in everywhere.items() if failure.kind is FailureKind.BAD_NODE}
         self.bad_nodes = set(bad)
         self._exclusion.exclude(bad | self._changes.evicted)
-        self._changes.on_bad(bad, self._limits, self._seen(), can_hand_over=self._welcome.epoch > 0)
+        self._changes.on_bad(bad, self.limits, self._seen(), can_hand_over=self._welcome.epoch > 0)
         combined = combine([everywhere[number] for number in sorted(everywhere)])
         return self._changes.revise(combined, self.nodes)
 
@@ -298,15 +299,15 @@ class Membership:
                     lost = Failure(FailureKind.NODE_LOST, f"node {number} was lost and has come back")
                     self._ended.setdefault(number, lost)
                 self._send(self._welcome, number)
-            case Ready(nproc=nproc) if nproc != self._limits.local_ranks:
-                self._send(_unequal(nproc, self._limits.local_ranks), number)
+            case Ready(nproc=nproc) if nproc != self.limits.local_ranks:
+                self._send(_unequal(nproc, self.limits.local_ranks), number)
             case Ready(has_state=has_state):
                 self._ready.add(number)
                 (self._with_state.add if has_state else self._with_state.discard)(number)
             case Busy(busy=busy):
                 self._busy[number] = busy
             case StopMessage(reason=reason):
-                self._changes.on_stop(number, reason, self._limits, self._seen_now())
+                self._changes.on_stop(number, reason, self.limits, self._seen_now())
             case Forwarded(attempt=session.attempt, event=event):
                 self._on_event(event)
             case Ended(attempt=session.attempt, failure=failure):

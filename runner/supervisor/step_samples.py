@@ -1,7 +1,8 @@
-"""How many samples a step of the run has, which any number of ranks must be able to share equally."""
+"""How many samples a step of the run has, and whether its ranks must share them equally."""
 
 from __future__ import annotations
 
+from checkpointing.events import BatchShape
 from checkpointing.manifest import Manifest
 from runner.config.schema import Config
 from runner.recovery.restart_state import RestartState
@@ -12,7 +13,9 @@ from runner.supervisor.preflight import counts_samples
 class StepSamples:
     """Knows the number from a checkpoint, from what ranks have reported, or from the configuration, in this order."""
 
-    def __init__(self, config: Config, newest: Manifest | None, *, counts: bool, has_script: bool) -> None:
+    def __init__(
+        self, config: Config, newest: Manifest | None, *, counts: bool, has_script: bool, shared: int | None = None
+    ) -> None:
         """Look at the newest checkpoint.
 
         Args:
@@ -20,9 +23,12 @@ class StepSamples:
             newest: Manifest of the newest checkpoint; None if there is none.
             counts: Whether its number of samples counts those of all ranks.
             has_script: Whether a user's script trains, whose batches only it knows.
+            shared: Samples of a step that any number of ranks can share, as ranks have said before; None if they must
+                divide it, or nobody has said so.
         """
         self._config, self._has_script = config, has_script
         self._known = newest.samples_consumed // newest.step if counts and newest is not None and newest.step else None
+        self._shared = shared
 
     @classmethod
     def of(cls, config: Config, identity: JobIdentity | None, state: RestartState, *, has_script: bool) -> StepSamples:
@@ -36,17 +42,25 @@ class StepSamples:
         """
         newest = next((entry.manifest for entry in config.tiers.catalog.scan() if entry.manifest), None)
         counts = identity is None or counts_samples(identity, state)
-        return cls(config, newest, counts=counts, has_script=has_script)
+        return cls(config, newest, counts=counts, has_script=has_script, shared=state.batch.samples)
 
-    def learn(self, batch: tuple[int, int] | None, ranks: int) -> None:
+    def learn(self, batch: BatchShape | None, ranks: int) -> bool:
         """Take over what the ranks of an attempt have reported.
 
         Args:
-            batch: Samples of a rank's micro-batch, and micro-batches of a step; None if they have not.
+            batch: How they divide a step; None if they have not reported it.
             ranks: Ranks of the attempt.
+
+        Returns:
+            Whether that was news.
         """
-        if batch is not None and self._known is None:
-            self._known = batch[0] * batch[1] * ranks
+        if batch is None:
+            return False
+        before = self._known, self._shared
+        self._shared = batch.samples
+        if self._known is None:
+            self._known = batch.samples or batch.micro_batch * batch.accumulation * ranks
+        return before != (self._known, self._shared)
 
     def number(self, planned_ranks: int) -> int | None:
         """Return the samples of a step; None if nobody knows.
@@ -60,3 +74,8 @@ class StepSamples:
         # The defaults of Hugging Face's TrainingArguments.
         batch = trainer.get("per_device_train_batch_size", 8), trainer.get("gradient_accumulation_steps", 1)
         return int(batch[0]) * int(batch[1]) * planned_ranks
+
+    @property
+    def may_be_uneven(self) -> bool:
+        """Whether the ranks can share a step's samples also where they do not divide them."""
+        return self._shared is not None

@@ -232,8 +232,10 @@ class Supervisor:
         """Decide after the newest recorded failure, or after an end that is not recorded as one."""
         checkpoints, state = self._node.checkpoints, self._record.state
         history = state.history_with(failure, checkpoints.committed_step)
-        micro_batch, accumulation = checkpoints.batch or (None, 1)
-        state.batch = BatchShape(micro_batch, accumulation, state.batch.divisor)
+        batch, divisor = checkpoints.batch, state.batch.divisor
+        state.batch = BatchShape(divisor=divisor, samples=state.batch.samples)
+        if batch is not None:
+            state.batch = BatchShape(batch.micro_batch, batch.accumulation, divisor, batch.samples)
         return decide(
             history,
             max_restarts=self._config.restart.max_restarts,
@@ -265,7 +267,6 @@ class Supervisor:
         self._node.others_busy = False
         result = self._node.run_attempt(spec, self._each_turn)
         failure = self._members.join(result.failure)
-        self._samples.learn(self._node.checkpoints.batch, spec.nnodes * self._limits.local_ranks)
         self._used_manager |= result.used_manager
         if self._job.script is not None and not self._used_manager and not session.stop:
             self._notices.show_unsaved(failure)
@@ -278,6 +279,8 @@ class Supervisor:
         """Handle stop requests and other nodes while an attempt runs."""
         self._record.copy_journal(self._node, self._session.monotonic())
         self._session.announce_stop(self._members.announce_stop)
+        if self._samples.learn(self._node.checkpoints.batch, len(self._members.nodes) * self._limits.local_ranks):
+            self._members.limits = self._limits = Limits.of(self._config.launch, self._node.shape, self._samples)
         self._members.turn(self._node)
         if self._lead.is_lost:
             self._node.end_attempt(Failure(FailureKind.ENDED, "another node leads this run now"))

@@ -15,6 +15,7 @@ from checkpointing.data.layout import StepLayout
 from checkpointing.data.position import Position
 from checkpointing.data.recut import RecutBatchSampler, recut_position
 from checkpointing.errors import CheckpointError
+from checkpointing.transformers.job import fit_layout
 
 LAYOUTS = st.builds(StepLayout, st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
 
@@ -54,6 +55,39 @@ def test_another_layout_gives_each_step_the_same_samples(n: int, was: StepLayout
             assert {len(sampler) for sampler in recut} == {len(list(sampler)) for sampler in recut}
 
 
+@given(st.integers(1, 70), LAYOUTS, st.integers(0, 3), st.booleans(), st.integers(1, 4))
+def test_samples_that_ranks_cannot_share_equally_are_dealt_as_evenly_as_possible(
+    n: int, was: StepLayout, epoch: int, drop_last: bool, largest: int
+) -> None:
+    whole = steps([prepared(n, was, rank, epoch, drop_last) for rank in range(was.world_size)], was)
+    for world_size in range(2, was.samples_per_step):
+        now = fit_layout(was, world_size, largest, uneven=True)
+        if now is None or not now.uneven_samples:
+            continue
+        assert now.samples_per_step == was.samples_per_step and now.batch_size <= min(largest, was.batch_size)
+        samplers = [
+            RecutBatchSampler(prepared(n, now, rank, epoch, drop_last), was, now, rank) for rank in range(world_size)
+        ]
+        drawn = [list(sampler) for sampler in samplers]
+        # Every rank makes as many passes, as DDP needs.
+        assert {len(sampler) for sampler in samplers} == {len(batches) for batches in drawn} and len(
+            set(map(len, drawn))
+        ) == 1
+        assert all(1 <= len(batch) <= now.batch_size for batches in drawn for batch in batches)
+        for number, step in enumerate(whole):
+            shares = [
+                [
+                    sample
+                    for index, batch in enumerate(batches[number * now.accumulation : (number + 1) * now.accumulation])
+                    if not sampler.is_filler(number * now.accumulation + index)
+                    for sample in batch
+                ]
+                for sampler, batches in zip(samplers, drawn, strict=True)
+            ]
+            assert list(itertools.chain(*shares)) == step
+            assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
 def test_an_order_that_depends_on_the_division_is_refused() -> None:
     class Pairs(BatchSampler):
         pass
@@ -72,6 +106,8 @@ def test_an_order_that_depends_on_the_division_is_refused() -> None:
         # The epoch's last step was shorter than the others.
         (StepLayout(1, 2, 4), StepLayout(2, 2, 2), 39, 20),
         (StepLayout(1, 1, 1), StepLayout(1, 1, 3), 99, 30),
+        (StepLayout(4, 2, 1), StepLayout(3, 2, 2, 8), 7, 14),
+        (StepLayout(3, 2, 2, 8), StepLayout(4, 2, 1), 14, 7),
     ],
 )
 def test_a_position_counts_the_micro_batches_of_now(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import transformers.trainer
@@ -17,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from checkpointing.data.cursor import LoaderCursor
 from checkpointing.data.layout import StepLayout
 from checkpointing.data.stream import StreamPosition
+from checkpointing.environment import SETTINGS_ENV, RankSettings
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.transformers import data as data_module
 from checkpointing.transformers.data import TrainingData
@@ -79,8 +81,8 @@ def arguments(**changes: Any) -> Any:
 
 
 def training_data(manager: Manager | None = None, layout: StepLayout = ONE, **options: Any) -> TrainingData:
-    beginning = options.pop("beginning", None)
-    return TrainingData(manager or Manager(), arguments(**options), layout=layout, beginning=beginning)
+    own = {name: options.pop(name) for name in ("beginning", "uneven") if name in options}
+    return TrainingData(manager or Manager(), arguments(**options), layout=layout, **own)
 
 
 def loader(batch_size: int = 2) -> Any:
@@ -231,3 +233,71 @@ def test_the_seed_of_batches_is_the_one_for_data() -> None:
         states.append(data.cursor.seed_of(5))
     assert states[0] == states[1]
     assert torch.initial_seed() not in states
+
+
+# -- ranks that cannot share a step's samples equally ----------------------------------------------------------------
+
+
+@pytest.fixture
+def elastic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SETTINGS_ENV, RankSettings(planned_ranks=4).to_json())
+
+
+FOUR = StepLayout(4, 1, 1)
+
+
+def test_ranks_that_may_share_unevenly_do_so_in_an_elastic_run_only(
+    elastic: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layouts = [training_data(layout=FOUR, world_size=ranks, uneven=True).fit(1) for ranks in (4, 3, 2)]
+    assert layouts == [None, StepLayout(3, 1, 2, 4), StepLayout(2, 1, 2)]
+    refusals: list[dict[str, Any]] = [
+        {"uneven": False},
+        {"uneven": True, "beginning": {"next": 0}},
+        {"uneven": True, "world_size": 5},
+    ]
+    for refused in refusals:
+        with pytest.raises(CheckpointError, match="cannot share equally"):
+            training_data(layout=FOUR, **{"world_size": 3, **refused}).fit(1)
+    monkeypatch.delenv(SETTINGS_ENV)
+    assert training_data(layout=FOUR, world_size=3, uneven=True).fit(1) is None
+
+
+def test_what_any_number_of_ranks_can_share_is_reported(elastic: None) -> None:
+    for uneven, shared in ((True, 4), (False, None)):
+        data = training_data(layout=FOUR, world_size=4, uneven=uneven, gradient_accumulation_steps=1)
+        assert data.shared_samples is None
+        data.follow(loader(1), 1, None)
+        assert data.shared_samples == shared
+
+
+def test_a_filler_has_no_labels_and_the_epochs_iterator_goes_on(elastic: None) -> None:
+    """Rank 2 of three has one of four samples, and the first one two: its first batch only fills up."""
+    data = training_data(layout=FOUR, world_size=3, process_index=2, uneven=True)
+    assert data.fit(1) == StepLayout(3, 1, 2, 4)
+    rows: Any = [{"labels": torch.tensor([number])} for number in range(8)]
+    own = data.follow(
+        accelerate.data_loader.prepare_data_loader(
+            DataLoader(rows, batch_size=1, collate_fn=lambda batch: batch[0]),
+            num_processes=3,
+            process_index=2,
+            put_on_device=False,
+        ),
+        1,
+        None,
+    )
+    assert data.cursor is not None
+    data.cursor.begin_epoch(0)
+    epoch, seen = iter(own), []
+    for _ in range(2):
+        batches = data.weighed(epoch)
+        seen += [next(batches)["labels"].item() for _ in range(2)]
+        del batches
+        data.consume(2)
+    assert seen == [-100, 3, -100, 7]
+
+
+def test_equal_shares_pass_through() -> None:
+    data = training_data(uneven=True)
+    batches = iter([{"labels": 1}])
+    assert data.weighed(batches) is batches

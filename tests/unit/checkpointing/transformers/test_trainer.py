@@ -52,7 +52,8 @@ class Loop:
     def _run_epoch(self, **kwargs: Any) -> None:
         self.calls.append(("epoch", kwargs["num_update_steps_per_epoch"]))
 
-    def get_batch_samples(self, batches: list[Any]) -> tuple[list[Any], int]:
+    def get_batch_samples(self, epoch_iterator: Any, *args: Any) -> tuple[list[Any], int]:
+        batches = list(epoch_iterator)
         return batches, len(batches)
 
     def training_step(self, model: Any, inputs: Any) -> torch.Tensor:
@@ -85,7 +86,7 @@ class Subject(ResilientMixin, Loop):
         manager = Mock(stage_name="", is_closed=False)
         manager.folder_of = "/runs/checkpoint-{}".format
         defaults = {
-            "data": MagicMock(stream=None, layout=LAYOUT, is_stream=False),
+            "data": MagicMock(stream=None, layout=LAYOUT, is_stream=False, weighed=lambda batches: batches),
             "guard": StepGuard(),
             "evaluation": InterruptibleEvaluation(manager, 1),
             "throughput": Throughput(),

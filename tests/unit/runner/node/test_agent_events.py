@@ -131,7 +131,7 @@ def test_what_another_node_forwards_is_shown_and_changes_no_checkpoint_state() -
     bench.events.handle_forwarded(BatchShape(micro_batch=8, accumulation=2))
     bench.events.handle_forwarded(Resumed(step=7, source="remote"))
     bench.events.handle_forwarded(Log(step=8, loss=1.5))
-    assert bench.events.batch == (8, 2)
+    assert bench.events.batch == BatchShape(micro_batch=8, accumulation=2)
     assert [event.name for event in bench.recorded] == ["resumed", "log"]
     assert "resumed from step 7 (remote checkpoint)" in bench.display.texts[0] and bench.display.state.loss == 1.5
 
@@ -139,7 +139,7 @@ def test_what_another_node_forwards_is_shown_and_changes_no_checkpoint_state() -
 def test_a_new_attempt_forgets_the_batch_of_the_last_one() -> None:
     bench = Bench()
     bench.events.handle(BatchShape(micro_batch=8, accumulation=2))
-    assert bench.events.batch == (8, 2) and bench.recorded
+    assert bench.events.batch == BatchShape(micro_batch=8, accumulation=2) and bench.recorded
     bench.events.begin_attempt(3)
     assert bench.events.batch is None
     assert (bench.display.state.attempt, bench.display.state.activity) == (3, "starting")

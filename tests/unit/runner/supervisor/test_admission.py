@@ -47,6 +47,9 @@ def nodes(*numbers: int) -> frozenset[int]:
         # As many as can share the samples of a step: 4 ranks can, 3 nodes of 2 cannot.
         (Limits(1, 4, samples=8, local_ranks=2), Seen(nodes(0, 1, 2), members=nodes(0, 1, 2, 3)), 0, {0, 1}),
         (Limits(3, 4, samples=8, local_ranks=2), Seen(nodes(0, 1, 2), members=nodes(0, 1, 2, 3)), 0, None),
+        # Unless some ranks may have fewer samples than others; each needs one, and one more makes it uneven.
+        (Limits(1, 4, samples=8, local_ranks=2, uneven=True), Seen(nodes(0, 1, 2), members=nodes(0, 1)), 0, {0, 1, 2}),
+        (Limits(1, 4, samples=5, local_ranks=2, uneven=True), Seen(nodes(0, 1, 2), members=nodes(0, 1)), 0, {0, 1}),
         # Two of three are all that can: no last call.
         (Limits(1, 3, 30, samples=8, local_ranks=1), Seen(nodes(0, 1)), 0, {0, 1}),
     ],

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from checkpointing.events import BatchShape
 from runner.config.schema import Config
+from runner.recovery.policy import BatchShape as PolicyShape
+from runner.recovery.restart_state import RestartState
 from runner.supervisor.step_samples import StepSamples
 
 
@@ -26,12 +30,28 @@ def test_of_a_script_only_what_its_ranks_have_reported_is_known() -> None:
     samples = step_samples(None, has_script=True)
     samples.learn(None, 2)
     assert samples.number(6) is None
-    samples.learn((2, 5), 2)
-    assert samples.number(6) == 20
+    assert samples.learn(BatchShape(micro_batch=2, accumulation=5), 2)
+    assert samples.number(6) == 20 and not samples.may_be_uneven
 
 
-@pytest.mark.parametrize("batch", [None, (1, 1)])
-def test_what_is_known_stays(batch: tuple[int, int] | None) -> None:
+@pytest.mark.parametrize("batch", [None, BatchShape(micro_batch=1, accumulation=1)])
+def test_what_is_known_stays(batch: BatchShape | None) -> None:
     samples = step_samples((80, 10))
-    samples.learn(batch, 3)
+    assert not samples.learn(batch, 3)
     assert samples.number(6) == 8
+
+
+def test_samples_that_any_number_of_ranks_can_share() -> None:
+    """Three ranks share 8 samples in two micro-batches of up to 2 each, which are not 12."""
+    samples = step_samples(None, has_script=True)
+    shape = BatchShape(micro_batch=2, accumulation=2, samples=8)
+    assert samples.learn(shape, 3) and samples.number(6) == 8 and samples.may_be_uneven
+    assert not samples.learn(shape, 3)
+    # The next attempt's ranks say otherwise: the script has changed.
+    assert samples.learn(BatchShape(micro_batch=2, accumulation=2), 2) and not samples.may_be_uneven
+
+
+def test_what_an_earlier_session_was_told_is_known(tmp_path: Path) -> None:
+    config = Config.model_validate({"output_dir": str(tmp_path / "run")})
+    state = RestartState(batch=PolicyShape(2, 2, 1, 8))
+    assert StepSamples.of(config, None, state, has_script=True).may_be_uneven
