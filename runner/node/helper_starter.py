@@ -12,6 +12,7 @@ from runner.config.schema import Config
 from runner.journal.run_directory import RunDirectory
 from runner.node.helper_processes import AgentHelper, LauncherHelper
 from runner.node.launch_request import launcher_environment
+from runner.node.script_imports import modules_to_preload
 from runner.system import processes
 
 
@@ -19,7 +20,13 @@ class HelperStarter:
     """Starts checkpoint agents and launchers, each with a temporary folder of its own."""
 
     def __init__(
-        self, config: Config, directory: RunDirectory, run_id: str, runtime: Path, leads: Callable[[], bool]
+        self,
+        config: Config,
+        directory: RunDirectory,
+        run_id: str,
+        runtime: Path,
+        leads: Callable[[], bool],
+        script: str | None = None,
     ) -> None:
         """Prepare; nothing is started.
 
@@ -29,9 +36,10 @@ class HelperStarter:
             run_id: Identity of the run, equal on all nodes.
             runtime: Parent of the temporary folders, which the caller removes.
             leads: Returns whether this node leads the run: its agent commits.
+            script: Path of the user's script; None for the bundled job.
         """
         self._config, self._directory, self._run_id, self._runtime = config, directory, run_id, runtime
-        self._leads = leads
+        self._leads, self._script = leads, script
 
     def start_agent(self, cancelled: Callable[[], bool]) -> AgentHelper:
         """Start a checkpoint agent.
@@ -58,7 +66,7 @@ class HelperStarter:
         """Start a launcher."""
         # Processes of a node are found by the identity of its own folder, also if the run's identity is the leader's.
         mark = processes.mark(self._directory.run_id(), self._config.launch.node_rank)
-        environment = launcher_environment(self._config, mark, os.environ)
+        environment = launcher_environment(self._config, mark, modules_to_preload(self._script), os.environ)
         return LauncherHelper(environment, self._directory.logs / "launcher.log", self._folder())
 
     def _folder(self) -> Path:

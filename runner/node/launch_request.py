@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from checkpointing.agent.protocol import Message
@@ -11,19 +11,23 @@ from runner.config.environment import TORCHRUN_VARIABLES
 from runner.config.schema import Config
 from runner.journal.run_directory import RunDirectory
 from runner.node.messages import AttemptSpec, Job
-from runner.system.processes import RUN_ID_ENV
+from runner.system.processes import PRELOAD_ENV, RUN_ID_ENV
 
 
-def launcher_environment(config: Config, mark: str, inherited: Mapping[str, str]) -> dict[str, str]:
+def launcher_environment(
+    config: Config, mark: str, preload: Sequence[str], inherited: Mapping[str, str]
+) -> dict[str, str]:
     """Return the environment of the launcher, which the ranks inherit.
 
     Args:
         config: The resolved configuration.
         mark: Identifies the run's processes; see `processes.mark`.
+        preload: Modules to load before ranks are forked.
         inherited: The environment of this process.
     """
     environment = dict(inherited)
     environment[RUN_ID_ENV] = mark
+    environment[PRELOAD_ENV] = " ".join(preload)
     # Ranks share the cores. This is torchrun's own default, which has to be set before torch is loaded.
     if config.launch.nproc_per_node != 1:
         environment.setdefault("OMP_NUM_THREADS", "1")

@@ -87,7 +87,7 @@ class Node:
         self._attempt: Attempt | None = None
         self._attempt_over = False
         self._start_method = StartMethod(cold=config.launch.cold, display=display, record=record)
-        starter = starter or HelperStarter(config, directory, run_id, runtime, lambda: self.leads)
+        starter = starter or HelperStarter(config, directory, run_id, runtime, lambda: self.leads, job.script)
         self._helpers = Helpers(
             start_agent=starter.start_agent,
             start_launcher=starter.start_launcher,

@@ -6,6 +6,7 @@ Only the fork server imports this module. Nothing in it may start CUDA or a thre
 import contextlib
 import gc
 import importlib
+import os
 
 from runner.system import processes
 
@@ -15,7 +16,7 @@ processes.die_with_parent(lambda: False)
 gc.disable()
 try:
     # If an import fails, the rank that needs it reports the error.
-    for name in ("transformers.trainer", "datasets", "trl.trainer.sft_trainer", "runner.training.job"):
+    for name in os.environ.get(processes.PRELOAD_ENV, "").split():
         with contextlib.suppress(Exception):
             importlib.import_module(name)
 finally:

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 from integration.support import Run
 
+from runner.node.script_imports import EVERYTHING
+from runner.system.processes import PRELOAD_ENV
+
 # What libraries that are optional to transformers and TRL may bring, as far as an import shows.
 OPTIONAL = {
     "flash_attn": "2.8.3",
@@ -90,6 +93,7 @@ def preload(tmp_path: Path, **environment: str) -> dict[str, Any]:
         [sys.executable, "-c", FAKE_CUDA, json.dumps(OPTIONAL), str(tmp_path)],
         env={
             **{name: value for name, value in os.environ.items() if name != "PYTORCH_NVML_BASED_CUDA_CHECK"},
+            PRELOAD_ENV: " ".join(EVERYTHING),
             **environment,
         },
         capture_output=True,

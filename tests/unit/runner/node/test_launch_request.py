@@ -86,7 +86,8 @@ def test_ranks_of_one_node_listen_on_loopback_unless_the_user_says_otherwise() -
 
 def test_the_launcher_inherits_the_environment_but_for_torchruns_own_variables() -> None:
     inherited = {"RANK": "3", "WORLD_SIZE": "4", "HOME": "/root", "OMP_NUM_THREADS": "7"}
-    environment = launcher_environment(Config(), "run/0", inherited)
+    environment = launcher_environment(Config(), "run/0", ("one", "two"), inherited)
+    assert environment["RUNNER_PRELOAD"] == "one two"
     assert not {"RANK", "WORLD_SIZE"} & environment.keys()
     assert (environment["HOME"], environment["OMP_NUM_THREADS"]) == ("/root", "7")
-    assert launcher_environment(Config(), "run/0", {})["OMP_NUM_THREADS"] == "1"
+    assert launcher_environment(Config(), "run/0", (), {})["OMP_NUM_THREADS"] == "1"

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from runner.node.script_imports import EVERYTHING
+from runner.system.processes import PRELOAD_ENV
 
 
 @pytest.mark.process
@@ -19,5 +23,6 @@ def test_a_module_that_cannot_be_imported_leaves_ranks_the_others_and_their_garb
         print(gc.isenabled(), "transformers.trainer" in sys.modules)
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, PRELOAD_ENV: " ".join(EVERYTHING)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.stdout == "True True\n", done.stderr
