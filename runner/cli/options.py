@@ -58,6 +58,11 @@ _CONFIG_OPTIONS = [
     ),
     click.option("--node-rank", type=int, metavar="N", help="Rank of this node, from 0 (default: 0)."),
     click.option(
+        "--rdzv-backend",
+        type=click.Choice(["c10d", "etcd-v2"]),
+        help="How the ranks of several nodes meet, as in torchrun (default: c10d); see launch.rdzv_backend.",
+    ),
+    click.option(
         "--rdzv-endpoint",
         metavar="HOST:PORT",
         help="Rendezvous endpoint, required on several nodes (default: MASTER_ADDR:MASTER_PORT).",

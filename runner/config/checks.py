@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -105,6 +106,7 @@ def _check_storage(config: Config, source_of: SourceOf) -> None:
         _ = config.launch.peer_address
     except ValueError as error:
         raise UsageError(f"{source_of('launch.rdzv_endpoint')}: {error}") from None
+    _check_etcd(config, source_of)
     try:
         _ = config.tiers
     except ValueError as error:
@@ -114,6 +116,19 @@ def _check_storage(config: Config, source_of: SourceOf) -> None:
         _ = config.checkpoint.memory_limit_bytes
     except ValueError as error:
         raise UsageError(f"{source_of('checkpoint.memory_limit')}: checkpoint.memory_limit: {error}") from None
+
+
+def _check_etcd(config: Config, source_of: SourceOf) -> None:
+    launch, what = config.launch, f"{source_of('launch.rdzv_backend')}: launch.rdzv_backend=etcd-v2"
+    if launch.rdzv_backend != "etcd-v2":
+        return
+    if launch.rdzv_endpoint is None or launch.master_addr is None:
+        raise UsageError(
+            f"{what} needs --rdzv-endpoint, the host and port of the etcd server, and --master-addr, the first node's "
+            "host"
+        )
+    if importlib.util.find_spec("etcd") is None:
+        raise UsageError(f"{what} needs the package python-etcd; pip install 'resilient-training[etcd]'")
 
 
 def _check_data_paths(config: Config, source_of: SourceOf, *, needs_data: bool) -> None:

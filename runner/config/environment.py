@@ -27,6 +27,7 @@ CONFIG_VARIABLES: dict[str, str] = {
     "PET_NNODES": "launch.nnodes",
     "PET_NPROC_PER_NODE": "launch.nproc_per_node",
     "PET_NODE_RANK": "launch.node_rank",
+    "PET_RDZV_BACKEND": "launch.rdzv_backend",
     "PET_RDZV_ENDPOINT": "launch.rdzv_endpoint",
 }
 # The variables that torchrun sets for each rank.

@@ -42,9 +42,13 @@ class LaunchConfig(Section):
     """Number of ranks on all nodes (variable WORLD_SIZE). Determines `nnodes` if that is 1."""
     rdzv_endpoint: str | None = Field(default=None, examples=["node0:29500"])
     """Rendezvous endpoint of the nodes, host:port. Without it `master_addr`:`master_port`, or a free local port on one
-    node."""
+    node. With `etcd-v2` that of the etcd server."""
+    rdzv_backend: Literal["c10d", "etcd-v2"] = "c10d"
+    """How the ranks of several nodes meet, as in torchrun. `c10d` needs nothing: the leader keeps the store.
+    `etcd-v2` uses an etcd server (3.4 or 3.5 with `--enable-v2`) and the package python-etcd; the runners themselves
+    still communicate with the leader, at `master_addr`:`master_port` + 1."""
     master_addr: str | None = Field(default=None, examples=["node0"])
-    """Host of the rendezvous on several nodes, if `rdzv_endpoint` is not set."""
+    """Host of the rendezvous on several nodes, if `rdzv_endpoint` is not set or is that of an etcd server."""
     master_port: int = Field(default=29500, ge=1, le=65535)
     """Port of the rendezvous on several nodes, if `rdzv_endpoint` is not set."""
     peer_port: int | None = Field(default=None, ge=1, le=65535, examples=[29501])
@@ -74,7 +78,11 @@ class LaunchConfig(Section):
     @property
     def endpoint(self) -> str:
         """Rendezvous endpoint of several nodes, host:port."""
-        return self.rdzv_endpoint or f"{self.master_addr or 'localhost'}:{self.master_port}"
+        return self.rdzv_endpoint or self._first_node
+
+    @property
+    def _first_node(self) -> str:
+        return f"{self.master_addr or 'localhost'}:{self.master_port}"
 
     def rendezvous(self, nnodes: int, host: str = "") -> tuple[str, str | None]:
         """Return what torchrun needs for the rendezvous.
@@ -88,6 +96,8 @@ class LaunchConfig(Section):
         """
         # A single node uses loopback: no other host may connect, and a pod's name may not resolve.
         own = "127.0.0.1" if nnodes == 1 else self.local_addr
+        if self.rdzv_backend != "c10d" and nnodes > 1:
+            return self.endpoint, own
         if host:
             shown = f"[{host}]" if ":" in host else host
             return f"{shown}:{self.rendezvous_address[1]}", own
@@ -95,10 +105,11 @@ class LaunchConfig(Section):
 
     @property
     def rendezvous_address(self) -> tuple[str, int]:
-        """Host and port of the rendezvous of several nodes."""
-        host, _, port = self.endpoint.rpartition(":")
+        """Host and port of the first node, where its ranks and runners are reached."""
+        endpoint = self.endpoint if self.rdzv_backend == "c10d" else self._first_node
+        host, _, port = endpoint.rpartition(":")
         if not host or not port.isdigit():
-            host, port = self.endpoint.rstrip(":"), str(self.master_port)
+            host, port = endpoint.rstrip(":"), str(self.master_port)
         return host.strip("[]"), int(port)
 
     @property

@@ -97,6 +97,7 @@ def launch_request(
         "nnodes": spec.nnodes,
         "may_have_several": spec.run_nodes > 1,
         "nproc_per_node": setup.nproc,
+        "rdzv_backend": launch.rdzv_backend if spec.run_nodes > 1 else "c10d",
         "rdzv_endpoint": endpoint,
         "is_host": launch.node_rank == spec.leader,
         "local_addr": own,

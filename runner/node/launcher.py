@@ -323,7 +323,7 @@ def _launch(request: Message) -> Message:
         nproc_per_node=request["nproc_per_node"],
         # A fresh id for every attempt: no key of an earlier one can match.
         run_id=f"{request['run_id']}-{request['attempt']}",
-        rdzv_backend="c10d",
+        rdzv_backend=request["rdzv_backend"],
         rdzv_endpoint=request["rdzv_endpoint"],
         rdzv_configs={"is_host": request["is_host"], "timeout": int(request["join_timeout_s"])}
         if request["may_have_several"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import resource
 import time
@@ -93,6 +94,7 @@ class MetricsCallback(TrainerCallback):
                 **self._speed(logs, args.world_size),
                 **_memory(),
                 "attempt": self._attempt,
+                "nodes": int(os.environ.get("GROUP_WORLD_SIZE", "1")),
                 "lost_steps": self._lost_steps,
             }
             stall_s = self._trainer._manager.stall_s

@@ -74,6 +74,7 @@ def test_what_is_measured_is_added_to_the_entry_of_rank_0(monkeypatch: pytest.Mo
     monkeypatch.setattr(callbacks, "time", clock)
     control: Any = None
     monkeypatch.setenv(SETTINGS_ENV, RankSettings(lost_steps=3, reached_step=9).to_json())
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
     state.max_steps = 7
     metrics.on_train_begin(args, state, control)
     for tokens in (1000, 1400):
@@ -84,7 +85,7 @@ def test_what_is_measured_is_added_to_the_entry_of_rank_0(monkeypatch: pytest.Mo
     # Three before this attempt, and from the step that the last one had finished back to where this one starts.
     assert logs["lost_steps"] == 3 + 9 - 5 and logs["checkpoint_stall_s"] == 0.25
     assert logs["tokens_per_s"] == 200.0 and logs["tokens_per_s_per_rank"] == 100.0
-    assert logs["data_wait_s"] >= 0 and logs["peak_memory_gb"] > 0 and logs["attempt"] == 0
+    assert logs["data_wait_s"] >= 0 and logs["peak_memory_gb"] > 0 and logs["attempt"] == 0 and logs["nodes"] == 3
     state.is_world_process_zero = False
     logs = {"loss": 1.0}
     metrics.on_log(args, state, control, logs)
