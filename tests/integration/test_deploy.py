@@ -523,10 +523,19 @@ def test_the_grace_ends_before_batch_and_systemd_kill() -> None:
     assert service["KillMode"] == "mixed"
 
 
+def unit_command(nodes: str) -> list[str]:
+    """As systemd makes it of the environment file."""
+    command = unit()["Service"]["ExecStart"].replace("${CHECKPOINTS}", "s3://b/r")
+    return shlex.split(command.replace("$NODES", nodes))
+
+
+SPOT_GUIDE = (DEPLOY.parent / "docs" / "guides" / "spot-vm.md").read_text()
+(WORKER_NODES,) = re.findall(r"^NODES=(.*--node-rank RANK.*?)\s+#", SPOT_GUIDE, re.MULTILINE)
 COMMANDS = {
     **{name: pod.arguments for name, pod in PODS.items()},
     "aws-batch": ["runner", *job_definition()["containerProperties"]["command"]],
-    "systemd": shlex.split(unit()["Service"]["ExecStart"].replace("${CHECKPOINTS}", "s3://b/r")),
+    "systemd": unit_command(""),
+    "systemd, spot worker": unit_command(WORKER_NODES.replace("RANK", "4711")),
 }
 
 

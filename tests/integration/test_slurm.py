@@ -163,6 +163,18 @@ def test_a_bad_node_is_kept_out(slurm: Slurm, tmp_path: Path) -> None:
     assert slurm.show(other, "ExcNodeList") == "n1"
 
 
+def test_a_job_is_complete_when_the_nodes_that_are_left_have_finished(slurm: Slurm, tmp_path: Path) -> None:
+    """One of two nodes was preempted: srun ends with its code, 75, which would queue the finished run again."""
+    folder = ends(tmp_path, "exit 75", "exit 0", """echo '{"state": "finished"}'""")
+    limits = {"MIN_NODES": "1", "MAX_NODES": "2"}
+    job = submit(slurm, tmp_path / "run", nodes=2, path=folder, **limits)
+    assert slurm.wait_for_end(job) == "COMPLETED", slurm.log.read_text()
+    assert slurm.show(job, "Restarts") == "0"
+    *starts, asked = (tmp_path / "bin" / "starts").read_text().splitlines()
+    assert len(starts) == 2 and all(" --nnodes 1:2 --rdzv-endpoint " in start for start in starts)
+    assert asked.endswith(f"status --json {tmp_path / 'run'}")
+
+
 @pytest.mark.soak
 def test_a_full_disk_is_no_endless_loop(slurm: Slurm, tmp_path: Path) -> None:
     """The count could not be written: the job was queued again for ever."""

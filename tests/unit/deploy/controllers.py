@@ -16,6 +16,7 @@ Sources, by the letter that the code refers to:
      loss of another node has no consequence.
 [S1] systemd.service(5), systemd.unit(5): RestartPreventExitStatus, RestartForceExitStatus, Restart; StartLimitBurst.
 [L1] srun(1): the highest exit code of its tasks, 128 + the signal for one that was killed; sbatch(1) --requeue.
+[L2] sbatch(1) and srun(1) --no-kill: a node that fails ends neither the job nor the step.
 [P1] SkyPilot 0.14.1 sky/jobs/recovery_strategy.py and sky/backends/task_codegen.py: one node's listed code restarts
      all; the others are ended with the first that fails, and count as 137.
 """
@@ -288,6 +289,28 @@ class Slurm(Whole):
         return "again, free" if code in self._free else "again, counts"
 
 
+class ElasticSlurm(Slurm):
+    """train.sbatch with MIN_NODES and --no-kill: a lost node ends neither the job nor its step [L2]."""
+
+    def __init__(self, num_nodes: int) -> None:
+        super().__init__(num_nodes)
+        text = read(DEPLOY / "slurm" / "train.sbatch")
+        assert "${elastic:+--no-kill}" in text and '"state": "finished"' in text
+
+    def _machine_lost(self, end: End) -> Verdict:
+        self._codes[end.node] = KILLED
+        if len(self._codes) < self.num_nodes:
+            return Verdict()
+        codes, self._codes = self._codes, {}
+        return self._all_ended(codes, end.time)
+
+    def ended(self, end: End) -> Verdict:
+        return self._machine_lost(end) if end.code is None else super().ended(end)
+
+    def _all_ended(self, codes: dict[int, int], time: float) -> Verdict:
+        return Verdict(outcome="done") if 0 in codes.values() else super()._all_ended(codes, time)
+
+
 class Batch(Whole):
     """AWS Batch; the rule that submits a job again when its attempts are spent."""
 
@@ -457,6 +480,7 @@ PLATFORMS: dict[str, Callable[[], Any]] = {
     "PyTorchJob, nodes": lambda: PyTorchJob(2, "pytorchjob-nodes"),
     "Slurm": lambda: Slurm(1),
     "Slurm, nodes": lambda: Slurm(3),
+    "Slurm, elastic": lambda: ElasticSlurm(3),
     "AWS Batch": lambda: Batch(1),
     "AWS Batch, nodes": lambda: Batch(2),
     "systemd": lambda: Systemd(1),

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
+from typing import Any
 
 from unit.deploy.controllers import KILLED, Controller, End, Verdict
 
@@ -364,11 +365,255 @@ class World:
             self._fail(FailureKind.CRASHED, set(), fingerprint="ValueError|train.py:3|7")
 
 
+@dataclass
+class ElasticWorld(World):
+    """A run with `--nnodes MIN:MAX`: the others continue without a lost node, any may lead, and nodes are admitted.
+
+    Attributes:
+        min_nodes: fewer wait.
+        grow_interval_s: from one change of the nodes to the admission of others.
+        changes: how often the nodes of the run have changed while it went on.
+    """
+
+    min_nodes: int = 1
+    grow_interval_s: float = 300.0
+    changes: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Of the running attempt; and of those nodes, whose memory has the newest snapshot.
+        self._members: set[int] = set()
+        self._holders: set[int] = set()
+        self._lead: int | None = None
+        self._changed_at = 0.0
+
+    @property
+    def leader(self) -> _Node:
+        return self.nodes[self._lead] if self._lead is not None else _Node()
+
+    def _start(self, node: int, *, elsewhere: bool = False) -> None:
+        me = self.nodes[node]
+        if me.phase is not Phase.AWAY or self.outcome is not None:
+            return
+        me.phase, me.bad = Phase.WAITING, me.bad and not elsewhere and self.source.random() < 0.5
+        if not self.storage_is_up and not self._members:
+            self._after(60.0, lambda: self._exit(node, int(ExitCode.STORAGE_FAILED)), node)
+        elif me.bad:
+            # Its machine is excluded, or fails its check.
+            self._after(5.0, lambda: self._exit(node, int(ExitCode.BAD_NODE)), node)
+        else:
+            self._wait(node)
+
+    def _wait(self, node: int) -> None:
+        self.nodes[node].phase = Phase.WAITING
+
+        def give_up() -> None:
+            if self.nodes[node].phase is Phase.WAITING and not self._members:
+                self._exit(node, int(ExitCode.BUDGET_SPENT))
+            elif self.nodes[node].phase is Phase.WAITING:
+                self._after(self.controller.timeout_s, give_up, node)
+
+        def look() -> None:
+            if self.nodes[node].phase is not Phase.WAITING:
+                return
+            if not self._members and self.storage_is_up and self.record.finished == JOB:
+                self._exit(node, 0)
+            else:
+                self._after(FINISHED_PATIENCE_S, look, node)
+
+        self._after(self.controller.timeout_s, give_up, node)
+        self._after(FINISHED_PATIENCE_S, look, node)
+        self._after(8.0, self._gather)
+
+    def _waiting(self) -> list[int]:
+        return [number for number, node in enumerate(self.nodes) if node.phase is Phase.WAITING and not node.bad]
+
+    def _gather(self) -> None:
+        waiting = self._waiting()
+        if self.record.finished == JOB or not waiting or self.outcome is not None:
+            return
+        if self._members:
+            in_s = self._changed_at + self.grow_interval_s - self.time
+            if in_s > 0:
+                self._after(in_s, self._gather)
+            elif all(self.nodes[number].phase is Phase.TRAINING for number in self._members):
+                self._pause()
+            return
+        if len(waiting) < self.min_nodes:
+            return
+        holders = [number for number in waiting if number in self._holders]
+        if self._lead not in waiting:
+            self._lead = min(holders or waiting)
+            # A leader that is lost in mid-attempt is a failure to the one that starts without its memory.
+            if not holders and self.record.account_for_lost_runner(self.committed):
+                decision = self._decide(None)
+                if isinstance(decision, Stop):
+                    self._end_all(decision, set())
+                    return
+        self._attempt += 1
+        self.record.running, self.record.finished = self._attempt, ""
+        self.reached = self.reached if holders else self.committed
+        self.failed_saves, self._changed_at = 0, self.time
+        self._members, self._holders = set(waiting), set(waiting)
+        for number in waiting:
+            self.nodes[number].phase = Phase.TRAINING
+        self._next_segment()
+
+    def _next_segment(self) -> None:
+        attempt = self._attempt
+        self._after(
+            self.source.uniform(30, 900), lambda: self._segment() if attempt == self._attempt else None
+        )  # fmt: skip
+
+    def _segment(self) -> None:
+        if not self._members or self.leader.phase is not Phase.TRAINING:
+            return
+        self.reached = min(self.reached + 1, self.total)
+        if self.reached == self.total:
+            for number in self._members:
+                self.nodes[number].phase = Phase.ENDING
+            self._end_step(0)
+            return
+        self._save()
+        if self.failed_saves >= MAX_FAILED_SAVES:
+            self._fail(FailureKind.STORAGE_FAILED, set())
+        else:
+            self._next_segment()
+
+    def _end_step(self, step: int) -> None:
+        lead, attempt = self._lead, self._attempt
+        if lead is None or self.leader.phase is not Phase.ENDING:
+            return
+        if step in self.kill_leader_at:
+            self.kill_leader_at.discard(step)
+            self._count("leader killed at its end")
+            self.kill(lead)
+            return
+        others = [number for number, node in enumerate(self.nodes) if number != lead and node.phase is not Phase.AWAY]
+        if step == 1 and not self._save():
+            self._members.clear()
+            for number in [lead, *others]:
+                self._exit(number, int(ExitCode.STORAGE_FAILED))
+            return
+        if step == 2:
+            self.record.running = None
+            self.record.history.clear()
+            self.record.finished = JOB if self.storage_is_up else ""
+        elif step == 3:
+            self._members = {lead}
+            for number in others:
+                self._exit(number, 0)
+        elif step == 4:
+            self._members.clear()
+            self._exit(lead, 0)
+            return
+        self._after(
+            self.source.uniform(0.5, 60), lambda: self._end_step(step + 1) if attempt == self._attempt else None
+        )  # fmt: skip
+
+    def _fail(self, kind: FailureKind, bad: set[int], fingerprint: str = "") -> None:
+        if not self._members:
+            return
+        self._members.clear()
+        decision = self._decide(
+            Failure(kind, f"node {bad}: {kind.value}", step=self.reached + 1, fingerprint=fingerprint)
+        )
+        if isinstance(decision, Stop):
+            self._end_all(decision, bad)
+        else:
+            self._again()
+
+    def _again(self) -> None:
+        """The next attempt begins with the nodes that are there, from their memory."""
+        self._members.clear()
+        for number, node in enumerate(self.nodes):
+            if node.phase in (Phase.TRAINING, Phase.ENDING):
+                self._wait(number)
+
+    def _pause(self) -> None:
+        self.changes += 1
+        self._save()
+        self._again()
+
+    def _gone(self, node: int, *, orderly: bool) -> None:
+        """A node has left; the others go on where they can."""
+        self._holders.discard(node)
+        if node not in self._members:
+            return
+        self._members.discard(node)
+        if not self._members:
+            return
+        self.changes += 1
+        if orderly or self._drained:
+            self._again()
+        else:
+            self._fail(FailureKind.NODE_LOST, set())
+
+    def _exit(self, node: int, code: int | None, *, disrupted: bool = False) -> None:
+        me = self.nodes[node]
+        if me.phase is Phase.AWAY or self.outcome is not None:
+            return
+        me.phase, me.life = Phase.AWAY, me.life + 1
+        self._gone(node, orderly=code in (0, int(ExitCode.PREEMPTED), int(ExitCode.BAD_NODE)))
+        self._heard(self.controller.ended(End(node, code, disrupted, self.time)))
+
+    def lose(self, node: int) -> None:
+        me = self.nodes[node]
+        if me.phase is Phase.AWAY:
+            return
+        self._count("machine lost")
+        me.phase, me.life, me.bad = Phase.AWAY, me.life + 1, False
+        life = me.life
+        self._gone(node, orderly=False)
+
+        def notice() -> None:
+            if self.outcome is None and me.life == life:
+                self._heard(self.controller.ended(End(node, None, True, self.time)))
+
+        self._after(self.source.uniform(80, 400), notice)
+
+    def drain(self, node: int) -> None:
+        me = self.nodes[node]
+        if me.phase not in (Phase.TRAINING, Phase.WAITING):
+            return
+        self._count("drained")
+        leaves = [node]
+        if me.phase is Phase.TRAINING:
+            self._save()
+            if len(self._members) - 1 < self.min_nodes:
+                # Too few are left: the run stops.
+                self.record.running = None
+                leaves = [number for number, one in enumerate(self.nodes) if one.phase is not Phase.AWAY]
+                self._members.clear()
+        for number in leaves:
+            self._exit(number, int(ExitCode.PREEMPTED), disrupted=number == node)
+
+    def rank_dies(self, kind: FailureKind) -> None:
+        if self._members and self.leader.phase is Phase.TRAINING:
+            self._count(kind.value)
+            self._fail(kind, set())
+
+    def node_turns_bad(self, node: int) -> None:
+        if self.nodes[node].phase is not Phase.TRAINING:
+            return
+        self._count("bad node")
+        self.nodes[node].bad = True
+        if len(self._members) - 1 >= self.min_nodes:
+            self._exit(node, int(ExitCode.BAD_NODE))
+        else:
+            self._fail(FailureKind.BAD_NODE, {node})
+
+
 def random_world(
-    controller: Controller, source: random.Random, *, told_first: bool = False, bugs: bool = True
+    controller: Controller,
+    source: random.Random,
+    *,
+    make: Callable[..., World] = World,
+    bugs: bool = True,
+    **options: Any,
 ) -> World:
     """Up to twelve faults over some hours."""
-    world = World(controller, source, total=source.randint(1, 6), told_first=told_first)
+    world = make(controller, source, total=source.randint(1, 6), **options)
     nodes = len(world.nodes)
     for _ in range(source.randint(0, 12)):
         at, node, for_s = source.expovariate(1 / 3000), source.randrange(nodes), source.expovariate(1 / 1800)

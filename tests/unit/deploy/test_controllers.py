@@ -10,6 +10,7 @@ import random
 import re
 import signal
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from unit.deploy.controllers import (
     KubernetesJobs,
     pod_failure_action,
 )
-from unit.deploy.run_model import World, random_world
+from unit.deploy.run_model import ElasticWorld, World, random_world
 
 from runner.errors import ExitCode
 
@@ -127,6 +128,41 @@ def test_a_leader_killed_at_any_step_of_its_end(platform: str, step: int) -> Non
         world = World(PLATFORMS[platform](), random.Random(seed))
         world.kill_leader_at.add(step)
         assert check(world) == "done" and world.faults
+
+
+ELASTIC = ("JobSet, spot workers", "Slurm, elastic")
+
+
+@pytest.mark.parametrize("platform", ELASTIC)
+@pytest.mark.parametrize("min_nodes", [1, 2])
+def test_nodes_that_come_and_go_leave_no_run_behind(platform: str, min_nodes: int) -> None:
+    outcomes: Counter[str] = Counter()
+    faults: Counter[str] = Counter()
+    changes = 0
+    for seed in range(PER_PLATFORM // 2):
+        source = random.Random(f"elastic {platform} {min_nodes} {seed}")
+        world = random_world(PLATFORMS[platform](), source, make=ElasticWorld, min_nodes=min_nodes)
+        assert isinstance(world, ElasticWorld)
+        try:
+            outcomes[check(world)] += 1
+        except AssertionError as error:
+            raise AssertionError(f"{platform}, seed {seed}: {error}") from error
+        faults.update(world.faults)
+        changes += world.changes
+    assert outcomes["done"] > PER_PLATFORM / 6, outcomes
+    assert len(faults) >= 9 and changes > PER_PLATFORM / 2, (faults, changes)
+
+
+def test_losing_a_node_costs_an_elastic_run_no_wait() -> None:
+    """One machine is lost early: the others finish without it, and its replacement learns that they have."""
+
+    def hours(make: Callable[..., World]) -> float:
+        world = make(PLATFORMS["JobSet, spot workers"](), random.Random(3), total=6)
+        world.plan(700.0, lambda: world.lose(2))
+        assert check(world) == "done"
+        return world.time / 3600
+
+    assert hours(ElasticWorld) <= hours(World)
 
 
 def stuck_or_lost(controller: Any, **options: Any) -> int:
