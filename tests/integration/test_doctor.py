@@ -61,10 +61,14 @@ def test_a_wrong_interface(tmp_path: Path) -> None:
     )
 
 
-def test_two_machines_meet(tmp_path: Path) -> None:
-    """Two doctors at once, one rank each, over the rendezvous that the run will use; and one that is left alone."""
+def meeting() -> list[str]:
     endpoint = f"127.0.0.1:{free_port()}"
-    options = ["--nnodes", "2", *ALONE, "--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1", "--json"]
+    return ["--nnodes", "2", *ALONE, "--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1"]
+
+
+def test_two_machines_meet(tmp_path: Path) -> None:
+    """Two doctors at once, one rank each, over the rendezvous that the run will use."""
+    options = [*meeting(), "--json"]
     commands = [
         [*RUNNER, "doctor", "--output-dir", str(tmp_path / f"run-{rank}"), *options, "--node-rank", str(rank)]
         for rank in (0, 1)
@@ -77,7 +81,10 @@ def test_two_machines_meet(tmp_path: Path) -> None:
     found = [next(one["text"] for one in findings if one["subject"] == "all-reduce") for findings in told]
     assert all("correct on 2 ranks over gloo" in text for text in found), found
 
-    alone = failed(doctor(tmp_path, *options[:-1], "--set", "launch.rendezvous_timeout_s=5", code=1))
+
+@pytest.mark.soak
+def test_one_of_two_machines_is_left_alone(tmp_path: Path) -> None:
+    alone = failed(doctor(tmp_path, *meeting(), "--set", "launch.rendezvous_timeout_s=5", code=1))
     assert list(alone) == ["all-reduce"]
 
 
