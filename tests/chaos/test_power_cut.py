@@ -137,7 +137,8 @@ def test_at_any_moment(seed: int, disk: Disk) -> None:
     assert_good_order(str(disk.mount / "store"), kept_by(lines))
 
 
-@pytest.mark.parametrize("cuts", [1, pytest.param(3, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("cuts", [1, 3])
 def test_under_a_job(cuts: int, disk: Disk, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Checkpoints and journal are on the disk; after the restart, the same command resumes."""
     calm = finished_once(shared_folder(tmp_path_factory) / "untouched", *SHORT_JOB)

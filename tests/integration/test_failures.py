@@ -495,7 +495,8 @@ def test_runners_that_are_killed_again_and_again_spend_the_budget(tmp_path: Path
 # -- preemption ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
 def test_a_notice_to_one_rank_alone_stops_all(number: signal.Signals, calm: Run, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", script=troubled(tmp_path, options=EVALUATING, crawl=8)).start()
     wait_for_commit(run, 10)

@@ -37,6 +37,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return finished_once(folder / "run", script=lambda: troubled(folder))
 
 
+@pytest.mark.soak
 def test_a_rank_that_dies_on_one_machine_restarts_all(wire: None, calm: Run, tmp_path: Path) -> None:
     machines = pair(tmp_path, crawl=10)
     start(machines)
@@ -55,7 +56,8 @@ def test_a_rank_that_dies_on_one_machine_restarts_all(wire: None, calm: Run, tmp
     assert_nobody_is_left(machines)
 
 
-@pytest.mark.parametrize("away_s", [20, pytest.param(60, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("away_s", [20, 60])
 def test_a_wire_that_is_cut_and_restored_later(away_s: float, cut: Cut, calm: Run, tmp_path: Path) -> None:
     machines = pair(tmp_path, crawl=10)
     start(machines)
@@ -182,6 +184,7 @@ def test_a_machine_that_does_not_come_back(wire: None, tmp_path: Path) -> None:
     assert_nobody_is_left(machines)
 
 
+@pytest.mark.soak
 def test_a_stop_on_any_machine_stops_all_at_one_step(wire: None, calm: Run, tmp_path: Path) -> None:
     machines = pair(tmp_path, crawl=8)
     start(machines)

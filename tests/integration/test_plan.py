@@ -94,6 +94,7 @@ def test_simulated_by_its_run_command(tmp_path: Path) -> None:
     assert failed.returncode == 2 and "holds no run" in failed.stderr
 
 
+@pytest.mark.soak
 def test_the_job_made_small(tmp_path: Path) -> None:
     """Nothing of the run itself is touched, whatever its checkpoints' place is."""
     place = tmp_path / "place"

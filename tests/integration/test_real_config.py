@@ -7,12 +7,14 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 from integration.support import Run, state_hash, wait_for_commit
 from safetensors.torch import load_file
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "configs" / "smollm3-3b.yaml"
 
 
+@pytest.mark.soak
 def test_smollm3_3b_configuration_survives_a_kill(untouched: Run, tmp_path: Path) -> None:
     options = ["--config", str(CONFIG)]
     for setting in (

@@ -154,6 +154,7 @@ def test_a_moving_average_of_a_sharded_model_is_refused(tmp_path: Path) -> None:
     assert result.returncode != 0 and "'average' holds sharded tensors" in result.stderr, result.stderr
 
 
+@pytest.mark.soak
 def test_the_job_goes_from_sharded_to_whole_and_back(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for steps, strategy, ranks in ((6, "fsdp", 2), (12, "fsdp", 1), (18, "ddp", 2), (24, "fsdp", 2)):

@@ -242,6 +242,7 @@ class Drift(TrainerCallback):
 """
 
 
+@pytest.mark.soak
 def test_replicas_that_drift_apart_make_no_checkpoint(tmp_path: Path, untouched_script: Run) -> None:
     lines = snapshotting_script(tmp_path, DRIFT, "snapshot_steps=None")
     path = Path(lines[0])

@@ -108,6 +108,7 @@ def test_a_killed_agent_loses_no_upload(tmp_path: Path, location: str, untouched
     assert state_hash(exported) == state_hash(untouched_script.checkpoint(60))
 
 
+@pytest.mark.soak
 def test_s3_is_away_when_a_rank_dies(
     tmp_path: Path, rclone_s3: Server, monkeypatch: pytest.MonkeyPatch, untouched_script: Run
 ) -> None:

@@ -116,7 +116,7 @@ def _environment(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("supervised", "dies_at"),
     [
-        (True, (7, 25)),
+        pytest.param(True, (7, 25), marks=pytest.mark.soak),
         pytest.param(True, (7, 25, 38), marks=pytest.mark.soak),
         pytest.param(False, (25,), marks=pytest.mark.soak),
     ],

@@ -57,8 +57,13 @@ run.close()
 """
 
 
-@pytest.mark.process
-@pytest.mark.parametrize("content", ["", "4242\nvm-17\n99\n"], ids=["empty", "of the lock's library only"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param("", marks=pytest.mark.soak, id="empty"),
+        pytest.param("4242\nvm-17\n99\n", marks=pytest.mark.process, id="of the lock's library only"),
+    ],
+)
 def test_a_rank_killed_as_it_takes_the_lock_of_a_new_run(content: str, tmp_path: Path) -> None:
     """Aim cannot parse such a lock: it refused this run for good, and its repository stayed empty."""
     require("Aim")
