@@ -16,7 +16,7 @@ from checkpointing.transformers.loop_state import LoopFigures
 from checkpointing.transformers.options import Options
 from checkpointing.transformers.start import Start
 from checkpointing.transformers.throughput import Throughput
-from checkpointing.transformers.uneven import weighs_by_tokens
+from checkpointing.transformers.uneven import can_be_uneven
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Session:
                 layout=layout,
                 beginning=beginning,
                 shuffle_samples=options.shuffle_samples,
-                uneven=weighs_by_tokens(trainer),
+                uneven=can_be_uneven(trainer),
             ),
             guard=StepGuard(
                 check_finite=options.check_finite, spike_zscore=options.spike_zscore, world_size=args.world_size

@@ -10,12 +10,24 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 # What cross-entropy ignores.
 _IGNORED = -100
 _LABELS = ("labels", "shift_labels")
 # Trainers whose `compute_loss` divides by the tokens of all ranks.
 _WEIGHING = {("transformers.trainer", "Trainer"), ("trl.trainer.sft_trainer", "SFTTrainer")}
+
+
+def can_be_uneven(trainer: Any) -> bool:
+    """Return whether the ranks of a training may have different numbers of samples in a step.
+
+    Args:
+        trainer: A `transformers.Trainer`.
+    """
+    data = trainer.train_dataset
+    # The samples of a stream are dealt while they are read.
+    return hasattr(data, "__len__") and not isinstance(data, IterableDataset) and weighs_by_tokens(trainer)
 
 
 def weighs_by_tokens(trainer: Any) -> bool:

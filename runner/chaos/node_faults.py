@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -187,6 +188,32 @@ def _jump(cluster: Cluster, dice: Random) -> str:
     return f"the clock of node {node.rank} was set by {seconds:+} s, and back after 3 s"
 
 
+def _lock_storage(cluster: Cluster, dice: Random) -> str:
+    """Have a node find its storage read-only: a file server that fails over, a volume that was remounted."""
+    node, seconds, root = dice.choice(cluster.alive), dice.uniform(0.5, 10), cluster.tiers.durable.root
+    if root is None:
+        raise NotApplicable("the storage is not a folder")
+    _network(cluster)
+    # A process in a network namespace has mounts of its own (ip-netns(8)).
+    own = ["nsenter", f"--mount=/proc/{node.run.process.pid}/ns/mnt", "--"]
+    _run(*own, "mount", "--bind", str(root), str(root))
+    try:
+        _run(*own, "mount", "-o", "remount,bind,ro", str(root))
+        time.sleep(seconds)
+    finally:
+        subprocess.run([*own, "umount", "--lazy", str(root)], capture_output=True)
+    return f"node {node.rank} could not write to its storage for {seconds:.1f} s"
+
+
+def _run(*command: str) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise NotApplicable(f"the program {error.filename} is missing") from None
+    if done.returncode:
+        raise NotApplicable(done.stderr.strip())
+
+
 def _leader(cluster: Cluster) -> ClusterNode:
     leader = cluster.leader
     if leader is None:
@@ -215,4 +242,5 @@ NODE_FAULTS = [
     NodeFault("lose frames", _lose_frames),
     NodeFault("pause the leader", _pause_leader),
     NodeFault("clock of a node jumps", _jump),
+    NodeFault("storage read-only for a node", _lock_storage),
 ]

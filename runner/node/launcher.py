@@ -43,6 +43,8 @@ _MONITOR_INTERVAL_S = 5.0
 # Seconds between two looks at the rendezvous, at least and for each node.
 _MEET_INTERVAL_S = 0.02
 _MEET_INTERVAL_PER_NODE_S = 0.002
+# Seconds that a store in etcd waits for one event.
+_WATCH_S = 1.0
 # Seconds between the keepalives of a rendezvous of one node, which nothing reads.
 _KEEP_ALIVE_ALONE_S = 60
 
@@ -246,6 +248,22 @@ def _meet_at_once(nnodes: int) -> None:
         holder.__init__.__defaults__ = (0,)
 
 
+def _watch_briefly() -> None:
+    """Have torch's store in etcd look again every second; by default it waits five minutes for an event.
+
+    Seen once: a node waited so long for a key that the other one had set.
+    """
+    import etcd
+
+    watch = etcd.Client.watch
+
+    def briefly(self: Any, key: str, *, timeout: float, **options: Any) -> Any:
+        return watch(self, key, timeout=min(timeout, _WATCH_S), **options)
+
+    if watch.__name__ != briefly.__name__:
+        etcd.Client.watch = briefly
+
+
 def _listen_on_loopback_only() -> None:
     """Have torch's stores of a run on one node listen on the loopback device only.
 
@@ -286,6 +304,9 @@ def _log_to_file(path: Path) -> None:
     logging.raiseExceptions = False
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    # What torch's C++ code reports, such as the loss of a store, with its stack.
+    with path.open("ab") as file:
+        os.dup2(file.fileno(), 2)
     for name in ["torch", *(name for name in logging.root.manager.loggerDict if name.startswith("torch."))]:
         logger = logging.getLogger(name)
         logger.handlers = [handler] if name == "torch" else []
@@ -336,6 +357,8 @@ def _launch(request: Message) -> Message:
         **{name: value for name, value in newer.items() if hasattr(LaunchConfig, name)},
     )
     _meet_at_once(request["nnodes"])
+    if request["rdzv_backend"] != "c10d":
+        _watch_briefly()
     if not request["may_have_several"]:
         _listen_on_loopback_only()
     failures: list[Message] = []

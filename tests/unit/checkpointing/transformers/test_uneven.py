@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 
-from checkpointing.transformers.uneven import weighs_by_tokens, without_labels
+from checkpointing.transformers.uneven import can_be_uneven, weighs_by_tokens, without_labels
 
 
 class Ours(Trainer):
@@ -75,6 +77,20 @@ def test_the_trainers_own_loss_does(cls: type) -> None:
 )
 def test_others_need_not(changes: dict[str, Any]) -> None:
     assert not weighs_by_tokens(trainer(**changes))
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 8
+
+
+@pytest.mark.parametrize(("data", "can"), [([1, 2], True), (iter([1]), False), (Endless(), False), (None, False)])
+def test_a_stream_is_dealt_while_it_is_read(data: Any, can: bool) -> None:
+    assert can_be_uneven(trainer(train_dataset=data)) is can
+    assert not can_be_uneven(trainer(OwnLoss, train_dataset=data))
 
 
 def test_a_batch_without_labels_counts_for_nothing() -> None:

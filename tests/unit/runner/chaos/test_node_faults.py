@@ -31,6 +31,7 @@ class Node:
             refresh=lambda: None,
             rank=lambda: Process(log, f"rank on {rank}"),
             helper=lambda module: Process(log, f"{module} on {rank}"),
+            process=SimpleNamespace(pid=100 + rank),
         )
 
     def kill(self) -> None:
@@ -55,6 +56,7 @@ class Cluster:
         self.log: list[str] = []
         self.nodes = [Node(0, self.log), Node(1, self.log), Node(2, self.log, alive=False)]
         self.network: Network | None = Network(self.log)
+        self.tiers = SimpleNamespace(durable=SimpleNamespace(root="/store"))
         self._codes = codes
 
     @property
@@ -146,6 +148,48 @@ def test_what_cannot_be_done_says_why(name: str, reason: str) -> None:
         cluster.nodes[1].is_alive = False
     with pytest.raises(NotApplicable, match=reason):
         inject(name, cluster)
+
+
+class Commands:
+    """Commands that a test records; those that name `failing` fail."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.done: list[str] = []
+        self._failing = failing
+
+    def run(self, command: list[str], **_: Any) -> Any:
+        self.done.append(" ".join(command))
+        failed = bool(self._failing) and self._failing in command
+        return SimpleNamespace(returncode=int(failed), stderr="mount: permission denied")
+
+
+def test_storage_is_read_only_for_one_node_and_writable_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = Commands()
+    monkeypatch.setattr("runner.chaos.node_faults.subprocess.run", commands.run)
+    inject("storage read-only for a node", Cluster())
+    (own,) = {command.partition(" -- ")[0] for command in commands.done}
+    assert own in ("nsenter --mount=/proc/100/ns/mnt", "nsenter --mount=/proc/101/ns/mnt")
+    assert [command.partition(" -- ")[2] for command in commands.done] == [
+        "mount --bind /store /store",
+        "mount -o remount,bind,ro /store",
+        "umount --lazy /store",
+    ]
+
+
+@pytest.mark.parametrize("reason", ["not a folder", "no network", "permission denied", "nsenter is missing"])
+def test_storage_that_cannot_be_locked_says_why(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster()
+    cluster.tiers.durable.root = None if reason == "not a folder" else "/store"
+    if reason == "no network":
+        cluster.network = None
+
+    def missing(command: list[str], **_: Any) -> Any:
+        raise FileNotFoundError(2, "No such file", command[0])
+
+    run = missing if "missing" in reason else Commands("remount,bind,ro").run
+    monkeypatch.setattr("runner.chaos.node_faults.subprocess.run", run)
+    with pytest.raises(NotApplicable, match=reason):
+        inject("storage read-only for a node", cluster)
 
 
 @pytest.mark.parametrize("code", [None, 1, 76, -9])
