@@ -218,6 +218,12 @@ def announce_replay() -> None:
         callback()
 
 
+def is_capturing() -> bool:
+    """Return whether this thread's work on a GPU is being recorded into a CUDA graph, instead of being done."""
+    cuda: Any = torch.cuda
+    return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
+
+
 _WRAPPED = "_checkpointing_wrapped"
 
 

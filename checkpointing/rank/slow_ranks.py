@@ -44,7 +44,8 @@ def slow_ranks(seconds: Sequence[float]) -> dict[int, float]:
 class ForwardTimer:
     """Times the forward passes of a model in training; on an accelerator by its own clock, without waiting for it.
 
-    Passes without gradients do not count. A compiled model is not timed: its graph must not contain the timer.
+    Passes without gradients do not count. A compiled model, or one that a CUDA graph records, is not timed: the graph
+    must not contain the timer.
 
     Args:
         model: The model, without a DDP wrapper, whose forward passes wait for other ranks.
@@ -85,7 +86,7 @@ class ForwardTimer:
             hook.remove()
 
     def _before(self, module: torch.nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()) or device.is_capturing():
             return
         self._began = self._device.mark(), time.perf_counter()
 

@@ -128,6 +128,17 @@ def test_a_compiled_graph_does_not_contain_the_timer() -> None:
     assert len(graphs) == 1
 
 
+def test_what_a_cuda_graph_records_is_not_timed(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Layer(clock)
+    timer = ForwardTimer(model)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for capturing in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        model(0.25)
+    timer.end_step()
+    assert timer.take() == 0.25
+
+
 class Marks:
     """A device whose clock stands still until a mark is passed."""
 
