@@ -165,7 +165,9 @@ def test_a_bad_node_is_kept_out(slurm: Slurm, tmp_path: Path) -> None:
 
 def test_a_job_is_complete_when_the_nodes_that_are_left_have_finished(slurm: Slurm, tmp_path: Path) -> None:
     """One of two nodes was preempted: srun ends with its code, 75, which would queue the finished run again."""
-    folder = ends(tmp_path, "exit 75", "exit 0", """echo '{"state": "finished"}'""")
+    # Long, as of a run with many attempts: who stops reading it early ends `runner` with an error.
+    told = """echo '{"state": "finished",'; head -c 500000 /dev/zero | tr '\\0' x || exit 1"""
+    folder = ends(tmp_path, "exit 75", "exit 0", told)
     limits = {"MIN_NODES": "1", "MAX_NODES": "2"}
     job = submit(slurm, tmp_path / "run", nodes=2, path=folder, **limits)
     assert slurm.wait_for_end(job) == "COMPLETED", slurm.log.read_text()
