@@ -84,6 +84,12 @@ class RecutBatchSampler(BatchSampler):
         for batches in zip(*shards, strict=True):
             yield list(itertools.chain(*batches))
 
+    def _steps(self) -> Iterator[list[Any]]:
+        """Iterate over what all ranks together drew for each optimizer step."""
+        rounds = self._rounds()
+        while step := list(itertools.chain(*itertools.islice(rounds, self._made_for.accumulation))):
+            yield step
+
     def is_filler(self, number: int) -> bool:
         """Return whether a batch of the newest iteration has a sample of another rank, and must not count."""
         return number in self._fillers
@@ -93,9 +99,9 @@ class RecutBatchSampler(BatchSampler):
 
     def _uneven(self) -> Iterator[list[Any]]:
         """Deal each step's samples as evenly as possible; every rank makes as many batches."""
-        now, rounds, number = self._now, self._rounds(), 0
+        now, number = self._now, 0
         self._fillers.clear()
-        while step := list(itertools.chain(*itertools.islice(rounds, self._made_for.accumulation))):
+        for step in self._steps():
             share = [step[index] for index in now.share_of(self._rank, len(step))]
             count = math.ceil(len(now.share_of(0, len(step))) / now.batch_size)
             for part in range(count):
@@ -106,9 +112,9 @@ class RecutBatchSampler(BatchSampler):
                 number += 1
 
     def _even(self) -> Iterator[list[Any]]:
-        now, rounds = self._now, self._rounds()
+        now = self._now
         first: list[Any] = []
-        while step := list(itertools.chain(*itertools.islice(rounds, self._made_for.accumulation))):
+        for step in self._steps():
             first = first or step
             # An epoch's last step may hold fewer samples, which need not divide evenly.
             missing = -len(step) % now.world_size

@@ -255,10 +255,13 @@ def simulate(
 
 def _node_settings(nnodes: str | None, spares: int) -> list[str]:
     """Return `--nnodes` and `--spares` as parameters of the simulation."""
+    from runner.config.launch import split_nnodes
+
     found = [f"spares={spares}"] if spares else []
     if nnodes is None:
         return found
-    smallest, colon, largest = nnodes.partition(":")
-    if not smallest.isdecimal() or not (largest.isdecimal() or not colon):
+    limits = split_nnodes(nnodes)
+    if limits is None:
         raise UsageError(f"--nnodes {nnodes!r} is not a number of nodes; pass N or MIN:MAX")
-    return [f"nodes={largest if colon else smallest}", f"min_nodes={smallest}", *found]
+    smallest, largest = limits
+    return [f"nodes={largest}", f"min_nodes={smallest}", *found]

@@ -14,6 +14,14 @@ def _torchruns_auto(value: Any) -> Any:
     return "auto" if value in ("gpu", "cpu") else value
 
 
+def split_nnodes(text: str) -> tuple[int, int] | None:
+    """Return the smallest and the largest number of nodes that torchrun's N or MIN:MAX names; None if it is neither."""
+    smallest, colon, largest = text.partition(":")
+    if not (smallest.isdecimal() and (largest.isdecimal() or not colon)):
+        return None
+    return int(smallest), int(largest or smallest)
+
+
 class LaunchConfig(Section):
     """Processes and nodes, named as in torchrun."""
 
@@ -69,11 +77,11 @@ class LaunchConfig(Section):
         """Accept torchrun's MIN:MAX as `nnodes`."""
         if not isinstance(values, dict) or not isinstance(values.get("nnodes"), str):
             return values
-        smallest, colon, largest = values["nnodes"].partition(":")
-        if not (smallest.isdecimal() and (largest.isdecimal() or not colon)):
+        found = split_nnodes(values["nnodes"])
+        if found is None:
             return values
-        found: dict[str, Any] = {**values, "nnodes": int(largest if colon else smallest)}
-        return {**found, "min_nodes": int(smallest)} if colon else found
+        smallest, largest = found
+        return {**values, "nnodes": largest, **({"min_nodes": smallest} if ":" in values["nnodes"] else {})}
 
     @property
     def endpoint(self) -> str:

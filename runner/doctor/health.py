@@ -1,6 +1,6 @@
 """Computes and stores known values on every accelerator of this node; prints what was wrong as a JSON list.
 
-    python -m runner.doctor.health
+    python -m runner.doctor.health PARENT_PID
 
 A node of several runs it before it takes part (`runner/node/health_check.py`): a GPU that computes wrong numbers fails
 no call, and a bad cell of its memory only shows when it is used. It takes about a second per GPU.
@@ -9,10 +9,13 @@ no call, and a bad cell of its memory only shows when it is used. It takes about
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 
 import torch
+
+from runner.system import processes
 
 _SIZE = 1024
 _REPEATS = 20
@@ -71,4 +74,6 @@ def _tested_bytes(device: torch.device) -> int:
 
 
 if __name__ == "__main__":
+    # A driver that hangs must not hold this process when the runner is killed.
+    processes.die_with_parent(lambda: os.getppid() != int(sys.argv[1]))
     json.dump(list(faults()), sys.stdout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,7 @@ class Process(Protocol):
 
 def start_check(output: IO[bytes], errors: IO[bytes]) -> Process:
     """Start `python -m runner.doctor.health`."""
-    command = [sys.executable, "-m", "runner.doctor.health"]
+    command = [sys.executable, "-m", "runner.doctor.health", str(os.getpid())]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True)
 
 

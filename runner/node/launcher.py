@@ -10,6 +10,7 @@ torchrun's own in-place restart shares one store between attempts, and stale key
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import itertools
@@ -248,6 +249,7 @@ def _meet_at_once(nnodes: int) -> None:
         holder.__init__.__defaults__ = (0,)
 
 
+@functools.cache
 def _watch_briefly() -> None:
     """Have torch's store in etcd look again every second; by default it waits five minutes for an event.
 
@@ -260,8 +262,7 @@ def _watch_briefly() -> None:
     def briefly(self: Any, key: str, *, timeout: float, **options: Any) -> Any:
         return watch(self, key, timeout=min(timeout, _WATCH_S), **options)
 
-    if watch.__name__ != briefly.__name__:
-        etcd.Client.watch = briefly
+    etcd.Client.watch = briefly
 
 
 def _listen_on_loopback_only() -> None:

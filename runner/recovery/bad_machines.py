@@ -15,6 +15,7 @@ from checkpointing.storage.sidecars import Sidecars
 VARIABLE = "RUNNER_MACHINE"
 RECORD_NAME = "bad-machines.json"
 _MAX_MACHINES = 1000
+_MAX_CAUSE = 2000
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,12 @@ class BadMachine:
 
     machine: Annotated[str, Field(max_length=200)]
     until: Annotated[float, Field(ge=0, lt=1e12)]
-    cause: Annotated[str, Field(max_length=2000)] = ""
+    cause: Annotated[str, Field(max_length=_MAX_CAUSE)] = ""
+
+    @classmethod
+    def for_hours(cls, hours: float, machine: str, cause: str, now: float) -> BadMachine:
+        """Return a machine that is not to be used for so many hours from now, in seconds since the epoch."""
+        return cls(machine, now + 3600 * hours, cause[:_MAX_CAUSE])
 
 
 _ADAPTER: TypeAdapter[Any] = TypeAdapter(list[BadMachine])

@@ -55,7 +55,7 @@ class Exclusion:
         now = self._session.clock()
         machines = list(self._machines.values())
         bad = [
-            BadMachine(machine, now + 3600 * self._hours, failure.cause[:2000])
+            BadMachine.for_hours(self._hours, machine, failure.cause, now)
             for number, failure in failures.items()
             # Several nodes on one machine look the same, and one of them may be sound.
             if (machine := self._machines.get(number, "")) and machines.count(machine) == 1
@@ -75,7 +75,7 @@ def exclude_own_machine(session: Session, cause: str) -> None:
     """
     hours, machine, now = session.config.restart.exclude_hours, this_machine(), session.clock()
     if hours and machine:
-        _remember(session.config.tiers.durable.sidecars, [BadMachine(machine, now + 3600 * hours, cause[:2000])], now)
+        _remember(session.config.tiers.durable.sidecars, [BadMachine.for_hours(hours, machine, cause, now)], now)
 
 
 def _remember(sidecars: Sidecars, bad: Sequence[BadMachine], now: float) -> None:

@@ -39,7 +39,6 @@ class NodeChanges:
     Attributes:
         leaving: Nodes that were asked to stop and without which the run goes on, with the reason.
         hands_over: Whether the leader was asked to stop, and the run goes on under another one.
-        evicted: Nodes that leave because their ranks are slow, with the failure that this counts as.
     """
 
     def __init__(self, session: Session, send: Callable[[Finish, int], None]) -> None:
@@ -52,12 +51,18 @@ class NodeChanges:
         self._session, self._send = session, send
         self.leaving: dict[int, str] = {}
         self.hands_over = False
-        self.evicted: dict[int, Failure] = {}
         # Those of the leaving ones whose hardware has failed, or is slow.
         self._bad: set[int] = set()
         # Why the running attempt was paused.
         self._reason = ""
         self._changed_at = 0.0
+
+    @property
+    def evicted(self) -> dict[int, Failure]:
+        """Nodes that are to leave because of their hardware, with the failure that this counts as."""
+        return {
+            number: Failure(FailureKind.BAD_NODE, self.leaving[number]) for number in self._bad & self.leaving.keys()
+        }
 
     def begin(self) -> None:
         """An attempt begins."""
@@ -111,7 +116,6 @@ class NodeChanges:
             cause = f"rank {rank} needs {ratio:.1f} times as long as the median rank (launch.evict_slow_nodes)"
             self.leaving[number] = cause
             self._bad.add(number)
-            self.evicted[number] = Failure(FailureKind.BAD_NODE, cause)
 
     def revise(self, failure: Failure, nodes: AbstractSet[int]) -> Failure:
         """Return how the attempt ended, for a run that continues with other nodes; the leaving ones may go.
@@ -191,7 +195,6 @@ class NodeChanges:
         code = ExitCode.BAD_NODE if number in self._bad else ExitCode.PREEMPTED
         self._send(Finish(exit_code=code.value, reason=reason[:MAX_REASON]), number)
         self._bad.discard(number)
-        self.evicted.pop(number, None)
 
 
 def listed(numbers: Iterable[int]) -> str:

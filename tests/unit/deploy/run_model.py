@@ -312,18 +312,22 @@ class World:
         was, leader_was = me.phase, self.leader.phase
         me.phase, me.life, me.bad = Phase.AWAY, me.life + 1, False
         life = me.life
-        if node == 0:
-            for number, other in enumerate(self.nodes):
-                if number and other.phase in (Phase.TRAINING, Phase.ENDING):
-                    self._wait(number)
-        elif was is leader_was and leader_was in (Phase.TRAINING, Phase.ENDING) and not self._drained:
-            self._fail(FailureKind.NODE_LOST, set())
+        self._miss(node, was, leader_was)
 
         def notice() -> None:
             if self.outcome is None and me.life == life:
                 self._heard(self.controller.ended(End(node, None, True, self.time)))
 
         self._after(self.source.uniform(80, 400), notice)
+
+    def _miss(self, node: int, was: Phase, leader_was: Phase) -> None:
+        """What the others do when a machine is lost, with its phase and the leader's until then."""
+        if node == 0:
+            for number, other in enumerate(self.nodes):
+                if number and other.phase in (Phase.TRAINING, Phase.ENDING):
+                    self._wait(number)
+        elif was is leader_was and leader_was in (Phase.TRAINING, Phase.ENDING) and not self._drained:
+            self._fail(FailureKind.NODE_LOST, set())
 
     def drain(self, node: int) -> None:
         """SIGTERM on one node: all stop at one step, and save where storage answers."""
@@ -557,20 +561,8 @@ class ElasticWorld(World):
         self._gone(node, orderly=code in (0, int(ExitCode.PREEMPTED), int(ExitCode.BAD_NODE)))
         self._heard(self.controller.ended(End(node, code, disrupted, self.time)))
 
-    def lose(self, node: int) -> None:
-        me = self.nodes[node]
-        if me.phase is Phase.AWAY:
-            return
-        self._count("machine lost")
-        me.phase, me.life, me.bad = Phase.AWAY, me.life + 1, False
-        life = me.life
+    def _miss(self, node: int, was: Phase, leader_was: Phase) -> None:
         self._gone(node, orderly=False)
-
-        def notice() -> None:
-            if self.outcome is None and me.life == life:
-                self._heard(self.controller.ended(End(node, None, True, self.time)))
-
-        self._after(self.source.uniform(80, 400), notice)
 
     def drain(self, node: int) -> None:
         me = self.nodes[node]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -74,5 +76,8 @@ def test_each_gpu_is_named_and_one_that_is_in_use_is_passed_over(monkeypatch: py
 @pytest.mark.process
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU here")
 def test_without_gpus_there_is_nothing_to_check() -> None:
-    done = subprocess.run([sys.executable, "-m", "runner.doctor.health"], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "runner.doctor.health"]
+    done = subprocess.run([*command, str(os.getpid())], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == []
+    # The runner that has started it is gone already.
+    assert subprocess.run([*command, "1"], capture_output=True).returncode == -signal.SIGKILL
