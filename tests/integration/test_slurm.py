@@ -117,8 +117,12 @@ def ends(tmp_path: Path, *lines: str) -> str:
     program = folder / "runner"
     program.write_text(
         f"""#!/bin/bash
-        echo "$SLURMD_NODENAME $*" >>{folder}/starts
+        # Two nodes start at the same time: counted one by one, or both take the second line.
+        exec 9>>{folder}/starts
+        flock 9
+        echo "$SLURMD_NODENAME $*" >&9
         number=$(wc -l <{folder}/starts)
+        exec 9>&-
         eval "$(sed -n "$((number < {len(lines)} ? number : {len(lines)}))p" {folder}/lines)"
         """
     )
