@@ -34,6 +34,8 @@ RECOVERY_LIMIT_S = 120.0
 _QUICK = ("launch.grow_interval_s=0", "launch.last_call_s=2", "checkpoint.max_failed_saves=null")
 # Between two faults: seconds, at most.
 _PAUSE_S = 3.0
+# Faults come alone or in bursts: what fails while a run recovers is where such systems break.
+_BURSTS = (1, 1, 2, 3)
 _FINISH_LIMIT_S = 600.0
 
 
@@ -128,22 +130,11 @@ class NodeCampaign:
         return self._calm.judge(number, before, differences)
 
     def _inject(self, cluster: Cluster, number: int) -> bool:
-        """Inject one fault, and check what follows; return whether the run may go on."""
-        fault = self._random.choice(self._faults)
-        if not cluster.alive:
+        """Inject a burst of faults, and check what follows; return whether the run may go on."""
+        burst = self._burst(cluster, number)
+        if not burst:
             return True
-        step, at = cluster.step(), time.monotonic()
-        injection = Injection(fault.name, "", number, step, "")
-        try:
-            injection.what = fault.inject(cluster, self._random)
-        except NotApplicable as reason:
-            times, _ = self.result.skipped.get(fault.name, (0, ""))
-            self.result.skipped[fault.name] = times + 1, str(reason)
-            return True
-        except FaultViolation as error:
-            injection.violations.append(str(error))
-        self.result.injections.append(injection)
-        self._calm.report(f"run {number}, step {step}: {fault.name}: {injection.what}")
+        injection, at = burst[-1]
         moved_on = cluster.wait_for_step(RECOVERY_LIMIT_S)
         injection.recovered_s = round(time.monotonic() - at, 2) if moved_on else None
         if not moved_on:
@@ -154,6 +145,35 @@ class NodeCampaign:
         for text in injection.violations:
             self._calm.report(f"  VIOLATION: {text}")
         return moved_on
+
+    def _burst(self, cluster: Cluster, number: int) -> list[tuple[Injection, float]]:
+        """Inject faults, the next one before the run has recovered; return each with its time (monotonic clock)."""
+        burst = list[tuple[Injection, float]]()
+        for place in range(self._random.choice(_BURSTS)):
+            if place:
+                time.sleep(self._random.uniform(0, _PAUSE_S))
+            at = time.monotonic()
+            injection = self._inject_one(cluster, number)
+            if injection is not None:
+                burst.append((injection, at))
+        return burst
+
+    def _inject_one(self, cluster: Cluster, number: int) -> Injection | None:
+        fault = self._random.choice(self._faults)
+        if not cluster.alive or cluster.has_finished:
+            return None
+        injection = Injection(fault.name, "", number, cluster.step(), "")
+        try:
+            injection.what = fault.inject(cluster, self._random)
+        except NotApplicable as reason:
+            times, _ = self.result.skipped.get(fault.name, (0, ""))
+            self.result.skipped[fault.name] = times + 1, str(reason)
+            return None
+        except FaultViolation as error:
+            injection.violations.append(str(error))
+        self.result.injections.append(injection)
+        self._calm.report(f"run {number}, step {injection.step}: {fault.name}: {injection.what}")
+        return injection
 
     def _check(self, cluster: Cluster, entries: Sequence[Entry], *, finished: bool) -> list[str]:
         by_node = {node.rank: node.entries() for node in cluster.nodes}
