@@ -64,7 +64,7 @@ class ClusterNode:
             self._environment |= self.clock.environment
         self._outputs = folder.with_name(f"{folder.name}-output")
         self.run = self._make_run()
-        self._started = False
+        self._started = self._lost_power = False
 
     def _make_run(self) -> RunUnderTest:
         records = self._folder / f"node-{self.rank}" if self.rank else self._folder
@@ -81,16 +81,20 @@ class ClusterNode:
     @property
     def exit_code(self) -> int | None:
         """Exit code of its runner; None while it runs, and before the first start."""
+        if self._lost_power:
+            return -signal.SIGKILL
         return self.run.process.poll() if self._started else None
 
     def start(self) -> None:
         """Start its runner."""
-        self._started = True
+        self._started, self._lost_power = True, False
         self.run.start()
 
     def kill(self) -> None:
         """End all its processes at once, as a power cut does."""
         if self._started:
+            # psutil may reap the runner, and Popen takes the status that it does not get for 0.
+            self._lost_power = self._lost_power or self.is_alive
             processes.kill_all(self.run.marked)
             self.run.process.wait()
 
@@ -99,7 +103,7 @@ class ClusterNode:
         shutil.rmtree(self._folder, ignore_errors=True)
         self.run.close()
         self.run = self._make_run()
-        self._started = False
+        self._started = self._lost_power = False
 
     def entries(self) -> list[Entry]:
         """Return the entries of the sessions in which it led."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,3 +93,17 @@ def test_nodes_that_have_all_ended_are_started_again(cluster: Cluster, monkeypat
 
     monkeypatch.setattr(cluster, "start", start)
     assert cluster.wait_for_step(10.0) and cluster.finish(10.0)
+
+
+def test_a_machine_that_lost_power_has_not_finished(cluster: Cluster) -> None:
+    """Its runner may be reaped with the rest, and then Popen takes its status for 0."""
+    node = cluster.nodes[0]
+    node.run.command = ["sleep", "60"]
+    node.start()
+    node.kill()
+    assert node.exit_code == -signal.SIGKILL and not cluster.has_finished
+    node.run.command = ["true"]
+    node.start()
+    node.run.process.wait()
+    node.kill()
+    assert node.exit_code == 0
