@@ -42,8 +42,9 @@ class LaunchConfig(Section):
     median rank, if enough nodes are left; its machine is then excluded as one whose hardware failed
     (`restart.exclude_hours`). The leader is never left out. Without it slow ranks are only reported."""
     check_gpus: bool = True
-    """Whether each node of several computes and stores known values on its GPUs before it takes part, while the ranks'
-    libraries load. A node whose GPUs fail exits with 80, and its machine is excluded (`restart.exclude_hours`)."""
+    """Whether each node of several computes and stores known values on its GPUs, and adds up over all of them, before
+    it takes part, while the ranks' libraries load. A node whose GPUs fail exits with 80, and its machine is excluded
+    (`restart.exclude_hours`)."""
     node_rank: int = Field(default=0, ge=0)
     """Rank of this node, from 0. In a PyTorchJob the variable RANK sets it."""
     world_size: int | None = Field(default=None, ge=1, examples=[16])

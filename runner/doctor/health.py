@@ -1,9 +1,12 @@
-"""Computes and stores known values on every accelerator of this node; prints what was wrong as a JSON list.
+"""Computes and stores known values on every accelerator of this node, and adds up over all of them.
+
+It prints what was wrong as a JSON list.
 
     python -m runner.doctor.health PARENT_PID
 
 A node of several runs it before it takes part (`runner/node/health_check.py`): a GPU that computes wrong numbers fails
-no call, and a bad cell of its memory only shows when it is used. It takes about a second per GPU.
+no call, and a bad cell of its memory only shows when it is used. It takes about a second per GPU,
+and a few more for the sum over several.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from collections.abc import Iterator
 
 import torch
 
+from runner.doctor import neighbours
 from runner.system import processes
 
 _SIZE = 1024
@@ -31,15 +35,21 @@ def faults() -> Iterator[str]:
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None:
         return
-    for index in range(torch.accelerator.device_count()):
+    devices = [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
+    sound = list[torch.device]()
+    for device in devices:
         try:
-            for fault in faults_of(torch.device(kind.type, index)):
-                yield f"GPU {index} {fault}"
+            found = list(faults_of(device))
         except torch.OutOfMemoryError:
             # Another process uses it; what it computed before that was right.
             continue
         except RuntimeError as error:
-            yield f"GPU {index} failed: {str(error).splitlines()[0]}"
+            found = [f"failed: {str(error).splitlines()[0]}"]
+        yield from (f"GPU {device.index} {fault}" for fault in found)
+        if not found:
+            sound.append(device)
+    if len(sound) == len(devices) > 1 and (fault := neighbours.fault_between(devices)):
+        yield f"GPUs 0 to {len(devices) - 1} {fault}"
 
 
 def faults_of(device: torch.device) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.doctor import health
+from runner.doctor import health, neighbours
 
 CPU = torch.device("cpu")
 
@@ -81,3 +81,19 @@ def test_without_gpus_there_is_nothing_to_check() -> None:
     assert json.loads(done.stdout) == []
     # The runner that has started it is gone already.
     assert subprocess.run([*command, "1"], capture_output=True).returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("between", "expected"), [("", []), ("compute a wrong sum together", ["GPUs 0 to 1 compute"])])
+def test_sound_gpus_add_up_together(between: str, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator: Any = SimpleNamespace(current_accelerator=lambda **_: torch.device("cuda"), device_count=lambda: 2)
+    monkeypatch.setattr(torch, "accelerator", accelerator)
+    monkeypatch.setattr(health, "faults_of", lambda device: iter(()))
+    asked = list[list[torch.device]]()
+
+    def fault_between(devices: list[torch.device]) -> str:
+        asked.append(devices)
+        return between
+
+    monkeypatch.setattr(neighbours, "fault_between", fault_between)
+    assert [fault[: len(start)] for fault, start in zip(health.faults(), expected, strict=True)] == expected
+    assert asked == [[torch.device("cuda", 0), torch.device("cuda", 1)]]

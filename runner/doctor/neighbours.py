@@ -1,0 +1,61 @@
+"""The accelerators of one node in one all-reduce: a link between two of them may fail where each alone is sound."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
+
+from runner.doctor.ranks import all_reduce_is_right
+from runner.system import processes
+
+# A link that transfers nothing: NCCL ends the process then.
+_TIMEOUT = timedelta(seconds=60)
+# Exit status of a rank whose sum was wrong.
+WRONG = 3
+
+
+def fault_between(devices: Sequence[torch.device]) -> str:
+    """Return what is wrong with an all-reduce over devices of this node, in words; empty if nothing is.
+
+    Args:
+        devices: At least two accelerators; or the CPU several times, for tests.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (os.getpid(), [str(device) for device in devices], str(Path(folder) / "store"))
+        try:
+            spawn(_rank, args=arguments, nprocs=len(devices))  # type: ignore[no-untyped-call]
+        except ProcessExitedException as error:
+            if error.exit_code == WRONG:
+                return "compute a wrong sum together"
+            return f"cannot communicate: rank {error.error_index} ended with {error.signal_name or error.exit_code}"
+        except ProcessRaisedException as error:
+            return f"cannot communicate: {str(error).strip().splitlines()[-1]}"
+    return ""
+
+
+def _rank(rank: int, parent: int, devices: list[str], store: str) -> None:
+    processes.die_with_parent(lambda: os.getppid() != parent)
+    device = torch.device(devices[rank])
+    is_cuda = device.type == "cuda"
+    if is_cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if is_cuda else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=len(devices),
+        timeout=_TIMEOUT,
+        device_id=device if is_cuda else None,
+    )
+    right = all_reduce_is_right(device, rank, len(devices))
+    dist.barrier()
+    dist.destroy_process_group()
+    if not right:
+        os._exit(WRONG)
