@@ -10,10 +10,16 @@ import os
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from infra.parts import require
+
+from checkpointing.tiers import open_tiers
+from runner.chaos.cluster import Cluster
+from runner.chaos.network import Network
+from runner.journal.events import AttemptStarted
 
 MINUTES = float(os.environ.get("CHAOS_MINUTES", "5"))
 SEED = int(os.environ.get("CHAOS_SEED", random.SystemRandom().randrange(2**24)))
@@ -31,3 +37,31 @@ def test_nodes_come_and_go(tmp_path: Path) -> None:
     assert done.returncode == 0
     found = json.loads(verdict.read_text())
     assert found["violations"] == 0 and found["faults"] >= 10
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600 + 60 * MINUTES)
+def test_a_loaded_machine_gives_no_false_alarm(wire: Network, tmp_path: Path) -> None:
+    """Three nodes train beside more busy processes than there are cores; nobody touches them.
+
+    CHAOS_MINUTES=60 makes it the hour that the guide speaks of.
+    """
+    location = tmp_path / "volume"
+    options = ["--set", f"checkpoint.location={location}", "--set", "trainer.max_steps=1000000"]
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        with Cluster(tmp_path, options, open_tiers(str(location), None), 3, wire) as cluster:
+            assert cluster.wait_for_step(300)
+            until, first = time.monotonic() + 60 * MINUTES, cluster.step()
+            while time.monotonic() < until:
+                time.sleep(1)
+                assert len(cluster.alive) == 3, cluster.unexpected_ends()
+            attempts = [entry.event for entry in cluster.entries() if isinstance(entry.event, AttemptStarted)]
+            assert cluster.step() > first
+            # A node that came late was admitted before; afterwards nothing may end the attempt of all three.
+            assert [attempt.nnodes for attempt in attempts if attempt.nnodes == 3] == [3], attempts
+            assert attempts[-1].nnodes == 3
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
