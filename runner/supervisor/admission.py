@@ -84,6 +84,15 @@ class Limits:
                 return number
         return None
 
+    def missing(self, ready: AbstractSet[int]) -> list[int]:
+        """Return the lowest node ranks that are absent, as many as there are nodes missing.
+
+        Args:
+            ready: Node ranks of the nodes that there are; spares may have ranks above `max_nodes`.
+        """
+        absent = sorted(set(range(self.max_nodes)) - ready)
+        return absent[: max(self.max_nodes - len(ready), 0)]
+
     def chosen(self, available: AbstractSet[int], members: AbstractSet[int], leader: int) -> frozenset[int] | None:
         """Choose the nodes that train; None if there are not enough.
 

@@ -168,7 +168,7 @@ class Membership:
                 self.nodes = chosen
                 return
             session.loop.pump(TURN_S)
-            missing = sorted(set(range(limits.max_nodes)) - self._seen().ready)
+            missing = limits.missing(self._seen().ready)
             names = listed(missing)
             if missing and not announced:
                 announced = True

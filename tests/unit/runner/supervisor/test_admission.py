@@ -15,6 +15,13 @@ def nodes(*numbers: int) -> frozenset[int]:
 
 
 @pytest.mark.parametrize(
+    ("ready", "missing"), [((0,), [1, 2]), ((0, 2), [1]), ((0, 5), [1]), ((0, 4, 5), []), ((3, 4, 5, 6), [])]
+)
+def test_a_spare_takes_the_place_of_a_missing_node(ready: tuple[int, ...], missing: list[int]) -> None:
+    assert FIXED.missing(nodes(*ready)) == missing
+
+
+@pytest.mark.parametrize(
     ("limits", "seen", "enough_s", "chosen"),
     [
         # All, or nobody.
