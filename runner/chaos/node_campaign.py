@@ -131,6 +131,9 @@ class NodeCampaign:
 
     def _inject(self, cluster: Cluster, number: int) -> bool:
         """Inject a burst of faults, and check what follows; return whether the run may go on."""
+        if not cluster.alive:
+            # All have ended with a code that asks for another start.
+            return cluster.wait_for_step(RECOVERY_LIMIT_S)
         burst = self._burst(cluster, number)
         if not burst:
             return True

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from runner.supervisor.lead import Inherited
 
 T = TypeVar("T")
+# Set where the process continues as a node that follows; its value does not matter.
+_FOLLOWS_ENV = "_RUNNER_FOLLOWS"
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -133,6 +135,9 @@ def start(
         gpus = find_gpus()
         config, resume, overwrite = for_debugging(config, len(gpus)), "never", True
         os.environ.update(debugging_environment(os.environ, on_gpu=bool(gpus)))
+    if os.environ.pop(_FOLLOWS_ENV, None) is not None:
+        # The run that this process has led goes on.
+        resume, overwrite = "auto", False
     step = resume_step(resume)
     if overwrite and step != "never":
         raise UsageError("--overwrite needs --resume never")
@@ -192,6 +197,13 @@ def start(
     shared = between_nodes(identity, config.checkpoint.location)
     session = Session(config, directory, display, stop)
 
+    def ended(supervisor: Supervisor, exit_code: ExitCode) -> ExitCode:
+        """Report the end of a run that this node has led, or follow the node that leads now."""
+        if supervisor.was_replaced and not stop:
+            say(f"{supervisor.reason}; this node follows it")
+            _follow()
+        return _report(supervisor, exit_code, config, directory)
+
     def lead(lease: Lease, inherited: Inherited) -> ExitCode:
         """Lead from now on: the leader that this node has followed is gone."""
         keeper = take_over(session, lease)
@@ -203,7 +215,7 @@ def start(
         supervisor = Supervisor(session, job, place=place, identity=shared, lease=keeper, inherited=inherited)
         exit_code = supervisor.lead()
         display.close()
-        return _report(supervisor, exit_code, config, directory)
+        return ended(supervisor, exit_code)
 
     if not standing.leads:
         succession = Succession(session, standing.watch(), lead)
@@ -211,7 +223,7 @@ def start(
         sys.exit(int(follower.run()))
     _serve_metrics(config, directory)
     supervisor = Supervisor(session, job, place=location, identity=shared, lease=keeper)
-    sys.exit(int(_report(supervisor, supervisor.run(), config, directory)))
+    sys.exit(int(ended(supervisor, supervisor.run())))
 
 
 def _serve_metrics(config: Any, directory: Any) -> None:
@@ -223,6 +235,17 @@ def _serve_metrics(config: Any, directory: Any) -> None:
     # With one node, only local processes may connect, unless the user sets an address.
     address = config.monitoring.address or ("127.0.0.1" if config.launch.nnodes == 1 else "0.0.0.0")
     serve(address, config.monitoring.port, RunCollector(directory.journal))
+
+
+def _follow() -> None:
+    """Run the same command again in this process, as a scheduler would do after exit code 75.
+
+    What a leader has set up, from its lock to its metrics, ends with it.
+    """
+    os.environ[_FOLLOWS_ENV] = "1"
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _report(supervisor: Any, exit_code: ExitCode, config: Any, directory: Any) -> ExitCode:

@@ -66,6 +66,8 @@ class AgentEvents:
         """Forget what the attempt before this one reported."""
         # The next one may end before it reports.
         self.batch = self.slow = None
+        # Only a leader that was outpaced begins another attempt then.
+        self.fenced = None
         self._recorded_step, self._recorded_at = 0, 0.0
         self._display.state.attempt, self._display.state.activity = number, "starting"
 

@@ -125,6 +125,18 @@ class FailureKind(Enum):
             is_failure=False,
         ),
     )
+    OUTPACED = (
+        "outpaced",
+        Rule(
+            known_by="the agent may no longer write, but this node leads: a leader that was only slow has begun an "
+            "attempt of the same number since",
+            response="continue at once with the next number",
+            action=Action.CONTINUE,
+            # A leader allows few of them; the slow one soon finds out that it does not lead any more.
+            costs_budget=False,
+            is_failure=False,
+        ),
+    )
     NO_VALID_CHECKPOINT = (
         "no valid checkpoint",
         Rule(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runner.errors import ExitCode, LeaderReplaced
 from runner.journal.events import LeaderChanged
@@ -19,6 +19,9 @@ from runner.supervisor.session import Session
 _TURN_S = 0.5
 # For a look at the lease, and the last word on it; where storage does not answer, the others find it stale.
 _ANSWER_S = 5.0
+# Attempts of a leader that another one has begun after it. The other finds out within two seconds that it was replaced;
+# more of them are a second run of this job, which is not resolved by waiting.
+_MOST_OUTPACED = 5
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Lead:
         """
         self._session, self._keeper = session, keeper
         self.run_id, self.epoch, self.host = session.run_id, 0, ""
+        self._outpaced = 0
         if keeper is not None:
             self.run_id, self.epoch = keeper.lease.run_id, keeper.lease.epoch
             self.host = keeper.lease.host if session.config.launch.node_rank else ""
@@ -75,25 +79,33 @@ class Lead:
         """Whether another node leads now, as far as this one knows."""
         return self._keeper is not None and self._keeper.replaced_by is not None
 
-    def check(self, failure: Failure | None = None) -> None:
-        """Check that this node still leads.
-
-        Args:
-            failure: How an attempt has just ended. If it was fenced, storage is asked.
+    def check(self) -> None:
+        """Check that this node still leads, as far as it knows.
 
         Raises:
             LeaderReplaced: Another node leads.
         """
-        if self._keeper is None:
-            return
-        newer = self._keeper.replaced_by
-        if failure is not None and failure.kind is FailureKind.FENCED:
-            newer = self._keeper.look(_ANSWER_S)
+        newer = self._keeper.replaced_by if self._keeper is not None else None
         if newer is not None:
             raise LeaderReplaced(
-                f"node {newer.node_rank} leads this run now (lease {newer.epoch}): this node was silent for too long; "
-                "start the same command again, and it follows"
+                f"node {newer.node_rank} leads this run now (lease {newer.epoch}): this node was silent for too long"
             )
+
+    def judge(self, failure: Failure) -> Failure:
+        """Return how an attempt has ended; if it was fenced, storage is asked who leads, for the next `check`.
+
+        If this node does, a leader that was only slow has begun an attempt of this number, and the next one is free.
+
+        Args:
+            failure: How the attempt seems to have ended.
+        """
+        if self._keeper is None or failure.kind is not FailureKind.FENCED or self._keeper.look(_ANSWER_S) is not None:
+            return failure
+        self._outpaced += 1
+        if self._outpaced > _MOST_OUTPACED:
+            return failure
+        cause = "the leader before this one was only slow, and has begun this attempt, too"
+        return replace(failure, kind=FailureKind.OUTPACED, cause=cause)
 
     def release(self) -> None:
         """Record that this node does not lead any more."""

@@ -91,6 +91,11 @@ class Supervisor:
         self.reason = ""
         self.failed_log: Path | None = None
 
+    @property
+    def was_replaced(self) -> bool:
+        """Whether another node leads the run now, which this one may follow."""
+        return self._lead.is_lost
+
     def run(self) -> ExitCode:
         """Supervise until the run has ended, and return the exit code of the process; may be called once."""
         with self._session:
@@ -109,7 +114,8 @@ class Supervisor:
             self._record.flush_journal(self._node)
             # After any end but a good one all nodes are restarted, and no commit needs the others.
             if decision is None or decision.exit_code is not ExitCode.DONE:
-                self._members.dismiss(decision)
+                # A leader that was replaced leaves the others to the new one.
+                self._members.dismiss(None if self._lead.is_lost else decision)
             drained = self._node.close()
         if decision.exit_code is ExitCode.DONE:
             decision = self._finish(decision, drained=drained)
@@ -213,7 +219,7 @@ class Supervisor:
 
     def _record_and_decide(self, failure: Failure, log: Path | None) -> Restart | Stop:
         """Record how an attempt ended, and decide what follows."""
-        self._lead.check(failure)
+        self._lead.check()
         self._last_step = failure.step
         self._record.add(failure, self._node.checkpoints.committed_step)
         decision = self._decide(failure)
@@ -266,7 +272,7 @@ class Supervisor:
         self._members.begin(spec)
         self._node.others_busy = False
         result = self._node.run_attempt(spec, self._each_turn)
-        failure = self._members.join(result.failure)
+        failure = self._lead.judge(self._members.join(result.failure))
         self._used_manager |= result.used_manager
         if self._job.script is not None and not self._used_manager and not session.stop:
             self._notices.show_unsaved(failure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,7 @@ class Runs:
 
     def __init__(self) -> None:
         self.code, self.step, self.failed_log = ExitCode.DONE, 0, None
+        self.was_replaced = False
         self.reason = "a rank failed"
         self.started: list[tuple[str, Any]] = []
         self.served: list[tuple[str, int]] = []
@@ -157,6 +159,32 @@ def test_another_node_follows(runs: Runs) -> None:
     [(role, given)] = runs.started
     assert role == "follower" and given.compared is False and result.exit_code == 75
     assert given.session.directory.job.exists()
+
+
+def test_a_leader_that_was_replaced_follows_in_the_same_process(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executed = list[list[str]]()
+    environment = dict(os.environ)
+    monkeypatch.setattr("runner.cli.start.os.environ", environment)
+    monkeypatch.setattr("runner.cli.start.os.execv", lambda program, arguments: executed.append(arguments))
+    monkeypatch.setattr(sys, "orig_argv", ["python", "runner", "start"])
+    runs.was_replaced, runs.code = True, ExitCode.PREEMPTED
+    assert "a rank failed; this node follows it" in run("--resume", "never").output
+    assert executed == [[sys.executable, "runner", "start"]]
+    # What it has led is not started over.
+    runs.was_replaced = False
+    run("--resume", "never", "--overwrite")
+    assert runs.display.texts[-1].endswith("resume auto") and "_RUNNER_FOLLOWS" not in environment
+
+
+def test_a_leader_that_is_to_stop_does_not_follow(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.cli.start.os.execv", lambda *_: pytest.fail("it was to stop"))
+    runs.was_replaced, runs.code = True, ExitCode.PREEMPTED
+    monkeypatch.setattr(StopRequest, "count_signals", lambda self: self.ask("SIGTERM"))
+    # Its checks end at once; here they are done before.
+    monkeypatch.setattr(module, "_unless_stopped", lambda stop, work: work())
+    assert run().exit_code == 75
 
 
 @pytest.mark.parametrize(

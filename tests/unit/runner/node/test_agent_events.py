@@ -64,6 +64,8 @@ def test_a_fence_is_kept() -> None:
     assert bench.events.fenced is None
     bench.events.handle(Fenced(reason="attempt 9 has begun elsewhere"))
     assert bench.events.fenced == "attempt 9 has begun elsewhere"
+    bench.events.begin_attempt(10)
+    assert bench.events.fenced is None
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from runner.recovery.policy import AttemptRecord
 from runner.recovery.restart_state import RestartState
 from runner.supervisor.identity import JobIdentity, key_of
 from runner.supervisor.leadership import LeaseKeeper
+from runner.supervisor.peer_messages import Finish
 from runner.supervisor.supervisor import Supervisor
 
 FINISHED = ended(FailureKind.FINISHED, 20, cause="all ranks finished")
@@ -366,7 +367,9 @@ LEASE = Lease(2, "b", "b1", 1, "10.0.0.2", "the-run")
 NEWER = Lease(3, "c", "c1", 2, "10.0.0.3", "the-run")
 
 
-def leading(tmp_path: Path, *plan: AttemptResult | Callable[[FakeNode], AttemptResult]) -> tuple[Bench, LeaseKeeper]:
+def leading(
+    tmp_path: Path, *plan: AttemptResult | Callable[[FakeNode], AttemptResult], leader: FakeLeader | None = None
+) -> tuple[Bench, LeaseKeeper]:
     """A node that leads in place of the first one."""
     bench = Bench(tmp_path, *plan, nnodes=3, min_nodes=1, node_rank=1, master_addr="10.0.0.1", last_call_s=0.0)
     sidecars = LocalStorage(tmp_path / "checkpoints").sidecars
@@ -378,11 +381,11 @@ def leading(tmp_path: Path, *plan: AttemptResult | Callable[[FakeNode], AttemptR
         node.shape = (3, 1)
         return node
 
-    def leader(*_: Any, **__: Any) -> Any:
-        return FakeLeader()
+    def open_leader(*_: Any, **__: Any) -> Any:
+        return leader or FakeLeader()
 
     bench.supervisor = Supervisor(
-        bench.session, Job(), make_node=make_node, place="here", lease=keeper, open_leader=leader
+        bench.session, Job(), make_node=make_node, place="here", lease=keeper, open_leader=open_leader
     )
     return bench, keeper
 
@@ -419,9 +422,37 @@ def test_a_leader_that_is_fenced_looks_who_leads(tmp_path: Path) -> None:
     assert newest_lease(keeper._sidecars) == NEWER
 
 
-def test_a_leader_that_is_fenced_by_another_run_does_not_come_back(tmp_path: Path) -> None:
-    bench, _ = leading(tmp_path, ended(FailureKind.FENCED, 7))
+def test_a_leader_that_a_slow_one_has_fenced_takes_the_next_number(tmp_path: Path) -> None:
+    """The slow one had begun the same attempt a moment before it found out that it does not lead any more."""
+
+    def fenced(node: FakeNode) -> AttemptResult:
+        node.checkpoints.fenced = "attempt 1 of this run has begun"
+        return ended(FailureKind.FENCED, 7)
+
+    bench, _ = leading(tmp_path, fenced, FINISHED)
+    assert bench.run() is ExitCode.DONE
+    assert [spec.attempt for spec in bench.node.specs] == [1, 2]
+    kinds = [event.kind for event in bench.session.events if isinstance(event, AttemptEnded)]
+    assert kinds == ["outpaced", "finished"]
+
+
+def test_a_leader_that_is_fenced_by_another_run_gives_up(tmp_path: Path) -> None:
+    bench, _ = leading(tmp_path, *[ended(FailureKind.FENCED, 7)] * 6)
     assert bench.run() is ExitCode.DETERMINISTIC
+
+
+def test_a_leader_that_was_replaced_leaves_the_others_to_the_new_one(tmp_path: Path) -> None:
+    """They would exit with its code; when the connection closes they look who leads."""
+
+    def attempt(node: FakeNode) -> AttemptResult:
+        leader.present.add(2)
+        keeper.replaced_by = NEWER
+        return ended(FailureKind.ENDED, 7)
+
+    leader = FakeLeader()
+    bench, keeper = leading(tmp_path, attempt, leader=leader)
+    assert bench.run() is ExitCode.PREEMPTED
+    assert leader.closed and not [message for _, message in leader.sent if isinstance(message, Finish)]
 
 
 def test_a_leader_that_waits_for_nodes_notices_that_it_was_replaced(tmp_path: Path) -> None:
