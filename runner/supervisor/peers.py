@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from checkpointing.errors import CheckpointError
@@ -192,6 +193,23 @@ def _listener(bind: str | None, port: int) -> socket.socket:
     return socket.create_server(("", port), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual)
 
 
+@dataclass(frozen=True)
+class _Route:
+    """How a leader can be reached.
+
+    Attributes:
+        address: Its host and port, as they were given.
+        family: Address family of the host.
+        resolved: The host's address and the port, as `socket.connect` takes them.
+        secret: The run's secret.
+    """
+
+    address: tuple[str, int]
+    family: int
+    resolved: Any
+    secret: bytes
+
+
 class Member:
     """The side of every other node: connects, and reconnects.
 
@@ -221,16 +239,15 @@ class Member:
                 connect; may raise OSError.
         """
         self._read_secret = read_secret
-        self._secret: bytes | None = None
+        self._route: _Route | None = None
         self.address, self._hello, self._loop, self._receive = address, hello, loop, receive
         self._connection: Connection[ToMember] | None = None
         self._connecting: socket.socket | None = None
+        self._connecting_secret = b""
         self._try_at = 0.0
         self._give_up_at = 0.0
         self._closed = False
         self._resolver: threading.Thread | None = None
-        # Address family and address of the name when it was last resolved.
-        self._resolved: tuple[int, Any] | None = None
         self.own_host: str | None = None
         self.last_error = "no answer"
 
@@ -242,7 +259,9 @@ class Member:
     def follow(self, address: tuple[str, int]) -> None:
         """Connect to another leader from now on; one that is connected is kept until it is lost."""
         if address != self.address:
-            self.address, self._resolved, self._secret = address, None, None
+            self.address, self._route, self._resolver = address, None, None
+            # The leader that is lost may answer yet.
+            self._stop_connecting()
 
     def send(self, message: PeerMessage) -> None:
         """Send a message, if there is a connection."""
@@ -257,7 +276,7 @@ class Member:
                 return
             if self._connection.is_stranger:
                 # Perhaps it has a new one.
-                self._secret = None
+                self._route = None
                 self.last_error = (
                     "it ended the handshake; all nodes need the same checkpoint.location, or the same RUNNER_SECRET"
                 )
@@ -275,9 +294,8 @@ class Member:
             self._fail(error)
         elif self._is_through():
             sock, self._connecting = self._connecting, None
-            assert self._secret is not None
             self.own_host = sock.getsockname()[0]
-            auth = PeerAuth(self._secret, "member")
+            auth = PeerAuth(self._connecting_secret, "member")
             self._connection = Connection(
                 sock, self._loop, auth, read_by_member, lambda _, message: self._receive(message)
             )
@@ -291,45 +309,53 @@ class Member:
         if self._connection is not None:
             self._connection.drain(2.0)
             self._connection.close()
+        self._stop_connecting()
+
+    def _stop_connecting(self) -> None:
         if self._connecting is not None:
             self._connecting.close()
             self._connecting = None
 
-    def _resolve(self) -> None:
+    def _resolve(self, address: tuple[str, int], secret: bytes | None) -> None:
         # This runs in a thread, as a name server or a storage that does not answer blocks for long.
         try:
-            self._secret = self._secret or self._read_secret()
+            secret = secret or self._read_secret()
         except (OSError, CheckpointError) as error:
             self.last_error = f"the run's secret cannot be read: {error}"
             return
-        if self._secret is None:
+        if secret is None:
             self.last_error = (
                 "the first node has not written this run's secret to checkpoint.location; all nodes need the same "
                 "location, or the same RUNNER_SECRET"
             )
             return
         try:
-            family, _, _, _, address = socket.getaddrinfo(*self.address, type=socket.SOCK_STREAM)[0]
-            self._resolved = (family, address)
+            family, _, _, _, resolved = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+            self._route = _Route(address, family, resolved, secret)
         except (OSError, UnicodeError) as error:
-            self.last_error = f"{self.address[0]}: {getattr(error, 'strerror', None) or error}"
+            self.last_error = f"{address[0]}: {getattr(error, 'strerror', None) or error}"
 
     def _begin_connecting(self, now: float) -> None:
         if self._resolver is None or not self._resolver.is_alive():
-            self._resolver = threading.Thread(target=self._resolve, name="resolver", daemon=True)
+            secret = self._route.secret if self._route is not None else None
+            arguments = (self.address, secret)
+            self._resolver = threading.Thread(target=self._resolve, args=arguments, name="resolver", daemon=True)
             self._resolver.start()
             self._resolver.join(0.1)
-        if self._resolved is None or self._secret is None:
+        route = self._route
+        if route is None or route.address != self.address:
+            # It was found for the leader before.
+            self._route = None
             return
-        family, address = self._resolved
         try:
-            sock = socket.socket(family, socket.SOCK_STREAM)
+            sock = socket.socket(route.family, socket.SOCK_STREAM)
             sock.setblocking(False)
-            code = sock.connect_ex(address)
+            code = sock.connect_ex(route.resolved)
         except OSError as error:
             self.last_error = error.strerror or str(error)
             return
         self._connecting, self._give_up_at = sock, now + SILENCE_S
+        self._connecting_secret = route.secret
         if code not in (0, errno.EINPROGRESS):
             self._fail(code)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -152,6 +153,41 @@ def test_a_member_may_come_first_and_waits_for_the_leader(pair: Pair) -> None:
     pair.until(lambda: "refused" in member.last_error.lower())
     leader = pair.lead()
     pair.until(lambda: leader.present == {1} and member.connected)
+
+
+def test_a_member_that_is_about_to_connect_turns_to_the_next_leader(pair: Pair) -> None:
+    """The connection to the lost leader may come through meanwhile: its machine, or its kernel, lives."""
+    with socket.create_server(("127.0.0.1", 0)) as lost:
+        member = pair.join(1)
+        member.follow(lost.getsockname())
+        member.check()
+        assert member._connecting is not None
+        leader = pair.lead()
+        member.follow(("127.0.0.1", pair.port))
+        pair.until(lambda: leader.present == {1} and member.connected)
+
+
+def test_a_name_that_was_resolved_for_another_leader_is_not_used(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+    resolve = socket.getaddrinfo
+
+    def slow(host: str, *arguments: Any, **options: Any) -> Any:
+        if host == "slow.invalid":
+            assert answered.wait(60)
+            return resolve("127.0.0.9", *arguments, **options)
+        return resolve(host, *arguments, **options)
+
+    monkeypatch.setattr("runner.supervisor.peers.socket.getaddrinfo", slow)
+    leader, member = pair.lead(), pair.join(1)
+    member.follow(("slow.invalid", pair.port))
+    member.check()
+    resolver = member._resolver
+    assert resolver is not None and resolver.is_alive()
+    member.follow(("127.0.0.1", pair.port))
+    answered.set()
+    resolver.join()
+    pair.until(lambda: leader.present == {1} and member.connected)
+    assert member._connection is not None and member._connection._sock.getpeername()[0] == "127.0.0.1"
 
 
 def test_an_end_of_the_connection_is_seen_at_once_by_both(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
