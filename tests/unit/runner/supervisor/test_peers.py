@@ -168,26 +168,28 @@ def test_a_member_that_is_about_to_connect_turns_to_the_next_leader(pair: Pair) 
 
 
 def test_a_name_that_was_resolved_for_another_leader_is_not_used(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    answered = threading.Event()
-    resolve = socket.getaddrinfo
+    """A name server may answer for the lost leader after this node has turned to the next one."""
+    names = {"lost.invalid": threading.Event(), "next.invalid": threading.Event()}
 
-    def slow(host: str, *arguments: Any, **options: Any) -> Any:
-        if host == "slow.invalid":
-            assert answered.wait(60)
-            return resolve("127.0.0.9", *arguments, **options)
-        return resolve(host, *arguments, **options)
+    def resolve(host: str, port: int, **_: Any) -> Any:
+        assert names[host].wait(60)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", port))]
 
-    monkeypatch.setattr("runner.supervisor.peers.socket.getaddrinfo", slow)
+    monkeypatch.setattr("runner.supervisor.peers.socket.getaddrinfo", resolve)
     leader, member = pair.lead(), pair.join(1)
-    member.follow(("slow.invalid", pair.port))
+    member.follow(("lost.invalid", pair.port))
     member.check()
-    resolver = member._resolver
-    assert resolver is not None and resolver.is_alive()
-    member.follow(("127.0.0.1", pair.port))
-    answered.set()
-    resolver.join()
+    late = member._resolver
+    assert late is not None
+    member.follow(("next.invalid", pair.port))
+    member.check()
+    names["lost.invalid"].set()
+    late.join()
+    member._try_at = 0.0
+    member.check()
+    assert member._connecting is None
+    names["next.invalid"].set()
     pair.until(lambda: leader.present == {1} and member.connected)
-    assert member._connection is not None and member._connection._sock.getpeername()[0] == "127.0.0.1"
 
 
 def test_an_end_of_the_connection_is_seen_at_once_by_both(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
