@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class LateDevice:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._copies: list[tuple[memoryview, int, torch.Tensor]] = []
+        self._copies: list[Callable[[], None]] = []
         self._num_run = 0
         self._host = Host()
         # Waiting for a copy on the host runs it at once; otherwise it blocks until the test runs it.
@@ -59,13 +59,17 @@ class LateDevice:
 
     def copy(self, buffer: memoryview, offset: int, source: torch.Tensor) -> None:
         with self._changed:
-            self._copies.append((buffer, offset, source))
+            self._copies.append(lambda: self._host.copy(buffer, offset, source))
+
+    def copy_runs(self, buffer: memoryview, offset: int, source: torch.Tensor, strides: Sequence[int]) -> None:
+        with self._changed:
+            self._copies.append(lambda: self._host.copy_runs(buffer, offset, source, strides))
 
     def run(self, position: int) -> None:
         """Run the copies before a position."""
         with self._changed:
             while self._num_run < position:
-                self._host.copy(*self._copies[self._num_run])
+                self._copies[self._num_run]()
                 self._num_run += 1
             self._changed.notify_all()
 

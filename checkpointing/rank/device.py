@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -57,6 +58,16 @@ class Device(Protocol):
     def copy(self, buffer: memoryview, offset: int, source: torch.Tensor) -> None:
         """Copy a flat uint8 tensor into host memory, in the order of this thread's current streams."""
 
+    def copy_runs(self, buffer: memoryview, offset: int, source: torch.Tensor, strides: Sequence[int]) -> None:
+        """Copy runs of bytes to equal distances in host memory, in the order of this thread's current streams.
+
+        Args:
+            buffer: The memory.
+            offset: Place of the first byte.
+            source: uint8 tensor: its last dimension is a run, the others count the runs, by level.
+            strides: Distance in bytes between the begins of two runs, by level.
+        """
+
 
 class _Past:
     """A mark that is always passed: the host's own work is done when it is asked for."""
@@ -89,6 +100,12 @@ class Host:
         # Not `copy_`: that would wake torch's thread pool, which belongs to training.
         address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
         ctypes.memmove(address + offset, source.data_ptr(), source.numel())
+
+    def copy_runs(self, buffer: memoryview, offset: int, source: torch.Tensor, strides: Sequence[int]) -> None:
+        """Copy at once."""
+        # numpy's copies stay in this thread, for the same reason.
+        target = np.ndarray(source.shape, np.uint8, buffer, offset, (*strides, 1))
+        np.copyto(target, source.numpy())
 
 
 class _Events:
@@ -169,6 +186,17 @@ class Accelerator:
         for first, last in _cut(offset, source.numel()):
             target = torch.frombuffer(buffer, dtype=torch.uint8, offset=offset + first, count=last - first)
             target.copy_(source[first:last], non_blocking=True)
+
+    def copy_runs(self, buffer: memoryview, offset: int, source: torch.Tensor, strides: Sequence[int]) -> None:
+        """Copy behind what is enqueued on the current stream; return when that is done.
+
+        torch gathers the runs in memory of its own, and spreads them on the host.
+        """
+        if source.device.type == "cpu":
+            self._host.copy_runs(buffer, offset, source, strides)
+            return
+        target = torch.frombuffer(buffer, dtype=torch.uint8, offset=offset)
+        target.as_strided(source.shape, (*strides, 1)).copy_(source)
 
 
 def _cut(offset: int, nbytes: int) -> Iterator[tuple[int, int]]:

@@ -8,12 +8,37 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from checkpointing.rank.device import Device
 from checkpointing.shared_memory import PAGE_BYTES, place_on_pages
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Bytes of the live state, and where they belong: one run of bytes, or several at equal distances.
+
+    Attributes:
+        offset: Place of the first byte.
+        source: uint8 tensor: its last dimension is a run, the others count the runs, by level.
+        strides: Distance in bytes between the begins of two runs, by level; empty for one run.
+    """
+
+    offset: int
+    source: torch.Tensor
+    strides: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Place behind the last byte."""
+        *counts, length = self.source.shape
+        return self.offset + sum((n - 1) * step for n, step in zip(counts, self.strides, strict=True)) + length
+
+    def shifted(self, distance: int) -> Extent:
+        """Return the same bytes at a place that many bytes later."""
+        return replace(self, offset=self.offset + distance)
 
 
 @dataclass(frozen=True)
@@ -25,7 +50,7 @@ class FileImage:
         nbytes: Size of the file.
         literals: Bytes, each with its offset.
         tensors: Flat uint8 views of the live state, each with its offset; equal on all ranks. The copy reads them.
-        own: The same, for what only this rank holds.
+        own: What only this rank holds.
         alone: The same, for what differs between ranks and is taken from the node's local rank 0.
     """
 
@@ -33,7 +58,7 @@ class FileImage:
     nbytes: int
     literals: list[tuple[int, bytes]] = field(default_factory=list)
     tensors: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    own: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    own: list[Extent] = field(default_factory=list)
     alone: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
 
@@ -72,8 +97,8 @@ def layout_digest(images: Sequence[FileImage]) -> dict[str, str]:
     }
 
 
-def shares(placed: Sequence[PlacedFile], share: int, num_shares: int) -> list[tuple[int, torch.Tensor]]:
-    """Return what one of `num_shares` ranks copies: offset in the arena, and the bytes there.
+def shares(placed: Sequence[PlacedFile], share: int, num_shares: int) -> list[Extent]:
+    """Return what one of `num_shares` ranks copies, with its places in the arena.
 
     State that DDP replicates is equal on all ranks, so N ranks copy 1/N each, by bytes. What only one rank holds, it
     copies whole.
@@ -86,19 +111,21 @@ def shares(placed: Sequence[PlacedFile], share: int, num_shares: int) -> list[tu
     for offset, tensor in extents:
         first, last = max(begin - position, 0), min(end - position, tensor.numel())
         if first < last:
-            found.append((offset + first, tensor[first:last]))
+            found.append(Extent(offset + first, tensor[first:last]))
         position += tensor.numel()
     for file in placed:
-        for offset, tensor in [*file.image.own, *(file.image.alone if share == 0 else ())]:
-            if tensor.numel():
-                found.append((file.offset + offset, tensor))
+        alone = (Extent(offset, tensor) for offset, tensor in (file.image.alone if share == 0 else ()))
+        found += [extent.shifted(file.offset) for extent in (*file.image.own, *alone) if extent.source.numel()]
     return found
 
 
-def copy_tensors(parts: Sequence[tuple[int, torch.Tensor]], buffer: memoryview, device: Device) -> None:
+def copy_tensors(extents: Sequence[Extent], buffer: memoryview, device: Device) -> None:
     """Copy `shares` into the arena; from an accelerator, the copies are enqueued on its current stream."""
-    for offset, tensor in parts:
-        device.copy(buffer, offset, tensor)
+    for extent in extents:
+        if extent.strides:
+            device.copy_runs(buffer, extent.offset, extent.source, extent.strides)
+        else:
+            device.copy(buffer, extent.offset, extent.source)
 
 
 def copy_literals(placed: Sequence[PlacedFile], buffer: memoryview) -> None:

@@ -1,23 +1,25 @@
-"""State that FSDP2 has sharded over the ranks of a machine: each rank copies, and restores, the part that it holds.
+"""State that is sharded over the ranks of a machine: each rank copies, and restores, the boxes that it holds.
 
-FSDP2 cuts tensors along their first dimension, so a rank's part is a range of the whole tensor's bytes in its file. The
-files are therefore the same as without sharding, and any number of ranks can resume from them, sharded or not.
+A box is some runs of bytes of the whole tensor in its file (`checkpointing/boxes.py`). The files are therefore the same
+as without sharding, and any number of ranks can resume from them, sharded in any way or not at all.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from checkpointing.boxes import Cut, Placements, Range, Region, num_regions, region, runs, writers
 from checkpointing.errors import CheckpointError
-from checkpointing.rank.file_images import FileImage, bytes_of
+from checkpointing.rank.file_images import Extent, FileImage, bytes_of
 
 
 @dataclass(frozen=True)
@@ -25,16 +27,18 @@ class Part:
     """The part of a tensor that this rank holds.
 
     Attributes:
-        rows: Its range along the first dimension.
-        offset: Its offset in bytes of the whole tensor.
+        shape: Shape of the whole tensor.
+        region: What of it this rank holds.
         tensor: The part itself, on the rank's device.
         guards: Tensors whose version counters together show any change in place.
+        is_written: Whether this rank copies it, of all on this node that hold the same.
     """
 
-    rows: slice
-    offset: int
+    shape: tuple[int, ...]
+    region: Region
     tensor: torch.Tensor
     guards: tuple[torch.Tensor, ...]
+    is_written: bool
 
 
 # By the storage of the stand-in for the whole tensor.
@@ -52,28 +56,63 @@ def has_sharded(model: torch.nn.Module) -> bool:
     return any(is_sharded(parameter) for parameter in model.parameters())
 
 
-def part_of(tensor: Any) -> Part:
+def part_of(tensor: Any, local_world_size: int = sys.maxsize) -> Part:
     """Return this rank's part of a `DTensor`.
 
-    Raises:
-        CheckpointError: The tensor is not cut along its first dimension.
-    """
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    Args:
+        tensor: The `DTensor`.
+        local_world_size: Number of ranks on each node; by default all are on one.
 
-    if any(not (placement.is_replicate() or placement.is_shard(0)) for placement in tensor.placements):
-        raise CheckpointError(
-            f"a tensor is distributed as {tensor.placements}: only sharding along the first dimension (FSDP2) is "
-            "supported"
-        )
-    shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    Raises:
+        CheckpointError: The tensor is a partial sum, or is not distributed as its placements say.
+    """
+    shape = tuple(tensor.shape)
+    held, is_written = _held(tensor.device_mesh, shape, tuple(tensor.placements), local_world_size)
     # Not `to_local`: the tensor that it returns has a version counter of its own.
     local = tensor._local_tensor.detach()
-    first = start[0] if local.numel() else 0
-    row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
-    return Part(slice(first, first + shape[0]), first * row_bytes, local, (tensor, tensor._local_tensor))
+    if local.numel() != math.prod(held.shape) or (local.numel() and tuple(local.shape) != held.shape):
+        raise CheckpointError(
+            f"a tensor of shape {shape} is distributed as {tensor.placements} over {tensor.device_mesh}, but this rank "
+            f"holds {tuple(local.shape)} of it in place of {held.shape}: use sizes that the mesh divides"
+        )
+    return Part(shape, held, local, (tensor, tensor._local_tensor), is_written)
 
 
-def stand_ins(obj: Any, parts: Parts) -> Any:
+@functools.lru_cache(maxsize=16384)
+def _held(mesh: Any, shape: tuple[int, ...], placements: tuple[Any, ...], local_world_size: int) -> tuple[Region, bool]:
+    """Return what this rank holds of a tensor, and whether it copies that, of all on this node that hold the same.
+
+    Raises:
+        CheckpointError: It does not belong to the mesh, or the tensor is a partial sum.
+    """
+    cuts, coordinate = cuts_of(placements), mesh.get_coordinate()
+    if coordinate is None:
+        raise CheckpointError(f"a tensor is distributed over {mesh}, to which this rank does not belong")
+    rank, ranks = dist.get_rank(), mesh.mesh.flatten().tolist()
+    writing = writers(ranks, mesh.shape, cuts, local_world_size)[rank // local_world_size]
+    return region(shape, mesh.shape, cuts, coordinate), rank in writing
+
+
+def cuts_of(placements: Iterable[Any]) -> Placements:
+    """Return how each dimension of a mesh cuts a `DTensor` of these placements.
+
+    Raises:
+        CheckpointError: The tensor is a partial sum.
+    """
+    found: list[Cut | None] = []
+    for placement in placements:
+        if placement.is_replicate():
+            found.append(None)
+        elif hasattr(placement, "dim"):
+            found.append(Cut(placement.dim, getattr(placement, "split_factor", 1)))
+        else:
+            raise CheckpointError(
+                f"a tensor is distributed as {placements}: a partial sum is not state; reduce it first"
+            )
+    return tuple(found)
+
+
+def stand_ins(obj: Any, parts: Parts, local_world_size: int = sys.maxsize) -> Any:
     """Return the same dicts, lists and tuples with a stand-in for every sharded tensor.
 
     A stand-in has the size of the whole tensor, but no contents, and no memory is touched for it. Shared tensors stay
@@ -82,11 +121,12 @@ def stand_ins(obj: Any, parts: Parts) -> Any:
     Args:
         obj: Nested dicts, lists and tuples.
         parts: Receives this rank's part for every stand-in.
+        local_world_size: Number of ranks on each node.
     """
-    return _stand_ins(obj, parts, {})
+    return _stand_ins(obj, parts, {}, local_world_size)
 
 
-def _stand_ins(obj: Any, parts: Parts, made: dict[int, torch.Tensor]) -> Any:
+def _stand_ins(obj: Any, parts: Parts, made: dict[int, torch.Tensor], local_world_size: int) -> Any:
     if isinstance(obj, torch.Tensor):
         if not is_sharded(obj):
             return obj
@@ -94,14 +134,14 @@ def _stand_ins(obj: Any, parts: Parts, made: dict[int, torch.Tensor]) -> Any:
             # Not `torch.empty`, which fills memory under deterministic algorithms.
             memory = torch.UntypedStorage(obj.numel() * obj.element_size())
             whole = made[id(obj)] = _whole(memory, obj)
-            parts[whole.untyped_storage()._cdata] = part_of(obj)
+            parts[whole.untyped_storage()._cdata] = part_of(obj, local_world_size)
         return made[id(obj)]
     if isinstance(obj, Mapping):
-        return {key: _stand_ins(value, parts, made) for key, value in obj.items()}
+        return {key: _stand_ins(value, parts, made, local_world_size) for key, value in obj.items()}
     if isinstance(obj, list):
-        return [_stand_ins(value, parts, made) for value in obj]
+        return [_stand_ins(value, parts, made, local_world_size) for value in obj]
     if type(obj) is tuple:
-        return tuple(_stand_ins(value, parts, made) for value in obj)
+        return tuple(_stand_ins(value, parts, made, local_world_size) for value in obj)
     return obj
 
 
@@ -122,9 +162,23 @@ def take_over(image: FileImage, parts: Parts) -> FileImage:
         part = parts.get(tensor.untyped_storage()._cdata)
         if part is None:
             kept.append((offset, tensor))
-        else:
-            image.own.append((offset + part.offset, bytes_of(part.tensor.contiguous().reshape(-1))))
+        elif part.is_written:
+            image.own.extend(extent.shifted(offset) for extent in _extents(part))
     return dataclasses.replace(image, tensors=kept)
+
+
+def _extents(part: Part) -> Iterator[Extent]:
+    """Yield what this rank holds, with its places in the whole tensor."""
+    size = part.tensor.element_size()
+    for box in part.region.boxes():
+        found = runs(box, part.shape)
+        own = part.tensor[_slices(box.own)].contiguous()
+        strides = tuple(stride * size for stride in found.strides)
+        yield Extent(found.offset * size, bytes_of(own.view(*found.counts, found.length)), strides)
+
+
+def _slices(ranges: Iterable[Range]) -> tuple[slice, ...]:
+    return tuple(slice(first, last) for first, last in ranges)
 
 
 def cut_like(whole: torch.Tensor, live: Any) -> torch.Tensor:
@@ -136,11 +190,19 @@ def cut_like(whole: torch.Tensor, live: Any) -> torch.Tensor:
         return whole
     from torch.distributed.tensor import DTensor
 
-    own = whole[part_of(live).rows].to(live.device, copy=True)
+    own = own_part(whole, part_of(live)).to(live.device)
     cut: torch.Tensor = DTensor.from_local(
         own, live.device_mesh, live.placements, run_check=False, shape=live.shape, stride=live.stride()
     )
     return cut
+
+
+def own_part(whole: torch.Tensor, part: Part) -> torch.Tensor:
+    """Return a copy of what this rank holds of a whole tensor."""
+    own = torch.empty(part.region.shape, dtype=whole.dtype, device=whole.device)
+    for box in part.region.boxes():
+        own[_slices(box.own)] = whole[_slices(box.whole)]
+    return own
 
 
 def cut_optimizer_state(state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
@@ -167,16 +229,16 @@ def check_placement(model: torch.nn.Module, local_world_size: int) -> None:
     Raises:
         CheckpointError: The model is sharded over several machines.
     """
-    groups, parameters = set(), list[Any](model.parameters())
+    parameters = list[Any](model.parameters())
     for parameter in parameters:
-        if is_sharded(parameter):
-            mesh = parameter.device_mesh
-            groups |= {mesh.get_group(dim) for dim, place in enumerate(parameter.placements) if place.is_shard()}
-    for group in groups:
-        machines = {rank // local_world_size for rank in dist.get_process_group_ranks(group)}
-        if len(machines) > 1:
+        if not is_sharded(parameter):
+            continue
+        mesh, placements = parameter.device_mesh, cuts_of(parameter.placements)
+        found = writers(mesh.mesh.flatten().tolist(), mesh.shape, placements, local_world_size)
+        needed = num_regions(mesh.shape, placements)
+        if any(len(writing) < needed for writing in found.values()):
             raise CheckpointError(
-                f"the model is sharded over {len(machines)} machines, but each must hold all of it, so that the loss "
+                f"the model is sharded over {len(found)} machines, but each must hold all of it, so that the loss "
                 "of one loses nothing: shard within a machine and replicate between them (HSDP: dp_shard_size="
-                f"{local_world_size}, dp_replicate_size={len(machines)})"
+                f"{local_world_size}, dp_replicate_size={len(found)})"
             )

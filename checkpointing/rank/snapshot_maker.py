@@ -161,7 +161,7 @@ class SnapshotMaker:
             for part in (placed[:num_foreign], placed[num_foreign:])
         )
         if copy.device.is_asynchronous and self._pinning is not None:
-            extents = [(offset, offset + tensor.numel()) for offset, tensor in volatile + rest]
+            extents = [(extent.offset, extent.end) for extent in volatile + rest]
             # A copy into memory that is not pinned yet says nothing about the cost of later ones.
             pending.is_typical = not self._pinning.want(buffer, extents)
         file_images.copy_tensors(volatile, buffer, copy.device)

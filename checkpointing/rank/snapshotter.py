@@ -89,7 +89,7 @@ class Snapshotter:
         overlapped = self.costs.overlap if self._overlap is None else self._overlap
         overlapped = overlapped and not self._maker.has_torn and self._barrier_works and train_state.has_step_hook
         pending = self._pending = PendingSnapshot(request, overlapped)
-        state = train_state.capture(check=not self._captured)
+        state = train_state.capture(check=not self._captured, local_world_size=self._ranks.local_world_size)
         self._captured = True
         work = functools.partial(self._maker.make, pending, state, dict(static_files))
         copy = self._copy_thread.submit(work, self._device_of(state.tensors))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,11 +118,12 @@ class TrainState:
         """Whether torch calls the pre-step barrier before the optimizer changes the state."""
         return isinstance(self.torch_optimizer, torch.optim.Optimizer)
 
-    def capture(self, *, check: bool = False) -> CapturedState:
+    def capture(self, *, check: bool = False, local_world_size: int = sys.maxsize) -> CapturedState:
         """Capture the state in the training thread, quickly: references to large state, copies of small.
 
         Args:
             check: Check that everything but the weights can be read back.
+            local_world_size: Number of ranks on each node, which together copy what is sharded.
 
         Raises:
             CheckpointError: Part of the state cannot be read back; the message names it.
@@ -131,7 +133,8 @@ class TrainState:
             small[name] = torch_bytes(value)
         parts: sharding.Parts = {}
         cut = sharding.has_sharded(self.model)
-        model = {name: value.detach() for name, value in (sharding.stand_ins(live, parts) if cut else live).items()}
+        whole = sharding.stand_ins(live, parts, local_world_size) if cut else live
+        model = {name: value.detach() for name, value in whole.items()}
         # Only an optimizer changes parameters; everything else may change at any moment.
         buffers = {name: value for name, value in live.items() if not isinstance(value, torch.nn.Parameter)}
         if sum(value.nbytes for value in buffers.values()) <= _CLONE_BYTES:
@@ -144,7 +147,7 @@ class TrainState:
             # The host does not wait at the barrier, so what the optimizer changes on the host is copied now.
             optimizer = _clone_small_cpu_tensors(optimizer)
         if cut:
-            optimizer = sharding.stand_ins(optimizer, parts)
+            optimizer = sharding.stand_ins(optimizer, parts, local_world_size)
         if check:
             named = {f"{name}.pt": value for name, value in states.items()}
             for name, value in {**objects, OPTIMIZER_NAME: optimizer, **named}.items():

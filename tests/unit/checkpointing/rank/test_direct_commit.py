@@ -14,6 +14,7 @@ from checkpointing.errors import CommitFailed
 from checkpointing.rank import direct_commit
 from checkpointing.rank.device import Host
 from checkpointing.rank.direct_commit import DirectCommit
+from checkpointing.rank.file_images import Extent
 from checkpointing.rank.snapshot import Request
 from checkpointing.retention import Retention
 from checkpointing.tiers import open_tiers
@@ -52,6 +53,6 @@ def test_sharded_state_is_refused(tmp_path: Path) -> None:
     agent: Any = Agent(tmp_path)
     direct = DirectCommit(agent, open_tiers(str(tmp_path / "run")), 2)
     files = images(*network())
-    files[0].own.append((0, torch.zeros(1, dtype=torch.uint8)))
+    files[0].own.append(Extent(0, torch.zeros(1, dtype=torch.uint8)))
     direct.commit(REQUEST, files, Host())
     assert direct.error is not None and "set a larger checkpoint.memory_limit" in direct.error

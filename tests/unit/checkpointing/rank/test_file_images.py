@@ -6,7 +6,17 @@ import pytest
 import torch
 
 from checkpointing.rank.device import Host
-from checkpointing.rank.file_images import FileImage, blob_image, bytes_of, layout_digest, pieces, place, shares
+from checkpointing.rank.file_images import (
+    Extent,
+    FileImage,
+    blob_image,
+    bytes_of,
+    copy_tensors,
+    layout_digest,
+    pieces,
+    place,
+    shares,
+)
 from checkpointing.shared_memory import PAGE_BYTES
 
 
@@ -30,18 +40,33 @@ def test_shares_are_about_equal_and_cover_every_byte_once(num_shares: int) -> No
     covered: list[int] = []
     for share in range(num_shares):
         own = shares(placed, share, num_shares)
-        nbytes = sum(tensor.numel() for _, tensor in own)
+        nbytes = sum(extent.source.numel() for extent in own)
         assert abs(nbytes - 401 / num_shares) <= 1
-        covered += [position for offset, tensor in own for position in range(offset, offset + tensor.numel())]
+        covered += [position for extent in own for position in range(extent.offset, extent.end)]
     assert sorted(covered) == [*range(310), *range(PAGE_BYTES, PAGE_BYTES + 91)]
 
 
 def test_what_only_one_rank_holds_is_copied_by_it_whole() -> None:
     image = FileImage("a", 8)
-    image.own.append((0, torch.ones(4, dtype=torch.uint8)))
+    image.own.append(Extent(0, torch.ones(4, dtype=torch.uint8)))
     image.alone.append((4, torch.ones(4, dtype=torch.uint8)))
     placed, _ = place([image])
-    assert [[offset for offset, _ in shares(placed, share, 2)] for share in range(2)] == [[0, 4], [0]]
+    assert [[extent.offset for extent in shares(placed, share, 2)] for share in range(2)] == [[0, 4], [0]]
+
+
+def test_runs_are_copied_to_equal_distances() -> None:
+    """A box of two by two runs of three bytes, in a file that begins on the second page."""
+    source = torch.arange(12, dtype=torch.uint8).view(2, 2, 3)
+    image = FileImage("a", 64)
+    image.own.append(Extent(1, source, (30, 10)))
+    placed, nbytes = place([blob_image("first", b"x"), image])
+    (extent,) = shares(placed, 1, 2)
+    assert (extent.offset, extent.end) == (PAGE_BYTES + 1, PAGE_BYTES + 1 + 30 + 10 + 3)
+    buffer = bytearray(b"." * nbytes)
+    copy_tensors([extent], memoryview(buffer), Host())
+    found = {place: bytes(buffer[PAGE_BYTES + place : PAGE_BYTES + place + 3]) for place in (1, 11, 31, 41)}
+    assert found == {1: bytes([0, 1, 2]), 11: bytes([3, 4, 5]), 31: bytes([6, 7, 8]), 41: bytes([9, 10, 11])}
+    assert buffer.count(b".") == nbytes - 12
 
 
 @pytest.mark.parametrize("window", [1, 3, 64])

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard
 
 from checkpointing.errors import CheckpointError
 from checkpointing.rank import sharding
-from checkpointing.rank.file_images import FileImage, bytes_of
+from checkpointing.rank.device import Host
+from checkpointing.rank.file_images import FileImage, bytes_of, copy_tensors
+
+
+class FakeMesh:
+    """The mesh of a rank, without a process group; compared by what it is."""
+
+    def __init__(self, shape: tuple[int, ...], coordinate: tuple[int, ...]) -> None:
+        self.shape, self._coordinate = shape, coordinate
+        self.mesh = torch.arange(math.prod(shape)).view(shape)
+
+    def get_coordinate(self) -> list[int]:
+        return list(self._coordinate)
 
 
 @pytest.fixture
@@ -25,7 +41,7 @@ def mesh(tmp_path: Path) -> Iterator[Any]:
 
 
 def sharded(mesh: Any, rows: int = 4, dim: int = 0) -> Any:
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(torch.arange(rows * 2.0).view(rows, 2), mesh, [Shard(dim)], run_check=False)
 
@@ -38,7 +54,7 @@ def test_a_stand_in_has_the_size_of_the_whole_and_no_contents(mesh: Any) -> None
     assert found["a"].shape == (4, 2) and sharding.is_stand_in(found["a"], parts)
     assert not sharding.is_stand_in(plain, parts)
     (part,) = parts.values()
-    assert part.rows == slice(0, 4) and part.offset == 0 and torch.equal(part.tensor, tensor._local_tensor)
+    assert part.region.shape == (4, 2) and part.is_written and torch.equal(part.tensor, tensor._local_tensor)
 
 
 def test_a_change_in_place_is_seen_by_the_guards(mesh: Any) -> None:
@@ -55,8 +71,8 @@ def test_the_files_image_takes_the_ranks_part_in_place_of_the_stand_in(mesh: Any
     image = FileImage("m", 44, tensors=[(0, bytes_of(stand_in.view(-1))), (32, bytes_of(plain))])
     taken = sharding.take_over(image, parts)
     assert [offset for offset, _ in taken.tensors] == [32]
-    ((offset, flat),) = taken.own
-    assert offset == 0 and torch.equal(flat.view(torch.float32), torch.arange(8.0))
+    (extent,) = taken.own
+    assert extent.offset == 0 and torch.equal(extent.source.view(torch.float32), torch.arange(8.0))
 
 
 def test_a_whole_tensor_is_cut_like_the_live_one(mesh: Any) -> None:
@@ -67,9 +83,55 @@ def test_a_whole_tensor_is_cut_like_the_live_one(mesh: Any) -> None:
     assert sharding.cut_like(whole, torch.ones(4, 2)) is whole
 
 
-def test_only_the_first_dimension_may_be_cut(mesh: Any) -> None:
-    with pytest.raises(CheckpointError, match="only sharding along the first dimension"):
-        sharding.part_of(sharded(mesh, dim=1))
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2), (3, 2)])
+@pytest.mark.parametrize("shape", [(4, 6), (5, 7), (2, 3, 5)])
+def test_what_all_ranks_hold_is_the_whole_file_and_is_cut_again(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut along any dimension, twice along the same one, or replicated; with one process in place of all ranks."""
+    size = math.prod(mesh_shape)
+    whole = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+    cuts = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
+    for placements in itertools.product(cuts, repeat=len(mesh_shape)):
+        buffer = bytearray(whole.nbytes)
+        for rank, coordinate in enumerate(itertools.product(*map(range, mesh_shape))):
+            local = whole
+            for placement, num, index in zip(placements, mesh_shape, coordinate, strict=True):
+                if isinstance(placement, Shard):
+                    local = placement._split_tensor(local, num, with_padding=False)[0][index]
+            tensor: Any = SimpleNamespace(
+                shape=whole.shape,
+                device=whole.device,
+                placements=placements,
+                device_mesh=FakeMesh(mesh_shape, coordinate),
+                _local_tensor=local,
+            )
+            monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+            part = sharding.part_of(tensor, size)
+            for extent in sharding._extents(part) if part.is_written else ():
+                copy_tensors([extent], memoryview(buffer), Host())
+            assert torch.equal(sharding.own_part(whole, part), local), (placements, coordinate)
+        assert torch.equal(torch.frombuffer(buffer, dtype=torch.float32).view(shape), whole), placements
+
+
+@pytest.mark.parametrize(("rows", "held"), [(4, 3), (5, 5)])
+def test_a_tensor_that_is_not_distributed_as_it_says_is_refused(rows: int, held: int, mesh: Any) -> None:
+    from torch.distributed.tensor import DTensor
+
+    local = torch.zeros(held, 2)
+    tensor = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((rows, 2)), stride=(2, 1))
+    if rows == held:
+        assert sharding.part_of(tensor).tensor.shape == (rows, 2)
+    else:
+        with pytest.raises(CheckpointError, match="use sizes that the mesh divides"):
+            sharding.part_of(tensor)
+
+
+def test_a_partial_sum_is_refused(mesh: Any) -> None:
+    from torch.distributed.tensor import DTensor, Partial
+
+    with pytest.raises(CheckpointError, match="a partial sum is not state"):
+        sharding.part_of(DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False))
 
 
 def test_plain_state_is_left_as_it_is() -> None:
