@@ -19,7 +19,9 @@ from transformers import AutoModelForCausalLM
 LOOP = """
 import sys, torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from checkpointing import CheckpointManager
 from checkpointing.rank.restore import read_checkpoint
 from checkpointing.rank.sharding import is_sharded
@@ -35,7 +37,7 @@ class Model(torch.nn.Module):
         super().__init__()
         self.embedding = torch.nn.Embedding(7, 5)
         self.one = torch.nn.Linear(5, 1)
-        self.layers = torch.nn.Sequential(torch.nn.Linear(5, 9), torch.nn.ReLU(), torch.nn.Linear(9, 5))
+        self.layers = torch.nn.Sequential(torch.nn.Linear(5, 10), torch.nn.ReLU(), torch.nn.Linear(10, 5))
         self.head = torch.nn.Linear(5, 7, bias=False)
         self.head.weight = self.embedding.weight
     def forward(self, tokens):
@@ -45,7 +47,16 @@ model = Model()
 if strategy == "as on a GPU":
     # There the host does not wait at the optimizer, and small state of its own is copied at once.
     TrainState.on_gpu = property(lambda self: True)
-if strategy != "ddp":
+if strategy in ("tp", "fsdp + tp"):
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"layers.0": ColwiseParallel(), "layers.2": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    if strategy == "fsdp + tp":
+        fully_shard(model.layers, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+        assert all(map(is_sharded, model.parameters()))
+    trained = model
+elif strategy != "ddp":
     fully_shard(model.layers)
     fully_shard(model, reshard_after_forward=False)
     assert all(map(is_sharded, model.parameters()))
@@ -114,9 +125,10 @@ def loop(tmp_path: Path, steps: int, strategy: str, ranks: int) -> dict[tuple[st
     "stages",
     [
         [("fsdp", 2), ("ddp", 1), ("fsdp", 3), ("as on a GPU", 2)],
+        [("tp", 2), ("fsdp + tp", 4), ("fsdp", 2), ("tp", 2)],
         pytest.param([("fsdp", 1), ("fsdp", 3), ("ddp", 2), ("as on a GPU", 3), ("fsdp", 2)], marks=pytest.mark.soak),
     ],
-    ids=["default", "more"],
+    ids=["default", "tensor parallel", "more"],
 )
 def test_sharded_state_is_saved_whole_and_cut_again(stages: list[tuple[str, int]], tmp_path: Path) -> None:
     last: list[float] = []
@@ -133,10 +145,10 @@ def test_sharded_state_is_saved_whole_and_cut_again(stages: list[tuple[str, int]
             (1,),
             (1, 5),
             (5,),
-            (5, 9),
+            (5, 10),
             (7, 5),
-            (9,),
-            (9, 5),
+            (10,),
+            (10, 5),
         ]
 
 
