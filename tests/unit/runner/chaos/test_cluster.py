@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +35,11 @@ def ends(node: Any, code: int | None) -> None:
 def record(folder: Path, *events: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "journal.jsonl").write_text("".join(json.dumps({"attempt": 1, **event}) + "\n" for event in events))
+
+
+def add(folder: Path, event: dict[str, Any]) -> None:
+    with (folder / "journal.jsonl").open("a") as file:
+        file.write(json.dumps({"attempt": 1, **event}) + "\n")
 
 
 def test_a_node_has_an_address_and_a_disk_of_its_own(cluster: Cluster) -> None:
@@ -107,3 +114,16 @@ def test_a_machine_that_lost_power_has_not_finished(cluster: Cluster) -> None:
     node.run.process.wait()
     node.kill()
     assert node.exit_code == 0
+
+
+def test_a_step_is_new_if_it_was_logged_since_whatever_its_time(cluster: Cluster, tmp_path: Path) -> None:
+    """A clock that had jumped left a step of the future, which every later wait took for progress."""
+    ends(cluster.nodes[0], None)
+    started: dict[str, Any] = {"time": 1, "event": "run_started", "run_id": "a"}
+    logged: dict[str, Any] = {"event": "log", "step": 20, "loss": 1.0}
+    record(tmp_path / "machine-0", started, {"time": time.time() + 3600, **logged})
+    assert not cluster.wait_for_step(0.2)
+    timer = threading.Timer(0.3, lambda: add(tmp_path / "machine-0", {"time": 2, **logged, "step": 25}))
+    timer.start()
+    assert cluster.wait_for_step(60)
+    timer.join()
