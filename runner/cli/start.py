@@ -207,11 +207,20 @@ def start(
     def lead(lease: Lease, inherited: Inherited) -> ExitCode:
         """Lead from now on: the leader that this node has followed is gone."""
         keeper = take_over(session, lease)
+        try:
+            with contextlib.suppress(RunBusy):
+                # A leader that hangs may have it yet; the lease says that it does not lead any more.
+                preflight.LocationLock(config, say, 0.0).hold()
+            place = preflight.admit(config, directory, identity)
+        except OSError as error:
+            # Since it has taken the lease, its storage has failed. Another node, or this one later, finds it stale.
+            say(f"this node cannot lead: {config.checkpoint_location}: {error.strerror or error}; it follows")
+            if inherited.node is not None:
+                inherited.node.close()
+            if not stop:
+                _follow()
+            return ExitCode.PREEMPTED
         _serve_metrics(config, directory)
-        with contextlib.suppress(RunBusy):
-            # A leader that hangs may have it yet; the lease says that it does not lead any more.
-            preflight.LocationLock(config, say, 0.0).hold()
-        place = preflight.admit(config, directory, identity)
         supervisor = Supervisor(session, job, place=place, identity=shared, lease=keeper, inherited=inherited)
         exit_code = supervisor.lead()
         display.close()

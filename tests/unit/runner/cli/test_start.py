@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -23,7 +24,9 @@ from runner.errors import ExitCode, UsageError
 from runner.journal import run_directory
 from runner.journal.journal import Journal
 from runner.journal.run_directory import RunDirectory
+from runner.recovery.lease import Lease
 from runner.supervisor import follower, preflight, session, supervisor
+from runner.supervisor.lead import Inherited
 from runner.system.event_loop import StopRequest
 from runner.ui import progress, prometheus
 
@@ -41,6 +44,7 @@ class Runs:
     def __init__(self) -> None:
         self.code, self.step, self.failed_log = ExitCode.DONE, 0, None
         self.was_replaced = False
+        self.inherited: Inherited | None = None
         self.reason = "a rank failed"
         self.started: list[tuple[str, Any]] = []
         self.served: list[tuple[str, int]] = []
@@ -54,6 +58,10 @@ class Runs:
         return made
 
     def run(self) -> ExitCode:
+        role, given = self.started[-1]
+        if role == "follower" and self.inherited is not None:
+            exit_code: ExitCode = given.succession._lead(Lease(3, "b", "b1", 1, "10.0.0.2", "the-run"), self.inherited)
+            return exit_code
         if self.step:
             journal = Journal(self.started[-1][1].session.directory.journal, time.time)
             journal.append(event("run_started", run_id="r", committed_step=-1), 0)
@@ -176,6 +184,27 @@ def test_a_leader_that_was_replaced_follows_in_the_same_process(
     runs.was_replaced = False
     run("--resume", "never", "--overwrite")
     assert runs.display.texts[-1].endswith("resume auto") and "_RUNNER_FOLLOWS" not in environment
+
+
+def test_a_node_whose_storage_fails_when_it_begins_to_lead_follows_again(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended with 2, as if the location had been a mistake: found by `runner chaos --nodes 3 --seed 23003`."""
+    executed, closed = list[list[str]](), list[bool]()
+    monkeypatch.setattr("runner.cli.start.os.environ", dict(os.environ))
+    monkeypatch.setattr("runner.cli.start.os.execv", lambda program, arguments: executed.append(arguments))
+    monkeypatch.setattr("runner.supervisor.standing.take_over", lambda *_: None)
+    node: Any = SimpleNamespace(close=lambda: closed.append(True))
+    runs.inherited = Inherited(node)
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "/volume/.supervisor.lock")
+
+    monkeypatch.setattr(preflight.LocationLock, "hold", refused)
+    result = run("--nnodes", "1:2", "--node-rank", "1", "--rdzv-endpoint", "host:29500")
+    assert "this node cannot lead" in result.output and "Read-only file system; it follows" in result.output
+    assert result.exit_code == 75 and len(executed) == 1 and closed == [True]
+    assert [role for role, _ in runs.started] == ["follower"]
 
 
 def test_a_leader_that_is_to_stop_does_not_follow(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
