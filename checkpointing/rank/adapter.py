@@ -12,6 +12,7 @@ from checkpointing.errors import CheckpointError
 from checkpointing.layout import ADAPTER_NAME
 from checkpointing.rank.fingerprint import fingerprint
 from checkpointing.rank.restore_point import RestorePoint
+from checkpointing.rank.sharding import cut_like, gathered
 
 # Identifies the base that an adapter was trained on; in the same checkpoint.
 BASE_NAME = "base_model.json"
@@ -47,7 +48,10 @@ class Adapter:
         self._identity: dict[str, str] | None = None
 
     def identify(self, model: torch.nn.Module) -> bytes:
-        """Return the contents of BASE_NAME: name and digest of everything that is not trained; reads it all, once."""
+        """Return the contents of BASE_NAME: name and digest of everything that is not trained; reads it all, once.
+
+        All ranks call it together if the model is sharded.
+        """
         if self._identity is None:
             live = live_tensors(model)
             saved = {id(tensor) for tensor in self.select(live).values()}
@@ -63,7 +67,9 @@ class Adapter:
                 and ".original_module." not in name
                 and adapters.isdisjoint(name.split("."))
             }
-            sums = fingerprint(t.contiguous().reshape(-1).view(torch.uint8) for t in base.values()).tolist()
+            # All ranks come here at the same step, and gather a sharded base one tensor after the other.
+            whole = (gathered(tensor) for tensor in base.values())
+            sums = fingerprint(t.contiguous().reshape(-1).view(torch.uint8) for t in whole).tolist()
             entries = sorted(
                 (name, str(tensor.dtype), list(tensor.shape), total)
                 for (name, tensor), total in zip(base.items(), sums, strict=True)
@@ -99,7 +105,7 @@ class Adapter:
             )
         with torch.no_grad():
             for name, tensor in own.items():
-                tensor.copy_(state[name])
+                tensor.copy_(cut_like(state[name], tensor))
 
 
 def _called(identity: Mapping[str, object]) -> str:

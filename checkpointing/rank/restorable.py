@@ -112,7 +112,8 @@ class RestorableTraining:
     ) -> None:
         """Set what is saved and restored.
 
-        State that FSDP2 has sharded is saved and restored whole; each machine must hold all of it among its ranks.
+        Sharded state (FSDP2, tensor parallelism) is saved and restored whole; each machine must hold all of it among
+        its ranks.
 
         Args:
             model: The model; a DDP wrapper is looked through.

@@ -51,6 +51,12 @@ def is_sharded(value: object) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole tensor, which all ranks that hold a part of it ask for together."""
+    whole: torch.Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return whole
+
+
 def has_sharded(model: torch.nn.Module) -> bool:
     """Return whether any parameter is sharded."""
     return any(is_sharded(parameter) for parameter in model.parameters())

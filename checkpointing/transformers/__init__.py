@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar, Unpack
 
-import accelerate
 import transformers
 from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy
@@ -105,11 +104,13 @@ def resilient(
         )
     if trainer.is_deepspeed_enabled:
         raise CheckpointError("DeepSpeed is not supported by resilient() yet; use DDP or FSDP2")
-    if trainer.is_fsdp_enabled:
-        if not trainer.accelerator.is_fsdp2:
-            raise CheckpointError("FSDP1 is not supported by resilient(); use FSDP2: fsdp_config version 2")
-        if accelerate.utils.is_peft_model(trainer.model):
-            raise CheckpointError("adapters under FSDP are not supported by resilient() yet; use DDP for them")
+    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
+        raise CheckpointError("FSDP1 is not supported by resilient(); use FSDP2: fsdp_config version 2")
+    if (shared := _samples_shared_by(trainer)) is not None:
+        raise CheckpointError(
+            f"{shared} parallelism is not supported by resilient() yet: it would count ranks that share their samples "
+            "as data parallel ones. Use DDP or FSDP2, or CheckpointManager in your own loop"
+        )
     if trainer.args.load_best_model_at_end and save_steps == "auto":
         raise ValueError(
             "resilient(save_steps='auto') cannot be combined with load_best_model_at_end, which needs save_strategy"
@@ -177,3 +178,12 @@ def load_best(trainer: Any) -> int | None:
     trainer._track()
     step: int | None = trainer._manager.load_best(trainer.state.global_step, together=trainer.is_fsdp_enabled)
     return step
+
+
+def _samples_shared_by(trainer: Trainer) -> str | None:
+    """Return the kind of parallelism whose ranks share their samples; None if there is none."""
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    # transformers shards for tensor parallelism while it loads a model.
+    sizes = {"tensor": getattr(trainer.model, "_tp_size", None) or getattr(parallelism, "tp_size", None)}
+    sizes |= {"context": getattr(parallelism, "cp_size", None), "sequence": getattr(parallelism, "sp_size", None)}
+    return next((kind for kind, size in sizes.items() if (size or 1) > 1), None)

@@ -195,7 +195,7 @@ def _check_streaming(config: Config, source_of: SourceOf) -> None:
 
 
 def _check_strategy(config: Config, source_of: SourceOf) -> None:
-    if config.strategy == "fsdp" and config.method.type != "full":
+    if config.strategy == "fsdp" and config.method.type == "qlora":
         raise UsageError(
             f"{source_of('strategy')}: strategy=fsdp is not supported with method.type={config.method.type} yet: use "
             "ddp, which suits the small state of an adapter"

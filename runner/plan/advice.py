@@ -76,6 +76,7 @@ def options(model: ModelShape, job: Job, memory_bytes: int) -> list[Option]:
         ("full, DDP", "full", "ddp"),
         ("full, FSDP", "full", "fsdp"),
         ("LoRA, DDP", "lora", "ddp"),
+        ("LoRA, FSDP", "lora", "fsdp"),
         ("QLoRA, DDP", "qlora", "ddp"),
     ):
         one = job.by(method, strategy)
@@ -111,12 +112,13 @@ def choose(found: Sequence[Option], wanted: Job) -> tuple[Option | None, str]:
     if best is None:
         return None, (
             "nothing fits: lower trainer.per_device_train_batch_size or max_length, set gradient_checkpointing, or "
-            "use more or larger GPUs; tensor parallelism is not supported"
+            "use more or larger GPUs"
         )
     why = {
         "full, DDP": "every GPU holds the whole model, which is simplest and fastest",
         "full, FSDP": "the model's state exceeds one GPU, but not all GPUs of a node",
         "LoRA, DDP": "full fine-tuning fits neither whole nor sharded; with adapters the base needs no optimizer state",
+        "LoRA, FSDP": "the base exceeds one GPU, but not all GPUs of a node",
         "QLoRA, DDP": "the base is too large even in 16 bits",
     }[best.name]
     return best, f"{configured.name} does not fit; {why}"

@@ -158,7 +158,7 @@ def estimate(model: ModelShape, job: Job) -> Need:
     adapters, sharded = job.method in ("lora", "qlora"), job.strategy == "fsdp" and job.local_ranks > 1
     trained = model.adapter if adapters else model.parameters
     # accelerate stores what FSDP2 trains in fp32. PEFT does the same with adapters, except on a quantised base.
-    held = 4 if sharded else job.weight_bytes
+    held = 4 if sharded and not adapters else job.weight_bytes
     trained_bytes = {"lora": 4, "qlora": 2}.get(job.method, held)
     weights = model.parameters * held
     if job.method == "qlora":
@@ -173,6 +173,8 @@ def estimate(model: ModelShape, job: Job) -> Need:
         # So are the gradients of the root and of one layer, or all of them with gradient accumulation.
         root = model.parameters - model.layers * model.largest_layer
         whole = model.parameters if job.accumulation > 1 else root + model.largest_layer
+        if adapters:
+            whole = model.adapter
         buckets = (root + 2 * model.largest_layer + whole) * job.compute_bytes
         weights, gradients, optimizer = (part // job.local_ranks for part in (weights, gradients, optimizer))
     else:

@@ -18,7 +18,7 @@ from trl import SFTConfig, SFTTrainer
 
 from checkpointing.environment import rank_settings
 from checkpointing.rank import device
-from checkpointing.rank.sharding import is_sharded
+from checkpointing.rank.sharding import gathered
 from checkpointing.storage.durable import fsync_directory, fsync_tree, replace_file
 from checkpointing.transformers import load_best, resilient
 from runner.cache import seal
@@ -102,13 +102,15 @@ def run_job(config_path: str, cache: str, sender: EventSender, *, resumes: bool 
     # With FSDP every rank has a part of the best weights.
     if rank == 0 or trainer.is_fsdp_enabled:
         best = load_best(trainer) if held_back is not None else None
+    model = trainer.model
     if trainer.is_fsdp_enabled:
-        weights = whole_weights(trainer.model, keep=rank == 0)
+        model = merged(model)
+        weights = whole_weights(model, keep=rank == 0)
     if rank == 0:
         if best is not None:
             sender.send_surely("best_model", step=best)
         output = Path(config.output_dir)
-        publish(trainer, tokenizer, output / "best_model", weights)
+        publish(merged(model), tokenizer, output / "best_model", weights)
         history = [{**entry, **perplexities(entry)} for entry in trainer.state.log_history]
         text = json.dumps(history, indent=1) + "\n"
         replace_file(output / HISTORY_NAME, text.encode(), output / f".{HISTORY_NAME}.tmp")
@@ -158,6 +160,8 @@ def training_arguments(config: Config) -> SFTConfig:
 def whole_weights(model: Any, *, keep: bool) -> dict[str, Any]:
     """Gather the state dict of a sharded model on the CPU, tensor by tensor. All ranks must call it.
 
+    Tied weights are gathered once, and stay tied.
+
     Args:
         model: The model.
         keep: Whether this rank keeps the tensors.
@@ -165,27 +169,39 @@ def whole_weights(model: Any, *, keep: bool) -> dict[str, Any]:
     Returns:
         Tensors by name; empty unless `keep`.
     """
-    gathered = (
-        (name, value.full_tensor() if is_sharded(value) else value) for name, value in model.state_dict().items()
-    )
-    return {name: value.cpu() for name, value in gathered if keep}
+    whole = dict[int, Any]()
+    weights = dict[str, Any]()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in whole:
+            tensor = gathered(value.detach()).cpu()
+            whole[id(value)] = tensor if keep else None
+        weights[name] = whole[id(value)]
+    return weights if keep else {}
 
 
-def publish(trainer: Any, tokenizer: Any, target: Path, weights: dict[str, Any] | None = None) -> None:
+def merged(model: Any) -> Any:
+    """Return a model that can be loaded by itself. All ranks must call it if the model is sharded.
+
+    An adapter whose base was built for this run is merged into it: the base is stored nowhere else.
+    """
+    if not is_peft_model(model) or model.config.name_or_path:
+        return model
+    # An evaluation may have left parts of a sharded model whole; `state_dict` shards them again.
+    model.state_dict()
+    return model.merge_and_unload()
+
+
+def publish(model: Any, tokenizer: Any, target: Path, weights: dict[str, Any] | None = None) -> None:
     """Save model and tokenizer so that a crash leaves either the old or the new folder, complete.
 
     Args:
-        trainer: The trainer, whose model is saved.
+        model: The model.
         tokenizer: The tokenizer.
         target: The folder.
         weights: The whole state dict, if the model itself has only a part of it.
     """
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    model = trainer.model
-    if is_peft_model(model) and not model.config.name_or_path:
-        # The base was built for this run and is stored nowhere else, so adapters alone would be useless.
-        model = model.merge_and_unload()
     model.save_pretrained(temporary, state_dict=weights)
     tokenizer.save_pretrained(temporary)
     fsync_tree(temporary)

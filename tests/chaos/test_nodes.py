@@ -42,7 +42,7 @@ def test_nodes_come_and_go(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(600 + 60 * MINUTES)
 def test_a_loaded_machine_gives_no_false_alarm(wire: Network, tmp_path: Path) -> None:
-    """Three nodes train beside more busy processes than there are cores; nobody touches them.
+    """Three nodes train next to more busy processes than there are cores; nothing is injected.
 
     CHAOS_MINUTES=60 makes it the hour that the guide speaks of.
     """

@@ -184,7 +184,7 @@ def test_the_job_goes_from_sharded_to_whole_and_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        (["strategy=fsdp", "method.type=lora"], "strategy=fsdp is not supported with method.type=lora"),
+        (["strategy=fsdp", "method.type=qlora"], "strategy=fsdp is not supported with method.type=qlora"),
         (["trainer.fsdp_config={}", "trainer.fsdp=true"], "set the top-level strategy: fsdp"),
         (["trainer.fsdp_config={cpu_offload: true}"], "needs strategy: fsdp"),
         (["strategy=fsdp", "trainer.fsdp_config={version: 1}"], "without version or with version: 2"),
@@ -194,6 +194,29 @@ def test_the_job_goes_from_sharded_to_whole_and_back(tmp_path: Path) -> None:
 def test_what_is_not_supported_is_refused(settings: list[str], text: str, tmp_path: Path) -> None:
     run = job(tmp_path / "run", *settings).start()
     assert run.finish() == 2 and text in run.output and "Traceback" not in run.output, run.output
+
+
+def test_an_adapter_under_fsdp_is_killed_and_then_trained_whole(tmp_path: Path) -> None:
+    lora = ["method.type=lora", "trainer.lr_scheduler_type=constant", "scale_learning_rate=false"]
+    calm = job(tmp_path / "calm", "strategy=fsdp", *lora)
+    assert calm.start().finish() == 0, calm.output
+    killed = job(tmp_path / "killed", "strategy=fsdp", *lora).start_held(10)
+    killed.wait_until_held()
+    os.kill(killed.events("rank_started")[-1]["pid"], signal.SIGKILL)
+    assert killed.finish() == 0, killed.output
+    first, second = (event["step"] for event in killed.events("training_started"))
+    assert first == 0 < second <= 10
+    assert state_hash(killed.checkpoint(24)) == state_hash(calm.checkpoint(24))
+    assert loss_curve(killed.checkpoint(24)) == loss_curve(calm.checkpoint(24))
+    # The base was built for this run: the adapter is merged into it.
+    model = load_file(killed.folder / "best_model" / "model.safetensors")
+    assert not [name for name in model if "lora" in name] and "lm_head.weight" not in model
+    AutoModelForCausalLM.from_pretrained(killed.folder / "best_model")
+    # The same base, although no rank has held all of it; and the adapter, on one rank.
+    alone = job(killed.folder, *lora, "trainer.max_steps=27")
+    alone.command += ["--nproc-per-node", "1"]
+    assert alone.start().finish() == 0, alone.output
+    assert alone.events("training_started")[-1]["step"] == 24
 
 
 # The global batch of two ranks.

@@ -69,7 +69,7 @@ def test_numbers_of_nodes_and_ranks(launch: dict[str, Any], problem: str | None)
             "<data.validation_share>: data.validation_share is not allowed with data.streaming",
         ),
         ({"data": {"path": "org/set", "streaming": True}}, "<data.streaming>: data.streaming needs trainer.max_steps"),
-        ({"strategy": "fsdp", "method": {"type": "lora"}}, "<strategy>: strategy=fsdp is not supported with method"),
+        ({"strategy": "fsdp", "method": {"type": "qlora"}}, "<strategy>: strategy=fsdp is not supported with method"),
         ({"trainer": {"fsdp_config": {"version": 2}}}, "<trainer.fsdp_config>: trainer.fsdp_config needs strategy"),
         ({"strategy": "fsdp", "trainer": {"fsdp_config": {"version": 1}}}, "write FSDP2's options as a mapping"),
         ({"strategy": "fsdp", "trainer": {"fsdp_config": "a.json"}}, "write FSDP2's options as a mapping"),

@@ -53,6 +53,11 @@ def test_adapters() -> None:
     assert lora.weights == 2 * P + 4 * MODEL.adapter and lora.checkpoint_bytes == 12 * MODEL.adapter
     assert qlora.weights == pytest.approx(0.516 * MODEL.linear + 2 * (P - MODEL.linear) + 2 * MODEL.adapter, rel=0.01)
     assert qlora.checkpoint_bytes == 6 * MODEL.adapter
+    # Only what is trained is stored in fp32; gradients of the base are never gathered.
+    sharded = estimate(MODEL, job(gradient_accumulation_steps=4).by("lora", "fsdp"))
+    assert sharded.weights == (2 * P + 4 * MODEL.adapter) // 8 and sharded.checkpoint_bytes == 12 * MODEL.adapter
+    root = P - 32 * MODEL.largest_layer
+    assert sharded.buckets == 2 * (root + 2 * MODEL.largest_layer + MODEL.adapter)
 
 
 @pytest.mark.parametrize(
@@ -81,13 +86,16 @@ def test_no_length_is_the_default_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gigabytes", "chosen"), [(8, "QLoRA, DDP"), (19, "LoRA, DDP"), (24, "full, FSDP"), (96, "full, DDP"), (3, None)]
+    ("gigabytes", "chosen"), [(8, "LoRA, FSDP"), (19, "LoRA, DDP"), (24, "full, FSDP"), (96, "full, DDP"), (3, None)]
 )
 def test_the_simplest_that_fits(gigabytes: int, chosen: str | None) -> None:
     found = options(MODEL, job(), gigabytes * 10**9)
     option, why = choose(found, job())
     assert (option.name if option else None) == chosen, {o.name: o.need.peak_bytes for o in found}
     assert why
+    # With one rank nothing is sharded.
+    alone = choose(options(MODEL, job(ranks=1), 8 * 10**9), job(ranks=1))[0]
+    assert alone is not None and alone.name == "QLoRA, DDP"
     # What is made from scratch is in no checkpoint that could be quantised.
     obstacles = {o.name: o.obstacle for o in options(MODEL, job(loaded=False), 9 * 10**9)}
     assert obstacles["QLoRA, DDP"] == "no model to quantise" and obstacles["full, DDP"] == "too large"
