@@ -142,6 +142,19 @@ def test_a_copy_is_cut_where_pinned_memory_ends(on: str, monkeypatch: pytest.Mon
     assert bytes(buffer[123 : 123 + source.numel()]) == source.numpy().tobytes()
 
 
+def test_runs_are_copied_to_equal_distances(on: str) -> None:
+    """A part of a sharded tensor: two by three runs of four bytes, in the order of the device's own work."""
+    source = torch.zeros(24, dtype=torch.uint8, device=on).view(2, 3, 4)
+    device = devices.of([source])
+    source.copy_(torch.arange(24, dtype=torch.uint8).view(2, 3, 4))
+    buffer = bytearray(b"." * 200)
+    device.copy_runs(memoryview(buffer), 5, source, (60, 20))
+    device.mark().wait()
+    places = [5 + 60 * outer + 20 * inner for outer in range(2) for inner in range(3)]
+    assert b"".join(bytes(buffer[place : place + 4]) for place in places) == bytes(range(24))
+    assert buffer.count(b".") == 200 - 24
+
+
 def test_the_seam_says_what_there_is(sim: Any) -> None:
     assert devices.kind() == "sim" and devices.name_of() == "Second Device"
     assert devices.capability() is None and not devices.can_pin() and devices.utilization_percent() is None
