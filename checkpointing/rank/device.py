@@ -59,14 +59,7 @@ class Device(Protocol):
         """Copy a flat uint8 tensor into host memory, in the order of this thread's current streams."""
 
     def copy_runs(self, buffer: memoryview, offset: int, source: torch.Tensor, strides: Sequence[int]) -> None:
-        """Copy runs of bytes to equal distances in host memory, in the order of this thread's current streams.
-
-        Args:
-            buffer: The memory.
-            offset: Place of the first byte.
-            source: uint8 tensor: its last dimension is a run, the others count the runs, by level.
-            strides: Distance in bytes between the begins of two runs, by level.
-        """
+        """Copy runs of bytes likewise; see `file_images.Extent` for their places."""
 
 
 class _Past:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 from runner.errors import ExitCode
 
@@ -68,6 +69,11 @@ class Rule:
     effect_rank: int = 0
 
 
+def _orderly(known_by: str, response: str, action: Action, **fields: Any) -> Rule:
+    """Return the rule of an end that is no failure, and costs nothing."""
+    return Rule(known_by, response, action=action, costs_budget=False, is_failure=False, **fields)
+
+
 class FailureKind(Enum):
     """How an attempt can end; the first class whose `error` matches is the one that a rank's exception belongs to."""
 
@@ -83,58 +89,47 @@ class FailureKind(Enum):
 
     FINISHED = (
         "finished",
-        Rule(
+        _orderly(
             known_by="all ranks exited with status 0",
             response="end the run",
             action=Action.FINISH,
             exit_code=ExitCode.DONE,
-            costs_budget=False,
-            is_failure=False,
         ),
     )
     PREEMPTED = (
         "preempted",
-        Rule(
+        _orderly(
             known_by="all ranks agreed on a stop request and exited with status 75 after the commit",
             response="end the run; the same command continues it",
             action=Action.STOP,
             exit_code=ExitCode.PREEMPTED,
-            costs_budget=False,
-            is_failure=False,
         ),
     )
     ENDED = (
         "ended at once",
-        Rule(
+        _orderly(
             known_by="a second stop request, the end of `--grace`, or a stop request with nothing to save yet",
             response="end the run; the same command continues it",
             action=Action.STOP,
             exit_code=ExitCode.PREEMPTED,
-            costs_budget=False,
-            is_failure=False,
             effect_rank=4,
         ),
     )
     NODES_CHANGED = (
         "nodes changed",
-        Rule(
+        _orderly(
             known_by="the leader of an elastic run paused the ranks, as a node is about to leave or has come",
             response="continue at once on the nodes that there are",
             action=Action.CONTINUE,
-            costs_budget=False,
-            is_failure=False,
         ),
     )
     OUTPACED = (
         "outpaced",
-        Rule(
+        _orderly(
             known_by="the agent may no longer write, but this node leads: a leader that was only slow has begun an "
             "attempt of the same number since",
             response="continue at once with the next number",
             action=Action.CONTINUE,
-            # A leader allows few of them; the slow one soon finds out that it does not lead any more.
-            costs_budget=False,
-            is_failure=False,
         ),
     )
     NO_VALID_CHECKPOINT = (

@@ -41,6 +41,7 @@ class Supervisor:
     Attributes:
         reason: Why the run has ended.
         failed_log: File with the standard error of the rank that ended the run; None if there is none.
+        was_replaced: Whether another node leads the run now, which this one may follow.
     """
 
     def __init__(
@@ -88,13 +89,8 @@ class Supervisor:
         self._notices = Notices(self._config, self._display)
         # Whether some rank of the run has used a checkpoint manager.
         self._used_manager = False
-        self.reason = ""
+        self.reason, self.was_replaced = "", False
         self.failed_log: Path | None = None
-
-    @property
-    def was_replaced(self) -> bool:
-        """Whether another node leads the run now, which this one may follow."""
-        return self._lead.is_lost
 
     def run(self) -> ExitCode:
         """Supervise until the run has ended, and return the exit code of the process; may be called once."""
@@ -120,9 +116,8 @@ class Supervisor:
         if decision.exit_code is ExitCode.DONE:
             decision = self._finish(decision, drained=drained)
         decision = end_of_node(decision, self._config.launch.node_rank, self._members.bad_nodes)
-        self.reason = decision.reason
-        state = _END_STATES.get(decision.exit_code, RunState.FAILED)
-        self._session.record(RunEnded(state=state.value, exit_code=int(decision.exit_code), reason=decision.reason))
+        self.reason, self.was_replaced = decision.reason, self._lead.is_lost
+        self._session.record(_ended(decision))
         self._record.finish_journal()
         self._lead.release()
         return decision.exit_code
@@ -239,9 +234,8 @@ class Supervisor:
         checkpoints, state = self._node.checkpoints, self._record.state
         history = state.history_with(failure, checkpoints.committed_step)
         batch, divisor = checkpoints.batch, state.batch.divisor
-        state.batch = BatchShape(divisor=divisor, samples=state.batch.samples)
-        if batch is not None:
-            state.batch = BatchShape(batch.micro_batch, batch.accumulation, divisor, batch.samples)
+        known = batch or BatchShape(samples=state.batch.samples)
+        state.batch = BatchShape(known.micro_batch, known.accumulation, divisor, known.samples)
         return decide(
             history,
             max_restarts=self._config.restart.max_restarts,
@@ -290,6 +284,11 @@ class Supervisor:
         self._members.turn(self._node)
         if self._lead.is_lost:
             self._node.end_attempt(Failure(FailureKind.ENDED, "another node leads this run now"))
+
+
+def _ended(decision: Stop) -> RunEnded:
+    state = _END_STATES.get(decision.exit_code, RunState.FAILED)
+    return RunEnded(state=state.value, exit_code=int(decision.exit_code), reason=decision.reason)
 
 
 def _log_of(failure: Failure, result: AttemptResult) -> Path | None:

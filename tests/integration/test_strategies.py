@@ -116,7 +116,6 @@ OTHERS = [
     Strategy("fsdp, compile", 2),
     Strategy("hsdp", 4),
     Strategy("tp", 2),
-    Strategy("tp", 4),
 ]
 
 
