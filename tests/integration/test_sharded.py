@@ -124,8 +124,7 @@ def loop(tmp_path: Path, steps: int, strategy: str, ranks: int) -> dict[tuple[st
 @pytest.mark.parametrize(
     "stages",
     [
-        [("fsdp", 2), ("ddp", 1), ("fsdp", 3), ("as on a GPU", 2)],
-        # By default test_strategies.py has the kill and the restore of both.
+        [("fsdp", 2), ("ddp", 1), ("fsdp + tp", 4), ("as on a GPU", 2)],
         pytest.param([("tp", 2), ("fsdp + tp", 4), ("fsdp", 2), ("tp", 2)], marks=pytest.mark.soak),
         pytest.param([("fsdp", 1), ("fsdp", 3), ("ddp", 2), ("as on a GPU", 3), ("fsdp", 2)], marks=pytest.mark.soak),
     ],

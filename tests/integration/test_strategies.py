@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from integration.support import state_hash
 
+# By default test_sharded.py has a chain of four, and sharded jobs that are killed.
+pytestmark = pytest.mark.soak
+
 LOOP = """
 import os, signal, sys, torch
 import torch.distributed as dist
@@ -131,9 +134,7 @@ def train(folder: Path, strategy: Strategy, steps: int, *, last: int = 0) -> str
     return result.stdout
 
 
-@pytest.mark.parametrize(
-    "strategy", [FSDP_TP, *(pytest.param(other, marks=pytest.mark.soak) for other in OTHERS)], ids=str
-)
+@pytest.mark.parametrize("strategy", [FSDP_TP, *OTHERS], ids=str)
 def test_a_killed_rank_costs_no_bit(strategy: Strategy, tmp_path: Path) -> None:
     train(tmp_path / "calm", strategy, 6)
     train(tmp_path / "killed", strategy, 6, last=4)
@@ -142,7 +143,6 @@ def test_a_killed_rank_costs_no_bit(strategy: Strategy, tmp_path: Path) -> None:
     assert state_hash(ends[0]) == state_hash(ends[1])
 
 
-@pytest.mark.soak
 def test_a_checkpoint_is_resumed_by_every_other_strategy(tmp_path: Path) -> None:
     """Each writes what the next one reads; all write the same format, so a chain is as good as every pair."""
     chain = [FSDP_TP, *OTHERS, FSDP_TP]
