@@ -71,12 +71,14 @@ class Hello(PeerMessage):
         node_rank: Its node rank.
         job: `JobIdentity.to_json` of its job; empty if it is not to be compared.
         machine: Identity of its machine; empty if unknown.
+        session: Identity of its process; empty if unknown.
     """
 
     do: Literal["hello"] = "hello"
     node_rank: Count
     job: Annotated[str, Field(max_length=500_000)] = ""
     machine: Annotated[str, Field(max_length=200)] = ""
+    session: Annotated[str, Field(max_length=200)] = ""
 
 
 class Ready(PeerMessage):

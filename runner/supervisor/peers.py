@@ -17,12 +17,14 @@ import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from checkpointing.errors import CheckpointError
 from runner.errors import ExitCode
+from runner.supervisor import peer_connection
 from runner.supervisor.peer_auth import PeerAuth
 from runner.supervisor.peer_connection import SILENCE_S, Connection
 from runner.supervisor.peer_messages import (
@@ -37,8 +39,22 @@ from runner.supervisor.peer_messages import (
 from runner.system.event_loop import EventLoop
 
 MAX_STRANGERS = 64
+# Keepalives after which the old connection of a node has delivered what was on its way when a second one was opened.
+_SETTLING_PINGS = 3
 # Between two attempts of a member to connect.
 _RETRY_S = 0.5
+
+
+@dataclass
+class _Claim:
+    """A second connection for a node rank, and what the first one had delivered."""
+
+    claimant: Connection[ToLeader]
+    hello: Hello
+    # One more word than this from the first connection means that both nodes live.
+    num_heard: int
+    # Until then (monotonic seconds) such a word may have been on its way.
+    settled_at: float
 
 
 class Leader:
@@ -79,9 +95,10 @@ class Leader:
         self._secret, self._warn = secret, warn
         self._warned: set[str] = set()
         self._connections: dict[int, Connection[ToLeader]] = {}
-        # A second connection for a node rank that is connected already, its hello, and `num_heard` of the first one at
-        # that time: either the first one is dead, or two nodes have the same rank.
-        self._claims: dict[int, tuple[Connection[ToLeader], Hello, int]] = {}
+        self._sessions: dict[int, str] = {}
+        # A second connection for a node rank that is connected already: either the first one is dead, or two nodes have
+        # the same rank.
+        self._claims: dict[int, _Claim] = {}
         # Until their hello.
         self._strangers: list[tuple[Connection[ToLeader], str]] = []
         self._listener = _listener(bind, address[1])
@@ -107,16 +124,17 @@ class Leader:
             if stranger.wrong_secret:
                 self._warn_once(host)
         self._strangers = [(stranger, host) for stranger, host in self._strangers if not stranger.lost]
-        for number, (claimant, hello, num_heard) in list(self._claims.items()):
-            known = self._connections[number]
-            was_heard = known.num_heard > num_heard
-            if not (claimant.lost or known.lost or was_heard):
+        for number, claim in list(self._claims.items()):
+            known, claimant = self._connections[number], claim.claimant
+            if time.monotonic() < claim.settled_at:
+                claim.num_heard = known.num_heard
+            if not (claimant.lost or known.lost or known.num_heard > claim.num_heard):
                 continue
             del self._claims[number]
             if claimant.lost:
                 continue
             if known.lost:
-                self._admit(number, claimant, hello)
+                self._admit(number, claimant, claim.hello)
             else:
                 self._refuse(
                     claimant, f"node rank {number} is taken by a live node; give each node its own --node-rank"
@@ -167,17 +185,22 @@ class Leader:
             self._refuse(connection, f"node rank {number} is not {which} (--nnodes)")
         elif (end := self._refusal(hello)) is not None:
             connection.send(end)
-        elif number in self._claims and not self._claims[number][0].lost:
+        elif hello.session and hello.session == self._sessions.get(number):
+            # It was cut off. What it had sent before may arrive yet, in the old connection.
+            self._connections[number].close()
+            self._admit(number, connection, hello)
+        elif number in self._claims and not self._claims[number].claimant.lost:
             self._refuse(connection, f"several nodes have node rank {number}; give each node its own --node-rank")
         elif number in self._connections and not self._connections[number].lost:
             # The node has reconnected before its old connection timed out, or two nodes have the same rank.
-            self._claims[number] = (connection, hello, self._connections[number].num_heard)
+            settled_at = time.monotonic() + _SETTLING_PINGS * peer_connection.PING_INTERVAL_S
+            self._claims[number] = _Claim(connection, hello, self._connections[number].num_heard, settled_at)
         else:
             self._admit(number, connection, hello)
 
     def _admit(self, number: int, connection: Connection[ToLeader], hello: Hello) -> None:
         self._strangers = [pair for pair in self._strangers if pair[0] is not connection]
-        self._connections[number] = connection
+        self._connections[number], self._sessions[number] = connection, hello.session
         self._receive(number, hello)
 
     def _refuse(self, connection: Connection[ToLeader], reason: str) -> None:
@@ -240,7 +263,8 @@ class Member:
         """
         self._read_secret = read_secret
         self._route: _Route | None = None
-        self.address, self._hello, self._loop, self._receive = address, hello, loop, receive
+        self.address, self._loop, self._receive = address, loop, receive
+        self._hello = hello.model_copy(update={"session": uuid.uuid4().hex})
         self._connection: Connection[ToMember] | None = None
         self._connecting: socket.socket | None = None
         self._connecting_secret = b""

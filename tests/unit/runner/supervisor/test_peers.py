@@ -463,6 +463,37 @@ def test_a_machine_that_comes_back_replaces_its_old_connection(pair: Pair, monke
     first.close()
 
 
+def test_a_node_that_was_cut_off_replaces_its_own_connection_whatever_that_delivers(pair: Pair) -> None:
+    """What it had sent before arrived after its second hello: it was taken for two nodes of one rank, exit code 2."""
+    leader, member = pair.lead(), pair.join(1)
+    pair.until(lambda: leader.present == {1})
+    old = member._connection
+    assert old is not None
+    member._connection = None
+    old.send(Ready(nproc=2))
+    pair.until(lambda: [type(message) for _, message in pair.heard].count(Hello) == 2)
+    old.send(Ready(nproc=2))
+    member.send(Ready(nproc=3))
+    pair.until(lambda: (1, Ready(nproc=3)) in pair.heard)
+    assert leader.present == {1} and member.connected and not leader._claims and not pair.told
+    old.close()
+
+
+def test_what_was_on_its_way_does_not_make_a_dead_node_live(pair: Pair) -> None:
+    """A node was killed and started again; its last words come late."""
+    leader, first = pair.lead(), pair.join(1)
+    pair.until(lambda: leader.present == {1})
+    pair.members.clear()
+    second = pair.join(1)
+    pair.until(lambda: leader._claims)
+    first.send(Ready(nproc=2))
+    pair.until(lambda: (1, Ready(nproc=2)) in pair.heard)
+    leader.check()
+    assert leader._claims and not pair.told
+    first.close()
+    pair.until(lambda: second.connected and not leader._claims and leader.present == {1})
+
+
 def test_a_name_that_does_not_resolve_is_told_and_tried_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
