@@ -89,10 +89,8 @@ class Region:
         """Yield the boxes, none of which is empty."""
         if 0 in self.shape:
             return
-        yield from itertools.starmap(
-            lambda *pairs: Box(tuple(whole for whole, _ in pairs), tuple(own for _, own in pairs)),
-            itertools.product(*map(_with_own, self.ranges)),
-        )
+        for pairs in itertools.product(*map(_with_own, self.ranges)):
+            yield Box(tuple(whole for whole, _ in pairs), tuple(own for _, own in pairs))
 
 
 def region(
@@ -166,10 +164,9 @@ def num_regions(mesh_shape: Sequence[int], placements: Placements) -> int:
 
 
 def _cut(ranges: tuple[Range, ...], num_chunks: int, index: int, split_factor: int) -> tuple[Range, ...]:
-    size = sum(last - first for first, last in ranges)
-    picked = [
-        _chunk(piece, num_chunks, index) for piece in (_chunk((0, size), split_factor, n) for n in range(split_factor))
-    ]
+    own = (0, sum(last - first for first, last in ranges))
+    pieces = (_chunk(own, split_factor, number) for number in range(split_factor))
+    picked = (_chunk(piece, num_chunks, index) for piece in pieces)
     return _joined(found for piece in picked for found in _select(ranges, piece))
 
 

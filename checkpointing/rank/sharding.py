@@ -235,11 +235,8 @@ def check_placement(model: torch.nn.Module, local_world_size: int) -> None:
     Raises:
         CheckpointError: The model is sharded over several machines.
     """
-    parameters = list[Any](model.parameters())
-    for parameter in parameters:
-        if not is_sharded(parameter):
-            continue
-        mesh, placements = parameter.device_mesh, cuts_of(parameter.placements)
+    sharded = list[Any](filter(is_sharded, model.parameters()))
+    for mesh, placements in {(parameter.device_mesh, cuts_of(parameter.placements)) for parameter in sharded}:
         found = writers(mesh.mesh.flatten().tolist(), mesh.shape, placements, local_world_size)
         needed = num_regions(mesh.shape, placements)
         if any(len(writing) < needed for writing in found.values()):

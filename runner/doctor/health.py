@@ -36,19 +36,19 @@ def faults() -> Iterator[str]:
     if kind is None:
         return
     devices = [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
-    sound = list[torch.device]()
+    are_sound = True
     for device in devices:
         try:
             found = list(faults_of(device))
         except torch.OutOfMemoryError:
             # Another process uses it; what it computed before that was right.
+            are_sound = False
             continue
         except RuntimeError as error:
             found = [f"failed: {str(error).splitlines()[0]}"]
         yield from (f"GPU {device.index} {fault}" for fault in found)
-        if not found:
-            sound.append(device)
-    if len(sound) == len(devices) > 1 and (fault := neighbours.fault_between(devices)):
+        are_sound = are_sound and not found
+    if are_sound and len(devices) > 1 and (fault := neighbours.fault_between(devices)):
         yield f"GPUs 0 to {len(devices) - 1} {fault}"
 
 

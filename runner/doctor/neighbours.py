@@ -15,7 +15,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from runner.doctor.ranks import all_reduce_is_right
 from runner.system import processes
 
-# A link that transfers nothing: NCCL ends the process then.
+# A link that transfers nothing: the back end ends the process then.
 _TIMEOUT = timedelta(seconds=60)
 # Exit status of a rank whose sum was wrong.
 WRONG = 3
@@ -43,16 +43,16 @@ def fault_between(devices: Sequence[torch.device]) -> str:
 def _rank(rank: int, parent: int, devices: list[str], store: str) -> None:
     processes.die_with_parent(lambda: os.getppid() != parent)
     device = torch.device(devices[rank])
-    is_cuda = device.type == "cuda"
-    if is_cuda:
-        torch.cuda.set_device(device)
+    on_host = device.type == "cpu"
+    if not on_host:
+        torch.accelerator.set_device_index(device)
     dist.init_process_group(
-        "nccl" if is_cuda else "gloo",
+        dist.get_default_backend_for_device(device),
         init_method=f"file://{store}",
         rank=rank,
         world_size=len(devices),
         timeout=_TIMEOUT,
-        device_id=device if is_cuda else None,
+        device_id=None if on_host else device,
     )
     right = all_reduce_is_right(device, rank, len(devices))
     dist.barrier()

@@ -170,11 +170,11 @@ def estimate(model: ModelShape, job: Job) -> Need:
     buckets = 0
     if sharded:
         # Gathered at a time are the root's own parameters (embeddings, output) and two layers, one of them prefetched.
-        # So are the gradients of the root and of one layer, or all of them with gradient accumulation.
+        # So are the gradients of the root and of one layer, or all of them with gradient accumulation; those of an
+        # adapter are small.
         root = model.parameters - model.layers * model.largest_layer
-        whole = model.parameters if job.accumulation > 1 else root + model.largest_layer
-        if adapters:
-            whole = model.adapter
+        at_a_time = model.parameters if job.accumulation > 1 else root + model.largest_layer
+        whole = model.adapter if adapters else at_a_time
         buckets = (root + 2 * model.largest_layer + whole) * job.compute_bytes
         weights, gradients, optimizer = (part // job.local_ranks for part in (weights, gradients, optimizer))
     else:

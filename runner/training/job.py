@@ -102,15 +102,14 @@ def run_job(config_path: str, cache: str, sender: EventSender, *, resumes: bool 
     # With FSDP every rank has a part of the best weights.
     if rank == 0 or trainer.is_fsdp_enabled:
         best = load_best(trainer) if held_back is not None else None
-    model = trainer.model
+        model = merged(trainer.model)
     if trainer.is_fsdp_enabled:
-        model = merged(model)
         weights = whole_weights(model, keep=rank == 0)
     if rank == 0:
         if best is not None:
             sender.send_surely("best_model", step=best)
         output = Path(config.output_dir)
-        publish(merged(model), tokenizer, output / "best_model", weights)
+        publish(model, tokenizer, output / "best_model", weights)
         history = [{**entry, **perplexities(entry)} for entry in trainer.state.log_history]
         text = json.dumps(history, indent=1) + "\n"
         replace_file(output / HISTORY_NAME, text.encode(), output / f".{HISTORY_NAME}.tmp")

@@ -44,7 +44,7 @@ def test_nodes_come_and_go(tmp_path: Path) -> None:
 def test_a_loaded_machine_gives_no_false_alarm(wire: Network, tmp_path: Path) -> None:
     """Three nodes train next to more busy processes than there are cores; nothing is injected.
 
-    CHAOS_MINUTES=60 makes it the hour that the guide speaks of.
+    CHAOS_MINUTES=60 makes it an hour.
     """
     location = tmp_path / "volume"
     options = ["--set", f"checkpoint.location={location}", "--set", "trainer.max_steps=1000000"]
