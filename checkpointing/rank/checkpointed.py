@@ -276,6 +276,7 @@ class CheckpointedTraining(RestorableTraining):
         self._snapshotter.settle()
         missing = self._snapshotter.committing_step != last.step and self._heartbeat.start_step != last.step
         unfit = sys.exc_info()[0] is not None or self._snapshotter.optimizer_has_stepped
-        if last.is_to_be_committed(self._ranks, missing=missing, unfit=unfit):
+        written = self._snapshotter.direct_step == last.step
+        if last.is_to_be_committed(self._ranks, missing=missing, unfit=unfit, written=written):
             self._snapshotter.last_step = -1
             self.save(last.step, last.samples_consumed, metrics=last.metrics, wait=True)

@@ -30,11 +30,13 @@ class DirectCommit:
 
     Attributes:
         error: Why the last commit failed; None after success.
+        step: Newest step that was committed; -1 before the first.
     """
 
     def __init__(self, client: AgentClient, tiers: Tiers, world_size: int) -> None:
         self._client, self._tiers, self._world_size = client, tiers, world_size
         self.error: str | None = None
+        self.step = -1
 
     def commit(self, request: Request, images: Sequence[FileImage], device: Device) -> None:
         """Write the files, publish the outcome, and have old checkpoints pruned; a failure is kept in `error`."""
@@ -44,6 +46,7 @@ class DirectCommit:
         if self.error is not None:
             self._client.announce(CommitFailed(step=step, tier=tier, error=self.error))
             return
+        self.step = step
         duration = round(time.monotonic() - began, 4)
         self._client.announce(Committed(step=step, tier=tier, nbytes=nbytes, duration_s=duration, cpu_s=duration))
         self._client.prune(request.retention)

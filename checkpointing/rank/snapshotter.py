@@ -72,6 +72,11 @@ class Snapshotter:
         """Why the last commit without an arena failed."""
         return self._direct.error
 
+    @property
+    def direct_step(self) -> int:
+        """Newest step that was committed without an arena, by this rank; -1 before the first."""
+        return self._direct.step
+
     def reserve(self, nbytes: int) -> None:
         """Have memory made and mapped during the first step, so that the first snapshot need not pay for it."""
         self.settle()
