@@ -11,6 +11,7 @@ from checkpointing.catalog import verify
 from checkpointing.errors import CheckpointError, CommitConflict, CommitFailed
 from checkpointing.manifest import FileEntry, Manifest, SnapshotInfo
 from checkpointing.storage import Storage
+from checkpointing.together import Together, await_shards
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ def commit_snapshot(
     may_publish: Callable[[], bool] = lambda: True,
     *,
     at_once: int = 1,
+    together: Together | None = None,
+    is_current: Callable[[], bool] = lambda: True,
 ) -> Manifest:
     """Write the files, then the manifest; return when the checkpoint is durable.
 
@@ -47,18 +50,21 @@ def commit_snapshot(
         files: The files.
         may_publish: Asked last; False drops what was written.
         at_once: Number of files to write in parallel; more than one only if their pieces share no memory.
+        together: The save, where other nodes write the shards that are not among the files.
+        is_current: Whether the attempt runs still; otherwise the other nodes get less time.
 
     Returns:
         The manifest that was published.
 
     Raises:
-        CommitFailed: Storage refused, or publishing was forbidden; the temporary data has been removed.
+        CommitFailed: Storage refused, publishing was forbidden, or another node has not written its shards; the
+            temporary data has been removed.
         CommitConflict: The step is already committed.
         Fenced: A newer attempt has begun.
     """
     transaction = None
     try:
-        transaction = storage.begin(info.step, info.attempt)
+        transaction = storage.begin(info.step, info.attempt, together.identity if together is not None else "")
         write = transaction.write
         if at_once == 1:
             sizes = [write(file.name, file.pieces) for file in files]
@@ -66,6 +72,9 @@ def commit_snapshot(
             with ThreadPoolExecutor(at_once, "checkpoint-write") as pool:
                 sizes = list(pool.map(lambda file: write(file.name, file.pieces), files))
         entries = [FileEntry(file.name, size, file.digest()) for file, size in zip(files, sizes, strict=True)]
+        if together is not None:
+            own = {file.name for file in files}
+            entries += await_shards(transaction, [name for name in together.shards if name not in own], is_current)
         manifest = Manifest(**asdict(info), created_at=time.time(), files=tuple(entries))
         if not may_publish():
             raise CommitFailed(f"checkpoint-{info.step} was found damaged in memory and is not published")

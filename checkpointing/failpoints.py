@@ -49,6 +49,8 @@ NAMES = (
     "remote.publishing",  # the manifest is about to be put
     "remote.published",  # it is put
     "remote.committed",  # and the fence was checked again
+    "shard.written",  # a node that does not commit has written a shard
+    "shard.reported",  # and its digests
     "local.removing",  # prune: the checkpoint has lost its name
     "local.unlisted",  # prune: its manifest is gone
     "remote.unlisted",

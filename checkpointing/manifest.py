@@ -17,9 +17,11 @@ from typing import Any
 
 from checkpointing.digest import PLAIN, algorithm_of, digest_buffer
 from checkpointing.errors import InvalidCheckpoint
+from checkpointing.shards import INDEX_NAME
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 1
+# Of a checkpoint whose files are whole, and of one whose model and optimizer are spread over shards.
+FORMAT_VERSION, SHARDED_FORMAT_VERSION = 1, 2
 # Nothing read from a manifest may point outside the checkpoint's own folder.
 _FOLDER = re.compile(r"(checkpoint-[0-9]+/[0-9]+\.[0-9a-f]+)?")
 # Of any file system's names, in bytes.
@@ -30,16 +32,23 @@ _MOST_PARTS = 8
 _TOO_MANY = 2**63
 
 # What every checkpoint of a format version contains: for each entry, one file whose name begins with one of these.
-_REQUIRED = {1: (("model.safetensors", "adapter_model.safetensors"), ("optimizer.pt",), ("rng_state",))}
+_REQUIRED = {
+    FORMAT_VERSION: (("model.safetensors", "adapter_model.safetensors"), ("optimizer.pt",), ("rng_state",)),
+    SHARDED_FORMAT_VERSION: ((INDEX_NAME,), ("rng_state",)),
+}
 
 
 def missing_member(names: Iterable[str]) -> str | None:
     """Return the first required kind of file that is not among these names; None if all are present."""
     names = list(names)
-    for kinds in _REQUIRED[FORMAT_VERSION]:
+    for kinds in _REQUIRED[_version_of(names)]:
         if not any(name.startswith(kinds) for name in names):
             return kinds[0]
     return None
+
+
+def _version_of(names: Iterable[str]) -> int:
+    return SHARDED_FORMAT_VERSION if INDEX_NAME in names else FORMAT_VERSION
 
 
 @dataclass(frozen=True)
@@ -107,9 +116,14 @@ class Manifest:
         """Size of all files."""
         return sum(file.size for file in self.files)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether model and optimizer are spread over shards."""
+        return any(file.name == INDEX_NAME for file in self.files)
+
     def to_json(self) -> bytes:
         """Return the manifest as JSON, with its digest."""
-        body: dict[str, Any] = {"format_version": FORMAT_VERSION, **asdict(self)}
+        body: dict[str, Any] = {"format_version": _version_of([file.name for file in self.files]), **asdict(self)}
         body["files"] = [asdict(file) for file in self.files]
         return json.dumps({**body, "manifest_digest": _self_digest(body)}, indent=1).encode()
 
@@ -137,10 +151,11 @@ class Manifest:
         except (ValueError, RecursionError) as error:
             raise InvalidCheckpoint(where, f"{MANIFEST_NAME} is not valid JSON ({error})") from None
         version = document.get("format_version")
-        if version != FORMAT_VERSION:
+        if version not in (FORMAT_VERSION, SHARDED_FORMAT_VERSION) or isinstance(version, bool):
             raise InvalidCheckpoint(
                 where,
-                f"{MANIFEST_NAME} has format version {reprlib.repr(version)}; this release reads {FORMAT_VERSION}",
+                f"{MANIFEST_NAME} has format version {reprlib.repr(version)}; this release reads {FORMAT_VERSION} and "
+                f"{SHARDED_FORMAT_VERSION}",
             )
         if claimed != actual:
             raise InvalidCheckpoint(where, f"{MANIFEST_NAME} was altered: its own digest differs")

@@ -182,6 +182,16 @@ def read_shared(source: Path | RemoteFile | memoryview, algorithm: str | None = 
     return source, digest.result()
 
 
+def reading_at(source: Path | RemoteFile | memoryview) -> Callable[[int, memoryview], None]:
+    """Return a function that fills memory with a file's or a buffer's bytes from a place on; it may raise OSError."""
+
+    def read_into(start: int, target: memoryview) -> None:
+        with _reader(source) as (_, read):
+            read(start, target)
+
+    return read_into
+
+
 def _read_ahead(
     nbytes: int, read: Callable[[int, memoryview], None], memory_for: Callable[[int], memoryview]
 ) -> Iterator[memoryview]:

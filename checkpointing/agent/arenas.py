@@ -9,7 +9,9 @@ from enum import Enum, auto
 
 from checkpointing.manifest import SnapshotInfo
 from checkpointing.memory import DEFAULT_SHARE, available_bytes
+from checkpointing.shards import ShardParts
 from checkpointing.shared_memory import SharedMemory, round_up
+from checkpointing.together import Together
 
 NUM_ARENAS = 2
 _GROWTH_SHARE = 64
@@ -38,7 +40,9 @@ class Arena:
         copied_by: Local ranks that have copied their share.
         info: Where in its run the snapshot was taken; None until the leader has copied.
         files: Name, offset and size in bytes of each file image.
+        together: The save, where the snapshot is only this node's share of a state.
         digests: By file name, once computed.
+        parts: Digests of the parts of shards, by file name.
         digested: Set when all digests are known.
         num_tasks: Tasks of other threads that still use the buffer.
         commit_wanted: A commit was requested, and has not failed.
@@ -54,7 +58,9 @@ class Arena:
     copied_by: set[int] = field(default_factory=set)
     info: SnapshotInfo | None = None
     files: list[tuple[str, int, int]] = field(default_factory=list)
+    together: Together | None = None
     digests: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, ShardParts] = field(default_factory=dict)
     digested: threading.Event = field(default_factory=threading.Event)
     num_tasks: int = 0
     commit_wanted: bool = False
@@ -70,7 +76,7 @@ class Arena:
         """Forget the last snapshot, and begin that of a step."""
         self.state, self.step, self.stage = state, step, stage
         self.copied_by.clear()
-        self.digests = {}
+        self.digests, self.parts, self.together = {}, {}, None
         self.digested = threading.Event()
         self.commit_wanted = self.damaged = False
 

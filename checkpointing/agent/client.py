@@ -23,6 +23,7 @@ from checkpointing.manifest import SnapshotInfo
 from checkpointing.retention import Retention
 from checkpointing.shared_memory import SharedMemory
 from checkpointing.stages import FIRST_STAGE, Stage
+from checkpointing.together import Together
 
 # Called with the size in bytes of each file that is being fetched, and a function that tells whether all have arrived.
 OnFetch = Callable[[dict[str, int], Callable[[], bool]], None]
@@ -218,6 +219,7 @@ class AgentClient:
         *,
         metrics: Mapping[str, float] | None = None,
         commit: bool = True,
+        together: Together | None = None,
     ) -> None:
         """Report that this rank has copied its share of a snapshot.
 
@@ -230,11 +232,13 @@ class AgentClient:
             retention: Checkpoints that the durable tier keeps from now on.
             metrics: Measurements of this step.
             commit: Whether the snapshot is to be committed.
+            together: The save, where the files are only this node's share of the state.
         """
         message: Message = {"do": "staged", "step": step, "arena": arena}
         if self._is_leader:
             message |= {"files": list(files), "world_size": world_size, "samples_consumed": samples_consumed}
             message |= {"retention": asdict(retention), "metrics": dict(metrics or {}), "commit": commit}
+            message["together"] = asdict(together) if together is not None else None
         self._send(message)
 
     def abandon(self, step: int, arena: int, reason: str) -> None:

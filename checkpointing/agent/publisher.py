@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from checkpointing.agent.arenas import Arena
 from checkpointing.agent.fencing import Fencer
 from checkpointing.agent.reporting import Clock, progress_reporter, text_of
-from checkpointing.agent.results import Report
+from checkpointing.agent.results import Report, SharesWritten
 from checkpointing.commit import StagedFile, commit_snapshot
+from checkpointing.digest import digest_buffer
 from checkpointing.errors import Fenced
 from checkpointing.events import CommitFailed, Committed, Pruned, PruneFailed
 from checkpointing.events import Fenced as FencedEvent
 from checkpointing.manifest import Manifest, SnapshotInfo
 from checkpointing.retention import Retention, steps_to_remove
+from checkpointing.shards import ShardParts, parts_name, shard_rank
 from checkpointing.storage import Storage
 from checkpointing.tiers import Tiers
+from checkpointing.together import Shard, Together, write_shards
 
 Outcome = Committed | CommitFailed
 
@@ -66,6 +69,8 @@ class Publisher:
             StagedFile(name, [arena.view(offset, size)], functools.partial(digest_of, name))
             for name, offset, size in arena.files
         ]
+        files += [_staged_parts(shard) for shard in _shards(arena)]
+        attempt = arena.info.attempt
         return self.publish(
             storage,
             arena.info,
@@ -74,7 +79,22 @@ class Publisher:
             may_publish=lambda: not arena.damaged,
             at_once=storage.writes_at_once,
             since=arena.whole_since,
+            together=arena.together,
+            is_current=lambda: self._fencer.current.attempt <= attempt,
         )
+
+    def write_shards(self, arena: Arena) -> SharesWritten | CommitFailed:
+        """Write this node's shards of a checkpoint that another node commits."""
+        assert arena.info is not None and arena.together is not None
+        self._fencer.wait_until_answered()
+        durable = self._tiers.durable
+        try:
+            write_shards(durable, arena.info, arena.together, _shards(arena))
+        except Exception as error:
+            return CommitFailed(step=arena.step, tier=self._tiers.name(durable), error=text_of(error))
+        finally:
+            self._flush_retries()
+        return SharesWritten()
 
     def publish(
         self,
@@ -86,6 +106,8 @@ class Publisher:
         may_publish: Callable[[], bool] = lambda: True,
         at_once: int = 1,
         since: float,
+        together: Together | None = None,
+        is_current: Callable[[], bool] = lambda: True,
     ) -> Outcome:
         """Publish files as a checkpoint.
 
@@ -97,6 +119,8 @@ class Publisher:
             may_publish: Asked last; False drops what was written.
             at_once: Number of files to write in parallel.
             since: When the work began, by the clock.
+            together: The save, where other nodes write the shards that are not among the files.
+            is_current: Whether the attempt runs still.
 
         Returns:
             The event that says what has become of it; the caller reports it.
@@ -106,7 +130,9 @@ class Publisher:
         try:
             if storage is self._tiers.durable:
                 self._fencer.begin_at_durable_tier()
-            manifest = commit_snapshot(storage, info, files, may_publish, at_once=at_once)
+            manifest = commit_snapshot(
+                storage, info, files, may_publish, at_once=at_once, together=together, is_current=is_current
+            )
         except Exception as error:
             # Whatever went wrong, the run must learn of it, and the arena must become free again.
             if isinstance(error, Fenced):
@@ -142,6 +168,29 @@ class Publisher:
                     self._report(Pruned(step=step, tier=tier), None)
         except Exception as error:
             self._report(PruneFailed(tier=tier, error=text_of(error)), None)
+
+
+def _shards(arena: Arena) -> list[Shard]:
+    """Return the shards in an arena."""
+
+    def parts_of(name: str) -> ShardParts:
+        arena.digested.wait()
+        return arena.parts[name]
+
+    return [
+        Shard(name, arena.view(offset, size), functools.partial(parts_of, name))
+        for name, offset, size in arena.files
+        if shard_rank(name) is not None
+    ]
+
+
+def _staged_parts(shard: Shard) -> StagedFile:
+    """Return the file with the digests of a shard's parts, made when it is written."""
+
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(shard.parts().to_json())
+
+    return StagedFile(parts_name(shard.name), pieces(), lambda: digest_buffer(shard.parts().to_json()))
 
 
 def committed_at(storage: Storage) -> list[Manifest]:

@@ -30,7 +30,12 @@ class UploadEnded:
     """A task of the uploader is over."""
 
 
-Result = Event | Digested | FenceAnswered | UploadEnded
+@dataclass(frozen=True)
+class SharesWritten:
+    """This node has written its shards of a checkpoint that another node commits."""
+
+
+Result = Event | Digested | FenceAnswered | UploadEnded | SharesWritten
 # Called from any thread; the arena is the one that the thread has finished with, if any.
 Report = Callable[[Result, Arena | None], None]
 

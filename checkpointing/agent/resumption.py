@@ -51,8 +51,14 @@ class Resumption:
 
     @property
     def is_known(self) -> bool:
-        """Whether ranks can be answered: older attempts are fenced, and every snapshot is whole and has digests."""
-        digested = all(a.digested.is_set() for a in self._pool.arenas if a.state is ArenaState.WHOLE)
+        """Whether ranks can be answered: older attempts are fenced, and every snapshot is whole and has digests.
+
+        A share of a state is in no offer. Once it is committed, it can be resumed from, so that is waited for.
+        """
+        whole = [arena for arena in self._pool.arenas if arena.state is ArenaState.WHOLE]
+        if any(arena.together is not None and arena.num_tasks > 0 for arena in whole):
+            return False
+        digested = all(arena.digested.is_set() for arena in whole)
         return digested and self._fencing is not None and self._fencing.answered.is_set() and self.fetching is None
 
     def refusal(self) -> dict[str, str] | None:
@@ -69,8 +75,9 @@ class Resumption:
         return self._fencing.unreachable
 
     def offered(self) -> list[Arena]:
-        """Return the arenas whose snapshots a rank may resume from."""
-        return [arena for arena in self._scheduler.of_stage() if arena.is_usable and arena.info is not None]
+        """Return the arenas whose snapshots a rank may resume from: not those that hold only a share of a state."""
+        usable = [arena for arena in self._scheduler.of_stage() if arena.is_usable and arena.info is not None]
+        return [arena for arena in usable if arena.together is None]
 
     def discard(self, step: int, reason: str) -> None:
         """Never offer or publish a snapshot again: a rank read other bytes than were digested."""
@@ -90,6 +97,9 @@ class Resumption:
         self._fetch_wanted = False
         manifest, held = entry.manifest, self._pool.newest(self._workers.stage.name)
         assert manifest is not None
+        if manifest.is_sharded:
+            # No node needs all of it, or could hold it.
+            return
         on_its_way = any(a.state is ArenaState.FETCHING and a.step == entry.step for a in self._scheduler.of_stage())
         if not on_its_way and (held is None or held.step < entry.step):
             self._fetch(entry, manifest)

@@ -10,7 +10,7 @@ from checkpointing.agent.arenas import Arena, ArenaPool, ArenaState
 from checkpointing.agent.duty import Duty
 from checkpointing.agent.protocol import Refusal
 from checkpointing.agent.reporting import Clock
-from checkpointing.agent.results import Result, stamped
+from checkpointing.agent.results import Result, SharesWritten, stamped
 from checkpointing.agent.stage_workers import StageWorkers
 from checkpointing.events import (
     CommitFailed,
@@ -23,6 +23,7 @@ from checkpointing.events import (
     SnapshotTaken,
 )
 from checkpointing.manifest import SnapshotInfo
+from checkpointing.together import Together
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,13 @@ class SnapshotContent:
         info: Step, attempt, world size and data cursor.
         files: Name, offset and size in bytes of each file image.
         commit: Whether it is to be committed.
+        together: The save, where the snapshot is only this node's share of a state.
     """
 
     info: SnapshotInfo
     files: list[tuple[str, int, int]]
     commit: bool
+    together: Together | None = None
 
 
 class Scheduler:
@@ -159,6 +162,7 @@ class Scheduler:
         arena.copied_by.add(local_rank)
         if content is not None:
             arena.files, arena.info, arena.commit_wanted = content.files, content.info, content.commit
+            arena.together = content.together
         if len(arena.copied_by) == local_world_size:
             arena.state = ArenaState.WHOLE
             arena.whole_since = self._clock()
@@ -196,13 +200,14 @@ class Scheduler:
         arena.num_tasks -= 1
         is_current = arena.stage == self._workers.stage.name
         match result:
-            case Committed() if is_current:
+            case Committed() | SharesWritten() if is_current:
                 self.outcomes[arena.step] = None
             case CommitFailed(error=error):
                 if is_current:
                     self.outcomes[arena.step] = error
-                # Tried again when its ranks are gone, and, if it is still the newest, a last time at the end.
-                arena.commit_wanted = self.is_ending
+                # Tried again when its ranks are gone, and, if it is still the newest, a last time at the end. What
+                # several nodes write is tried once: the others do not write theirs again.
+                arena.commit_wanted = self.is_ending or arena.together is not None
                 self.gave_up = self.is_ending
             case Fetched():
                 arena.state, arena.whole_since = ArenaState.WHOLE, self._clock()
@@ -220,8 +225,8 @@ class Scheduler:
 
     def _commit(self, arena: Arena) -> None:
         # What another node commits is not wanted here, should this one take over.
-        arena.commit_wanted = self._duty.commits
-        if self._duty.commits:
+        arena.commit_wanted = self._duty.commits or arena.together is not None
+        if arena.commit_wanted:
             arena.num_tasks += 1
             self._workers.of(arena.stage).commit(arena)
         else:

@@ -42,6 +42,7 @@ from checkpointing.manifest import SnapshotInfo
 from checkpointing.retention import Retention
 from checkpointing.stages import Stage
 from checkpointing.tiers import Tiers
+from checkpointing.together import Together
 
 
 class Agent:
@@ -305,7 +306,9 @@ def _content(message: Message, run_id: str, attempt: int) -> SnapshotContent:
         metrics=message["metrics"],
     )
     files = [(name, int(offset), int(nbytes)) for name, offset, nbytes in message["files"]]
-    return SnapshotContent(info, files, bool(message["commit"]))
+    save = message.get("together")
+    together = Together(str(save["identity"]), tuple(map(str, save["shards"]))) if save is not None else None
+    return SnapshotContent(info, files, bool(message["commit"]), together)
 
 
 def _unsent(arenas: Sequence[Arena], client: Client) -> list[int]:

@@ -23,8 +23,9 @@ from checkpointing.agent.tasks import TaskThread, one_by_one
 from checkpointing.agent.uploader import Uploader
 from checkpointing.catalog import CatalogEntry
 from checkpointing.digest import digest_buffer
-from checkpointing.events import CommitFailed
+from checkpointing.events import CommitFailed, Committed
 from checkpointing.retention import Retention
+from checkpointing.shards import ShardParts, shard_rank
 from checkpointing.tiers import Tiers
 
 # Starts a call in a thread of that name.
@@ -165,11 +166,19 @@ class StorageWorker:
         self.upload_due()
 
     def _digest(self, arena: Arena) -> None:
-        arena.digests = {name: digest_buffer(arena.view(offset, size)) for name, offset, size in arena.files}
+        for name, offset, size in arena.files:
+            if shard_rank(name) is None:
+                arena.digests[name] = digest_buffer(arena.view(offset, size))
+            else:
+                arena.parts[name] = ShardParts.of(arena.view(offset, size))
+                arena.digests[name] = arena.parts[name].digest
         arena.digested.set()
         self._report(Digested(), arena)
 
     def _commit(self, task: Arena | _Prune) -> None:
+        if isinstance(task, Arena) and task.together is not None:
+            self._commit_together(task)
+            return
         first = self._tiers.first
         if isinstance(task, Arena):
             outcome = self.publisher.commit(task, first)
@@ -185,6 +194,18 @@ class StorageWorker:
         self.publisher.prune(first, self.uploader.due if self._tiers.local is not None else tuple)
         self._flush_retries()
         self.upload_due()
+
+    def _commit_together(self, arena: Arena) -> None:
+        # Only the durable tier is one that all nodes can write to.
+        if not self._duty.commits:
+            self._report(self.publisher.write_shards(arena), arena)
+            return
+        durable = self._tiers.durable
+        outcome = self.publisher.commit(arena, durable)
+        self._report(outcome, arena)
+        if isinstance(outcome, Committed):
+            self.publisher.prune(durable)
+        self._flush_retries()
 
     def _flush_retries(self) -> None:
         for counter in self._retries:

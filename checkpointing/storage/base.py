@@ -50,7 +50,21 @@ class Transaction(Protocol):
         """
 
     def abort(self) -> None:
-        """Remove what was written. Safe after any failure, and after `commit`."""
+        """Remove what was written, by whatever node. Safe after any failure, and after `commit`."""
+
+    def write_note(self, name: str, data: bytes) -> None:
+        """Store a small file durably, in place of one of that name: readers see one of the two, whole.
+
+        Raises:
+            OSError: Storage refused it.
+        """
+
+    def read_note(self, name: str) -> bytes | None:
+        """Return a note that this or another node has written; None if there is none.
+
+        Raises:
+            OSError: Storage refused.
+        """
 
 
 class RemoteFile(Protocol):
@@ -138,8 +152,15 @@ class Storage(ABC):
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def begin(self, step: int, attempt: int) -> Transaction:
-        """Start writing the checkpoint of a step."""
+    def begin(self, step: int, attempt: int, together: str = "") -> Transaction:
+        """Start writing the checkpoint of a step.
+
+        Args:
+            step: The step.
+            attempt: The attempt that computed it.
+            together: Identity of the save, in hexadecimal digits, where several nodes write it: all begin with the
+                same one, and one of them commits or aborts.
+        """
 
     def displace_stale(self, step: int, attempt: int) -> None:
         """Quarantine what holds a checkpoint's place but does not count: an older attempt published it too late.

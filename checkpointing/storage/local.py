@@ -28,7 +28,7 @@ from checkpointing.storage.rates import Rates, measure_directory
 from checkpointing.storage.sidecars import Sidecars
 
 _CHECKPOINT = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})\Z")
-_TEMPORARY = re.compile(rf"\.(?:{CHECKPOINT_PREFIX}{NUMBER}|fence\.json)\.({NUMBER})\.tmp\Z")
+_TEMPORARY = re.compile(rf"\.(?:{CHECKPOINT_PREFIX}{NUMBER}(?:\.[0-9a-f]+)?|fence\.json)\.({NUMBER})\.tmp\Z")
 _TEMPORARY_RESTART_STATE = re.compile(rf"\.runner\.json\.{NUMBER}\.tmp\Z")
 _QUARANTINED = re.compile(rf"{CHECKPOINT_PREFIX}{NUMBER}\.(invalid|superseded)(-{NUMBER})?\Z")
 # Of a stock Trainer and of this library.
@@ -57,20 +57,21 @@ def _watched(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
 
 
 class LocalTransaction:
-    """See `Transaction`. Files are written by one thread, in any order."""
+    """See `Transaction`. Files are written by one thread of each node, in any order."""
 
-    def __init__(self, storage: LocalStorage, step: int, attempt: int) -> None:
+    def __init__(self, storage: LocalStorage, step: int, attempt: int, together: str) -> None:
         self._storage, self._step, self._attempt = storage, step, attempt
         root = storage.root
         if storage.has_begun(attempt) and not root.is_dir():
             # A new directory of that name would have neither fence nor lock.
             raise OSError(errno.ENOENT, f"{root} existed when attempt {attempt} began and is gone; put it back")
         self._target = root / f"{CHECKPOINT_PREFIX}{step}"
-        self._temporary = root / f".{CHECKPOINT_PREFIX}{step}.{attempt}.tmp"
+        self._temporary = root / f".{CHECKPOINT_PREFIX}{step}{together and f'.{together}'}.{attempt}.tmp"
         root.mkdir(parents=True, exist_ok=True)
-        # What is left of the same attempt can only be a failed try of this process.
-        shutil.rmtree(self._temporary, ignore_errors=True)
-        self._temporary.mkdir()
+        if not together:
+            # What is left of the same attempt can only be a failed try of this process.
+            shutil.rmtree(self._temporary, ignore_errors=True)
+        self._temporary.mkdir(exist_ok=bool(together))
         # Directories that contain files.
         self._folders: set[Path] = set()
         try:
@@ -81,13 +82,31 @@ class LocalTransaction:
 
     def write(self, name: str, pieces: Iterable[memoryview]) -> int:
         """Write and sync a file."""
-        path = self._temporary / name
-        if path.parent != self._temporary:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._folders |= {folder for folder in path.parents if folder.is_relative_to(self._temporary)}
-        nbytes = write_file(path, _watched(pieces))
+        nbytes = write_file(self._place(name), _watched(pieces))
         failpoint("local.written")
         return nbytes
+
+    def write_note(self, name: str, data: bytes) -> None:
+        """Write and sync a file, and rename it."""
+        path = self._place(name)
+        replace_file(path, data, path.with_name(f".{path.name}.tmp"))
+
+    def read_note(self, name: str) -> bytes | None:
+        """Read a file."""
+        try:
+            return (self._temporary / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def _place(self, name: str) -> Path:
+        """Return the path of a file, in a folder that exists."""
+        path = self._temporary / name
+        folders = [folder for folder in path.parents if folder.is_relative_to(self._temporary)]
+        # Not the temporary directory itself: the node that commits may have given the save up, and removed it.
+        for folder in reversed(folders[:-1]):
+            folder.mkdir(exist_ok=True)
+        self._folders |= set(folders)
+        return path
 
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest and rename the directory, in the order that this module describes."""
@@ -224,9 +243,9 @@ class LocalStorage(Storage):
         except ValueError as error:
             raise OSError(f"{path}: {error}; remove it if no run writes here") from None
 
-    def begin(self, step: int, attempt: int) -> LocalTransaction:
+    def begin(self, step: int, attempt: int, together: str = "") -> LocalTransaction:
         """Create the temporary directory."""
-        return LocalTransaction(self, step, attempt)
+        return LocalTransaction(self, step, attempt, together)
 
     def describe(self, step: int) -> str:
         """Return the checkpoint's path."""

@@ -1,7 +1,7 @@
 """Checkpoints in object storage.
 
     <location>/checkpoint-<step>/manifest.json                  the commit point, put last, only if absent
-    <location>/checkpoint-<step>/<attempt>.<nonce>/<file>       what it names; no two writers share a folder
+    <location>/checkpoint-<step>/<attempt>.<nonce>/<file>       what it names; no two saves share a folder
     <location>/checkpoint-<step>/manifest.<label>.<nonce>.json  quarantined: kept, but nothing resumes from it
     <location>/fence/<attempt>.json                             an attempt has begun: see `Fence`
     <location>/runner.json                                      the run's restart state
@@ -57,11 +57,11 @@ class RemoteFile:
 class ObjectTransaction:
     """See `Transaction`."""
 
-    def __init__(self, storage: ObjectStorage, step: int, attempt: int) -> None:
+    def __init__(self, storage: ObjectStorage, step: int, attempt: int, together: str) -> None:
         self._storage, self._store = storage, storage.store
-        self._step, self._attempt = step, attempt
+        self._step, self._attempt, self._is_shared = step, attempt, bool(together)
         self._checkpoint = f"{CHECKPOINT_PREFIX}{step}"
-        self._folder = f"{self._checkpoint}/{attempt}.{uuid.uuid4().hex[:12]}"
+        self._folder = f"{self._checkpoint}/{attempt}.{together or uuid.uuid4().hex[:12]}"
         self._written: list[str] = []
         # Whether a manifest may exist that names what was written.
         self._may_be_published = False
@@ -73,6 +73,14 @@ class ObjectTransaction:
         nbytes = self._store.upload(key, pieces)
         failpoint("remote.uploaded")
         return nbytes
+
+    def write_note(self, name: str, data: bytes) -> None:
+        """Put an object."""
+        self._store.put(f"{self._folder}/{name}", data)
+
+    def read_note(self, name: str) -> bytes | None:
+        """Get an object."""
+        return self._store.get(f"{self._folder}/{name}")
 
     def commit(self, manifest: Manifest) -> None:
         """Put the manifest, between two checks of the fence."""
@@ -129,7 +137,7 @@ class ObjectTransaction:
             written, self._written = self._written, []
             # No manifest names what cannot be deleted now: the next sweep finds it.
             with contextlib.suppress(StorageError):
-                self._store.delete(written)
+                self._store.delete(list(self._store.sizes(f"{self._folder}/")) if self._is_shared else written)
 
 
 class ObjectSidecars(Sidecars):
@@ -188,9 +196,9 @@ class ObjectStorage(Storage):
         self.store = store
         self.sidecars = ObjectSidecars(store)
 
-    def begin(self, step: int, attempt: int) -> ObjectTransaction:
-        """Choose a folder that no other writer uses."""
-        return ObjectTransaction(self, step, attempt)
+    def begin(self, step: int, attempt: int, together: str = "") -> ObjectTransaction:
+        """Choose a folder that no other writer uses, or the one of a save that several nodes write."""
+        return ObjectTransaction(self, step, attempt, together)
 
     @property
     def decides_between_writers(self) -> bool:

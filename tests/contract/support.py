@@ -6,6 +6,7 @@ import mmap
 import random
 import re
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from checkpointing.catalog import Catalog
 from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import digest_buffer
 from checkpointing.manifest import Manifest, SnapshotInfo
+from checkpointing.shards import INDEX_NAME, ShardParts, parts_name, shard_name
 from checkpointing.storage import Storage, open_storage
+from checkpointing.together import Shard, Together, write_shards
 
 SMALL_BYTES = 2 << 20
 # S3's least is 5 MB. So small that what takes two of them is soon sent.
@@ -34,6 +37,21 @@ def commit(
     files = [staged("model", memoryview(memory)), staged("state", memoryview(b"step %d" % step))]
     info = SnapshotInfo("run", attempt, step, 2, step * 8)
     return commit_snapshot(storage, info, files, may_publish, at_once=storage.writes_at_once)
+
+
+def commit_together(location: str, step: int, attempt: int = 1) -> Manifest:
+    """Commit a checkpoint of which another node writes a shard."""
+    data = [memoryview(random.Random(step + rank).randbytes(SMALL_BYTES)) for rank in range(2)]
+    parts = [ShardParts.of(own) for own in data]
+    save, info = Together(f"{step:012x}", (shard_name(0), shard_name(1))), SnapshotInfo("run", attempt, step, 2, step)
+    shard = Shard(shard_name(1), data[1], lambda: parts[1])
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(write_shards, open_storage(location), info, save, [shard])
+        files = [staged(shard_name(0), data[0]), staged(parts_name(shard_name(0)), memoryview(parts[0].to_json()))]
+        files.append(staged(INDEX_NAME, memoryview(b"{}")))
+        manifest = commit_snapshot(open_storage(location), info, files, together=save)
+        other.result()
+    return manifest
 
 
 def staged(name: str, data: memoryview) -> StagedFile:

@@ -16,7 +16,10 @@ from checkpointing.failpoints import FAILPOINTS_ENV, NAMES
 from checkpointing.storage import open_storage
 
 # The second attempt goes back to step 2, so the first attempt's checkpoint of step 3 is quarantined.
-OPERATIONS = ["begin:1", "commit:1", "commit-large:2", "commit:3", "remove:1", "aside:3", "begin:2", "commit:4"]
+OPERATIONS = ["begin:1", "commit:1", "commit-large:2", "commit:3", "commit-together:5", "remove:1", "aside:3"]
+OPERATIONS += ["begin:2", "commit:4"]
+# What the node does that does not commit.
+OTHER_NODE = {"shard.written": ("commit-together:5", 1), "shard.reported": ("commit-together:5", 1)}
 # The operation that is interrupted there, and at which pass of the failpoint: never in the first save.
 LOCAL = {
     "fence.written": ("begin:2", 4),
@@ -31,6 +34,7 @@ LOCAL = {
     "local.committed": ("commit-large:2", 2),
     "local.removing": ("remove:1", 1),
     "local.unlisted": ("remove:1", 1),
+    **OTHER_NODE,
 }
 REMOTE = {
     "fence.opened": ("begin:2", 2),
@@ -42,6 +46,7 @@ REMOTE = {
     "remote.committed": ("commit-large:2", 2),
     "remote.unlisted": ("remove:1", 1),
     "aside.copied": ("aside:3", 1),
+    **OTHER_NODE,
 }
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from support import LARGE_BYTES, PART_BYTES, commit  # type: ignore[import-not-found]
+from support import LARGE_BYTES, PART_BYTES, commit, commit_together  # type: ignore[import-not-found]
 
 from checkpointing.errors import CheckpointError
 from checkpointing.storage import open_storage, s3_multipart
@@ -28,6 +28,8 @@ def main(location: str, *operations: str) -> None:
                     commit(storage, int(number), attempt)
                 case "commit-large":
                     commit(storage, int(number), attempt, LARGE_BYTES)
+                case "commit-together":
+                    commit_together(location, int(number), attempt)
                 case "remove":
                     storage.remove(int(number))
                 case "aside":

@@ -46,8 +46,8 @@ def test_foreign_files_are_refused(data: bytes) -> None:
 
 
 def test_a_newer_format_says_what_this_release_reads() -> None:
-    document = json.loads(MANIFEST.to_json()) | {"format_version": 2}
-    with pytest.raises(InvalidCheckpoint, match="format version 2; this release reads 1"):
+    document = json.loads(MANIFEST.to_json()) | {"format_version": 3}
+    with pytest.raises(InvalidCheckpoint, match="format version 3; this release reads 1 and 2"):
         Manifest.from_json(json.dumps(document).encode(), "here")
 
 

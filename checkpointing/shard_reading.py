@@ -1,0 +1,174 @@
+"""Reads the shards of a checkpoint from where they are: each part is verified when it is read."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from checkpointing.digest import PART_BYTES, part_digests
+from checkpointing.manifest import Manifest
+from checkpointing.reading import read_private, reading_at
+from checkpointing.shards import Piece, ShardParts, SpreadFile, parts_name, shard_name
+from checkpointing.storage import Storage
+from checkpointing.storage.base import RemoteFile
+
+# What is kept of the parts that were read last, in parts: 256 MB.
+_KEPT_PARTS = 8
+ALTERED = "was altered: its digest is not the one that was recorded"
+
+# A file of a checkpoint, and the digest that its manifest has for it.
+Recorded = tuple[Path | RemoteFile | memoryview, str]
+
+
+def recorded_files(storage: Storage, manifest: Manifest) -> dict[str, Recorded]:
+    """Return a checkpoint's files, by name."""
+    return {file.name: (storage.file(manifest, file.name), file.digest) for file in manifest.files}
+
+
+class ShardReader:
+    """Reads bytes of one shard, and verifies every part that it reads.
+
+    Args:
+        parts: The recorded digests.
+        read_into: Fills memory with the shard's bytes from a place on; may raise OSError.
+        cache: Keeps the parts that were read last; several readers may share it.
+        name: Names the shard in errors.
+    """
+
+    def __init__(
+        self,
+        parts: ShardParts,
+        read_into: Callable[[int, memoryview], None],
+        cache: PartCache,
+        name: str,
+    ) -> None:
+        self._parts, self._read_into, self._cache, self._name = parts, read_into, cache, name
+
+    def read(self, start: int, nbytes: int) -> Iterator[memoryview]:
+        """Yield bytes of the shard, in order; each view lasts until the next.
+
+        Raises:
+            OSError: It cannot be read.
+            ValueError: It was altered, or has no such bytes.
+        """
+        if start + nbytes > self._parts.nbytes:
+            raise ValueError(f"{self._name} has {self._parts.nbytes} bytes, not {start + nbytes}")
+        end = start + nbytes
+        while start < end:
+            number, skipped = divmod(start, PART_BYTES)
+            part = self._cache.get((self._name, number), lambda number=number: self._part(number))  # type: ignore[misc]
+            taken = part[skipped : skipped + end - start]
+            yield taken
+            start += len(taken)
+
+    def _part(self, number: int) -> memoryview:
+        memory = memoryview(bytearray(min(PART_BYTES, self._parts.nbytes - number * PART_BYTES)))
+        self._read_into(number * PART_BYTES, memory)
+        if part_digests(memory, [0])[0] != self._parts.digests[number]:
+            raise ValueError(f"{self._name} was altered: a part of it has another digest")
+        return memory
+
+
+class PartCache:
+    """The parts of shards that were read last: what one reader needs of a part, the next often needs, too."""
+
+    def __init__(self, capacity: int = _KEPT_PARTS) -> None:
+        self._capacity = capacity
+        self._parts: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+
+    def get(self, key: tuple[str, int], make: Callable[[], memoryview]) -> memoryview:
+        """Return a part, read now if it is not kept."""
+        if key not in self._parts:
+            while len(self._parts) >= self._capacity:
+                self._parts.popitem(last=False)
+            self._parts[key] = make()
+        self._parts.move_to_end(key)
+        return self._parts[key]
+
+
+def read_piece(reader: ShardReader, piece: Piece, span: tuple[int, int], target: memoryview, base: int = 0) -> None:
+    """Read some bytes of a piece, and put them where they belong.
+
+    Args:
+        reader: Of its shard.
+        piece: The piece.
+        span: First and last (exclusive) of its bytes, counted from its first.
+        target: The file, or a part of it.
+        base: Place in the file of the first byte of `target`.
+
+    Raises:
+        OSError: The shard cannot be read.
+        ValueError: It was altered.
+    """
+    start, end = span
+    for data in reader.read(piece.at + start, end - start):
+        piece.put(start, data, target, base)
+        start += len(data)
+
+
+def read_range(file: SpreadFile, readers: Callable[[int], ShardReader], first: int, target: memoryview) -> None:
+    """Fill memory with consecutive bytes of a file.
+
+    Args:
+        file: The file.
+        readers: Return the reader of a rank's shard.
+        first: Place of the first byte in the file.
+        target: The memory.
+
+    Raises:
+        OSError: A shard cannot be read.
+        ValueError: One was altered.
+    """
+    last = first + len(target)
+    for piece in file.overlapping(first, last):
+        read_piece(readers(piece.shard), piece, piece.within(first, last), target, first)
+
+
+class ShardReaders:
+    """The shards of a checkpoint, by rank.
+
+    Args:
+        files: The checkpoint's files, by name.
+        held: Shards that are in memory, and verified, by rank.
+    """
+
+    def __init__(self, files: Mapping[str, Recorded], held: Mapping[int, memoryview] | None = None) -> None:
+        self._files, self._held = files, dict(held or {})
+        self._cache = PartCache()
+        self._readers: dict[int, ShardReader] = {}
+
+    def __call__(self, rank: int) -> ShardReader:
+        """Return the reader of a shard.
+
+        Raises:
+            OSError: It cannot be read.
+            ValueError: The digests of its parts were altered, or it is not among the files.
+        """
+        if rank not in self._readers:
+            self._readers[rank] = _Held(self._held[rank]) if rank in self._held else self._open(shard_name(rank))
+        return self._readers[rank]
+
+    def _open(self, name: str) -> ShardReader:
+        digests = parts_name(name)
+        lacking = next((file for file in (name, digests) if file not in self._files), None)
+        if lacking is not None:
+            raise ValueError(f"{lacking} is not among its files")
+        (source, recorded), (note, _) = self._files[name], self._files[digests]
+        # Not verified by its own digest: that of the shard's parts is as good.
+        parts = ShardParts.from_json(note if isinstance(note, memoryview) else read_private(note, algorithm=None)[0])
+        if parts.digest != recorded:
+            raise ValueError(f"{digests} {ALTERED}")
+        return ShardReader(parts, reading_at(source), self._cache, name)
+
+
+class _Held(ShardReader):
+    """A shard in memory, all of which has been verified."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+
+    def read(self, start: int, nbytes: int) -> Iterator[memoryview]:
+        if start + nbytes > len(self._data):
+            raise ValueError(f"a shard has {len(self._data)} bytes, not {start + nbytes}")
+        yield self._data[start : start + nbytes]

@@ -1,0 +1,122 @@
+"""Two nodes that write one checkpoint: the agents' parts of it, over one store in memory."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from unit.checkpointing.agent.doubles import STATE, Bench, save
+
+from checkpointing import together
+from checkpointing.agent.arenas import Arena, ArenaState
+from checkpointing.agent.results import SharesWritten
+from checkpointing.agent.scheduler import SnapshotContent
+from checkpointing.catalog import Catalog
+from checkpointing.events import CommitFailed, Committed
+from checkpointing.manifest import SnapshotInfo
+from checkpointing.shards import INDEX_NAME, shard_name
+from checkpointing.tiers import Tiers
+from checkpointing.together import Together
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> tuple[Bench, Bench]:
+    """The agent that commits, and another one."""
+    monkeypatch.setattr(together, "PATIENCE_S", 0.3)
+    leader = Bench()
+    return leader, Bench(Tiers(leader.tiers.durable), commits=False)
+
+
+def share(bench: Bench, rank: int, step: int = 7, *, commit: bool = True, attempt: int = 1) -> Arena:
+    """Hand over a node's share of a snapshot: a shard, and on the first node a small file."""
+    arena = bench.got(step)
+    arena.view(0, len(STATE))[:] = STATE
+    files = [(shard_name(rank), 0, len(STATE)), (INDEX_NAME, 0, 2)]
+    save = Together(f"ab{step}", (shard_name(0), shard_name(1)))
+    info = SnapshotInfo("run", attempt, step, 2, step)
+    bench.scheduler.copied(arena.number, step, 0, 1, SnapshotContent(info, files, commit, save))
+    return arena
+
+
+def settle_both(leader: Bench, other: Bench) -> list[list[object]]:
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda bench: list(bench.settle()), (leader, other)))
+
+
+def test_each_writes_its_shard_and_one_commits(nodes: tuple[Bench, Bench]) -> None:
+    leader, other = nodes
+    share(leader, 0)
+    share(other, 1)
+    of_leader, of_other = settle_both(leader, other)
+    assert [type(result) for result in of_leader][-1] is Committed and of_other[-1] == SharesWritten()
+    manifest = Catalog(leader.tiers.durable).verify(7)
+    assert [file.name for file in manifest.files] == [
+        "shards/0.bin",
+        "shards/index.json",
+        "shards/0.parts.json",
+        "shards/1.bin",
+        "shards/1.parts.json",
+    ]
+    assert leader.scheduler.outcomes == other.scheduler.outcomes == {7: None}
+
+
+def test_a_node_that_is_gone_fails_the_save_which_is_not_tried_again(nodes: tuple[Bench, Bench]) -> None:
+    leader, _ = nodes
+    arena = share(leader, 0)
+    failure = leader.settle()[-1]
+    assert isinstance(failure, CommitFailed) and "shards/1.bin was not written" in failure.error
+    assert Catalog(leader.tiers.durable).committed_steps() == []
+    assert not [key for key in leader.store.objects if key.startswith("checkpoint-")]
+    leader.scheduler.commit_newest()
+    assert not leader.scheduler.is_busy and arena.state is ArenaState.WHOLE
+
+
+def test_a_node_whose_storage_refuses_ends_the_save_of_all(nodes: tuple[Bench, Bench]) -> None:
+    leader, other = nodes
+    share(other, 1)
+    leader.store.refuses = "quota exceeded"
+    failure = other.settle()[-1]
+    assert isinstance(failure, CommitFailed) and "quota exceeded" in failure.error
+    assert "quota exceeded" in (other.scheduler.outcomes[7] or "")
+
+
+def test_when_the_ranks_have_died_every_node_commits_the_newest(nodes: tuple[Bench, Bench]) -> None:
+    leader, other = nodes
+    for rank, bench in enumerate(nodes):
+        share(bench, rank, commit=False)
+        bench.scheduler.commit_newest()
+    settle_both(leader, other)
+    assert Catalog(leader.tiers.durable).committed_steps() == [7]
+
+
+def test_ranks_are_answered_when_that_is_over_and_are_offered_no_share(nodes: tuple[Bench, Bench]) -> None:
+    """Otherwise they would resume from an older checkpoint, and the newer one would come after it."""
+    leader, other = nodes
+    for rank, bench in enumerate(nodes):
+        share(bench, rank, commit=False)
+        bench.scheduler.commit_newest()
+        held = bench.scheduler.begin_stage()
+        assert held == [(7, 1)]
+        bench.resumption.begin(bench.workers.current.begin_attempt(2, held), fetch=True)
+        assert not bench.resumption.is_known
+    settle_both(leader, other)
+    assert leader.resumption.is_known and leader.resumption.offered() == [] == other.resumption.offered()
+    assert Catalog(leader.tiers.durable).committed_steps() == [7]
+
+
+def test_a_checkpoint_in_shards_is_not_read_ahead(nodes: tuple[Bench, Bench]) -> None:
+    leader, other = nodes
+    share(leader, 0)
+    share(other, 1)
+    settle_both(leader, other)
+    fresh = Bench(Tiers(leader.tiers.durable))
+    fresh.resumption.begin(fresh.workers.current.begin_attempt(2, ()), fetch=True)
+    fresh.settle()
+    fresh.resumption.fetch_newest()
+    assert fresh.resumption.fetching is None
+    # One whose files are whole is.
+    save(fresh.tiers.durable, 9, 2)
+    fresh.resumption.begin(fresh.workers.current.begin_attempt(3, ()), fetch=True)
+    fresh.settle()
+    fresh.resumption.fetch_newest()
+    assert fresh.resumption.fetching is not None

@@ -1,0 +1,48 @@
+"""The shards of a checkpoint, read from where they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from spread_checkpoint import FILE, NAME, ROWS, commit_spread, spread
+
+from checkpointing.shard_reading import Recorded, ShardReaders, read_range, recorded_files
+from checkpointing.storage import LocalStorage
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Recorded]:
+    storage = LocalStorage(tmp_path)
+    return recorded_files(storage, commit_spread(storage, 5, ROWS))
+
+
+def whole(readers: ShardReaders) -> bytes:
+    target = bytearray(len(FILE))
+    read_range(spread(ROWS)[0].files[NAME], readers, 0, memoryview(target))
+    return bytes(target)
+
+
+def test_shards_are_read_from_files(files: dict[str, Recorded]) -> None:
+    readers = ShardReaders(files)
+    assert whole(readers) == FILE and readers(1) is readers(1)
+
+
+def test_what_is_in_memory_is_not_read(files: dict[str, Recorded]) -> None:
+    held = {rank: memoryview(shard) for rank, shard in enumerate(spread(ROWS)[1])}
+    assert whole(ShardReaders({}, held)) == FILE
+    with pytest.raises(ValueError, match="a shard has 64 bytes, not 65"):
+        list(ShardReaders({}, held)(1).read(0, 65))
+
+
+@pytest.mark.parametrize("lacking", ["shards/1.bin", "shards/1.parts.json"])
+def test_a_file_that_is_missing_is_named(lacking: str, files: dict[str, Recorded]) -> None:
+    del files[lacking]
+    with pytest.raises(ValueError, match=f"{lacking} is not among its files"):
+        whole(ShardReaders(files))
+
+
+def test_digests_of_other_parts_are_refused(files: dict[str, Recorded]) -> None:
+    files["shards/1.parts.json"] = files["shards/0.parts.json"]
+    with pytest.raises(ValueError, match=r"shards/1\.parts\.json was altered"):
+        whole(ShardReaders(files))

@@ -1,0 +1,138 @@
+"""The nodes that write one checkpoint: what the one that commits waits for, and for how long."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from checkpointing import together
+from checkpointing.digest import digest_buffer
+from checkpointing.errors import CommitFailed
+from checkpointing.manifest import FileEntry, SnapshotInfo
+from checkpointing.shards import ShardParts, parts_name
+from checkpointing.storage import LocalStorage
+from checkpointing.storage.local import LocalTransaction
+from checkpointing.together import LAST_PATIENCE_S, PATIENCE_S, Shard, Together, await_shards, write_shards
+
+INFO = SnapshotInfo("run", 1, 5, 2, 40)
+SAVE = Together("ab12", ("shards/0.bin", "shards/1.bin"))
+DATA = b"what rank 1 holds"
+PARTS = ShardParts.of(memoryview(DATA))
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> LocalStorage:
+    return LocalStorage(tmp_path)
+
+
+@pytest.fixture
+def transaction(storage: LocalStorage) -> LocalTransaction:
+    return storage.begin(5, 1, SAVE.identity)
+
+
+def shard(parts: Callable[[], ShardParts] = lambda: PARTS) -> Shard:
+    return Shard("shards/1.bin", memoryview(DATA), parts)
+
+
+class Time:
+    """A clock that only sleeping moves on; something may happen at a time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.events: list[tuple[float, Callable[[], None]]] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        while self.events and self.events[0][0] <= self.now:
+            self.events.pop(0)[1]()
+
+
+def test_a_shard_that_another_node_has_written_is_part_of_the_checkpoint(
+    storage: LocalStorage, transaction: LocalTransaction
+) -> None:
+    assert write_shards(storage, INFO, SAVE, [shard()]) == len(DATA)
+    note = PARTS.to_json()
+    assert await_shards(transaction, ["shards/1.bin"]) == [
+        FileEntry("shards/1.bin", len(DATA), digest_buffer(DATA)),
+        FileEntry("shards/1.parts.json", len(note), digest_buffer(note)),
+    ]
+
+
+def test_signs_of_life_are_waited_for_and_silence_is_not(transaction: LocalTransaction) -> None:
+    time = Time()
+    for number in range(4):
+        note = json.dumps({"alive": [1, number]}).encode()
+        time.events.append((number * 25.0, lambda note=note: transaction.write_note("shards/1.parts.json", note)))  # type: ignore[misc]
+    with pytest.raises(CommitFailed, match=r"shards/1\.bin was not written: .* no sign of life for 30 s"):
+        await_shards(transaction, ["shards/1.bin"], clock=time.clock, sleep=time.sleep)
+    assert 75 + PATIENCE_S <= time.now < 77 + PATIENCE_S
+
+
+def test_when_its_attempt_is_over_there_is_less_time(transaction: LocalTransaction) -> None:
+    time = Time()
+    with pytest.raises(CommitFailed, match=r"no sign of life for 5 s"):
+        await_shards(transaction, ["shards/1.bin"], lambda: False, clock=time.clock, sleep=time.sleep)
+    assert time.now < LAST_PATIENCE_S + 1
+
+
+def test_what_another_node_could_not_write_ends_the_save_at_once(
+    storage: LocalStorage, transaction: LocalTransaction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LocalTransaction, "write", full)
+    with pytest.raises(CommitFailed, match=r"share of checkpoint-5 at .* could not be written: No space left"):
+        write_shards(storage, INFO, SAVE, [shard()])
+    with pytest.raises(CommitFailed, match=r"another node could not write shards/1\.bin: No space left on device"):
+        await_shards(transaction, ["shards/1.bin"])
+
+
+@pytest.mark.parametrize("note", [b"", b"{", b"[]", b'{"nbytes": 1, "parts": "00"}'])
+def test_a_note_that_says_nothing_is_an_error(transaction: LocalTransaction, note: bytes) -> None:
+    transaction.write_note("shards/1.parts.json", note)
+    with pytest.raises(CommitFailed, match="cannot be read"):
+        await_shards(transaction, ["shards/1.bin"])
+
+
+def test_a_node_gives_signs_of_life_until_its_digests_are_known(
+    storage: LocalStorage, transaction: LocalTransaction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last note is never replaced by a sign of life."""
+    monkeypatch.setattr(together, "ALIVE_S", 0.001)
+    digested = threading.Event()
+    seen: set[bytes] = set()
+
+    def parts() -> ShardParts:
+        assert digested.wait(10)
+        return PARTS
+
+    # The shard is written; its digests are not known yet.
+    monkeypatch.setattr(LocalTransaction, "write", lambda self, name, pieces: digested_later())
+
+    def digested_later() -> int:
+        while len(seen) < 3:
+            note = transaction.read_note("shards/1.parts.json")
+            if note is not None:
+                seen.add(note)
+        digested.set()
+        return len(DATA)
+
+    write_shards(storage, INFO, SAVE, [shard(parts)])
+    assert all(b"alive" in note for note in seen)
+    assert transaction.read_note(parts_name("shards/1.bin")) == PARTS.to_json()
+
+
+def test_a_save_that_was_given_up_gets_no_more_files(storage: LocalStorage, transaction: LocalTransaction) -> None:
+    other = storage.begin(5, 1, SAVE.identity)
+    transaction.abort()
+    with pytest.raises(OSError, match="No such file"):
+        other.write("shards/1.bin", [memoryview(DATA)])
+    assert storage.sweep() == []
