@@ -12,7 +12,7 @@ from checkpointing.errors import CheckpointError
 from checkpointing.layout import ADAPTER_NAME
 from checkpointing.rank.fingerprint import fingerprint
 from checkpointing.rank.restore_point import RestorePoint
-from checkpointing.rank.sharding import cut_like, gathered
+from checkpointing.rank.sharding import gathered
 
 # Identifies the base that an adapter was trained on; in the same checkpoint.
 BASE_NAME = "base_model.json"
@@ -105,7 +105,7 @@ class Adapter:
             )
         with torch.no_grad():
             for name, tensor in own.items():
-                tensor.copy_(cut_like(state[name], tensor))
+                tensor.copy_(point.cut(ADAPTER_NAME, state[name], tensor))
 
 
 def _called(identity: Mapping[str, object]) -> str:

@@ -97,7 +97,7 @@ class CheckpointedTraining(RestorableTraining):
             total_steps: Steps that training is to have at its end, for progress displays; None if not known.
 
         Raises:
-            CheckpointError: The model is sharded over several machines, or something in `states` is sharded.
+            CheckpointError: Something in `states` is sharded.
         """
         self._heartbeat.set_start(start_step)
         self._reporter.training_started(start_step, total_steps, self._restorer.seconds)
@@ -113,8 +113,8 @@ class CheckpointedTraining(RestorableTraining):
         node_rank, report = self._options.settings.node_rank, self._reporter.slow_ranks
         self._speeds = compare_speeds(self._train_state.model, self._ranks, node_rank=node_rank, report=report)
         if self._train_state.model is not None and self._train_state.optimizer is not None:
-            self._train_state.check(self._ranks.local_world_size)
-            self._snapshotter.reserve(self._train_state.expected_bytes())
+            self._train_state.check()
+            self._snapshotter.reserve(self._train_state.expected_bytes(self._ranks.local_world_size))
         # What was just restored need not be saved again.
         self._snapshotter.last_step = start_step if start_step else -1
 

@@ -112,8 +112,8 @@ class RestorableTraining:
     ) -> None:
         """Set what is saved and restored.
 
-        Sharded state (FSDP2, tensor parallelism) is saved and restored whole; each machine must hold all of it among
-        its ranks.
+        Sharded state (FSDP2, tensor parallelism) can be restored on any mesh. Where the ranks of each machine hold all
+        of it, it is saved whole; otherwise each machine writes its share.
 
         Args:
             model: The model; a DDP wrapper is looked through.

@@ -21,7 +21,8 @@ from checkpointing.manifest import MANIFEST_NAME
 from checkpointing.rank.peer_state import Held, NoMemory, Offer, PeerState, held_by_nodes
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.restore_point import RestorePoint
-from checkpointing.rank.verified_read import ALTERED, BufferCache, Shares, altered_files, read_verified
+from checkpointing.rank.verified_read import BufferCache, Shares, altered_files, read_verified
+from checkpointing.shard_reading import ALTERED
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.base import CHECKPOINT_PREFIX, NUMBER
 from checkpointing.tiers import Tiers

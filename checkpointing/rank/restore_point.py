@@ -20,10 +20,11 @@ from checkpointing.layout import (
     OPTIMIZER_NAME,
     WEIGHTS_NAMES,
 )
-from checkpointing.rank import rng
+from checkpointing.rank import rng, sharding
+from checkpointing.rank.spread_files import SpreadFiles
 from checkpointing.rank.torch_files import storage_records
 from checkpointing.rank.torch_reader import check_archive, filled, model_state, plain
-from checkpointing.rank.trees import replaced
+from checkpointing.rank.trees import replaced, tensors_in
 from checkpointing.reading import MemoryFile
 
 # Larger files are not written to the directory that `RestorePoint.directory` makes of a snapshot.
@@ -53,6 +54,7 @@ class RestorePoint:
         path: Path | None,
         private: bool,
         scratch: Path | None = None,
+        spread: SpreadFiles | None = None,
     ) -> None:
         self.place = place
         self.step = step
@@ -62,11 +64,12 @@ class RestorePoint:
         self._files = dict(files)
         self._path = path
         self._scratch = scratch
+        self._spread = spread
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def has(self, name: str) -> bool:
         """Return whether this file was read, and not yet parsed where it may be parsed once."""
-        return name in self._files
+        return name in self._files or self._is_spread(name)
 
     @property
     def directory(self) -> Path:
@@ -117,9 +120,44 @@ class RestorePoint:
                 "adapter), or another output_dir."
             )
         buffer = self._data(name)
-        del self._files[name]
+        self._files.pop(name, None)
         with self.reading(name):
             return model_state(buffer)
+
+    def cut(self, name: str, whole: torch.Tensor, live: Any) -> torch.Tensor:
+        """Return what this rank holds of a tensor, distributed like `live`; all of it where `live` is not sharded.
+
+        Args:
+            name: The file that the tensor was parsed from.
+            whole: The tensor, which may have no contents yet.
+            live: The tensor that it is for, or anything else.
+
+        Raises:
+            InvalidCheckpoint: Its bytes were altered.
+            StorageUnreachable: They cannot be read now.
+        """
+        if self._spread is not None and self._spread.has(name):
+            return self._spread.cut(name, whole, live)
+        return sharding.cut_like(whole, live)
+
+    def cut_optimizer_state(self, state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+        """Return an optimizer's state dict, with what this rank holds of its tensors; raises as `cut` does."""
+        if not self._is_spread(OPTIMIZER_NAME):
+            return sharding.cut_optimizer_state(state, optimizer)
+        spread, done = self._spread, set[int]()
+        assert spread is not None
+
+        def cut_like(whole: torch.Tensor, live: Any) -> torch.Tensor:
+            own = spread.cut(OPTIMIZER_NAME, whole, live)
+            done.add(id(own))
+            return own
+
+        cut = sharding.cut_optimizer_state(state, optimizer, cut_like)
+        spread.fill(OPTIMIZER_NAME, [tensor for tensor in tensors_in(cut) if id(tensor) not in done])
+        return cut
+
+    def _is_spread(self, name: str) -> bool:
+        return self._spread is not None and self._spread.has(name)
 
     def torch_object(self, name: str) -> Any:
         """Return the object in a `torch.save` file; its tensors share the bytes that were read, so call this once.
@@ -129,7 +167,7 @@ class RestorePoint:
         """
         buffer = self._data(name)
         if name == OPTIMIZER_NAME:
-            del self._files[name]
+            self._files.pop(name, None)
         with self.reading(name), torch.serialization.safe_globals(rng.SAFE_GLOBALS):
             check_archive(buffer)
             if len(buffer) <= SMALL_BYTES and name != OPTIMIZER_NAME:
@@ -154,6 +192,8 @@ class RestorePoint:
             return found
 
     def _data(self, name: str) -> memoryview:
+        if self._spread is not None and self._spread.has(name):
+            return self._spread.open(name)
         if name not in self._files:
             raise InvalidCheckpoint(self.place, f"{name} is not in it; resume from another step")
         return self._files[name]
@@ -161,5 +201,7 @@ class RestorePoint:
     def close(self) -> None:
         """Release the bytes that were not parsed."""
         self._files.clear()
+        if self._spread is not None:
+            self._spread.close()
         if self._temporary is not None:
             self._temporary.cleanup()

@@ -1,4 +1,4 @@
-"""State that is sharded over the ranks of a machine: each rank copies, and restores, the boxes that it holds.
+"""State that is sharded over ranks: each rank copies, and restores, the boxes that it holds.
 
 A box is some runs of bytes of the whole tensor in its file (`checkpointing/boxes.py`). The files are therefore the same
 as without sharding, and any number of ranks can resume from them, sharded in any way or not at all.
@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,11 +194,15 @@ def cut_like(whole: torch.Tensor, live: Any) -> torch.Tensor:
     """
     if not is_sharded(live) or whole.shape != live.shape:
         return whole
+    return distributed_like(own_part(whole, part_of(live)), live)
+
+
+def distributed_like(own: torch.Tensor, live: Any) -> torch.Tensor:
+    """Return this rank's part of a tensor as one that is distributed like `live`."""
     from torch.distributed.tensor import DTensor
 
-    own = own_part(whole, part_of(live)).to(live.device)
     cut: torch.Tensor = DTensor.from_local(
-        own, live.device_mesh, live.placements, run_check=False, shape=live.shape, stride=live.stride()
+        own.to(live.device), live.device_mesh, live.placements, run_check=False, shape=live.shape, stride=live.stride()
     )
     return cut
 
@@ -211,8 +215,16 @@ def own_part(whole: torch.Tensor, part: Part) -> torch.Tensor:
     return own
 
 
-def cut_optimizer_state(state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's state dict, cut to this rank's parts where the optimizer's parameters are sharded."""
+def cut_optimizer_state(
+    state: dict[str, Any], optimizer: Any, cut_like: Callable[[torch.Tensor, Any], torch.Tensor] = cut_like
+) -> dict[str, Any]:
+    """Return an optimizer's state dict, cut to this rank's parts where the optimizer's parameters are sharded.
+
+    Args:
+        state: The state dict.
+        optimizer: The optimizer that it is for.
+        cut_like: Cuts a tensor like the parameter that it belongs to.
+    """
     # A user's own optimizer need not have groups.
     groups = getattr(optimizer, "param_groups", ())
     parameters = [parameter for group in groups for parameter in group["params"]]
@@ -229,19 +241,17 @@ def cut_optimizer_state(state: dict[str, Any], optimizer: Any) -> dict[str, Any]
     return {**state, "state": cut}
 
 
-def check_placement(model: torch.nn.Module, local_world_size: int) -> None:
-    """Check that the ranks of one machine together hold all of the model.
+def is_spread(model: torch.nn.Module, local_world_size: int) -> bool:
+    """Return whether the model is sharded over nodes, so that no node holds all of it; equal on all ranks.
 
-    Raises:
-        CheckpointError: The model is sharded over several machines.
+    Args:
+        model: The model.
+        local_world_size: Number of ranks on each node.
     """
     sharded = list[Any](filter(is_sharded, model.parameters()))
     for mesh, placements in {(parameter.device_mesh, cuts_of(parameter.placements)) for parameter in sharded}:
         found = writers(mesh.mesh.flatten().tolist(), mesh.shape, placements, local_world_size)
         needed = num_regions(mesh.shape, placements)
         if any(len(writing) < needed for writing in found.values()):
-            raise CheckpointError(
-                f"the model is sharded over {len(found)} machines, but each must hold all of it, so that the loss "
-                "of one loses nothing: shard within a machine and replicate between them (HSDP: dp_shard_size="
-                f"{local_world_size}, dp_replicate_size={len(found)})"
-            )
+            return True
+    return False

@@ -19,9 +19,12 @@ from checkpointing.rank.pinning import Pinning
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.replicas import ReplicaComparison
 from checkpointing.rank.safetensors_files import safetensors_image
+from checkpointing.rank.shard_layout import ShardLayout
 from checkpointing.rank.snapshot import PendingSnapshot, SmallFile
 from checkpointing.rank.torch_files import TorchFileLayout, torch_bytes
 from checkpointing.rank.train_state import CapturedState
+from checkpointing.shards import INDEX_NAME
+from checkpointing.together import Together
 
 logger = logging.getLogger("checkpointing")
 
@@ -33,15 +36,14 @@ class _Layout:
     Attributes:
         images: All files. The further states come first, since the training thread waits for their copy.
         num_foreign: How many of the first ones are further states.
+        optimizer: The optimizer's file, of which the images may have only this rank's share.
+        together: The save, where the images are only this node's share of the state.
     """
 
     images: list[FileImage]
     num_foreign: int
-
-    @property
-    def optimizer(self) -> FileImage:
-        """The optimizer's file, which follows the model's."""
-        return self.images[self.num_foreign + 1]
+    optimizer: FileImage
+    together: Together | None = None
 
 
 class SnapshotMaker:
@@ -64,6 +66,7 @@ class SnapshotMaker:
         self._client, self._ranks, self._direct, self._pinning = client, ranks, direct, pinning
         self._replicas = ReplicaComparison(ranks)
         self._check_replicas = check_replicas
+        self._shards = ShardLayout(ranks)
         self._layouts: dict[str, TorchFileLayout] = {}
         self.has_torn = False
 
@@ -89,6 +92,8 @@ class SnapshotMaker:
                 copy.copied()
                 return
         acquired = self._client.acquire(request.step, nbytes, wait=request.wait)
+        if layout.together is not None:
+            acquired = self._agreed(request.step, acquired)
         if isinstance(acquired, Refusal):
             pending.was_staged = False
             if acquired is Refusal.NO_MEMORY and request.commit and ranks.is_first:
@@ -101,6 +106,9 @@ class SnapshotMaker:
         copy.copied_s = time.thread_time() - cpu_began
         copy.copied(state.changed)
         why_not = self._why_unusable(pending, copy)
+        if layout.together is not None:
+            why_not = next(filter(None, ranks.gather(why_not)), None)
+            pending.was_staged = why_not is None
         if why_not is not None:
             self._client.abandon(request.step, number, why_not)
             return
@@ -116,7 +124,18 @@ class SnapshotMaker:
             request.retention,
             metrics=request.metrics,
             commit=request.commit,
+            together=layout.together,
         )
+
+    def _agreed(self, step: int, acquired: tuple[int, memoryview] | Refusal) -> tuple[int, memoryview] | Refusal:
+        """Return what was acquired, if all nodes have memory for their share; otherwise why one has none."""
+        refusals = self._ranks.gather(acquired if isinstance(acquired, Refusal) else None)
+        refusal = next(filter(None, refusals), None)
+        if refusal is None:
+            return acquired
+        if not isinstance(acquired, Refusal):
+            self._client.abandon(step, acquired[0], "another node has no memory for its share")
+        return refusal
 
     def _lay_out(self, pending: PendingSnapshot, state: CapturedState, static_files: Mapping[str, bytes]) -> _Layout:
         """Lay the files out, and exchange the small ones with all ranks.
@@ -141,11 +160,16 @@ class SnapshotMaker:
         images.append(self._torch_file(OPTIMIZER_NAME).image(state.optimizer))
         everyones = self._replicas.gather_files(request.step, own, images)
         small = {**static_files, **state.small, **_contents(request.shared_files), **everyones}
-        if self._ranks.local_rank == 0:
-            images += [blob_image(name, data) for name, data in small.items()]
         if state.parts:
             images = [sharding.take_over(image, state.parts) for image in images]
-        return _Layout(images, num_foreign)
+        optimizer, together = images[-1], None
+        if state.is_spread:
+            shards, index, together = self._shards.lay_out(images[num_foreign:])
+            images[num_foreign:] = shards
+            small[INDEX_NAME] = index.to_json()
+        if self._ranks.local_rank == 0:
+            images += [blob_image(name, data) for name, data in small.items()]
+        return _Layout(images, num_foreign, optimizer, together)
 
     def _copy_share(
         self,

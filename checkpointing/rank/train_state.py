@@ -45,6 +45,7 @@ class CapturedState:
         states: State dicts of the further objects, by name, in containers of their own.
         small: Scheduler, scaler and other small files, by file name.
         parts: What this rank holds of sharded tensors; the state dicts have only stand-ins for these.
+        is_spread: No node holds all of the model.
         versions: Version counter of every tensor that only an optimizer may change.
     """
 
@@ -56,6 +57,7 @@ class CapturedState:
     states: dict[str, Any]
     small: dict[str, bytes]
     parts: sharding.Parts
+    is_spread: bool
     versions: list[tuple[torch.Tensor, int]]
 
     @property
@@ -133,6 +135,10 @@ class TrainState:
             small[name] = torch_bytes(value)
         parts: sharding.Parts = {}
         cut = sharding.has_sharded(self.model)
+        is_spread = cut and sharding.is_spread(self.model, local_world_size)
+        if is_spread:
+            # Of all ranks that hold the same, one writes it.
+            local_world_size = sys.maxsize
         whole = sharding.stand_ins(live, parts, local_world_size) if cut else live
         model = {name: value.detach() for name, value in whole.items()}
         # Only an optimizer changes parameters; everything else may change at any moment.
@@ -162,6 +168,7 @@ class TrainState:
             states=states,
             small=small,
             parts=parts,
+            is_spread=is_spread,
             versions=[(tensor, tensor._version) for tensor in guarded],
         )
 
@@ -185,27 +192,36 @@ class TrainState:
             live = {name: value for name, value in live.items() if name not in extra}
         return live, objects, small
 
-    def expected_bytes(self) -> int:
-        """Estimate the size of a snapshot, as far as it can be known before the first optimizer step."""
+    def expected_bytes(self, local_world_size: int = sys.maxsize) -> int:
+        """Estimate the size of a node's snapshot, as far as it can be known before the first optimizer step.
+
+        Args:
+            local_world_size: Number of ranks on each node.
+        """
+        is_spread = sharding.is_spread(self.model, local_world_size)
+
+        def nbytes(tensor: Any) -> int:
+            own = is_spread and sharding.is_sharded(tensor)
+            return int(tensor._local_tensor.nbytes * local_world_size if own else tensor.nbytes)
+
         parameters = list(self.model.parameters())
         saved = self.adapter.select(live_tensors(self.model)).values() if self.adapter else None
-        model = sum(value.nbytes for value in (saved or [*parameters, *self.model.buffers()]))
+        model = sum(nbytes(value) for value in (saved or [*parameters, *self.model.buffers()]))
         optimizer = self.torch_optimizer
         tensors = tensors_in(optimizer.state_dict())
-        state = sum({id(t) if sharding.is_sharded(t) else t.data_ptr(): t.nbytes for t in tensors}.values())
+        state = sum({id(t) if sharding.is_sharded(t) else t.data_ptr(): nbytes(t) for t in tensors}.values())
         if not state:
             defaults = getattr(optimizer, "defaults", {})
             moments = 2 + bool(defaults.get("amsgrad")) if "betas" in defaults else int(bool(defaults.get("momentum")))
-            state = moments * sum(value.nbytes for value in parameters if value.requires_grad)
+            state = moments * sum(nbytes(value) for value in parameters if value.requires_grad)
         return int(model + state)
 
-    def check(self, local_world_size: int) -> None:
+    def check(self) -> None:
         """Check that the state can be saved.
 
         Raises:
-            CheckpointError: The model is sharded over several machines, or something in `states` is sharded.
+            CheckpointError: Something in `states` is sharded.
         """
-        sharding.check_placement(self.model, local_world_size)
         for name, stateful in self.states.items():
             if any(map(sharding.is_sharded, tensors_in(stateful.state_dict()))):
                 raise CheckpointError(
@@ -225,16 +241,13 @@ class TrainState:
         if self.adapter is not None:
             self.adapter.restore(self.model, point)
             return
-        state: dict[str, Any] = place(dict(point.model_state()))
-        if point.has(EXTRA_STATE_NAME):
-            state |= point.torch_object(EXTRA_STATE_NAME)
+        whole = point.model_state()
         # `state_dict` also shards again what an evaluation has left whole.
         live = self.model.state_dict()
-        if any(map(sharding.is_sharded, live.values())):
-            state = {
-                name: sharding.cut_like(value, live.get(name)) if isinstance(value, torch.Tensor) else value
-                for name, value in state.items()
-            }
+        cut = {name: point.cut(MODEL_NAME, value, live.get(name)) for name, value in whole.items()}
+        state: dict[str, Any] = place(cut)
+        if point.has(EXTRA_STATE_NAME):
+            state |= point.torch_object(EXTRA_STATE_NAME)
         try:
             self.model.load_state_dict(state, strict=True)
         except RuntimeError as error:
@@ -276,7 +289,7 @@ class TrainState:
             self.optimizer,
             point,
             OPTIMIZER_NAME,
-            lambda state: sharding.cut_optimizer_state(place(state), self.torch_optimizer),
+            lambda state: place(point.cut_optimizer_state(state, self.torch_optimizer)),
         )
         if not point.private:
             # What stayed on the CPU is still a view of the checkpoint, which must not change.

@@ -18,7 +18,10 @@ from checkpointing.layout import PER_RANK_PREFIXES, WEIGHTS_NAMES, loop_state_na
 from checkpointing.manifest import SnapshotInfo, missing_member
 from checkpointing.rank import rng
 from checkpointing.rank.restore_point import SMALL_BYTES, RestorePoint
+from checkpointing.rank.spread_files import open_spread
 from checkpointing.reading import fault, private_memory, read_private, read_shared
+from checkpointing.shard_reading import ALTERED
+from checkpointing.shards import FOLDER, INDEX_NAME
 from checkpointing.storage import Storage
 from checkpointing.storage.base import RemoteFile
 
@@ -26,7 +29,6 @@ from checkpointing.storage.base import RemoteFile
 _FILES_AT_ONCE = 2
 # Of one rank, for each file: some 20 GB/s each (2 cores, 2026-11-23).
 _DIGEST_THREADS = 4
-ALTERED = "was altered: its digest is not the one that was recorded"
 
 Source = Path | RemoteFile | memoryview
 
@@ -198,9 +200,17 @@ def read_verified(
         # What ranks had added up is divided among the present ones.
         own |= {loop_state_name(other) for other in range(rank, located.info.world_size, world_size)}
         verifier = _Verifier(located, frozenset(own), private, buffers, shares)
-        names = [name for name in located.files if name in own or not name.startswith(PER_RANK_PREFIXES)]
+        names = [
+            name
+            for name in located.files
+            if name in own or not name.startswith((*PER_RANK_PREFIXES, FOLDER)) or name == INDEX_NAME
+        ]
         with ThreadPoolExecutor(_FILES_AT_ONCE, "checkpoint-verify") as pool:
             files = dict(zip(names, pool.map(verifier.read, names), strict=True))
+        spread = None
+        if INDEX_NAME in files:
+            index = files.pop(INDEX_NAME)
+            spread = open_spread(located.place, located.files, index, located.info.world_size, rank, world_size)
         failpoint("restore.read")
     except (CheckpointError, OSError) as error:
         return None, error if isinstance(error, CheckpointError) else StorageUnreachable(str(error))
@@ -213,6 +223,7 @@ def read_verified(
         path=located.path,
         private=private,
         scratch=scratch,
+        spread=spread,
     )
     return point, None
 

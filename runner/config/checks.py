@@ -195,13 +195,13 @@ def _check_streaming(config: Config, source_of: SourceOf) -> None:
 
 
 def _check_strategy(config: Config, source_of: SourceOf) -> None:
-    if config.strategy == "fsdp" and config.method.type == "qlora":
+    if config.strategy != "ddp" and config.method.type == "qlora":
         raise UsageError(
-            f"{source_of('strategy')}: strategy=fsdp is not supported with method.type={config.method.type} yet: use "
-            "ddp, which suits the small state of an adapter"
+            f"{source_of('strategy')}: strategy={config.strategy} is not supported with "
+            f"method.type={config.method.type} yet: use ddp, which suits the small state of an adapter"
         )
     fsdp = config.trainer.get("fsdp_config")
-    if fsdp and config.strategy != "fsdp":
+    if fsdp and config.strategy == "ddp":
         raise UsageError(f"{source_of('trainer.fsdp_config')}: trainer.fsdp_config needs strategy: fsdp")
     if fsdp and (not isinstance(fsdp, dict) or fsdp.get("version", 2) != 2):
         raise UsageError(

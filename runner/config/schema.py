@@ -55,7 +55,7 @@ class MethodConfig(Section):
     """Names of further modules that are trained in full and saved with the adapters."""
 
 
-Strategy = Literal["ddp", "fsdp"]
+Strategy = Literal["ddp", "fsdp", "fsdp_all_nodes"]
 
 
 class DataConfig(Section):
@@ -246,7 +246,8 @@ class Config(Section):
     """Whether `trainer.learning_rate` is multiplied by the number of ranks."""
     strategy: Strategy = "ddp"
     """Parallelism. `ddp` holds the whole model on every rank. `fsdp` (FSDP2) shards parameters, gradients and optimizer
-    state over the ranks of a node and replicates them between nodes; `trainer.fsdp_config` tunes it. A checkpoint of
+    state over the ranks of a node and replicates them between nodes; `fsdp_all_nodes` shards over the ranks of all
+    nodes, for a model whose state no node can hold. `trainer.fsdp_config` tunes both. A checkpoint of
     either can be resumed with the other."""
     model: ModelConfig = ModelConfig()
     method: MethodConfig = MethodConfig()

@@ -75,8 +75,10 @@ def options(model: ModelShape, job: Job, memory_bytes: int) -> list[Option]:
     for name, method, strategy in (
         ("full, DDP", "full", "ddp"),
         ("full, FSDP", "full", "fsdp"),
+        ("full, FSDP over all nodes", "full", "fsdp_all_nodes"),
         ("LoRA, DDP", "lora", "ddp"),
         ("LoRA, FSDP", "lora", "fsdp"),
+        ("LoRA, FSDP over all nodes", "lora", "fsdp_all_nodes"),
         ("QLoRA, DDP", "qlora", "ddp"),
     ):
         one = job.by(method, strategy)
@@ -85,6 +87,8 @@ def options(model: ModelShape, job: Job, memory_bytes: int) -> list[Option]:
         own = need.peak_bytes if job.on_gpu else need.host_bytes + need.arenas // job.local_ranks
         if strategy == "fsdp" and job.local_ranks == 1:
             obstacle = "one rank"
+        elif strategy == "fsdp_all_nodes" and job.ranks == job.local_ranks:
+            obstacle = "one node"
         elif method == "qlora" and not job.on_gpu:
             obstacle = "needs a GPU"
         elif method == "qlora" and not job.loaded:
@@ -117,8 +121,10 @@ def choose(found: Sequence[Option], wanted: Job) -> tuple[Option | None, str]:
     why = {
         "full, DDP": "every GPU holds the whole model, which is simplest and fastest",
         "full, FSDP": "the model's state exceeds one GPU, but not all GPUs of a node",
+        "full, FSDP over all nodes": "the model's state exceeds a node, but not all of them",
         "LoRA, DDP": "full fine-tuning fits neither whole nor sharded; with adapters the base needs no optimizer state",
         "LoRA, FSDP": "the base exceeds one GPU, but not all GPUs of a node",
+        "LoRA, FSDP over all nodes": "the base exceeds a node, but not all of them",
         "QLoRA, DDP": "the base is too large even in 16 bits",
     }[best.name]
     return best, f"{configured.name} does not fit; {why}"

@@ -37,7 +37,7 @@ class Job:
 
     Attributes:
         method: full, lora or qlora.
-        strategy: ddp or fsdp.
+        strategy: ddp, fsdp or fsdp_all_nodes.
         ranks: Number of ranks of all nodes.
         local_ranks: Number of ranks per node.
         weight_bytes: Bytes per element of the weights.
@@ -66,6 +66,11 @@ class Job:
     drops_attention: bool
     on_gpu: bool
     optimizer: str = "adamw_torch_fused"
+
+    @property
+    def sharing_ranks(self) -> int:
+        """Number of ranks that share one copy of the state."""
+        return {"ddp": 1, "fsdp": self.local_ranks, "fsdp_all_nodes": self.ranks}[self.strategy]
 
     @classmethod
     def of(cls, config: Config, ranks: int, local_ranks: int, *, on_gpu: bool) -> Job:
@@ -155,7 +160,7 @@ def estimate(model: ModelShape, job: Job) -> Need:
         model: The model.
         job: The job.
     """
-    adapters, sharded = job.method in ("lora", "qlora"), job.strategy == "fsdp" and job.local_ranks > 1
+    adapters, sharded = job.method in ("lora", "qlora"), job.sharing_ranks > 1
     trained = model.adapter if adapters else model.parameters
     # accelerate stores what FSDP2 trains in fp32. PEFT does the same with adapters, except on a quantised base.
     held = 4 if sharded and not adapters else job.weight_bytes
@@ -176,7 +181,7 @@ def estimate(model: ModelShape, job: Job) -> Need:
         at_a_time = model.parameters if job.accumulation > 1 else root + model.largest_layer
         whole = model.adapter if adapters else at_a_time
         buckets = (root + 2 * model.largest_layer + whole) * job.compute_bytes
-        weights, gradients, optimizer = (part // job.local_ranks for part in (weights, gradients, optimizer))
+        weights, gradients, optimizer = (part // job.sharing_ranks for part in (weights, gradients, optimizer))
     else:
         buckets = gradients if job.ranks > 1 else 0
         if held > job.compute_bytes and job.method != "qlora":
@@ -190,7 +195,7 @@ def estimate(model: ModelShape, job: Job) -> Need:
         buckets=buckets,
         activations=activations,
         logits=logits,
-        arenas=2 * saved,
+        arenas=2 * saved * job.local_ranks // max(job.sharing_ranks, job.local_ranks),
         host_base=model.base_bytes + _RANK_OWN_BYTES,
         checkpoint_bytes=saved,
         on_gpu=job.on_gpu,

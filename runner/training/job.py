@@ -132,12 +132,14 @@ def training_arguments(config: Config) -> SFTConfig:
         # DDP's default, set explicitly so that it is visible in the saved options.
         options.setdefault("ddp_bucket_cap_mb", 25)
     fsdp = options.pop("fsdp_config", None)
-    if config.strategy == "fsdp" and world_size > 1:
+    if config.strategy != "ddp" and world_size > 1:
         options |= {"fsdp": True, "fsdp_config": {**(fsdp or {}), "version": 2}}
         local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-        if local_world_size == 1:
-            raise ValueError("strategy='fsdp' shards within a node, but each node has only one rank: use ddp")
-        if local_world_size < world_size:
+        if config.strategy == "fsdp" and local_world_size == 1:
+            raise ValueError(
+                "strategy='fsdp' shards within a node, but each node has only one rank: use ddp or fsdp_all_nodes"
+            )
+        if config.strategy == "fsdp" and local_world_size < world_size:
             options["parallelism_config"] = ParallelismConfig(
                 dp_replicate_size=world_size // local_world_size, dp_shard_size=local_world_size
             )

@@ -15,6 +15,9 @@ from integration.support import Run, loss_curve, state_hash
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from checkpointing.export import export_checkpoint
+from checkpointing.storage import LocalStorage
+
 # Tensors that are cut unequally, that one rank has nothing of, and that are shared; a bare loop.
 LOOP = """
 import sys, torch
@@ -223,16 +226,16 @@ def test_an_adapter_under_fsdp_is_killed_and_then_trained_whole(tmp_path: Path) 
 HALVES = "trainer.per_device_train_batch_size=2"
 
 
-def two_machines(folder: Path, hold: int | None = None) -> tuple[Run, Run]:
-    """Start two runners on one host, as if on two; the two ranks of each hold the whole model between them.
+def two_machines(folder: Path, hold: int | None = None, strategy: str = "fsdp", ranks: int = 2) -> tuple[Run, Run]:
+    """Start two runners on one host, as if on two; with `fsdp` the ranks of each hold the whole model between them.
 
     With `hold`, a rank of the first runner blocks after that step, and so all ranks do.
     """
-    port, settings = free_port(), ["strategy=fsdp", f"checkpoint.location={folder / 'checkpoints'}", HALVES]
+    port, settings = free_port(), [f"strategy={strategy}", f"checkpoint.location={folder / 'checkpoints'}", HALVES]
     settings += ["restart.hang_timeout_s=600"] if hold is not None else []
     runs = [job(folder / name, *settings) for name in ("first", "second")]
     for number, run in enumerate(runs):
-        run.command += ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(number)]
+        run.command += ["--nnodes", "2", "--nproc-per-node", str(ranks), "--node-rank", str(number)]
         run.command += ["--rdzv-endpoint", f"localhost:{port}", "--set", f"launch.peer_port={free_port()}"]
     runs[1].command[-1] = runs[0].command[-1]
     first, second = runs
@@ -253,5 +256,30 @@ def test_sharded_within_machines_and_replicated_between_them(tmp_path: Path) -> 
     assert state_hash(ends[0]) == state_hash(ends[1])
     # Two ranks on one machine resume from the checkpoint of four ranks on two.
     alone = job(tmp_path / "alone", "strategy=ddp", "trainer.max_steps=27", f"checkpoint.location={ends[1].parent}")
+    assert alone.start().finish() == 0, alone.output
+    assert alone.events("training_started")[0]["step"] == 24
+
+
+@pytest.mark.soak
+def test_sharded_over_all_machines(tmp_path: Path) -> None:
+    """No machine holds the whole model: both write each checkpoint, and read it."""
+    calm = two_machines(tmp_path / "calm", strategy="fsdp_all_nodes", ranks=1)
+    assert [run.finish() for run in calm] == [0, 0], calm[0].output + calm[1].output
+    first, second = two_machines(tmp_path / "killed", hold=10, strategy="fsdp_all_nodes", ranks=1)
+    first.wait_until_held()
+    os.kill(Run(second.folder / "node-1").events("rank_started")[-1]["pid"], signal.SIGKILL)
+    assert [first.finish(), second.finish()] == [0, 0], first.output + second.output
+    assert len(first.events("attempt_started")) == 2 and first.events("commit_failed") == []
+    ends = [folder / "checkpoints" / "checkpoint-24" for folder in (tmp_path / "calm", tmp_path / "killed")]
+    assert not (ends[1] / "model.safetensors").exists()
+    exported = []
+    for number, end in enumerate(ends):
+        exported.append(tmp_path / f"exported-{number}" / "checkpoint-24")
+        export_checkpoint(LocalStorage(end.parent), 24, exported[-1])
+    assert state_hash(exported[0]) == state_hash(exported[1])
+    assert AutoModelForCausalLM.from_pretrained(exported[1]).num_parameters() > 0
+    # One rank resumes from the shards of two.
+    alone = job(tmp_path / "alone", "strategy=ddp", "trainer.max_steps=27", f"checkpoint.location={ends[1].parent}")
+    alone.command += ["--nproc-per-node", "1"]
     assert alone.start().finish() == 0, alone.output
     assert alone.events("training_started")[0]["step"] == 24

@@ -1,4 +1,4 @@
-"""Every way to share a model among the ranks of a machine: killed, resumed in the same bits, and resumed in another."""
+"""Every way to share a model among ranks: killed, resumed in the same bits, and resumed in another."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from integration.support import state_hash
-
-# By default test_sharded.py has a chain of four, and sharded jobs that are killed.
-pytestmark = pytest.mark.soak
+from infra.ports import free_port
 
 LOOP = """
-import os, signal, sys, torch
+import hashlib, os, signal, sys, torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -70,20 +66,24 @@ if strategy == "ddp":
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 manager = CheckpointManager(folder, model=model, optimizer=optimizer, snapshot_steps=None)
-start = manager.resume()
-if start:
-    # Element for element what the files hold.
-    files = load_file(f"{folder}/checkpoint-{start}/model.safetensors")
-    moments = torch.load(f"{folder}/checkpoint-{start}/optimizer.pt")["state"]
-    held = {name: gathered(value.detach()) for name, value in model.state_dict().items()}
-    for name, value in files.items():
-        assert torch.equal(held[name], value), name
+
+def state_digest():
+    # Of all elements of the parameters and of the optimizer's state, whatever rank holds them.
     own = optimizer.state_dict()["state"]
-    assert own.keys() == moments.keys()
-    for number, state in moments.items():
-        for name, value in state.items():
-            assert torch.equal(gathered(own[number][name]), value), (number, name)
-    print(f"RESUMED {start}", flush=True)
+    state = model.state_dict() | {f"{number} {name}": own[number][name] for number in own for name in own[number]}
+    sha = hashlib.sha256()
+    for name in sorted(state):
+        whole = gathered(state[name].detach()).contiguous().reshape(-1).view(torch.uint8)
+        sha.update(name.encode() + whole.numpy().tobytes())
+    return sha.hexdigest()
+
+def report(word, step):
+    digest = state_digest()
+    if rank == 0:
+        print(word, step, digest, flush=True)
+
+start = manager.resume()
+report("START", start)
 for step in range(start, steps):
     tokens = (torch.arange(7)[None] * (step + 1) + replica) % 7
     torch.nn.functional.cross_entropy(trained(tokens)[0], tokens[0].roll(1)).backward()
@@ -92,9 +92,11 @@ for step in range(start, steps):
     manager.end_of_step(step + 1)
     manager.save(step + 1, step + 1, wait=True)
     if step + 1 == last:
+        report("KILLED", last)
         manager.wait_for_commit()
         os.kill(os.getpid(), signal.SIGKILL)
 manager.wait_for_commit()
+report("END", steps)
 manager.close()
 dist.destroy_process_group()
 """
@@ -102,50 +104,83 @@ dist.destroy_process_group()
 
 @dataclass(frozen=True)
 class Strategy:
-    """A strategy of the loop, and the number of ranks for it."""
+    """A strategy of the loop, and the number of nodes and of the ranks of each."""
 
     name: str
     ranks: int
+    nodes: int = 1
 
     def __str__(self) -> str:
-        return f"{self.name}-{self.ranks}"
+        return f"{self.name}-{self.nodes}x{self.ranks}"
 
 
 FSDP_TP = Strategy("fsdp + tp", 4)
+# No node holds all of the state.
+SPREAD = Strategy("fsdp", 1, nodes=2)
 OTHERS = [
     Strategy("ddp", 2),
     Strategy("fsdp", 3),
+    Strategy("fsdp + tp", 2, nodes=2),
     Strategy("fsdp, checkpointing", 2),
+    Strategy("fsdp", 2, nodes=2),
     Strategy("fsdp, compile", 2),
     Strategy("hsdp", 4),
+    Strategy("tp", 1, nodes=2),
     Strategy("tp", 2),
+    Strategy("hsdp", 1, nodes=4),
 ]
 
 
-def train(folder: Path, strategy: Strategy, steps: int, *, last: int = 0) -> str:
-    """Train up to a step; with `last`, all ranks are killed after that step. Returns what was printed."""
+@dataclass(frozen=True)
+class Training:
+    """What a training printed: at which step, and with which state, it started and ended."""
+
+    start: int
+    started_with: str
+    ended_with: str
+
+
+def train(folder: Path, strategy: Strategy, steps: int, *, last: int = 0) -> Training:
+    """Train up to a step; with `last`, all ranks are killed after that step."""
     path = folder / "loop.py"
     folder.mkdir(exist_ok=True)
     path.write_text(LOOP)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={strategy.ranks}"]
-    command += [str(path), str(folder / "run"), str(steps), strategy.name, str(last)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=400)
-    assert (result.returncode != 0) == (last > 0), result.stderr[-4000:]
-    return result.stdout
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={strategy.ranks}"]
+    command += [f"--nnodes={strategy.nodes}", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    arguments = [str(path), str(folder / "run"), str(steps), strategy.name, str(last)]
+    nodes = [
+        subprocess.Popen(
+            [*command, f"--node-rank={number}", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for number in range(strategy.nodes)
+    ]
+    outputs = [node.communicate(timeout=400) for node in nodes]
+    errors = "".join(errors for _, errors in outputs)
+    assert all((node.returncode != 0) == (last > 0) for node in nodes), errors[-8000:]
+    words = [line.split() for output, _ in outputs for line in output.splitlines() if line[:3] in ("STA", "KIL", "END")]
+    (_, start, started_with), (_, _, ended_with) = words
+    return Training(int(start), started_with, ended_with)
 
 
-@pytest.mark.parametrize("strategy", [FSDP_TP, *OTHERS], ids=str)
+@pytest.mark.parametrize(
+    "strategy", [SPREAD, *(pytest.param(other, marks=pytest.mark.soak) for other in (FSDP_TP, *OTHERS))], ids=str
+)
 def test_a_killed_rank_costs_no_bit(strategy: Strategy, tmp_path: Path) -> None:
-    train(tmp_path / "calm", strategy, 6)
-    train(tmp_path / "killed", strategy, 6, last=4)
-    assert "RESUMED 4" in train(tmp_path / "killed", strategy, 6)
-    ends = [tmp_path / name / "run" / "checkpoint-6" for name in ("calm", "killed")]
-    assert state_hash(ends[0]) == state_hash(ends[1])
+    calm = train(tmp_path / "calm", strategy, 6)
+    killed = train(tmp_path / "killed", strategy, 6, last=4)
+    resumed = train(tmp_path / "killed", strategy, 6)
+    assert (resumed.start, resumed.started_with, resumed.ended_with) == (4, killed.ended_with, calm.ended_with)
+    if strategy is SPREAD:
+        # One rank reads all of the shards.
+        alone = train(tmp_path / "killed", Strategy("ddp", 1), 7)
+        assert (alone.start, alone.started_with) == (6, calm.ended_with)
 
 
+@pytest.mark.soak
 def test_a_checkpoint_is_resumed_by_every_other_strategy(tmp_path: Path) -> None:
-    """Each writes what the next one reads; all write the same format, so a chain is as good as every pair."""
-    chain = [FSDP_TP, *OTHERS, FSDP_TP]
-    for number, strategy in enumerate(chain):
-        printed = train(tmp_path / "chain", strategy, number + 1)
-        assert (f"RESUMED {number}" in printed) == (number > 0), (strategy, printed)
+    """Each reads what the one before has written, element for element: whole files, or shards."""
+    before = train(tmp_path / "chain", SPREAD, 1)
+    for number, strategy in enumerate([FSDP_TP, *OTHERS, SPREAD, FSDP_TP], 1):
+        now = train(tmp_path / "chain", strategy, number + 1)
+        assert (now.start, now.started_with) == (number, before.ended_with), strategy
+        before = now

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
-from unit.checkpointing.agent.doubles import STATE, Store, save
+import torch
+from safetensors.torch import load_file
+from spread_checkpoint import COLUMNS, FILE, NAME, ROWS, STATE, commit_spread
+from unit.checkpointing.agent import doubles
+from unit.checkpointing.agent.doubles import Store, save
 
+from checkpointing import export
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.export import export_checkpoint
+from checkpointing.shards import Piece
+from checkpointing.storage import LocalStorage
 from checkpointing.storage.object_storage import ObjectStorage
 
 
@@ -22,8 +30,8 @@ def storage() -> ObjectStorage:
 def test_files_arrive_and_are_counted(storage: ObjectStorage, tmp_path: Path) -> None:
     copied: list[int] = []
     manifest = export_checkpoint(storage, 5, tmp_path / "out", copied.append)
-    assert (manifest.step, sum(copied)) == (5, len(STATE))
-    assert [(path.name, path.read_bytes()) for path in (tmp_path / "out").iterdir()] == [("file", STATE)]
+    assert (manifest.step, sum(copied)) == (5, len(doubles.STATE))
+    assert [(path.name, path.read_bytes()) for path in (tmp_path / "out").iterdir()] == [("file", doubles.STATE)]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -41,3 +49,38 @@ def test_a_directory_with_contents_is_kept(storage: ObjectStorage, tmp_path: Pat
         export_checkpoint(storage, 5, tmp_path)
     with pytest.raises(CheckpointError, match="current directory is not replaced"):
         export_checkpoint(storage, 5, Path())
+
+
+@pytest.mark.parametrize("pieces", [ROWS, COLUMNS], ids=["rows", "columns"])
+@pytest.mark.parametrize("window", [1 << 20, 7])
+def test_a_file_in_shards_is_put_together(
+    pieces: list[Piece], window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "_WINDOW_BYTES", window)
+    storage = LocalStorage(tmp_path / "run")
+    commit_spread(storage, 5, pieces)
+    export_checkpoint(storage, 5, tmp_path / "out")
+    found = {path.name: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert found == {NAME: FILE, "rng_state.pth": b"generators"}
+
+
+def test_a_large_model_becomes_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "_MOST_BYTES", 100)
+    storage = LocalStorage(tmp_path / "run")
+    commit_spread(storage, 5, COLUMNS)
+    export_checkpoint(storage, 5, tmp_path / "out")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert index == {"metadata": {"total_size": 108}, "weight_map": dict(zip(sorted(STATE), names, strict=True))}
+    loaded = {name: tensor for file in names for name, tensor in load_file(tmp_path / "out" / file).items()}
+    assert loaded.keys() == STATE.keys() and all(torch.equal(loaded[name], STATE[name]) for name in STATE)
+
+
+def test_an_altered_shard_leaves_no_directory(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path / "run")
+    commit_spread(storage, 5, ROWS)
+    with (tmp_path / "run" / "checkpoint-5" / "shards" / "1.bin").open("r+b") as shard:
+        shard.write(b"?")
+    with pytest.raises(InvalidCheckpoint, match=r"shards/1\.bin was altered"):
+        export_checkpoint(storage, 5, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -18,7 +18,7 @@ from checkpointing.rank.train_state import CapturedState
 
 def state(weight: float = 1.0, buffer: float = 0.0) -> CapturedState:
     model = {"weight": torch.full((3,), weight), "mean": torch.full((2,), buffer)}
-    return CapturedState("m", model, frozenset({"weight"}), frozenset({"mean"}), {}, {}, {}, {}, [])
+    return CapturedState("m", model, frozenset({"weight"}), frozenset({"mean"}), {}, {}, {}, {}, False, [])
 
 
 def optimizer(moment: float = 0.0) -> FileImage:

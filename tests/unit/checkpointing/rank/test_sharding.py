@@ -139,4 +139,24 @@ def test_plain_state_is_left_as_it_is() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = optimizer.state_dict()
     assert not sharding.has_sharded(model) and sharding.cut_optimizer_state(state, optimizer) is state
-    sharding.check_placement(model, 1)
+    assert not sharding.is_spread(model, 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "placements", "per_node", "spread"),
+    [
+        ((4,), [Shard(0)], 4, False),
+        ((4,), [Shard(0)], 2, True),
+        ((2, 2), [Replicate(), Shard(0)], 2, False),
+        ((2, 2), [Replicate(), Shard(0)], 1, True),
+        ((2, 2), [Shard(0), Replicate()], 2, True),
+        ((2, 2), [Replicate(), Replicate()], 1, False),
+    ],
+)
+def test_a_model_is_spread_where_no_node_holds_all_of_it(
+    shape: tuple[int, ...], placements: list[Any], per_node: int, spread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameter = SimpleNamespace(device_mesh=FakeMesh(shape, (0,) * len(shape)), placements=placements)
+    monkeypatch.setattr(sharding, "is_sharded", lambda value: True)
+    model: Any = SimpleNamespace(parameters=lambda: [parameter])
+    assert sharding.is_spread(model, per_node) == spread

@@ -70,6 +70,7 @@ def test_numbers_of_nodes_and_ranks(launch: dict[str, Any], problem: str | None)
         ),
         ({"data": {"path": "org/set", "streaming": True}}, "<data.streaming>: data.streaming needs trainer.max_steps"),
         ({"strategy": "fsdp", "method": {"type": "qlora"}}, "<strategy>: strategy=fsdp is not supported with method"),
+        ({"strategy": "fsdp_all_nodes", "method": {"type": "qlora"}}, "strategy=fsdp_all_nodes is not supported"),
         ({"trainer": {"fsdp_config": {"version": 2}}}, "<trainer.fsdp_config>: trainer.fsdp_config needs strategy"),
         ({"strategy": "fsdp", "trainer": {"fsdp_config": {"version": 1}}}, "write FSDP2's options as a mapping"),
         ({"strategy": "fsdp", "trainer": {"fsdp_config": "a.json"}}, "write FSDP2's options as a mapping"),
@@ -89,6 +90,7 @@ def test_a_mistake_names_the_source_of_its_key(sections: dict[str, Any], problem
             "trainer": {"max_steps": 5},
         },
         {"strategy": "fsdp", "trainer": {"fsdp_config": {"reshard_after_forward": True}}},
+        {"strategy": "fsdp_all_nodes", "trainer": {"fsdp_config": {"reshard_after_forward": True}}},
         {"data": {"path": "file:///anywhere/x.csv"}},
     ],
 )

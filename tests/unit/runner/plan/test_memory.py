@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,19 @@ def test_fsdp_trains_in_fp32() -> None:
     # While steps are accumulated, gradients are whole.
     more = estimate(MODEL, job(gradient_accumulation_steps=4).by("full", "fsdp")).buckets - need.buckets
     assert more == 2 * (P - (P - 32 * MODEL.largest_layer) - MODEL.largest_layer)
+
+
+def test_what_all_nodes_share_is_divided_by_all_ranks_and_their_snapshots_by_the_nodes() -> None:
+    one = dataclasses.replace(job().by("full", "fsdp"), local_ranks=4)
+    within, over_all = estimate(MODEL, one), estimate(MODEL, one.by("full", "fsdp_all_nodes"))
+    assert (within.weights, over_all.weights) == (4 * P // 4, 4 * P // 8)
+    assert (within.arenas, over_all.arenas) == (24 * P, 12 * P)
+    assert within.checkpoint_bytes == over_all.checkpoint_bytes == 12 * P
+    obstacles = {o.name: o.obstacle for o in options(MODEL, job(), 10**12)}
+    assert obstacles["full, FSDP over all nodes"] == "one node"
+    # 16 GB cards: neither a card nor a node's two hold it.
+    pairs = dataclasses.replace(job(ranks=16), local_ranks=2)
+    assert getattr(choose(options(MODEL, pairs, 16 * 10**9), pairs)[0], "name", None) == "full, FSDP over all nodes"
 
 
 def test_adapters() -> None:

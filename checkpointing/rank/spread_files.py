@@ -1,0 +1,196 @@
+"""Files of a checkpoint that are spread over shards: each rank reads the bytes that it needs, and no more.
+
+A file is parsed in memory of its whole size, in which only headers and what was asked for have contents: pages that
+nobody writes to take no memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from checkpointing.boxes import Box, runs
+from checkpointing.digest import algorithm_of
+from checkpointing.errors import InvalidCheckpoint
+from checkpointing.rank import sharding
+from checkpointing.rank.trees import tensors_in
+from checkpointing.reading import digest_of, fault, read_private
+from checkpointing.shard_reading import ALTERED, Recorded, ShardReaders, read_piece, read_range
+from checkpointing.shards import (
+    INDEX_NAME,
+    Piece,
+    ShardIndex,
+    SpreadFile,
+    shard_rank,
+)
+
+# mmap(2): the kernel does not set memory aside for pages that are never written to. In Python's module since 3.13.
+_MAP_NORESERVE = 0x4000
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A file in memory, most of which has no contents."""
+
+    memory: mmap.mmap
+    file: SpreadFile
+
+    @property
+    def buffer(self) -> memoryview:
+        return memoryview(self.memory)
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+
+class SpreadFiles:
+    """The spread files of one checkpoint, as one rank reads them.
+
+    Args:
+        place: What the checkpoint is called in messages.
+        index: Which bytes are in which shard.
+        files: The checkpoint's files, by name.
+        held: Shards that are in memory, and verified, by rank.
+    """
+
+    def __init__(
+        self, place: str, index: ShardIndex, files: Mapping[str, Recorded], held: Mapping[int, memoryview]
+    ) -> None:
+        self._place, self._index, self._readers = place, index, ShardReaders(files, held)
+        self._opened: dict[str, _Opened] = {}
+
+    def has(self, name: str) -> bool:
+        """Return whether a file is spread over shards."""
+        return name in self._index.files
+
+    def open(self, name: str) -> memoryview:
+        """Return memory of a file's size, with what every reader needs: headers, and what is not sharded.
+
+        Raises:
+            InvalidCheckpoint: A shard is missing, or was altered.
+            StorageUnreachable: One cannot be read now.
+        """
+        file = self._index.files[name]
+        memory = mmap.mmap(-1, max(file.nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+        opened = self._opened[name] = _Opened(memory, file)
+        with self._reading():
+            for piece in file.common:
+                read_piece(self._readers(piece.shard), piece, (0, piece.nbytes), opened.buffer)
+        return opened.buffer[: file.nbytes]
+
+    def cut(self, name: str, whole: torch.Tensor, live: Any) -> torch.Tensor:
+        """Return what this rank holds of a tensor, distributed like `live`; all of it where `live` is not sharded.
+
+        Args:
+            name: The file.
+            whole: The tensor as it was parsed, without contents.
+            live: The tensor that it is for, or anything else.
+
+        Raises:
+            InvalidCheckpoint: A shard is missing, or was altered.
+            StorageUnreachable: One cannot be read now.
+        """
+        if not sharding.is_sharded(live) or whole.shape != live.shape or not whole.is_contiguous():
+            self.fill(name, whole)
+            return sharding.cut_like(whole, live)
+        part = sharding.part_of(live)
+        own = torch.empty(part.region.shape, dtype=whole.dtype)
+        with self._reading():
+            for box in part.region.boxes():
+                self._read_box(self._opened[name], whole, box, own)
+        return sharding.distributed_like(own, live)
+
+    def fill(self, name: str, obj: Any) -> None:
+        """Read all of the tensors in an object that was parsed; raises as `cut` does."""
+        opened = self._opened[name]
+        with self._reading():
+            for tensor in tensors_in(obj):
+                first = tensor.untyped_storage().data_ptr() - opened.address
+                if tensor.device.type == "cpu" and 0 <= first < opened.file.nbytes:
+                    target = opened.buffer[first : first + tensor.untyped_storage().nbytes()]
+                    read_range(opened.file, self._readers, first, target)
+
+    def close(self) -> None:
+        """Release the shards in memory."""
+        self._readers = ShardReaders({})
+        self._opened.clear()
+
+    def _read_box(self, opened: _Opened, whole: torch.Tensor, box: Box, own: torch.Tensor) -> None:
+        size, begin = whole.element_size(), whole.data_ptr() - opened.address
+        found = runs(box, whole.shape)
+        strides = (stride * size for stride in found.strides)
+        levels = tuple(zip(found.counts, strides, strict=True))
+        wanted = Piece(begin + found.offset * size, found.length * size, levels)
+        place = tuple(slice(*bounds) for bounds in box.own)
+        exact = opened.file.exactly(wanted)
+        if exact is not None:
+            # As this rank, or another one, has written it: in one piece.
+            packed = torch.empty(box.shape, dtype=whole.dtype)
+            target, position = packed.view(-1).view(torch.uint8).numpy().data, 0
+            for data in self._readers(exact.shard).read(exact.at, exact.nbytes):
+                target[position : position + len(data)] = data
+                position += len(data)
+            own[place] = packed
+            return
+        read_range(opened.file, self._readers, wanted.offset, opened.buffer[wanted.offset : wanted.end])
+        own[place] = whole[tuple(slice(*bounds) for bounds in box.whole)]
+        first = -(-wanted.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = wanted.end // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < last:
+            opened.memory.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            raise InvalidCheckpoint(self._place, str(error)) from None
+        except OSError as error:
+            raise fault(self._place, "a shard", error) from None
+
+
+def open_spread(
+    place: str, files: Mapping[str, Recorded], index: memoryview, writers: int, rank: int, world_size: int
+) -> SpreadFiles:
+    """Verify this rank's share of the shards, so that all ranks together verify all, and return the spread files.
+
+    As many ranks as have written it keep what they read here: most likely each needs its own shard.
+
+    Args:
+        place: What the checkpoint is called in messages.
+        files: Its files, by name.
+        index: Its index, verified.
+        writers: Number of ranks that wrote it.
+        rank: Number of this rank.
+        world_size: Number of all ranks.
+
+    Raises:
+        InvalidCheckpoint: A shard was altered, or the index cannot be read.
+        StorageUnreachable: One cannot be read now.
+    """
+    held: dict[int, memoryview] = {}
+    for name, (source, recorded) in files.items():
+        writer = shard_rank(name)
+        if writer is None or writer % world_size != rank:
+            continue
+        algorithm = algorithm_of(recorded)
+        try:
+            if writers == world_size or isinstance(source, memoryview):
+                held[writer], actual = read_private(source, algorithm=algorithm)
+            else:
+                actual = digest_of(source, algorithm)
+        except OSError as error:
+            raise fault(place, name, error) from None
+        if actual != recorded:
+            raise InvalidCheckpoint(place, f"{name} {ALTERED}")
+    try:
+        return SpreadFiles(place, ShardIndex.from_json(index), files, held)
+    except ValueError as error:
+        raise InvalidCheckpoint(place, f"{INDEX_NAME} matches its digest but cannot be read: {error}") from None
