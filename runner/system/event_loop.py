@@ -121,14 +121,20 @@ class EventLoop:
     def pump(self, timeout_s: float) -> None:
         """Handle what is ready, after waiting for it at most `timeout_s` seconds."""
         for key, _ in self._selector.select(max(timeout_s, 0.0)):
-            # An earlier handler of this iteration may have closed the file.
-            if key.fileobj in self._selector.get_map():
+            if self._is_current(key):
                 key.data(key.fileobj)
         now = time.monotonic()
         for timer in self._timers:
             if now >= timer.due:
                 timer.due = now + timer.interval_s
                 timer.handler()
+
+    def _is_current(self, key: selectors.SelectorKey) -> bool:
+        """Return whether no earlier handler of this turn has given up the file, or replaced it."""
+        try:
+            return self._selector.get_key(key.fileobj) == key
+        except (KeyError, ValueError):
+            return False
 
     def pump_until(self, done: Callable[[], bool], deadline: float, turn_s: float = 0.1) -> bool:
         """Handle events until a condition holds.

@@ -1,14 +1,15 @@
-"""What counts as a request to stop, and as the second one, that leaves no time."""
+"""What counts as a request to stop, and as the second one, that leaves no time; which handlers are called."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from runner.system.event_loop import StopRequest
+from runner.system.event_loop import EventLoop, StopRequest
 from runner.system.processes import STOP_SIGNALS
 
 
@@ -44,3 +45,49 @@ def test_one_notice_by_two_ways_is_one(signal_first: bool, stop: StopRequest) ->
     assert not stop.at_once
     os.kill(os.getpid(), signal.SIGUSR1)
     assert stop.at_once
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_file_that_an_earlier_handler_has_given_up_is_left_alone(closes: bool) -> None:
+    """Both are ready in the same turn, as when a node's new connection replaces its old one."""
+    loop, pairs = EventLoop(), [socket.socketpair() for _ in range(2)]
+    handled = []
+
+    def handle(file: socket.socket) -> None:
+        handled.append(file)
+        for reader, _ in pairs:
+            if reader is not file:
+                loop.unregister(reader)
+                if closes:
+                    reader.close()
+
+    for reader, writer in pairs:
+        loop.register(reader, handle)
+        writer.send(b"x")
+    loop.pump(1)
+    assert len(handled) == 1
+    loop.close()
+    for sock in (sock for pair in pairs for sock in pair):
+        sock.close()
+
+
+def test_a_number_that_another_file_has_got_is_not_the_earlier_ones() -> None:
+    """Neither file's handler is called for what the other's has put in its place."""
+    loop, pipes, idle = EventLoop(), [os.pipe() for _ in range(2)], os.pipe()
+    handled = []
+
+    def handle(fd: int) -> None:
+        handled.append("old")
+        (other,) = (reader for reader, _ in pipes if reader != fd)
+        loop.unregister(other)
+        os.dup2(idle[0], other)
+        loop.register(other, lambda fd: handled.append("new"))
+
+    for reader, writer in pipes:
+        loop.register(reader, handle)
+        os.write(writer, b"x")
+    loop.pump(1)
+    assert handled == ["old"]
+    loop.close()
+    for fd in (fd for pipe in (*pipes, idle) for fd in pipe):
+        os.close(fd)
