@@ -6,9 +6,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from checkpointing.digest import PART_BYTES, part_digests
+from checkpointing.digest import PART_BYTES, num_parts, part_digests
 from checkpointing.manifest import Manifest
-from checkpointing.reading import read_private, reading_at
+from checkpointing.reading import read_private, read_shared, reading_at
 from checkpointing.shards import Piece, ShardParts, SpreadFile, parts_name, shard_name
 from checkpointing.storage import Storage
 from checkpointing.storage.base import RemoteFile
@@ -146,10 +146,12 @@ class ShardReaders:
             ValueError: The digests of its parts were altered, or it is not among the files.
         """
         if rank not in self._readers:
-            self._readers[rank] = _Held(self._held[rank]) if rank in self._held else self._open(shard_name(rank))
+            self._readers[rank] = self._open(shard_name(rank), self._held.get(rank))
         return self._readers[rank]
 
-    def _open(self, name: str) -> ShardReader:
+    def _open(self, name: str, held: memoryview | None) -> ShardReader:
+        if held is not None:
+            return _Mapped(name, held, None)
         digests = parts_name(name)
         lacking = next((file for file in (name, digests) if file not in self._files), None)
         if lacking is not None:
@@ -159,16 +161,36 @@ class ShardReaders:
         parts = ShardParts.from_json(note if isinstance(note, memoryview) else read_private(note, algorithm=None)[0])
         if parts.digest != recorded:
             raise ValueError(f"{digests} {ALTERED}")
+        if isinstance(source, Path):
+            # Mapped: what is copied from there is not copied twice.
+            source, _ = read_shared(source, None)
+        if isinstance(source, memoryview):
+            return _Mapped(name, source, parts)
         return ShardReader(parts, reading_at(source), self._cache, name)
 
 
-class _Held(ShardReader):
-    """A shard in memory, all of which has been verified."""
+class _Mapped(ShardReader):
+    """A shard in memory, or a file that is mapped there.
 
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
+    Args:
+        name: Names the shard in errors.
+        data: Its bytes.
+        parts: The recorded digests; None where all of it has been verified.
+    """
+
+    def __init__(self, name: str, data: memoryview, parts: ShardParts | None) -> None:
+        self._name, self._data, self._recorded = name, data, parts
+        self._verified: set[int] = set()
 
     def read(self, start: int, nbytes: int) -> Iterator[memoryview]:
-        if start + nbytes > len(self._data):
-            raise ValueError(f"a shard has {len(self._data)} bytes, not {start + nbytes}")
+        """Yield the bytes in one view."""
+        expected = self._recorded.nbytes if self._recorded is not None else len(self._data)
+        if start + nbytes > len(self._data) or expected != len(self._data):
+            raise ValueError(f"{self._name} has {len(self._data)} bytes, not {max(start + nbytes, expected)}")
+        if self._recorded is not None:
+            numbers = set(range(start // PART_BYTES, num_parts(start + nbytes))) - self._verified
+            for number, digest in part_digests(self._data, sorted(numbers)).items():
+                if digest != self._recorded.digests[number]:
+                    raise ValueError(f"{self._name} was altered: a part of it has another digest")
+            self._verified |= numbers
         yield self._data[start : start + nbytes]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -13,6 +13,7 @@ from checkpointing.rank import sharding
 from checkpointing.rank.file_images import FileImage, layout_digest
 from checkpointing.rank.fingerprint import fingerprint
 from checkpointing.rank.ranks import Ranks
+from checkpointing.rank.sharding import Part
 from checkpointing.rank.train_state import CapturedState
 
 
@@ -76,6 +77,64 @@ class ReplicaComparison:
         names = [*buffers, *foreign]
         return frozenset(names[number] for number in self._differing(torch.tensor(sums, dtype=torch.int64)))
 
+    def check_parts_equal(self, step: int, state: CapturedState, changed: Callable[[], int]) -> int:
+        """Check that ranks which hold the same parts of sharded tensors hold the same values.
+
+        What is distributed in one way is compared as a whole. Where no two ranks hold the same parts, as with FSDP2
+        over all of them, nothing is read.
+
+        Args:
+            step: Step of the snapshot, for the message.
+            state: The state of the step.
+            changed: As for `check_equal`.
+
+        Returns:
+            As `check_equal`.
+
+        Raises:
+            ReplicasDrifted: Ranks hold different values.
+        """
+        names = {id(state.parts[key]): name for name, key in _stand_ins_by_name(state)}
+        kinds: dict[str, list[Part]] = {}
+        for part in state.parts.values():
+            kinds.setdefault(part.distribution, []).append(part)
+        regions = {kind: _digest(repr([part.region for part in parts])) for kind, parts in kinds.items()}
+        held = self._ranks.gather(regions)
+        shared = [
+            kind
+            for kind in sorted(regions.keys() | set().union(*held))
+            if len({other.get(kind) for other in held}) < len(held)
+        ]
+        if not shared:
+            return 0
+        sums = {kind: fingerprint(_flat(part.tensor) for part in kinds.get(kind, ())).tolist() for kind in shared}
+        everyone = self._ranks.gather({kind: _digest(repr(sums[kind])) for kind in shared})
+        groups = {
+            (kind, region): [rank for rank, other in enumerate(held) if other.get(kind) == region]
+            for kind in shared
+            for region in {other.get(kind) for other in held}
+            if region is not None
+        }
+        odd = [
+            (kind, ranks) for (kind, _), ranks in groups.items() if len({everyone[rank][kind] for rank in ranks}) > 1
+        ]
+        if not odd:
+            return 0
+        most = max(self._ranks.gather(changed()))
+        if most:
+            return most
+        kind, ranks = min(odd, key=lambda item: (item[1], item[0]))
+        tensors = self._ranks.gather(sums[kind])
+        first = next(n for n in range(len(tensors[ranks[0]])) if len({tensors[rank][n] for rank in ranks}) > 1)
+        name = self._ranks.gather(names.get(id(kinds[kind][first]), "the optimizer's state") if kind in kinds else "")
+        values = [[tensors[rank][first]] for rank in ranks]
+        raise ReplicasDrifted(
+            f"step {step}: ranks {', '.join(map(str, ranks))} hold the same part of {name[ranks[0]]}, but with "
+            f"{len(set(map(tuple, values)))} different values. No checkpoint is made of this state; resume from the "
+            "one before. If it happens again, look for code that changes parameters on one rank only, for gradients "
+            "that are not reduced over all replicas, or for faulty memory."
+        )
+
     def check_equal(self, step: int, state: CapturedState, optimizer: FileImage, changed: Callable[[], int]) -> int:
         """Check that parameters and optimizer state are equal on all ranks.
 
@@ -132,6 +191,17 @@ def describe_differing_ranks(values: Sequence[Sequence[object]]) -> str | None:
         return f"the {len(values)} ranks hold different values"
     one = len(odd) == 1
     return f"rank{'' if one else 's'} {', '.join(odd)} hold{'s' if one else ''} other values than the others"
+
+
+def _stand_ins_by_name(state: CapturedState) -> Iterator[tuple[str, int]]:
+    """Yield name and key in `parts` of the model's sharded tensors."""
+    for name, tensor in state.model.items():
+        if sharding.is_stand_in(tensor, state.parts):
+            yield name, tensor.untyped_storage()._cdata
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

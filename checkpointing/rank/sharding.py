@@ -32,6 +32,7 @@ class Part:
         tensor: The part itself, on the rank's device.
         guards: Tensors whose version counters together show any change in place.
         is_written: Whether this rank copies it, of all on this node that hold the same.
+        distribution: How the tensor is distributed: the mesh's shape and the placements.
     """
 
     shape: tuple[int, ...]
@@ -39,6 +40,7 @@ class Part:
     tensor: torch.Tensor
     guards: tuple[torch.Tensor, ...]
     is_written: bool
+    distribution: str = ""
 
 
 # By the storage of the stand-in for the whole tensor.
@@ -81,7 +83,8 @@ def part_of(tensor: Any, local_world_size: int = sys.maxsize) -> Part:
             f"a tensor of shape {shape} is distributed as {tensor.placements} over {tensor.device_mesh}, but this rank "
             f"holds {tuple(local.shape)} of it in place of {held.shape}: use sizes that the mesh divides"
         )
-    return Part(shape, held, local, (tensor, tensor._local_tensor), is_written)
+    distribution = f"{tensor.placements} over {tuple(tensor.device_mesh.shape)}"
+    return Part(shape, held, local, (tensor, tensor._local_tensor), is_written, distribution)
 
 
 @functools.lru_cache(maxsize=16384)

@@ -87,6 +87,8 @@ class SnapshotMaker:
         if ranks.group is not None and self._check_replicas:
             count_changed = state.changed if pending.overlapped else int
             changed = self._replicas.check_equal(request.step, state, layout.optimizer, count_changed)
+            if state.parts and not changed:
+                changed = self._replicas.check_parts_equal(request.step, state, count_changed)
             if changed:
                 self._drop_torn(pending, changed)
                 copy.copied()

@@ -11,6 +11,7 @@ import mmap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from checkpointing.digest import algorithm_of
 from checkpointing.errors import InvalidCheckpoint
 from checkpointing.rank import sharding
 from checkpointing.rank.trees import tensors_in
-from checkpointing.reading import digest_of, fault, read_private
+from checkpointing.reading import digest_of, fault, read_private, read_shared
 from checkpointing.shard_reading import ALTERED, Recorded, ShardReaders, read_piece, read_range
 from checkpointing.shards import (
     INDEX_NAME,
@@ -129,15 +130,20 @@ class SpreadFiles:
         levels = tuple(zip(found.counts, strides, strict=True))
         wanted = Piece(begin + found.offset * size, found.length * size, levels)
         place = tuple(slice(*bounds) for bounds in box.own)
-        exact = opened.file.exactly(wanted)
+        exact, block = opened.file.exactly(wanted), own[place]
+        packed = block if block.is_contiguous() else torch.empty(box.shape, dtype=whole.dtype)
+        target = packed.view(-1).view(torch.uint8).numpy().data
         if exact is not None:
             # As this rank, or another one, has written it: in one piece.
-            packed = torch.empty(box.shape, dtype=whole.dtype)
-            target, position = packed.view(-1).view(torch.uint8).numpy().data, 0
+            position = 0
             for data in self._readers(exact.shard).read(exact.at, exact.nbytes):
                 target[position : position + len(data)] = data
                 position += len(data)
-            own[place] = packed
+        elif not levels:
+            read_range(opened.file, self._readers, wanted.offset, target)
+        if exact is not None or not levels:
+            if packed is not block:
+                own[place] = packed
             return
         read_range(opened.file, self._readers, wanted.offset, opened.buffer[wanted.offset : wanted.end])
         own[place] = whole[tuple(slice(*bounds) for bounds in box.whole)]
@@ -161,7 +167,8 @@ def open_spread(
 ) -> SpreadFiles:
     """Verify this rank's share of the shards, so that all ranks together verify all, and return the spread files.
 
-    As many ranks as have written it keep what they read here: most likely each needs its own shard.
+    What they read here is read again only where it is remote, and other ranks than have written it read it: otherwise
+    each most likely needs its own shard.
 
     Args:
         place: What the checkpoint is called in messages.
@@ -182,7 +189,10 @@ def open_spread(
             continue
         algorithm = algorithm_of(recorded)
         try:
-            if writers == world_size or isinstance(source, memoryview):
+            if isinstance(source, (Path, memoryview)):
+                # A file is mapped, and takes no memory.
+                held[writer], actual = read_shared(source, algorithm)
+            elif writers == world_size:
                 held[writer], actual = read_private(source, algorithm=algorithm)
             else:
                 actual = digest_of(source, algorithm)

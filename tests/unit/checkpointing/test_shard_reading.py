@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from spread_checkpoint import FILE, NAME, ROWS, commit_spread, spread
 
+from checkpointing import shard_reading
 from checkpointing.shard_reading import Recorded, ShardReaders, read_range, recorded_files
 from checkpointing.storage import LocalStorage
 
@@ -31,7 +32,7 @@ def test_shards_are_read_from_files(files: dict[str, Recorded]) -> None:
 def test_what_is_in_memory_is_not_read(files: dict[str, Recorded]) -> None:
     held = {rank: memoryview(shard) for rank, shard in enumerate(spread(ROWS)[1])}
     assert whole(ShardReaders({}, held)) == FILE
-    with pytest.raises(ValueError, match="a shard has 64 bytes, not 65"):
+    with pytest.raises(ValueError, match=r"shards/1\.bin has 64 bytes, not 65"):
         list(ShardReaders({}, held)(1).read(0, 65))
 
 
@@ -45,4 +46,15 @@ def test_a_file_that_is_missing_is_named(lacking: str, files: dict[str, Recorded
 def test_digests_of_other_parts_are_refused(files: dict[str, Recorded]) -> None:
     files["shards/1.parts.json"] = files["shards/0.parts.json"]
     with pytest.raises(ValueError, match=r"shards/1\.parts\.json was altered"):
+        whole(ShardReaders(files))
+
+
+def test_a_mapped_shard_that_was_altered_is_found_and_what_was_verified_is_not_digested_again(
+    files: dict[str, Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers = ShardReaders(files)
+    assert whole(readers) == FILE
+    monkeypatch.setattr(shard_reading, "part_digests", lambda data, numbers: dict.fromkeys(numbers, b"other"))
+    assert whole(readers) == FILE
+    with pytest.raises(ValueError, match=r"shards/0\.bin was altered: a part of it has another digest"):
         whole(ShardReaders(files))

@@ -8,10 +8,13 @@ import pytest
 import torch
 from thread_ranks import run_ranks
 
+from checkpointing.boxes import Region
 from checkpointing.errors import ReplicasDrifted
+from checkpointing.rank import replicas
 from checkpointing.rank.file_images import FileImage
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.replicas import ReplicaComparison, describe_differing_ranks
+from checkpointing.rank.sharding import Part
 from checkpointing.rank.torch_files import TorchFileLayout
 from checkpointing.rank.train_state import CapturedState
 
@@ -57,6 +60,56 @@ def test_a_difference_says_nothing_where_a_rank_has_changed_its_state() -> None:
         return ReplicaComparison(ranks).check_equal(5, state(1.0 + ranks.rank), image, lambda: 4 * ranks.rank)
 
     assert run_ranks(compare) == [4, 4]
+
+
+def sharded(rank: int, half: int, weight: float = 1.0) -> CapturedState:
+    """The state of a rank that holds half of the rows of `weight`, and of a moment."""
+    held = Region((((2 * half, 2 * half + 2),), ((0, 3),)))
+    parts: dict[int, Part] = {}
+    stand_ins = [torch.empty(4, 3), torch.empty(4, 3)]
+    for stand_in, value in zip(stand_ins, (weight, 0.0), strict=True):
+        tensor = torch.full((2, 3), value)
+        parts[stand_in.untyped_storage()._cdata] = Part((4, 3), held, tensor, (), rank < 2, "(Replicate(), Shard(0))")
+    model = {"weight": stand_ins[0]}
+    return CapturedState(
+        "m", model, frozenset({"weight"}), frozenset(), {"moment": stand_ins[1]}, {}, {}, parts, True, []
+    )
+
+
+@pytest.mark.parametrize("halves", [[0, 1], [0, 1, 0, 1], [0, 0, 1, 1]])
+def test_equal_parts_pass(halves: list[int]) -> None:
+    def compare(ranks: Ranks) -> int:
+        own = sharded(ranks.rank, halves[ranks.rank], weight=1.0 + halves[ranks.rank])
+        return ReplicaComparison(ranks).check_parts_equal(5, own, lambda: 9)
+
+    assert run_ranks(compare, len(halves)) == [0] * len(halves)
+
+
+def test_a_part_that_differs_between_its_holders_is_named() -> None:
+    def compare(ranks: Ranks) -> int:
+        own = sharded(ranks.rank, ranks.rank % 2, weight=1.0 + (ranks.rank == 3))
+        return ReplicaComparison(ranks).check_parts_equal(5, own, lambda: 0)
+
+    for error in run_ranks(compare, 4):
+        with pytest.raises(ReplicasDrifted, match=r"^step 5: ranks 1, 3 hold the same part of weight, but with 2 diff"):
+            raise error  # type: ignore[misc]
+
+
+def test_a_part_that_a_rank_has_changed_meanwhile_says_nothing() -> None:
+    def compare(ranks: Ranks) -> int:
+        own = sharded(ranks.rank, 0, weight=float(ranks.rank))
+        return ReplicaComparison(ranks).check_parts_equal(5, own, lambda: 4 * ranks.rank)
+
+    assert run_ranks(compare) == [4, 4]
+
+
+def test_what_one_rank_alone_holds_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "fingerprint", lambda tensors: pytest.fail("read"))
+
+    def compare(ranks: Ranks) -> int:
+        return ReplicaComparison(ranks).check_parts_equal(5, sharded(ranks.rank, ranks.rank), lambda: 0)
+
+    assert run_ranks(compare) == [0, 0]
 
 
 def test_buffers_and_further_states_that_differ_are_found() -> None:
