@@ -93,7 +93,7 @@ def _put_together(storage: Storage, manifest: Manifest) -> Iterator[tuple[str, I
     index, digest = read_private(source, algorithm=algorithm_of(recorded))
     if digest != recorded:
         raise ValueError(f"{INDEX_NAME} was altered: its digest differs")
-    readers = ShardReaders(files)
+    readers = ShardReaders(files, mapped=False)
     for name, file in ShardIndex.from_json(index).files.items():
         if name == MODEL_NAME and file.nbytes > _MOST_BYTES:
             yield from _divided(file, readers)

@@ -131,10 +131,14 @@ class ShardReaders:
     Args:
         files: The checkpoint's files, by name.
         held: Shards that are in memory, and verified, by rank.
+        mapped: Map files, so that what is copied from there is not copied twice; otherwise a few parts at a time are in
+            memory, whatever is read.
     """
 
-    def __init__(self, files: Mapping[str, Recorded], held: Mapping[int, memoryview] | None = None) -> None:
-        self._files, self._held = files, dict(held or {})
+    def __init__(
+        self, files: Mapping[str, Recorded], held: Mapping[int, memoryview] | None = None, *, mapped: bool = True
+    ) -> None:
+        self._files, self._held, self._mapped = files, dict(held or {}), mapped
         self._cache = PartCache()
         self._readers: dict[int, ShardReader] = {}
 
@@ -161,8 +165,7 @@ class ShardReaders:
         parts = ShardParts.from_json(note if isinstance(note, memoryview) else read_private(note, algorithm=None)[0])
         if parts.digest != recorded:
             raise ValueError(f"{digests} {ALTERED}")
-        if isinstance(source, Path):
-            # Mapped: what is copied from there is not copied twice.
+        if isinstance(source, Path) and self._mapped:
             source, _ = read_shared(source, None)
         if isinstance(source, memoryview):
             return _Mapped(name, source, parts)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from contract.support import assert_is_what_was_written, commit_together
+
 from checkpointing.catalog import Catalog, verify
 from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import digest_buffer
@@ -135,6 +137,34 @@ def test_nothing_is_visible_before_commit_or_after_abort(storage: Storage) -> No
     transaction.abort()
     transaction.abort()
     assert storage.steps() == [] and storage.sweep() == []
+
+
+def test_nodes_that_write_together_share_one_checkpoint(storage: Storage, location: str) -> None:
+    """Each with a storage of its own; what one has written is there for the other, and one commits."""
+    manifest = commit_together(location, 7)
+    assert_is_what_was_written(storage, manifest)
+    assert storage.sweep() == [] and storage.read_manifest(7).is_sharded
+
+
+def test_a_note_is_replaced_whole_and_seen_by_the_other_nodes(storage: Storage, location: str) -> None:
+    mine, theirs = storage.begin(7, 1, "ab"), open_storage(location).begin(7, 1, "ab")
+    assert theirs.read_note("shards/1.parts.json") is None
+    for text in (b"first", b"", b"the second is longer"):
+        mine.write_note("shards/1.parts.json", text)
+        assert theirs.read_note("shards/1.parts.json") == text
+    # Another save of the same step and attempt has its own.
+    assert storage.begin(7, 1, "cd").read_note("shards/1.parts.json") is None
+
+
+def test_who_gives_a_save_up_removes_what_all_nodes_wrote(storage: Storage, location: str) -> None:
+    storage.begin_attempt(1)
+    mine, theirs = storage.begin(7, 1, "ab"), open_storage(location).begin(7, 1, "ab")
+    theirs.write("shards/1.bin", [memoryview(b"x")])
+    theirs.write_note("shards/1.parts.json", b"{}")
+    mine.abort()
+    mine.abort()
+    assert theirs.read_note("shards/1.parts.json") is None
+    assert storage.sweep() == [] and storage.steps() == []
 
 
 def test_what_a_dead_writer_left_is_swept(storage: Storage) -> None:

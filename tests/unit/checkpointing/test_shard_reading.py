@@ -24,8 +24,9 @@ def whole(readers: ShardReaders) -> bytes:
     return bytes(target)
 
 
-def test_shards_are_read_from_files(files: dict[str, Recorded]) -> None:
-    readers = ShardReaders(files)
+@pytest.mark.parametrize("mapped", [True, False])
+def test_shards_are_read_from_files(mapped: bool, files: dict[str, Recorded]) -> None:
+    readers = ShardReaders(files, mapped=mapped)
     assert whole(readers) == FILE and readers(1) is readers(1)
 
 

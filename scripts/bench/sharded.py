@@ -1,0 +1,252 @@
+"""State that no node holds whole: ours against torch's DCP, on the same model and steps, in turns.
+
+Two nodes (torchruns of this machine) of two ranks each train a model that FSDP2 shards over all four. Then one node of
+two ranks loads what they have saved. With a server that is compatible with S3 (Ceph's radosgw, `apt install radosgw
+ceph-mon ceph-osd ceph-common`), two nodes behind a link each are compared with one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import statistics
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import boto3
+from common import command_line, machine, make_parser, spread, today, undisturbed, write_figures
+from sharded_runs import Layout, ShardedRuns
+from storage_server import Gateway, gateway, missing_commands
+
+PAGE = "sharded.md"
+METHODS = ("dcp", "ours")
+TITLES = {"dcp": "DCP, process, async shared stager", "ours": "this project"}
+TRAINED_ON, LOADED_ON, ONE_NODE = Layout(2, 2), Layout(1, 2), Layout(1, 2)
+ONE_RANK_EACH = Layout(2, 1)
+BUCKET = "sharded"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured.
+
+    Attributes:
+        rounds: Of all variants.
+        steps: Of a run.
+        save_every: Steps between saves.
+        shape: Width and layers: 0.9 GB of weights and AdamW state.
+        link_shape: The same for the runs behind links: 0.2 GB.
+        link_mbit_per_s: Rate of each node's link.
+        export_bytes: Size of the checkpoint to export.
+        tries: Repetitions of a disturbed run.
+    """
+
+    rounds: int
+    steps: int = 13
+    save_every: int = 4
+    shape: tuple[int, int] = (1024, 6)
+    link_shape: tuple[int, int] = (512, 4)
+    link_mbit_per_s: int = 200
+    export_bytes: int = 10**10
+    tries: int = 3
+
+
+FULL, QUICK = Scale(4), Scale(1, tries=1)
+SMOKE = Scale(
+    1, steps=5, save_every=2, shape=(64, 1), link_shape=(64, 1), export_bytes=10**9, tries=1, link_mbit_per_s=1000
+)
+
+
+@dataclass
+class Measured:
+    """What was measured, by method; times in seconds.
+
+    Attributes:
+        blocked: Of every save, on the rank that was blocked longest.
+        overhead: Per save: total time less that of the same steps without saves.
+        durable: From the call to the durable checkpoint, for a save that nothing else disturbs.
+        loaded: From the call on, on the other mesh.
+        peak: Most memory of all processes, in bytes.
+        behind_links: By number of nodes, from the call to the durable checkpoint.
+    """
+
+    state_bytes: int = 0
+    blocked: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in METHODS})
+    overhead: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in METHODS})
+    durable: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in METHODS})
+    loaded: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in METHODS})
+    peak: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in METHODS})
+    behind_links: dict[int, list[float]] = field(default_factory=lambda: {1: [], 2: []})
+    export_mb: float = 0.0
+
+
+def measure_round(runs: ShardedRuns, measured: Measured, scale: Scale, name: str) -> None:
+    """Measure every method in random order, and what it has saved on another mesh."""
+
+    def tried(call: Callable[[], dict[str, Any]], what: str) -> dict[str, Any]:
+        return undisturbed(call, what, tries=scale.tries, say=runs.say)
+
+    def trained(method: str, folder: Path) -> dict[str, Any]:
+        shutil.rmtree(folder, ignore_errors=True)
+        return runs.work("train", method, str(folder), TRAINED_ON, steps=scale.steps, save_every=scale.save_every)
+
+    last = scale.steps + 1
+    with runs.folder() as folder:
+        plain = tried(lambda: trained("none", folder / "none"), "no saves")
+        measured.state_bytes = plain["state_bytes"]
+        for method in random.sample(METHODS, len(METHODS)):
+            run = tried(lambda method=method: trained(method, folder / method), method)  # type: ignore[misc]
+            measured.blocked[method] += run["blocked_s"]
+            measured.overhead[method].append((run["total_s"] - plain["total_s"]) / len(run["blocked_s"]))
+            measured.durable[method].append(run["durable_s"])
+            measured.peak[method].append(run["peak_bytes"])
+            # Ours writes past the page cache, DCP through it.
+            read_all(folder / method)
+            load = tried(
+                lambda method=method: runs.work("load", method, str(folder / method), LOADED_ON, steps=last),  # type: ignore[misc]
+                f"{method}, load",
+            )
+            measured.loaded[method].append(load["load_s"])
+            runs.say(
+                f"{name}, {method}: blocked {spread(run['blocked_s'], 4)}, durable {run['durable_s']:.2f}, "
+                f"load on another mesh {load['load_s']:.2f} s"
+            )
+
+
+def read_all(folder: Path) -> None:
+    """Read all files below a folder, so that they are in the page cache."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with path.open("rb", buffering=0) as file:
+                while file.read(4 << 20):
+                    pass
+
+
+@contextlib.contextmanager
+def links(server: Gateway, number: int, mbit_per_s: int) -> Iterator[list[dict[str, str]]]:
+    """Yield, for each node, what it reaches the server by: a link of its own."""
+    with contextlib.ExitStack() as stack:
+        endpoints = [stack.enter_context(server.behind_slow_link(1.0, mbit_per_s))[0] for _ in range(number)]
+        # The user's own settings do not count.
+        own = {**server.environment, "AWS_CONFIG_FILE": "/dev/null", "AWS_SHARED_CREDENTIALS_FILE": "/dev/null"}
+        yield [{**own, "AWS_ENDPOINT_URL": endpoint} for endpoint in endpoints]
+
+
+def make_bucket(server: Gateway) -> None:
+    """Make the bucket that the runs write to."""
+    boto3.client(
+        "s3",
+        endpoint_url=server.endpoint,
+        aws_access_key_id=server.environment["AWS_ACCESS_KEY_ID"],
+        aws_secret_access_key=server.environment["AWS_SECRET_ACCESS_KEY"],
+        region_name=server.environment["AWS_DEFAULT_REGION"],
+    ).create_bucket(Bucket=BUCKET)
+
+
+def measure_links(runs: ShardedRuns, measured: Measured, scale: Scale, server: Gateway) -> None:
+    """Measure one save by two ranks: of one node, and of two, each behind a link of its own."""
+    for number, layout in ((1, ONE_NODE), (2, ONE_RANK_EACH)):
+        with links(server, number, scale.link_mbit_per_s) as environments:
+            location = f"s3://{BUCKET}/{uuid.uuid4().hex}"
+            run = runs.work("train", "ours", location, layout, steps=2, save_every=2, environments=environments)
+        measured.behind_links[number].append(run["durable_s"])
+        runs.say(f"nodes behind links, {number}: durable after {run['durable_s']:.2f} s")
+        server.free_memory()
+
+
+def figures_of(measured: Measured) -> dict[str, float]:
+    """Return the figures, those that were measured."""
+
+    def ratio(values: dict[str, list[float]]) -> float:
+        return statistics.median(values["ours"]) / statistics.median(values["dcp"])
+
+    figures = {
+        "blocked_vs_dcp": ratio(measured.blocked),
+        "durable_vs_dcp": ratio(measured.durable),
+        "reshard_load_vs_dcp": ratio(measured.loaded),
+        "peak_memory_vs_dcp": ratio(measured.peak),
+        "export_memory_mb": measured.export_mb,
+    }
+    if measured.behind_links[2]:
+        one, two = (statistics.median(measured.behind_links[number]) for number in (1, 2))
+        figures["two_writers_speedup"] = one / two
+    return figures
+
+
+def table_of(measured: Measured) -> str:
+    rows = [
+        "| method | blocked, s | overhead, s | durable, s | load on another mesh, s | peak memory, GB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for method in METHODS:
+        memory = [nbytes / 1e9 for nbytes in measured.peak[method]]
+        cells = [
+            spread(measured.blocked[method], 4),
+            spread(measured.overhead[method]),
+            spread(measured.durable[method]),
+            spread(measured.loaded[method]),
+            spread(memory),
+        ]
+        rows.append(f"| {TITLES[method]} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def page_of(measured: Measured, scale: Scale, table: str, rows: Sequence[str]) -> str:
+    figures = "\n".join(["| figure | value |", "|---|---|", *rows])
+    return (
+        "# State that no node holds whole\n\n"
+        f"`{command_line('sharded.py')}`, {today()}, on {machine()}; two nodes (torchruns of this machine) of two "
+        f"ranks, 1 thread each, {measured.state_bytes / 1e9:.2f} GB of weights and AdamW state, FSDP2 over all four "
+        f"ranks, a save every {scale.save_every} steps, {scale.rounds} rounds of {scale.steps} steps. Per save: median "
+        "(quartiles); a first save, in which DCP starts its process, is not counted. Blocked is that of the slowest "
+        "rank. Overhead is (total time - total time without saves) / saves. Durable is that of a save while nothing "
+        'trains. "Load on another mesh": one node of two ranks, the files in the page cache; DCP into state that '
+        "exists, ours with the start of the agent, and with every byte verified, which DCP does not do."
+        f"\n\n{table}\n\n{figures}\n\n"
+        f"`two_writers_speedup`: two ranks save to S3 (radosgw) through links of {scale.link_mbit_per_s} Mbit/s, on "
+        "one node with one link, and on two with one each. `export_memory_mb`: peak resident memory of "
+        f"`runner checkpoints export` of a checkpoint of {scale.export_bytes / 1e9:.0f} GB in eight shards.\n"
+    )
+
+
+def main() -> None:
+    parser = make_parser(__doc__, PAGE, quick="one round", smoke="a tiny model")
+    parser.add_argument("--scratch", type=Path, help="folder on the disk under test; default: the temporary folder")
+    parser.add_argument("--seed", type=int, default=0, help="of the order within the rounds")
+    options = parser.parse_args()
+    scale = SMOKE if options.smoke else QUICK if options.quick else FULL
+    random.seed(options.seed)
+    scratch = Path(tempfile.mkdtemp(prefix="sharded-bench-", dir=options.scratch))
+    runs, measured = ShardedRuns(scratch, scale.shape), Measured()
+    try:
+        for number in range(scale.rounds):
+            measure_round(runs, measured, scale, f"round {number + 1}/{scale.rounds}")
+        if missing_commands():
+            runs.say("two nodes behind links: left out, radosgw is not installed")
+        else:
+            with gateway(scratch / "server") as server:
+                make_bucket(server)
+                behind = ShardedRuns(scratch, scale.link_shape, runs.say)
+                for _ in range(scale.rounds):
+                    measure_links(behind, measured, scale, server)
+        measured.export_mb = runs.export_memory(scale.export_bytes)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        os.sync()
+    figures, table = figures_of(measured), table_of(measured)
+    rows = [f"| `{name}` | {value:.4g} |" for name, value in figures.items()]
+    print(f"\n{table}\n")
+    print("\n".join(rows))
+    write_figures(options.json, figures)
+    if options.docs:
+        (options.docs / PAGE).write_text(page_of(measured, scale, table, rows))
+
+
+if __name__ == "__main__":
+    main()
