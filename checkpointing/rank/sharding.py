@@ -75,7 +75,7 @@ def part_of(tensor: Any, local_world_size: int = sys.maxsize) -> Part:
         CheckpointError: The tensor is a partial sum, or is not distributed as its placements say.
     """
     shape = tuple(tensor.shape)
-    held, is_written = _held(tensor.device_mesh, shape, tuple(tensor.placements), local_world_size)
+    held, is_written, distribution = _held(tensor.device_mesh, shape, tuple(tensor.placements), local_world_size)
     # Not `to_local`: the tensor that it returns has a version counter of its own.
     local = tensor._local_tensor.detach()
     if local.numel() != math.prod(held.shape) or (local.numel() and tuple(local.shape) != held.shape):
@@ -83,13 +83,14 @@ def part_of(tensor: Any, local_world_size: int = sys.maxsize) -> Part:
             f"a tensor of shape {shape} is distributed as {tensor.placements} over {tensor.device_mesh}, but this rank "
             f"holds {tuple(local.shape)} of it in place of {held.shape}: use sizes that the mesh divides"
         )
-    distribution = f"{tensor.placements} over {tuple(tensor.device_mesh.shape)}"
     return Part(shape, held, local, (tensor, tensor._local_tensor), is_written, distribution)
 
 
 @functools.lru_cache(maxsize=16384)
-def _held(mesh: Any, shape: tuple[int, ...], placements: tuple[Any, ...], local_world_size: int) -> tuple[Region, bool]:
-    """Return what this rank holds of a tensor, and whether it copies that, of all on this node that hold the same.
+def _held(
+    mesh: Any, shape: tuple[int, ...], placements: tuple[Any, ...], local_world_size: int
+) -> tuple[Region, bool, str]:
+    """Return what this rank holds of a tensor, whether it copies that, and how the tensor is distributed.
 
     Raises:
         CheckpointError: It does not belong to the mesh, or the tensor is a partial sum.
@@ -99,7 +100,8 @@ def _held(mesh: Any, shape: tuple[int, ...], placements: tuple[Any, ...], local_
         raise CheckpointError(f"a tensor is distributed over {mesh}, to which this rank does not belong")
     rank, ranks = dist.get_rank(), mesh.mesh.flatten().tolist()
     writing = writers(ranks, mesh.shape, cuts, local_world_size)[rank // local_world_size]
-    return region(shape, mesh.shape, cuts, coordinate), rank in writing
+    distribution = f"{placements} over {tuple(mesh.shape)}"
+    return region(shape, mesh.shape, cuts, coordinate), rank in writing, distribution
 
 
 def cuts_of(placements: Iterable[Any]) -> Placements:

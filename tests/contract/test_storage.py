@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from contract.support import assert_is_what_was_written, commit_together
 
 from checkpointing.catalog import Catalog, verify
