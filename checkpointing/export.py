@@ -13,8 +13,8 @@ from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.layout import MODEL_NAME
 from checkpointing.manifest import Manifest
 from checkpointing.reading import pieces_of, read_private
-from checkpointing.shard_reading import ShardReaders, read_range, recorded_files
-from checkpointing.shards import FOLDER, INDEX_NAME, ShardIndex, SpreadFile
+from checkpointing.shard_reading import ShardReaders, index_of, read_range, recorded_files
+from checkpointing.shards import FOLDER, INDEX_NAME, SpreadFile
 from checkpointing.storage import Storage
 from checkpointing.storage.direct_io import write_file
 
@@ -94,7 +94,7 @@ def _put_together(storage: Storage, manifest: Manifest) -> Iterator[tuple[str, I
     if digest != recorded:
         raise ValueError(f"{INDEX_NAME} was altered: its digest differs")
     readers = ShardReaders(files, mapped=False)
-    for name, file in ShardIndex.from_json(index).files.items():
+    for name, file in index_of(index, files).files.items():
         if name == MODEL_NAME and file.nbytes > _MOST_BYTES:
             yield from _divided(file, readers)
         else:

@@ -9,7 +9,7 @@ from pathlib import Path
 from checkpointing.digest import PART_BYTES, num_parts, part_digests
 from checkpointing.manifest import Manifest
 from checkpointing.reading import read_private, read_shared, reading_at
-from checkpointing.shards import Piece, ShardParts, SpreadFile, parts_name, shard_name
+from checkpointing.shards import Piece, ShardIndex, ShardParts, SpreadFile, parts_name, shard_name, shard_rank
 from checkpointing.storage import Storage
 from checkpointing.storage.base import RemoteFile
 
@@ -123,6 +123,27 @@ def read_range(file: SpreadFile, readers: Callable[[int], ShardReader], first: i
     last = first + len(target)
     for piece in file.overlapping(first, last):
         read_piece(readers(piece.shard), piece, piece.within(first, last), target, first)
+
+
+def index_of(data: bytes | memoryview, files: Mapping[str, Recorded]) -> ShardIndex:
+    """Parse the index of a checkpoint, and check that the shards hold what it names.
+
+    Args:
+        data: The index, verified.
+        files: The checkpoint's files, by name.
+
+    Raises:
+        ValueError: It is none, or names bytes that are in no shard.
+        OSError: A shard cannot be found.
+    """
+    index = ShardIndex.from_json(data)
+    ranks = {name: rank for name in files if (rank := shard_rank(name)) is not None}
+    index.check_places({rank: _size_of(files[name][0]) for name, rank in ranks.items()})
+    return index
+
+
+def _size_of(source: Path | RemoteFile | memoryview) -> int:
+    return source.stat().st_size if isinstance(source, Path) else source.nbytes
 
 
 class ShardReaders:

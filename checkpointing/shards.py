@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import re
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -133,7 +134,7 @@ class Piece:
         piece = cls(offset, length, tuple((count, stride) for count, stride in levels), shard, at)
         numbers = [offset, length, shard, at, *itertools.chain.from_iterable(piece.levels)]
         if not all(type(number) is int and 0 <= number < _TOO_LARGE for number in numbers) or not piece.nbytes:
-            raise ValueError(f"{value!r} is not a piece of a file")
+            raise ValueError(f"{reprlib.repr(value)!a} is not a piece of a file")
         return piece
 
 
@@ -219,11 +220,28 @@ class ShardIndex:
             files = {}
             for name, entry in json.loads(bytes(data))["files"].items():
                 common, pieces = (tuple(map(Piece.from_list, entry[key])) for key in ("common", "pieces"))
-                files[str(name)] = SpreadFile(int(entry["nbytes"]), common, pieces)
-                files[str(name)].check()
+                nbytes = entry["nbytes"]
+                if type(nbytes) is not int or not 0 <= nbytes < _TOO_LARGE:
+                    raise TypeError
+                files[name] = SpreadFile(nbytes, common, pieces)
+                files[name].check()
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{INDEX_NAME} lacks or mistypes a field ({error!r})") from None
+            raise ValueError(f"{INDEX_NAME} lacks or mistypes a field ({type(error).__name__})") from None
         return cls(files)
+
+    def check_places(self, sizes: Mapping[int, int]) -> None:
+        """Check that every piece is inside its shard, so that nothing in the index asks for more than there is.
+
+        Args:
+            sizes: Of the shards in bytes, by rank.
+
+        Raises:
+            ValueError: One is not.
+        """
+        for file in self.files.values():
+            for piece in (*file.common, *file.pieces):
+                if piece.at + piece.nbytes > sizes.get(piece.shard, 0):
+                    raise ValueError(f"{INDEX_NAME} names bytes that are not in {shard_name(piece.shard)}")
 
     @classmethod
     def laid_out(cls, holdings: Sequence[ShardIndex]) -> tuple[ShardIndex, list[int]]:
@@ -295,7 +313,7 @@ class ShardParts:
             document = json.loads(bytes(data))
             nbytes, joined = document["nbytes"], bytes.fromhex(document["parts"])
         except (KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"the digests of a shard lack or mistype a field ({error!r})") from None
+            raise ValueError(f"the digests of a shard lack or mistype a field ({type(error).__name__})") from None
         if type(nbytes) is not int or not 0 <= nbytes < _TOO_LARGE or len(joined) != 16 * num_parts(nbytes):
-            raise ValueError(f"there are {len(joined)} bytes of digests for a shard of {nbytes} bytes")
+            raise ValueError(f"{len(joined)} bytes of digests are not those of its parts")
         return cls(nbytes, tuple(joined[start : start + 16] for start in range(0, len(joined), 16)))

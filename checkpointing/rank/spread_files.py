@@ -22,7 +22,7 @@ from checkpointing.errors import InvalidCheckpoint
 from checkpointing.rank import sharding
 from checkpointing.rank.trees import tensors_in
 from checkpointing.reading import digest_of, fault, read_private, read_shared
-from checkpointing.shard_reading import ALTERED, Recorded, ShardReaders, read_piece, read_range
+from checkpointing.shard_reading import ALTERED, Recorded, ShardReaders, index_of, read_piece, read_range
 from checkpointing.shards import (
     INDEX_NAME,
     Piece,
@@ -201,6 +201,8 @@ def open_spread(
         if actual != recorded:
             raise InvalidCheckpoint(place, f"{name} {ALTERED}")
     try:
-        return SpreadFiles(place, ShardIndex.from_json(index), files, held)
+        return SpreadFiles(place, index_of(index, files), files, held)
+    except OSError as error:
+        raise fault(place, "a shard", error) from None
     except ValueError as error:
         raise InvalidCheckpoint(place, f"{INDEX_NAME} matches its digest but cannot be read: {error}") from None

@@ -203,11 +203,11 @@ def page_of(measured: Measured, scale: Scale, table: str, rows: Sequence[str]) -
         "# State that no node holds whole\n\n"
         f"`{command_line('sharded.py')}`, {today()}, on {machine()}; two nodes (torchruns of this machine) of two "
         f"ranks, 1 thread each, {measured.state_bytes / 1e9:.2f} GB of weights and AdamW state, FSDP2 over all four "
-        f"ranks, a save every {scale.save_every} steps, {scale.rounds} rounds of {scale.steps} steps. Per save: median "
-        "(quartiles); a first save, in which DCP starts its process, is not counted. Blocked is that of the slowest "
-        "rank. Overhead is (total time - total time without saves) / saves. Durable is that of a save while nothing "
-        'trains. "Load on another mesh": one node of two ranks, the files in the page cache; DCP into state that '
-        "exists, ours with the start of the agent, and with every byte verified, which DCP does not do."
+        f"ranks, a save every {scale.save_every} steps, {scale.rounds} round(s) of {scale.steps} steps. Per save: "
+        "median (quartiles); a first save, in which DCP starts its process, is not counted. Blocked is that of the "
+        "slowest rank. Overhead is (total time - total time without saves) / saves. Durable is that of a save while "
+        'nothing trains. "Load on another mesh": one node of two ranks, the files in the page cache; DCP '
+        "into state that exists, ours with the start of the agent, and with every byte verified, which DCP does not do."
         f"\n\n{table}\n\n{figures}\n\n"
         f"`two_writers_speedup`: two ranks save to S3 (radosgw) through links of {scale.link_mbit_per_s} Mbit/s, on "
         "one node with one link, and on two with one each. `export_memory_mb`: peak resident memory of "

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.torch
+import spread_checkpoint
 import torch
 from chaos import mutations
 from chaos.fuzzing import Reader, assert_clear, fuzz, refused
@@ -42,6 +43,7 @@ from rich.console import Console
 from checkpointing import CheckpointManager, locking
 from checkpointing.data.layout import StepLayout
 from checkpointing.data.stream import StreamPosition
+from checkpointing.digest import digest_buffer
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.events import CheckpointQuarantined, Event
 from checkpointing.layout import ADAPTER_NAME
@@ -50,7 +52,10 @@ from checkpointing.rank import rng
 from checkpointing.rank.adapter import BASE_NAME, Adapter
 from checkpointing.rank.restore import _propose
 from checkpointing.rank.restore_point import RestorePoint
+from checkpointing.rank.spread_files import open_spread
 from checkpointing.rank.verified_read import BufferCache, Shares, read_verified
+from checkpointing.shard_reading import ShardReaders
+from checkpointing.shards import INDEX_NAME
 from checkpointing.storage import LocalStorage, Storage
 from checkpointing.storage.fence import Fence
 from checkpointing.storage.object_storage import ObjectStorage
@@ -717,6 +722,49 @@ def run_id(place: Place) -> Reader:
     return Reader(path.read_bytes(), [mutations.blindly, mutations.json_knowingly], read)
 
 
+def spread_model(files: dict[str, Any], index: bytes) -> dict[str, torch.Tensor]:
+    """Read a model that is spread over shards, as a single rank does."""
+    held = {name: (memoryview(data), digest_buffer(memoryview(data))) for name, data in files.items()}
+    spread = open_spread("checkpoint-20", held, memoryview(index), 2, 0, 1)
+    state = RestorePoint(
+        "checkpoint-20", step=STEP, world_size=2, samples_consumed=80, files={}, path=None, private=True, spread=spread
+    )
+    try:
+        found = state.model_state()
+        spread.fill(spread_checkpoint.NAME, found)
+        return found
+    finally:
+        state.close()
+
+
+def shard_index(place: Place) -> Reader:
+    files: dict[str, Any] = spread_checkpoint.files_of(spread_checkpoint.COLUMNS)
+    index = files.pop(INDEX_NAME)
+
+    def read(data: bytes) -> bool:
+        # Its own digest is right: other bytes of the same shards may be what it names.
+        with refused("checkpoint-20", CheckpointError) as was:
+            spread_model(files, data)
+        return not was()
+
+    return Reader(index, [mutations.blindly, mutations.json_knowingly], read)
+
+
+def shard_parts(place: Place) -> Reader:
+    """The digests of a shard's parts, of which nothing but the manifest's digest vouches for the content."""
+    files: dict[str, Any] = spread_checkpoint.files_of(spread_checkpoint.ROWS)
+    recorded = {name: (memoryview(data), digest_buffer(memoryview(data))) for name, data in files.items()}
+    name = "shards/1.parts.json"
+
+    def read(data: bytes) -> bool:
+        readers = ShardReaders({**recorded, name: (memoryview(data), "")})
+        with refused("", ValueError) as was:
+            assert b"".join(readers(1).read(0, 48)) == bytes(files["shards/1.bin"][:48])
+        return not was()
+
+    return Reader(bytes(files[name]), [mutations.blindly, mutations.json_knowingly], read)
+
+
 READERS: dict[str, Callable[[Place], Reader]] = {
     "manifest altered": manifest_altered,
     "manifest forged": manifest_forged,
@@ -734,6 +782,8 @@ READERS: dict[str, Callable[[Place], Reader]] = {
     "trainer_state.json": trainer_state,
     "loop_state_0.json": loop_state,
     "base_model.json": base_model,
+    "index of shards": shard_index,
+    "parts of a shard": shard_parts,
     "note": note,
     "lock": lock,
     "journal": journal,
