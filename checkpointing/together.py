@@ -11,7 +11,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from checkpointing.digest import digest_buffer
@@ -163,10 +163,7 @@ def await_shards(
                 pause = _SHORTEST_LOOK_S
         if len(found) < len(names):
             if clock() - since > (PATIENCE_S if is_current() else LAST_PATIENCE_S):
-                lacking = [name for name in names if name not in found]
-                raise CommitFailed(
-                    f"{lacking[0]} was not written: its node has given no sign of life for {clock() - since:.0f} s"
-                )
+                raise CommitFailed(_missing(names, found, last, clock() - since))
             sleep(pause)
             pause = min(2 * pause, _LONGEST_LOOK_S)
     entries = []
@@ -174,6 +171,18 @@ def await_shards(
         entries.append(FileEntry(name, parts.nbytes, parts.digest))
         entries.append(FileEntry(parts_name(name), len(note), digest_buffer(note)))
     return entries
+
+
+def _missing(names: Sequence[str], found: Collection[str], notes: Mapping[str, bytes | None], seconds: float) -> str:
+    """Return why a save is given up."""
+    lacking = next(name for name in names if name not in found)
+    if not any(notes.values()):
+        # Most likely a directory that each node has for itself.
+        return (
+            f"{lacking} was not written: no other node has written anything here for {seconds:.0f} s. Do all nodes "
+            "reach this location (a shared volume, or object storage)? State that no node holds whole needs one"
+        )
+    return f"{lacking} was not written: its node has given no sign of life for {seconds:.0f} s"
 
 
 def _read(note: bytes, name: str) -> ShardParts | None:
