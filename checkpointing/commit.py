@@ -11,7 +11,7 @@ from checkpointing.catalog import verify
 from checkpointing.errors import CheckpointError, CommitConflict, CommitFailed
 from checkpointing.manifest import FileEntry, Manifest, SnapshotInfo
 from checkpointing.storage import Storage
-from checkpointing.together import Together, await_shards
+from checkpointing.together import Together, await_shards, begin_together
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ def commit_snapshot(
     transaction = None
     try:
         transaction = storage.begin(info.step, info.attempt, together.identity if together is not None else "")
+        begun = [begin_together(transaction, together)] if together is not None else []
         write = transaction.write
         if at_once == 1:
             sizes = [write(file.name, file.pieces) for file in files]
@@ -74,6 +75,7 @@ def commit_snapshot(
         entries = [FileEntry(file.name, size, file.digest()) for file, size in zip(files, sizes, strict=True)]
         if together is not None:
             own = {file.name for file in files}
+            entries += begun
             entries += await_shards(transaction, [name for name in together.shards if name not in own], is_current)
         manifest = Manifest(**asdict(info), created_at=time.time(), files=tuple(entries))
         if not may_publish():

@@ -113,8 +113,8 @@ def _bytes_of(file: SpreadFile, readers: ShardReaders, first: int, last: int) ->
 
 def _divided(file: SpreadFile, readers: ShardReaders) -> Iterator[tuple[str, Iterator[memoryview]]]:
     """Yield a large safetensors file as several, and their index (https://huggingface.co/docs/safetensors#format)."""
-    begin = 8 + int.from_bytes(b"".join(_bytes_of(file, readers, 0, 8)), "little")
-    header = json.loads(b"".join(_bytes_of(file, readers, 8, begin)))
+    begin = 8 + int.from_bytes(_joined(_bytes_of(file, readers, 0, 8)), "little")
+    header = json.loads(_joined(_bytes_of(file, readers, 8, begin)))
     metadata = header.pop("__metadata__", {})
     groups: list[dict[str, Mapping[str, object]]] = [{}]
     bounds: list[tuple[int, int]] = []
@@ -136,6 +136,11 @@ def _divided(file: SpreadFile, readers: ShardReaders) -> Iterator[tuple[str, Ite
     weight_map = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
     index = {"metadata": {"total_size": file.nbytes - begin}, "weight_map": weight_map}
     yield f"{MODEL_NAME}.index.json", iter([memoryview(json.dumps(index, indent=2).encode())])
+
+
+def _joined(pieces: Iterator[memoryview]) -> bytes:
+    """Return all bytes of pieces that use the same memory."""
+    return b"".join(bytes(piece) for piece in pieces)
 
 
 def _with_header(text: bytes, pieces: Iterator[memoryview]) -> Iterator[memoryview]:

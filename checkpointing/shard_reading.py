@@ -146,6 +146,28 @@ def _size_of(source: Path | RemoteFile | memoryview) -> int:
     return source.stat().st_size if isinstance(source, Path) else source.nbytes
 
 
+def parts_of(name: str, files: Mapping[str, Recorded]) -> ShardParts:
+    """Return the digests of a shard's parts, verified by the digest that the manifest has for the shard.
+
+    Raises:
+        ValueError: The shard or they are not among the files, or were altered.
+        OSError: They cannot be read.
+    """
+    digests = parts_name(name)
+    lacking = next((file for file in (name, digests) if file not in files), None)
+    if lacking is not None:
+        raise ValueError(f"{lacking} is not among its files")
+    (_, recorded), (note, _) = files[name], files[digests]
+    data = note if isinstance(note, memoryview) else read_private(note, algorithm=None)[0]
+    try:
+        parts = ShardParts.from_json(data)
+    except ValueError as error:
+        raise ValueError(f"{digests}: {error}") from None
+    if parts.digest != recorded:
+        raise ValueError(f"{digests} {ALTERED}")
+    return parts
+
+
 class ShardReaders:
     """The shards of a checkpoint, by rank.
 
@@ -177,15 +199,8 @@ class ShardReaders:
     def _open(self, name: str, held: memoryview | None) -> ShardReader:
         if held is not None:
             return _Mapped(name, held, None)
-        digests = parts_name(name)
-        lacking = next((file for file in (name, digests) if file not in self._files), None)
-        if lacking is not None:
-            raise ValueError(f"{lacking} is not among its files")
-        (source, recorded), (note, _) = self._files[name], self._files[digests]
-        # Not verified by its own digest: that of the shard's parts is as good.
-        parts = ShardParts.from_json(note if isinstance(note, memoryview) else read_private(note, algorithm=None)[0])
-        if parts.digest != recorded:
-            raise ValueError(f"{digests} {ALTERED}")
+        parts = parts_of(name, self._files)
+        source, _ = self._files[name]
         if isinstance(source, Path) and self._mapped:
             source, _ = read_shared(source, None)
         if isinstance(source, memoryview):

@@ -3,6 +3,7 @@
     shards/index.json        which bytes of which file are where in which shard
     shards/<rank>.bin        what one rank held, packed
     shards/<rank>.parts.json size, digest and the digests of the parts of that shard; written when the shard is durable
+    shards/begun.json        written before all of these, by the node that commits
 
 A file that is spread over shards is the same, byte for byte, as one that is written whole: any number of ranks can read
 it, each only the bytes that it needs. A part that is read is verified by its own digest; the digest of all parts is the
@@ -25,6 +26,10 @@ from checkpointing.digest import digest_of_parts, num_parts, part_digests
 
 FOLDER = "shards/"
 INDEX_NAME = f"{FOLDER}index.json"
+# Written first: a save that several nodes write has begun, and was not given up.
+BEGUN_NAME = f"{FOLDER}begun.json"
+# Nothing read from an index may point outside the checkpoint's own folder.
+_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}\Z")
 _SHARD = re.compile(rf"{FOLDER}(\d+)\.bin\Z")
 # Of the pieces in a shard, in bytes: every element is aligned, whatever its type.
 _ALIGNMENT = 64
@@ -39,6 +44,11 @@ def shard_name(rank: int) -> str:
 def parts_name(shard: str) -> str:
     """Return the name of the file with the digests of a shard's parts."""
     return f"{shard.removesuffix('.bin')}.parts.json"
+
+
+def state_name(shard: str) -> str:
+    """Return the name of the note that says how far a node is with its shards, of which this is the first."""
+    return f"{shard.removesuffix('.bin')}.state.json"
 
 
 def shard_rank(name: str) -> int | None:
@@ -223,6 +233,8 @@ class ShardIndex:
                 nbytes = entry["nbytes"]
                 if type(nbytes) is not int or not 0 <= nbytes < _TOO_LARGE:
                     raise TypeError
+                if not _FILE.match(name):
+                    raise ValueError(f"the file name {reprlib.repr(name)!a} is not allowed")
                 files[name] = SpreadFile(nbytes, common, pieces)
                 files[name].check()
         except (KeyError, TypeError, AttributeError, RecursionError) as error:

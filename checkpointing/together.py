@@ -1,8 +1,9 @@
 """A checkpoint that several nodes write: each its shards, and one of them the manifest.
 
-The nodes talk through the storage itself. For every shard there is a note under the name of its `parts.json`: while the
-shard is written, signs of life; then its digests, or why it could not be written. The node that
-commits waits for the notes of all shards. A crash of either side leaves files that no manifest names.
+The nodes talk through the storage itself. The node that commits begins with a file that says so, for which the others
+wait. Each of these then gives signs of life in a note of its own, writes its shards, and for each the digests of its
+parts, once; or its note says why it could not. The node that commits waits for the digests of all shards. A crash of
+either side leaves files that no manifest names.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from checkpointing.digest import digest_buffer
 from checkpointing.errors import CommitFailed
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import FileEntry, SnapshotInfo
-from checkpointing.shards import ShardParts, parts_name
+from checkpointing.shards import BEGUN_NAME, ShardParts, parts_name, state_name
 from checkpointing.storage import Storage
 from checkpointing.storage.base import Transaction
 
@@ -27,7 +28,13 @@ ALIVE_S = 1.0
 # Without a sign of life from a node, for so long, it is given up; when its attempt is over, the shorter one.
 PATIENCE_S = 30.0
 LAST_PATIENCE_S = 5.0
+# A node that lives, but does not get on; when its attempt is over, ranks wait for this.
+LONGEST_S = 3600.0
+LAST_LONGEST_S = 600.0
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.02, 0.5
+_SHARED_QUESTION = (
+    "Do all nodes reach this location (a shared volume, or object storage)? State that no node holds whole needs one"
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,26 @@ class Shard:
     parts: Callable[[], ShardParts]
 
 
-def write_shards(storage: Storage, info: SnapshotInfo, together: Together, shards: Sequence[Shard]) -> int:
+def begin_together(transaction: Transaction, together: Together) -> FileEntry:
+    """Let the other nodes write; return the file that says so, which is part of the checkpoint.
+
+    Raises:
+        OSError: Storage refused.
+    """
+    data = json.dumps({"save": together.identity}).encode()
+    transaction.write_note(BEGUN_NAME, data)
+    return FileEntry(BEGUN_NAME, len(data), digest_buffer(data))
+
+
+def write_shards(
+    storage: Storage,
+    info: SnapshotInfo,
+    together: Together,
+    shards: Sequence[Shard],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> int:
     """Write the shards of a node that does not commit; return their size in bytes.
 
     Args:
@@ -66,27 +92,38 @@ def write_shards(storage: Storage, info: SnapshotInfo, together: Together, shard
         info: What they are of.
         together: The save.
         shards: This node's.
+        clock: Seconds.
+        sleep: Waits.
 
     Raises:
-        CommitFailed: Storage refused. The node that commits learns of it, if that can be written.
+        CommitFailed: Storage refused, which the node that commits learns if that can be written; or that node has not
+            begun the save, or has given it up.
     """
+    names = [shard.name for shard in shards]
+    own = [*names, *map(parts_name, names)]
     try:
-        transaction = storage.begin(info.step, info.attempt, together.identity)
-        with _signs_of_life(transaction, [shard.name for shard in shards]) as leave:
-            try:
-                for shard in shards:
-                    transaction.write(shard.name, [shard.data])
-                    failpoint("shard.written")
-                    leave(shard.name)
-                    transaction.write_note(parts_name(shard.name), shard.parts().to_json())
-                    failpoint("shard.reported")
-            except OSError as error:
-                reason = error.strerror or str(error)
-                for shard in shards:
-                    leave(shard.name)
-                with contextlib.suppress(OSError):
-                    transaction.write_note(parts_name(shards[0].name), json.dumps({"error": reason}).encode())
-                raise
+        transaction = storage.begin(info.step, info.attempt, together.identity, joins=True)
+        _await_begin(transaction, clock, sleep)
+        signs = _SignsOfLife(transaction, state_name(names[0]))
+        try:
+            for shard in shards:
+                transaction.write(shard.name, [shard.data])
+                failpoint("shard.written")
+                note = shard.parts().to_json()
+                if shard is shards[-1]:
+                    # The node that commits removes the note once it has all digests.
+                    signs.end()
+                transaction.write_note(parts_name(shard.name), note)
+                failpoint("shard.reported")
+        except OSError as error:
+            signs.end(error.strerror or str(error))
+            raise
+        finally:
+            signs.end()
+        if transaction.read_note(BEGUN_NAME) is None and storage.root is None:
+            # Given up meanwhile, and what was there then removed. A directory is removed, or renamed, with all in it.
+            transaction.withdraw([*own, state_name(names[0])])
+            raise CommitFailed(f"the node that commits has given up checkpoint-{info.step}")
     except OSError as error:
         reason = error.strerror or str(error)
         raise CommitFailed(
@@ -95,33 +132,49 @@ def write_shards(storage: Storage, info: SnapshotInfo, together: Together, shard
     return sum(len(shard.data) for shard in shards)
 
 
-@contextlib.contextmanager
-def _signs_of_life(transaction: Transaction, names: Sequence[str]) -> Iterator[Callable[[str], None]]:
-    """Renew the note of the next shard in the background; yields a function that ends this for one of them."""
-    pending, lock, over = list(names), threading.Lock(), threading.Event()
-    born = time.time_ns()
+def _await_begin(transaction: Transaction, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
+    """Wait until the node that commits has begun.
 
-    def leave(name: str) -> None:
-        with lock:
-            if name in pending:
-                pending.remove(name)
+    Raises:
+        CommitFailed: It has not.
+        OSError: Storage refused.
+    """
+    since, pause = clock(), _SHORTEST_LOOK_S
+    while transaction.read_note(BEGUN_NAME) is None:
+        if clock() - since > PATIENCE_S:
+            raise CommitFailed(
+                f"the node that commits has not begun this save here for {clock() - since:.0f} s. {_SHARED_QUESTION}"
+            )
+        sleep(pause)
+        pause = min(2 * pause, _LONGEST_LOOK_S)
 
-    def renew() -> None:
+
+class _SignsOfLife:
+    """Renews a note in the background, until it ends."""
+
+    def __init__(self, transaction: Transaction, name: str) -> None:
+        self._transaction, self._name = transaction, name
+        self._over, self._born = threading.Event(), time.time_ns()
+        self._thread = threading.Thread(target=self._renew, name="checkpoint-alive", daemon=True)
+        self._thread.start()
+
+    def end(self, error: str | None = None) -> None:
+        """Write no more; with an error, that one a last time."""
+        self._over.set()
+        self._thread.join()
+        if error is not None:
+            self._write({"error": error})
+
+    def _renew(self) -> None:
         number = 0
-        while not over.wait(0 if number == 0 else ALIVE_S):
+        while not self._over.wait(0 if number == 0 else ALIVE_S):
             number += 1
-            # One that cannot be written is missed by the node that waits, soon enough.
-            with lock, contextlib.suppress(OSError):
-                for name in pending[:1]:
-                    transaction.write_note(parts_name(name), json.dumps({"alive": [born, number]}).encode())
+            self._write({"alive": [self._born, number]})
 
-    thread = threading.Thread(target=renew, name="checkpoint-alive", daemon=True)
-    thread.start()
-    try:
-        yield leave
-    finally:
-        over.set()
-        thread.join()
+    def _write(self, state: Mapping[str, object]) -> None:
+        # One that cannot be written is missed by the node that waits, soon enough.
+        with contextlib.suppress(OSError):
+            self._transaction.write_note(self._name, json.dumps(state).encode())
 
 
 def await_shards(
@@ -146,26 +199,34 @@ def await_shards(
         OSError: Storage refused.
     """
     found: dict[str, tuple[ShardParts, bytes]] = {}
-    last: dict[str, bytes | None] = dict.fromkeys(names)
-    # All signs of life count for all: a node may have several shards, and writes one after the other.
-    since, pause = clock(), _SHORTEST_LOOK_S
-    while len(found) < len(names):
+    states: dict[str, bytes | None] = {}
+    # All signs of life count for all nodes: they end one after the other.
+    began = since = clock()
+    pause = _SHORTEST_LOOK_S
+    while True:
         for name in names:
             if name in found:
                 continue
             note = transaction.read_note(parts_name(name))
-            if note == last[name] or note is None:
+            if note is not None:
+                found[name] = (_read(note, name), note)
+                since, pause = clock(), _SHORTEST_LOOK_S
                 continue
-            last[name], since = note, clock()
-            parts = _read(note, name)
-            if parts is not None:
-                found[name] = (parts, note)
-                pause = _SHORTEST_LOOK_S
-        if len(found) < len(names):
-            if clock() - since > (PATIENCE_S if is_current() else LAST_PATIENCE_S):
-                raise CommitFailed(_missing(names, found, last, clock() - since))
-            sleep(pause)
-            pause = min(2 * pause, _LONGEST_LOOK_S)
+            # Only the first shard of a node has one.
+            state = transaction.read_note(state_name(name))
+            if state is not None and state != states.get(name):
+                states[name], since = state, clock()
+                _check_state(state, name)
+        if len(found) == len(names):
+            break
+        patience, longest = (PATIENCE_S, LONGEST_S) if is_current() else (LAST_PATIENCE_S, LAST_LONGEST_S)
+        if clock() - since > patience or clock() - began > longest:
+            lacking = next(name for name in names if name not in found)
+            raise CommitFailed(_missing(lacking, clock() - since, clock() - began, is_alone=not (found or states)))
+        sleep(pause)
+        pause = min(2 * pause, _LONGEST_LOOK_S)
+    # They are not part of the checkpoint; one that comes later does no harm.
+    transaction.withdraw([state_name(name) for name in names])
     entries = []
     for name, (parts, note) in found.items():
         entries.append(FileEntry(name, parts.nbytes, parts.digest))
@@ -173,30 +234,34 @@ def await_shards(
     return entries
 
 
-def _missing(names: Sequence[str], found: Collection[str], notes: Mapping[str, bytes | None], seconds: float) -> str:
+def _missing(lacking: str, silent_s: float, waited_s: float, *, is_alone: bool) -> str:
     """Return why a save is given up."""
-    lacking = next(name for name in names if name not in found)
-    if not any(notes.values()):
+    if is_alone:
         # Most likely a directory that each node has for itself.
         return (
-            f"{lacking} was not written: no other node has written anything here for {seconds:.0f} s. Do all nodes "
-            "reach this location (a shared volume, or object storage)? State that no node holds whole needs one"
+            f"{lacking} was not written: no other node has written anything here for {silent_s:.0f} s. "
+            f"{_SHARED_QUESTION}"
         )
-    return f"{lacking} was not written: its node has given no sign of life for {seconds:.0f} s"
+    if silent_s < waited_s and silent_s < LAST_PATIENCE_S:
+        return f"{lacking} was not written within {waited_s:.0f} s, although its node lives"
+    return f"{lacking} was not written: its node has given no sign of life for {silent_s:.0f} s"
 
 
-def _read(note: bytes, name: str) -> ShardParts | None:
-    """Return what a note says of a shard; None while it is being written.
-
-    Raises:
-        CommitFailed: It could not be written.
-    """
-    try:
-        document = json.loads(note)
-        if isinstance(document, Mapping) and "alive" in document:
-            return None
+def _check_state(state: bytes, name: str) -> None:
+    """Raise CommitFailed where a node says that it could not write its shards."""
+    with contextlib.suppress(ValueError):
+        document = json.loads(state)
         if isinstance(document, Mapping) and "error" in document:
             raise CommitFailed(f"another node could not write {name}: {document['error']}")
+
+
+def _read(note: bytes, name: str) -> ShardParts:
+    """Parse the digests of a shard.
+
+    Raises:
+        CommitFailed: They cannot be read.
+    """
+    try:
         return ShardParts.from_json(note)
     except ValueError as error:
-        raise CommitFailed(f"what another node says of {name} cannot be read: {error}") from None
+        raise CommitFailed(f"the digests of {name} cannot be read: {error}") from None

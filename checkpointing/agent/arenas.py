@@ -47,6 +47,9 @@ class Arena:
         num_tasks: Tasks of other threads that still use the buffer.
         commit_wanted: A commit was requested, and has not failed.
         damaged: A reader found other bytes than were digested; must not be published.
+        publishes: This agent publishes it, and does not just write its share.
+        is_spent: It is a share whose save is over: nobody can resume from it.
+        is_old: It is a share of an earlier attempt: nobody waits for what becomes of it.
         whole_since: When the snapshot became whole, by the agent's clock.
     """
 
@@ -65,6 +68,9 @@ class Arena:
     num_tasks: int = 0
     commit_wanted: bool = False
     damaged: bool = False
+    publishes: bool = False
+    is_spent: bool = False
+    is_old: bool = False
     whole_since: float = 0.0
 
     @property
@@ -78,7 +84,7 @@ class Arena:
         self.copied_by.clear()
         self.digests, self.parts, self.together = {}, {}, None
         self.digested = threading.Event()
-        self.commit_wanted = self.damaged = False
+        self.commit_wanted = self.damaged = self.publishes = self.is_spent = self.is_old = False
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return a part of the buffer."""

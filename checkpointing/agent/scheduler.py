@@ -102,7 +102,16 @@ class Scheduler:
         """
         self._decided = None
         self.outcomes.clear()
-        return [(arena.step, arena.info.attempt) for arena in self.whole() if arena.info]
+        for arena in self._pool.arenas:
+            if arena.together is not None and arena.state is ArenaState.WHOLE:
+                arena.is_old = True
+                self._spend(arena)
+        # Of a share, this agent must be the one that publishes: that of another one, which led before, is to be fenced.
+        return [
+            (arena.step, arena.info.attempt)
+            for arena in self.whole()
+            if arena.info and (arena.together is None or arena.publishes)
+        ]
 
     def of_stage(self) -> list[Arena]:
         """Return the arenas whose snapshot is of the current stage."""
@@ -198,7 +207,9 @@ class Scheduler:
     def take_result(self, result: Result, arena: Arena) -> None:
         """Take in that a thread has finished with an arena, and what has become of its task."""
         arena.num_tasks -= 1
-        is_current = arena.stage == self._workers.stage.name
+        is_current = arena.stage == self._workers.stage.name and not arena.is_old
+        if arena.together is not None and isinstance(result, (Committed, SharesWritten, CommitFailed)):
+            self._end_save(arena, result)
         match result:
             case Committed() | SharesWritten() if is_current:
                 self.outcomes[arena.step] = None
@@ -207,13 +218,29 @@ class Scheduler:
                     self.outcomes[arena.step] = error
                 # Tried again when its ranks are gone, and, if it is still the newest, a last time at the end. What
                 # several nodes write is tried once: the others do not write theirs again.
-                arena.commit_wanted = self.is_ending or arena.together is not None
-                self.gave_up = self.is_ending
+                arena.commit_wanted = self.is_ending
+                self.gave_up = self.is_ending or arena.together is not None
             case Fetched():
                 arena.state, arena.whole_since = ArenaState.WHOLE, self._clock()
             case FetchFailed():
                 arena.state = ArenaState.FREE
-        if arena.damaged and arena.num_tasks == 0:
+        if (arena.damaged or arena.is_spent) and arena.num_tasks == 0:
+            arena.state = ArenaState.FREE
+
+    def _end_save(self, arena: Arena, result: Committed | SharesWritten | CommitFailed) -> None:
+        """Free a share whose save is over, and after success all older ones, which need not be committed any more."""
+        arena.is_spent = True
+        if isinstance(result, CommitFailed):
+            return
+        self.gave_up = False
+        for other in self.of_stage():
+            if other.together is not None and other.state is ArenaState.WHOLE and other.step < arena.step:
+                self._spend(other)
+
+    @staticmethod
+    def _spend(arena: Arena) -> None:
+        """Free a share, once nothing works on it."""
+        if arena.num_tasks == 0:
             arena.state = ArenaState.FREE
 
     def _filling(self, number: int, step: int) -> Arena | None:
@@ -225,8 +252,10 @@ class Scheduler:
 
     def _commit(self, arena: Arena) -> None:
         # What another node commits is not wanted here, should this one take over.
+        arena.publishes = self._duty.commits
         arena.commit_wanted = self._duty.commits or arena.together is not None
         if arena.commit_wanted:
+            self.outcomes.pop(arena.step, None)
             arena.num_tasks += 1
             self._workers.of(arena.stage).commit(arena)
         else:

@@ -196,8 +196,8 @@ class StorageWorker:
         self.upload_due()
 
     def _commit_together(self, arena: Arena) -> None:
-        # Only the durable tier is one that all nodes can write to.
-        if not self._duty.commits:
+        # Only the durable tier is one that all nodes can write to. Who publishes was decided when the save was.
+        if not arena.publishes:
             self._report(self.publisher.write_shards(arena), arena)
             return
         durable = self._tiers.durable

@@ -213,7 +213,9 @@ def read_checkpoint(storage: Storage, step: int, rank: int, world_size: int) -> 
         StorageUnreachable: It cannot be read now.
     """
     buffers = BufferCache(except_for="")
-    point, problem = read_verified(storage, step, rank, world_size, private=True, buffers=buffers, shares=Shares())
+    point, problem = read_verified(
+        storage, step, rank, world_size, private=True, buffers=buffers, shares=Shares(), alone=True
+    )
     if problem is not None:
         raise problem
     assert point is not None

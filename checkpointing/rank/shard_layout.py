@@ -43,16 +43,18 @@ class ShardLayout:
         # What all ranks held when this was last laid out, by their digests: it seldom changes.
         self._digests: list[bytes] = []
         self._index = ShardIndex({})
+        self._index_file = b""
         self._sizes: list[int] = []
 
-    def lay_out(self, images: Sequence[FileImage]) -> tuple[list[FileImage], ShardIndex, Together]:
+    def lay_out(self, images: Sequence[FileImage]) -> tuple[list[FileImage], bytes, Together]:
         """Pack this rank's share.
 
         Args:
             images: The files, with what this rank holds of them. What is equal on all ranks is rank 0's to write.
 
         Returns:
-            The shards of this node, those of other ranks without contents; the index of all shards; and the save.
+            The shards of this node, those of other ranks without contents; the index of all shards, on the first rank
+            of each node; and the save.
 
         Raises:
             CheckpointError: The ranks together do not hold all of a file.
@@ -76,7 +78,7 @@ class ShardLayout:
             for rank in range(first, first + ranks.local_world_size)
         ]
         identity = ranks.broadcast(uuid.uuid4().hex[:12])
-        return shards, self._index, Together(identity, tuple(map(shard_name, range(ranks.world_size))))
+        return shards, self._index_file, Together(identity, tuple(map(shard_name, range(ranks.world_size))))
 
     def _place(self, images: Sequence[FileImage], holdings: Sequence[_Holding]) -> None:
         """Agree with all ranks on where everything is."""
@@ -92,6 +94,7 @@ class ShardLayout:
         except ValueError as error:
             raise CheckpointError(f"the ranks together do not hold all of the sharded state: {error}") from None
         self._digests = digests
+        self._index_file = self._index.to_json() if self._ranks.local_rank == 0 else b""
 
 
 def _holdings(images: Sequence[FileImage], *, with_common: bool) -> Iterator[_Holding]:

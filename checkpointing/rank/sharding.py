@@ -247,7 +247,7 @@ def cut_optimizer_state(
 
 
 def is_spread(model: torch.nn.Module, local_world_size: int) -> bool:
-    """Return whether the model is sharded over nodes, so that no node holds all of it; equal on all ranks.
+    """Return whether a mesh of the model that this rank knows is over nodes, of which none holds all; ranks may differ.
 
     Args:
         model: The model.

@@ -168,7 +168,7 @@ class SnapshotMaker:
         if state.is_spread:
             shards, index, together = self._shards.lay_out(images[num_foreign:])
             images[num_foreign:] = shards
-            small[INDEX_NAME] = index.to_json()
+            small[INDEX_NAME] = index
         if self._ranks.local_rank == 0:
             images += [blob_image(name, data) for name, data in small.items()]
         return _Layout(images, num_foreign, optimizer, together)

@@ -39,6 +39,7 @@ class Snapshotter:
         costs: What snapshots cost here.
         last_step: Newest step whose snapshot was requested and not refused; -1 before the first.
         committing_step: Newest step that the agent was asked to commit.
+        is_spread: Whether some node does not hold all of the model, as all ranks have agreed; None before.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Snapshotter:
         self.costs = CostModel()
         self.last_step = -1
         self.committing_step: int | None = None
+        self.is_spread: bool | None = None
 
     @property
     def direct_error(self) -> str | None:
@@ -94,7 +96,9 @@ class Snapshotter:
         overlapped = self.costs.overlap if self._overlap is None else self._overlap
         overlapped = overlapped and not self._maker.has_torn and self._barrier_works and train_state.has_step_hook
         pending = self._pending = PendingSnapshot(request, overlapped)
-        state = train_state.capture(check=not self._captured, local_world_size=self._ranks.local_world_size)
+        state = train_state.capture(
+            check=not self._captured, local_world_size=self._ranks.local_world_size, is_spread=self.is_spread
+        )
         self._captured = True
         work = functools.partial(self._maker.make, pending, state, dict(static_files))
         copy = self._copy_thread.submit(work, self._device_of(state.tensors))

@@ -22,7 +22,7 @@ from checkpointing.errors import InvalidCheckpoint
 from checkpointing.rank import sharding
 from checkpointing.rank.trees import tensors_in
 from checkpointing.reading import digest_of, fault, read_private, read_shared
-from checkpointing.shard_reading import ALTERED, Recorded, ShardReaders, index_of, read_piece, read_range
+from checkpointing.shard_reading import ALTERED, Recorded, ShardReaders, index_of, parts_of, read_piece, read_range
 from checkpointing.shards import (
     INDEX_NAME,
     Piece,
@@ -145,12 +145,11 @@ class SpreadFiles:
             if packed is not block:
                 own[place] = packed
             return
-        read_range(opened.file, self._readers, wanted.offset, opened.buffer[wanted.offset : wanted.end])
-        own[place] = whole[tuple(slice(*bounds) for bounds in box.whole)]
-        first = -(-wanted.offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        last = wanted.end // mmap.PAGESIZE * mmap.PAGESIZE
-        if first < last:
-            opened.memory.madvise(mmap.MADV_DONTNEED, first, last - first)
+        # In memory of its own: another name of the same tensor may be in use in the file's.
+        spared = torch.empty(wanted.end - wanted.offset, dtype=torch.uint8)
+        read_range(opened.file, self._readers, wanted.offset, spared.numpy().data)
+        rows = spared.view(whole.dtype).as_strided([*found.counts, found.length], [*found.strides, 1])
+        own[place] = rows.reshape(box.shape)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -189,6 +188,8 @@ def open_spread(
             continue
         algorithm = algorithm_of(recorded)
         try:
+            # Ranks that need parts of this shard only will go by these.
+            parts_of(name, files)
             if isinstance(source, (Path, memoryview)):
                 # A file is mapped, and takes no memory.
                 held[writer], actual = read_shared(source, algorithm)
@@ -198,6 +199,8 @@ def open_spread(
                 actual = digest_of(source, algorithm)
         except OSError as error:
             raise fault(place, name, error) from None
+        except ValueError as error:
+            raise InvalidCheckpoint(place, str(error)) from None
         if actual != recorded:
             raise InvalidCheckpoint(place, f"{name} {ALTERED}")
     try:

@@ -120,12 +120,16 @@ class TrainState:
         """Whether torch calls the pre-step barrier before the optimizer changes the state."""
         return isinstance(self.torch_optimizer, torch.optim.Optimizer)
 
-    def capture(self, *, check: bool = False, local_world_size: int = sys.maxsize) -> CapturedState:
+    def capture(
+        self, *, check: bool = False, local_world_size: int = sys.maxsize, is_spread: bool | None = None
+    ) -> CapturedState:
         """Capture the state in the training thread, quickly: references to large state, copies of small.
 
         Args:
             check: Check that everything but the weights can be read back.
             local_world_size: Number of ranks on each node, which together copy what is sharded.
+            is_spread: Whether some node does not hold all of the model, as all ranks have agreed; None goes by what
+                this rank knows.
 
         Raises:
             CheckpointError: Part of the state cannot be read back; the message names it.
@@ -135,18 +139,19 @@ class TrainState:
             small[name] = torch_bytes(value)
         parts: sharding.Parts = {}
         cut = sharding.has_sharded(self.model)
-        is_spread = cut and sharding.is_spread(self.model, local_world_size)
+        if is_spread is None:
+            is_spread = cut and sharding.is_spread(self.model, local_world_size)
         if is_spread:
             # Of all ranks that hold the same, one writes it.
             local_world_size = sys.maxsize
-        whole = sharding.stand_ins(live, parts, local_world_size) if cut else live
-        model = {name: value.detach() for name, value in whole.items()}
         # Only an optimizer changes parameters; everything else may change at any moment.
         buffers = {name: value for name, value in live.items() if not isinstance(value, torch.nn.Parameter)}
         if sum(value.nbytes for value in buffers.values()) <= _CLONE_BYTES:
             clones: dict[int, torch.Tensor] = {}
-            for name, value in buffers.items():
-                model[name] = clones.setdefault(id(value), value.detach().clone())
+            copies = {name: clones.setdefault(id(value), value.detach().clone()) for name, value in buffers.items()}
+            live = {name: copies.get(name, value) for name, value in live.items()}
+        whole = sharding.stand_ins(live, parts, local_world_size) if cut else live
+        model = {name: value.detach() for name, value in whole.items()}
         optimizer = freeze(self.optimizer.state_dict())
         states = {name: freeze(stateful.state_dict()) for name, stateful in self.states.items()}
         if self.on_gpu:
@@ -192,13 +197,13 @@ class TrainState:
             live = {name: value for name, value in live.items() if name not in extra}
         return live, objects, small
 
-    def expected_bytes(self, local_world_size: int = sys.maxsize) -> int:
+    def expected_bytes(self, local_world_size: int = sys.maxsize, *, is_spread: bool = False) -> int:
         """Estimate the size of a node's snapshot, as far as it can be known before the first optimizer step.
 
         Args:
             local_world_size: Number of ranks on each node.
+            is_spread: Whether some node does not hold all of the model.
         """
-        is_spread = sharding.is_spread(self.model, local_world_size)
 
         def nbytes(tensor: Any) -> int:
             own = is_spread and sharding.is_sharded(tensor)
@@ -319,6 +324,9 @@ def _load(stateful: Any, point: RestorePoint, name: str, change: Callable[[Any],
 def _put(stateful: Any, point: RestorePoint, name: str, state: Any, change: Callable[[Any], Any] | None = None) -> None:
     try:
         stateful.load_state_dict(change(state) if change is not None else state)
+    except CheckpointError:
+        # The checkpoint's bytes may be read only now: they were altered, or storage does not answer.
+        raise
     except Exception as error:
         raise CheckpointError(
             f"{point.place}: {name} does not fit this {type(stateful).__name__}: {type(error).__name__}: {error}. Use "

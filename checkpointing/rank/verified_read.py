@@ -173,6 +173,7 @@ def read_verified(
     buffers: BufferCache,
     shares: Shares,
     scratch: Path | None = None,
+    alone: bool = False,
 ) -> tuple[RestorePoint | None, CheckpointError | None]:
     """Read what one rank needs of a checkpoint or a snapshot.
 
@@ -185,6 +186,7 @@ def read_verified(
         buffers: Memory for copies.
         shares: Takes the digests of parts that this rank verifies for all ranks of its node.
         scratch: Folder for temporary files.
+        alone: No other rank reads it: this one verifies all shards.
 
     Returns:
         The state, or why it cannot be used.
@@ -210,7 +212,8 @@ def read_verified(
         spread = None
         if INDEX_NAME in files:
             index = files.pop(INDEX_NAME)
-            spread = open_spread(located.place, located.files, index, located.info.world_size, rank, world_size)
+            share = (0, 1) if alone else (rank, world_size)
+            spread = open_spread(located.place, located.files, index, located.info.world_size, *share)
         failpoint("restore.read")
     except (CheckpointError, OSError) as error:
         return None, error if isinstance(error, CheckpointError) else StorageUnreachable(str(error))

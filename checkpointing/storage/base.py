@@ -66,6 +66,9 @@ class Transaction(Protocol):
             OSError: Storage refused.
         """
 
+    def withdraw(self, names: Sequence[str]) -> None:
+        """Remove files and notes of these names, where there are any; failures are left to the next sweep."""
+
 
 class RemoteFile(Protocol):
     """A file that is not on this machine, read by ranges.
@@ -152,7 +155,7 @@ class Storage(ABC):
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def begin(self, step: int, attempt: int, together: str = "") -> Transaction:
+    def begin(self, step: int, attempt: int, together: str = "", *, joins: bool = False) -> Transaction:
         """Start writing the checkpoint of a step.
 
         Args:
@@ -160,6 +163,7 @@ class Storage(ABC):
             attempt: The attempt that computed it.
             together: Identity of the save, in hexadecimal digits, where several nodes write it: all begin with the
                 same one, and one of them commits or aborts.
+            joins: This node does neither: nothing is made for it.
         """
 
     def displace_stale(self, step: int, attempt: int) -> None:

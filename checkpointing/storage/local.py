@@ -59,7 +59,7 @@ def _watched(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
 class LocalTransaction:
     """See `Transaction`. Files are written by one thread of each node, in any order."""
 
-    def __init__(self, storage: LocalStorage, step: int, attempt: int, together: str) -> None:
+    def __init__(self, storage: LocalStorage, step: int, attempt: int, together: str, *, joins: bool) -> None:
         self._storage, self._step, self._attempt = storage, step, attempt
         root = storage.root
         if storage.has_begun(attempt) and not root.is_dir():
@@ -67,13 +67,14 @@ class LocalTransaction:
             raise OSError(errno.ENOENT, f"{root} existed when attempt {attempt} began and is gone; put it back")
         self._target = root / f"{CHECKPOINT_PREFIX}{step}"
         self._temporary = root / f".{CHECKPOINT_PREFIX}{step}{together and f'.{together}'}.{attempt}.tmp"
-        root.mkdir(parents=True, exist_ok=True)
-        if not together:
-            # What is left of the same attempt can only be a failed try of this process.
-            shutil.rmtree(self._temporary, ignore_errors=True)
-        self._temporary.mkdir(exist_ok=bool(together))
         # Directories that contain files.
         self._folders: set[Path] = set()
+        if joins:
+            return
+        root.mkdir(parents=True, exist_ok=True)
+        # What is left of the same attempt can only be a failed try of this process.
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        self._temporary.mkdir()
         try:
             failpoint("local.begun")
         except OSError:
@@ -93,10 +94,24 @@ class LocalTransaction:
 
     def read_note(self, name: str) -> bytes | None:
         """Read a file."""
+        path = self._temporary / name
         try:
-            return (self._temporary / name).read_bytes()
-        except FileNotFoundError:
-            return None
+            return path.read_bytes()
+        except OSError as error:
+            # Over NFS, one that is being replaced.
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
+        # A client of NFS may remember for half a minute that there is none, unless the directory changes.
+        for folder in path.parents[: len(path.parents) - len(self._target.parent.parts) + 1]:
+            with contextlib.suppress(OSError):
+                os.utime(folder)
+        return None
+
+    def withdraw(self, names: Sequence[str]) -> None:
+        """Unlink the files."""
+        for name in names:
+            with contextlib.suppress(OSError):
+                (self._temporary / name).unlink(missing_ok=True)
 
     def _place(self, name: str) -> Path:
         """Return the path of a file, in a folder that exists."""
@@ -243,9 +258,9 @@ class LocalStorage(Storage):
         except ValueError as error:
             raise OSError(f"{path}: {error}; remove it if no run writes here") from None
 
-    def begin(self, step: int, attempt: int, together: str = "") -> LocalTransaction:
+    def begin(self, step: int, attempt: int, together: str = "", *, joins: bool = False) -> LocalTransaction:
         """Create the temporary directory."""
-        return LocalTransaction(self, step, attempt, together)
+        return LocalTransaction(self, step, attempt, together, joins=joins)
 
     def describe(self, step: int) -> str:
         """Return the checkpoint's path."""

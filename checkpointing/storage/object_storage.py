@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import re
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -82,6 +82,11 @@ class ObjectTransaction:
         """Get an object."""
         return self._store.get(f"{self._folder}/{name}")
 
+    def withdraw(self, names: Sequence[str]) -> None:
+        """Delete the objects."""
+        with contextlib.suppress(StorageError):
+            self._store.delete([f"{self._folder}/{name}" for name in names])
+
     def commit(self, manifest: Manifest) -> None:
         """Put the manifest, between two checks of the fence."""
         data = replace(manifest, folder=self._folder).to_json()
@@ -90,6 +95,8 @@ class ObjectTransaction:
         if not self._publish(data):
             self._storage.displace_stale(self._step, self._attempt)
             if not self._publish(data):
+                # What exists may name the folder of the same save.
+                self._may_be_published = self._is_shared
                 raise CommitConflict(
                     f"{self._storage.describe(self._step)} exists already; it is kept and this copy is dropped"
                 )
@@ -196,7 +203,7 @@ class ObjectStorage(Storage):
         self.store = store
         self.sidecars = ObjectSidecars(store)
 
-    def begin(self, step: int, attempt: int, together: str = "") -> ObjectTransaction:
+    def begin(self, step: int, attempt: int, together: str = "", *, joins: bool = False) -> ObjectTransaction:
         """Choose a folder that no other writer uses, or the one of a save that several nodes write."""
         return ObjectTransaction(self, step, attempt, together)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from chaos.stores import MemoryObjects
 
 from checkpointing import together
 from checkpointing.digest import digest_buffer
@@ -16,7 +18,17 @@ from checkpointing.manifest import FileEntry, SnapshotInfo
 from checkpointing.shards import ShardParts, parts_name
 from checkpointing.storage import LocalStorage
 from checkpointing.storage.local import LocalTransaction
-from checkpointing.together import LAST_PATIENCE_S, PATIENCE_S, Shard, Together, await_shards, write_shards
+from checkpointing.storage.object_storage import ObjectStorage
+from checkpointing.together import (
+    LAST_PATIENCE_S,
+    LONGEST_S,
+    PATIENCE_S,
+    Shard,
+    Together,
+    await_shards,
+    begin_together,
+    write_shards,
+)
 
 INFO = SnapshotInfo("run", 1, 5, 2, 40)
 SAVE = Together("ab12", ("shards/0.bin", "shards/1.bin"))
@@ -31,7 +43,10 @@ def storage(tmp_path: Path) -> LocalStorage:
 
 @pytest.fixture
 def transaction(storage: LocalStorage) -> LocalTransaction:
-    return storage.begin(5, 1, SAVE.identity)
+    """That of the node that commits, which has begun."""
+    transaction = storage.begin(5, 1, SAVE.identity)
+    begin_together(transaction, SAVE)
+    return transaction
 
 
 def shard(parts: Callable[[], ShardParts] = lambda: PARTS) -> Shard:
@@ -65,14 +80,25 @@ def test_a_shard_that_another_node_has_written_is_part_of_the_checkpoint(
     ]
 
 
+def alive(transaction: LocalTransaction, number: int) -> None:
+    transaction.write_note("shards/1.state.json", json.dumps({"alive": [1, number]}).encode())
+
+
 def test_signs_of_life_are_waited_for_and_silence_is_not(transaction: LocalTransaction) -> None:
     time = Time()
     for number in range(4):
-        note = json.dumps({"alive": [1, number]}).encode()
-        time.events.append((number * 25.0, lambda note=note: transaction.write_note("shards/1.parts.json", note)))  # type: ignore[misc]
+        time.events.append((number * 25.0, functools.partial(alive, transaction, number)))
     with pytest.raises(CommitFailed, match=r"shards/1\.bin was not written: .* no sign of life for 30 s"):
         await_shards(transaction, ["shards/1.bin"], clock=time.clock, sleep=time.sleep)
     assert 75 + PATIENCE_S <= time.now < 77 + PATIENCE_S
+
+
+def test_a_node_that_lives_but_does_not_get_on_is_given_up(transaction: LocalTransaction) -> None:
+    time = Time()
+    time.events = [(second * 20.0, functools.partial(alive, transaction, second)) for second in range(500)]
+    with pytest.raises(CommitFailed, match=r"was not written within 36\d\d s, although its node lives|no sign of life"):
+        await_shards(transaction, ["shards/1.bin"], clock=time.clock, sleep=time.sleep)
+    assert LONGEST_S <= time.now < LONGEST_S + 2
 
 
 def test_when_its_attempt_is_over_there_is_less_time(transaction: LocalTransaction) -> None:
@@ -82,12 +108,21 @@ def test_when_its_attempt_is_over_there_is_less_time(transaction: LocalTransacti
     assert time.now < LAST_PATIENCE_S + 1
 
 
+def test_a_node_waits_for_the_one_that_commits(storage: LocalStorage) -> None:
+    """And writes nothing where that one never begins, as in a directory that each node has for itself."""
+    time = Time()
+    with pytest.raises(CommitFailed, match=r"has not begun this save here for 30 s\. Do all nodes reach this location"):
+        write_shards(storage, INFO, SAVE, [shard()], clock=time.clock, sleep=time.sleep)
+    assert list(storage.root.iterdir()) == []
+
+
+def full(*_: object) -> int:
+    raise OSError(28, "No space left on device")
+
+
 def test_what_another_node_could_not_write_ends_the_save_at_once(
     storage: LocalStorage, transaction: LocalTransaction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(LocalTransaction, "write", full)
     with pytest.raises(CommitFailed, match=r"share of checkpoint-5 at .* could not be written: No space left"):
         write_shards(storage, INFO, SAVE, [shard()])
@@ -95,17 +130,37 @@ def test_what_another_node_could_not_write_ends_the_save_at_once(
         await_shards(transaction, ["shards/1.bin"])
 
 
+def test_digests_that_were_stored_are_not_replaced_by_a_later_error(
+    storage: LocalStorage, transaction: LocalTransaction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer was lost: the node that commits may have read them, and the manifest names them."""
+    write_note = LocalTransaction.write_note
+
+    def answer_lost(self: LocalTransaction, name: str, data: bytes) -> None:
+        write_note(self, name, data)
+        if name == "shards/1.parts.json":
+            raise OSError(5, "no answer")
+
+    monkeypatch.setattr(LocalTransaction, "write_note", answer_lost)
+    with pytest.raises(CommitFailed, match="no answer"):
+        write_shards(storage, INFO, SAVE, [shard()])
+    assert transaction.read_note("shards/1.parts.json") == PARTS.to_json()
+    assert [entry.name for entry in await_shards(transaction, ["shards/1.bin"])] == [
+        "shards/1.bin",
+        "shards/1.parts.json",
+    ]
+
+
 @pytest.mark.parametrize("note", [b"", b"{", b"[]", b'{"nbytes": 1, "parts": "00"}'])
-def test_a_note_that_says_nothing_is_an_error(transaction: LocalTransaction, note: bytes) -> None:
+def test_digests_that_cannot_be_read_are_an_error(transaction: LocalTransaction, note: bytes) -> None:
     transaction.write_note("shards/1.parts.json", note)
     with pytest.raises(CommitFailed, match="cannot be read"):
         await_shards(transaction, ["shards/1.bin"])
 
 
-def test_a_node_gives_signs_of_life_until_its_digests_are_known(
+def test_signs_of_life_end_with_the_digests_and_are_removed(
     storage: LocalStorage, transaction: LocalTransaction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last note is never replaced by a sign of life."""
     monkeypatch.setattr(together, "ALIVE_S", 0.001)
     digested = threading.Event()
     seen: set[bytes] = set()
@@ -114,25 +169,41 @@ def test_a_node_gives_signs_of_life_until_its_digests_are_known(
         assert digested.wait(10)
         return PARTS
 
-    # The shard is written; its digests are not known yet.
-    monkeypatch.setattr(LocalTransaction, "write", lambda self, name, pieces: digested_later())
-
-    def digested_later() -> int:
+    def written(*_: object) -> int:
         while len(seen) < 3:
-            note = transaction.read_note("shards/1.parts.json")
+            note = transaction.read_note("shards/1.state.json")
             if note is not None:
                 seen.add(note)
         digested.set()
         return len(DATA)
 
+    # The shard is written; its digests are not known yet.
+    monkeypatch.setattr(LocalTransaction, "write", written)
     write_shards(storage, INFO, SAVE, [shard(parts)])
     assert all(b"alive" in note for note in seen)
     assert transaction.read_note(parts_name("shards/1.bin")) == PARTS.to_json()
+    await_shards(transaction, ["shards/1.bin"])
+    assert transaction.read_note("shards/1.state.json") is None
 
 
 def test_a_save_that_was_given_up_gets_no_more_files(storage: LocalStorage, transaction: LocalTransaction) -> None:
-    other = storage.begin(5, 1, SAVE.identity)
+    other = storage.begin(5, 1, SAVE.identity, joins=True)
     transaction.abort()
     with pytest.raises(OSError, match="No such file"):
         other.write("shards/1.bin", [memoryview(DATA)])
-    assert storage.sweep() == []
+    assert list(storage.root.iterdir()) == []
+
+
+def test_what_is_written_after_the_save_was_given_up_is_withdrawn() -> None:
+    """In object storage, where nothing is a directory that could be gone."""
+    storage = ObjectStorage(MemoryObjects())
+    transaction = storage.begin(5, 1, SAVE.identity)
+    begin_together(transaction, SAVE)
+
+    def given_up() -> ShardParts:
+        transaction.abort()
+        return PARTS
+
+    with pytest.raises(CommitFailed, match="has given up checkpoint-5"):
+        write_shards(storage, INFO, SAVE, [shard(given_up)])
+    assert storage.store.sizes() == {}

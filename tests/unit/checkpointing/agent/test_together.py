@@ -20,9 +20,8 @@ from checkpointing.together import Together
 
 
 @pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch) -> tuple[Bench, Bench]:
+def nodes() -> tuple[Bench, Bench]:
     """The agent that commits, and another one."""
-    monkeypatch.setattr(together, "PATIENCE_S", 0.3)
     leader = Bench()
     return leader, Bench(Tiers(leader.tiers.durable), commits=False)
 
@@ -54,13 +53,17 @@ def test_each_writes_its_shard_and_one_commits(nodes: tuple[Bench, Bench]) -> No
         "shards/0.bin",
         "shards/index.json",
         "shards/0.parts.json",
+        "shards/begun.json",
         "shards/1.bin",
         "shards/1.parts.json",
     ]
     assert leader.scheduler.outcomes == other.scheduler.outcomes == {7: None}
 
 
-def test_a_node_that_is_gone_fails_the_save_which_is_not_tried_again(nodes: tuple[Bench, Bench]) -> None:
+def test_a_node_that_is_gone_fails_the_save_which_is_not_tried_again(
+    nodes: tuple[Bench, Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(together, "PATIENCE_S", 0.3)
     leader, _ = nodes
     arena = share(leader, 0)
     failure = leader.settle()[-1]
@@ -68,7 +71,7 @@ def test_a_node_that_is_gone_fails_the_save_which_is_not_tried_again(nodes: tupl
     assert Catalog(leader.tiers.durable).committed_steps() == []
     assert not [key for key in leader.store.objects if key.startswith("checkpoint-")]
     leader.scheduler.commit_newest()
-    assert not leader.scheduler.is_busy and arena.state is ArenaState.WHOLE
+    assert not leader.scheduler.is_busy and arena.state is ArenaState.FREE and leader.scheduler.gave_up
 
 
 def test_a_node_whose_storage_refuses_ends_the_save_of_all(nodes: tuple[Bench, Bench]) -> None:
@@ -96,7 +99,8 @@ def test_ranks_are_answered_when_that_is_over_and_are_offered_no_share(nodes: tu
         share(bench, rank, commit=False)
         bench.scheduler.commit_newest()
         held = bench.scheduler.begin_stage()
-        assert held == [(7, 1)]
+        # What another node publishes is not this one's to let through.
+        assert held == ([(7, 1)] if rank == 0 else [])
         bench.resumption.begin(bench.workers.current.begin_attempt(2, held), fetch=True)
         assert not bench.resumption.is_known
     settle_both(leader, other)
@@ -120,3 +124,56 @@ def test_a_checkpoint_in_shards_is_not_read_ahead(nodes: tuple[Bench, Bench]) ->
     fresh.settle()
     fresh.resumption.fetch_newest()
     assert fresh.resumption.fetching is not None
+
+
+def test_who_publishes_is_decided_when_the_save_begins(nodes: tuple[Bench, Bench]) -> None:
+    """A node that begins to lead while it writes its share does not publish it as well."""
+    leader, other = nodes
+    share(other, 1)
+    other.workers.current._duty.commits = True
+    share(leader, 0)
+    _, of_other = settle_both(leader, other)
+    assert of_other[-1] == SharesWritten()
+    assert Catalog(leader.tiers.durable).verify(7).is_sharded
+
+
+def test_shares_that_nobody_can_resume_from_are_freed(
+    nodes: tuple[Bench, Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the older attempt's, of a later step, would be what is committed when the ranks die again."""
+    monkeypatch.setattr(together, "PATIENCE_S", 0.3)
+    leader, other = nodes
+    failed = share(leader, 0, 8)
+    leader.settle()
+    left = share(leader, 0, 9, commit=False)
+    leader.settle()
+    leader.scheduler.begin_stage()
+    assert [arena.state for arena in (failed, left)] == [ArenaState.FREE] * 2
+    monkeypatch.setattr(together, "PATIENCE_S", 30.0)
+    for rank, bench in enumerate(nodes):
+        share(bench, rank, 6, commit=False, attempt=2)
+        bench.scheduler.commit_newest()
+    settle_both(leader, other)
+    assert Catalog(leader.tiers.durable).committed_steps() == [6]
+
+
+def test_what_becomes_of_an_earlier_attempts_save_is_no_answer_to_the_next_one(
+    nodes: tuple[Bench, Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(together, "PATIENCE_S", 0.3)
+    leader, _ = nodes
+    share(leader, 0)
+    leader.scheduler.begin_stage()
+    assert isinstance(leader.settle()[-1], CommitFailed) and leader.scheduler.outcomes == {}
+
+
+def test_a_newer_committed_share_makes_older_ones_superfluous(nodes: tuple[Bench, Bench]) -> None:
+    leader, other = nodes
+    for rank, bench in enumerate(nodes):
+        share(bench, rank, 6, commit=False)
+        share(bench, rank, 7)
+    settle_both(leader, other)
+    for bench in nodes:
+        assert [arena.state for arena in bench.pool.arenas] == [ArenaState.FREE] * 2
+        bench.scheduler.commit_newest()
+        assert not bench.scheduler.is_busy
