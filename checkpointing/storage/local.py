@@ -102,9 +102,11 @@ class LocalTransaction:
             if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise
         # A client of NFS may remember for half a minute that there is none, unless the directory changes.
-        for folder in path.parents[: len(path.parents) - len(self._target.parent.parts) + 1]:
+        for folder in path.parents:
             with contextlib.suppress(OSError):
                 os.utime(folder)
+            if folder == self._target.parent:
+                break
         return None
 
     def withdraw(self, names: Sequence[str]) -> None:
