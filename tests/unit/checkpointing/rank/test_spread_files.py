@@ -115,3 +115,14 @@ def test_an_index_that_cannot_be_read_is_damage() -> None:
     _, files, _ = checkpoint(ROWS)
     with pytest.raises(InvalidCheckpoint, match=r"shards/index\.json matches its digest but cannot be read"):
         open_spread("here", files, memoryview(b"{}"), 2, 0, 1)
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_damaged_digests_are_found_before_the_ranks_agree(damaged: int) -> None:
+    """Other ranks go by them when they read parts of the shard, which is too late to choose another checkpoint."""
+    index, files, _ = checkpoint(ROWS)
+    note = ShardParts.of(memoryview(bytearray(256))).to_json()
+    files[parts_name(shard_name(damaged))] = (memoryview(note), digest_buffer(note))
+    open_spread("here", files, memoryview(index.to_json()), 2, 1 - damaged, 2)
+    with pytest.raises(InvalidCheckpoint, match=rf"shards/{damaged}\.parts\.json was altered"):
+        open_spread("here", files, memoryview(index.to_json()), 2, damaged, 2)
