@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
 from checkpointing.digest import PART_BYTES, num_parts, part_digests
 from checkpointing.manifest import Manifest
@@ -17,8 +18,9 @@ from checkpointing.storage.base import RemoteFile
 _KEPT_PARTS = 8
 ALTERED = "was altered: its digest is not the one that was recorded"
 
-# A file of a checkpoint, and the digest that its manifest has for it.
-Recorded = tuple[Path | RemoteFile | memoryview, str]
+# Where the bytes of a file are; and with the digest that its manifest has for it.
+Source = Path | RemoteFile | memoryview
+Recorded = tuple[Source, str]
 
 
 def recorded_files(storage: Storage, manifest: Manifest) -> dict[str, Recorded]:
@@ -26,8 +28,20 @@ def recorded_files(storage: Storage, manifest: Manifest) -> dict[str, Recorded]:
     return {file.name: (storage.file(manifest, file.name), file.digest) for file in manifest.files}
 
 
-class ShardReader:
-    """Reads bytes of one shard, and verifies every part that it reads.
+class ShardReader(Protocol):
+    """Reads bytes of one shard, and verifies every part that it reads."""
+
+    def read(self, start: int, nbytes: int) -> Iterator[memoryview]:
+        """Yield bytes of the shard, in order; each view lasts until the next.
+
+        Raises:
+            OSError: It cannot be read.
+            ValueError: It was altered, or has no such bytes.
+        """
+
+
+class PartReader:
+    """Reads a shard part by part into memory; see `ShardReader`.
 
     Args:
         parts: The recorded digests.
@@ -46,12 +60,7 @@ class ShardReader:
         self._parts, self._read_into, self._cache, self._name = parts, read_into, cache, name
 
     def read(self, start: int, nbytes: int) -> Iterator[memoryview]:
-        """Yield bytes of the shard, in order; each view lasts until the next.
-
-        Raises:
-            OSError: It cannot be read.
-            ValueError: It was altered, or has no such bytes.
-        """
+        """Yield what is in one part at a time."""
         if start + nbytes > self._parts.nbytes:
             raise ValueError(f"{self._name} has {self._parts.nbytes} bytes, not {start + nbytes}")
         end = start + nbytes
@@ -65,9 +74,13 @@ class ShardReader:
     def _part(self, number: int) -> memoryview:
         memory = memoryview(bytearray(min(PART_BYTES, self._parts.nbytes - number * PART_BYTES)))
         self._read_into(number * PART_BYTES, memory)
-        if part_digests(memory, [0])[0] != self._parts.digests[number]:
-            raise ValueError(f"{self._name} was altered: a part of it has another digest")
+        _check_part(self._name, part_digests(memory, [0])[0], self._parts.digests[number])
         return memory
+
+
+def _check_part(name: str, digest: bytes, recorded: bytes) -> None:
+    if digest != recorded:
+        raise ValueError(f"{name} was altered: a part of it has another digest")
 
 
 class PartCache:
@@ -142,7 +155,7 @@ def index_of(data: bytes | memoryview, files: Mapping[str, Recorded]) -> ShardIn
     return index
 
 
-def _size_of(source: Path | RemoteFile | memoryview) -> int:
+def _size_of(source: Source) -> int:
     return source.stat().st_size if isinstance(source, Path) else source.nbytes
 
 
@@ -205,11 +218,11 @@ class ShardReaders:
             source, _ = read_shared(source, None)
         if isinstance(source, memoryview):
             return _Mapped(name, source, parts)
-        return ShardReader(parts, reading_at(source), self._cache, name)
+        return PartReader(parts, reading_at(source), self._cache, name)
 
 
-class _Mapped(ShardReader):
-    """A shard in memory, or a file that is mapped there.
+class _Mapped:
+    """A shard in memory, or a file that is mapped there; see `ShardReader`.
 
     Args:
         name: Names the shard in errors.
@@ -229,7 +242,6 @@ class _Mapped(ShardReader):
         if self._recorded is not None:
             numbers = set(range(start // PART_BYTES, num_parts(start + nbytes))) - self._verified
             for number, digest in part_digests(self._data, sorted(numbers)).items():
-                if digest != self._recorded.digests[number]:
-                    raise ValueError(f"{self._name} was altered: a part of it has another digest")
+                _check_part(self._name, digest, self._recorded.digests[number])
             self._verified |= numbers
         yield self._data[start : start + nbytes]

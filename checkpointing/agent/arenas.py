@@ -48,7 +48,7 @@ class Arena:
         commit_wanted: A commit was requested, and has not failed.
         damaged: A reader found other bytes than were digested; must not be published.
         publishes: This agent publishes it, and does not just write its share.
-        is_spent: It is a share whose save is over: nobody can resume from it.
+        is_spent: It is a share that nobody commits or resumes from any more.
         is_old: It is a share of an earlier attempt: nobody waits for what becomes of it.
         whole_since: When the snapshot became whole, by the agent's clock.
     """
@@ -75,8 +75,8 @@ class Arena:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it holds a whole snapshot that is not known to be damaged."""
-        return self.state is ArenaState.WHOLE and not self.damaged
+        """Whether it holds a whole snapshot that is not known to be damaged, and of use to somebody."""
+        return self.state is ArenaState.WHOLE and not self.damaged and not self.is_spent
 
     def begin(self, step: int, stage: str, state: ArenaState = ArenaState.FILLING) -> None:
         """Forget the last snapshot, and begin that of a step."""

@@ -187,10 +187,14 @@ def _shards(arena: Arena) -> list[Shard]:
 def _staged_parts(shard: Shard) -> StagedFile:
     """Return the file with the digests of a shard's parts, made when it is written."""
 
-    def pieces() -> Iterator[memoryview]:
-        yield memoryview(shard.parts().to_json())
+    @functools.cache
+    def data() -> bytes:
+        return shard.parts().to_json()
 
-    return StagedFile(parts_name(shard.name), pieces(), lambda: digest_buffer(shard.parts().to_json()))
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(data())
+
+    return StagedFile(parts_name(shard.name), pieces(), lambda: digest_buffer(data()))
 
 
 def committed_at(storage: Storage) -> list[Manifest]:

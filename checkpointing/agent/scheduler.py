@@ -224,8 +224,7 @@ class Scheduler:
                 arena.state, arena.whole_since = ArenaState.WHOLE, self._clock()
             case FetchFailed():
                 arena.state = ArenaState.FREE
-        if (arena.damaged or arena.is_spent) and arena.num_tasks == 0:
-            arena.state = ArenaState.FREE
+        self._free_if_idle(arena)
 
     def _end_save(self, arena: Arena, result: Committed | SharesWritten | CommitFailed) -> None:
         """Free a share whose save is over, and after success all older ones, which need not be committed any more."""
@@ -237,10 +236,14 @@ class Scheduler:
             if other.together is not None and other.state is ArenaState.WHOLE and other.step < arena.step:
                 self._spend(other)
 
-    @staticmethod
-    def _spend(arena: Arena) -> None:
+    def _spend(self, arena: Arena) -> None:
         """Free a share, once nothing works on it."""
-        if arena.num_tasks == 0:
+        arena.is_spent = True
+        self._free_if_idle(arena)
+
+    @staticmethod
+    def _free_if_idle(arena: Arena) -> None:
+        if (arena.damaged or arena.is_spent) and arena.num_tasks == 0:
             arena.state = ArenaState.FREE
 
     def _filling(self, number: int, step: int) -> Arena | None:

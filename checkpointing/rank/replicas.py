@@ -127,10 +127,10 @@ class ReplicaComparison:
         tensors = self._ranks.gather(sums[kind])
         first = next(n for n in range(len(tensors[ranks[0]])) if len({tensors[rank][n] for rank in ranks}) > 1)
         name = self._ranks.gather(names.get(id(kinds[kind][first]), "the optimizer's state") if kind in kinds else "")
-        values = [[tensors[rank][first]] for rank in ranks]
+        num_values = len({tensors[rank][first] for rank in ranks})
         raise ReplicasDrifted(
             f"step {step}: ranks {', '.join(map(str, ranks))} hold the same part of {name[ranks[0]]}, but with "
-            f"{len(set(map(tuple, values)))} different values. No checkpoint is made of this state; resume from the "
+            f"{num_values} different values. No checkpoint is made of this state; resume from the "
             "one before. If it happens again, look for code that changes parameters on one rank only, for gradients "
             "that are not reduced over all replicas, or for faulty memory."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import tempfile
@@ -24,7 +25,7 @@ from checkpointing.rank import rng, sharding
 from checkpointing.rank.spread_files import SpreadFiles
 from checkpointing.rank.torch_files import storage_records
 from checkpointing.rank.torch_reader import check_archive, filled, model_state, plain
-from checkpointing.rank.trees import replaced, tensors_in
+from checkpointing.rank.trees import replaced
 from checkpointing.reading import MemoryFile
 
 # Larger files are not written to the directory that `RestorePoint.directory` makes of a snapshot.
@@ -144,16 +145,11 @@ class RestorePoint:
         """Return an optimizer's state dict, with what this rank holds of its tensors; raises as `cut` does."""
         if not self._is_spread(OPTIMIZER_NAME):
             return sharding.cut_optimizer_state(state, optimizer)
-        spread, done = self._spread, set[int]()
+        spread = self._spread
         assert spread is not None
-
-        def cut_like(whole: torch.Tensor, live: Any) -> torch.Tensor:
-            own = spread.cut(OPTIMIZER_NAME, whole, live)
-            done.add(id(own))
-            return own
-
-        cut = sharding.cut_optimizer_state(state, optimizer, cut_like)
-        spread.fill(OPTIMIZER_NAME, [tensor for tensor in tensors_in(cut) if id(tensor) not in done])
+        cut = sharding.cut_optimizer_state(state, optimizer, functools.partial(spread.cut, OPTIMIZER_NAME))
+        # What belongs to no parameter.
+        spread.fill(OPTIMIZER_NAME, cut)
         return cut
 
     def _is_spread(self, name: str) -> bool:

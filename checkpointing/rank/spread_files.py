@@ -23,13 +23,7 @@ from checkpointing.rank import sharding
 from checkpointing.rank.trees import tensors_in
 from checkpointing.reading import digest_of, fault, read_private, read_shared
 from checkpointing.shard_reading import ALTERED, Recorded, ShardReaders, index_of, parts_of, read_piece, read_range
-from checkpointing.shards import (
-    INDEX_NAME,
-    Piece,
-    ShardIndex,
-    SpreadFile,
-    shard_rank,
-)
+from checkpointing.shards import INDEX_NAME, Piece, ShardIndex, SpreadFile, shard_rank
 
 # mmap(2): the kernel does not set memory aside for pages that are never written to. In Python's module since 3.13.
 _MAP_NORESERVE = 0x4000
@@ -113,8 +107,11 @@ class SpreadFiles:
         opened = self._opened[name]
         with self._reading():
             for tensor in tensors_in(obj):
+                # What was cut is in memory of its own.
+                if sharding.is_sharded(tensor) or tensor.device.type != "cpu":
+                    continue
                 first = tensor.untyped_storage().data_ptr() - opened.address
-                if tensor.device.type == "cpu" and 0 <= first < opened.file.nbytes:
+                if 0 <= first < opened.file.nbytes:
                     target = opened.buffer[first : first + tensor.untyped_storage().nbytes()]
                     read_range(opened.file, self._readers, first, target)
 
@@ -134,22 +131,19 @@ class SpreadFiles:
         packed = block if block.is_contiguous() else torch.empty(box.shape, dtype=whole.dtype)
         target = packed.view(-1).view(torch.uint8).numpy().data
         if exact is not None:
-            # As this rank, or another one, has written it: in one piece.
-            position = 0
-            for data in self._readers(exact.shard).read(exact.at, exact.nbytes):
-                target[position : position + len(data)] = data
-                position += len(data)
+            # As this rank, or another one, has written it: packed already.
+            one_run = Piece(0, exact.nbytes, at=exact.at)
+            read_piece(self._readers(exact.shard), one_run, (0, exact.nbytes), target)
         elif not levels:
             read_range(opened.file, self._readers, wanted.offset, target)
-        if exact is not None or not levels:
-            if packed is not block:
-                own[place] = packed
-            return
-        # In memory of its own: another name of the same tensor may be in use in the file's.
-        spared = torch.empty(wanted.end - wanted.offset, dtype=torch.uint8)
-        read_range(opened.file, self._readers, wanted.offset, spared.numpy().data)
-        rows = spared.view(whole.dtype).as_strided([*found.counts, found.length], [*found.strides, 1])
-        own[place] = rows.reshape(box.shape)
+        else:
+            # In memory of its own: another name of the same tensor may be in use in the file's.
+            around = torch.empty(wanted.end - wanted.offset, dtype=torch.uint8)
+            read_range(opened.file, self._readers, wanted.offset, around.numpy().data)
+            rows = around.view(whole.dtype).as_strided([*found.counts, found.length], [*found.strides, 1])
+            packed.copy_(rows.reshape(box.shape))
+        if packed is not block:
+            own[place] = packed
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

@@ -20,17 +20,14 @@ from checkpointing.rank import rng
 from checkpointing.rank.restore_point import SMALL_BYTES, RestorePoint
 from checkpointing.rank.spread_files import open_spread
 from checkpointing.reading import fault, private_memory, read_private, read_shared
-from checkpointing.shard_reading import ALTERED
+from checkpointing.shard_reading import ALTERED, Recorded, recorded_files
 from checkpointing.shards import FOLDER, INDEX_NAME
 from checkpointing.storage import Storage
-from checkpointing.storage.base import RemoteFile
 
 # Model and optimizer are verified at the same time.
 _FILES_AT_ONCE = 2
 # Of one rank, for each file: some 20 GB/s each (2 cores, 2026-11-23).
 _DIGEST_THREADS = 4
-
-Source = Path | RemoteFile | memoryview
 
 
 class BufferCache:
@@ -119,7 +116,7 @@ class _Located:
 
     place: str
     info: SnapshotInfo
-    files: Mapping[str, tuple[Source, str]]
+    files: Mapping[str, Recorded]
     path: Path | None = None
 
 
@@ -233,12 +230,10 @@ def read_verified(
 
 def _locate(storage: Storage | None, source: OfferedSnapshot | int) -> _Located:
     if not isinstance(source, int):
-        files: dict[str, tuple[Source, str]] = {
-            name: (view, source.digests[name]) for name, view in source.files.items()
-        }
+        files: dict[str, Recorded] = {name: (view, source.digests[name]) for name, view in source.files.items()}
         return _Located(f"the snapshot of step {source.info.step} in memory", source.info, files)
     assert storage is not None
     path, place = storage.directory(source), storage.describe(source)
     manifest = storage.read_manifest(source)
-    files = {file.name: (storage.file(manifest, file.name), file.digest) for file in manifest.files}
+    files = recorded_files(storage, manifest)
     return _Located(place, manifest.info, files, path)

@@ -12,7 +12,7 @@ from hypothesis import given
 
 from checkpointing import shards
 from checkpointing.digest import digest_buffer
-from checkpointing.shard_reading import PartCache, ShardReader, read_range
+from checkpointing.shard_reading import PartCache, PartReader, read_range
 from checkpointing.shards import (
     Piece,
     ShardIndex,
@@ -32,13 +32,13 @@ class Spread:
     file: SpreadFile
     shards: dict[int, bytearray]
 
-    def reader(self, rank: int) -> ShardReader:
+    def reader(self, rank: int) -> PartReader:
         data = memoryview(self.shards[rank])
 
         def read_into(start: int, target: memoryview) -> None:
             target[:] = data[start : start + len(target)]
 
-        return ShardReader(ShardParts.of(data), read_into, PartCache(2), shard_name(rank))
+        return PartReader(ShardParts.of(data), read_into, PartCache(2), shard_name(rank))
 
     def read(self, first: int, last: int) -> bytes:
         target = bytearray(last - first)

@@ -177,3 +177,14 @@ def test_a_newer_committed_share_makes_older_ones_superfluous(nodes: tuple[Bench
         assert [arena.state for arena in bench.pool.arenas] == [ArenaState.FREE] * 2
         bench.scheduler.commit_newest()
         assert not bench.scheduler.is_busy
+
+
+def test_a_share_that_is_being_digested_as_its_attempt_ends_is_not_committed_by_the_next(
+    nodes: tuple[Bench, Bench],
+) -> None:
+    leader, _ = nodes
+    old = share(leader, 0, 9, commit=False)
+    leader.scheduler.begin_stage()
+    leader.scheduler.commit_newest()
+    leader.settle()
+    assert old.state is ArenaState.FREE and not leader.scheduler.is_busy and leader.scheduler.outcomes == {}

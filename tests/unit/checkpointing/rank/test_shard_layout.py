@@ -10,7 +10,7 @@ from checkpointing.rank.device import Host
 from checkpointing.rank.file_images import Extent, FileImage, PlacedFile, copy_literals, copy_tensors, shares
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.shard_layout import ShardLayout
-from checkpointing.shard_reading import PartCache, ShardReader, read_range
+from checkpointing.shard_reading import PartCache, PartReader, read_range
 from checkpointing.shards import ShardIndex, ShardParts
 from checkpointing.together import Together
 
@@ -53,7 +53,7 @@ def test_the_shards_of_all_ranks_are_the_file() -> None:
         def read_into(start: int, target: memoryview, data: memoryview = data) -> None:
             target[:] = data[start : start + len(target)]
 
-        readers[rank] = ShardReader(ShardParts.of(data), read_into, PartCache(), "")
+        readers[rank] = PartReader(ShardParts.of(data), read_into, PartCache(), "")
     target = bytearray(len(FILE))
     read_range(ShardIndex.from_json(found[0][1]).files["m"], readers.__getitem__, 0, memoryview(target))
     assert bytes(target) == FILE
