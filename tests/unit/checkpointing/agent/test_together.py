@@ -9,7 +9,7 @@ from unit.checkpointing.agent.doubles import STATE, Bench, save
 
 from checkpointing import together
 from checkpointing.agent.arenas import Arena, ArenaState
-from checkpointing.agent.results import SharesWritten
+from checkpointing.agent.results import Digested, SharesWritten
 from checkpointing.agent.scheduler import SnapshotContent
 from checkpointing.catalog import Catalog
 from checkpointing.events import CommitFailed, Committed
@@ -186,5 +186,5 @@ def test_a_share_that_is_being_digested_as_its_attempt_ends_is_not_committed_by_
     old = share(leader, 0, 9, commit=False)
     leader.scheduler.begin_stage()
     leader.scheduler.commit_newest()
-    leader.settle()
+    assert [type(result) for result in leader.settle()] == [Digested]
     assert old.state is ArenaState.FREE and not leader.scheduler.is_busy and leader.scheduler.outcomes == {}
