@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import statistics
 import subprocess
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from common import ROOT, Progress, flush_and_drop
+from common import ROOT, Progress, flush_and_drop, scratch_folder
 from monitored_agent import MonitoredAgent, monitored_agent
 
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
@@ -164,22 +163,13 @@ class CheckpointRuns:
 
     def run(self, method: str, *, steps: int, core: int | None) -> dict[str, Any]:
         """Run one variant from scratch; what it wrote is removed and flushed before the next."""
-        with self.folder() as folder:
+        with scratch_folder(self.scratch) as folder:
             if method != "ours":
                 return self.work(method, folder, self.shape, steps=steps, save_every=self.save_every, core=core)
             with monitored_agent(str(folder)) as agent:
                 return self.work(
                     method, folder, self.shape, steps=steps, save_every=self.save_every, core=core, agent=agent
                 )
-
-    @contextlib.contextmanager
-    def folder(self) -> Iterator[Path]:
-        folder = Path(tempfile.mkdtemp(dir=self.scratch))
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.sync()
 
     def dd(self, nbytes: int, *flags: str) -> float:
         """Return the seconds that `dd` takes to write a state's bytes, read from the page cache."""
@@ -200,7 +190,7 @@ class CheckpointRuns:
 
     def resume_pair(self) -> tuple[float, float]:
         """Return the seconds of `CheckpointManager.resume()`: from memory, and from the disk with its cache dropped."""
-        with self.folder() as folder:
+        with scratch_folder(self.scratch) as folder:
             with monitored_agent(str(folder)) as agent:
                 self.work("ours", folder, self.shape, steps=1, save_every=1, agent=agent)
                 from_memory = self.work("ours", folder, self.shape, steps=0, save_every=self.save_every, agent=agent)
@@ -215,7 +205,7 @@ class CheckpointRuns:
 
         None where writes cannot be throttled.
         """
-        with self.folder() as folder, monitored_agent(str(folder)) as agent:
+        with scratch_folder(self.scratch) as folder, monitored_agent(str(folder)) as agent:
             saving = self.work(
                 "ours",
                 folder,

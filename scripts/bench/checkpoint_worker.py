@@ -93,9 +93,10 @@ class Dcp(Method):
         import torch.distributed as dist
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "29533")
-        dist.init_process_group("gloo", rank=0, world_size=1)
+        if not dist.is_initialized():
+            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+            os.environ.setdefault("MASTER_PORT", "29533")
+            dist.init_process_group("gloo", rank=0, world_size=1)
         self.stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=False,
@@ -113,13 +114,18 @@ class Dcp(Method):
         if self.upload is not None:
             self.upload.result()
         kind = AsyncCheckpointerType.PROCESS if self.process else AsyncCheckpointerType.THREAD
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         response = async_save(
-            state, checkpoint_id=str(self.folder / str(step)), async_checkpointer_type=kind, async_stager=self.stager
+            self.state(),
+            checkpoint_id=str(self.folder / str(step)),
+            async_checkpointer_type=kind,
+            async_stager=self.stager,
         )
         self.upload = getattr(response, "upload_completion", response)
         self.staging = getattr(response, "staging_completion", None)
         self.upload.add_done_callback(lambda _: self.note_durable(step))
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def before_optimizer(self) -> None:
         if self.staging is not None:

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import boto3
-from common import command_line, machine, make_parser, spread, today, undisturbed, write_figures
+from common import command_line, machine, make_parser, scratch_folder, spread, today, undisturbed, write_figures
 from sharded_runs import Layout, ShardedRuns
 from storage_server import Gateway, gateway, missing_commands
 
@@ -97,7 +96,7 @@ def measure_round(runs: ShardedRuns, measured: Measured, scale: Scale, name: str
         return runs.work("train", method, str(folder), TRAINED_ON, steps=scale.steps, save_every=scale.save_every)
 
     last = scale.steps + 1
-    with runs.folder() as folder:
+    with scratch_folder(runs.scratch) as folder:
         plain = tried(lambda: trained("none", folder / "none"), "no saves")
         measured.state_bytes = plain["state_bytes"]
         for method in random.sample(METHODS, len(METHODS)):
@@ -136,17 +135,6 @@ def links(server: Gateway, number: int, mbit_per_s: int) -> Iterator[list[dict[s
         # The user's own settings do not count.
         own = {**server.environment, "AWS_CONFIG_FILE": "/dev/null", "AWS_SHARED_CREDENTIALS_FILE": "/dev/null"}
         yield [{**own, "AWS_ENDPOINT_URL": endpoint} for endpoint in endpoints]
-
-
-def make_bucket(server: Gateway) -> None:
-    """Make the bucket that the runs write to."""
-    boto3.client(
-        "s3",
-        endpoint_url=server.endpoint,
-        aws_access_key_id=server.environment["AWS_ACCESS_KEY_ID"],
-        aws_secret_access_key=server.environment["AWS_SECRET_ACCESS_KEY"],
-        region_name=server.environment["AWS_DEFAULT_REGION"],
-    ).create_bucket(Bucket=BUCKET)
 
 
 def measure_links(runs: ShardedRuns, measured: Measured, scale: Scale, server: Gateway) -> None:
@@ -231,7 +219,7 @@ def main() -> None:
             runs.say("two nodes behind links: left out, radosgw is not installed")
         else:
             with gateway(scratch / "server") as server:
-                make_bucket(server)
+                server.make_bucket(BUCKET)
                 behind = ShardedRuns(scratch, scale.link_shape, runs.say)
                 for _ in range(scale.rounds):
                     measure_links(behind, measured, scale, server)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_runs import PeakMemory
-from common import ROOT, Progress
+from common import ROOT, Progress, scratch_folder
 
 sys.path.append(str(ROOT / "tests"))
 from infra.ports import free_port
@@ -104,18 +102,9 @@ class ShardedRuns:
         figures: dict[str, Any] = json.loads(answers[0])
         return {**figures, "peak_bytes": peak}
 
-    @contextlib.contextmanager
-    def folder(self) -> Iterator[Path]:
-        folder = Path(tempfile.mkdtemp(dir=self.scratch))
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.sync()
-
     def export_memory(self, nbytes: int) -> float:
         """Return the memory in MB that `runner checkpoints export` takes for a sharded checkpoint of that size."""
-        with self.folder() as folder:
+        with scratch_folder(self.scratch) as folder:
             write_sharded(LocalStorage(folder / "run"), nbytes)
             command = [sys.executable, "-m", "runner", "checkpoints", "export", str(folder / "run"), "1"]
             environment = {**os.environ, "PYTHONPATH": str(ROOT)}

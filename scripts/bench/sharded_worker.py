@@ -12,8 +12,10 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
+import checkpoint_worker
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -47,20 +49,8 @@ class Model(nn.Module):
         return logits
 
 
-class Method:
+class Sharded(checkpoint_worker.Method):
     """Saves nothing."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
-        self.model, self.optimizer, self.folder = model, optimizer, folder
-
-    def save(self, step: int) -> None:
-        pass
-
-    def before_optimizer(self) -> None:
-        pass
-
-    def after_step(self, step: int) -> None:
-        pass
 
     def wait(self) -> None:
         """Return when the last save is durable."""
@@ -72,45 +62,14 @@ class Method:
         pass
 
 
-class Dcp(Method):
+class Dcp(checkpoint_worker.DcpSharedAsync, Sharded):
     """`torch.distributed.checkpoint`: `async_save` by a process, its state in shared memory; and `load`."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        self.stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=False, use_shared_memory=True, use_async_staging=True, use_non_blocking_copy=False
-            )
-        )
-        self.upload: Any = None
-        self.staging: Any = None
-
-    def _state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
-
-    def save(self, step: int) -> None:
-        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
-
-        if self.upload is not None:
-            self.upload.result()
-        response = async_save(
-            self._state(),
-            checkpoint_id=f"{self.folder}/{step}",
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-            async_stager=self.stager,
-        )
-        self.upload = getattr(response, "upload_completion", response)
-        self.staging = getattr(response, "staging_completion", None)
-
-    def before_optimizer(self) -> None:
-        if self.staging is not None:
-            self.staging.result()
-            self.staging = None
 
     def wait(self) -> None:
         if self.upload is not None:
@@ -120,19 +79,18 @@ class Dcp(Method):
         from torch.distributed.checkpoint.state_dict import set_state_dict
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        state = self._state()
-        load(state, checkpoint_id=f"{self.folder}/{step}")
+        state = self.state()
+        load(state, checkpoint_id=str(self.folder / str(step)))
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-class Ours(Method):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+class Ours(Sharded):
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, location: str) -> None:
+        # Not a path: it may be in object storage.
+        super().__init__(model, optimizer, Path())
         from checkpointing import CheckpointManager
 
-        self.manager = CheckpointManager(
-            self.folder, model=self.model, optimizer=self.optimizer, snapshot_steps=None, keep_last=2
-        )
+        self.manager = CheckpointManager(location, model=model, optimizer=optimizer, snapshot_steps=None, keep_last=2)
 
     def save(self, step: int) -> None:
         self.manager.save(step, step)
@@ -155,9 +113,6 @@ class Ours(Method):
         self.manager.close()
 
 
-METHODS: dict[str, type[Method]] = {"none": Method, "dcp": Dcp, "ours": Ours}
-
-
 def main(action: str, name: str, folder: str, steps: int, save_every: int, width: int, layers: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -170,7 +125,11 @@ def main(action: str, name: str, folder: str, steps: int, save_every: int, width
         fully_shard(block)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    method = METHODS[name](model, optimizer, folder)
+    method: Sharded
+    if name == "ours":
+        method = Ours(model, optimizer, folder)
+    else:
+        method = {"none": Sharded, "dcp": Dcp}[name](model, optimizer, Path(folder))
     blocked: list[float] = []
 
     def train_step() -> None:
@@ -202,6 +161,7 @@ def main(action: str, name: str, folder: str, steps: int, save_every: int, width
             method.after_step(step)
             dist.barrier()
             began = time.perf_counter()
+            method.began[step] = time.time()
             method.save(step)
             method.wait()
             dist.barrier()
@@ -215,6 +175,7 @@ def main(action: str, name: str, folder: str, steps: int, save_every: int, width
             train_step()
             method.after_step(step)
             if step % save_every == 0:
+                method.began[step] = time.time()
                 save_began = time.perf_counter()
                 method.save(step)
                 blocked.append(time.perf_counter() - save_began)

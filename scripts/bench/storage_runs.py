@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import boto3
 from common import ROOT, Progress
 from monitored_agent import monitored_agent
 from storage_server import Gateway, rclone
@@ -55,13 +54,7 @@ class StorageRuns:
             "RCLONE_CONFIG_S3_ENV_AUTH": "true",
             "RCLONE_CONFIG_S3_ENDPOINT": server.endpoint,
         }
-        self._bucket = boto3.resource(
-            "s3",
-            endpoint_url=server.endpoint,
-            aws_access_key_id=server.environment["AWS_ACCESS_KEY_ID"],
-            aws_secret_access_key=server.environment["AWS_SECRET_ACCESS_KEY"],
-            region_name=server.environment["AWS_DEFAULT_REGION"],
-        ).create_bucket(Bucket=BUCKET)
+        self._bucket = server.make_bucket(BUCKET)
         # Agents that this process starts inherit its environment.
         os.environ.update({name: self._environment[name] for name in (*server.environment, "AWS_CONFIG_FILE")})
         self._attempt = 0

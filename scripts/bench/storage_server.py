@@ -11,7 +11,9 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+import boto3
 import psutil
 from common import ROOT, set_affinity
 
@@ -56,6 +58,16 @@ class Gateway:
             "AWS_SECRET_ACCESS_KEY": _SECRET_KEY,
             "AWS_DEFAULT_REGION": "us-east-1",
         }
+
+    def make_bucket(self, name: str) -> Any:
+        """Make a bucket; return it as boto3's resource."""
+        return boto3.resource(
+            "s3",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=self.environment["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=self.environment["AWS_SECRET_ACCESS_KEY"],
+            region_name=self.environment["AWS_DEFAULT_REGION"],
+        ).create_bucket(Bucket=name)
 
     def free_memory(self) -> None:
         """Free the memory of removed objects now instead of in two hours."""
