@@ -86,7 +86,11 @@ class Follower:
             self._config.launch.peer_address, hello, session.loop, self._on_message, read_secret=secret
         )
         self._node: Node | None = None
+        # Of the present connection's leader; None without one.
         self._run_id: str | None = None
+        self._num_connections = 0
+        # Helper processes since the last attempt that were killed.
+        self._num_killed = 0
         self._spec: AttemptSpec | None = None
         # The newest attempt that the leader has ended.
         self._end: End | None = None
@@ -135,36 +139,53 @@ class Follower:
 
     def _follow(self) -> tuple[ExitCode, str]:
         configured_secret()  # A mistake in it is not one to wait for.
-        num_killed = 0
+        while self._wait(lambda: self._run_id is not None) and self._take_part(self._num_connections):
+            pass
+        return self._outcome()
+
+    def _take_part(self, connection: int) -> bool:
+        """Take part in one attempt, unless the connection to the leader is lost before.
+
+        Args:
+            connection: Its number.
+
+        Returns:
+            As `_wait`.
+        """
+
+        def is_lost() -> bool:
+            # There may be another one already, to a leader of another run, which knows nothing of this node.
+            return self._run_id is None or self._num_connections != connection
+
         stop = self._session.stop
-        while True:
-            if not self._wait(lambda: self._run_id is not None):
-                return self._outcome()
-            try:
-                node = self._current_node()
-                if not stop:
-                    node.ensure_processes()
-            except HelperKilled as error:
-                if not stop:
-                    num_killed += 1
-                    if num_killed > self._config.restart.max_restarts:
-                        raise
-                    self._display.message(f"{error}; restarting it")
-                    continue
-            except LaunchError:
-                if not stop:
-                    raise
-            # An attempt may be paused for this node alone.
-            if not self._wait(self._may_be_ready):
-                return self._outcome()
+        try:
+            node = self._current_node()
             if not stop:
-                self._member.send(Ready(nproc=node.shape[1], has_state=node.has_state))
-            if not self._wait(lambda: self._spec is not None or self._run_id is None):
-                return self._outcome()
-            num_killed = 0
-            if self._spec is not None:
-                spec, self._spec = self._spec, None
-                self._run_attempt(node, spec)
+                node.ensure_processes()
+        except HelperKilled as error:
+            if not stop:
+                self._num_killed += 1
+                if self._num_killed > self._config.restart.max_restarts:
+                    raise
+                self._display.message(f"{error}; restarting it")
+                return True
+        except LaunchError:
+            if not stop:
+                raise
+        # An attempt may be paused for this node alone.
+        if not self._wait(lambda: self._may_be_ready() or is_lost()):
+            return False
+        if is_lost():
+            return True
+        if not stop:
+            self._member.send(Ready(nproc=node.shape[1], has_state=node.has_state))
+        if not self._wait(lambda: self._spec is not None or is_lost()):
+            return False
+        self._num_killed = 0
+        if self._spec is not None and not is_lost():
+            spec, self._spec = self._spec, None
+            self._run_attempt(node, spec)
+        return True
 
     def _may_be_ready(self) -> bool:
         return self._node is None or self._node.is_warm or bool(self._session.stop)
@@ -281,7 +302,8 @@ class Follower:
     def _on_message(self, message: ToMember) -> None:
         match message:
             case Welcome(run_id=run_id, epoch=epoch):
-                self._run_id = run_id
+                self._run_id, self._spec = run_id, None
+                self._num_connections += 1
                 self._succession.follow(epoch)
             case Begin(spec=spec):
                 self._spec = spec

@@ -378,6 +378,47 @@ def test_it_is_ready_once_ranks_can_start_without_delay(tmp_path: Path) -> None:
     assert bench.member.sent == [Ready(nproc=2)]
 
 
+def test_another_leader_while_it_loads_gets_a_node_of_its_own_run(tmp_path: Path) -> None:
+    """Nodes of two runs never meet: seen in a campaign, where the leader stood still just as this node came back."""
+    bench = Bench(tmp_path, WELCOME)
+    make = bench._make_node
+
+    def make_cold(*arguments: Any, **options: Any) -> Any:
+        node = make(*arguments, **options)
+        node.is_warm = len(bench.nodes) > 1
+        return node
+
+    def replaced() -> None:
+        lose_leader(bench)
+        bench.follower._turn()
+        bench.member.connected = True
+        bench.follower._on_message(Welcome(run_id="other"))
+        bench.nodes[0].is_warm = True
+
+    bench.follower._make_node = make_cold
+    loop: Any = bench.session.loop
+    loop.plan += [replaced, lambda: None, bench._step(BEGIN), bench._step(DONE)]
+    bench.attempts = [ended(FailureKind.ENDED)]
+    assert bench.run() is ExitCode.DONE
+    assert [(node.run_id, len(node.specs)) for node in bench.nodes] == [("run", 0), ("other", 1)]
+    assert [type(message) for message in bench.member.sent] == [Ready, Ended, Ready]
+
+
+def test_a_leader_that_is_met_again_at_once_learns_that_it_is_ready(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, WELCOME)
+
+    def again() -> None:
+        lose_leader(bench)
+        bench.follower._turn()
+        bench.member.connected = True
+        bench.follower._on_message(WELCOME)
+
+    loop: Any = bench.session.loop
+    loop.plan += [lambda: None, again, lambda: None, bench._step(DONE)]
+    assert bench.run() is ExitCode.DONE
+    assert bench.member.sent == [Ready(nproc=2), Ready(nproc=2)] and len(bench.nodes) == 1
+
+
 def lose_leader(bench: Bench) -> None:
     bench.member.connected = False
 
@@ -411,6 +452,15 @@ def test_a_node_that_has_met_no_leader_leads_with_nothing(tmp_path: Path) -> Non
     bench.watch.taken = Lease(2, "b", "b1", 1)
     assert bench.run() is ExitCode.DONE
     assert bench.led == [(bench.watch.taken, Inherited())]
+
+
+def test_a_node_that_has_met_no_leader_continues_the_same_run(tmp_path: Path) -> None:
+    """The others keep what they hold in memory only for the run that they know."""
+    bench = Bench(tmp_path, DONE)
+    lose_leader(bench)
+    bench.watch.newest = Lease(2, "c", "c1", 2, "10.0.0.3", "theirs", released=True)
+    bench.run()
+    assert bench.watch.seen[-1][2] == "theirs"
 
 
 def test_it_connects_to_the_node_that_leads_now(tmp_path: Path) -> None:
