@@ -135,7 +135,8 @@ def start(
         gpus = find_gpus()
         config, resume, overwrite = for_debugging(config, len(gpus)), "never", True
         os.environ.update(debugging_environment(os.environ, on_gpu=bool(gpus)))
-    if os.environ.pop(_FOLLOWS_ENV, None) is not None:
+    follows = os.environ.pop(_FOLLOWS_ENV, None) is not None
+    if follows:
         # The run that this process has led goes on.
         resume, overwrite = "auto", False
     step = resume_step(resume)
@@ -154,7 +155,11 @@ def start(
         say("this run is finished; nothing to do (--resume never --overwrite starts a new run)")
         click.echo(render(summary_of_run(directory), paths_of(config, directory)))
         return
-    caveats, is_away = _unless_stopped(stop, lambda: preflight.check_storage(config))
+    usable = functools.partial(preflight.check_storage, config)
+    if follows:
+        patience_s = config.launch.rendezvous_timeout_s
+        usable = functools.partial(preflight.await_storage, config, say, wait=time.sleep, patience_s=patience_s)
+    caveats, is_away = _unless_stopped(stop, usable)
     standing = _unless_stopped(stop, lambda: Standing(config, directory, forced=step != "auto"))
     location: str | None = None
     lock = preflight.LocationLock(config, say, None if directory.is_locked else 0.0)

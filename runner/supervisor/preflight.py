@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ _WEIGHTS = (
     "adapter_model.bin",
 )
 _STATE = "trainer_state.json"
+_RETRY_S = 1.0
 
 
 class LocationLock:
@@ -292,6 +294,36 @@ def check_storage(config: Config) -> tuple[list[str], bool]:
             is_away = True
             caveats.append(f"{text}; resuming from {tiers.local.location}; uploads follow when it answers")
     return [caveat for caveat in caveats if caveat is not None], is_away
+
+
+def await_storage(
+    config: Config, notify: Callable[[str], None], *, wait: Callable[[float], None], patience_s: float
+) -> tuple[list[str], bool]:
+    """Return what `check_storage` does, for a location that this run was using a moment ago.
+
+    That it cannot be used now is no mistake of the user's, and may pass: it is tried again every second.
+
+    Args:
+        config: The resolved configuration.
+        notify: Called once, if it cannot be used.
+        wait: Waits for some seconds.
+        patience_s: Seconds after which the error is final.
+
+    Raises:
+        UsageError: As `check_storage`.
+        StorageFull: Likewise.
+        StorageUnreachable: Likewise.
+    """
+    for attempt in itertools.count():
+        try:
+            return check_storage(config)
+        except (UsageError, StorageFull, StorageUnreachable) as error:
+            if attempt * _RETRY_S >= patience_s:
+                raise
+            if attempt == 0:
+                notify(f"{error}; trying again for {patience_s:.0f} s")
+            wait(_RETRY_S)
+    raise AssertionError
 
 
 def check_resume_step(config: Config, step: int) -> list[str]:

@@ -207,6 +207,23 @@ def test_a_node_whose_storage_fails_when_it_begins_to_lead_follows_again(
     assert [role for role, _ in runs.started] == ["follower"]
 
 
+def test_a_node_that_follows_again_waits_for_its_storage(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Exception | None] = [UsageError("Read-only file system"), None]
+
+    def check(_: object) -> tuple[list[str], bool]:
+        if (answer := answers.pop(0)) is not None:
+            raise answer
+        return [], False
+
+    monkeypatch.setattr(preflight, "check_storage", check)
+    monkeypatch.setattr(preflight, "_RETRY_S", 0.0)
+    assert isinstance(run().exception, UsageError) and not runs.started, "at the first start, it is a mistake"
+    answers[:] = [UsageError("Read-only file system"), None]
+    monkeypatch.setenv("_RUNNER_FOLLOWS", "1")
+    assert "Read-only file system; trying again" in run().output
+    assert [role for role, _ in runs.started] == ["supervisor"]
+
+
 def test_a_leader_that_is_to_stop_does_not_follow(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.cli.start.os.execv", lambda *_: pytest.fail("it was to stop"))
     runs.was_replaced, runs.code = True, ExitCode.PREEMPTED

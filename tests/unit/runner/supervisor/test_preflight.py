@@ -16,7 +16,7 @@ from checkpointing import locking
 from checkpointing.storage import LocalStorage, open_storage
 from checkpointing.tiers import Tiers
 from runner.config.schema import Config
-from runner.errors import CheckpointsMissing, RunBusy, UsageError
+from runner.errors import CheckpointsMissing, RunBusy, StorageFull, UsageError
 from runner.journal.journal import Journal, read_journal
 from runner.journal.run_directory import RunDirectory
 from runner.recovery.policy import BatchShape
@@ -27,6 +27,7 @@ from runner.supervisor.place import ensure_id, read_id
 from runner.supervisor.preflight import (
     LocationLock,
     admit,
+    await_storage,
     check_world_size,
     counts_samples,
     examine,
@@ -319,3 +320,30 @@ def test_samples_are_counted_where_it_is_known_how_steps_are_cut() -> None:
     own, configured = JobIdentity({"job": "script train.py"}), JobIdentity({"job": "the configured job"})
     assert counts_samples(configured, RestartState()) and not counts_samples(own, RestartState())
     assert counts_samples(own, RestartState(batch=BatchShape(4, 1)))
+
+
+def test_a_location_that_was_in_use_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that had begun to lead ended with 2: found by `runner chaos --nodes 3 --seed 23009`."""
+    config, said, waited = Fixture(tmp_path).config, list[str](), list[float]()
+    answers: list[Exception | None] = [UsageError("read-only"), StorageFull("full"), None]
+
+    def check(_: object) -> tuple[list[str], bool]:
+        if (answer := answers.pop(0)) is not None:
+            raise answer
+        return ["caveat"], False
+
+    monkeypatch.setattr(preflight, "check_storage", check)
+    assert await_storage(config, said.append, wait=waited.append, patience_s=60) == (["caveat"], False)
+    assert said == ["read-only; trying again for 60 s"] and waited == [1.0, 1.0]
+
+
+def test_the_wait_for_a_location_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = list[float]()
+
+    def check(_: object) -> None:
+        raise UsageError("read-only")
+
+    monkeypatch.setattr(preflight, "check_storage", check)
+    with pytest.raises(UsageError, match="read-only"):
+        await_storage(Fixture(tmp_path).config, lambda text: None, wait=waited.append, patience_s=5)
+    assert sum(waited) == 5
