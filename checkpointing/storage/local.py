@@ -14,7 +14,7 @@ import re
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from checkpointing.errors import CommitConflict, InvalidCheckpoint
@@ -22,21 +22,19 @@ from checkpointing.failpoints import failpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
 from checkpointing.storage.base import CHECKPOINT_PREFIX, IRREGULAR, NUMBER, Storage
 from checkpointing.storage.direct_io import write_file
-from checkpointing.storage.durable import create_file, fsync_directory, replace_file
+from checkpointing.storage.durable import fsync_directory, replace_file
 from checkpointing.storage.fence import Fence
+from checkpointing.storage.local_sidecars import RESTART_STATE_NAME, LocalSidecars
 from checkpointing.storage.rates import Rates, measure_directory
-from checkpointing.storage.sidecars import Sidecars
 
 _CHECKPOINT = re.compile(rf"{CHECKPOINT_PREFIX}({NUMBER})\Z")
 _TEMPORARY = re.compile(rf"\.(?:{CHECKPOINT_PREFIX}{NUMBER}(?:\.[0-9a-f]+)?|fence\.json)\.({NUMBER})\.tmp\Z")
-_TEMPORARY_RESTART_STATE = re.compile(rf"\.runner\.json\.{NUMBER}\.tmp\Z")
+_TEMPORARY_STATE = re.compile(rf"\.runner\.json\.{NUMBER}\.tmp\Z")
 _QUARANTINED = re.compile(rf"{CHECKPOINT_PREFIX}{NUMBER}\.(invalid|superseded)(-{NUMBER})?\Z")
 # Of a stock Trainer and of this library.
 TRAINER_STATE = "trainer_state.json"
 _ONLY_OURS = re.compile(r"loop_state_\d+\.json\Z|data_state(_\d+)?\.pth\Z|rank_state_\d+\.pt\Z")
 _FENCE_NAME = ".fence.json"
-_RESTART_STATE_NAME = ".runner.json"
-_SIDECARS_NAME = ".records"
 _REMOVING = re.compile(rf"\.{CHECKPOINT_PREFIX}{NUMBER}\.removing\Z")
 
 
@@ -156,67 +154,6 @@ class LocalTransaction:
         shutil.rmtree(self._temporary, ignore_errors=True)
 
 
-class LocalSidecars(Sidecars):
-    """See `Sidecars`. The restart state is `.runner.json`, all others are in `.records`."""
-
-    def __init__(self, root: Path, may_create: Callable[[], bool]) -> None:
-        """Create sidecars.
-
-        Args:
-            root: Directory of the storage.
-            may_create: Whether a missing directory may be created by a sidecar.
-        """
-        self._root, self._may_create = root, may_create
-
-    def read_restart_state(self) -> bytes | None:
-        """Read `.runner.json`."""
-        try:
-            return (self._root / _RESTART_STATE_NAME).read_bytes()
-        except FileNotFoundError:
-            return None
-
-    def write_restart_state(self, data: bytes) -> None:
-        """Replace `.runner.json`; never in a new directory, as the checkpoints may have been moved away with theirs."""
-        _replace(self._root, _RESTART_STATE_NAME, data, os.getpid())
-
-    def write(self, name: str, data: bytes) -> None:
-        """Replace a file durably."""
-        folder = self._root / _SIDECARS_NAME
-        folder.mkdir(parents=self._may_create(), exist_ok=True)
-        replace_file(folder / name, data, folder / f".{name}.tmp")
-
-    @property
-    def decides(self) -> bool:
-        """Return True: link(2) decides."""
-        return True
-
-    def create(self, name: str, data: bytes) -> bool:
-        """Link a file durably."""
-        folder = self._root / _SIDECARS_NAME
-        folder.mkdir(parents=self._may_create(), exist_ok=True)
-        return create_file(folder / name, data, folder / f".{name}.{uuid.uuid4().hex}.tmp")
-
-    def remove(self, name: str) -> None:
-        """Unlink a file."""
-        (self._root / _SIDECARS_NAME / name).unlink(missing_ok=True)
-
-    def read(self, name: str) -> bytes:
-        """Read a file."""
-        try:
-            return (self._root / _SIDECARS_NAME / name).read_bytes()
-        except FileNotFoundError:
-            return b""
-
-    def sizes(self, prefix: str = "") -> dict[str, int]:
-        """List the files."""
-        try:
-            paths = sorted((self._root / _SIDECARS_NAME).iterdir())
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        paths = [path for path in paths if path.name.startswith(prefix) and path.name[0] != "."]
-        return {path.name: path.stat().st_size for path in paths}
-
-
 class LocalStorage(Storage):
     """See `Storage`. `root` is created on the first write."""
 
@@ -324,12 +261,12 @@ class LocalStorage(Storage):
     def sweep(self) -> list[str]:
         """Remove temporary directories and files."""
         # This process may be writing its restart state now.
-        ours = f"{_RESTART_STATE_NAME}.{os.getpid()}.tmp"
+        ours = f"{RESTART_STATE_NAME}.{os.getpid()}.tmp"
         swept = [
             name
             for name in self._names()
             if ((match := _TEMPORARY.match(name)) and self._claim.outlives(int(match.group(1))))
-            or (_TEMPORARY_RESTART_STATE.match(name) and name != ours)
+            or (_TEMPORARY_STATE.match(name) and name != ours)
             or _REMOVING.match(name)
         ]
         if swept:
@@ -357,7 +294,8 @@ class LocalStorage(Storage):
 
     def _put_fence(self, fence: Fence) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
-        _replace(self.root, _FENCE_NAME, fence.to_json(), fence.attempt, lambda: failpoint("fence.written"))
+        temporary = self.root / f"{_FENCE_NAME}.{fence.attempt}.tmp"
+        replace_file(self.root / _FENCE_NAME, fence.to_json(), temporary, lambda: failpoint("fence.written"))
 
     def _sizes(self, step: int | None = None) -> dict[str, int]:
         sizes = {}
@@ -379,11 +317,6 @@ class LocalStorage(Storage):
             return sorted(os.listdir(self.root))  # noqa: PTH208 - names, not paths
         except FileNotFoundError:
             return []
-
-
-def _replace(root: Path, name: str, data: bytes, mark: int, written: Callable[[], object] = lambda: None) -> None:
-    """Replace a file of the root durably, by way of a temporary name with the writer's mark."""
-    replace_file(root / name, data, root / f"{name}.{mark}.tmp", written)
 
 
 def open_location(location: str) -> LocalStorage:

@@ -11,7 +11,7 @@ import pytest
 from node_fakes import FakeLeader, FakeNode, FakeSession
 
 from checkpointing.events import Event, Log
-from checkpointing.storage.local import LocalSidecars
+from checkpointing.storage.local_sidecars import LocalSidecars
 from runner.errors import ExitCode, PeersMissing, UsageError
 from runner.journal.events import NodesChanged, WaitingForNodes
 from runner.node.messages import AttemptSpec

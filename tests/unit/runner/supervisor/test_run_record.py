@@ -11,7 +11,7 @@ from node_fakes import FakeNode, FakeSession
 
 from checkpointing.events import Fenced
 from checkpointing.storage import LocalStorage
-from checkpointing.storage.local import LocalSidecars
+from checkpointing.storage.local_sidecars import LocalSidecars
 from runner.journal.journal import Journal
 from runner.node.messages import Job
 from runner.recovery.failure import Failure

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from node_fakes import FakeSession
 
-from checkpointing.storage.local import LocalSidecars
+from checkpointing.storage.local_sidecars import LocalSidecars
 from runner.config.schema import Config
 from runner.journal.run_directory import RunDirectory
 from runner.recovery.lease import Lease, newest_lease, take
