@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from checkpointing.events import Event, TrainingStarted
-from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError
+from runner.errors import ExitCode, PeersMissing, RunnerError
 from runner.journal.events import RunEnded, RunStarted
 from runner.journal.summary import RunState
 from runner.node.messages import AttemptSpec, Job
@@ -23,7 +23,7 @@ from runner.recovery.restart_state import FINISHED_PATIENCE_S
 from runner.supervisor.ends import end_of_error
 from runner.supervisor.identity import JobIdentity, key_of
 from runner.supervisor.lead import Succession
-from runner.supervisor.own_node import own_node
+from runner.supervisor.own_node import PatientStart, own_node
 from runner.supervisor.peer_messages import (
     FORWARDED,
     Begin,
@@ -89,15 +89,13 @@ class Follower:
         # Of the present connection's leader; None without one.
         self._run_id: str | None = None
         self._num_connections = 0
-        # Helper processes since the last attempt that were killed.
-        self._num_killed = 0
+        self._start = PatientStart(session)
         self._spec: AttemptSpec | None = None
         # The newest attempt that the leader has ended.
         self._end: End | None = None
-        self._busy_sent = False
+        self._busy_sent = self._stop_sent = False
         self._stop_patience_s = _STOP_PATIENCE_S
         self._finish: Finish | None = None
-        self._stop_sent = False
         # When the leader was heard last, or when waiting for it began; when the restart state was read last.
         self._heard_at = self._asked_at = session.monotonic()
 
@@ -111,8 +109,7 @@ class Follower:
         with session:
             location = self._config.checkpoint_location
             session.record(RunStarted(run_id=session.run_id, pid=os.getpid(), location=location, leads=False))
-            host, port = self._config.launch.peer_address
-            self._say(f"connecting to the leader at {host}:{port}")
+            self._say("connecting to the leader at {}:{}".format(*self._config.launch.peer_address))
             session.loop.every(_TURN_S, self._turn)
             try:
                 exit_code, reason = self._follow()
@@ -141,7 +138,9 @@ class Follower:
         configured_secret()  # A mistake in it is not one to wait for.
         while self._wait(lambda: self._run_id is not None) and self._take_part(self._num_connections):
             pass
-        return self._outcome()
+        if self._finish is None:
+            return ExitCode.PREEMPTED, "stopped on request"
+        return ExitCode(self._finish.exit_code), self._finish.reason
 
     def _take_part(self, connection: int) -> bool:
         """Take part in one attempt, unless the connection to the leader is lost before.
@@ -157,38 +156,23 @@ class Follower:
             # There may be another one already, to a leader of another run, which knows nothing of this node.
             return self._run_id is None or self._num_connections != connection
 
-        stop = self._session.stop
-        try:
-            node = self._current_node()
-            if not stop:
-                node.ensure_processes()
-        except HelperKilled as error:
-            if not stop:
-                self._num_killed += 1
-                if self._num_killed > self._config.restart.max_restarts:
-                    raise
-                self._display.message(f"{error}; restarting it")
-                return True
-        except LaunchError:
-            if not stop:
-                raise
+        node = self._current_node()
+        if not self._start.start(node):
+            return True
         # An attempt may be paused for this node alone.
-        if not self._wait(lambda: self._may_be_ready() or is_lost()):
+        if not self._wait(lambda: node.is_warm or bool(self._session.stop) or is_lost()):
             return False
         if is_lost():
             return True
-        if not stop:
+        if not self._session.stop:
             self._member.send(Ready(nproc=node.shape[1], has_state=node.has_state))
         if not self._wait(lambda: self._spec is not None or is_lost()):
             return False
-        self._num_killed = 0
+        self._start.succeeded()
         if self._spec is not None and not is_lost():
             spec, self._spec = self._spec, None
             self._run_attempt(node, spec)
         return True
-
-    def _may_be_ready(self) -> bool:
-        return self._node is None or self._node.is_warm or bool(self._session.stop)
 
     def _current_node(self) -> Node:
         """Return the node of the leader's run."""
@@ -286,11 +270,6 @@ class Follower:
             return False
         self._asked_at = now
         return finished_job(self._config.tiers.durable) == self._job_key
-
-    def _outcome(self) -> tuple[ExitCode, str]:
-        if self._finish is None:
-            return ExitCode.PREEMPTED, "stopped on request"
-        return ExitCode(self._finish.exit_code), self._finish.reason
 
     def _record(self, event: Event) -> None:
         self._session.record(event)

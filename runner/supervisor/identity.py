@@ -55,7 +55,7 @@ CHANGEABLE_OPTIONS = (
     | _names(
         """dataloader_num_workers dataloader_prefetch_factor dataloader_persistent_workers dataloader_pin_memory
         dataloader_multiprocessing_context dataset_num_proc ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb
-        ddp_find_unused_parameters ddp_static_graph ddp_timeout fsdp fsdp_config local_rank use_cpu
+        ddp_find_unused_parameters ddp_static_graph ddp_timeout deepspeed fsdp fsdp_config local_rank use_cpu
         gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs
         activation_offloading torch_compile torch_compile_backend torch_compile_mode torch_empty_cache_steps
         full_determinism debug enable_jit_checkpoint resume_from_checkpoint restore_callback_states_from_checkpoint"""

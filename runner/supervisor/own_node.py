@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from checkpointing.events import Event
+from runner.errors import HelperKilled, LaunchError
 from runner.node.health_check import HealthCheck
 from runner.node.messages import Job
 from runner.node.node import Node
@@ -47,3 +48,46 @@ def own_node(
         runtime=session.runtime,
         **({"check_gpus": health.run} if launch.nnodes > 1 and launch.check_gpus else {}),
     )
+
+
+class PatientStart:
+    """Starts a node's helper processes again if they are killed, `restart.max_restarts` times between two attempts.
+
+    Args:
+        session: The session.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._num_killed = session, 0
+
+    def start(self, node: Node) -> bool:
+        """Start what does not run; during a stop, failures do not matter any more.
+
+        Returns:
+            False if a process was killed, and this is to be called again.
+
+        Raises:
+            HelperKilled: Too often.
+            LaunchError: A process cannot be started.
+        """
+        session = self._session
+        if session.stop:
+            return True
+        try:
+            node.ensure_processes()
+        except HelperKilled as error:
+            if session.stop:
+                return True
+            self._num_killed += 1
+            if self._num_killed > session.config.restart.max_restarts:
+                raise
+            session.display.message(f"{error}; restarting it")
+            return False
+        except LaunchError:
+            if not session.stop:
+                raise
+        return True
+
+    def succeeded(self) -> None:
+        """Note that an attempt begins."""
+        self._num_killed = 0
