@@ -6,6 +6,8 @@ MODEL_NAME = "model.safetensors"
 # Instead, where only a part of the model is trained; PEFT's name.
 ADAPTER_NAME = "adapter_model.safetensors"
 WEIGHTS_NAMES = (MODEL_NAME, ADAPTER_NAME)
+# Parameters in full precision, by the model's names, where the optimizer has these and the model a shorter type.
+MASTER_NAME = "master_weights.safetensors"
 OPTIMIZER_NAME = "optimizer.pt"
 SCHEDULER_NAME = "scheduler.pt"
 SCALER_NAME = "scaler.pt"

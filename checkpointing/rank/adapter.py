@@ -10,9 +10,9 @@ import torch
 
 from checkpointing.errors import CheckpointError
 from checkpointing.layout import ADAPTER_NAME
+from checkpointing.rank import sharding
 from checkpointing.rank.fingerprint import fingerprint
 from checkpointing.rank.restore_point import RestorePoint
-from checkpointing.rank.sharding import gathered
 
 # Identifies the base that an adapter was trained on; in the same checkpoint.
 BASE_NAME = "base_model.json"
@@ -60,7 +60,7 @@ class Adapter:
             # Buffers may change, and a layer that PEFT wraps for the adapter has another name. Of a module that is
             # trained whole, PEFT keeps the original, which is not used and may have been initialised at random.
             base = {
-                name.replace(".base_layer", ""): tensor.detach()
+                name.replace(".base_layer", ""): tensor
                 for name, tensor in live.items()
                 if isinstance(tensor, torch.nn.Parameter)
                 and id(tensor) not in saved
@@ -68,10 +68,10 @@ class Adapter:
                 and adapters.isdisjoint(name.split("."))
             }
             # All ranks come here at the same step, and gather a sharded base one tensor after the other.
-            whole = (gathered(tensor) for tensor in base.values())
+            whole = (sharding.gathered(tensor).detach() for tensor in base.values())
             sums = fingerprint(t.contiguous().reshape(-1).view(torch.uint8) for t in whole).tolist()
             entries = sorted(
-                (name, str(tensor.dtype), list(tensor.shape), total)
+                (name, str(tensor.dtype), list(sharding.shape_of(tensor)), total)
                 for (name, tensor), total in zip(base.items(), sums, strict=True)
             )
             digest = hashlib.sha256(json.dumps(entries).encode()).hexdigest()
@@ -89,7 +89,7 @@ class Adapter:
         own = self.select(live_tensors(model))
         differing = sorted(
             name for name in own.keys() | state.keys() if name not in own or name not in state
-            or own[name].shape != state[name].shape
+            or sharding.shape_of(own[name]) != tuple(state[name].shape)
         )  # fmt: skip
         if differing:
             names = ", ".join(differing[:_MAX_NAMES]) + (", …" if len(differing) > _MAX_NAMES else "")
@@ -105,7 +105,7 @@ class Adapter:
             )
         with torch.no_grad():
             for name, tensor in own.items():
-                tensor.copy_(point.cut(ADAPTER_NAME, state[name], tensor))
+                sharding.fill(tensor, point.cut(ADAPTER_NAME, state[name], tensor))
 
 
 def _called(identity: Mapping[str, object]) -> str:

@@ -14,7 +14,7 @@ from checkpointing.data.cursor import LoaderCursor
 from checkpointing.errors import CommitFailed, Preempted
 from checkpointing.failpoints import failpoint
 from checkpointing.heartbeat import Phase
-from checkpointing.rank import rng, sharding, stop_signal
+from checkpointing.rank import rng, stop_signal
 from checkpointing.rank.agent_connection import AgentConnection
 from checkpointing.rank.cadence import CadenceClock
 from checkpointing.rank.flag_sync import FlagSync
@@ -114,12 +114,7 @@ class CheckpointedTraining(RestorableTraining):
         self._speeds = compare_speeds(self._train_state.model, self._ranks, node_rank=node_rank, report=report)
         if self._train_state.model is not None and self._train_state.optimizer is not None:
             self._train_state.check()
-            model, local_world_size = self._train_state.model, self._ranks.local_world_size
-            if sharding.has_sharded(model):
-                # Not known to each rank alone: its own mesh may be within a node where another's is not.
-                self._snapshotter.is_spread = any(self._ranks.gather(sharding.is_spread(model, local_world_size)))
-            is_spread = bool(self._snapshotter.is_spread)
-            self._snapshotter.reserve(self._train_state.expected_bytes(local_world_size, is_spread=is_spread))
+            self._snapshotter.prepare(self._train_state, self._ranks)
         # What was just restored need not be saved again.
         self._snapshotter.last_step = start_step if start_step else -1
 

@@ -20,6 +20,7 @@ from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.rank.restorer import Restorer, check_nothing_in_the_way, restore_generators
 from checkpointing.rank.snapshotter import Snapshotter
 from checkpointing.rank.train_state import TrainState, hooks_with_memory
+from checkpointing.rank.zero import ZeroState, is_engine
 
 
 class RestorableTraining:
@@ -50,6 +51,7 @@ class RestorableTraining:
         self.static_files: dict[str, bytes] = {}
         self._positions = DataPositions(ranks)
         self._train_state: TrainState
+        self._zero: ZeroState | None = None
         # Classes of what DDP's communication hooks remember, which no checkpoint holds.
         self._hook_states: list[str] = []
 
@@ -116,8 +118,8 @@ class RestorableTraining:
         of it, it is saved whole; otherwise each machine writes its share.
 
         Args:
-            model: The model; a DDP wrapper is looked through.
-            optimizer: The optimizer.
+            model: The model, or a DeepSpeed engine; a DDP wrapper is looked through.
+            optimizer: The optimizer; that of a DeepSpeed engine is known.
             scheduler: The learning rate scheduler.
             scaler: The gradient scaler.
             states: Further objects with `state_dict` and `load_state_dict`, by name.
@@ -130,7 +132,12 @@ class RestorableTraining:
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             self._hook_states = hooks_with_memory(model)
             model = model.module
-        self._train_state = TrainState(model, optimizer, scheduler, scaler, dict(states or {}), adapter)
+        if is_engine(model):
+            if self._zero is None or self._zero.engine is not model:
+                self._zero = ZeroState(model)
+            model, optimizer = self._zero.module, self._zero
+        zero = self._zero if optimizer is self._zero else None
+        self._train_state = TrainState(model, optimizer, scheduler, scaler, dict(states or {}), adapter, zero)
 
     def choose(self, *, on_device: bool | None = None) -> RestorePoint | None:
         """Agree with all ranks on the checkpoint to resume from; None starts from the beginning.

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from checkpointing.boxes import Cut, Placements, Range, Region, num_regions, region, runs, writers
 from checkpointing.errors import CheckpointError
 from checkpointing.rank.file_images import Extent, FileImage, bytes_of
+from checkpointing.rank.fragments import Fragment, assembled, fragment_of, is_partitioned
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Part:
     """The part of a tensor that this rank holds.
 
     Attributes:
-        shape: Shape of the whole tensor.
+        shape: Shape of the whole tensor; flat where the part is a fragment.
         region: What of it this rank holds.
         tensor: The part itself, on the rank's device.
         guards: Tensors whose version counters together show any change in place.
@@ -47,15 +48,41 @@ class Part:
 Parts = dict[int, Part]
 
 
-def is_sharded(value: object) -> bool:
+def is_dtensor(value: object) -> bool:
     """Return whether a value is a `DTensor`, without importing the slow module, which is loaded if there is one."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
+def is_sharded(value: object) -> bool:
+    """Return whether this rank may hold only a part: a `DTensor`, a `Fragment`, or a parameter of ZeRO-3."""
+    return is_dtensor(value) or isinstance(value, Fragment) or is_partitioned(value)
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """Return the shape of a whole tensor."""
+    fragment = fragment_of(value)
+    return fragment.shape if fragment is not None else tuple(value.shape)
+
+
+def nbytes_of(value: Any) -> int:
+    """Return the size of a whole tensor."""
+    fragment = fragment_of(value)
+    return fragment.nbytes if fragment is not None else int(value.nbytes)
+
+
+def own_nbytes(value: Any) -> int:
+    """Return how many bytes of a tensor this rank holds."""
+    fragment = fragment_of(value)
+    own = fragment.tensor if fragment is not None else value._local_tensor if is_dtensor(value) else value
+    return int(own.nbytes)
+
+
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole tensor, which all ranks that hold a part of it ask for together."""
-    whole: torch.Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    if is_partitioned(tensor):
+        return assembled(tensor)
+    whole: torch.Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
     return whole
 
 
@@ -65,15 +92,20 @@ def has_sharded(model: torch.nn.Module) -> bool:
 
 
 def part_of(tensor: Any, local_world_size: int = sys.maxsize) -> Part:
-    """Return this rank's part of a `DTensor`.
+    """Return this rank's part of a sharded tensor.
 
     Args:
-        tensor: The `DTensor`.
+        tensor: The sharded tensor.
         local_world_size: Number of ranks on each node; by default all are on one.
 
     Raises:
         CheckpointError: The tensor is a partial sum, or is not distributed as its placements say.
     """
+    fragment = fragment_of(tensor)
+    if fragment is not None:
+        flat = (math.prod(fragment.shape),)
+        own = Region((((fragment.first, fragment.last),),))
+        return Part(flat, own, fragment.tensor, (fragment.tensor,), is_written=True, distribution="ZeRO")
     shape = tuple(tensor.shape)
     held, is_written, distribution = _held(tensor.device_mesh, shape, tuple(tensor.placements), local_world_size)
     # Not `to_local`: the tensor that it returns has a version counter of its own.
@@ -138,13 +170,12 @@ def stand_ins(obj: Any, parts: Parts, local_world_size: int = sys.maxsize) -> An
 
 
 def _stand_ins(obj: Any, parts: Parts, made: dict[int, torch.Tensor], local_world_size: int) -> Any:
-    if isinstance(obj, torch.Tensor):
-        if not is_sharded(obj):
-            return obj
+    if is_sharded(obj):
         if id(obj) not in made:
+            shape = shape_of(obj)
             # Not `torch.empty`, which fills memory under deterministic algorithms.
-            memory = torch.UntypedStorage(obj.numel() * obj.element_size())
-            whole = made[id(obj)] = _whole(memory, obj)
+            memory = torch.UntypedStorage(math.prod(shape) * obj.dtype.itemsize)
+            whole = made[id(obj)] = torch.empty(0, dtype=obj.dtype).set_(memory).view(shape)
             parts[whole.untyped_storage()._cdata] = part_of(obj, local_world_size)
         return made[id(obj)]
     if isinstance(obj, Mapping):
@@ -154,11 +185,6 @@ def _stand_ins(obj: Any, parts: Parts, made: dict[int, torch.Tensor], local_worl
     if type(obj) is tuple:
         return tuple(_stand_ins(value, parts, made, local_world_size) for value in obj)
     return obj
-
-
-def _whole(memory: torch.UntypedStorage, like: Any) -> torch.Tensor:
-    flat = torch.empty(0, dtype=like.dtype).set_(memory)
-    return flat.view(like.shape)
 
 
 def is_stand_in(tensor: torch.Tensor, parts: Parts) -> bool:
@@ -195,15 +221,17 @@ def _slices(ranges: Iterable[Range]) -> tuple[slice, ...]:
 def cut_like(whole: torch.Tensor, live: Any) -> torch.Tensor:
     """Return this rank's part of a whole tensor, distributed like `live`; all of it where `live` is not sharded.
 
-    The part is a copy, so that the whole tensor can be freed.
+    The part is a copy, so that the whole tensor can be freed. Of a fragment, it is in one dimension.
     """
-    if not is_sharded(live) or whole.shape != live.shape:
+    if not is_sharded(live) or tuple(whole.shape) != shape_of(live):
         return whole
     return distributed_like(own_part(whole, part_of(live)), live)
 
 
 def distributed_like(own: torch.Tensor, live: Any) -> torch.Tensor:
     """Return this rank's part of a tensor as one that is distributed like `live`."""
+    if not is_dtensor(live):
+        return own
     from torch.distributed.tensor import DTensor
 
     cut: torch.Tensor = DTensor.from_local(
@@ -215,9 +243,16 @@ def distributed_like(own: torch.Tensor, live: Any) -> torch.Tensor:
 def own_part(whole: torch.Tensor, part: Part) -> torch.Tensor:
     """Return a copy of what this rank holds of a whole tensor."""
     own = torch.empty(part.region.shape, dtype=whole.dtype, device=whole.device)
+    whole = whole.reshape(part.shape)
     for box in part.region.boxes():
         own[_slices(box.own)] = whole[_slices(box.whole)]
     return own
+
+
+def fill(live: Any, cut: torch.Tensor) -> None:
+    """Copy what `cut_like` returns into the live tensor."""
+    fragment = fragment_of(live)
+    (live if fragment is None else fragment.tensor).detach().copy_(cut)
 
 
 def cut_optimizer_state(
@@ -229,6 +264,9 @@ def cut_optimizer_state(
         state: The state dict.
         optimizer: The optimizer that it is for.
         cut_like: Cuts a tensor like the parameter that it belongs to.
+
+    Raises:
+        ValueError: It is of another number of parameters.
     """
     # A user's own optimizer need not have groups.
     groups = getattr(optimizer, "param_groups", ())
@@ -236,6 +274,8 @@ def cut_optimizer_state(
     if not any(map(is_sharded, parameters)):
         return state
     numbers = [number for group in state["param_groups"] for number in group["params"]]
+    if len(numbers) != len(parameters):
+        raise ValueError(f"it has {len(numbers)} parameters, the optimizer has {len(parameters)}")
     cut = dict(state["state"])
     for number, parameter in zip(numbers, parameters, strict=True):
         if number in cut:
@@ -253,7 +293,7 @@ def is_spread(model: torch.nn.Module, local_world_size: int) -> bool:
         model: The model.
         local_world_size: Number of ranks on each node.
     """
-    sharded = list[Any](filter(is_sharded, model.parameters()))
+    sharded = list[Any](filter(is_dtensor, model.parameters()))
     for mesh, placements in {(parameter.device_mesh, cuts_of(parameter.placements)) for parameter in sharded}:
         found = writers(mesh.mesh.flatten().tolist(), mesh.shape, placements, local_world_size)
         needed = num_regions(mesh.shape, placements)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from checkpointing.agent.client import AgentClient
 from checkpointing.agent.protocol import Refusal
 from checkpointing.failpoints import failpoint
-from checkpointing.layout import OPTIMIZER_NAME, rank_state_name
+from checkpointing.layout import MASTER_NAME, OPTIMIZER_NAME, rank_state_name
 from checkpointing.rank import file_images, sharding
 from checkpointing.rank.copy_thread import Copy
 from checkpointing.rank.direct_commit import DirectCommit
@@ -159,6 +159,8 @@ class SnapshotMaker:
         images = [image for name, image in foreign.items() if name not in differing]
         num_foreign = len(images)
         images.append(safetensors_image(state.weights_name, state.model, differing))
+        if state.masters:
+            images.append(safetensors_image(MASTER_NAME, state.masters))
         images.append(self._torch_file(OPTIMIZER_NAME).image(state.optimizer))
         everyones = self._replicas.gather_files(request.step, own, images)
         small = {**static_files, **state.small, **_contents(request.shared_files), **everyones}

@@ -79,8 +79,20 @@ class Snapshotter:
         """Newest step that was committed without an arena, by this rank; -1 before the first."""
         return self._direct.step
 
-    def reserve(self, nbytes: int) -> None:
-        """Have memory made and mapped during the first step, so that the first snapshot need not pay for it."""
+    def prepare(self, train_state: TrainState, ranks: Ranks) -> None:
+        """Agree with all ranks on how the state is shared, and have memory made and mapped during the first step.
+
+        The first snapshot then need not pay for that.
+
+        Args:
+            train_state: What will be snapshotted.
+            ranks: This rank, with a group that the training thread uses.
+        """
+        local_world_size = ranks.local_world_size
+        if train_state.is_sharded:
+            # Not known to each rank alone: its own mesh may be within a node where another's is not.
+            self.is_spread = any(ranks.gather(train_state.is_spread(local_world_size)))
+        nbytes = train_state.expected_bytes(local_world_size, is_spread=bool(self.is_spread))
         self.settle()
         self._copy_thread.submit(functools.partial(self._maker.reserve, nbytes))
 

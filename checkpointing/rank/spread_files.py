@@ -92,14 +92,15 @@ class SpreadFiles:
             InvalidCheckpoint: A shard is missing, or was altered.
             StorageUnreachable: One cannot be read now.
         """
-        if not sharding.is_sharded(live) or whole.shape != live.shape or not whole.is_contiguous():
+        fits = sharding.is_sharded(live) and tuple(whole.shape) == sharding.shape_of(live)
+        if not fits or not whole.is_contiguous():
             self.fill(name, whole)
             return sharding.cut_like(whole, live)
         part = sharding.part_of(live)
         own = torch.empty(part.region.shape, dtype=whole.dtype)
         with self._reading():
             for box in part.region.boxes():
-                self._read_box(self._opened[name], whole, box, own)
+                self._read_box(self._opened[name], whole.view(part.shape), box, own)
         return sharding.distributed_like(own, live)
 
     def fill(self, name: str, obj: Any) -> None:

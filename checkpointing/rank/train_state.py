@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from checkpointing.errors import CheckpointError
 from checkpointing.layout import (
@@ -26,6 +27,8 @@ from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.rank.supported import check_model, check_optimizer
 from checkpointing.rank.torch_files import torch_bytes
 from checkpointing.rank.trees import freeze, tensors_in
+from checkpointing.rank.weights import restore_weights
+from checkpointing.rank.zero import ZeroState
 
 # Larger buffers are not cloned for every snapshot; their version counters guard them instead.
 _CLONE_BYTES = 64 * 1024 * 1024
@@ -47,6 +50,7 @@ class CapturedState:
         parts: What this rank holds of sharded tensors; the state dicts have only stand-ins for these.
         is_spread: No node holds all of the model.
         versions: Version counter of every tensor that only an optimizer may change.
+        masters: Parameters in full precision, by name, where the optimizer has these besides.
     """
 
     weights_name: str
@@ -59,6 +63,7 @@ class CapturedState:
     parts: sharding.Parts
     is_spread: bool
     versions: list[tuple[torch.Tensor, int]]
+    masters: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -83,6 +88,7 @@ class TrainState:
         scaler: The gradient scaler.
         states: Further objects with `state_dict` and `load_state_dict`, by name.
         adapter: The part of the model that is saved; None saves all of it.
+        zero: The optimizer, where it is that of a DeepSpeed engine.
     """
 
     model: torch.nn.Module
@@ -91,6 +97,7 @@ class TrainState:
     scaler: Any = None
     states: Mapping[str, Any] = field(default_factory=dict)
     adapter: Adapter | None = None
+    zero: ZeroState | None = None
 
     def __post_init__(self) -> None:
         check_model(self.model)
@@ -118,7 +125,23 @@ class TrainState:
     @property
     def has_step_hook(self) -> bool:
         """Whether torch calls the pre-step barrier before the optimizer changes the state."""
-        return isinstance(self.torch_optimizer, torch.optim.Optimizer)
+        stepping = self.torch_optimizer if self.zero is None else self.zero.base
+        return isinstance(stepping, torch.optim.Optimizer)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks hold parts of the state, which they save and restore together."""
+        return self.zero is not None or (self.model is not None and sharding.has_sharded(self.model))
+
+    def is_spread(self, local_world_size: int) -> bool:
+        """Return whether some node does not hold all of the state, as far as this rank knows.
+
+        Args:
+            local_world_size: Number of ranks on each node.
+        """
+        if self.zero is not None:
+            return dist.get_world_size() > local_world_size
+        return self.is_sharded and sharding.is_spread(self.model, local_world_size)
 
     def capture(
         self, *, check: bool = False, local_world_size: int = sys.maxsize, is_spread: bool | None = None
@@ -138,9 +161,9 @@ class TrainState:
         for name, value in objects.items():
             small[name] = torch_bytes(value)
         parts: sharding.Parts = {}
-        cut = sharding.has_sharded(self.model)
+        cut = self.is_sharded
         if is_spread is None:
-            is_spread = cut and sharding.is_spread(self.model, local_world_size)
+            is_spread = self.is_spread(local_world_size)
         if is_spread:
             # Of all ranks that hold the same, one writes it.
             local_world_size = sys.maxsize
@@ -153,6 +176,7 @@ class TrainState:
         whole = sharding.stand_ins(live, parts, local_world_size) if cut else live
         model = {name: value.detach() for name, value in whole.items()}
         optimizer = freeze(self.optimizer.state_dict())
+        masters = sharding.stand_ins(self.zero.masters if self.zero is not None else {}, parts)
         states = {name: freeze(stateful.state_dict()) for name, stateful in self.states.items()}
         if self.on_gpu:
             # The host does not wait at the barrier, so what the optimizer changes on the host is copied now.
@@ -167,6 +191,7 @@ class TrainState:
         return CapturedState(
             weights_name=self.weights_name,
             model=model,
+            masters=masters,
             parameters=frozenset(live.keys() - buffers.keys()),
             buffers=frozenset(buffers),
             optimizer=optimizer,
@@ -204,10 +229,13 @@ class TrainState:
             local_world_size: Number of ranks on each node.
             is_spread: Whether some node does not hold all of the model.
         """
+        if self.zero is not None and self.adapter is None:
+            share = local_world_size / dist.get_world_size() if is_spread else 1
+            return int(self.zero.nbytes * share)
 
         def nbytes(tensor: Any) -> int:
             own = is_spread and sharding.is_sharded(tensor)
-            return int(tensor._local_tensor.nbytes * local_world_size if own else tensor.nbytes)
+            return sharding.own_nbytes(tensor) * local_world_size if own else sharding.nbytes_of(tensor)
 
         parameters = list(self.model.parameters())
         saved = self.adapter.select(live_tensors(self.model)).values() if self.adapter else None
@@ -243,22 +271,7 @@ class TrainState:
         Raises:
             CheckpointError: The checkpoint is of another model.
         """
-        if self.adapter is not None:
-            self.adapter.restore(self.model, point)
-            return
-        whole = point.model_state()
-        # `state_dict` also shards again what an evaluation has left whole.
-        live = self.model.state_dict()
-        cut = {name: point.cut(MODEL_NAME, value, live.get(name)) for name, value in whole.items()}
-        state: dict[str, Any] = place(cut)
-        if point.has(EXTRA_STATE_NAME):
-            state |= point.torch_object(EXTRA_STATE_NAME)
-        try:
-            self.model.load_state_dict(state, strict=True)
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"{point.place} does not fit this model: {error}. Use the model that wrote it, or another output_dir."
-            ) from None
+        restore_weights(self.model, point, adapter=self.adapter, zero=self.zero, place=place)
 
     def restore_states(self, point: RestorePoint, rank: int, names: Set[str]) -> dict[str, Any]:
         """Load the further `states` of these names; return what the checkpoint holds of this rank alone.

@@ -23,6 +23,7 @@ from checkpointing.rank.cadence import DEFAULT_OVERHEAD_CAP, Auto
 from checkpointing.rank.manager import CheckpointManager, micro_batch_divisor
 from checkpointing.retention import FurtherRetention, best_by
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
+from checkpointing.transformers.deepspeed import check_deepspeed
 from checkpointing.transformers.options import Options
 from checkpointing.transformers.trainer import ResilientMixin
 
@@ -102,8 +103,7 @@ def resilient(
             f"transformers {transformers.__version__} is too old for resilient(); install 5.3 or newer, or use "
             "CheckpointManager in your own loop"
         )
-    if trainer.is_deepspeed_enabled:
-        raise CheckpointError("DeepSpeed is not supported by resilient() yet; use DDP or FSDP2")
+    check_deepspeed(trainer)
     if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
         raise CheckpointError("FSDP1 is not supported by resilient(); use FSDP2: fsdp_config version 2")
     if (shared := _samples_shared_by(trainer)) is not None:
@@ -170,13 +170,14 @@ def load_best(trainer: Any) -> int | None:
     """Load the weights of the best checkpoint into the model of this rank, after training.
 
     Args:
-        trainer: A trainer that `resilient` returned. Under FSDP all ranks must call this.
+        trainer: A trainer that `resilient` returned. Under FSDP and DeepSpeed all ranks must call this.
 
     Returns:
         The checkpoint's step; None if no checkpoint has the metric, and the model is left as it is.
     """
     trainer._track()
-    step: int | None = trainer._manager.load_best(trainer.state.global_step, together=trainer.is_fsdp_enabled)
+    together = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    step: int | None = trainer._manager.load_best(trainer.state.global_step, together=together)
     return step
 
 

@@ -133,7 +133,7 @@ class StepGuard:
 
 def whole(value: Any) -> Any:
     """Return a figure that may be a sharded tensor as a whole one; all ranks must call this together."""
-    return value.full_tensor() if sharding.is_sharded(value) else value
+    return value.full_tensor() if sharding.is_dtensor(value) else value
 
 
 class SkippedLoss:

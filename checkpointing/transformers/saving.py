@@ -18,6 +18,7 @@ from checkpointing.transformers.callback_states import export_states, restore_st
 from checkpointing.transformers.commit_notices import CommitNotices
 from checkpointing.transformers.configuration import configuration_files
 from checkpointing.transformers.coverage import changed, uncovered
+from checkpointing.transformers.deepspeed import set_batch_shape, tracked_model
 from checkpointing.transformers.further_states import further_states
 from checkpointing.transformers.loop_state import JobRecord, LoopState
 from checkpointing.transformers.options import Options
@@ -53,7 +54,7 @@ class SavingMixin(_Base):
     def _track(self) -> None:
         """Pass the manager what is saved; the Trainer replaces some of it as training begins."""
         self._manager.track(
-            model=self.model,
+            model=tracked_model(self),
             optimizer=self.optimizer,
             scheduler=self.lr_scheduler,
             scaler=getattr(self.accelerator, "scaler", None),
@@ -202,6 +203,18 @@ class SavingMixin(_Base):
             return
         with point.reading(TRAINER_STATE_NAME):
             restore_states(self.callback_handler.callbacks, self.state.stateful_callbacks)
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        """Prepare model and optimizer; with DeepSpeed, load our checkpoint where the Trainer would look for its own."""
+        point = self._session.start.point
+        set_batch_shape(self)
+        if point is None or not self.is_deepspeed_enabled:
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        self._track()
+        self._manager.restore_model(point)
+        self._manager.restore_optimizer(point)
+        return prepared
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         point = self._session.start.point

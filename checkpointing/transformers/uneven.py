@@ -26,8 +26,13 @@ def can_be_uneven(trainer: Any) -> bool:
         trainer: A `transformers.Trainer`.
     """
     data = trainer.train_dataset
-    # The samples of a stream are dealt while they are read.
-    return hasattr(data, "__len__") and not isinstance(data, IterableDataset) and weighs_by_tokens(trainer)
+    # The samples of a stream are dealt while they are read. DeepSpeed's engine expects as many samples of each rank.
+    return (
+        not trainer.is_deepspeed_enabled
+        and hasattr(data, "__len__")
+        and not isinstance(data, IterableDataset)
+        and weighs_by_tokens(trainer)
+    )
 
 
 def weighs_by_tokens(trainer: Any) -> bool:

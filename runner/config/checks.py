@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -200,11 +201,38 @@ def _check_strategy(config: Config, source_of: SourceOf) -> None:
             f"{source_of('strategy')}: strategy={config.strategy} is not supported with "
             f"method.type={config.method.type} yet: use ddp, which suits the small state of an adapter"
         )
+    _check_deepspeed(config, source_of)
     fsdp = config.trainer.get("fsdp_config")
-    if fsdp and config.strategy == "ddp":
+    if fsdp and config.strategy not in ("fsdp", "fsdp_all_nodes"):
         raise UsageError(f"{source_of('trainer.fsdp_config')}: trainer.fsdp_config needs strategy: fsdp")
     if fsdp and (not isinstance(fsdp, dict) or fsdp.get("version", 2) != 2):
         raise UsageError(
             f"{source_of('trainer.fsdp_config')}: trainer.fsdp_config={fsdp!r} is not allowed: write FSDP2's "
             "options as a mapping, without version or with version: 2"
         )
+
+
+def _check_deepspeed(config: Config, source_of: SourceOf) -> None:
+    """Check DeepSpeed's configuration, and take it into the run's: a restart may find another file, or none."""
+    given = config.trainer.get("deepspeed")
+    what = f"{source_of('trainer.deepspeed')}: trainer.deepspeed"
+    if (given is not None) != (config.strategy == "deepspeed"):
+        missing = "strategy: deepspeed" if given is not None else "DeepSpeed's configuration"
+        key = "trainer.deepspeed" if given is not None else "strategy"
+        hint = "" if given is not None else ": set trainer.deepspeed to the path of a JSON file, or to a mapping"
+        raise UsageError(f"{source_of(key)}: {key} needs {missing}{hint}")
+    if given is None:
+        return
+    if isinstance(given, str):
+        try:
+            given = json.loads(Path(given).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UsageError(f"{what}={given!r} cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise UsageError(f"{what}={given!r} is not JSON: {error}") from None
+    zero = given.get("zero_optimization") if isinstance(given, dict) else None
+    if not isinstance(zero, dict) or zero.get("stage") not in (1, 2, 3):
+        raise UsageError(f"{what} has no ZeRO stage: set zero_optimization.stage to 1, 2 or 3")
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UsageError(f"{source_of('strategy')}: strategy: deepspeed needs the package; pip install deepspeed")
+    config.trainer["deepspeed"] = given

@@ -55,7 +55,7 @@ class MethodConfig(Section):
     """Names of further modules that are trained in full and saved with the adapters."""
 
 
-Strategy = Literal["ddp", "fsdp", "fsdp_all_nodes"]
+Strategy = Literal["ddp", "fsdp", "fsdp_all_nodes", "deepspeed"]
 
 
 class DataConfig(Section):
@@ -247,8 +247,8 @@ class Config(Section):
     strategy: Strategy = "ddp"
     """Parallelism. `ddp` holds the whole model on every rank. `fsdp` (FSDP2) shards parameters, gradients and optimizer
     state over the ranks of a node and replicates them between nodes; `fsdp_all_nodes` shards over the ranks of all
-    nodes, for a model whose state no node can hold. `trainer.fsdp_config` tunes both. A checkpoint of
-    either can be resumed with the other."""
+    nodes, for a model whose state no node can hold. `trainer.fsdp_config` tunes both. `deepspeed` is ZeRO 1, 2 or 3 by
+    the configuration in `trainer.deepspeed`. A checkpoint of any can be resumed with any other."""
     model: ModelConfig = ModelConfig()
     method: MethodConfig = MethodConfig()
     data: DataConfig = DataConfig()

@@ -72,7 +72,7 @@ def options(model: ModelShape, job: Job, memory_bytes: int) -> list[Option]:
         memory_bytes: Memory of a GPU, or of this node per rank, in bytes.
     """
     found = []
-    for name, method, strategy in (
+    ways = [
         ("full, DDP", "full", "ddp"),
         ("full, FSDP", "full", "fsdp"),
         ("full, FSDP over all nodes", "full", "fsdp_all_nodes"),
@@ -80,7 +80,11 @@ def options(model: ModelShape, job: Job, memory_bytes: int) -> list[Option]:
         ("LoRA, FSDP", "lora", "fsdp"),
         ("LoRA, FSDP over all nodes", "lora", "fsdp_all_nodes"),
         ("QLoRA, DDP", "qlora", "ddp"),
-    ):
+    ]
+    if job.strategy == "deepspeed":
+        kind = {"full": "full", "lora": "LoRA"}.get(job.method, job.method)
+        ways.insert(0, (f"{kind}, DeepSpeed ZeRO-{job.zero_stage}", job.method, "deepspeed"))
+    for name, method, strategy in ways:
         one = job.by(method, strategy)
         need = estimate(model, one)
         # Without GPUs, all ranks of a node share its memory and its arenas.

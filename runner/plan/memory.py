@@ -26,6 +26,8 @@ _PASSING_LAYERS_GPU, _PASSING_LAYERS_CPU = 1, 3
 # TRL's loss works on tiles of this many tokens and vocabulary entries; on a CPU with this many fp32 copies (fitted:
 # docs/guides/planning.md).
 _TILE_TOKENS, _TILE_WORDS, _TILE_COPIES_CPU = 4096, 32_768, 3
+# DeepSpeed's own default of `reduce_bucket_size`, in elements.
+_ZERO_BUCKET = 500_000_000
 # SFTConfig's own defaults.
 _MICRO_BATCH = 8
 _MAX_LENGTH = 1024
@@ -37,7 +39,7 @@ class Job:
 
     Attributes:
         method: full, lora or qlora.
-        strategy: ddp, fsdp or fsdp_all_nodes.
+        strategy: ddp, fsdp, fsdp_all_nodes or deepspeed.
         ranks: Number of ranks of all nodes.
         local_ranks: Number of ranks per node.
         weight_bytes: Bytes per element of the weights.
@@ -50,6 +52,9 @@ class Job:
         drops_attention: Whether there is attention dropout, for which the whole matrix is stored.
         on_gpu: Whether ranks train on GPUs.
         optimizer: The optimizer, as the Trainer names it.
+        zero_stage: What DeepSpeed shares among all ranks: 1 the optimizer's state, 2 gradients, too, 3 all.
+        zero_bucket: Elements that DeepSpeed reduces at a time.
+        offloads: Whether DeepSpeed keeps the optimizer's state in host memory.
     """
 
     method: str
@@ -66,11 +71,15 @@ class Job:
     drops_attention: bool
     on_gpu: bool
     optimizer: str = "adamw_torch_fused"
+    zero_stage: int = 0
+    zero_bucket: int = _ZERO_BUCKET
+    offloads: bool = False
 
     @property
     def sharing_ranks(self) -> int:
-        """Number of ranks that share one copy of the state."""
-        return {"ddp": 1, "fsdp": self.local_ranks, "fsdp_all_nodes": self.ranks}[self.strategy]
+        """Number of ranks that share one copy of the state; with DeepSpeed, of the optimizer's state."""
+        of = {"ddp": 1, "fsdp": self.local_ranks, "fsdp_all_nodes": self.ranks, "deepspeed": self.ranks}
+        return of[self.strategy]
 
     @classmethod
     def of(cls, config: Config, ranks: int, local_ranks: int, *, on_gpu: bool) -> Job:
@@ -87,6 +96,9 @@ class Job:
         bf16 = bool(trainer.get("bf16", on_gpu and not fp16))
         loaded = config.model.name_or_path is not None
         length = int(trainer.get("max_length") or 0)
+        deepspeed = trainer.get("deepspeed")
+        zero = deepspeed.get("zero_optimization", {}) if isinstance(deepspeed, dict) else {}
+        bucket = zero.get("reduce_bucket_size")
         return cls(
             method=config.method.type,
             strategy=config.strategy,
@@ -104,6 +116,10 @@ class Job:
             drops_attention=float(config.model.config.get("attention_dropout") or 0.0) > 0,
             on_gpu=on_gpu,
             optimizer=str(trainer.get("optim", "adamw_torch_fused")),
+            zero_stage=int(zero.get("stage", 0)),
+            # The Trainer fills in "auto" with the square of the hidden size, which is less.
+            zero_bucket=int(bucket) if isinstance(bucket, int | float) else _ZERO_BUCKET,
+            offloads=(zero.get("offload_optimizer") or {}).get("device") == "cpu",
         )
 
     def by(self, method: str, strategy: str) -> Job:
@@ -186,6 +202,11 @@ def estimate(model: ModelShape, job: Job) -> Need:
         buckets = gradients if job.ranks > 1 else 0
         if held > job.compute_bytes and job.method != "qlora":
             buckets += model.parameters * job.compute_bytes
+    own_host = 0
+    if job.strategy == "deepspeed":
+        weights, gradients, optimizer, buckets, saved = _zero(model, job, trained)
+        if job.offloads and job.on_gpu:
+            own_host, optimizer = optimizer, 0
     activations, logits = _activations(model, job), _logits(model, job)
     return Need(
         base=CUDA_BASE_BYTES if job.on_gpu else model.base_bytes + _RANK_OWN_BYTES,
@@ -196,9 +217,36 @@ def estimate(model: ModelShape, job: Job) -> Need:
         activations=activations,
         logits=logits,
         arenas=2 * saved * job.local_ranks // max(job.sharing_ranks, job.local_ranks),
-        host_base=model.base_bytes + _RANK_OWN_BYTES,
+        host_base=model.base_bytes + _RANK_OWN_BYTES + own_host,
         checkpoint_bytes=saved,
         on_gpu=job.on_gpu,
+    )
+
+
+def _zero(model: ModelShape, job: Job, trained: int) -> tuple[int, int, int, int, int]:
+    """Return the bytes of weights, gradients, optimizer and buckets of a rank under ZeRO, and of a checkpoint.
+
+    The model is in the type that it computes in; the ranks share a copy in full precision, and the moments of that
+    (arXiv 1910.02054, with the stages of its table 1).
+    """
+    size, ranks = job.compute_bytes, job.sharing_ranks
+    master = 4 if size < 4 else 0
+    state = trained * (master + _optimizer_bytes(job.optimizer, 4))
+    if size == 4 and job.zero_stage < 3:
+        # Its own copy, in the same precision.
+        state += 4 * trained
+    weights, gradients = model.parameters * size, trained * size
+    bucket = min(job.zero_bucket, trained) * size
+    # Two buckets are filled and sent in turn; in stage 3 the parameters of two layers are gathered besides.
+    buckets = 2 * bucket + (2 * model.largest_layer * size if job.zero_stage == 3 else 0)
+    saved = (model.parameters if job.method == "full" else trained) * size
+    saved += trained * (master + _optimizer_bytes(job.optimizer, 4))
+    return (
+        weights // (ranks if job.zero_stage == 3 else 1),
+        gradients // (ranks if job.zero_stage >= 2 else 1),
+        state // ranks,
+        buckets,
+        saved,
     )
 
 

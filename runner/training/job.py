@@ -18,6 +18,7 @@ from trl import SFTConfig, SFTTrainer
 
 from checkpointing.environment import rank_settings
 from checkpointing.rank import device
+from checkpointing.rank.fragments import is_partitioned
 from checkpointing.rank.sharding import gathered
 from checkpointing.storage.durable import fsync_directory, fsync_tree, replace_file
 from checkpointing.transformers import load_best, resilient
@@ -60,7 +61,8 @@ def run_job(config_path: str, cache: str, sender: EventSender, *, resumes: bool 
     model, tokenizer = build(config.model, config.method, dataset, Path(cache), bf16=args.bf16, seed=args.seed)
     trackers, metrics = _trackers(config, rank), MetricsCallback()
     callbacks: list[transformers.TrainerCallback] = [metrics, *trackers]
-    if resumes and config.model.name_or_path is not None and config.method.type == "full" and not args.fsdp:
+    is_sharded = bool(args.fsdp or args.deepspeed)
+    if resumes and config.model.name_or_path is not None and config.method.type == "full" and not is_sharded:
         load = functools.partial(load_model, config.model, bf16=args.bf16)
         callbacks.append(BaseWeights(model, load, args.device))
     trainer = _trainer_class(args)(
@@ -99,11 +101,12 @@ def run_job(config_path: str, cache: str, sender: EventSender, *, resumes: bool 
     for tracker in trackers:
         tracker.close()
     weights = None
-    # With FSDP every rank has a part of the best weights.
-    if rank == 0 or trainer.is_fsdp_enabled:
+    # Otherwise rank 0 has all of the best weights.
+    is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    if rank == 0 or is_sharded:
         best = load_best(trainer) if held_back is not None else None
         model = merged(trainer.model)
-    if trainer.is_fsdp_enabled:
+    if is_sharded:
         weights = whole_weights(model, keep=rank == 0)
     if rank == 0:
         if best is not None:
@@ -132,7 +135,7 @@ def training_arguments(config: Config) -> SFTConfig:
         # DDP's default, set explicitly so that it is visible in the saved options.
         options.setdefault("ddp_bucket_cap_mb", 25)
     fsdp = options.pop("fsdp_config", None)
-    if config.strategy != "ddp" and world_size > 1:
+    if config.strategy in ("fsdp", "fsdp_all_nodes") and world_size > 1:
         options |= {"fsdp": True, "fsdp_config": {**(fsdp or {}), "version": 2}}
         local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
         if config.strategy == "fsdp" and local_world_size == 1:
@@ -155,7 +158,15 @@ def training_arguments(config: Config) -> SFTConfig:
     options.setdefault("disable_tqdm", True)
     # Not the folder of the checkpoints: the Trainer creates a folder for any name, even a URL, and after training it
     # may remove what looks like its own old checkpoints.
-    return SFTConfig(output_dir=str(Path(config.output_dir) / "trainer"), **options)
+    args = SFTConfig(output_dir=str(Path(config.output_dir) / "trainer"), **options)
+    if args.deepspeed and args.use_cpu:
+        # On a CPU, accelerate leaves this to the caller.
+        import deepspeed
+
+        # It would compile a transport through shared memory, and wait without end for a compiler that was killed.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(dist_backend=device.collective_backend())
+    return args
 
 
 def whole_weights(model: Any, *, keep: bool) -> dict[str, Any]:
@@ -174,7 +185,7 @@ def whole_weights(model: Any, *, keep: bool) -> dict[str, Any]:
     weights = dict[str, Any]()
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) not in whole:
-            tensor = gathered(value.detach()).cpu()
+            tensor = gathered(value).detach().cpu()
             whole[id(value)] = tensor if keep else None
         weights[name] = whole[id(value)]
     return weights if keep else {}
@@ -189,6 +200,11 @@ def merged(model: Any) -> Any:
         return model
     # An evaluation may have left parts of a sharded model whole; `state_dict` shards them again.
     model.state_dict()
+    if any(map(is_partitioned, model.parameters())):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+            return model.merge_and_unload()
     return model.merge_and_unload()
 
 

@@ -226,12 +226,15 @@ def test_an_adapter_under_fsdp_is_killed_and_then_trained_whole(tmp_path: Path) 
 HALVES = "trainer.per_device_train_batch_size=2"
 
 
-def two_machines(folder: Path, hold: int | None = None, strategy: str = "fsdp", ranks: int = 2) -> tuple[Run, Run]:
+def two_machines(
+    folder: Path, hold: int | None = None, strategy: str = "fsdp", ranks: int = 2, further: tuple[str, ...] = ()
+) -> tuple[Run, Run]:
     """Start two runners on one host, as if on two; with `fsdp` the ranks of each hold the whole model between them.
 
     With `hold`, a rank of the first runner blocks after that step, and so all ranks do.
     """
     port, settings = free_port(), [f"strategy={strategy}", f"checkpoint.location={folder / 'checkpoints'}", HALVES]
+    settings += further
     settings += ["restart.hang_timeout_s=600"] if hold is not None else []
     runs = [job(folder / name, *settings) for name in ("first", "second")]
     for number, run in enumerate(runs):

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from checkpointing import CheckpointManager
+from checkpointing.rank.fragments import Fragment
 from checkpointing.rank.sharding import gathered
 
 folder, steps, strategy, last = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
@@ -65,16 +66,41 @@ if strategy == "ddp":
     trained = torch.nn.parallel.DistributedDataParallel(model)
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-manager = CheckpointManager(folder, model=model, optimizer=optimizer, snapshot_steps=None)
+engine = None
+if "zero" in strategy:
+    import deepspeed
+    # A shared memory transport that it would compile first.
+    deepspeed.ops.__compatible_ops__.clear()
+    deepspeed.init_distributed("gloo")
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
+    config["zero_optimization"] = {"stage": int(strategy[5])}
+    if "offload" in strategy:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        config["zero_force_ds_cpu_optimizer"] = False
+    if "bf16" in strategy:
+        config["bf16"] = {"enabled": True}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    trained = engine
+manager = CheckpointManager(folder, model=engine or model, optimizer=optimizer, snapshot_steps=None)
+
+def whole(value):
+    if not isinstance(value, Fragment):
+        return gathered(value).detach()
+    found = torch.zeros(value.shape, dtype=value.dtype)
+    found.view(-1)[value.first : value.last] = value.tensor
+    dist.all_reduce(found)
+    return found
 
 def state_digest():
     # Of all elements of the parameters and of the optimizer's state, whatever rank holds them.
-    own = optimizer.state_dict()["state"]
-    state = model.state_dict() | {f"{number} {name}": own[number][name] for number in own for name in own[number]}
+    zero = manager._train_state.zero
+    own = (zero or optimizer).state_dict()["state"]
+    state = model.state_dict(keep_vars=True) | (zero.masters if zero else {})
+    state |= {f"{number} {name}": own[number][name] for number in own for name in own[number]}
     sha = hashlib.sha256()
     for name in sorted(state):
-        whole = gathered(state[name].detach()).contiguous().reshape(-1).view(torch.uint8)
-        sha.update(name.encode() + whole.numpy().tobytes())
+        flat = whole(state[name]).contiguous().reshape(-1).view(torch.uint8)
+        sha.update(name.encode() + flat.numpy().tobytes())
     return sha.hexdigest()
 
 def report(word, step):
@@ -86,9 +112,14 @@ start = manager.resume()
 report("START", start)
 for step in range(start, steps):
     tokens = (torch.arange(7)[None] * (step + 1) + replica) % 7
-    torch.nn.functional.cross_entropy(trained(tokens)[0], tokens[0].roll(1)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    loss = torch.nn.functional.cross_entropy(trained(tokens)[0].float(), tokens[0].roll(1))
+    if engine is not None:
+        engine.backward(loss)
+        engine.step()
+    else:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
     manager.end_of_step(step + 1)
     manager.save(step + 1, step + 1, wait=True)
     if step + 1 == last:
@@ -117,11 +148,18 @@ class Strategy:
 FSDP_TP = Strategy("fsdp + tp", 4)
 # No node holds all of the state.
 SPREAD = Strategy("fsdp", 1, nodes=2)
+ZERO_3 = Strategy("zero 3", 2)
+# Computed in 16 bits; the state of another strategy continues in full precision.
+IN_16_BITS = [Strategy(f"zero {stage}, bf16", 2) for stage in (1, 2, 3)]
 OTHERS = [
     Strategy("ddp", 2),
+    Strategy("zero 1", 3),
     Strategy("fsdp", 3),
     Strategy("fsdp + tp", 2, nodes=2),
+    Strategy("zero 2", 2),
+    Strategy("zero 2, offload", 2),
     Strategy("fsdp, checkpointing", 2),
+    Strategy("zero 3", 1, nodes=2),
     Strategy("fsdp", 2, nodes=2),
     Strategy("fsdp, compile", 2),
     Strategy("hsdp", 4),
@@ -163,7 +201,9 @@ def train(folder: Path, strategy: Strategy, steps: int, *, last: int = 0) -> Tra
 
 
 @pytest.mark.parametrize(
-    "strategy", [SPREAD, *(pytest.param(other, marks=pytest.mark.soak) for other in (FSDP_TP, *OTHERS))], ids=str
+    "strategy",
+    [SPREAD, ZERO_3, *(pytest.param(other, marks=pytest.mark.soak) for other in (FSDP_TP, *OTHERS, *IN_16_BITS))],
+    ids=str,
 )
 def test_a_killed_rank_costs_no_bit(strategy: Strategy, tmp_path: Path) -> None:
     calm = train(tmp_path / "calm", strategy, 6)
@@ -180,7 +220,7 @@ def test_a_killed_rank_costs_no_bit(strategy: Strategy, tmp_path: Path) -> None:
 def test_a_checkpoint_is_resumed_by_every_other_strategy(tmp_path: Path) -> None:
     """Each reads what the one before has written, element for element: whole files, or shards."""
     before = train(tmp_path / "chain", SPREAD, 1)
-    for number, strategy in enumerate([FSDP_TP, *OTHERS, SPREAD, FSDP_TP], 1):
+    for number, strategy in enumerate([FSDP_TP, *OTHERS, ZERO_3, SPREAD, *IN_16_BITS, FSDP_TP], 1):
         now = train(tmp_path / "chain", strategy, number + 1)
         assert (now.start, now.started_with) == (number, before.ended_with), strategy
         before = now

@@ -13,7 +13,7 @@ from checkpointing.agent.results import Result
 from checkpointing.agent.storage_worker import StorageWorker
 from checkpointing.events import RestartStateFailed, StorageRetried
 from checkpointing.retention import Retention
-from checkpointing.storage.local import LocalSidecars
+from checkpointing.storage.local_sidecars import LocalSidecars
 from checkpointing.storage.object_storage import ObjectStorage
 from checkpointing.tiers import Tiers, open_tiers
 

@@ -157,6 +157,6 @@ def test_a_model_is_spread_where_no_node_holds_all_of_it(
     shape: tuple[int, ...], placements: list[Any], per_node: int, spread: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parameter = SimpleNamespace(device_mesh=FakeMesh(shape, (0,) * len(shape)), placements=placements)
-    monkeypatch.setattr(sharding, "is_sharded", lambda value: True)
+    monkeypatch.setattr(sharding, "is_dtensor", lambda value: True)
     model: Any = SimpleNamespace(parameters=lambda: [parameter])
     assert sharding.is_spread(model, per_node) == spread

@@ -38,9 +38,14 @@ class Loop:
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.while_evaluating: Any = None
+        self.is_deepspeed_enabled = False
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
         self.calls.append(("train", resume_from_checkpoint, self.args.eval_on_start))  # type: ignore[attr-defined]
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        self.calls.append(("prepare", resume_from_checkpoint))
+        return "model", train_dataloader
 
     def _finalize_training(self) -> Output:
         self.log({"train_loss": 99.0})
@@ -297,6 +302,27 @@ def test_another_number_of_ranks_changes_the_arguments(monkeypatch: pytest.Monke
     args = subject.args
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (1, 8)
     assert subject._train_batch_size == 1 and subject._session.data.layout == StepLayout(2, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("start", "deepspeed", "folder"),
+    [(resumed(), True, None), (resumed(), False, "/runs/checkpoint-20"), (Start(folder="/stock"), True, "/stock")],
+)
+def test_deepspeed_does_not_look_for_its_own_files_in_our_checkpoints(
+    start: Start, deepspeed: bool, folder: str | None
+) -> None:
+    subject, config = Subject(start), dict[str, int]()
+    subject.is_deepspeed_enabled = deepspeed
+    subject.accelerator.state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config=config))
+    subject._further_states = dict  # type: ignore[method-assign]
+    assert subject._prepare_for_training(40, "loader", start.folder) == ("model", "loader")
+    assert subject.calls == [("prepare", folder)]
+    manager: Any = subject._manager
+    assert [call[0] for call in manager.method_calls] == (
+        ["track", "restore_model", "restore_optimizer"] if folder is None else []
+    )
+    # The engine learns how the samples of a step are shared now.
+    assert config.get("train_batch_size") == (4 if deepspeed else None)
 
 
 def test_another_training_is_another_stage_with_a_fresh_session(monkeypatch: pytest.MonkeyPatch) -> None:

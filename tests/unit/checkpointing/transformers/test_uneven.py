@@ -49,6 +49,7 @@ def trainer(cls: type = Ours, **changes: Any) -> Any:
         model=SimpleNamespace(config=SimpleNamespace(output_router_logits=changes.pop("output_router_logits", False))),
         model_accepts_loss_kwargs=True,
         compute_loss_func=None,
+        is_deepspeed_enabled=False,
     )
     vars(made).update(changes)
     return made
@@ -91,6 +92,7 @@ class Endless(IterableDataset[int]):
 def test_a_stream_is_dealt_while_it_is_read(data: Any, can: bool) -> None:
     assert can_be_uneven(trainer(train_dataset=data)) is can
     assert not can_be_uneven(trainer(OwnLoss, train_dataset=data))
+    assert not can_be_uneven(trainer(train_dataset=data, is_deepspeed_enabled=True))
 
 
 def test_a_batch_without_labels_counts_for_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,17 @@ def test_numbers_of_nodes_and_ranks(launch: dict[str, Any], problem: str | None)
         ({"trainer": {"fsdp_config": {"version": 2}}}, "<trainer.fsdp_config>: trainer.fsdp_config needs strategy"),
         ({"strategy": "fsdp", "trainer": {"fsdp_config": {"version": 1}}}, "write FSDP2's options as a mapping"),
         ({"strategy": "fsdp", "trainer": {"fsdp_config": "a.json"}}, "write FSDP2's options as a mapping"),
+        ({"strategy": "deepspeed"}, "<strategy>: strategy needs DeepSpeed's configuration: set trainer.deepspeed to"),
+        ({"trainer": {"deepspeed": {}}}, "<trainer.deepspeed>: trainer.deepspeed needs strategy: deepspeed"),
+        (
+            {"strategy": "deepspeed", "trainer": {"deepspeed": "missing.json"}},
+            "<trainer.deepspeed>: trainer.deepspeed='missing.json' cannot be read: No such file",
+        ),
+        (
+            {"strategy": "deepspeed", "trainer": {"deepspeed": {"zero_optimization": {"stage": 0}}}},
+            "trainer.deepspeed has no ZeRO stage: set zero_optimization.stage to 1, 2 or 3",
+        ),
+        ({"strategy": "deepspeed", "method": {"type": "qlora"}}, "strategy=deepspeed is not supported with method"),
     ],
 )
 def test_a_mistake_names_the_source_of_its_key(sections: dict[str, Any], problem: str) -> None:
@@ -108,3 +120,20 @@ def test_data_paths_become_absolute_and_keep_symbolic_links(tmp_path: Path, monk
     Path("rows.jsonl").symlink_to("rows-v1.jsonl")
     data = check(data={"path": "rows.jsonl", "validation_path": "s3://bucket/x.csv"}, trainer={}).data
     assert data.path == str(tmp_path / "rows.jsonl") and data.validation_path == "s3://bucket/x.csv"
+
+
+def test_deepspeeds_configuration_becomes_part_of_the_runs(tmp_path: Path) -> None:
+    """A restart may find another file, or none."""
+    file, config = tmp_path / "zero3.json", {"zero_optimization": {"stage": 3}, "train_batch_size": "auto"}
+    file.write_text(json.dumps(config))
+    assert check(strategy="deepspeed", trainer={"deepspeed": str(file)}).trainer["deepspeed"] == config
+    assert check(strategy="deepspeed", trainer={"deepspeed": config}).trainer["deepspeed"] == config
+    file.write_text("{")
+    with pytest.raises(UsageError, match=r"zero3.json' is not JSON: "):
+        check(strategy="deepspeed", trainer={"deepspeed": str(file)})
+
+
+def test_deepspeed_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="needs the package; pip install deepspeed"):
+        check(strategy="deepspeed", trainer={"deepspeed": {"zero_optimization": {"stage": 3}}})

@@ -62,6 +62,32 @@ def test_what_all_nodes_share_is_divided_by_all_ranks_and_their_snapshots_by_the
     assert getattr(choose(options(MODEL, pairs, 16 * 10**9), pairs)[0], "name", None) == "full, FSDP over all nodes"
 
 
+@pytest.mark.parametrize(
+    ("stage", "weights", "gradients"), [(1, 2 * P, 2 * P), (2, 2 * P, 2 * P // 8), (3, 2 * P // 8, 2 * P // 8)]
+)
+def test_zero_shares_more_with_each_stage(stage: int, weights: int, gradients: int) -> None:
+    one = job(deepspeed={"zero_optimization": {"stage": stage}}).by("full", "deepspeed")
+    need = estimate(MODEL, one)
+    # Parameters in full precision, and two moments.
+    assert (need.weights, need.gradients, need.optimizer) == (weights, gradients, 12 * P // 8)
+    assert need.checkpoint_bytes == 14 * P and need.buckets >= 2 * 2 * 500_000_000
+    found = {option.name: option for option in options(MODEL, one, 10**12)}
+    assert found[f"full, DeepSpeed ZeRO-{stage}"].fits
+    small = {"stage": stage, "reduce_bucket_size": 1000, "offload_optimizer": {"device": "cpu"}}
+    offloading = estimate(MODEL, job(deepspeed={"zero_optimization": small}).by("full", "deepspeed"))
+    assert offloading.optimizer == 0 and offloading.host_base == need.host_base + 12 * P // 8
+    assert need.buckets - offloading.buckets == 2 * 2 * (500_000_000 - 1000)
+
+
+def test_zero_in_full_precision_keeps_a_copy_unless_parameters_are_shared() -> None:
+    needs = [
+        estimate(MODEL, job(bf16=False, deepspeed={"zero_optimization": {"stage": stage}}).by("full", "deepspeed"))
+        for stage in (2, 3)
+    ]
+    assert [need.optimizer for need in needs] == [12 * P // 8, 8 * P // 8]
+    assert needs[0].checkpoint_bytes == 12 * P
+
+
 def test_adapters() -> None:
     lora, qlora = (estimate(MODEL, job().by(method, "ddp")) for method in ("lora", "qlora"))
     assert lora.weights == 2 * P + 4 * MODEL.adapter and lora.checkpoint_bytes == 12 * MODEL.adapter

@@ -1,0 +1,92 @@
+"""Restores a model's weights, whole or cut, from the most precise file that a checkpoint has of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from checkpointing.errors import CheckpointError
+from checkpointing.layout import EXTRA_STATE_NAME, MASTER_NAME, MODEL_NAME
+from checkpointing.rank import sharding
+from checkpointing.rank.adapter import Adapter
+from checkpointing.rank.restore_point import RestorePoint
+from checkpointing.rank.zero import ZeroState
+
+
+def restore_weights(
+    model: torch.nn.Module,
+    point: RestorePoint,
+    *,
+    adapter: Adapter | None,
+    zero: ZeroState | None,
+    place: Callable[[Any], Any],
+) -> None:
+    """Load the weights of a model.
+
+    Args:
+        model: The model.
+        point: The state to load from.
+        adapter: The part of the model that is saved; None where all of it is.
+        zero: The optimizer of DeepSpeed's engine that the model is in, if it is in one.
+        place: Moves a state dict to the device where it is wanted.
+
+    Raises:
+        CheckpointError: The checkpoint is of another model.
+    """
+    sources: dict[str, tuple[str, torch.Tensor]] = {}
+    if adapter is not None:
+        adapter.restore(model, point)
+    elif zero is not None:
+        sources |= {name: (MODEL_NAME, value) for name, value in _fill(model, point).items()}
+    else:
+        _load(model, point, place)
+    precise = point.model_state(MASTER_NAME) if point.has(MASTER_NAME) else {}
+    sources |= {name: (MASTER_NAME, value) for name, value in precise.items()}
+    for name, parameter in model.named_parameters():
+        # Written where the model had a shorter type than now.
+        if name in precise and parameter.dtype == precise[name].dtype:
+            sharding.fill(parameter, point.cut(MASTER_NAME, precise[name], parameter))
+    if zero is not None:
+        zero.restore_parameters(point, sources)
+
+
+def _load(model: torch.nn.Module, point: RestorePoint, place: Callable[[Any], Any]) -> None:
+    whole = point.model_state()
+    # `state_dict` also shards again what an evaluation has left whole.
+    live = model.state_dict()
+    cut = {name: point.cut(MODEL_NAME, value, live.get(name)) for name, value in whole.items()}
+    state: dict[str, Any] = place(cut)
+    if point.has(EXTRA_STATE_NAME):
+        state |= point.torch_object(EXTRA_STATE_NAME)
+    try:
+        model.load_state_dict(state, strict=True)
+    except RuntimeError as error:
+        raise _misfit(point, str(error)) from None
+
+
+def _fill(model: torch.nn.Module, point: RestorePoint) -> dict[str, torch.Tensor]:
+    """Copy the weights into a model of whose parameters each rank may hold a fragment; return them."""
+    whole = point.model_state()
+    live = model.state_dict(keep_vars=True)
+    extra = {name for name, value in live.items() if not isinstance(value, torch.Tensor)}
+    names = live.keys() - extra
+    if names != whole.keys():
+        missing, unknown = sorted(names - whole.keys()), sorted(whole.keys() - names)
+        raise _misfit(point, f"it lacks {missing[:3]}, and has {unknown[:3]} besides")
+    for name, value in whole.items():
+        if sharding.shape_of(live[name]) != tuple(value.shape):
+            shapes = f"{tuple(value.shape)}, here {sharding.shape_of(live[name])}"
+            raise _misfit(point, f"the shape of {name} is {shapes}")
+    for name, value in whole.items():
+        sharding.fill(live[name], point.cut(MODEL_NAME, value, live[name]))
+    if extra and point.has(EXTRA_STATE_NAME):
+        model.load_state_dict(point.torch_object(EXTRA_STATE_NAME), strict=False)
+    return whole
+
+
+def _misfit(point: RestorePoint, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{point.place} does not fit this model: {reason}. Use the model that wrote it, or another output_dir."
+    )

@@ -1,0 +1,86 @@
+"""Where a model's weights come from: the most precise file that a checkpoint has of each."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from checkpointing.errors import CheckpointError
+from checkpointing.layout import MASTER_NAME, MODEL_NAME
+from checkpointing.rank.restore_point import RestorePoint
+from checkpointing.rank.weights import restore_weights
+
+EXACT = torch.full((2, 2), 1 / 3)
+
+
+def point(**files: dict[str, torch.Tensor]) -> RestorePoint:
+    names = {"model": MODEL_NAME, "masters": MASTER_NAME}
+    contents = {names[name]: memoryview(bytearray(save(state))) for name, state in files.items()}
+    return RestorePoint(
+        "/runs/checkpoint-5", step=5, world_size=1, samples_consumed=5, files=contents, path=None, private=True
+    )
+
+
+def linear(dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
+    return torch.nn.Linear(2, 2, bias=False, dtype=dtype)
+
+
+class Zero:
+    """What DeepSpeed's engine is given, instead of its state."""
+
+    sources: Any = None
+
+    def restore_parameters(self, point: RestorePoint, sources: Any) -> None:
+        self.sources = {name: (file, tensor.dtype) for name, (file, tensor) in sources.items()}
+
+
+def restore(model: torch.nn.Module, files: RestorePoint, zero: Any = None) -> None:
+    restore_weights(model, files, adapter=None, zero=zero, place=lambda state: state)
+
+
+@pytest.mark.parametrize("zero", [None, Zero()])
+def test_a_model_in_full_precision_gets_the_copy_in_full_precision(zero: Any) -> None:
+    model = linear()
+    restore(model, point(model={"weight": EXACT.bfloat16()}, masters={"weight": EXACT}), zero)
+    assert torch.equal(model.weight, EXACT)
+
+
+@pytest.mark.parametrize("zero", [None, Zero()])
+def test_a_model_in_16_bits_gets_its_own(zero: Any) -> None:
+    model = linear(torch.bfloat16)
+    restore(model, point(model={"weight": EXACT.bfloat16()}, masters={"weight": EXACT}), zero)
+    assert torch.equal(model.weight, EXACT.bfloat16())
+    if zero is not None:
+        assert zero.sources == {"weight": (MASTER_NAME, torch.float32)}
+
+
+def test_an_engine_in_16_bits_continues_from_weights_in_full_precision() -> None:
+    model, zero = linear(torch.bfloat16), Zero()
+    restore(model, point(model={"weight": EXACT}), zero)
+    assert torch.equal(model.weight, EXACT.bfloat16()) and zero.sources == {"weight": (MODEL_NAME, torch.float32)}
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ({"other": EXACT}, r"it lacks \['weight'\], and has \['other'\] besides"),
+        ({"weight": torch.ones(3, 2)}, r"the shape of weight is \(3, 2\), here \(2, 2\)"),
+    ],
+)
+def test_another_model_is_refused_before_anything_is_changed(state: dict[str, torch.Tensor], reason: str) -> None:
+    model = linear()
+    before = model.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=f"/runs/checkpoint-5 does not fit this model: {reason}"):
+        restore(model, point(model=state), Zero())
+    assert torch.equal(model.weight, before)
+
+
+def test_an_adapter_is_restored_by_its_own_rules() -> None:
+    model, restored = linear(), list[Any]()
+    adapter: Any = SimpleNamespace(restore=lambda model, point: restored.append(model))
+    restore_weights(model, point(masters={"weight": EXACT}), adapter=adapter, zero=None, place=lambda state: state)
+    assert restored == [model] and torch.equal(model.weight, EXACT)

@@ -1,0 +1,63 @@
+"""Trainers whose model is in a DeepSpeed engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from checkpointing.errors import CheckpointError
+from checkpointing.transformers import deepspeed
+from checkpointing.transformers.deepspeed import check_deepspeed, set_batch_shape, tracked_model
+
+
+def trainer(*, enabled: bool = True, stage: int = 2, **config: Any) -> Any:
+    plugin = SimpleNamespace(zero_stage=stage, deepspeed_config=config)
+    return SimpleNamespace(
+        is_deepspeed_enabled=enabled,
+        accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)),
+        args=SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=3, world_size=4),
+        model="model",
+        model_wrapped="wrapped",
+    )
+
+
+def test_zero_can_be_resumed() -> None:
+    for stage in (1, 2, 3):
+        check_deepspeed(trainer(stage=stage))
+    check_deepspeed(trainer(enabled=False, stage=0))
+
+
+def test_deepspeed_without_zero_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="without ZeRO is not supported; set zero_optimization"):
+        check_deepspeed(trainer(stage=0))
+
+
+def test_a_trainer_that_cannot_be_overridden_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed, "Trainer", object)
+    with pytest.raises(CheckpointError, match="newer transformers"):
+        check_deepspeed(trainer())
+
+
+def test_the_engine_learns_how_a_step_is_cut() -> None:
+    subject = trainer(train_batch_size=8, gradient_clipping=1.0)
+    set_batch_shape(subject)
+    assert subject.accelerator.state.deepspeed_plugin.deepspeed_config == {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3,
+        "train_batch_size": 24,
+        "gradient_clipping": 1.0,
+    }
+
+
+def test_without_deepspeed_nothing_is_set() -> None:
+    subject = trainer(enabled=False)
+    set_batch_shape(subject)
+    assert subject.accelerator.state.deepspeed_plugin.deepspeed_config == {}
+
+
+def test_the_engine_is_tracked_once_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tracked_model(trainer()) == "model"
+    monkeypatch.setattr(deepspeed, "is_engine", lambda model: model == "wrapped")
+    assert tracked_model(trainer()) == "wrapped"
