@@ -1,8 +1,9 @@
-"""State that no node holds whole: ours against torch's DCP, on the same model and steps, in turns.
+"""State that no node holds whole: ours against torch's DCP and DeepSpeed's own save, on the same model, in turns.
 
-Two nodes (torchruns of this machine) of two ranks each train a model that FSDP2 shards over all four. Then one node of
-two ranks loads what they have saved. With a server that is compatible with S3 (Ceph's radosgw, `apt install radosgw
-ceph-mon ceph-osd ceph-common`), two nodes behind a link each are compared with one.
+Two nodes (torchruns of this machine) of two ranks each train a model that FSDP2, or DeepSpeed's ZeRO-3, shards over all
+four. Then one node of two ranks loads what they have saved, except DeepSpeed's own, which is for the same ranks only.
+With a server that is compatible with S3 (Ceph's radosgw, `apt install radosgw ceph-mon ceph-osd ceph-common`), two
+nodes behind a link each are compared with one.
 """
 
 from __future__ import annotations
@@ -24,8 +25,13 @@ from sharded_runs import Layout, ShardedRuns
 from storage_server import Gateway, gateway, missing_commands
 
 PAGE = "sharded.md"
-METHODS = ("dcp", "ours")
-TITLES = {"dcp": "DCP, process, async shared stager", "ours": "this project"}
+METHODS = ("dcp", "ours", "deepspeed zero", "ours zero")
+TITLES = {
+    "dcp": "FSDP2: DCP, process, async shared stager",
+    "ours": "FSDP2: this project",
+    "deepspeed zero": "ZeRO-3: DeepSpeed's `save_checkpoint`",
+    "ours zero": "ZeRO-3: this project",
+}
 TRAINED_ON, LOADED_ON, ONE_NODE = Layout(2, 2), Layout(1, 2), Layout(1, 2)
 ONE_RANK_EACH = Layout(2, 1)
 BUCKET = "sharded"
@@ -97,14 +103,21 @@ def measure_round(runs: ShardedRuns, measured: Measured, scale: Scale, name: str
 
     last = scale.steps + 1
     with scratch_folder(runs.scratch) as folder:
-        plain = tried(lambda: trained("none", folder / "none"), "no saves")
-        measured.state_bytes = plain["state_bytes"]
+        without = {
+            "": tried(lambda: trained("none", folder / "none"), "no saves"),
+            "zero": tried(lambda: trained("none zero", folder / "none"), "no saves, ZeRO-3"),
+        }
+        measured.state_bytes = without[""]["state_bytes"]
         for method in random.sample(METHODS, len(METHODS)):
             run = tried(lambda method=method: trained(method, folder / method), method)  # type: ignore[misc]
+            plain = without["zero" if method.endswith("zero") else ""]
             measured.blocked[method] += run["blocked_s"]
             measured.overhead[method].append((run["total_s"] - plain["total_s"]) / len(run["blocked_s"]))
             measured.durable[method].append(run["durable_s"])
             measured.peak[method].append(run["peak_bytes"])
+            runs.say(f"{name}, {method}: blocked {spread(run['blocked_s'], 4)}, durable {run['durable_s']:.2f} s")
+            if method == "deepspeed zero":
+                continue
             # Ours writes past the page cache, DCP through it.
             read_all(folder / method)
             load = tried(
@@ -112,10 +125,7 @@ def measure_round(runs: ShardedRuns, measured: Measured, scale: Scale, name: str
                 f"{method}, load",
             )
             measured.loaded[method].append(load["load_s"])
-            runs.say(
-                f"{name}, {method}: blocked {spread(run['blocked_s'], 4)}, durable {run['durable_s']:.2f}, "
-                f"load on another mesh {load['load_s']:.2f} s"
-            )
+            runs.say(f"{name}, {method}: load on another mesh {load['load_s']:.2f} s")
 
 
 def read_all(folder: Path) -> None:
@@ -151,14 +161,16 @@ def measure_links(runs: ShardedRuns, measured: Measured, scale: Scale, server: G
 def figures_of(measured: Measured) -> dict[str, float]:
     """Return the figures, those that were measured."""
 
-    def ratio(values: dict[str, list[float]]) -> float:
-        return statistics.median(values["ours"]) / statistics.median(values["dcp"])
+    def ratio(values: dict[str, list[float]], ours: str = "ours", peer: str = "dcp") -> float:
+        return statistics.median(values[ours]) / statistics.median(values[peer])
 
     figures = {
         "blocked_vs_dcp": ratio(measured.blocked),
         "durable_vs_dcp": ratio(measured.durable),
         "reshard_load_vs_dcp": ratio(measured.loaded),
         "peak_memory_vs_dcp": ratio(measured.peak),
+        "blocked_vs_deepspeed": ratio(measured.blocked, "ours zero", "deepspeed zero"),
+        "durable_vs_deepspeed": ratio(measured.durable, "ours zero", "deepspeed zero"),
         "export_memory_mb": measured.export_mb,
     }
     if measured.behind_links[2]:
@@ -178,7 +190,7 @@ def table_of(measured: Measured) -> str:
             spread(measured.blocked[method], 4),
             spread(measured.overhead[method]),
             spread(measured.durable[method]),
-            spread(measured.loaded[method]),
+            spread(measured.loaded[method]) if measured.loaded[method] else "not possible",
             spread(memory),
         ]
         rows.append(f"| {TITLES[method]} | {' | '.join(cells)} |")
@@ -190,11 +202,11 @@ def page_of(measured: Measured, scale: Scale, table: str, rows: Sequence[str]) -
     return (
         "# State that no node holds whole\n\n"
         f"`{command_line('sharded.py')}`, {today()}, on {machine()}; two nodes (torchruns of this machine) of two "
-        f"ranks, 1 thread each, {measured.state_bytes / 1e9:.2f} GB of weights and AdamW state, FSDP2 over all four "
-        f"ranks, a save every {scale.save_every} steps, {scale.rounds} round(s) of {scale.steps} steps. Per save: "
-        "median (quartiles); a first save, in which DCP starts its process, is not counted. Blocked is that of the "
-        "slowest rank. Overhead is (total time - total time without saves) / saves. Durable is that of a save while "
-        'nothing trains. "Load on another mesh": one node of two ranks, the files in the page cache; DCP '
+        f"ranks, 1 thread each, {measured.state_bytes / 1e9:.2f} GB of weights and AdamW state in fp32, sharded "
+        f"over all four ranks, a save every {scale.save_every} steps, {scale.rounds} round(s) of {scale.steps} steps. "
+        "Per save: median (quartiles); a first save, in which DCP starts its process, is not counted. Blocked is that "
+        "of the slowest rank. Overhead is (total time - total time without saves) / saves. Durable is that of a save "
+        'while nothing trains. "Load on another mesh": one node of two ranks, the files in the page cache; DCP '
         "into state that exists, ours with the start of the agent, and with every byte verified, which DCP does not do."
         f"\n\n{table}\n\n{figures}\n\n"
         f"`two_writers_speedup`: two ranks save to S3 (radosgw) through links of {scale.link_mbit_per_s} Mbit/s, on "

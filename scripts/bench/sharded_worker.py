@@ -1,7 +1,9 @@
-"""One rank of a training whose model is sharded over all ranks by FSDP2; started by `sharded.py`, through torchrun.
+"""One rank of a training whose model is sharded over all ranks; started by `sharded.py`, through torchrun.
 
     sharded_worker.py train METHOD FOLDER STEPS SAVE_EVERY WIDTH LAYERS
     sharded_worker.py load METHOD FOLDER STEPS SAVE_EVERY WIDTH LAYERS
+
+The model is sharded by FSDP2, or by DeepSpeed's ZeRO-3 for a METHOD that ends with `zero`.
 
 Rank 0 prints one line "RESULT {json}".
 """
@@ -84,8 +86,16 @@ class Dcp(checkpoint_worker.DcpSharedAsync, Sharded):
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
+class DeepSpeed(Sharded):
+    """`DeepSpeedEngine.save_checkpoint`, which returns when all is written."""
+
+    def save(self, step: int) -> None:
+        engine: Any = self.model
+        engine.save_checkpoint(str(self.folder), tag=str(step))
+
+
 class Ours(Sharded):
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, location: str) -> None:
+    def __init__(self, model: Any, optimizer: Any, location: str) -> None:
         # Not a path: it may be in object storage.
         super().__init__(model, optimizer, Path())
         from checkpointing import CheckpointManager
@@ -113,6 +123,25 @@ class Ours(Sharded):
         self.manager.close()
 
 
+def sharded(model: Model, *, by_zero: bool) -> tuple[Any, Any]:
+    """Return DeepSpeed's engine, if it shards the model, and the optimizer."""
+    if not by_zero:
+        for block in model.layers:
+            fully_shard(block)
+        fully_shard(model)
+        return None, torch.optim.AdamW(model.parameters(), lr=1e-4)
+    import deepspeed
+
+    # A transport through shared memory that it would compile first.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo")
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    engine, optimizer, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4), config=config
+    )
+    return engine, optimizer
+
+
 def main(action: str, name: str, folder: str, steps: int, save_every: int, width: int, layers: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -121,32 +150,33 @@ def main(action: str, name: str, folder: str, steps: int, save_every: int, width
     rank = dist.get_rank()
     model = Model(width, layers)
     state_bytes = 3 * sum(parameter.nbytes for parameter in model.parameters())
-    for block in model.layers:
-        fully_shard(block)
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    engine, optimizer = sharded(model, by_zero=name.endswith("zero"))
     method: Sharded
-    if name == "ours":
-        method = Ours(model, optimizer, folder)
+    if name.startswith("ours"):
+        method = Ours(engine or model, optimizer, folder)
     else:
-        method = {"none": Sharded, "dcp": Dcp}[name](model, optimizer, Path(folder))
+        kinds = {"none": Sharded, "none zero": Sharded, "dcp": Dcp, "deepspeed zero": DeepSpeed}
+        method = kinds[name](engine or model, optimizer, Path(folder))
     blocked: list[float] = []
 
     def train_step() -> None:
         tokens = torch.randint(0, _VOCABULARY, (1, _TOKENS))
-        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-        torch.autograd.backward(loss)
+        loss = nn.functional.cross_entropy((engine or model)(tokens).flatten(0, 1), tokens.flatten())
+        engine.backward(loss) if engine is not None else torch.autograd.backward(loss)
         began = time.perf_counter()
         method.before_optimizer()
         if blocked:
             # Of the save before; 0 in the steps that follow.
             blocked[-1] += time.perf_counter() - began
+        if engine is not None:
+            engine.step()
+            return
         optimizer.step()
         optimizer.zero_grad()
 
     result: dict[str, Any] = {"state_bytes": state_bytes}
     if action == "load":
-        if name != "ours":
+        if not name.startswith("ours"):
             # Peers load into state that exists; the time for making it is not theirs.
             train_step()
         dist.barrier()

@@ -14,6 +14,8 @@ def test_every_stage(tmp_path: Path) -> None:
         "durable_vs_dcp",
         "reshard_load_vs_dcp",
         "peak_memory_vs_dcp",
+        "blocked_vs_deepspeed",
+        "durable_vs_deepspeed",
         "export_memory_mb",
         "two_writers_speedup",
     }

@@ -276,6 +276,34 @@ def _accelerator_loader(run: Run) -> None:
     run.finish(model=model, optimizer=prepared)
 
 
+@case("loops/Accelerator, DeepSpeed ZeRO-2")
+def _accelerator_zero(run: Run) -> None:
+    import deepspeed
+    from accelerate import Accelerator
+    from accelerate.state import PartialState
+    from accelerate.utils import DeepSpeedPlugin
+
+    # A transport through shared memory that it would compile first.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # With this set, accelerate ignores the plugin.
+    os.environ.pop("ACCELERATE_USE_CPU", None)
+    PartialState(cpu=True)
+    deepspeed.init_distributed("gloo")
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2, gradient_clipping=1.0))
+    model = tiny.Perceptron()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(tiny.Points(), batch_size=2, shuffle=True)
+    engine, prepared, loader = accelerator.prepare(model, optimizer, loader)
+    manager = run.manager(model=engine, optimizer=prepared)
+    for _, data in run.steps(manager, lambda: manager.batches(loader)):
+        accelerator.backward(engine(**data)["loss"])
+        prepared.step()
+        prepared.zero_grad()
+        manager.step(engine.global_steps)
+    manager.close()
+    run.finish(model=model)
+
+
 def _sharded(run: Run, **options: Any) -> None:
     from torch.distributed.fsdp import fully_shard
 
