@@ -62,6 +62,8 @@ def main(argv: list[str] | None = None) -> int:
         report(f"error {error}")
         return 1
     agent = Agent(listener, tiers, options)
+    # A signal that comes in the moment before the agent waits must end that wait, too.
+    signal.set_wakeup_fd(agent.wakeup_fd, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, lambda *_: agent.stop())
     report("ready")
     written = agent.run()

@@ -24,6 +24,11 @@ class Mailbox(Generic[T]):
         """Return the descriptor to wait for."""
         return self._receiver.fileno()
 
+    @property
+    def wakeup_fd(self) -> int:
+        """What to give to `signal.set_wakeup_fd`, so that a signal wakes up the loop, whichever thread receives it."""
+        return self._sender.fileno()
+
     def post(self, item: T) -> None:
         """Add an item and wake up the loop; any thread may call this."""
         self._waiting.append(item)

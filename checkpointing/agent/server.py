@@ -63,6 +63,7 @@ class Agent:
         self._duty = Duty(options.commits)
         self._drained = False
         self._results: Mailbox[tuple[Result, Arena | None]] = Mailbox()
+        self.wakeup_fd = self._results.wakeup_fd
         self._connections = Connections(listener, self._results, on_abandoned=self._end)
         if make_worker is None:
             make_worker = functools.partial(StorageWorker, duty=self._duty, local_retention=options.local_retention)

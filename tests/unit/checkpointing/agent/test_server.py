@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from infra.parts import lacks
 
@@ -52,6 +54,27 @@ def got(acquired: tuple[int, memoryview] | Refusal) -> tuple[int, memoryview]:
 
 def committed(tmp_path: Path) -> list[int]:
     return Catalog(LocalStorage(tmp_path / "checkpoints")).committed_steps()
+
+
+def wait_until_idle(pid: int) -> None:
+    """Return when a process has not been scheduled for a while: all its threads wait."""
+    process = psutil.Process(pid)
+    while True:
+        before = process.num_ctx_switches()
+        time.sleep(0.3)
+        if process.num_ctx_switches() == before:
+            return
+
+
+def test_a_stop_signal_that_another_thread_receives_ends_it(agent: AgentProcess) -> None:
+    """Then, as in the moment before the main thread waits, no wait is interrupted: a training never ended."""
+    pid = agent.process.pid
+    client = rank(agent)
+    wait_until_idle(pid)
+    other = next(number for task in Path(f"/proc/{pid}/task").iterdir() if (number := int(task.name)) != pid)
+    assert ctypes.CDLL(None).tgkill(pid, other, signal.SIGTERM) == 0
+    assert agent.process.wait(30) == 0
+    client.close()
 
 
 def test_commit_verify_and_retention(agent: AgentProcess, tmp_path: Path) -> None:
