@@ -78,8 +78,11 @@ class Adapter:
             self._identity = {"name_or_path": self._base_name, "digest": digest}
         return json.dumps(self._identity).encode()
 
-    def restore(self, model: torch.nn.Module, point: RestorePoint) -> None:
+    def restore(self, model: torch.nn.Module, point: RestorePoint) -> dict[int, torch.Tensor]:
         """Copy the saved part into the model.
+
+        Returns:
+            What was saved of each of the model's tensors, by its identity.
 
         Raises:
             CheckpointError: The part was trained on another base, or is another adapter.
@@ -106,6 +109,7 @@ class Adapter:
         with torch.no_grad():
             for name, tensor in own.items():
                 sharding.fill(tensor, point.cut(ADAPTER_NAME, state[name], tensor))
+        return {id(tensor): state[name] for name, tensor in own.items()}
 
 
 def _called(identity: Mapping[str, object]) -> str:

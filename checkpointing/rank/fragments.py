@@ -12,17 +12,21 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Fragment:
-    """Some consecutive elements of a tensor in C order, which no other rank holds.
+    """Some consecutive elements of a tensor in C order.
 
     Attributes:
         shape: Shape of the whole tensor.
         first: Number of elements before it.
         tensor: The elements themselves, in one dimension; changes in it are changes of the state.
+        is_written: Whether this rank copies them, of all on this node that hold the same.
+        distribution: What fragments have in common of which ranks may hold the same.
     """
 
     shape: tuple[int, ...]
     first: int
     tensor: torch.Tensor
+    is_written: bool = True
+    distribution: str = "fragments"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,6 +69,9 @@ def fragment_of(value: Any) -> Fragment | None:
 def assembled(parameter: Any) -> torch.Tensor:
     """Return a copy of a whole parameter of ZeRO-3, which all ranks ask for together."""
     own = parameter.ds_tensor.detach().view(-1)
+    if own.device.type == "cpu" and dist.get_backend(parameter.ds_process_group) != "gloo":
+        # Parameters that are kept in host memory.
+        own = own.to(torch.accelerator.current_accelerator())
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size(parameter.ds_process_group))]
     dist.all_gather(parts, own.contiguous(), group=parameter.ds_process_group)
     found: torch.Tensor = torch.cat(parts)[: parameter.ds_numel].view(parameter.ds_shape)

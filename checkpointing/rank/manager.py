@@ -58,6 +58,7 @@ class CheckpointManager(CheckpointedTraining):
         scheduler: Any = None,
         scaler: Any = None,
         states: Mapping[str, Any] | None = None,
+        pipeline: bool = False,
         save_steps: int | Auto | None = None,
         save_minutes: float | None = None,
         snapshot_steps: int | Auto | None = "auto",
@@ -86,6 +87,9 @@ class CheckpointManager(CheckpointedTraining):
             scaler: Its gradient scaler.
             states: Further objects with `state_dict` and `load_state_dict` (a moving average of the weights, say), by
                 name; each is kept in `<name>.pt`. They may change at any moment: training waits while they are copied.
+            pipeline: With pipeline parallelism: `model` is this rank's stage, whose layers have the names that they
+                have in the whole model, and `optimizer` is that of the stage. All ranks together write one checkpoint
+                of the whole model, which resumes on any number of stages, or without a pipeline.
             save_steps: Steps between commits; "auto" chooses by measured cost.
             save_minutes: Maximum minutes between commits.
             snapshot_steps: Steps between snapshots in memory, from which a new attempt resumes; "auto" (default)
@@ -123,7 +127,9 @@ class CheckpointManager(CheckpointedTraining):
             check_replicas=check_replicas,
         )
         super().__init__(options, Ranks.of_this_process())
-        self.track(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, states=states)
+        self.track(
+            model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, states=states, pipeline=pipeline
+        )
         stop_signal.begin_reading()
 
     def resume(self, total_steps: int | None = None) -> int:

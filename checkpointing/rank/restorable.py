@@ -19,6 +19,7 @@ from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.rank.restorer import Restorer, check_nothing_in_the_way, restore_generators
 from checkpointing.rank.snapshotter import Snapshotter
+from checkpointing.rank.stages import Stages
 from checkpointing.rank.train_state import TrainState, hooks_with_memory
 from checkpointing.rank.zero import ZeroState, is_engine
 
@@ -111,6 +112,7 @@ class RestorableTraining:
         scaler: Any = None,
         states: Mapping[str, Any] | None = None,
         adapter: Adapter | None = None,
+        pipeline: bool = False,
     ) -> None:
         """Set what is saved and restored.
 
@@ -124,6 +126,7 @@ class RestorableTraining:
             scaler: The gradient scaler.
             states: Further objects with `state_dict` and `load_state_dict`, by name.
             adapter: The part of the model that is trained, where the rest is not to be saved.
+            pipeline: The model is this rank's stage of a pipeline; all ranks call this together.
 
         Raises:
             ValueError: A name in `states` is taken.
@@ -137,7 +140,8 @@ class RestorableTraining:
                 self._zero = ZeroState(model)
             model, optimizer = self._zero.module, self._zero
         zero = self._zero if optimizer is self._zero else None
-        self._train_state = TrainState(model, optimizer, scheduler, scaler, dict(states or {}), adapter, zero)
+        stages = Stages(model, getattr(optimizer, "optimizer", optimizer), self._ranks) if pipeline else None
+        self._train_state = TrainState(model, optimizer, scheduler, scaler, dict(states or {}), adapter, zero, stages)
 
     def choose(self, *, on_device: bool | None = None) -> RestorePoint | None:
         """Agree with all ranks on the checkpoint to resume from; None starts from the beginning.

@@ -105,7 +105,7 @@ def part_of(tensor: Any, local_world_size: int = sys.maxsize) -> Part:
     if fragment is not None:
         flat = (math.prod(fragment.shape),)
         own = Region((((fragment.first, fragment.last),),))
-        return Part(flat, own, fragment.tensor, (fragment.tensor,), is_written=True, distribution="ZeRO")
+        return Part(flat, own, fragment.tensor, (fragment.tensor,), fragment.is_written, fragment.distribution)
     shape = tuple(tensor.shape)
     held, is_written, distribution = _held(tensor.device_mesh, shape, tuple(tensor.placements), local_world_size)
     # Not `to_local`: the tensor that it returns has a version counter of its own.

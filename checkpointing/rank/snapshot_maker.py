@@ -22,7 +22,7 @@ from checkpointing.rank.safetensors_files import safetensors_image
 from checkpointing.rank.shard_layout import ShardLayout
 from checkpointing.rank.snapshot import PendingSnapshot, SmallFile
 from checkpointing.rank.torch_files import TorchFileLayout, torch_bytes
-from checkpointing.rank.train_state import CapturedState
+from checkpointing.rank.train_state import CapturedState, completed
 from checkpointing.shards import INDEX_NAME
 from checkpointing.together import Together
 
@@ -82,6 +82,7 @@ class SnapshotMaker:
         """Make the snapshot of a captured state; `copy` tells the training thread how far this has come."""
         cpu_began = time.thread_time()
         request, ranks = pending.request, self._ranks
+        state = completed(state, ranks)
         layout = self._lay_out(pending, state, static_files)
         placed, nbytes = file_images.place(layout.images)
         if ranks.group is not None and self._check_replicas:

@@ -15,6 +15,7 @@ from checkpointing.rank.cadence import CostModel
 from checkpointing.rank.copy_thread import CopyThread
 from checkpointing.rank.device import Device
 from checkpointing.rank.direct_commit import DirectCommit
+from checkpointing.rank.expected_size import expected_bytes
 from checkpointing.rank.pinning import Pinning
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.snapshot import PendingSnapshot, Request
@@ -92,7 +93,7 @@ class Snapshotter:
         if train_state.is_sharded:
             # Not known to each rank alone: its own mesh may be within a node where another's is not.
             self.is_spread = any(ranks.gather(train_state.is_spread(local_world_size)))
-        nbytes = train_state.expected_bytes(local_world_size, is_spread=bool(self.is_spread))
+        nbytes = expected_bytes(train_state, local_world_size, is_spread=bool(self.is_spread))
         self.settle()
         self._copy_thread.submit(functools.partial(self._maker.reserve, nbytes))
 

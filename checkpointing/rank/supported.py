@@ -22,8 +22,7 @@ def check_model(model: object) -> None:
         return
     if type(model).__module__.startswith("torch.distributed.pipelining"):
         raise CheckpointError(
-            f"{type(model).__name__} is not supported: with pipeline parallelism each rank holds other layers. Use DDP "
-            "or FSDP2"
+            f"{type(model).__name__} is not a model: give the module of this rank's stage, and pipeline=True"
         )
     if not isinstance(model, torch.nn.Module):
         raise CheckpointError(

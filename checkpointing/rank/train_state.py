@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
@@ -22,8 +23,10 @@ from checkpointing.layout import (
 )
 from checkpointing.rank import sharding
 from checkpointing.rank.adapter import BASE_NAME, Adapter, live_tensors
+from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.readable import check_readable
 from checkpointing.rank.restore_point import RestorePoint
+from checkpointing.rank.stages import Stages
 from checkpointing.rank.supported import check_model, check_optimizer
 from checkpointing.rank.torch_files import torch_bytes
 from checkpointing.rank.trees import freeze, tensors_in
@@ -51,6 +54,7 @@ class CapturedState:
         is_spread: No node holds all of the model.
         versions: Version counter of every tensor that only an optimizer may change.
         masters: Parameters in full precision, by name, where the optimizer has these besides.
+        stages: Which rank holds what, where the model is a stage of a pipeline, and model and optimizer are its own.
     """
 
     weights_name: str
@@ -64,6 +68,7 @@ class CapturedState:
     is_spread: bool
     versions: list[tuple[torch.Tensor, int]]
     masters: dict[str, torch.Tensor] = field(default_factory=dict)
+    stages: Stages | None = None
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -75,6 +80,19 @@ class CapturedState:
     def changed(self) -> int:
         """Count the tensors that were changed in place since, other than by an optimizer that passed the barrier."""
         return sum(tensor._version != version for tensor, version in self.versions)
+
+
+def completed(state: CapturedState, ranks: Ranks) -> CapturedState:
+    """Return a captured state with stand-ins for the stages of other ranks; called by all ranks.
+
+    Args:
+        state: The state.
+        ranks: This rank, with a group that only the copy thread uses.
+    """
+    if state.stages is None:
+        return state
+    model, optimizer = state.stages.complete(state.model, state.optimizer, state.parts, ranks)
+    return dataclasses.replace(state, model=model, optimizer=optimizer)
 
 
 @dataclass(frozen=True)
@@ -89,6 +107,7 @@ class TrainState:
         states: Further objects with `state_dict` and `load_state_dict`, by name.
         adapter: The part of the model that is saved; None saves all of it.
         zero: The optimizer, where it is that of a DeepSpeed engine.
+        stages: Which rank holds what, where the model is a stage of a pipeline.
     """
 
     model: torch.nn.Module
@@ -98,6 +117,7 @@ class TrainState:
     states: Mapping[str, Any] = field(default_factory=dict)
     adapter: Adapter | None = None
     zero: ZeroState | None = None
+    stages: Stages | None = None
 
     def __post_init__(self) -> None:
         check_model(self.model)
@@ -131,7 +151,9 @@ class TrainState:
     @property
     def is_sharded(self) -> bool:
         """Whether ranks hold parts of the state, which they save and restore together."""
-        return self.zero is not None or (self.model is not None and sharding.has_sharded(self.model))
+        if self.zero is not None or self.stages is not None:
+            return True
+        return self.model is not None and sharding.has_sharded(self.model)
 
     def is_spread(self, local_world_size: int) -> bool:
         """Return whether some node does not hold all of the state, as far as this rank knows.
@@ -141,6 +163,8 @@ class TrainState:
         """
         if self.zero is not None:
             return dist.get_world_size() > local_world_size
+        if self.stages is not None:
+            return self.stages.is_spread(local_world_size)
         return self.is_sharded and sharding.is_spread(self.model, local_world_size)
 
     def capture(
@@ -173,7 +197,10 @@ class TrainState:
             clones: dict[int, torch.Tensor] = {}
             copies = {name: clones.setdefault(id(value), value.detach().clone()) for name, value in buffers.items()}
             live = {name: copies.get(name, value) for name, value in live.items()}
-        whole = sharding.stand_ins(live, parts, local_world_size) if cut else live
+        if self.stages is not None:
+            whole = sharding.stand_ins(self.stages.weights(live, local_world_size), parts)
+        else:
+            whole = sharding.stand_ins(live, parts, local_world_size) if cut else live
         model = {name: value.detach() for name, value in whole.items()}
         optimizer = freeze(self.optimizer.state_dict())
         masters = sharding.stand_ins(self.zero.masters if self.zero is not None else {}, parts)
@@ -181,6 +208,8 @@ class TrainState:
         if self.on_gpu:
             # The host does not wait at the barrier, so what the optimizer changes on the host is copied now.
             optimizer = _clone_small_cpu_tensors(optimizer)
+        if self.stages is not None:
+            optimizer = self.stages.optimizer_state(optimizer, local_world_size)
         if cut:
             optimizer = sharding.stand_ins(optimizer, parts, local_world_size)
         if check:
@@ -192,6 +221,7 @@ class TrainState:
             weights_name=self.weights_name,
             model=model,
             masters=masters,
+            stages=self.stages,
             parameters=frozenset(live.keys() - buffers.keys()),
             buffers=frozenset(buffers),
             optimizer=optimizer,
@@ -222,33 +252,6 @@ class TrainState:
             live = {name: value for name, value in live.items() if name not in extra}
         return live, objects, small
 
-    def expected_bytes(self, local_world_size: int = sys.maxsize, *, is_spread: bool = False) -> int:
-        """Estimate the size of a node's snapshot, as far as it can be known before the first optimizer step.
-
-        Args:
-            local_world_size: Number of ranks on each node.
-            is_spread: Whether some node does not hold all of the model.
-        """
-        if self.zero is not None and self.adapter is None:
-            share = local_world_size / dist.get_world_size() if is_spread else 1
-            return int(self.zero.nbytes * share)
-
-        def nbytes(tensor: Any) -> int:
-            own = is_spread and sharding.is_sharded(tensor)
-            return sharding.own_nbytes(tensor) * local_world_size if own else sharding.nbytes_of(tensor)
-
-        parameters = list(self.model.parameters())
-        saved = self.adapter.select(live_tensors(self.model)).values() if self.adapter else None
-        model = sum(nbytes(value) for value in (saved or [*parameters, *self.model.buffers()]))
-        optimizer = self.torch_optimizer
-        tensors = tensors_in(optimizer.state_dict())
-        state = sum({id(t) if sharding.is_sharded(t) else t.data_ptr(): nbytes(t) for t in tensors}.values())
-        if not state:
-            defaults = getattr(optimizer, "defaults", {})
-            moments = 2 + bool(defaults.get("amsgrad")) if "betas" in defaults else int(bool(defaults.get("momentum")))
-            state = moments * sum(nbytes(value) for value in parameters if value.requires_grad)
-        return int(model + state)
-
     def check(self) -> None:
         """Check that the state can be saved.
 
@@ -256,7 +259,9 @@ class TrainState:
             CheckpointError: Something in `states` is sharded.
         """
         for name, stateful in self.states.items():
-            if any(map(sharding.is_sharded, tensors_in(stateful.state_dict()))):
+            # A state dict does not show what ZeRO-3 has partitioned.
+            parameters = stateful.parameters() if isinstance(stateful, torch.nn.Module) else ()
+            if any(map(sharding.is_sharded, [*tensors_in(stateful.state_dict()), *parameters])):
                 raise CheckpointError(
                     f"states: {name!r} holds sharded tensors, which is not supported yet: only of model and optimizer"
                 )
@@ -271,7 +276,14 @@ class TrainState:
         Raises:
             CheckpointError: The checkpoint is of another model.
         """
-        restore_weights(self.model, point, adapter=self.adapter, zero=self.zero, place=place)
+        restore_weights(
+            self.model, point, adapter=self.adapter, zero=self.zero, is_stage=self.stages is not None, place=place
+        )
+
+    def _own_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        if self.zero is not None:
+            return self.zero.fitted(state)
+        return state if self.stages is None else self.stages.own_state(state)
 
     def restore_states(self, point: RestorePoint, rank: int, names: Set[str]) -> dict[str, Any]:
         """Load the further `states` of these names; return what the checkpoint holds of this rank alone.
@@ -307,7 +319,7 @@ class TrainState:
             self.optimizer,
             point,
             OPTIMIZER_NAME,
-            lambda state: place(point.cut_optimizer_state(state, self.torch_optimizer)),
+            lambda state: place(point.cut_optimizer_state(self._own_state(state), self.torch_optimizer)),
         )
         if not point.private:
             # What stayed on the CPU is still a view of the checkpoint, which must not change.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from checkpointing.errors import CheckpointError
-from checkpointing.layout import EXTRA_STATE_NAME, MASTER_NAME, MODEL_NAME
+from checkpointing.layout import ADAPTER_NAME, EXTRA_STATE_NAME, MASTER_NAME, MODEL_NAME
 from checkpointing.rank import sharding
 from checkpointing.rank.adapter import Adapter
 from checkpointing.rank.restore_point import RestorePoint
@@ -21,6 +21,7 @@ def restore_weights(
     *,
     adapter: Adapter | None,
     zero: ZeroState | None,
+    is_stage: bool = False,
     place: Callable[[Any], Any],
 ) -> None:
     """Load the weights of a model.
@@ -30,16 +31,22 @@ def restore_weights(
         point: The state to load from.
         adapter: The part of the model that is saved; None where all of it is.
         zero: The optimizer of DeepSpeed's engine that the model is in, if it is in one.
+        is_stage: The model is a stage of a pipeline, and the checkpoint is of the whole.
         place: Moves a state dict to the device where it is wanted.
 
     Raises:
         CheckpointError: The checkpoint is of another model.
     """
     sources: dict[str, tuple[str, torch.Tensor]] = {}
+    if zero is not None:
+        zero.release()
     if adapter is not None:
-        adapter.restore(model, point)
-    elif zero is not None:
-        sources |= {name: (MODEL_NAME, value) for name, value in _fill(model, point).items()}
+        restored = adapter.restore(model, point)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        sources |= {names[key]: (ADAPTER_NAME, value) for key, value in restored.items() if key in names}
+    elif zero is not None or is_stage:
+        filled = _fill(model, point, is_stage=is_stage)
+        sources |= {name: (MODEL_NAME, value) for name, value in filled.items()}
     else:
         _load(model, point, place)
     precise = point.model_state(MASTER_NAME) if point.has(MASTER_NAME) else {}
@@ -66,12 +73,14 @@ def _load(model: torch.nn.Module, point: RestorePoint, place: Callable[[Any], An
         raise _misfit(point, str(error)) from None
 
 
-def _fill(model: torch.nn.Module, point: RestorePoint) -> dict[str, torch.Tensor]:
+def _fill(model: torch.nn.Module, point: RestorePoint, *, is_stage: bool) -> dict[str, torch.Tensor]:
     """Copy the weights into a model of whose parameters each rank may hold a fragment; return them."""
     whole = point.model_state()
     live = model.state_dict(keep_vars=True)
     extra = {name for name, value in live.items() if not isinstance(value, torch.Tensor)}
     names = live.keys() - extra
+    if is_stage:
+        whole = {name: value for name, value in whole.items() if name in names}
     if names != whole.keys():
         missing, unknown = sorted(names - whole.keys()), sorted(whole.keys() - names)
         raise _misfit(point, f"it lacks {missing[:3]}, and has {unknown[:3]} besides")

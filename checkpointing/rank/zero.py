@@ -22,8 +22,10 @@ from checkpointing.rank import sharding
 from checkpointing.rank.fragments import Fragment, fragment_of
 from checkpointing.rank.restore_point import RestorePoint
 
-_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+# Not `micro_steps`: where a step begins depends on how its samples are cut now.
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+# By their exact names: what derives from them may keep state elsewhere (SuperOffload).
 _OPTIMIZERS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
 
 
@@ -112,42 +114,63 @@ class ZeroState:
         return sum(map(sharding.nbytes_of, tensors)) + elements * precise * (2 + has_masters)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in the form of `torch.optim.Optimizer.state_dict`, with fragments in place of tensors."""
+        """Return the state in the form of `torch.optim.Optimizer.state_dict`, with fragments in place of tensors.
+
+        Raises:
+            CheckpointError: The optimizer has state of another kind, such as that of an 8-bit optimizer.
+        """
         state: dict[int, dict[str, Any]] = {}
         groups: list[dict[str, Any]] = []
         numbers = itertools.count()
         for group, slots in zip(self.base.param_groups, self._slots, strict=True):
             options = _options(group)
-            # DeepSpeed's fused optimizers count a group's steps, torch's those of each parameter.
-            step = {"step": torch.tensor(float(options.pop("step")))} if "step" in options else {}
+            # Some fused optimizers count a group's steps, torch's those of each parameter.
+            step = {"step": torch.tensor(float(options["step"]))} if "step" in options else {}
             groups.append({**options, "params": []})
             for slot in slots:
                 number = next(numbers)
                 groups[-1]["params"].append(number)
                 if found := self.base.state.get(slot.flat):
-                    state[number] = step | {key: _of(slot, value) for key, value in found.items()}
+                    state[number] = step | {key: self._of(slot, key, value) for key, value in found.items()}
         return {"state": state, "param_groups": groups, "engine": self._counters()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` has returned, cut to this rank's fragments; or the state of a torch optimizer.
 
+        Args:
+            state: As `fitted` returns it.
+        """
+        for group, slots, saved in zip(self.base.param_groups, self._slots, state["param_groups"], strict=True):
+            group.update({key: saved[key] for key in (_options(group).keys() | {"step"}) & saved.keys()})
+            for slot, number in zip(slots, saved["params"], strict=True):
+                if own := state["state"].get(number):
+                    if "step" in group:
+                        group["step"] = int(own["step"])
+                    self._load(slot, own)
+        self._restore_counters(state.get("engine", {}))
+
+    def fitted(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return an optimizer's state with the engine's groups: without parameters that are not trained.
+
+        DeepSpeed knows only those that are; an optimizer of torch may have others, too.
+
         Raises:
             ValueError: It has other groups or parameters.
         """
-        saved_groups = [group for group in state["param_groups"] if group["params"]]
-        if list(map(len, self._slots)) != [len(group["params"]) for group in saved_groups]:
-            raise ValueError(
-                f"it has groups of {[len(group['params']) for group in saved_groups]} parameters, the engine has "
-                f"{list(map(len, self._slots))}"
-            )
-        for group, slots, saved in zip(self.base.param_groups, self._slots, saved_groups, strict=True):
-            group.update({key: saved[key] for key in _options(group).keys() & saved.keys()})
-            for slot, number in zip(slots, saved["params"], strict=True):
-                if own := dict(state["state"].get(number, {})):
-                    if "step" in group:
-                        group["step"] = int(own.pop("step"))
-                    self._load(slot, own)
-        self._restore_counters(state.get("engine", {}))
+        wanted, groups = list(map(len, self._slots)), list(state["param_groups"])
+        if [len(group["params"]) for group in groups] != wanted:
+            trained = [
+                {**group, "params": [number for number in group["params"] if number in state["state"]]}
+                for group in groups
+            ]
+            trained = [group for group in trained if group["params"]]
+            # Groups of which nothing is trained stay where they are.
+            groups = [trained.pop(0) if size and trained else {"params": []} for size in wanted] + trained
+        found = [len(group["params"]) for group in groups]
+        if found != wanted:
+            given = [len(group["params"]) for group in state["param_groups"]]
+            raise ValueError(f"it has groups of {given} parameters, the engine has {wanted}")
+        return {**state, "param_groups": groups}
 
     def restore_parameters(self, point: RestorePoint, sources: Mapping[str, tuple[str, torch.Tensor]]) -> None:
         """Load the parameters in full precision, once the model's own are loaded, and have the engine use these.
@@ -170,8 +193,23 @@ class ZeroState:
         persistent = getattr(self._zero, "persistent_parameters", ())
         if persistent:
             # Small parameters stay whole on each rank of ZeRO-3; they are assembled from what was loaded.
-            persistent[0].partition(persistent)
             persistent[0].all_gather(persistent)
+
+    def release(self) -> None:
+        """Have each rank of ZeRO-3 keep its fragments only: what an evaluation has assembled would stay in use."""
+        offload = getattr(self._zero, "parameter_offload", None)
+        if offload is not None:
+            offload.partition_all_parameters()
+
+    def _of(self, slot: _Slot, key: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            return value
+        if value.shape != slot.flat.shape:
+            raise CheckpointError(
+                f"DeepSpeed with {type(self.base).__name__} is not supported: its {key} is not kept for each element. "
+                "Use an optimizer whose state has the shape of the parameters, such as AdamW"
+            )
+        return slot.of(value)
 
     def _load(self, slot: _Slot, saved: Mapping[str, Any]) -> None:
         found = self.base.state[slot.flat]
@@ -185,8 +223,14 @@ class ZeroState:
             else:
                 found[key] = value.clone() if isinstance(value, torch.Tensor) else value
 
-    def _counters(self) -> dict[str, Any]:
+    @property
+    def _dynamic_scaler(self) -> Any:
+        """The loss scale, where it changes; it is no state of other precisions."""
         scaler = getattr(self._zero, "loss_scaler", None)
+        return scaler if getattr(scaler, "dynamic", False) else None
+
+    def _counters(self) -> dict[str, Any]:
+        scaler = self._dynamic_scaler
         scale = {name: getattr(scaler, name) for name in _LOSS_SCALE if hasattr(scaler, name)}
         return {name: getattr(self.engine, name) for name in _COUNTERS} | {"loss_scale": scale}
 
@@ -194,7 +238,7 @@ class ZeroState:
         for name in _COUNTERS:
             if name in saved:
                 setattr(self.engine, name, saved[name])
-        scaler = getattr(self._zero, "loss_scaler", None)
+        scaler = self._dynamic_scaler
         for name, value in saved.get("loss_scale", {}).items():
             if hasattr(scaler, name):
                 setattr(scaler, name, value)
@@ -206,11 +250,6 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _elements(slot: _Slot) -> torch.Tensor:
     return slot.parameter.detach().view(-1)[slot.first : slot.first + slot.numel]
-
-
-def _of(slot: _Slot, value: Any) -> Any:
-    is_flat = isinstance(value, torch.Tensor) and value.shape == slot.flat.shape
-    return slot.of(value) if is_flat else value
 
 
 def _slots(zero: Any) -> Iterator[Iterator[_Slot]]:
@@ -260,7 +299,12 @@ def _check_supported(engine: Any) -> None:
         "offloading to NVMe": any(str(getattr(o, "device", "")).endswith("nvme") for o in offloads if o is not None),
         "hpZ (zero_hpz_partition_size)": zero.zero_hpz_partition_size > 1,
         "MiCS (mics_shard_size)": getattr(zero, "mics_shard_size", -1) > 0,
-        "quantized weights or gradients": zero.zero_quantized_weights or zero.zero_quantized_gradients,
+        "quantized weights or gradients": zero.zero_quantized_weights
+        or zero.zero_quantized_gradients
+        or getattr(zero, "zero_quantized_nontrainable_weights", False),
+        # Its tables of where parameters are do not say so.
+        "round_robin_gradients": getattr(zero, "round_robin_gradients", False) and zero.stage < 3,
+        "partial offloading (offload_optimizer.ratio)": getattr(zero.offload_optimizer, "ratio", 1.0) < 1,
         "ZenFlow": getattr(zero, "zenflow", None) is not None,
         "torch_autocast with a gradient scaler": getattr(engine.optimizer, "torch_autocast_gradscaler", None),
         "sequence parallelism": getattr(engine, "sequence_parallel_size", 1) > 1,
@@ -268,7 +312,7 @@ def _check_supported(engine: Any) -> None:
     for name, is_used in wrong.items():
         if is_used:
             raise CheckpointError(f"DeepSpeed with {name} is not supported; use ZeRO 1, 2 or 3 without it")
-    if not any(base.__name__ in _OPTIMIZERS for base in type(engine.optimizer).__mro__):
+    if type(engine.optimizer).__name__ not in _OPTIMIZERS:
         raise CheckpointError(
             f"DeepSpeed's {type(engine.optimizer).__name__} is not supported; set zero_optimization.stage to 1, 2 or 3"
         )

@@ -42,3 +42,20 @@ def set_batch_shape(trainer: Any) -> None:
     config["train_micro_batch_size_per_gpu"] = batch
     config["gradient_accumulation_steps"] = accumulation
     config["train_batch_size"] = batch * accumulation * args.world_size
+
+
+def skips_bad_steps(trainer: Any) -> bool:
+    """Return whether steps without finite gradients are part of training: a loss scale is being searched for.
+
+    DeepSpeed skips them in every precision. Where it does so without a loss scale, nothing would ever change again.
+    """
+    return trainer.accelerator.scaler is not None or bool(trainer.is_deepspeed_enabled and trainer.args.fp16)
+
+
+def advance_schedule(trainer: Any) -> None:
+    """Advance a schedule of DeepSpeed's own in a step that is skipped, and which the engine does not see."""
+    if not is_engine(trainer.model_wrapped) or not trainer.accelerator.sync_gradients:
+        return
+    engine = trainer.model_wrapped
+    if engine.lr_scheduler is not None:
+        engine.lr_scheduler.step()

@@ -19,6 +19,7 @@ from checkpointing.rank.spikes import SkippedSteps
 from checkpointing.transformers.best_model import best_model_at_end
 from checkpointing.transformers.callback import StepCallback
 from checkpointing.transformers.commit_notices import CommitNotices
+from checkpointing.transformers.deepspeed import advance_schedule, skips_bad_steps
 from checkpointing.transformers.evaluation import EvaluationCutShort
 from checkpointing.transformers.further_states import CALLBACK_PREFIX, generates_ahead
 from checkpointing.transformers.job import cut_micro_batches, job_of
@@ -236,10 +237,10 @@ class ResilientMixin(SavingMixin):
         session, step = self._session, self.state.global_step
         if step + 1 in self._skipped:
             # Without gradients the optimizer changes nothing.
-            num_steps = step - self._globalstep_last_logged
-            mean = session.skipped_loss.of_step(step, self._tr_loss, num_steps, self.state.log_history)
-            skipped: torch.Tensor = mean / self.current_gradient_accumulation_steps
-            return skipped
+            num_steps, history = step - self._globalstep_last_logged, self.state.log_history
+            skipped: torch.Tensor = session.skipped_loss.of_step(step, self._tr_loss, num_steps, history)
+            advance_schedule(self)
+            return skipped / int(self.current_gradient_accumulation_steps)
         session.throughput.count(inputs)
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         session.guard.add_loss(loss)
@@ -266,8 +267,8 @@ class ResilientMixin(SavingMixin):
             or control.should_evaluate
             or session.due.snapshot
             or step >= self.state.max_steps,
-            has_scaler=self.accelerator.scaler is not None,
-            was_applied=not self.accelerator.optimizer_step_was_skipped,
+            has_scaler=skips_bad_steps(self),
+            was_applied=not self.accelerator.optimizer_step_was_skipped or not skips_bad_steps(self),
         )
         if control.should_evaluate:
             session.evaluation.begin(can_be_repeated=session.data.is_followed and self._manager.wants(step))

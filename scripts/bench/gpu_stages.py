@@ -27,6 +27,7 @@ from small_training import SmallTraining
 from checkpointing import CheckpointManager
 from checkpointing.rank import copy_thread
 from checkpointing.rank import device as devices
+from checkpointing.rank.expected_size import expected_bytes
 from checkpointing.shared_memory import populate_pages
 
 Figures = dict[str, Any]
@@ -300,7 +301,7 @@ def _steps(on: str, parameters: float, num_steps: int, tokens: int, every: int |
         # Without the first snapshots, during which memory is reserved and pinned.
         settled = times[num_steps // 3 :]
         copies = list(manager._snapshotter.costs._copies)
-        nbytes = manager._train_state.expected_bytes()
+        nbytes = expected_bytes(manager._train_state)
         stall_s, price = manager.stall_s, manager._snapshotter.costs.snapshot_s
         manager.close()
     return {

@@ -36,7 +36,7 @@ def quantizing(size: int) -> Any:
         ([linear(), linear()], r"model is a list, not a torch\.nn\.Module; join several models in a torch\.nn\.Mod"),
         (SimpleNamespace(), "model is a SimpleNamespace"),
         (torch.nn.Sequential(linear(), FullyShardedDataParallel()), "FSDP1 .* is not supported; use FSDP2"),
-        (type("PipelineStage", (), {"__module__": "torch.distributed.pipelining.stage"})(), "pipeline parallelism"),
+        (type("PipelineStage", (), {"__module__": "torch.distributed.pipelining.stage"})(), "pipeline=True"),
     ],
 )
 def test_models_that_cannot_be_saved_are_refused_by_name(model: Any, message: str) -> None:

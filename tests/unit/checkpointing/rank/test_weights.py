@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save
 
 from checkpointing.errors import CheckpointError
-from checkpointing.layout import MASTER_NAME, MODEL_NAME
+from checkpointing.layout import ADAPTER_NAME, MASTER_NAME, MODEL_NAME
 from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.rank.weights import restore_weights
 
@@ -34,7 +34,13 @@ class Zero:
 
     sources: Any = None
 
+    released = False
+
+    def release(self) -> None:
+        self.released = True
+
     def restore_parameters(self, point: RestorePoint, sources: Any) -> None:
+        assert self.released, "what an evaluation has assembled would stay in use"
         self.sources = {name: (file, tensor.dtype) for name, (file, tensor) in sources.items()}
 
 
@@ -81,6 +87,15 @@ def test_another_model_is_refused_before_anything_is_changed(state: dict[str, to
 
 def test_an_adapter_is_restored_by_its_own_rules() -> None:
     model, restored = linear(), list[Any]()
-    adapter: Any = SimpleNamespace(restore=lambda model, point: restored.append(model))
+    saved, zero = torch.full((2, 2), 0.5), Zero()
+
+    def restored_by(model: torch.nn.Linear, point: RestorePoint) -> dict[int, torch.Tensor]:
+        restored.append(model)
+        return {id(model.weight): saved}
+
+    adapter: Any = SimpleNamespace(restore=restored_by)
     restore_weights(model, point(masters={"weight": EXACT}), adapter=adapter, zero=None, place=lambda state: state)
     assert restored == [model] and torch.equal(model.weight, EXACT)
+    # Of an adapter in full precision, DeepSpeed's copy is that.
+    restore_weights(model, point(), adapter=adapter, zero=zero, place=lambda state: state)  # type: ignore[arg-type]
+    assert zero.sources == {"weight": (ADAPTER_NAME, torch.float32)}

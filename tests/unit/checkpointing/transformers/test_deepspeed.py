@@ -61,3 +61,30 @@ def test_the_engine_is_tracked_once_there_is_one(monkeypatch: pytest.MonkeyPatch
     assert tracked_model(trainer()) == "model"
     monkeypatch.setattr(deepspeed, "is_engine", lambda model: model == "wrapped")
     assert tracked_model(trainer()) == "wrapped"
+
+
+@pytest.mark.parametrize(("enabled", "fp16", "skips"), [(True, False, False), (True, True, True), (False, True, False)])
+def test_bad_steps_are_part_of_training_only_while_a_loss_scale_is_searched_for(
+    enabled: bool, fp16: bool, skips: bool
+) -> None:
+    subject = trainer(enabled=enabled)
+    subject.accelerator.scaler, subject.args.fp16 = None, fp16
+    assert deepspeed.skips_bad_steps(subject) is skips
+    subject.accelerator.scaler = object()
+    assert deepspeed.skips_bad_steps(subject)
+
+
+@pytest.mark.parametrize(("syncs", "advanced"), [(True, 1), (False, 0)])
+def test_a_schedule_of_deepspeeds_own_advances_in_skipped_steps(
+    syncs: bool, advanced: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject, steps = trainer(), list[int]()
+    subject.accelerator.sync_gradients = syncs
+    subject.model_wrapped = SimpleNamespace(lr_scheduler=SimpleNamespace(step=lambda: steps.append(1)))
+    deepspeed.advance_schedule(subject)
+    assert steps == [], "no engine"
+    monkeypatch.setattr(deepspeed, "is_engine", lambda model: True)
+    deepspeed.advance_schedule(subject)
+    assert len(steps) == advanced
+    subject.model_wrapped.lr_scheduler = None
+    deepspeed.advance_schedule(subject)

@@ -1,0 +1,224 @@
+"""Pipeline parallelism: each rank holds other layers, and all ranks together write one checkpoint of the whole model.
+
+Names are those of the whole model on every rank, so the files are those of a training without a pipeline: a checkpoint
+resumes on any number of stages, or on none.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from checkpointing.errors import CheckpointError
+from checkpointing.rank import sharding
+from checkpointing.rank.fragments import Fragment
+from checkpointing.rank.ranks import Ranks
+
+_MAX_NAMES = 3
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a tensor is like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, value: Any) -> _Kind:
+        return cls(sharding.shape_of(value), value.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def absent(self) -> Fragment:
+        """Return what a rank has of such a tensor that does not hold it."""
+        return Fragment(self.shape, 0, torch.empty(0, dtype=self.dtype), distribution="another stage")
+
+
+class Stages:
+    """Which rank holds which stage of a pipeline; all ranks make it together.
+
+    Args:
+        model: This rank's stage.
+        optimizer: Its optimizer.
+        ranks: This rank, with a group that the training thread uses.
+
+    Raises:
+        CheckpointError: The stages do not belong together, or are sharded.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+        state = {name: value for name, value in model.state_dict(keep_vars=True).items() if torch.is_tensor(value)}
+        names = {id(value): name for name, value in model.named_parameters()}
+        error = _unsupported(state, optimizer, names)
+        tensors = {name: _Kind.of(value) for name, value in state.items()}
+        groups = [] if error else [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        self._rank, self._world_size = ranks.rank, ranks.world_size
+        self._everyone: list[Any] = ranks.gather((tensors, groups, error))
+        # All ranks come to the same result: none waits for another.
+        error = next((error for _, _, error in self._everyone if error), "") or self._mismatch()
+        if error:
+            raise CheckpointError(f"pipeline: {error}")
+        self._kinds: dict[str, _Kind] = {name: kind for own, _, _ in self._everyone for name, kind in own.items()}
+        self._own, self._groups = tensors.keys(), groups
+        # As in an optimizer of the whole model: by group, and then from stage to stage.
+        order = [
+            list(dict.fromkeys(itertools.chain.from_iterable(theirs[number] for _, theirs, _ in self._everyone)))
+            for number in range(len(groups))
+        ]
+        numbers = itertools.count()
+        self._numbers: list[dict[str, int]] = [{name: next(numbers) for name in group} for group in order]
+        self._structures: list[Any] = []
+
+    def _mismatch(self) -> str:
+        """Return why the stages do not belong together; empty if they do."""
+        if len({len(groups) for _, groups, _ in self._everyone}) > 1:
+            return "the optimizers of the stages have different numbers of groups"
+        found: dict[str, _Kind] = {}
+        for tensors, _, _ in self._everyone:
+            for name, kind in tensors.items():
+                if found.setdefault(name, kind) != kind:
+                    return (
+                        f"{name} is of shape {found[name].shape} in one stage and {kind.shape} in another: give the "
+                        "layers of each stage the names that they have in the whole model"
+                    )
+        return ""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all stages' weights and buffers."""
+        return sum(kind.nbytes for kind in self._kinds.values())
+
+    @property
+    def own_nbytes(self) -> int:
+        """Size of those of this rank's stage."""
+        return sum(self._kinds[name].nbytes for name in self._own)
+
+    def is_spread(self, local_world_size: int) -> bool:
+        """Return whether some node does not hold all stages.
+
+        Args:
+            local_world_size: Number of ranks on each node.
+        """
+        nodes = [
+            self._everyone[first : first + local_world_size] for first in range(0, self._world_size, local_world_size)
+        ]
+        return any(set().union(*(tensors for tensors, _, _ in node)) != self._kinds.keys() for node in nodes)
+
+    def weights(self, live: Mapping[str, torch.Tensor], local_world_size: int) -> dict[str, Fragment]:
+        """Return this rank's weights as fragments, of which one rank of each node writes each.
+
+        Args:
+            live: The weights, by name.
+            local_world_size: Number of ranks on each node, or more if they all write one share.
+        """
+        return {name: self._fragment(name, value, local_world_size) for name, value in live.items()}
+
+    def optimizer_state(self, state: Mapping[str, Any], local_world_size: int) -> dict[str, Any]:
+        """Return an optimizer's state dict, with fragments, and with the numbers that the whole model's would have.
+
+        Args:
+            state: Of this rank's optimizer.
+            local_world_size: See `weights`.
+        """
+        numbered: dict[int, Any] = {}
+        groups = []
+        for group, names, numbers in zip(state["param_groups"], self._groups, self._numbers, strict=True):
+            groups.append(_numbered(group, numbers))
+            for own, name in zip(group["params"], names, strict=True):
+                if own in state["state"]:
+                    numbered[numbers[name]] = {
+                        key: self._fragment(name, value, local_world_size) if torch.is_tensor(value) else value
+                        for key, value in state["state"][own].items()
+                    }
+        return {**state, "state": numbered, "param_groups": groups}
+
+    def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this rank's part of a whole model's optimizer state, with the numbers of its own optimizer.
+
+        Raises:
+            ValueError: It has other groups.
+        """
+        sizes = [len(group["params"]) for group in state["param_groups"]]
+        if sizes != list(map(len, self._numbers)):
+            raise ValueError(f"it has groups of {sizes} parameters, the stages {list(map(len, self._numbers))}")
+        counter, found, groups = itertools.count(), dict[int, Any](), []
+        for group, names, numbers in zip(state["param_groups"], self._groups, self._numbers, strict=True):
+            # Numbers in the file are in the same order, but need not begin with 0.
+            theirs = dict(zip(numbers, group["params"], strict=True))
+            own = {name: next(counter) for name in names}
+            groups.append(_numbered(group, own))
+            found |= {own[name]: state["state"][theirs[name]] for name in names if theirs[name] in state["state"]}
+        return {**state, "state": found, "param_groups": groups}
+
+    def complete(
+        self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, Any], parts: sharding.Parts, ranks: Ranks
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Return the state dicts of all stages, with stand-ins for what other ranks hold; called by all ranks.
+
+        Args:
+            model: This rank's weights, by name: stand-ins.
+            optimizer: What `optimizer_state` has returned, with stand-ins.
+            parts: What this rank holds; receives nothing of what is added.
+            ranks: This rank, with a group that only the copy thread uses.
+        """
+        own = {number: _structure(value) for number, value in optimizer["state"].items()}
+        self._structures = ranks.gather(own)
+        everything: dict[int, Any] = {}
+        for theirs in self._structures:
+            everything |= {number: value for number, value in theirs.items() if number not in everything}
+        state = {
+            number: optimizer["state"].get(number) or _absent(everything[number], parts)
+            for number in sorted(everything)
+        }
+        weights = {
+            name: model[name] if name in model else sharding.stand_ins(kind.absent(), parts)
+            for name, kind in self._kinds.items()
+        }
+        return weights, {**optimizer, "state": state}
+
+    def _fragment(self, name: str, value: torch.Tensor, local_world_size: int) -> Fragment:
+        node = self._rank // local_world_size
+        holders = [rank for rank, (tensors, _, _) in enumerate(self._everyone) if name in tensors]
+        writer = next(rank for rank in holders if rank // local_world_size == node)
+        own = value.detach().reshape(-1)
+        return Fragment(tuple(value.shape), 0, own, writer == self._rank, f"a stage of ranks {holders}")
+
+
+def _unsupported(state: Mapping[str, Any], optimizer: Any, names: Mapping[int, str]) -> str:
+    """Return why a stage cannot be saved; empty if it can."""
+    if sharded := [name for name, value in state.items() if sharding.is_sharded(value)]:
+        return f"stages that are sharded are not supported yet ({_some(sharded)})"
+    if apart := [name for name, value in state.items() if not value.is_contiguous()]:
+        return f"weights that are not contiguous are not supported ({_some(apart)})"
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return f"the optimizer is a {type(optimizer).__name__}; use one of torch.optim"
+    if any(id(parameter) not in names for group in optimizer.param_groups for parameter in group["params"]):
+        return "the optimizer has parameters that are not of this rank's stage"
+    return ""
+
+
+def _some(names: Iterable[str]) -> str:
+    found = list(names)
+    return ", ".join(found[:_MAX_NAMES]) + (", …" if len(found) > _MAX_NAMES else "")
+
+
+def _numbered(group: Mapping[str, Any], numbers: Mapping[str, int]) -> dict[str, Any]:
+    named = {"param_names": list(numbers)} if "param_names" in group else {}
+    return {**group, **named, "params": list(numbers.values())}
+
+
+def _structure(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _Kind.of(value) if torch.is_tensor(value) else value for key, value in values.items()}
+
+
+def _absent(structure: Mapping[str, Any], parts: sharding.Parts) -> dict[str, Any]:
+    values = {key: value.absent() if isinstance(value, _Kind) else value for key, value in structure.items()}
+    found: dict[str, Any] = sharding.stand_ins(values, parts)
+    return found

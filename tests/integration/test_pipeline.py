@@ -1,0 +1,87 @@
+"""The documented example of pipeline parallelism: killed, resumed in the same bits, and resumed on other stages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from infra.ports import free_port
+from safetensors.torch import load_file
+
+from checkpointing.export import export_checkpoint
+from checkpointing.storage import LocalStorage
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "pipeline.py"
+
+
+def command(folder: Path, stages: int, steps: int, *options: str) -> list[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={stages}", *options]
+    return [*torchrun, str(EXAMPLE), str(folder), str(steps)]
+
+
+def train(folder: Path, stages: int, steps: int) -> dict[str, torch.Tensor]:
+    single = command(folder, stages, steps, "--standalone")
+    done = subprocess.run(single, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return state(folder, steps)
+
+
+def state(folder: Path, steps: int) -> dict[str, torch.Tensor]:
+    """Weights by name, and moments by number and name."""
+    checkpoint = folder / "checkpoints" / f"checkpoint-{steps}"
+    moments = torch.load(checkpoint / "optimizer.pt", weights_only=True)["state"]
+    weights: dict[str, torch.Tensor] = load_file(checkpoint / "model.safetensors")
+    found = {f"{number}.{key}": value for number, values in moments.items() for key, value in values.items()}
+    return weights | found
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_killed_pipeline_resumes_in_the_same_bits_and_on_other_stages(tmp_path: Path) -> None:
+    calm, killed = tmp_path / "calm", tmp_path / "killed"
+    expected = train(calm, 2, 60)
+    # 6 layers: weights, biases, and for each of them two moments and a count.
+    assert len(expected) == 12 + 12 * 3
+    held = {**os.environ, "CHECKPOINT_FAILPOINTS": "training.step=hang@45"}
+    ranks = subprocess.Popen(command(killed, 2, 60, "--standalone"), env=held)
+    try:
+        while not (killed / "checkpoints" / "checkpoint-40" / "manifest.json").exists():
+            assert ranks.poll() is None
+            time.sleep(0.05)
+    finally:
+        # Without a supervisor, ranks outlive torchrun.
+        for process in [*psutil.Process(ranks.pid).children(recursive=True), psutil.Process(ranks.pid)]:
+            process.kill()
+        ranks.wait()
+    assert equal(train(killed, 2, 60), expected)
+    # The same samples through three stages, and through one: these layers compute the same bits wherever they are.
+    longer = train(calm, 2, 70)
+    assert equal(train(killed, 3, 70), longer)
+    longest = train(calm, 2, 80)
+    assert equal(train(killed, 1, 80), longest)
+
+
+@pytest.mark.soak
+def test_stages_on_machines_that_hold_no_whole_model(tmp_path: Path) -> None:
+    expected = train(tmp_path / "one", 2, 30)
+    folder = tmp_path / "two"
+    options = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    nodes = [
+        subprocess.Popen(command(folder, 1, 30, *options, f"--node-rank={number}"), stdout=subprocess.DEVNULL)
+        for number in range(2)
+    ]
+    assert [node.wait(timeout=300) for node in nodes] == [0, 0]
+    assert not (folder / "checkpoints" / "checkpoint-30" / "model.safetensors").exists()
+    exported = tmp_path / "exported" / "checkpoints" / "checkpoint-30"
+    exported.parent.mkdir(parents=True)
+    export_checkpoint(LocalStorage(folder / "checkpoints"), 30, exported)
+    assert equal(state(tmp_path / "exported", 30), expected)
+    assert equal(train(folder, 2, 40), train(tmp_path / "one", 2, 40))

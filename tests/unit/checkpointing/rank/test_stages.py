@@ -1,0 +1,148 @@
+"""Which rank holds which stage of a pipeline, and one checkpoint of all: without a schedule."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from thread_ranks import run_ranks
+
+from checkpointing.errors import CheckpointError
+from checkpointing.rank import sharding
+from checkpointing.rank.ranks import Ranks
+from checkpointing.rank.stages import Stages
+
+LAYERS = 4
+
+
+def layer(number: int) -> torch.nn.Linear:
+    # Not the generator that all threads share.
+    own, made = torch.Generator().manual_seed(number), torch.nn.Linear(2, 2)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, generator=own)
+    return made
+
+
+def stage(numbers: range) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Some layers of a model of four, with the names that they have there; biases are not decayed."""
+    model = torch.nn.ModuleDict({str(number): layer(number) for number in numbers})
+    of = dict(model.named_parameters())
+    weights, biases = ([value for name, value in of.items() if name.endswith(end)] for end in ("weight", "bias"))
+    groups: list[Any] = [{"params": weights}, {"params": biases, "weight_decay": 0.0}]
+    return model, torch.optim.AdamW(groups, lr=0.1)
+
+
+def ran(function: Callable[[Ranks], Any], size: int) -> list[Any]:
+    """Call a function as every rank; an error of any rank fails the test."""
+    results = run_ranks(function, size)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = parameter.detach().clone()
+    optimizer.step()
+
+
+def whole_of(results: list[Any]) -> dict[Any, torch.Tensor]:
+    """Put together what the ranks have written of each tensor, by name and by number and key."""
+    found: dict[Any, torch.Tensor] = {}
+    for weights, optimizer, parts in results:
+        state = {(number, key): value for number, values in optimizer["state"].items() for key, value in values.items()}
+        for name, stand_in in (weights | state).items():
+            whole = found.setdefault(name, torch.full(stand_in.shape, torch.nan))
+            part = parts[stand_in.untyped_storage()._cdata]
+            if part.is_written and part.tensor.numel():
+                assert torch.isnan(whole).all(), f"{name} is written twice"
+                whole.view(-1)[:] = part.tensor
+    return found
+
+
+@pytest.mark.parametrize("borders", [(0, 4), (0, 2, 4), (0, 1, 3, 4)])
+def test_all_ranks_write_the_state_of_the_whole_model(borders: tuple[int, ...]) -> None:
+    ranges = [range(*pair) for pair in itertools.pairwise(borders)]
+
+    def save(ranks: Ranks) -> Any:
+        model, optimizer = stage(ranges[ranks.rank])
+        stages = Stages(model, optimizer, ranks)
+        step(optimizer)
+        parts: sharding.Parts = {}
+        own = sharding.stand_ins(stages.weights(model.state_dict(keep_vars=True), 9), parts)
+        state = sharding.stand_ins(stages.optimizer_state(optimizer.state_dict(), 9), parts)
+        return *stages.complete(own, state, parts, ranks), parts
+
+    found = whole_of(ran(save, len(ranges)))
+    model, optimizer = stage(range(LAYERS))
+    step(optimizer)
+    state = optimizer.state_dict()["state"]
+    expected = model.state_dict() | {(n, key): value for n in state for key, value in state[n].items()}
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_stage_takes_its_own_part_of_a_whole_models_optimizer() -> None:
+    whole = stage(range(LAYERS))[1]
+    step(whole)
+
+    def restore(ranks: Ranks) -> Any:
+        model, optimizer = stage(range(2 * ranks.rank, 2 * ranks.rank + 2))
+        own = Stages(model, optimizer, ranks).own_state(whole.state_dict())
+        optimizer.load_state_dict(own)
+        return [optimizer.state_dict()["state"][n]["exp_avg"] for n in range(4)]
+
+    state = whole.state_dict()["state"]
+    for rank, moments in enumerate(ran(restore, 2)):
+        # Weights are numbered first, and then the biases.
+        numbers = [2 * rank, 2 * rank + 1, 4 + 2 * rank, 5 + 2 * rank]
+        assert all(torch.equal(own, state[n]["exp_avg"]) for own, n in zip(moments, numbers, strict=True))
+
+
+def test_another_model_is_refused() -> None:
+    other = torch.optim.AdamW(layer(0).parameters())
+
+    def restore(ranks: Ranks) -> Any:
+        with pytest.raises(ValueError, match=r"it has groups of \[2\] parameters, the stages \[4, 4\]"):
+            Stages(*stage(range(2 * ranks.rank, 2 * ranks.rank + 2)), ranks).own_state(other.state_dict())
+
+    ran(restore, 2)
+
+
+def test_of_replicas_of_a_stage_one_on_each_node_writes() -> None:
+    def writes(ranks: Ranks) -> Any:
+        model, optimizer = stage(range(2) if ranks.rank % 2 == 0 else range(2, 4))
+        stages = Stages(model, optimizer, ranks)
+        live = model.state_dict(keep_vars=True)
+        return [next(iter(stages.weights(live, size).values())).is_written for size in (2, 9)], [
+            stages.is_spread(size) for size in (1, 2, 4)
+        ]
+
+    for rank, (written, spread) in enumerate(ran(writes, 4)):
+        assert written == [True, rank < 2] and spread == [True, False, False]
+
+
+def test_names_must_be_those_of_the_whole_model() -> None:
+    def make(ranks: Ranks) -> Any:
+        # As of a Sequential in each stage, which counts from 0.
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2 + ranks.rank))
+        with pytest.raises(
+            CheckpointError, match=r"0.weight is of shape \(2, 2\) in one stage and \(3, 2\) in another"
+        ):
+            Stages(model, torch.optim.SGD(model.parameters()), ranks)
+
+    ran(make, 2)
+
+
+def test_what_one_rank_cannot_save_is_refused_by_all() -> None:
+    def make(ranks: Ranks) -> Any:
+        model, optimizer = stage(range(2 * ranks.rank, 2 * ranks.rank + 2))
+        given: Any = optimizer if ranks.rank else object()
+        with pytest.raises(CheckpointError, match=r"pipeline: the optimizer is a object; use one of torch.optim"):
+            Stages(model, given, ranks)
+
+    ran(make, 2)
