@@ -202,7 +202,7 @@ def train(folder: Path, strategy: Strategy, steps: int, *, last: int = 0) -> Tra
 
 @pytest.mark.parametrize(
     "strategy",
-    [SPREAD, ZERO_3, *(pytest.param(other, marks=pytest.mark.soak) for other in (FSDP_TP, *OTHERS, *IN_16_BITS))],
+    [SPREAD, *(pytest.param(other, marks=pytest.mark.soak) for other in (FSDP_TP, ZERO_3, *OTHERS, *IN_16_BITS))],
     ids=str,
 )
 def test_a_killed_rank_costs_no_bit(strategy: Strategy, tmp_path: Path) -> None:
