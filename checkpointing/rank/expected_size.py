@@ -21,8 +21,8 @@ def expected_bytes(train_state: TrainState, local_world_size: int = sys.maxsize,
         local_world_size: Number of ranks on each node.
         is_spread: Whether some node does not hold all of the model.
     """
+    share = local_world_size / dist.get_world_size() if is_spread else 1
     if train_state.zero is not None and train_state.adapter is None:
-        share = local_world_size / dist.get_world_size() if is_spread else 1
         return int(train_state.zero.nbytes * share)
 
     def nbytes(tensor: Any) -> int:
@@ -40,6 +40,5 @@ def expected_bytes(train_state: TrainState, local_world_size: int = sys.maxsize,
         moments = 2 + bool(defaults.get("amsgrad")) if "betas" in defaults else int(bool(defaults.get("momentum")))
         state = moments * sum(nbytes(value) for value in parameters if value.requires_grad)
     if train_state.stages is not None:
-        share = local_world_size / dist.get_world_size() if is_spread else 1
         return int((model + state) * share * train_state.stages.nbytes / max(train_state.stages.own_nbytes, 1))
     return int(model + state)

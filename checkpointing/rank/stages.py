@@ -67,6 +67,9 @@ class Stages:
             raise CheckpointError(f"pipeline: {error}")
         self._kinds: dict[str, _Kind] = {name: kind for own, _, _ in self._everyone for name, kind in own.items()}
         self._own, self._groups = tensors.keys(), groups
+        self._holders: dict[str, list[int]] = {
+            name: [rank for rank, (theirs, _, _) in enumerate(self._everyone) if name in theirs] for name in tensors
+        }
         # As in an optimizer of the whole model: by group, and then from stage to stage.
         order = [
             list(dict.fromkeys(itertools.chain.from_iterable(theirs[number] for _, theirs, _ in self._everyone)))
@@ -74,7 +77,6 @@ class Stages:
         ]
         numbers = itertools.count()
         self._numbers: list[dict[str, int]] = [{name: next(numbers) for name in group} for group in order]
-        self._structures: list[Any] = []
 
     def _mismatch(self) -> str:
         """Return why the stages do not belong together; empty if they do."""
@@ -169,9 +171,8 @@ class Stages:
             ranks: This rank, with a group that only the copy thread uses.
         """
         own = {number: _structure(value) for number, value in optimizer["state"].items()}
-        self._structures = ranks.gather(own)
         everything: dict[int, Any] = {}
-        for theirs in self._structures:
+        for theirs in ranks.gather(own):
             everything |= {number: value for number, value in theirs.items() if number not in everything}
         state = {
             number: optimizer["state"].get(number) or _absent(everything[number], parts)
@@ -185,7 +186,7 @@ class Stages:
 
     def _fragment(self, name: str, value: torch.Tensor, local_world_size: int) -> Fragment:
         node = self._rank // local_world_size
-        holders = [rank for rank, (tensors, _, _) in enumerate(self._everyone) if name in tensors]
+        holders = self._holders[name]
         writer = next(rank for rank in holders if rank // local_world_size == node)
         own = value.detach().reshape(-1)
         return Fragment(tuple(value.shape), 0, own, writer == self._rank, f"a stage of ranks {holders}")

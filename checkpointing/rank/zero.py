@@ -79,7 +79,8 @@ class ZeroState:
         self._zero = engine.optimizer
         self._slots = list(map(list, _slots(self._zero)))
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        self._names = {id(slot.parameter): names[id(slot.parameter)] for slot in itertools.chain(*self._slots)}
+        self._all_slots = list(itertools.chain(*self._slots))
+        self._names = {id(slot.parameter): names[id(slot.parameter)] for slot in self._all_slots}
 
     @property
     def base(self) -> Any:
@@ -99,16 +100,16 @@ class ZeroState:
         """The parameters in full precision, by name; without those that the model itself has in the same precision."""
         return {
             self._names[id(slot.parameter)]: slot.of(slot.flat)
-            for slot in itertools.chain(*self._slots)
+            for slot in self._all_slots
             if slot.flat.dtype != slot.parameter.dtype
         }
 
     @property
     def nbytes(self) -> int:
         """Size that the whole state will have, model included, after the first step."""
-        trained = [slot.parameter for slot in itertools.chain(*self._slots)]
+        trained = [slot.parameter for slot in self._all_slots]
         elements = sum(math.prod(sharding.shape_of(parameter)) for parameter in trained)
-        precise = next((slot.flat.element_size() for slot in itertools.chain(*self._slots)), 4)
+        precise = next((slot.flat.element_size() for slot in self._all_slots), 4)
         tensors = [*self.module.parameters(), *self.module.buffers()]
         has_masters = bool(self.masters)
         return sum(map(sharding.nbytes_of, tensors)) + elements * precise * (2 + has_masters)
@@ -183,7 +184,7 @@ class ZeroState:
         Raises:
             CheckpointError: The bytes were altered, or cannot be read now.
         """
-        for slot in itertools.chain(*self._slots):
+        for slot in self._all_slots:
             name, own = self._names[id(slot.parameter)], slot.of(slot.flat)
             if name in sources:
                 sharding.fill(own, point.cut(*sources[name], own))

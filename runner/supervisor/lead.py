@@ -158,14 +158,12 @@ class Succession:
             return
         known, towards = self._session.config.launch.local_addr or member.own_host, member.address[0]
         # The others keep what they hold in memory only for the run that they know.
-        run_id = (
-            node.run_id if node is not None else self._watch.newest.run_id if self._watch.newest is not None else ""
-        )
+        known_run = node or self._watch.newest
         self.lease = self._watch.turn(
             self._session.monotonic(),
             has_state=node is not None and node.has_state,
             host=lambda: known or own_address(towards),
-            run_id=run_id or self._session.run_id,
+            run_id=(known_run.run_id if known_run is not None else "") or self._session.run_id,
         )
         newest = self._watch.newest
         if newest is not None and newest.host and not newest.released:
