@@ -18,6 +18,7 @@ from runner.journal.journal import SteadyClock
 from runner.journal.run_directory import RunDirectory
 from runner.node.agent_events import AgentEvents, Record
 from runner.node.attempt import Attempt
+from runner.node.build_locks import BuildLocks
 from runner.node.helper_starter import HelperStarter
 from runner.node.helpers import Helpers
 from runner.node.launch_request import RankSetup, launch_request
@@ -83,9 +84,9 @@ class Node:
         self._display, self._record, self._clock, self._loop, self._stop = display, record, clock, loop, stop
         self._host = host or Host()
         self.checkpoints = AgentEvents(display, record)
-        self.others_busy = self.has_state = self.leads = False
+        self.others_busy = self.has_state = self.leads = self._attempt_over = False
         self._attempt: Attempt | None = None
-        self._attempt_over = False
+        self._build_locks = BuildLocks(os.environ, display.message)
         self._start_method = StartMethod(cold=config.launch.cold, display=display, record=record)
         starter = starter or HelperStarter(config, directory, run_id, runtime, lambda: self.leads, job.script)
         self._helpers = Helpers(
@@ -219,6 +220,7 @@ class Node:
         nnodes, nproc = self.shape
         check_same_nnodes(nnodes, spec.run_nodes)
         log_dir = self._directory.logs / f"attempt-{spec.attempt}"
+        self._build_locks.begin_attempt(self._clock())
         attempt = Attempt(
             spec,
             config=self._config,

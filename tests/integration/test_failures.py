@@ -230,6 +230,27 @@ def test_a_rank_stopped_while_it_starts_is_found_as_soon(tmp_path: Path) -> None
 
 
 @pytest.mark.soak
+def test_the_ranks_do_not_wait_for_the_build_of_a_killed_one(tmp_path: Path) -> None:
+    """`FileBaton` is the lock of torch's extension builder."""
+    trouble = """
+        from torch.utils.file_baton import FileBaton
+        if RANK == 0:
+            baton = FileBaton(os.environ["TORCH_EXTENSIONS_DIR"] + "/fused_adam/lock")
+            if not baton.try_acquire():
+                baton.wait()
+            if ATTEMPT == 1:
+                os.kill(os.getpid(), 9)
+            baton.release()
+    """
+    (tmp_path / "extensions" / "fused_adam").mkdir(parents=True)
+    run = Run(tmp_path / "run", script=troubled(tmp_path, trouble))
+    run.start(TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"))
+    assert run.finish() == 0, run.output
+    assert kinds(run) == ["crashed", "finished"]
+    assert "fused_adam/lock: the build of a torch extension that held it was killed" in run.output
+
+
+@pytest.mark.soak
 def test_a_deadlock_shows_where_it_is(tmp_path: Path) -> None:
     trouble = """
         import threading

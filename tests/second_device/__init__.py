@@ -6,11 +6,15 @@
 from __future__ import annotations
 
 import functools
+import os
+import time
 import types
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from runner.node.build_locks import extension_folder, remove_abandoned
 
 NAME = "sim"
 NUM_DEVICES = 2
@@ -21,6 +25,8 @@ def load() -> Any:
     """Compile and register the device; returns its module, which is `torch.sim`, too."""
     from torch.utils.cpp_extension import load as build
 
+    # A test that was killed while it compiled leaves a lock, for which every later one would wait.
+    remove_abandoned(extension_folder(os.environ), since=0.0, now=time.time())
     extension = build(
         "second_device",
         [str(Path(__file__).with_name("device.cpp"))],

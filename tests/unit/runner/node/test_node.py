@@ -125,6 +125,18 @@ def test_a_promised_gpu_that_torch_does_not_find(tmp_path: Path, monkeypatch: py
         _ = bench.node.shape
 
 
+def test_the_lock_of_a_killed_build_goes_with_the_next_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    bench = Bench(tmp_path)
+    bench.start()
+    path = tmp_path / "extensions" / "fused_adam" / "lock"
+    path.parent.mkdir(parents=True)
+    bench.run(path.touch, bench.reported(FAILED))
+    assert path.exists()
+    bench.run(bench.reported(FINISHED), spec=AttemptSpec(2, 1))
+    assert not path.exists()
+
+
 def test_an_attempt_from_its_request_to_its_result(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.start()
