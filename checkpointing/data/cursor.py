@@ -112,7 +112,7 @@ class LoaderCursor:
     def begin_epoch(self, epoch: int) -> None:
         """Announce that the next batches are of this epoch, from its beginning unless it is the resumed one."""
         self.epoch, self._over, self.skips_epoch = epoch, False, False
-        self._is_awaited = True
+        self._is_awaited, self._start = True, None
         self.consumed = self._resume_from.consumed if self._resume_from is not None else 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -195,7 +195,7 @@ class LoaderCursor:
         if position.over:
             self._restore_samplers(position.generators, position.counters)
             return position.epoch + 1, 0
-        if position.consumed:
+        if position.consumed or position.start is not None:
             self._resume_from = position
         self.epoch, self.consumed = position.epoch, position.consumed
         return position.epoch, position.consumed

@@ -141,6 +141,25 @@ def train(loader: Any, start: tuple[dict[str, Any], dict[str, Any]] | None, unti
     return seen, draws, saved, at_end
 
 
+def test_an_epoch_that_has_only_been_drawn_is_resumed_in_its_order() -> None:
+    """As where a trainer saves once it has the first batch of an epoch, before it has used it."""
+    seeded()
+    shuffled = DataLoader(Rows(), batch_size=3, shuffle=True, collate_fn=list)
+    cursor = LoaderCursor(shuffled, seed=9, rank=0)
+    cursor.begin_epoch(2)
+    # Nothing is drawn yet, and there is no order to keep.
+    assert cursor.state()["start"] in (None, {})
+    batches = cursor.iterate()
+    drawn = [next(batches)]
+    position = cursor.state()
+    drawn += batches
+    torch.manual_seed(5)
+    again = LoaderCursor(DataLoader(Rows(), batch_size=3, shuffle=True, collate_fn=list), seed=9, rank=0)
+    assert again.resume(position) == (2, 0)
+    again.begin_epoch(2)
+    assert list(again.iterate()) == drawn
+
+
 # Workers change what is drawn ahead, not where an order can be cut: one position by default.
 @pytest.mark.parametrize("kind", ["random", "weighted", "own", "lazy", "seedable"])
 @pytest.mark.parametrize(

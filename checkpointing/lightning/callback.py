@@ -1,0 +1,277 @@
+"""The callback: what each of Lightning's hooks means for the checkpoints."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from typing import Any, Unpack
+
+import torch
+from lightning.pytorch.callbacks import Checkpoint
+
+from checkpointing.errors import CheckpointError
+from checkpointing.lightning.data import FollowedLoaders
+from checkpointing.lightning.loop_state import LoopState
+from checkpointing.rank.cadence import DEFAULT_OVERHEAD_CAP, Auto
+from checkpointing.rank.manager import CheckpointManager
+from checkpointing.rank.restore_point import RestorePoint
+from checkpointing.rank.step_protocol import Due
+from checkpointing.rank.stop_signal import SIGNALS
+from checkpointing.retention import RetentionOptions
+from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
+
+# FSDPStrategy is FSDP1; DeepSpeedStrategy runs on GPUs only, and was never tried.
+_UNSUPPORTED = {
+    "FSDPStrategy": "FSDP1; use ModelParallelStrategy with fully_shard",
+    "DeepSpeedStrategy": "not supported; use ModelParallelStrategy with fully_shard",
+}
+
+
+class ResilientCheckpoint(Checkpoint):
+    """Gives a Lightning `Trainer` fault-tolerant checkpoints.
+
+    Nothing but this callback is needed: `fit` resumes from the newest valid checkpoint, in the middle of an epoch too,
+    and the result is that of a run that was never interrupted. A checkpoint has the model, optimizers, schedulers,
+    generators, the position in the data, the loops' progress, values logged since the epoch began, torchmetrics'
+    metrics, and what callbacks and the data module return from `state_dict`, or add in `on_save_checkpoint`.
+
+    A step is saved when everything of it is over, validation included: just before the next batch is trained on.
+
+    Args:
+        location: See `CheckpointManager`; default: `checkpoints` in the trainer's `default_root_dir`.
+        save_steps: Optimizer steps between commits; "auto" chooses by measured cost. The last step is always committed.
+        save_minutes: See `CheckpointManager`.
+        snapshot_steps: See `CheckpointManager`.
+        overhead_cap: See `CheckpointManager`.
+        local_tier: See `CheckpointManager`.
+        local_keep_last: See `CheckpointManager`.
+        resume: "auto" (default), "never" or a step. A supervisor's choice takes precedence.
+        memory_limit: See `CheckpointManager`.
+        states: Further objects with `state_dict` and `load_state_dict`, by name.
+        **retention: See `CheckpointManager`. Where `best_metric` is set, it is the name of a logged value, and each
+            validation is followed by a commit.
+    """
+
+    def __init__(
+        self,
+        location: str | os.PathLike[str] | None = None,
+        *,
+        save_steps: int | Auto | None = None,
+        save_minutes: float | None = None,
+        snapshot_steps: int | Auto | None = "auto",
+        overhead_cap: float = DEFAULT_OVERHEAD_CAP,
+        local_tier: str | os.PathLike[str] | None = None,
+        local_keep_last: int = DEFAULT_LOCAL_KEEP_LAST,
+        resume: str | int | None = None,
+        memory_limit: int | str | None = None,
+        states: Mapping[str, Any] | None = None,
+        **retention: Unpack[RetentionOptions],
+    ) -> None:
+        self._location, self._states, self._best_metric = location, dict(states or {}), retention.get("best_metric")
+        self._options: dict[str, Any] = {
+            "save_steps": save_steps,
+            "save_minutes": save_minutes,
+            "snapshot_steps": snapshot_steps,
+            "overhead_cap": overhead_cap,
+            "local_tier": local_tier,
+            "local_keep_last": local_keep_last,
+            "resume": resume,
+            "memory_limit": memory_limit,
+            **retention,
+        }
+        self._manager: CheckpointManager | None = None
+        self._loop: LoopState
+        self._loaders: FollowedLoaders
+        # The checkpoint that training resumes from, until its first batch is drawn.
+        self._pending: RestorePoint | None = None
+        self._due: Due | None = None
+        self._global_step = 0
+        self._metrics: dict[str, float] = {}
+        self._handlers: dict[int, Any] = {}
+
+    # -- the beginning and the end ---------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Go before all other callbacks: what they do in a hook for the next batch belongs to the next step."""
+        trainer.callbacks = [self, *(callback for callback in trainer.callbacks if callback is not self)]
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Restore the newest checkpoint, if there is one.
+
+        Raises:
+            CheckpointError: The trainer is set up in a way that cannot be resumed exactly.
+            NoValidCheckpoint: There are checkpoints, but none can be loaded.
+        """
+        if trainer.fast_dev_run:
+            return
+        _check(trainer)
+        location = self._location or f"{trainer.default_root_dir}/checkpoints"
+        manager = self._manager = CheckpointManager(location, **self._options)
+        self._loop = LoopState(trainer, self)
+        optimizer, *others = trainer.optimizers or [None]
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        manager.track(
+            model=pl_module,
+            optimizer=optimizer,
+            scheduler=schedulers[0] if schedulers else None,
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
+            states={
+                **self._states,
+                **{f"optimizer_{number}": other for number, other in enumerate(others, 1)},
+                **{f"scheduler_{number}": other for number, other in enumerate(schedulers[1:], 1)},
+                "lightning": self._loop,
+            },
+        )
+        point = self._pending = manager.choose() or manager.starting_point()
+        if point is not None:
+            manager.restore_model(point)
+            manager.restore_optimizer(point)
+            # What `fit(ckpt_path=...)` has read is where a run without a checkpoint begins.
+            trainer._checkpoint_connector._loaded_checkpoint = {}
+        self._loaders = FollowedLoaders(trainer, manager, manager.positions_in(point) if point is not None else [])
+        self._loaders.install()
+        self._due, self._metrics, self._global_step = None, {}, trainer.global_step
+        self._handlers = {number: signal.getsignal(number) for number in SIGNALS}
+        if point is not None and self._loop.ended:
+            # Without a further step there is no batch that would be drawn first.
+            self._take_pending()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin training, once the loaders are there."""
+        if self._manager is None:
+            return
+        self._loaders.check()
+        _take_signals_back(self._handlers)
+        total = trainer.estimated_stepping_batches
+        self._manager.begin(self._loop.step, int(total) if math.isfinite(total) else None)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Commit the last step."""
+        manager = self._manager
+        if manager is None:
+            return
+        self._loop.end()
+        if self._loop.step:
+            manager.save(self._loop.step, self._loop.step, metrics=self._metrics, wait=True)
+        manager.finished = True
+        self._close(trainer)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Leave nothing in flight, where `fit` had no step to train."""
+        if self._manager is not None:
+            self._manager.finished = True
+            self._close(trainer)
+
+    def _close(self, trainer: Any) -> None:
+        manager, self._manager = self._manager, None
+        self._loaders.remove()
+        self._take_pending()
+        assert manager is not None
+        manager.close()
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Announce the epoch whose batches are drawn next."""
+        if self._manager is not None:
+            self._loaders.begin_epoch(trainer.current_epoch)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Save the step before, of which now everything is over; or restore the generators of a resumed run.
+
+        Raises:
+            Preempted: After an agreed stop, once the state is committed.
+        """
+        if self._manager is None:
+            return
+        if self._pending is not None:
+            self._manager.restore_rng(self._pending)
+            self._loop.continue_logging()
+            self._take_pending()
+        self._save_if_due()
+        self._manager.begin_step()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Agree with all ranks on what is due, where the batch has ended an optimizer step."""
+        if self._manager is None:
+            return
+        self._loaders.consume()
+        if trainer.global_step == self._global_step:
+            return
+        self._global_step = trainer.global_step
+        self._loop.step += 1
+        self._metrics.clear()
+        self._due = self._manager.end_of_step(self._loop.step)
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, torch.Tensor) and self._loop.step % max(trainer.log_every_n_steps, 1) == 0:
+            self._manager.report(self._loop.step, {"loss": loss.item()})
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Record the end of the epoch: what follows it is not a step."""
+        if self._manager is not None:
+            self._loaders.end_epoch()
+            self._manager.pause()
+
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Tell the watchdog that no step runs."""
+        if self._manager is not None and not trainer.sanity_checking:
+            self._manager.pause()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Note the value by which the best checkpoint is chosen."""
+        value = trainer.callback_metrics.get(self._best_metric) if self._best_metric else None
+        if self._manager is not None and value is not None and not trainer.sanity_checking:
+            assert self._best_metric is not None
+            self._metrics = {self._best_metric: float(value)}
+
+    def _save_if_due(self) -> None:
+        manager, due, step = self._manager, self._due, self._loop.step
+        self._due = None
+        if manager is None or due is None:
+            return
+        if due.stop or due.save or self._metrics:
+            manager.save(step, step, metrics=self._metrics, wait=due.stop)
+        elif due.snapshot:
+            manager.save(step, step, commit=False)
+        if due.stop:
+            manager.stop(step)
+
+    def _take_pending(self) -> None:
+        point, self._pending = self._pending, None
+        if point is not None:
+            point.close()
+
+
+def _take_signals_back(handlers: Mapping[int, Any]) -> None:
+    """Undo what Lightning has made of the handlers.
+
+    At a notice of preemption it would end training without a checkpoint and, in a run of several ranks, call a
+    collective from its handler, in which the ranks that got no signal take no part.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _check(trainer: Any) -> None:
+    """Refuse what could not be resumed exactly."""
+    strategy = type(trainer.strategy).__name__
+    if strategy in _UNSUPPORTED:
+        raise CheckpointError(f"ResilientCheckpoint cannot save Lightning's {strategy}: {_UNSUPPORTED[strategy]}")
+    started = int(os.environ.get("WORLD_SIZE") or 1)
+    if started != trainer.world_size and "LOCAL_RANK" in os.environ:
+        # On a CPU, "auto" is one device.
+        raise CheckpointError(
+            f"{started} processes were started (WORLD_SIZE), but the Trainer knows of {trainer.world_size}: pass "
+            f"Trainer(devices={os.environ.get('LOCAL_WORLD_SIZE', started)}, num_nodes=...) with the launcher's numbers"
+        )
+    if trainer.reload_dataloaders_every_n_epochs:
+        raise CheckpointError(
+            "ResilientCheckpoint cannot resume Trainer(reload_dataloaders_every_n_epochs=...): a resumed run would "
+            "make its loaders in other epochs. Let a sampler or data set with set_epoch change the data"
+        )

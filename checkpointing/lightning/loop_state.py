@@ -1,0 +1,180 @@
+"""What Lightning's trainer knows besides model, optimizers and schedulers, as one object with a state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.core.hooks import CheckpointHooks
+from torchmetrics import Metric
+
+from checkpointing.lightning.logged_values import logged_values, restore_logged_values
+
+
+class LoopState:
+    """Progress of the loops, values logged so far, metrics, callbacks and the data module.
+
+    It belongs to the moment between two batches: after all that follows a step, before the next one begins.
+
+    Attributes:
+        step: Batches after which an optimizer has stepped.
+        ended: Training has reached its end.
+    """
+
+    def __init__(self, trainer: Any, owner: Callback) -> None:
+        """Follow a trainer.
+
+        Args:
+            trainer: Lightning's trainer.
+            owner: The callback that this state is for, which has none of its own.
+        """
+        self._trainer, self._owner = trainer, owner
+        self.step, self.ended = 0, False
+        self._logging: list[Any] = []
+
+    def end(self) -> None:
+        """Note that training has reached its end."""
+        self.ended = True
+
+    # -- saving ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values and tensors."""
+        trainer = self._trainer
+        connector, module, data = trainer._logger_connector, trainer.lightning_module, trainer.datamodule
+        return {
+            "step": self.step,
+            "ended": self.ended,
+            "stopped": bool(trainer.should_stop),
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "loops": _between_batches(trainer.fit_loop.state_dict()),
+            "logged": logged_values(trainer.fit_loop.epoch_loop._results),
+            "callback_metrics": dict(trainer.callback_metrics),
+            "logged_metrics": dict(connector._logged_metrics),
+            # Whether the next value that is logged starts from zero, as in an epoch's first batch.
+            "logging": [connector._first_loop_iter, connector._current_fx],
+            "metrics": {name: _metric_state(metric) for name, metric in _metrics(module)},
+            "callbacks": {
+                callback.state_key: state
+                for callback in trainer.callbacks
+                if callback is not self._owner and (state := callback.state_dict())
+            },
+            "data": data.state_dict() if data is not None else {},
+            "added": self._added_by_hooks(),
+        }
+
+    def _added_by_hooks(self) -> dict[str, Any]:
+        """Return what `on_save_checkpoint` adds to a checkpoint of Lightning's, or replaces in it."""
+        trainer, module = self._trainer, self._trainer.lightning_module
+        checkpoint = self._checkpoint()
+        before = dict(checkpoint)
+        for callback in trainer.callbacks:
+            callback.on_save_checkpoint(trainer, module, checkpoint)
+        module.on_save_checkpoint(checkpoint)
+        return {name: value for name, value in checkpoint.items() if name not in before or value is not before[name]}
+
+    def _checkpoint(self) -> dict[str, Any]:
+        trainer, module = self._trainer, self._trainer.lightning_module
+        wanted = type(module).on_save_checkpoint is not CheckpointHooks.on_save_checkpoint or any(
+            type(callback).on_save_checkpoint is not Callback.on_save_checkpoint for callback in trainer.callbacks
+        )
+        state = module.state_dict() if wanted else {}
+        return {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "state_dict": state, "loops": {}}
+
+    # -- restoring -------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore all of it, before the loops begin."""
+        trainer = self._trainer
+        module, device = trainer.lightning_module, trainer.strategy.root_device
+        self.step, self.ended = state["step"], state["ended"]
+        trainer.should_stop = state["stopped"]
+        trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
+        trainer.fit_loop.load_state_dict(dict(state["loops"]))
+        for name, metric in _metrics(module):
+            if name in state["metrics"]:
+                _restore_metric(metric, state["metrics"][name], device)
+        restore_logged_values(trainer, state["logged"])
+        connector = trainer._logger_connector
+        connector._callback_metrics.update(_on(device, state["callback_metrics"]))
+        connector._logged_metrics.update(_on(device, state["logged_metrics"]))
+        checkpoint = {**self._checkpoint(), **state["added"], "callbacks": state["callbacks"]}
+        for callback in trainer.callbacks:
+            callback.on_load_checkpoint(trainer, module, checkpoint)
+            if callback.state_key in state["callbacks"]:
+                callback.load_state_dict(state["callbacks"][callback.state_key])
+        module.on_load_checkpoint(checkpoint)
+        if trainer.datamodule is not None and state["data"]:
+            trainer.datamodule.load_state_dict(state["data"])
+        self._logging = state["logging"]
+        self._continue_loops()
+
+    def continue_logging(self) -> None:
+        """Have values added to those logged before; called once the first batch of a resumed run is drawn."""
+        connector = self._trainer._logger_connector
+        connector._first_loop_iter, connector._current_fx = self._logging
+
+    def _continue_loops(self) -> None:
+        """Have the loops continue between two batches, where Lightning would expect to have saved after one.
+
+        Its own restart skips a validation that is due, updates no scheduler that goes by a metric, and counts the step
+        before once more.
+        """
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        if self.ended:
+            self._forget_restart()
+            return
+
+        def reset() -> None:
+            # Called where the resumed epoch begins: all counters are as they were.
+            vars(epoch_loop).pop("reset", None)
+            self._forget_restart()
+
+        epoch_loop.reset = reset
+
+    def _forget_restart(self) -> None:
+        fit_loop = self._trainer.fit_loop
+        epoch_loop = fit_loop.epoch_loop
+        for loop in (
+            fit_loop,
+            epoch_loop,
+            epoch_loop.automatic_optimization,
+            epoch_loop.manual_optimization,
+            epoch_loop.val_loop,
+        ):
+            # The property would decide otherwise where steps are limited.
+            loop._restarting = False
+
+
+def _between_batches(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the loops' state without the batch that has been drawn already."""
+    found = {name: value for name, value in state.items() if name != "state_dict"}
+    progress = dict(found["epoch_loop.batch_progress"])
+    for part in ("total", "current"):
+        completed = progress[part]["completed"]
+        progress[part] = dict.fromkeys(progress[part], completed)
+    progress["is_last_batch"] = False
+    return {**found, "epoch_loop.batch_progress": progress}
+
+
+def _metrics(module: Any) -> list[tuple[str, Metric]]:
+    return [(name, part) for name, part in module.named_modules() if isinstance(part, Metric)]
+
+
+def _metric_state(metric: Metric) -> dict[str, Any]:
+    values = {name: getattr(metric, name) for name in metric._defaults}
+    copied = {name: list(value) if isinstance(value, list) else value for name, value in values.items()}
+    return {"values": copied, "updates": metric._update_count}
+
+
+def _restore_metric(metric: Metric, state: Mapping[str, Any], device: torch.device) -> None:
+    for name, value in state["values"].items():
+        on_device = [one.to(device) for one in value] if isinstance(value, list) else value.to(device)
+        setattr(metric, name, on_device)
+    metric._update_count, metric._computed = state["updates"], None
+
+
+def _on(device: torch.device, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in values.items()}

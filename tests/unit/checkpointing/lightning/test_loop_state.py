@@ -1,0 +1,113 @@
+"""The loops' state between two batches, on a trainer that has never run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torchmetrics
+
+from checkpointing.lightning.loop_state import LoopState
+
+# On a machine that has Slurm.
+pytestmark = pytest.mark.filterwarnings("ignore:The `srun` command")
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.error = torchmetrics.MeanAbsoluteError()
+        self.seen: list[int] = []
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seen"] = list(self.seen)
+        checkpoint["state_dict"]["not kept"] = torch.zeros(1)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = checkpoint["seen"]
+
+
+class Counter(L.Callback):
+    number = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
+def trainer() -> Any:
+    subject: Any = L.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, callbacks=[Counter()]
+    )
+    subject.strategy.connect(Module())
+    subject.strategy._lightning_module._trainer = subject
+    return subject
+
+
+def state_after(completed: int, *, drawn: bool) -> tuple[Any, LoopState]:
+    subject = trainer()
+    for part in ("total", "current"):
+        progress = getattr(subject.fit_loop.epoch_loop.batch_progress, part)
+        progress.ready = completed + drawn
+        progress.started = progress.processed = progress.completed = completed
+        epoch = getattr(subject.fit_loop.epoch_progress, part)
+        epoch.ready = epoch.started = 1
+    loop = LoopState(subject, L.Callback())
+    loop.step = completed
+    return subject, loop
+
+
+def test_the_batch_that_has_been_drawn_is_drawn_again() -> None:
+    before, loop = state_after(7, drawn=True)
+    before.fit_loop.epoch_loop.batch_progress.is_last_batch = True
+    after = trainer()
+    LoopState(after, L.Callback()).load_state_dict(loop.state_dict())
+    progress = after.fit_loop.epoch_loop.batch_progress
+    for part in (progress.current, progress.total):
+        assert (part.ready, part.started, part.processed, part.completed) == (7, 7, 7, 7)
+    assert not progress.is_last_batch
+
+
+def test_what_a_run_knows_is_restored() -> None:
+    before, loop = state_after(3, drawn=True)
+    module = before.lightning_module
+    module.error.update(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 0.0]))
+    module.seen = [4, 5]
+    before.callbacks[0].number = 9
+    before.accumulate_grad_batches, before.should_stop = 4, True
+    before._logger_connector._callback_metrics["loss"] = torch.tensor(0.25)
+    before._logger_connector._first_loop_iter, before._logger_connector._current_fx = False, "training_step"
+    state = loop.state_dict()
+    assert state["added"] == {"seen": [4, 5]}
+    after = trainer()
+    restored = LoopState(after, L.Callback())
+    restored.load_state_dict(state)
+    assert restored.step == 3 and not restored.ended
+    assert after.lightning_module.error.compute() == 1.5 and after.lightning_module.seen == [4, 5]
+    assert after.callbacks[0].number == 9
+    assert (after.accumulate_grad_batches, after.should_stop) == (4, True)
+    assert after._logger_connector._callback_metrics == {"loss": torch.tensor(0.25)}
+    restored.continue_logging()
+    assert after._logger_connector._first_loop_iter is False
+    assert after._logger_connector._current_fx == "training_step"
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_lightning_does_not_restart_in_its_own_way(ended: bool) -> None:
+    _, loop = state_after(3, drawn=True)
+    if ended:
+        loop.end()
+    after = trainer()
+    LoopState(after, L.Callback()).load_state_dict(loop.state_dict())
+    fit_loop = after.fit_loop
+    if not ended:
+        # `FitLoop` finds out by this that the epoch has begun.
+        assert fit_loop.epoch_loop._restarting
+        fit_loop.epoch_loop.reset()
+    assert not any(loop._restarting for loop in (fit_loop, fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop))
+    assert "reset" not in vars(fit_loop.epoch_loop)
