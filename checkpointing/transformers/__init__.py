@@ -106,10 +106,10 @@ def resilient(
     check_deepspeed(trainer)
     if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
         raise CheckpointError("FSDP1 is not supported by resilient(); use FSDP2: fsdp_config version 2")
-    if (shared := _samples_shared_by(trainer)) is not None:
+    if (kind := _unsupported_parallelism(trainer)) is not None:
         raise CheckpointError(
-            f"{shared} parallelism is not supported by resilient() yet: it would count ranks that share their samples "
-            "as data parallel ones. Use DDP or FSDP2, or CheckpointManager in your own loop"
+            f"{kind} parallelism is not supported by resilient() yet: use DDP, FSDP2 or tensor parallelism, or "
+            "CheckpointManager in your own loop"
         )
     if trainer.args.load_best_model_at_end and save_steps == "auto":
         raise ValueError(
@@ -181,10 +181,10 @@ def load_best(trainer: Any) -> int | None:
     return step
 
 
-def _samples_shared_by(trainer: Trainer) -> str | None:
-    """Return the kind of parallelism whose ranks share their samples; None if there is none."""
+def _unsupported_parallelism(trainer: Trainer) -> str | None:
+    """Return the kind of parallelism that is used and not supported; None if there is none."""
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
-    # transformers shards for tensor parallelism while it loads a model.
-    sizes = {"tensor": getattr(trainer.model, "_tp_size", None) or getattr(parallelism, "tp_size", None)}
-    sizes |= {"context": getattr(parallelism, "cp_size", None), "sequence": getattr(parallelism, "sp_size", None)}
+    distributed = getattr(getattr(trainer.model, "config", None), "distributed_config", None)
+    sizes = {"context": getattr(parallelism, "cp_size", None), "sequence": getattr(parallelism, "sp_size", None)}
+    sizes |= {"expert": getattr(distributed, "ep_size", None)}
     return next((kind for kind, size in sizes.items() if (size or 1) > 1), None)

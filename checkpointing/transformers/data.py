@@ -17,6 +17,7 @@ from checkpointing.data.stream import StreamBatches, StreamDataLoader, StreamPos
 from checkpointing.environment import rank_settings
 from checkpointing.errors import CheckpointError
 from checkpointing.rank.restore_point import RestorePoint
+from checkpointing.transformers.data_ranks import DataRanks
 from checkpointing.transformers.job import check_same_job, check_samples_per_step, fit_layout
 from checkpointing.transformers.loop_state import JobRecord
 from checkpointing.transformers.uneven import without_labels
@@ -58,6 +59,7 @@ class TrainingData:
         args: Any,
         *,
         layout: StepLayout,
+        ranks: DataRanks,
         beginning: Mapping[str, Any] | None = None,
         shuffle_samples: int | None = None,
         uneven: bool = False,
@@ -68,12 +70,13 @@ class TrainingData:
             manager: Saves the position.
             args: The trainer's `TrainingArguments`; changed where the number of ranks has changed.
             layout: How steps are divided if the run begins now.
+            ranks: How the ranks share samples.
             beginning: State of a seekable stream at the beginning of an epoch; None for other data.
             shuffle_samples: Samples of the stream that are shuffled at a time; None keeps its order.
             uneven: Whether ranks may have different numbers of samples in a step.
         """
         self._uneven = uneven and beginning is None
-        self._manager, self._args = manager, args
+        self._manager, self._args, self._ranks = manager, args, ranks
         self.layout = layout
         self._beginning, self._shuffle_samples = beginning, shuffle_samples
         self.cursor: LoaderCursor | None = None
@@ -112,7 +115,7 @@ class TrainingData:
         Raises:
             CheckpointError: A run whose number of ranks changes by itself cannot share them equally.
         """
-        samples, ranks, elastic = self.layout.samples_per_step, self._args.world_size, rank_settings().planned_ranks
+        samples, ranks, elastic = self.layout.samples_per_step, self._ranks.count, rank_settings().planned_ranks
         if elastic and samples % ranks and not (self._uneven and samples > ranks):
             raise CheckpointError(
                 f"a step has {samples} samples, which {ranks} ranks cannot share equally. Choose "
@@ -168,13 +171,13 @@ class TrainingData:
                 divided differently.
         """
         args = self._args
-        now = StepLayout(args.world_size, batch_size, args.gradient_accumulation_steps, self._uneven_samples)
+        now = StepLayout(self._ranks.count, batch_size, args.gradient_accumulation_steps, self._uneven_samples)
         if args.auto_find_batch_size and point is None:
             # The Trainer may restart with smaller batches.
             self.layout = now
         check_samples_per_step(point, now.samples_per_step)
         try:
-            cursor = LoaderCursor(loader, seed=self._seed, rank=args.process_index, made_for=self.layout, now=now)
+            cursor = LoaderCursor(loader, seed=self._seed, rank=self._ranks.rank, made_for=self.layout, now=now)
         except CheckpointError as error:
             if self.layout != now:
                 raise
@@ -199,12 +202,12 @@ class TrainingData:
             CheckpointError: The checkpoint's steps have another number of samples, or the stream another order.
         """
         args = self._args
-        check_samples_per_step(point, batch_size * args.gradient_accumulation_steps * args.world_size)
+        check_samples_per_step(point, batch_size * args.gradient_accumulation_steps * self._ranks.count)
         batches = StreamBatches(
             dataset,
             batch_size,
-            args.process_index,
-            args.world_size,
+            self._ranks.rank,
+            self._ranks.count,
             seed=self._seed,
             shuffle_samples=self._shuffle_samples,
             beginning=self._beginning,

@@ -10,6 +10,7 @@ from checkpointing.data.layout import StepLayout
 from checkpointing.rank.manager import CheckpointManager
 from checkpointing.rank.step_protocol import Due
 from checkpointing.transformers.data import TrainingData
+from checkpointing.transformers.data_ranks import DataRanks
 from checkpointing.transformers.evaluation import InterruptibleEvaluation
 from checkpointing.transformers.guards import SkippedLoss, StepGuard
 from checkpointing.transformers.loop_state import LoopFigures
@@ -71,12 +72,13 @@ class Session:
             layout: How steps are divided if the run begins now.
             beginning: State of a seekable stream at the beginning of an epoch; None for other data.
         """
-        args = trainer.args
+        args, ranks = trainer.args, DataRanks.of(trainer)
         return cls(
             data=TrainingData(
                 manager,
                 args,
                 layout=layout,
+                ranks=ranks,
                 beginning=beginning,
                 shuffle_samples=options.shuffle_samples,
                 uneven=can_be_uneven(trainer),
@@ -85,7 +87,7 @@ class Session:
                 check_finite=options.check_finite, spike_zscore=options.spike_zscore, world_size=args.world_size
             ),
             evaluation=InterruptibleEvaluation(manager, args.world_size),
-            throughput=Throughput(args.world_size),
+            throughput=Throughput(ranks.count),
         )
 
     def take_due(self) -> Due:

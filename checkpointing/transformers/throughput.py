@@ -12,9 +12,9 @@ import torch
 class Throughput:
     """Counts token ids, and computes the rate between two log entries."""
 
-    def __init__(self, world_size: int = 1) -> None:
-        """Assume that every rank has as many tokens as this one."""
-        self._world_size = world_size
+    def __init__(self, num_ranks: int = 1) -> None:
+        """Assume that every data parallel rank, of which there are `num_ranks`, has as many tokens as this one."""
+        self._num_ranks = num_ranks
         # Ids that all ranks have computed, padding included.
         self._num_ids = 0
         self._last: tuple[float, float] | None = None
@@ -23,7 +23,7 @@ class Throughput:
         """Count the ids of a micro-batch."""
         ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
         if isinstance(ids, torch.Tensor):
-            self._num_ids += ids.numel() * self._world_size
+            self._num_ids += ids.numel() * self._num_ranks
 
     def between_entries(self, logs: Mapping[str, Any]) -> dict[str, float]:
         """Return `tokens_per_s` since the last log entry with a loss; empty if it is not known.

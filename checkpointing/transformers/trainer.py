@@ -19,6 +19,7 @@ from checkpointing.rank.spikes import SkippedSteps
 from checkpointing.transformers.best_model import best_model_at_end
 from checkpointing.transformers.callback import StepCallback
 from checkpointing.transformers.commit_notices import CommitNotices
+from checkpointing.transformers.data_ranks import DataRanks
 from checkpointing.transformers.deepspeed import advance_schedule, skips_bad_steps
 from checkpointing.transformers.evaluation import EvaluationCutShort
 from checkpointing.transformers.further_states import CALLBACK_PREFIX, generates_ahead
@@ -47,9 +48,7 @@ class ResilientMixin(SavingMixin):
     def _become_resilient(self, make_manager: Callable[[], CheckpointManager], options: Options) -> None:
         """Set up what the overrides need, once `resilient` has put them in front of the trainer's class."""
         args = self.args
-        # An elastic run may begin with fewer ranks than the batch is meant for.
-        ranks = rank_settings().planned_ranks or args.world_size
-        layout = StepLayout(ranks, args.train_batch_size, args.gradient_accumulation_steps)
+        layout = StepLayout(DataRanks.of(self).planned, args.train_batch_size, args.gradient_accumulation_steps)
         if options.divisor > 1 and generates_ahead(self):
             raise CheckpointError(
                 f"{type(self).__name__} ran out of memory, and its micro-batches cannot be halved: their samples are "

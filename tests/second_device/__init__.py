@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
 import time
@@ -25,14 +26,18 @@ def load() -> Any:
     """Compile and register the device; returns its module, which is `torch.sim`, too."""
     from torch.utils.cpp_extension import load as build
 
-    # A test that was killed while it compiled leaves a lock, for which every later one would wait.
-    remove_abandoned(extension_folder(os.environ), since=0.0, now=time.time())
-    extension = build(
-        "second_device",
-        [str(Path(__file__).with_name("device.cpp"))],
-        extra_cflags=["-O1", "-Wno-unused"],
-        verbose=False,
-    )
+    folder = extension_folder(os.environ)
+    folder.mkdir(parents=True, exist_ok=True)
+    # torch's own lock outlives a test that is killed, and those that wait for it would wait forever.
+    with (folder / "second_device.flock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        remove_abandoned(folder, since=0.0, now=time.time())
+        extension = build(
+            "second_device",
+            [str(Path(__file__).with_name("device.cpp"))],
+            extra_cflags=["-O1", "-Wno-unused"],
+            verbose=False,
+        )
     utils: Any = torch.utils
     utils.rename_privateuse1_backend(NAME)
     module: Any = types.ModuleType(f"torch.{NAME}")

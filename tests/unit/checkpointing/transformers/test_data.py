@@ -22,6 +22,7 @@ from checkpointing.environment import SETTINGS_ENV, RankSettings
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.transformers import data as data_module
 from checkpointing.transformers.data import TrainingData
+from checkpointing.transformers.data_ranks import DataRanks
 from checkpointing.transformers.loop_state import JobRecord
 
 ONE = StepLayout(1, 2, 2)
@@ -82,7 +83,9 @@ def arguments(**changes: Any) -> Any:
 
 def training_data(manager: Manager | None = None, layout: StepLayout = ONE, **options: Any) -> TrainingData:
     own = {name: options.pop(name) for name in ("beginning", "uneven") if name in options}
-    return TrainingData(manager or Manager(), arguments(**options), layout=layout, **own)
+    args = arguments(**options)
+    ranks = DataRanks(args.process_index, args.world_size)
+    return TrainingData(manager or Manager(), args, layout=layout, ranks=ranks, **own)
 
 
 def loader(batch_size: int = 2) -> Any:

@@ -20,17 +20,17 @@ def test_a_transformers_without_the_loops_hooks_is_refused(tmp_path: Path, monke
         resilient(Trainer(model=torch.nn.Linear(1, 1), args=TrainingArguments(str(tmp_path), report_to="none")))
 
 
-def test_ranks_that_share_samples_are_refused(tmp_path: Path) -> None:
+def test_ranks_that_share_parts_of_samples_are_refused(tmp_path: Path) -> None:
     model = torch.nn.Linear(1, 1)
     trainer = Trainer(model=model, args=TrainingArguments(str(tmp_path), report_to="none"))
     try:
-        for kind, size in (("tensor", "tp_size"), ("context", "cp_size"), ("sequence", "sp_size")):
+        for kind, size in (("context", "cp_size"), ("sequence", "sp_size")):
             trainer.accelerator.state.parallelism_config = SimpleNamespace(**{size: 2})
             with pytest.raises(CheckpointError, match=f"{kind} parallelism is not supported by resilient"):
                 resilient(trainer)
     finally:
         trainer.accelerator.state.parallelism_config = None
-    # transformers has sharded it while it was loaded.
-    model._tp_size = 2  # type: ignore[assignment]
-    with pytest.raises(CheckpointError, match="tensor parallelism is not supported by resilient"):
+    # transformers has distributed the experts while it loaded the model.
+    model.config = SimpleNamespace(distributed_config=SimpleNamespace(ep_size=2))  # type: ignore[assignment]
+    with pytest.raises(CheckpointError, match="expert parallelism is not supported by resilient"):
         resilient(trainer)

@@ -11,7 +11,7 @@ from checkpointing.transformers.throughput import Throughput
 def test_tokens_are_counted_where_nobody_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [10.0]
     monkeypatch.setattr("checkpointing.transformers.throughput.time.monotonic", lambda: now[0])
-    throughput = Throughput(world_size=2)
+    throughput = Throughput(num_ranks=2)
     assert throughput.between_entries({"loss": 1.0}) == {}
     throughput.count({"input_ids": torch.zeros(5, 100)})
     throughput.count({"pixel_values": torch.zeros(5, 100)})
