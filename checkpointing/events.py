@@ -267,12 +267,14 @@ class Committed(StepEvent, name="committed"):
         nbytes: Size of all its files.
         duration_s: Seconds from a whole snapshot (or from the begin of an upload) to the published checkpoint.
         cpu_s: Processor seconds of the process that wrote it meanwhile.
+        snapshot_attempt: Attempt that made the snapshot; a later one may commit it.
     """
 
     tier: str = "local"
     nbytes: int | None = None
     duration_s: float | None = None
     cpu_s: float | None = None
+    snapshot_attempt: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

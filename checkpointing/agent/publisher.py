@@ -146,6 +146,7 @@ class Publisher:
             nbytes=manifest.total_bytes,
             duration_s=round(self._clock() - since, 4),
             cpu_s=round(time.process_time() - began, 4),
+            snapshot_attempt=info.attempt,
         )
 
     def prune(self, storage: Storage, spared: Callable[[], Collection[int]] = tuple) -> None:

@@ -228,13 +228,17 @@ def acknowledged_is_there(acknowledged: int, committed: Sequence[int]) -> list[s
 def one_writer(by_node: Mapping[int, Sequence[Entry]]) -> list[str]:
     """Check that no attempt has checkpoints of two nodes.
 
+    A snapshot of an earlier attempt may be on several nodes, with the same bits. The fence names it by step and attempt
+    when the next attempt begins, and accepts it from the first of them, also from a leader that has been replaced.
+
     Args:
         by_node: What each node has recorded while it led, by node rank.
     """
     writers: dict[int, set[int]] = {}
     for rank, entries in by_node.items():
         for entry in entries:
-            if isinstance(entry.event, Committed):
+            event = entry.event
+            if isinstance(event, Committed) and event.snapshot_attempt in (None, entry.attempt):
                 writers.setdefault(entry.attempt, set()).add(rank)
     return [
         f"nodes {sorted(ranks)} have both committed in attempt {attempt}"
