@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import signal
@@ -12,9 +13,11 @@ from typing import Any, Unpack
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 
-from checkpointing.errors import CheckpointError
+from checkpointing.errors import CheckpointError, Preempted
 from checkpointing.lightning.data import FollowedLoaders
 from checkpointing.lightning.loop_state import LoopState
+from checkpointing.lightning.restoring import put_restoring_back, replace_restoring, warn_of_draws
+from checkpointing.rank import stop_signal
 from checkpointing.rank.cadence import DEFAULT_OVERHEAD_CAP, Auto
 from checkpointing.rank.manager import CheckpointManager
 from checkpointing.rank.restore_point import RestorePoint
@@ -28,6 +31,7 @@ _UNSUPPORTED = {
     "FSDPStrategy": "FSDP1; use ModelParallelStrategy with fully_shard",
     "DeepSpeedStrategy": "not supported; use ModelParallelStrategy with fully_shard",
 }
+_TUNERS = ("LearningRateFinder", "BatchSizeFinder")
 
 
 class ResilientCheckpoint(Checkpoint):
@@ -96,7 +100,9 @@ class ResilientCheckpoint(Checkpoint):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Go before all other callbacks: what they do in a hook for the next batch belongs to the next step."""
-        trainer.callbacks = [self, *(callback for callback in trainer.callbacks if callback is not self)]
+        others = [callback for callback in trainer.callbacks if callback is not self]
+        trainer.callbacks = [self, *others]
+        self._others = [callback for callback in others if isinstance(callback, Checkpoint)]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Restore the newest checkpoint, if there is one.
@@ -128,23 +134,36 @@ class ResilientCheckpoint(Checkpoint):
         point = self._pending = manager.choose() or manager.starting_point()
         if point is not None:
             manager.restore_model(point)
-            manager.restore_optimizer(point)
-            # What `fit(ckpt_path=...)` has read is where a run without a checkpoint begins.
-            trainer._checkpoint_connector._loaded_checkpoint = {}
+            # Callbacks that rebuild the optimizer's parameter groups go by their own state, in their `on_fit_start`.
+            manager.restore_states(point, {"lightning"})
+            replace_restoring(trainer, functools.partial(self._restore_training, point))
         self._loaders = FollowedLoaders(trainer, manager, manager.positions_in(point) if point is not None else [])
         self._loaders.install()
-        self._due, self._metrics, self._global_step = None, {}, trainer.global_step
+        self._due, self._metrics = None, {}
         self._handlers = {number: signal.getsignal(number) for number in SIGNALS}
-        if point is not None and self._loop.ended:
-            # Without a further step there is no batch that would be drawn first.
+        warn_of_draws(pl_module)
+
+    def _restore_training(self, point: RestorePoint) -> None:
+        assert self._manager is not None
+        self._manager.restore_optimizer(point)
+        if self._loop.ended:
+            # A further epoch draws its order from these; the epoch that was drawn has its own, see `LoaderCursor`.
+            self._manager.restore_rng(point)
             self._take_pending()
+
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        """Handle signals before anything takes long."""
+        if self._manager is not None:
+            _take_signals_back(trainer, self._handlers)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin training, once the loaders are there."""
         if self._manager is None:
             return
         self._loaders.check()
-        _take_signals_back(self._handlers)
+        _take_signals_back(trainer, self._handlers)
+        self._loop.go_on()
+        self._global_step = trainer.global_step
         total = trainer.estimated_stepping_batches
         self._manager.begin(self._loop.step, int(total) if math.isfinite(total) else None)
 
@@ -161,16 +180,34 @@ class ResilientCheckpoint(Checkpoint):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Leave nothing in flight, where `fit` had no step to train."""
-        if self._manager is not None:
+        if self._manager is not None and stage == "fit":
             self._manager.finished = True
             self._close(trainer)
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the trainer as it was. What is in memory is not waited for: other ranks may not have failed."""
+        if self._manager is not None:
+            self._let_go(trainer)
+            if not isinstance(exception, Preempted):
+                stop_signal.end_reading()
+
     def _close(self, trainer: Any) -> None:
+        self._let_go(trainer).close()
+
+    def _let_go(self, trainer: Any) -> CheckpointManager:
         manager, self._manager = self._manager, None
         self._loaders.remove()
         self._take_pending()
+        put_restoring_back(trainer)
         assert manager is not None
-        manager.close()
+        return manager
+
+    def __getattr__(self, name: str) -> Any:
+        """Answer for `ModelCheckpoint`, as the first of the trainer's checkpoint callbacks is asked for its files."""
+        others = vars(self).get("_others") or []
+        if name.startswith("_") or not (others or name == "best_model_path"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(others[0], name) if others else ""
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -247,7 +284,7 @@ class ResilientCheckpoint(Checkpoint):
             point.close()
 
 
-def _take_signals_back(handlers: Mapping[int, Any]) -> None:
+def _take_signals_back(trainer: Any, handlers: Mapping[int, Any]) -> None:
     """Undo what Lightning has made of the handlers.
 
     At a notice of preemption it would end training without a checkpoint and, in a run of several ranks, call a
@@ -256,6 +293,8 @@ def _take_signals_back(handlers: Mapping[int, Any]) -> None:
     if threading.current_thread() is threading.main_thread():
         for number, handler in handlers.items():
             signal.signal(number, handler)
+    # One that came before has reached our handler, too.
+    trainer._signal_connector.received_sigterm = False
 
 
 def _check(trainer: Any) -> None:
@@ -269,6 +308,10 @@ def _check(trainer: Any) -> None:
         raise CheckpointError(
             f"{started} processes were started (WORLD_SIZE), but the Trainer knows of {trainer.world_size}: pass "
             f"Trainer(devices={os.environ.get('LOCAL_WORLD_SIZE', started)}, num_nodes=...) with the launcher's numbers"
+        )
+    if tuners := [name for callback in trainer.callbacks if (name := type(callback).__name__) in _TUNERS]:
+        raise CheckpointError(
+            f"ResilientCheckpoint cannot train together with {tuners[0]}: tune in a script of its own"
         )
     if trainer.reload_dataloaders_every_n_epochs:
         raise CheckpointError(

@@ -33,6 +33,13 @@ class LoopState:
         self._trainer, self._owner = trainer, owner
         self.step, self.ended = 0, False
         self._logging: list[Any] = []
+        self._is_loaded = False
+
+    def go_on(self) -> None:
+        """Note that a step follows, also where an earlier process had reached the end."""
+        if self.ended:
+            self.ended = False
+            self._forget_restart()
 
     def end(self) -> None:
         """Note that training has reached its end."""
@@ -86,7 +93,10 @@ class LoopState:
     # -- restoring -------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore all of it, before the loops begin."""
+        """Restore all of it, before the loops begin; once, although it is loaded again with the optimizer."""
+        if self._is_loaded:
+            return
+        self._is_loaded = True
         trainer = self._trainer
         module, device = trainer.lightning_module, trainer.strategy.root_device
         self.step, self.ended = state["step"], state["ended"]
@@ -124,7 +134,7 @@ class LoopState:
         """
         epoch_loop = self._trainer.fit_loop.epoch_loop
         if self.ended:
-            self._forget_restart()
+            # There may be nothing left to do. Then no sanity check is to replace the metrics; see `go_on`.
             return
 
         def reset() -> None:

@@ -19,6 +19,8 @@ import psutil
 # The builder may be on another machine that shares the folder, or in another container: not seen from here. Builds of
 # DeepSpeed's kernels take one to three minutes.
 _LONGEST_BUILD_S = 600.0
+# File systems that several machines mount.
+_SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "gluster", "cifs", "smb", "9p", "virtiofs", "fuse")
 # Some file systems round times down to a second.
 _TIME_STEP_S = 1.0
 
@@ -55,9 +57,10 @@ def extension_folder(environment: Mapping[str, str]) -> Path:
     """
     if chosen := environment.get("TORCH_EXTENSIONS_DIR"):
         return Path(chosen)
-    home = Path(environment.get("HOME") or Path.home())
-    cache = home / ("Library/Caches" if sys.platform == "darwin" else ".cache")
-    return Path(environment.get("XDG_CACHE_HOME") or cache) / "torch_extensions"
+    if chosen := environment.get("XDG_CACHE_HOME"):
+        return Path(chosen) / "torch_extensions"
+    home = Path(environment.get("HOME", "/"))
+    return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "torch_extensions"
 
 
 def remove_abandoned(
@@ -66,7 +69,8 @@ def remove_abandoned(
     """Remove the locks of builds that nobody is working on; returns them.
 
     A lock is abandoned if no process of this machine has it open and it is either as new as this node's last attempt,
-    whose processes are gone, or too old for a build that cannot be seen from here.
+    whose processes are gone, or too old for a build that cannot be seen from here. In a folder that machines share,
+    only the age counts.
 
     Args:
         folder: Where torch builds extensions.
@@ -74,7 +78,14 @@ def remove_abandoned(
         now: The time of that clock.
         longest_build_s: From this age on, in seconds, no build can be under way.
     """
-    candidates = [path for path in _locks(folder) if _is_candidate(path, since, now - longest_build_s)]
+    try:
+        found = _locks(folder)
+        candidates = [path for path in found if _is_candidate(path, since, now - longest_build_s)]
+        if candidates and _is_shared(folder):
+            candidates = [path for path in candidates if _is_candidate(path, inf, now - longest_build_s)]
+    except OSError:
+        # This user cannot read the folder, and so builds nothing there.
+        return []
     if not candidates:
         return []
     removed, held = [], _open_files()
@@ -97,6 +108,14 @@ def _is_candidate(path: Path, since: float, too_old: float) -> bool:
     except OSError:
         return False
     return created >= since - _TIME_STEP_S or created <= too_old
+
+
+def _is_shared(folder: Path) -> bool:
+    """Return whether other machines may have the folder, too."""
+    real = folder.resolve()
+    mounts = [one for one in psutil.disk_partitions(all=True) if real.is_relative_to(one.mountpoint)]
+    kind = max(mounts, key=lambda one: len(one.mountpoint)).fstype if mounts else ""
+    return kind.startswith(_SHARED)
 
 
 def _open_files() -> set[str]:

@@ -9,10 +9,12 @@ from unittest.mock import Mock, call
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 
 from checkpointing.errors import CheckpointError
 from checkpointing.lightning import ResilientCheckpoint
 from checkpointing.lightning.callback import _check, _take_signals_back
+from checkpointing.rank import stop_signal
 from checkpointing.rank.step_protocol import Due
 
 
@@ -27,7 +29,7 @@ def callback(due: Due | None = None, **options: Any) -> Any:
 
 def trainer(**fields: Any) -> Any:
     defaults = {"global_step": 71, "log_every_n_steps": 50, "callback_metrics": {}, "sanity_checking": False}
-    defaults |= {"world_size": 1}
+    defaults |= {"world_size": 1, "callbacks": [], "_checkpoint_connector": SimpleNamespace()}
     return SimpleNamespace(**{**defaults, **fields})
 
 
@@ -126,17 +128,38 @@ def test_the_end_of_training_is_committed() -> None:
 
 
 def test_the_callback_comes_first() -> None:
-    subject, others = ResilientCheckpoint("unused"), [Mock(), Mock()]
+    others: list[Any] = [Mock(), ModelCheckpoint()]
+    subject = ResilientCheckpoint("unused")
+    assert subject.best_model_path == ""
     of = trainer(callbacks=[others[0], subject, others[1]])
     subject.setup(of, None, "fit")
     assert of.callbacks == [subject, *others]
+    # The trainer asks its first checkpoint callback.
+    others[1].best_model_path = "best.ckpt"
+    assert subject.best_model_path == "best.ckpt"
+    with pytest.raises(AttributeError):
+        _ = subject.no_such_thing
+
+
+def test_a_failure_leaves_the_trainer_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_signal, "_num_readers", 1)
+    subject = callback()
+    manager, of = subject._manager, trainer(_checkpoint_connector=SimpleNamespace(resume_start=1))
+    subject.on_exception(of, None, RuntimeError())
+    subject._loaders.remove.assert_called_once()
+    assert not vars(of._checkpoint_connector) and stop_signal._num_readers == 0
+    # It is no end of training, and other ranks may go on.
+    subject.teardown(of, None, "test")
+    manager.close.assert_not_called()
 
 
 def test_signals_are_handled_as_before_lightning_came() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     try:
         signal.signal(signal.SIGUSR1, lambda *_: None)
-        _take_signals_back({signal.SIGUSR1: signal.SIG_IGN})
+        of = trainer(_signal_connector=SimpleNamespace(received_sigterm=True))
+        _take_signals_back(of, {signal.SIGUSR1: signal.SIG_IGN})
+        assert not of._signal_connector.received_sigterm
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGUSR1, before)
@@ -153,6 +176,9 @@ def test_a_trainer_that_cannot_be_resumed_exactly_is_refused(monkeypatch: pytest
     with pytest.raises(CheckpointError, match="reload_dataloaders_every_n_epochs"):
         _check(trainer(strategy=Mock(), reload_dataloaders_every_n_epochs=1))
     _check(trainer(strategy=Mock(), reload_dataloaders_every_n_epochs=0))
+    finder = trainer(strategy=Mock(), reload_dataloaders_every_n_epochs=0, callbacks=[LearningRateFinder()])
+    with pytest.raises(CheckpointError, match="together with LearningRateFinder"):
+        _check(finder)
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(CheckpointError, match=r"the Trainer knows of 1: pass Trainer\(devices=2"):

@@ -103,9 +103,14 @@ def test_lightning_does_not_restart_in_its_own_way(ended: bool) -> None:
     if ended:
         loop.end()
     after = trainer()
-    LoopState(after, L.Callback()).load_state_dict(loop.state_dict())
+    restored = LoopState(after, L.Callback())
+    restored.load_state_dict(loop.state_dict())
     fit_loop = after.fit_loop
-    if not ended:
+    if ended:
+        # With more epochs than before, it goes on; its checkpoints are no ends.
+        restored.go_on()
+        assert not restored.ended
+    else:
         # `FitLoop` finds out by this that the epoch has begun.
         assert fit_loop.epoch_loop._restarting
         fit_loop.epoch_loop.reset()

@@ -3,7 +3,9 @@ from __future__ import annotations
 import os
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from runner.node.build_locks import BuildLocks, extension_folder, remove_abandoned
@@ -48,6 +50,22 @@ def test_the_lock_of_a_running_build_stays(tmp_path: Path) -> None:
     finally:
         os.close(descriptor)
     assert remove_abandoned(tmp_path, since=0.0, now=NOW) == [path]
+
+
+def test_in_a_folder_that_machines_share_only_the_age_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mount = SimpleNamespace(mountpoint=str(tmp_path.resolve()), fstype="nfs4")
+    monkeypatch.setattr(psutil, "disk_partitions", lambda **_: [SimpleNamespace(mountpoint="/", fstype="ext4"), mount])
+    new, old = lock(tmp_path / "one" / "lock", NOW - 20), lock(tmp_path / "other" / "lock", NOW - 700)
+    assert remove_abandoned(tmp_path, since=NOW - 60, now=NOW) == [old]
+    assert new.exists()
+
+
+def test_a_folder_that_cannot_be_read_has_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "glob", refused)
+    assert remove_abandoned(tmp_path, since=0.0, now=NOW) == []
 
 
 def test_nothing_was_ever_built(tmp_path: Path) -> None:
