@@ -22,7 +22,6 @@ from checkpointing.rank.cadence import DEFAULT_OVERHEAD_CAP, Auto
 from checkpointing.rank.manager import CheckpointManager
 from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.rank.step_protocol import Due
-from checkpointing.rank.stop_signal import SIGNALS
 from checkpointing.retention import RetentionOptions
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
 
@@ -140,7 +139,7 @@ class ResilientCheckpoint(Checkpoint):
         self._loaders = FollowedLoaders(trainer, manager, manager.positions_in(point) if point is not None else [])
         self._loaders.install()
         self._due, self._metrics = None, {}
-        self._handlers = {number: signal.getsignal(number) for number in SIGNALS}
+        self._handlers = {number: signal.getsignal(number) for number in stop_signal.SIGNALS}
         warn_of_draws(pl_module)
 
     def _restore_training(self, point: RestorePoint) -> None:

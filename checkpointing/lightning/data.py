@@ -9,6 +9,7 @@ import torch
 
 from checkpointing.data.cursor import LoaderCursor
 from checkpointing.errors import CheckpointError
+from checkpointing.rank.data_positions import resume_at
 from checkpointing.rank.manager import CheckpointManager
 
 
@@ -48,12 +49,7 @@ class FollowedLoaders:
             )
         number = len(self._cursors)
         if number < len(self._positions):
-            try:
-                cursor.resume(self._positions[number])
-            except (KeyError, TypeError, ValueError) as error:
-                raise CheckpointError(
-                    f"the checkpoint's position in {cursor.name} cannot be parsed: {error}; resume from another step"
-                ) from None
+            resume_at(cursor, self._positions[number])
         self._cursors.append(cursor)
         self._manager.follow(cursor)
         cursor.begin_epoch(trainer.current_epoch)
@@ -70,15 +66,13 @@ class FollowedLoaders:
         if type(fetcher).__name__ == "_DataLoaderIterDataFetcher":
             raise CheckpointError("ResilientCheckpoint cannot follow training_step(dataloader_iter): use a batch")
         if combined is not None and len(self._cursors) > 1 and combined._mode != "min_size":
-            lengths = {len(loader) if not cursor.is_stream else None for loader, cursor in self._with_cursors(combined)}
+            both = zip(combined.flattened, self._cursors, strict=True)
+            lengths = {len(loader) if not cursor.is_stream else None for loader, cursor in both}
             if len(lengths) > 1 or None in lengths:
                 raise CheckpointError(
                     "ResilientCheckpoint cannot follow loaders of different lengths, of which the shorter ones begin "
                     'again within an epoch: use CombinedLoader(..., mode="min_size")'
                 )
-
-    def _with_cursors(self, combined: Any) -> list[tuple[Any, LoaderCursor]]:
-        return list(zip(combined.flattened, self._cursors, strict=True))
 
     def begin_epoch(self, epoch: int) -> None:
         """Announce that the next batches are of this epoch; the first one has begun when its loader was made."""

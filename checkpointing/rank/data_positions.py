@@ -18,6 +18,21 @@ from checkpointing.rank.torch_files import torch_bytes
 _END = object()
 
 
+def resume_at(cursor: LoaderCursor, position: Mapping[str, Any]) -> int:
+    """Have a loader continue from a checkpoint's position; returns the epoch.
+
+    Raises:
+        CheckpointError: The position cannot be parsed.
+    """
+    try:
+        epoch, _ = cursor.resume(position)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint's position in {cursor.name} cannot be parsed: {error}; resume from another step"
+        ) from None
+    return epoch
+
+
 class DataPositions:
     """The loaders of one rank, in the order in which they were given.
 
@@ -82,12 +97,7 @@ class DataPositions:
     def _iterate(self, cursor: LoaderCursor, position: Mapping[str, Any] | None) -> Iterator[Any]:
         epoch = 0
         if position is not None:
-            try:
-                epoch, _ = cursor.resume(position)
-            except (KeyError, TypeError, ValueError) as error:
-                raise CheckpointError(
-                    f"the checkpoint's position in {cursor.name} cannot be parsed: {error}; resume from another step"
-                ) from None
+            epoch = resume_at(cursor, position)
         while True:
             cursor.set_epoch(epoch)
             # What the loader draws on its way to the position must not be taken from training.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from math import inf
 from pathlib import Path
 
@@ -80,9 +80,9 @@ def remove_abandoned(
     """
     try:
         found = _locks(folder)
+        if found and _is_shared(folder):
+            since = inf
         candidates = [path for path in found if _is_candidate(path, since, now - longest_build_s)]
-        if candidates and _is_shared(folder):
-            candidates = [path for path in candidates if _is_candidate(path, inf, now - longest_build_s)]
     except OSError:
         # This user cannot read the folder, and so builds nothing there.
         return []
@@ -97,7 +97,7 @@ def remove_abandoned(
     return removed
 
 
-def _locks(folder: Path) -> Iterable[Path]:
+def _locks(folder: Path) -> list[Path]:
     # One folder per extension; by default, in one per version of Python and CUDA.
     return [*folder.glob("*/lock"), *folder.glob("*/*/lock")]
 

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import fcntl
 import functools
-import os
-import time
 import types
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from runner.node.build_locks import extension_folder, remove_abandoned
 
 NAME = "sim"
 NUM_DEVICES = 2
@@ -24,14 +20,14 @@ NUM_DEVICES = 2
 @functools.cache
 def load() -> Any:
     """Compile and register the device; returns its module, which is `torch.sim`, too."""
+    from torch.utils.cpp_extension import _get_build_directory
     from torch.utils.cpp_extension import load as build
 
-    folder = extension_folder(os.environ)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(_get_build_directory("second_device", verbose=False))
     # torch's own lock outlives a test that is killed, and those that wait for it would wait forever.
-    with (folder / "second_device.flock").open("w") as file:
+    with (folder / "flock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        remove_abandoned(folder, since=0.0, now=time.time())
+        (folder / "lock").unlink(missing_ok=True)
         extension = build(
             "second_device",
             [str(Path(__file__).with_name("device.cpp"))],
