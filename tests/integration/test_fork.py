@@ -35,9 +35,11 @@ class AnyModule(types.ModuleType):
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        # As flash_attn, liger and others do when they are imported.
+        # As flash_attn and liger, then bitsandbytes, then torchao (which asks whether Triton works) when imported.
         import torch
         torch.cuda.is_available(), torch.cuda.device_count()
+        answers.append(torch.cuda.get_device_capability(torch.cuda.device(0)))
+        answers.append(torch.cuda.get_device_properties(torch.cuda.current_device()).name)
         # A class, or a decorator that changes nothing.
         made = {"__init__": lambda self, *args, **options: None, "__call__": lambda self, wrapped=None: wrapped}
         return type(name, (), made)
@@ -57,7 +59,7 @@ OPTIONAL = json.loads(sys.argv[1])
 sys.path.insert(0, sys.argv[2])
 sys.meta_path.insert(0, Finder())
 import torch
-starts, asked = [], []
+starts, asked, answers = [], [], []
 
 def start(name):
     def called(*args):
@@ -76,9 +78,12 @@ torch.cuda._device_count_nvml = monitor
 for name in ("_cuda_getDeviceCount", "_cuda_init", "_cuda_setDevice", "_cuda_getDevice", "_cuda_isDriverSufficient",
              "_cuda_getCurrentRawStream", "_cuda_getCompiledVersion"):
     setattr(torch._C, name, start(name))
+torch.cuda._lazy_init = start("_lazy_init")
+properties = types.SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132)
+torch.cuda._get_device_properties = lambda index: properties
 torch._C._accelerator_getAccelerator = lambda: torch.device("cuda")
 import runner.training.preload
-print(json.dumps({"starts": starts, "asked": len(asked), "loaded": sorted(sys.modules)}))
+print(json.dumps({"starts": starts, "asked": len(asked), "answers": answers, "loaded": sorted(sys.modules)}))
 """
 
 
@@ -111,6 +116,7 @@ def test_what_ranks_are_forked_from_leaves_the_driver_alone(tmp_path: Path) -> N
     # It was all imported, and asked for. flash_attn itself is imported by the models that use it.
     wanted = {"runner.training.job", "trl.trainer.sft_trainer", "kernels", "torchao", "bitsandbytes"}
     assert found["asked"] and not wanted.difference(found["loaded"])
+    assert [9, 0] in found["answers"] and "NVIDIA H200" in found["answers"]
 
 
 def test_without_the_variable_that_the_runner_sets_the_driver_would_be_started(tmp_path: Path) -> None:

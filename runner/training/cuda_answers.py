@@ -1,0 +1,102 @@
+"""Answers what libraries ask CUDA when they are imported, without initializing it in this process.
+
+bitsandbytes asks for each GPU's compute capability, torchao and others whether Triton works there. torch initializes
+CUDA to answer, after which no fork of the process could use it. Here a fork answers, and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pickle
+import select
+import signal
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.cuda._utils import _get_device_index
+
+# Initializing CUDA takes about a second, and several on a machine with many GPUs.
+_LIMIT_S = 60.0
+
+
+@contextlib.contextmanager
+def answered_by_fork() -> Iterator[None]:
+    """Have a fork answer `torch.cuda.get_device_properties` and `current_device`, and what torch derives from them.
+
+    If the fork cannot, torch answers as usual, and initializes CUDA in this process. What keeps a reference to these
+    functions has torch's own after the context has ended.
+    """
+    cuda: Any = torch.cuda
+    properties, current = cuda.get_device_properties, cuda.current_device
+    answers = _Answers(properties)
+
+    @functools.wraps(properties)
+    def get_device_properties(device: Any = None) -> Any:
+        found = answers.properties() if answers.are_wanted else None
+        index = _get_device_index(device, optional=True) if found is not None else -1
+        return found[index] if found is not None and 0 <= index < len(found) else properties(device)
+
+    @functools.wraps(current)
+    def current_device() -> int:
+        # As long as CUDA is not initialized, nobody can have chosen another.
+        return 0 if answers.are_wanted and answers.properties() is not None else int(current())
+
+    cuda.get_device_properties, cuda.current_device = get_device_properties, current_device
+    try:
+        yield
+    finally:
+        cuda.get_device_properties, cuda.current_device = properties, current
+        answers.have_ended = True
+
+
+class _Answers:
+    def __init__(self, properties: Callable[[int], Any]) -> None:
+        self._properties = properties
+        self._found: list[SimpleNamespace] | None = None
+        self._asked = self.have_ended = False
+
+    @property
+    def are_wanted(self) -> bool:
+        return not self.have_ended and not torch.cuda.is_initialized()
+
+    def properties(self) -> list[SimpleNamespace] | None:
+        """Return the properties of each GPU; None if a fork cannot tell."""
+        if not self._asked:
+            self._asked = True
+            self._found = _ask_fork(self._properties)
+        return self._found
+
+
+def _ask_fork(properties: Callable[[int], Any]) -> list[SimpleNamespace] | None:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            found = [_plain(properties(index)) for index in range(torch.cuda.device_count())]
+            with os.fdopen(writer, "wb") as answer:
+                pickle.dump(found, answer)
+            status = 0
+        finally:
+            # No exit function of the parent's libraries may run here.
+            os._exit(status)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as answer:
+        if not select.select([answer], [], [], _LIMIT_S)[0]:
+            # A driver that hangs may keep it from dying: nobody waits for that.
+            os.kill(pid, signal.SIGKILL)
+            return None
+        data = answer.read()
+    _, status = os.waitpid(pid, 0)
+    return pickle.loads(data) or None if status == 0 else None
+
+
+def _plain(properties: Any) -> SimpleNamespace:
+    """Return a copy of torch's object, which cannot be sent to another process."""
+    values = {name: getattr(properties, name) for name in dir(properties) if not name.startswith("_")}
+    kinds = (bool, int, float, str, tuple)
+    return SimpleNamespace(**{name: value for name, value in values.items() if isinstance(value, kinds)})
