@@ -20,6 +20,10 @@ class LateMark:
     def __init__(self, device: LateDevice, position: int) -> None:
         self._device, self._position = device, position
 
+    @property
+    def is_passed(self) -> bool:
+        return self._device.num_run >= self._position
+
     def wait(self) -> None:
         self._device.wait(self._position)
 
@@ -40,6 +44,10 @@ class LateDevice:
         self._host = Host()
         # Waiting for a copy on the host runs it at once; otherwise it blocks until the test runs it.
         self.is_hurried = False
+
+    @property
+    def num_run(self) -> int:
+        return self._num_run
 
     @property
     def num_waiting(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from typing import Any
 
 import safetensors.torch
@@ -25,17 +26,27 @@ Tensors = list[torch.Tensor]
 
 
 class Arenas:
-    """In place of the agent: one arena; what is staged is read back at once."""
+    """In place of the agent: one arena; what is staged is read back at once.
 
-    def __init__(self) -> None:
-        self.memory = bytearray(1 << 16)
+    Args:
+        is_pinned: Into memory that is not pinned, CUDA copies before it returns, and no copy is late.
+    """
+
+    def __init__(self, *, is_pinned: bool = False) -> None:
+        memory: Any = torch.empty(1 << 16, dtype=torch.uint8, pin_memory=is_pinned).numpy()
+        self.memory = memoryview(memory)
         self.staged_steps: dict[int, dict[str, Any]] = {}
         self.abandoned: list[str] = []
+        self.announced: list[Event] = []
+        self.may_reserve = threading.Event()
+
+    def reserve(self, nbytes: int) -> None:
+        self.may_reserve.wait()
 
     def acquire(self, step: int, nbytes: int, *, wait: bool) -> tuple[int, memoryview] | Refusal:
         assert nbytes <= len(self.memory)
         self.memory[:] = b"\xaa" * len(self.memory)
-        return 0, memoryview(self.memory)
+        return 0, self.memory
 
     def staged(self, step: int, arena: int, files: list[tuple[str, int, int]], *args: Any, **kwargs: Any) -> None:
         self.staged_steps[step] = {name: bytes(self.memory[offset : offset + n]) for name, offset, n in files}
@@ -44,7 +55,7 @@ class Arenas:
         self.abandoned.append(reason)
 
     def announce(self, event: Event) -> None:
-        pass
+        self.announced.append(event)
 
 
 class Average:
@@ -107,7 +118,7 @@ class SmallTraining:
         self.model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).to(on)
         adamw = torch.optim.AdamW(self.model.parameters(), lr=0.1, capturable=capturable)
         self.optimizer: Any = Foreign(self.model) if foreign else adamw
-        self.average, self.arenas, self._on = Average(self.model), Arenas(), on
+        self.average, self.arenas, self._on = Average(self.model), Arenas(is_pinned=on.startswith("cuda")), on
         self.train_state = TrainState(self.model, self.optimizer, states={"average": self.average})
         client: Any = self.arenas
         tiers: Any = None

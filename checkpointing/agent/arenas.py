@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from checkpointing.manifest import SnapshotInfo
 from checkpointing.memory import DEFAULT_SHARE, available_bytes
 from checkpointing.shards import ShardParts
 from checkpointing.shared_memory import SharedMemory, round_up
+from checkpointing.threads import in_background
 from checkpointing.together import Together
 
 NUM_ARENAS = 2
@@ -134,13 +136,14 @@ class ArenaPool:
                 arena.memory.close()
                 held -= arena.memory.nbytes
         why = f"{limit / 1e6:.0f} MB may be used (checkpoint.memory_limit)"
-        while len(self.arenas) < num_wanted and held + capacity <= limit:
-            try:
-                memory = SharedMemory.create("checkpoint-arena", capacity)
-            except OSError as error:
-                why = f"the system refused more ({error.strerror})"
-                break
-            held += memory.nbytes
+        number = min(num_wanted - len(self.arenas), max(limit - held, 0) // capacity)
+        made, error = _make(capacity, number)
+        if error is not None and number > 1 and not made:
+            # Where there is memory for one, several at a time may each have got a part of it.
+            made, error = _make(capacity, 1)
+        if error is not None:
+            why = f"the system refused more ({error.strerror})"
+        for memory in made:
             self.arenas.append(Arena(self._next_number, memory))
             self._next_number += 1
         if len(self.arenas) < num_wanted and self._reported != len(self.arenas):
@@ -159,3 +162,15 @@ class ArenaPool:
         if arena.state is not ArenaState.WHOLE or arena.num_tasks > 0:
             return False
         return len(self.arenas) == 1 or any(other.is_usable for other in self.arenas if other is not arena)
+
+
+def _make(nbytes: int, number: int) -> tuple[list[SharedMemory], OSError | None]:
+    """Make several pieces of memory at once, which takes no longer than one; return them, and why there are not all."""
+    create = functools.partial(SharedMemory.create, "checkpoint-arena", nbytes)
+    made, refusal = [], None
+    for outcome in [in_background(create, "checkpoint-reserve") for _ in range(number)]:
+        try:
+            made.append(outcome.result())
+        except OSError as error:
+            refusal = error
+    return made, refusal

@@ -37,7 +37,7 @@ class Copy:
         device: Where the state is.
         error: The exception that made the copy fail; raised in the training thread.
         copied_s: Time of the copy itself: the device's time, or the copy thread's processor time.
-        blocked_s: Time that the training thread has waited for it so far.
+        blocked_s: Time that the training thread has waited for it so far; see `device_waited_s`.
         volatile: Set when state that may change at any moment is copied, or enqueued.
         enqueued: Set when everything is copied, or enqueued.
         finished: Set when `work` has returned.
@@ -64,6 +64,8 @@ class Copy:
     _began: Mark | None = None
     _volatile_mark: Mark | None = None
     _mark: Mark | None = None
+    _copied: bool = False
+    _waits: list[tuple[Mark, Mark]] = field(default_factory=list)
 
     def begin(self) -> None:
         """Record, in the training thread, that what is enqueued by now comes first."""
@@ -96,6 +98,7 @@ class Copy:
         seconds = self._mark.seconds_since(self._began)
         if seconds is not None:
             self.copied_s = seconds
+        self._copied = True
         self.count_changed()
 
     def count_changed(self) -> None:
@@ -112,14 +115,36 @@ class Copy:
     def hold_volatile(self) -> None:
         """Have what the training thread enqueues next wait for the copy of state that may change at any moment."""
         self.volatile.wait()
-        if self._volatile_mark is not None:
-            self.device.hold(self._volatile_mark)
+        self._have_device_wait(self._volatile_mark)
 
     def hold(self) -> None:
         """Have what the training thread enqueues next wait for the whole copy."""
         self.enqueued.wait()
-        if self._mark is not None:
-            self.device.hold(self._mark)
+        self._have_device_wait(self._mark)
+
+    def _have_device_wait(self, mark: Mark | None) -> None:
+        if mark is not None:
+            before = self.device.mark()
+            self.device.hold(mark)
+            self._waits.append((before, self.device.mark()))
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it is known how long the copy took, and how long the device waited for it so far."""
+        return self._copied and all(after.is_passed for _, after in self._waits)
+
+    def await_measured(self) -> None:
+        """Wait for that, on the host, after the copy was handed over."""
+        for _, after in self._waits:
+            after.wait()
+
+    @property
+    def device_waited_s(self) -> float:
+        """Seconds for which the device computed nothing because it waited for the copy; 0 while that is not known.
+
+        The host does not wait then, but the steps that it enqueues end later by so much.
+        """
+        return sum(after.seconds_since(before) or 0.0 for before, after in self._waits) if self.is_measured else 0.0
 
 
 class CopyThread:

@@ -15,7 +15,7 @@ import ctypes
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +29,10 @@ _QUERY_EVERY_S = 0.0005
 
 class Mark(Protocol):
     """A point in the work that was enqueued on a device."""
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether the device has passed it."""
 
     def wait(self) -> None:
         """Wait, on the host, until the device has passed it."""
@@ -64,6 +68,8 @@ class Device(Protocol):
 
 class _Past:
     """A mark that is always passed: the host's own work is done when it is asked for."""
+
+    is_passed = True
 
     def wait(self) -> None:
         pass
@@ -107,11 +113,14 @@ class _Events:
     def __init__(self, events: Sequence[Any]) -> None:
         self._events = events
 
+    @property
+    def is_passed(self) -> bool:
+        return all(event.query() for event in self._events)
+
     def wait(self) -> None:
         # Not `synchronize`, which keeps a core busy that training needs.
-        for event in self._events:
-            while not event.query():
-                time.sleep(_QUERY_EVERY_S)
+        while not self.is_passed:
+            time.sleep(_QUERY_EVERY_S)
 
     def hold(self, devices: Sequence[torch.device]) -> None:
         for event, device in zip(self._events, devices, strict=True):
@@ -122,8 +131,7 @@ class _Events:
             pairs = zip(earlier._events, self._events, strict=True)
             return max(float(first.elapsed_time(last)) for first, last in pairs) / 1e3
         except (RuntimeError, NotImplementedError):
-            # Some back ends' events have no time.
-            return None
+            return None  # Some back ends' events have no time.
 
 
 class Accelerator:
@@ -181,10 +189,8 @@ class Accelerator:
             target.copy_(source[first:last], non_blocking=True)
 
     def copy_runs(self, buffer: memoryview, offset: int, source: torch.Tensor, strides: Sequence[int]) -> None:
-        """Copy behind what is enqueued on the current stream; return when that is done.
-
-        torch gathers the runs in memory of its own, and spreads them on the host.
-        """
+        """Copy behind what is enqueued on the current stream; return when that is done."""
+        # torch gathers the runs in memory of its own, and spreads them on the host.
         if source.device.type == "cpu":
             self._host.copy_runs(buffer, offset, source, strides)
             return
@@ -282,8 +288,7 @@ def check_fork() -> None:
 
 def generator_states(world_size: int) -> dict[str, Any]:
     """Return the accelerators' generator states, named and shaped as the Hugging Face Trainer saves them."""
-    name = kind()
-    if name is None:
+    if (name := kind()) is None:
         return {}
     module = torch.get_device_module(name)
     return {name: module.get_rng_state_all() if world_size > 1 else module.get_rng_state()}
@@ -311,15 +316,13 @@ def collective_backend() -> str:
 
 def name_of() -> str | None:
     """Return the accelerator's name, as its vendor calls it."""
-    name = kind()
-    ask = getattr(torch.get_device_module(name), "get_device_name", None) if name is not None else None
+    ask = getattr(torch.get_device_module(kind() or "cpu"), "get_device_name", None)
     return str(ask()) if ask is not None else None
 
 
 def capability() -> tuple[int, int] | None:
     """Return CUDA's compute capability; None for other accelerators, and without one."""
-    found = torch.cuda.get_device_capability() if kind() == "cuda" else None
-    return (found[0], found[1]) if found is not None else None
+    return torch.cuda.get_device_capability() if kind() == "cuda" else None
 
 
 def peak_memory_bytes() -> int | None:
@@ -378,19 +381,19 @@ def can_pin() -> bool:
 
 def register(address: int, nbytes: int) -> bool:
     """Pin host memory that torch has not allocated; return whether the driver did."""
-    cudart: Any = torch.cuda.cudart
-    return int(cudart().cudaHostRegister(address, nbytes, 0)) == 0 or _clear_error()
+    return _call_runtime("cudaHostRegister", address, nbytes, 0)
 
 
 def unregister(address: int) -> None:
     """Undo `register`."""
+    _call_runtime("cudaHostUnregister", address)
+
+
+def _call_runtime(function: str, *arguments: int) -> bool:
     cudart: Any = torch.cuda.cudart
-    if int(cudart().cudaHostUnregister(address)) != 0:
-        _clear_error()
-
-
-def _clear_error() -> Literal[False]:
-    """Clear the error that the runtime keeps: this thread's next kernel would raise it, as "out of memory"."""
+    if int(getattr(cudart(), function)(*arguments)) == 0:
+        return True
+    # The runtime keeps the error: this thread's next kernel would raise it, as "out of memory".
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda").neg()
     return False

@@ -44,12 +44,14 @@ class PendingSnapshot:
         request: What was asked for.
         overlapped: The copy runs during training.
         was_staged: The agent has the snapshot, or will have it; False once it was refused or dropped.
-        cost_known: Its cost has been measured.
+        compute_s: Seconds from the beginning of the next step to its optimizer; None until that step has ended.
+        cost_known: Its cost has been measured, or cannot be.
         is_typical: Its cost says something about later ones.
     """
 
     request: Request
     overlapped: bool
     was_staged: bool = True
+    compute_s: float | None = None
     cost_known: bool = False
     is_typical: bool = True

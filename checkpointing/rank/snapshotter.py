@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from checkpointing.agent.client import AgentClient
-from checkpointing.events import SnapshotCost
+from checkpointing.events import SnapshotCost, SnapshotSkipped
 from checkpointing.rank import device as devices
 from checkpointing.rank.cadence import CostModel
-from checkpointing.rank.copy_thread import CopyThread
+from checkpointing.rank.copy_thread import Copy, CopyThread
 from checkpointing.rank.device import Device
 from checkpointing.rank.direct_commit import DirectCommit
 from checkpointing.rank.expected_size import expected_bytes
@@ -22,6 +22,9 @@ from checkpointing.rank.snapshot import PendingSnapshot, Request
 from checkpointing.rank.snapshot_maker import SnapshotMaker
 from checkpointing.rank.train_state import TrainState
 from checkpointing.tiers import Tiers
+
+# Reserving less takes no longer than a step or two.
+_MUCH_BYTES = 1 << 30
 
 
 class Snapshotter:
@@ -61,6 +64,8 @@ class Snapshotter:
         self._copy_thread = CopyThread(on_optimizer_step=self._note_optimizer_step)
         self._pending: PendingSnapshot | None = None
         self._captured = False
+        # While much memory may still be being reserved: this rank, with the training thread's group.
+        self._reserving: Ranks | None = None
         # In the last step, an optimizer was seen to pass the pre-step barrier, or no step has ended yet.
         self._barrier_works = True
         self._step_at = self._barrier_at = 0.0
@@ -94,15 +99,26 @@ class Snapshotter:
             # Not known to each rank alone: its own mesh may be within a node where another's is not.
             self.is_spread = any(ranks.gather(train_state.is_spread(local_world_size)))
         nbytes = expected_bytes(train_state, local_world_size, is_spread=bool(self.is_spread))
+        self._reserving = ranks if any(ranks.gather(nbytes >= _MUCH_BYTES)) else None
         self.settle()
         self._copy_thread.submit(functools.partial(self._maker.reserve, nbytes))
 
     def take(self, train_state: TrainState, request: Request, static_files: Mapping[str, bytes]) -> None:
         """Snapshot the state; return when training may go on.
 
+        A snapshot that is not to be committed is skipped while much memory is being reserved, which takes about 0.4 s
+        per GB: training need not wait for that.
+
         Raises:
             CheckpointError: The previous snapshot failed, or the state cannot be saved.
         """
+        if self._reserving is not None:
+            if not request.commit and any(self._reserving.gather(self._is_reserving)):
+                if self._ranks.is_first:
+                    reason = "memory for snapshots is still being reserved"
+                    self._client.announce(SnapshotSkipped(step=request.step, reason=reason))
+                return
+            self._reserving = None
         # This wait is part of the previous snapshot's cost, or of reserving memory for the first one.
         self.settle()
         began = time.perf_counter()
@@ -132,7 +148,11 @@ class Snapshotter:
         pending, self._pending = self._pending, None
         copy = self._copy_thread.settle()
         if copy is not None:
-            self._settled_stall_s += copy.blocked_s
+            if pending is not None and self.costs.snapshot_s is None:
+                # Until the first cost is known, `auto` would snapshot each step.
+                copy.await_measured()
+            self._learn(pending, copy)
+            self._settled_stall_s += copy.blocked_s + copy.device_waited_s
         if pending is None:
             return
         if not pending.was_staged:
@@ -144,7 +164,7 @@ class Snapshotter:
     def stall_s(self) -> float:
         """Seconds that training has waited for snapshots."""
         current = self._copy_thread.current
-        return self._settled_stall_s + (current.blocked_s if current is not None else 0.0)
+        return self._settled_stall_s + (current.blocked_s + current.device_waited_s if current is not None else 0.0)
 
     def end_of_step(self) -> None:
         """Learn from a step that has ended what snapshots cost."""
@@ -155,20 +175,29 @@ class Snapshotter:
         pending, copy = self._pending, self._copy_thread.current
         if copy is not None:
             copy.end_step()
-        if pending is None or pending.cost_known or copy is None:
+        if pending is None or pending.compute_s is not None:
             self.costs.plain_step(compute_s)
+        else:
+            pending.compute_s = compute_s
+        if copy is not None:
+            self._learn(pending, copy)
+
+    def _learn(self, pending: PendingSnapshot | None, copy: Copy) -> None:
+        """Learn what a snapshot costs, as soon as that is known: a GPU may copy for longer than the next step."""
+        if pending is None or pending.cost_known or pending.compute_s is None or not copy.is_measured:
             return
         pending.cost_known = True
-        if not (pending.was_staged and pending.is_typical) or not compute_s or not copy.enqueued.is_set():
+        if not (pending.was_staged and pending.is_typical) or not pending.compute_s:
             return
+        blocked_s = copy.blocked_s + copy.device_waited_s
         cost = self.costs.snapshot(
-            blocked_s=copy.blocked_s, compute_s=compute_s, copy_s=copy.copied_s, overlapped=pending.overlapped
+            blocked_s=blocked_s, compute_s=pending.compute_s, copy_s=copy.copied_s, overlapped=pending.overlapped
         )
         if self._ranks.is_first:
             self._client.announce(
                 SnapshotCost(
                     step=pending.request.step,
-                    blocked_s=round(copy.blocked_s, 5),
+                    blocked_s=round(blocked_s, 5),
                     copy_s=round(copy.copied_s, 5),
                     cost_s=round(cost, 5),
                     overlapped=pending.overlapped,
@@ -178,9 +207,12 @@ class Snapshotter:
     @property
     def is_preparing(self) -> bool:
         """Whether memory is being reserved or pinned, so that a snapshot would cost more than later ones."""
+        return self._is_reserving or (self._pinning is not None and self._pinning.is_busy)
+
+    @property
+    def _is_reserving(self) -> bool:
         copy = self._copy_thread.current
-        reserving = copy is not None and self._pending is None and not copy.finished.is_set()
-        return reserving or (self._pinning is not None and self._pinning.is_busy)
+        return copy is not None and self._pending is None and not copy.finished.is_set()
 
     @property
     def optimizer_has_stepped(self) -> bool:

@@ -189,3 +189,17 @@ def test_device_time_is_measured(sim: Any) -> None:
     last.wait()
     sim.set_delay_us(0)
     assert 0.015 < (last.seconds_since(first) or 0.0) < 1.0
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_snapshot_costs_what_the_device_waits_for_it(overlap: bool, sim: Any) -> None:
+    """The host goes on meanwhile: by its clock the copy would cost next to nothing."""
+    job = SmallTraining(overlap=overlap, on="sim:0")
+    sim.set_delay_us(5_000)
+    for _ in range(3):
+        job.snapshot()
+        job.optimizer_step()
+    job.close()
+    sim.set_delay_us(0)
+    # Some twenty tensors are copied, each 5 ms late.
+    assert (job.snapshotter.costs.snapshot_s or 0.0) > 0.05 and job.snapshotter.stall_s > 0.15

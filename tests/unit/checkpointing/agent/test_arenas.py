@@ -40,6 +40,21 @@ def test_the_system_may_refuse_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert held.take(MB) is None and held.arenas == []
 
 
+def test_one_arena_is_made_where_two_at_once_each_got_a_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    create, asked = SharedMemory.create, []
+
+    def refuse_two(name: str, nbytes: int) -> SharedMemory:
+        asked.append(nbytes)
+        if len(asked) <= 2:
+            raise OSError(12, "Cannot allocate memory")
+        return create(name, nbytes)
+
+    monkeypatch.setattr(SharedMemory, "create", refuse_two)
+    held, told = pool()
+    assert held.take(MB) is not None and len(held.arenas) == 1
+    assert [count for count, _ in told] == [1]
+
+
 def test_a_state_that_grows_a_little_keeps_its_arenas() -> None:
     held, _ = pool()
     first = held.take(10 * MB)

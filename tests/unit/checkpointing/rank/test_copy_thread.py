@@ -80,3 +80,45 @@ def test_changes_are_counted_once() -> None:
     assert copy.changed == 3
     copy.end_step()
     assert not copy.is_doubtful
+
+
+class Queue(device.Host):
+    """A device that passes what is enqueued when the test says so; a position in its queue is a second."""
+
+    is_asynchronous = True
+
+    def __init__(self) -> None:
+        self.end = self.passed = 0
+
+    def mark(self) -> Position:
+        return Position(self, self.end)
+
+    def hold(self, mark: device.Mark) -> None:
+        self.end += 3
+
+
+class Position:
+    def __init__(self, queue: Queue, at: int) -> None:
+        self._queue, self._at = queue, at
+
+    @property
+    def is_passed(self) -> bool:
+        return self._queue.passed >= self._at
+
+    def wait(self) -> None:
+        pass
+
+    def seconds_since(self, earlier: Position) -> float | None:
+        return float(self._at - earlier._at)
+
+
+def test_the_time_that_a_device_waits_is_known_once_it_has_passed(thread: CopyThread) -> None:
+    queue = Queue()
+    copy = thread.submit(lambda copy: copy.copied(), queue)
+    copy.finished.wait(10)
+    optimizer().step()
+    assert not copy.is_measured and copy.device_waited_s == 0.0
+    queue.passed = queue.end
+    # The host has not waited.
+    assert copy.is_measured and copy.device_waited_s == 3.0 and copy.blocked_s < 1.0
+    thread.settle()

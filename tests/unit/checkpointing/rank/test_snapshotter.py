@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from small_training import Arenas, SmallTraining
 
 from checkpointing.agent.protocol import Refusal
 from checkpointing.errors import CheckpointError
-from checkpointing.events import Event
+from checkpointing.events import Event, SnapshotSkipped
 from checkpointing.layout import MODEL_NAME
+from checkpointing.rank import snapshotter
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.snapshot import Request
 from checkpointing.rank.snapshotter import Snapshotter
@@ -104,3 +106,21 @@ def test_what_is_staged_is_what_stock_torch_reads(job: SmallTraining) -> None:
     files = job.arenas.staged_steps[1]
     assert torch.load(io.BytesIO(files["optimizer.pt"]), weights_only=True)["param_groups"][0]["lr"] == 0.1
     assert MODEL_NAME in files and job.torn() == []
+
+
+@pytest.mark.parametrize("is_much", [True, False])
+def test_training_waits_for_much_memory_only_to_commit(
+    is_much: bool, job: SmallTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshotter, "_MUCH_BYTES", 0 if is_much else 1 << 30)
+    own, arenas = job.snapshotter, job.arenas
+    own.prepare(job.train_state, Ranks())
+    if not is_much:
+        threading.Timer(0.05, arenas.may_reserve.set).start()
+    own.take(job.train_state, request(1, commit=False), {})
+    skipped = [event.step for event in arenas.announced if isinstance(event, SnapshotSkipped)]
+    assert (skipped, own.last_step) == (([1], -1) if is_much else ([], 1))
+    threading.Timer(0.05, arenas.may_reserve.set).start()
+    own.take(job.train_state, request(2, commit=True), {})
+    job.close()
+    assert arenas.may_reserve.is_set() and 2 in arenas.staged_steps
