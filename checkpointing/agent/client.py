@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import select
 import shutil
@@ -104,11 +105,13 @@ class OfferedSnapshot:
         info: Step, attempt, world size and data cursor.
         files: The image of each file, in the arena, by name.
         digests: The digest of each file, computed when the snapshot was made, by name.
+        prepare: Makes its memory ready for reading.
     """
 
     info: SnapshotInfo
     files: dict[str, memoryview]
     digests: dict[str, str]
+    prepare: Callable[[], None] = lambda: None
 
 
 class AgentClient:
@@ -131,6 +134,7 @@ class AgentClient:
         *,
         fetch: bool = True,
         stage: Stage = FIRST_STAGE,
+        on_read: Callable[[SharedMemory], None] = lambda _: None,
         on_detach: Callable[[SharedMemory], None] = lambda _: None,
     ) -> None:
         """Connect and introduce this rank.
@@ -144,6 +148,7 @@ class AgentClient:
             fetch: Whether the newest checkpoint is what will be resumed from: if it is not on this machine, the agent
                 may begin to read it.
             stage: The run's stage that this is.
+            on_read: Called with an arena before a snapshot in it is read.
             on_detach: Called with every arena before it is unmapped.
 
         Raises:
@@ -156,7 +161,7 @@ class AgentClient:
         self._lock = threading.Lock()
         self._arenas: dict[int, SharedMemory] = {}
         self._is_leader = local_rank == 0
-        self._on_detach = on_detach
+        self._on_read, self._on_detach = on_read, on_detach
         self._num_acquired = 0
         self.attempt = attempt
         self.directory = Path(socket_path).parent
@@ -264,15 +269,17 @@ class AgentClient:
             reply, fds = self._receive()
         if "storage_error" in reply:
             raise StorageUnreachable(reply["storage_error"])
-        self._map(reply["arenas"], fds)
+        self._attach(reply["arenas"], fds, None)
         offered = []
         for snapshot in reply["snapshots"]:
-            files, buffer = snapshot.pop("files"), self._arenas[snapshot.pop("arena")].buffer
+            files, arena = snapshot.pop("files"), self._arenas[snapshot.pop("arena")]
+            buffer = arena.buffer
             offered.append(
                 OfferedSnapshot(
                     SnapshotInfo(**snapshot),
                     {name: buffer[offset : offset + nbytes] for name, offset, nbytes, _ in files},
                     {name: digest for name, _, _, digest in files},
+                    functools.partial(self._prepare, arena),
                 )
             )
         return offered, reply["unreachable"] is None
@@ -312,6 +319,10 @@ class AgentClient:
         for stale in self._arenas.keys() - live if live is not None else set():
             self._on_detach(self._arenas[stale])
             self._arenas.pop(stale).close()
+
+    def _prepare(self, arena: SharedMemory) -> None:
+        arena.populate()
+        self._on_read(arena)
 
     def _map(self, numbers: Sequence[int], fds: Sequence[int]) -> None:
         """Attach arenas that are about to be read, with all their pages: page faults would cost more than reading."""

@@ -64,6 +64,7 @@ class AgentConnection:
             ranks.local_world_size,
             fetch=options.resume == "auto",
             stage=self.stage,
+            on_read=self.pinning.pin if self.pinning is not None and ranks.local_world_size == 1 else lambda _: None,
             on_detach=self.pinning.release if self.pinning is not None else lambda _: None,
         )
         # Once per run, not at each restart.

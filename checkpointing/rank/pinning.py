@@ -1,9 +1,10 @@
 """Registers with the GPU's driver the memory that this rank copies into, during training.
 
 A copy into pinned memory runs at the full rate of the link and needs no processor. But registering memory takes about
-0.1 s per GB, under a lock of the driver that kernel launches wait for. So nothing is registered for restoring, nor
-before the first snapshot shows which part of an arena this rank writes. Only that part is registered, in small chunks,
-by a thread of its own. Copies made before that are unpinned.
+0.1 s per GB (0.03 on an H200, 2026-11-26), under a lock of the driver that kernel launches wait for. So nothing is
+registered before the first snapshot shows which part of an arena this rank writes. Only that part is registered, in
+small chunks, by a thread of its own. Copies made before that are unpinned. The exception is a snapshot that a node's
+only rank restores: it registers the whole arena while it verifies the snapshot, when no kernel runs.
 
 A copy must be within one registered range: registrations end at multiples of `CHUNK_BYTES` of an arena, and copies are
 cut there (`checkpointing.rank.device`).
@@ -53,7 +54,7 @@ def ranges_to_pin(extents: Sequence[Range]) -> list[Range]:
 
 
 class Pinning:
-    """Pins memory for one rank. Any thread may call `want`, `release` and `close`.
+    """Pins memory for one rank. Any thread may call its methods.
 
     Args:
         register: Registers an address and a number of bytes with the driver; returns whether it did.
@@ -70,7 +71,7 @@ class Pinning:
         self._register, self._unregister, self._report = register, unregister, report
         # Held while the driver works. Training may wait for `want`, which takes only the other lock.
         self._driver = threading.Lock()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         # Addresses of the registered ranges, by the arena's address.
         self._registered: dict[int, list[int]] = {}
         self._work: queue.SimpleQueue[tuple[int, list[Range]] | None] = queue.SimpleQueue()
@@ -86,7 +87,19 @@ class Pinning:
     def want(self, arena: memoryview, extents: Sequence[Range]) -> bool:
         """Have the parts of an arena registered that this rank copies into; return whether some are not yet."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(arena))
-        with self._lock:
+        return self._enqueue(address, ranges_to_pin(extents))
+
+    def pin(self, arena: SharedMemory) -> None:
+        """Have a whole arena registered, in one range: reads from it are not cut."""
+        self._enqueue(arena.address, [(0, arena.nbytes)])
+
+    def settle(self) -> None:
+        """Return when nothing is being registered."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.is_busy)
+
+    def _enqueue(self, address: int, ranges: list[Range]) -> bool:
+        with self._changed:
             if address in self._registered or self._given_up:
                 return self.is_busy
             self._registered[address] = []
@@ -94,7 +107,7 @@ class Pinning:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="checkpoint-pin", daemon=True)
                 self._thread.start()
-            self._work.put((address, ranges_to_pin(extents)))
+            self._work.put((address, ranges))
             return True
 
     def release(self, arena: SharedMemory) -> None:
@@ -103,7 +116,7 @@ class Pinning:
 
     def close(self) -> None:
         """Unregister everything, and end the thread."""
-        with self._lock:
+        with self._changed:
             addresses = list(self._registered)
         for address in addresses:
             self._release(address)
@@ -113,7 +126,7 @@ class Pinning:
 
     def _release(self, address: int) -> None:
         with self._driver:
-            with self._lock:
+            with self._changed:
                 begins = self._registered.pop(address, [])
             for begin in begins:
                 self._unregister(begin)
@@ -122,8 +135,9 @@ class Pinning:
         while (work := self._work.get()) is not None:
             began = time.monotonic()
             nbytes, complete = self._pin(*work)
-            with self._lock:
+            with self._changed:
                 self._num_queued -= 1
+                self._changed.notify_all()
             self._report(nbytes, time.monotonic() - began, complete)
 
     def _pin(self, address: int, ranges: Sequence[Range]) -> tuple[int, bool]:

@@ -159,7 +159,11 @@ class RestorableTraining:
         self._heartbeat.write(Phase.RESTORING, 0)
         if on_device is None:
             on_device = self._train_state.model is not None and self._train_state.on_gpu
-        return self._restorer.choose(private=not on_device)
+        point = self._restorer.choose(private=not on_device)
+        if self._connection.pinning is not None:
+            # What is partly pinned cannot be copied.
+            self._connection.pinning.settle()
+        return point
 
     def starting_point(self) -> RestorePoint | None:
         """Read what `starting_folder` holds; None without one.

@@ -141,6 +141,8 @@ class _Choice:
         """Read a snapshot on all ranks; the nodes that hold it verify it, then it is sent to the others."""
         held, node = self._held[step], self._ranks.rank - self._ranks.local_rank
         own = self._offered[step] if node in held.nodes else None
+        if own is not None:
+            own.prepare()
         point, problem = self._read(None, own)
         if held.is_everywhere or problem is not None:
             return point, problem

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -44,19 +45,36 @@ def _supervised(folder: Path, *arguments: str, kills: int = 0, snapshots: int = 
     with folder.with_suffix(".out").open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=ROOT)
         try:
-            killed = 0
+            killed: set[int] = set()
             while process.poll() is None:
                 time.sleep(0.05)
-                entries = [e for e in read_journal(folder / "journal.jsonl") if e.attempt == killed + 1]
-                if killed < kills and len(_of(SnapshotTaken, entries)) >= snapshots:
+                journal = read_journal(folder / "journal.jsonl") if len(killed) < kills else []
+                attempt = max((entry.attempt for entry in journal), default=0)
+                entries = [entry for entry in journal if entry.attempt == attempt]
+                if attempt not in killed and len(_of(SnapshotTaken, entries)) >= snapshots:
                     pids = [event.pid for event in _of(RankStarted, entries) if event.pid]
                     os.kill(pids[-1], signal.SIGKILL)
-                    killed += 1
+                    killed.add(attempt)
         finally:
             if process.poll() is None:
                 process.terminate()
                 process.wait()
+            _keep_logs(folder)
     return process.returncode, read_journal(folder / "journal.jsonl")
+
+
+def _keep_logs(folder: Path) -> None:
+    """Copy a run's output, journal and logs to where the driver wants them."""
+    kept = os.environ.get("GPU_PROOF_LOGS")
+    if kept is None:
+        return
+    target = Path(kept, f"{folder.parent.name}-{folder.name}")
+    target.mkdir(parents=True, exist_ok=True)
+    for path in (folder.with_suffix(".out"), folder / "journal.jsonl"):
+        if path.exists():
+            shutil.copy(path, target)
+    if (folder / "logs").is_dir():
+        shutil.copytree(folder / "logs", target / "logs")
 
 
 def _of(kind: type[E], entries: Entries) -> list[E]:
@@ -86,6 +104,8 @@ def ranks(on: str, quick: bool) -> tuple[Figures, Verdicts]:
             Path(folder, "run"), Path(folder, "whole")
         )
         drifted = two_ranks.run("drift", Path(folder, "drift"), devices)
+        for result in (*results, whole, drifted):
+            print(result.stdout, result.stderr, sep="\n")
         verdicts["ranks that differ write no checkpoint"] = bool(re.search(two_ranks.DRIFT, drifted.stderr))
     return {"devices": ", ".join(devices)}, verdicts
 
@@ -103,7 +123,9 @@ from checkpointing import CheckpointManager
 print("free of the GPU before the first use:", *torch.cuda.mem_get_info(), flush=True)
 model = _model("cuda:0", {parameters})
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-manager = CheckpointManager("unused", model=model, optimizer=optimizer, snapshot_steps=5, save_steps=40)
+manager = CheckpointManager(
+    "unused", model=model, optimizer=optimizer, snapshot_steps=5, save_steps={steps}, keep_last=1
+)
 start = manager.resume(total_steps={steps})
 for step in range(start + 1, {steps} + 1):
     torch.manual_seed(step)
@@ -121,18 +143,25 @@ open({answer!r}, "w").write(digest.hexdigest())
 """
 # The rest are other processes' contexts and the allocator's rounding.
 _FREE_SHARE = 0.9
+# A weight and the two moments of AdamW, in bfloat16.
+_BYTES_PER_PARAMETER = 6
 
 
 def recovery(on: str, quick: bool) -> tuple[Figures, Verdicts]:
     """Kill the rank of `runner start` in mid-training, five times."""
     free, _ = torch.cuda.mem_get_info()
     torch.cuda.empty_cache()
-    parameters = min(1e7 if quick else 3e9, 0.7 * free / 8)
+    # For the newest checkpoint, and the one before until that is committed.
+    disk = shutil.disk_usage(tempfile.gettempdir()).free
+    parameters = min(1e7 if quick else 3e9, 0.7 * free / 8, 0.8 * disk / 2 / _BYTES_PER_PARAMETER)
     steps, kills = (60, 2) if quick else (200, 5)
+    # One after the other: a disk may hold only one checkpoint of this size.
     with tempfile.TemporaryDirectory() as folder:
         fault_free, _, _ = _trained(Path(folder, "plain"), parameters, steps, 0)
+    with tempfile.TemporaryDirectory() as folder:
         killed, times, found_free = _trained(Path(folder, "killed"), parameters, steps, kills)
-    figures = {f"recovery {number}, s": text for number, (_, text) in enumerate(times, 1)}
+    figures: Figures = {"parameters": f"{parameters / 1e9:.2f} billion, {_BYTES_PER_PARAMETER} bytes of state each"}
+    figures |= {f"recovery {number}, s": text for number, (_, text) in enumerate(times, 1)}
     median = statistics.median(total for total, _ in times) if times else float("inf")
     figures["from death to the next step, median s"] = f"{median:.2f}"
     figures["free at the beginning of each attempt, GB"] = ", ".join(f"{nbytes / 1e9:.1f}" for nbytes in found_free)
@@ -159,8 +188,7 @@ def _trained(folder: Path, parameters: float, steps: int, kills: int) -> tuple[s
     script.write_text(_JOB.format(parameters=parameters, steps=steps, **paths))
     _, entries = _supervised(run, "--nproc-per-node", "1", str(script), kills=kills)
     times = []
-    for attempt in range(1, kills + 1):
-        end = next(iter(_of(AttemptEnded, [e for e in entries if e.attempt == attempt])), None)
+    for attempt, end in [(e.attempt, e.event) for e in entries if isinstance(e.event, AttemptEnded)]:
         after = [e for e in entries if e.attempt == attempt + 1]
         began = {
             kind: e.time
@@ -168,7 +196,7 @@ def _trained(folder: Path, parameters: float, steps: int, kills: int) -> tuple[s
             for e in reversed(after)
             if isinstance(e.event, kind)
         }
-        if end is None or len(began) < 2:
+        if end.kind == "finished" or len(began) < 2:
             continue
         died = end.failed_at
         parts = {
@@ -301,7 +329,9 @@ def _variants(folder: Path, is_gpu: bool) -> dict[str, list[str]]:
     if is_gpu:
         found["fp16"] = ["trainer.bf16=false", "trainer.fp16=true"]
         found["compile"] = ["trainer.torch_compile=true"]
+        found["fsdp"] = ["strategy=fsdp"]
         if importlib.util.find_spec("bitsandbytes") is not None:
+            found["adamw-8bit"] = ["trainer.optim=adamw_8bit"]
             found["qlora"] = ["method.type=qlora", f"model.name_or_path={folder / 'full' / 'best_model'}"]
         if importlib.util.find_spec("flash_attn") is not None:
             found["flash-attn"] = ["model.attn_implementation=flash_attention_2"]

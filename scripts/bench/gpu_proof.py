@@ -1,7 +1,7 @@
 """The GPU paths on a real GPU: each stage in a process of its own, with a time limit, the most important first.
 
     scripts/gpu-proof [--stages memory,order,fork,engine,ranks,recovery,faults,sft] [--on cuda:0]
-                      [--json FILE] [--report FILE]
+                      [--json FILE] [--report FILE] [--logs DIR]
 
 Prints each stage's figures and verdicts, and exits with 1 if a verdict is bad. Without a GPU every stage is skipped,
 and it exits with 0. `--on sim:0` uses the tests' simulated device (`tests/second_device`), on which some stages run on
@@ -77,18 +77,26 @@ class Result:
         return not self.error and all(self.verdicts.values())
 
 
-def run_stage(stage: Stage, on: str, quick: bool) -> Result:
-    """Run a stage to its end, or to the end of its time limit."""
+def run_stage(stage: Stage, on: str, quick: bool, logs: Path | None) -> Result:
+    """Run a stage to its end, or to the end of its time limit; keep what it and its jobs print in `logs`."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu-proof-") as folder:
         answer = Path(folder, "answer.json")
         command = [sys.executable, str(STAGES), stage.name, on, str(answer), *(["--quick"] if quick else [])]
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "TMPDIR": folder}
-        try:
-            done = subprocess.run(command, env=environment, timeout=stage.budget_s, capture_output=True, text=True)
-            error = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it printed no reason"])[-1]
-        except subprocess.TimeoutExpired:
-            error = f"exceeded its limit of {stage.budget_s:.0f} s"
+        path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
+        kept = logs / stage.name if logs is not None else Path(folder, "logs")
+        kept.mkdir(parents=True)
+        environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": folder, "GPU_PROOF_LOGS": str(kept)}
+        with (kept / "stage.out").open("w+") as output:
+            try:
+                done = subprocess.run(
+                    command, env=environment, timeout=stage.budget_s, stdout=output, stderr=subprocess.STDOUT
+                )
+                output.seek(0)
+                lines = output.read().strip().splitlines() or ["it printed no reason"]
+                error = "" if done.returncode == 0 else lines[-1]
+            except subprocess.TimeoutExpired:
+                error = f"exceeded its limit of {stage.budget_s:.0f} s"
         found: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {}
     seconds = round(time.monotonic() - began, 1)
     return Result(stage.name, "", seconds, found.get("figures", {}), found.get("verdicts", {}), error)
@@ -139,6 +147,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="small models and few steps")
     parser.add_argument("--json", type=Path, help="write figures and verdicts to this file")
     parser.add_argument("--report", type=Path, help="write the page to this file, e.g. docs/benchmarks/gpu.md")
+    parser.add_argument("--logs", type=Path, help="keep what the stages and their jobs print in this new folder")
     options = parser.parse_args()
     wanted = options.stages.split(",")
     unknown = set(wanted) - {stage.name for stage in ALL}
@@ -154,7 +163,7 @@ def main() -> int:
         elif not options.on.startswith("cuda") and not stage.on_any:
             result = Result(stage.name, skipped=f"skipped: needs a GPU, not {options.on}")
         else:
-            result = run_stage(stage, options.on, options.quick)
+            result = run_stage(stage, options.on, options.quick, options.logs)
         results.append(result)
         verdict = result.skipped or ("good" if result.is_good else f"BAD {result.error}".strip())
         print(f"{stage.name:9} {verdict} ({result.seconds:.0f} s)", flush=True)

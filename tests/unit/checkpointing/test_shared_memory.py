@@ -45,3 +45,16 @@ def test_an_arena_is_in_no_core_file() -> None:
         assert " dd" in flags
     finally:
         memory.close()
+
+
+def test_memory_that_another_process_wrote_is_mapped_at_once() -> None:
+    made = SharedMemory.create("arena", 200 << 20)
+    memory = SharedMemory.attach(os.dup(made.fd))
+    try:
+        memory.populate()
+        _, _, maps = Path("/proc/self/smaps").read_text().partition(f"{memory.address:x}-")
+        resident = next(line for line in maps.splitlines() if line.startswith("Rss:"))
+        assert int(resident.split()[1]) * 1024 == memory.nbytes
+    finally:
+        memory.close()
+        made.close()

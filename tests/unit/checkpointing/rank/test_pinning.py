@@ -20,7 +20,7 @@ from checkpointing.rank import copy_thread, device, pinning, snapshot_maker, sna
 from checkpointing.rank.cadence import Cadence, CadenceClock
 from checkpointing.rank.device import CHUNK_BYTES
 from checkpointing.rank.pinning import Pinning, ranges_to_pin
-from checkpointing.shared_memory import PAGE_BYTES
+from checkpointing.shared_memory import PAGE_BYTES, SharedMemory
 
 EXTENTS = st.lists(
     st.tuples(st.integers(0, 4 * CHUNK_BYTES), st.integers(0, 2 * CHUNK_BYTES)).map(lambda t: (t[0], t[0] + t[1])),
@@ -88,6 +88,24 @@ def test_only_the_own_share_is_registered_and_nobody_waits_for_it() -> None:
     assert not pins.is_busy and not pins.want(arena, share)
     assert sorted(driver.registered.values()) == [PAGE_BYTES, 2 * PAGE_BYTES, 2 * PAGE_BYTES]
     assert [(nbytes, complete) for nbytes, _, complete in reports] == [(5 * PAGE_BYTES, True)]
+    pins.close()
+    assert driver.registered == {}
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_an_arena_that_is_restored_from_is_registered_in_one_range() -> None:
+    """A copy across the border of two ranges fails, and what restores does not cut its copies."""
+    driver = Driver()
+    pins = Pinning(driver.register, driver.unregister)
+    arena = SharedMemory.create("test", 16 * PAGE_BYTES)
+    pins.pin(arena)
+    assert driver.asked.wait(10) and pins.is_busy
+    threading.Timer(0.05, driver.may_go.set).start()
+    pins.settle()
+    assert driver.registered == {arena.address: 16 * PAGE_BYTES}
+    # Nor is it registered again for the next snapshot.
+    assert not pins.want(arena.buffer, [(0, 3 * PAGE_BYTES)])
+    pins.release(arena)
     pins.close()
     assert driver.registered == {}
 

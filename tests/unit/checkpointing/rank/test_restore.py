@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +139,13 @@ def test_own_checkpoints_are_told_from_others(tmp_path: Path) -> None:
     damage(tmp_path, 10)
     with pytest.raises(InvalidCheckpoint, match=r"model\.safetensors was altered"):
         read_checkpoint(*found, 0, 1)
+
+
+def test_only_the_memory_of_the_chosen_snapshot_is_made_ready(tmp_path: Path) -> None:
+    """Mapping another one of 18 GB would take a second."""
+    ready: list[int] = []
+    offered = [
+        dataclasses.replace(snapshot(step, TRAINING), prepare=functools.partial(ready.append, step))
+        for step in (10, 20)
+    ]
+    assert chosen(open_tiers(str(tmp_path / "run")), Agent(tmp_path, *offered)) == 20 and ready == [20]
