@@ -135,6 +135,7 @@ class AgentClient:
         fetch: bool = True,
         stage: Stage = FIRST_STAGE,
         on_read: Callable[[SharedMemory], None] = lambda _: None,
+        on_reserved: Callable[[SharedMemory], None] = lambda _: None,
         on_detach: Callable[[SharedMemory], None] = lambda _: None,
     ) -> None:
         """Connect and introduce this rank.
@@ -149,6 +150,7 @@ class AgentClient:
                 may begin to read it.
             stage: The run's stage that this is.
             on_read: Called with an arena before a snapshot in it is read.
+            on_reserved: Called with each arena that was made before the first snapshot.
             on_detach: Called with every arena before it is unmapped.
 
         Raises:
@@ -161,7 +163,7 @@ class AgentClient:
         self._lock = threading.Lock()
         self._arenas: dict[int, SharedMemory] = {}
         self._is_leader = local_rank == 0
-        self._on_read, self._on_detach = on_read, on_detach
+        self._on_read, self._on_reserved, self._on_detach = on_read, on_reserved, on_detach
         self._num_acquired = 0
         self.attempt = attempt
         self.directory = Path(socket_path).parent
@@ -186,6 +188,7 @@ class AgentClient:
         self._attach(reply["arenas"], fds, set(reply["live"]))
         for arena in self._arenas.values():
             arena.populate()
+            self._on_reserved(arena)
 
     def acquire(self, step: int, nbytes: int, *, wait: bool) -> tuple[int, memoryview] | Refusal:
         """Request the arena of a step. All ranks request equally often, and get the same one.

@@ -17,6 +17,7 @@ from checkpointing.rank.options import Options
 from checkpointing.rank.pinning import Pinning
 from checkpointing.rank.ranks import Ranks
 from checkpointing.retention import Retention
+from checkpointing.shared_memory import SharedMemory
 from checkpointing.stages import STAGES
 
 
@@ -53,6 +54,8 @@ class AgentConnection:
         self.stage = STAGES.enter(options.own_location, supervised=options.has_chosen_location)
         self.tiers = options.tiers.inside(self.stage)
         self.pinning = Pinning(device.register, device.unregister, self._report_pinned) if device.can_pin() else None
+        # A node's only rank copies all of an arena; of several, the first snapshot shows which part is whose.
+        alone = self.pinning if ranks.local_world_size == 1 else None
         socket_path, attempt = options.settings.agent_socket, options.settings.attempt
         if not socket_path:
             socket_path, attempt = self._start_own_agent()
@@ -64,8 +67,9 @@ class AgentConnection:
             ranks.local_world_size,
             fetch=options.resume == "auto",
             stage=self.stage,
-            on_read=self.pinning.pin if self.pinning is not None and ranks.local_world_size == 1 else lambda _: None,
-            on_detach=self.pinning.release if self.pinning is not None else lambda _: None,
+            on_read=alone.pin if alone is not None else _nothing,
+            on_reserved=alone.want_all if alone is not None else _nothing,
+            on_detach=self.pinning.release if self.pinning is not None else _nothing,
         )
         # Once per run, not at each restart.
         if ranks.is_first and options.has_chosen_location and options.settings.attempt == 1:
@@ -120,3 +124,7 @@ class AgentConnection:
             # The training thread notices by itself that the agent is gone.
             with contextlib.suppress(CheckpointError):
                 self.client.announce(event)
+
+
+def _nothing(arena: SharedMemory) -> None:
+    """Leave an arena as it is."""

@@ -1,10 +1,10 @@
 """Registers with the GPU's driver the memory that this rank copies into, during training.
 
 A copy into pinned memory runs at the full rate of the link and needs no processor. But registering memory takes about
-0.1 s per GB (0.03 on an H200, 2026-11-26), under a lock of the driver that kernel launches wait for. So nothing is
-registered before the first snapshot shows which part of an arena this rank writes. Only that part is registered, in
-small chunks, by a thread of its own. Copies made before that are unpinned. The exception is a snapshot that a node's
-only rank restores: it registers the whole arena while it verifies the snapshot, when no kernel runs.
+0.1 s per GB (0.03 on an H200, 2026-11-26), under a lock of the driver that kernel launches wait for. So memory is
+registered in small chunks, by a thread of its own, and only the part of an arena that this rank writes: where a node
+has several ranks, the first snapshot shows which. Copies made before that are unpinned. An arena that a node's only
+rank restores from is registered in one piece while the snapshot is verified, when no kernel runs.
 
 A copy must be within one registered range: registrations end at multiples of `CHUNK_BYTES` of an arena, and copies are
 cut there (`checkpointing.rank.device`).
@@ -91,7 +91,13 @@ class Pinning:
 
     def pin(self, arena: SharedMemory) -> None:
         """Have a whole arena registered, in one range: reads from it are not cut."""
+        self.settle()
+        self.release(arena)
         self._enqueue(arena.address, [(0, arena.nbytes)])
+
+    def want_all(self, arena: SharedMemory) -> None:
+        """Have a whole arena registered for copies into it."""
+        self.want(arena.buffer, [(0, arena.nbytes)])
 
     def settle(self) -> None:
         """Return when nothing is being registered."""

@@ -106,16 +106,16 @@ class Snapshotter:
     def take(self, train_state: TrainState, request: Request, static_files: Mapping[str, bytes]) -> None:
         """Snapshot the state; return when training may go on.
 
-        A snapshot that is not to be committed is skipped while much memory is being reserved, which takes about 0.4 s
-        per GB: training need not wait for that.
+        A snapshot that is not to be committed is skipped while much memory is being reserved and pinned, which takes
+        about 0.4 s per GB: training need not wait for that.
 
         Raises:
             CheckpointError: The previous snapshot failed, or the state cannot be saved.
         """
         if self._reserving is not None:
-            if not request.commit and any(self._reserving.gather(self._is_reserving)):
+            if not request.commit and any(self._reserving.gather(self.is_preparing)):
                 if self._ranks.is_first:
-                    reason = "memory for snapshots is still being reserved"
+                    reason = "memory for snapshots is being made ready"
                     self._client.announce(SnapshotSkipped(step=request.step, reason=reason))
                 return
             self._reserving = None
@@ -207,12 +207,9 @@ class Snapshotter:
     @property
     def is_preparing(self) -> bool:
         """Whether memory is being reserved or pinned, so that a snapshot would cost more than later ones."""
-        return self._is_reserving or (self._pinning is not None and self._pinning.is_busy)
-
-    @property
-    def _is_reserving(self) -> bool:
         copy = self._copy_thread.current
-        return copy is not None and self._pending is None and not copy.finished.is_set()
+        reserving = copy is not None and self._pending is None and not copy.finished.is_set()
+        return reserving or (self._pinning is not None and self._pinning.is_busy)
 
     @property
     def optimizer_has_stepped(self) -> bool:

@@ -37,7 +37,8 @@ def answered_by_fork() -> Iterator[None]:
     @functools.wraps(properties)
     def get_device_properties(device: Any = None) -> Any:
         found = answers.properties() if answers.are_wanted else None
-        index = _get_device_index(device, optional=True) if found is not None else -1
+        # None is the current device, which is the first.
+        index = (_get_device_index(device, optional=True) if device is not None else None) or 0
         return found[index] if found is not None and 0 <= index < len(found) else properties(device)
 
     @functools.wraps(current)

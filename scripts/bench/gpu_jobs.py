@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +30,22 @@ Entries = list[Entry]
 E = TypeVar("E", bound=Event)
 
 
-def _supervised(folder: Path, *arguments: str, kills: int = 0, snapshots: int = 2) -> tuple[int, Entries]:
+@dataclass(frozen=True)
+class _Run:
+    """A run of `runner start` that has ended.
+
+    Attributes:
+        code: Its exit code.
+        entries: Its journal.
+        killed_at: When each attempt that was killed was, in seconds since the epoch.
+    """
+
+    code: int
+    entries: Entries
+    killed_at: dict[int, float]
+
+
+def _supervised(folder: Path, *arguments: str, kills: int = 0, snapshots: int = 2) -> _Run:
     """Run `runner start` in a new folder, and kill some of its attempts.
 
     Args:
@@ -37,15 +53,12 @@ def _supervised(folder: Path, *arguments: str, kills: int = 0, snapshots: int = 
         arguments: Options of `runner start`, perhaps a script.
         kills: How many attempts are killed, from the first on.
         snapshots: After how many snapshots of the attempt.
-
-    Returns:
-        Its exit code, and its journal.
     """
     command = [sys.executable, "-m", "runner", "start", "--output-dir", str(folder), *arguments]
     with folder.with_suffix(".out").open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=ROOT)
         try:
-            killed: set[int] = set()
+            killed: dict[int, float] = {}
             while process.poll() is None:
                 time.sleep(0.05)
                 journal = read_journal(folder / "journal.jsonl") if len(killed) < kills else []
@@ -53,14 +66,14 @@ def _supervised(folder: Path, *arguments: str, kills: int = 0, snapshots: int = 
                 entries = [entry for entry in journal if entry.attempt == attempt]
                 if attempt not in killed and len(_of(SnapshotTaken, entries)) >= snapshots:
                     pids = [event.pid for event in _of(RankStarted, entries) if event.pid]
+                    killed[attempt] = time.time()
                     os.kill(pids[-1], signal.SIGKILL)
-                    killed.add(attempt)
         finally:
             if process.poll() is None:
                 process.terminate()
                 process.wait()
             _keep_logs(folder)
-    return process.returncode, read_journal(folder / "journal.jsonl")
+    return _Run(process.returncode, read_journal(folder / "journal.jsonl"), killed)
 
 
 def _keep_logs(folder: Path) -> None:
@@ -163,7 +176,7 @@ def recovery(on: str, quick: bool) -> tuple[Figures, Verdicts]:
     figures: Figures = {"parameters": f"{parameters / 1e9:.2f} billion, {_BYTES_PER_PARAMETER} bytes of state each"}
     figures |= {f"recovery {number}, s": text for number, (_, text) in enumerate(times, 1)}
     median = statistics.median(total for total, _ in times) if times else float("inf")
-    figures["from death to the next step, median s"] = f"{median:.2f}"
+    figures["from the kill to the next step, median s"] = f"{median:.2f}"
     figures["free at the beginning of each attempt, GB"] = ", ".join(f"{nbytes / 1e9:.1f}" for nbytes in found_free)
     verdicts = {
         "the same bits as the fault-free run": bool(fault_free) and fault_free == killed,
@@ -186,8 +199,8 @@ def _trained(folder: Path, parameters: float, steps: int, kills: int) -> tuple[s
     script, answer, run = folder / "job.py", folder / "digest", folder / "run"
     paths = {"bench": str(Path(__file__).parent), "tests": str(ROOT / "tests"), "answer": str(answer)}
     script.write_text(_JOB.format(parameters=parameters, steps=steps, **paths))
-    _, entries = _supervised(run, "--nproc-per-node", "1", str(script), kills=kills)
-    times = []
+    done = _supervised(run, "--nproc-per-node", "1", str(script), kills=kills)
+    entries, times = done.entries, []
     for attempt, end in [(e.attempt, e.event) for e in entries if isinstance(e.event, AttemptEnded)]:
         after = [e for e in entries if e.attempt == attempt + 1]
         began = {
@@ -196,10 +209,12 @@ def _trained(folder: Path, parameters: float, steps: int, kills: int) -> tuple[s
             for e in reversed(after)
             if isinstance(e.event, kind)
         }
-        if end.kind == "finished" or len(began) < 2:
+        if attempt not in done.killed_at or len(began) < 2:
             continue
-        died = end.failed_at
+        died = done.killed_at[attempt]
         parts = {
+            # The kernel first frees what the process had pinned.
+            "seen dead": end.failed_at - died,
             "rank started": began[RankStarted] - died,
             "state restored": next((event.seconds for event in _of(Restored, after)), 0.0),
             "training begins": began[TrainingStarted] - died,
@@ -280,8 +295,8 @@ def faults(on: str, quick: bool) -> tuple[Figures, Verdicts]:
             once = str(Path(folder, f"struck-{number}")) if is_once else ""
             options = ["--nproc-per-node", "1", "--set", "restart.hang_timeout_s=8"]
             begun = time.monotonic()
-            got, entries = _supervised(Path(folder, str(number)), *options, str(script), fault, on, str(at), once)
-            ends = _ends(entries)
+            run = _supervised(Path(folder, str(number)), *options, str(script), fault, on, str(at), once)
+            got, ends = run.code, _ends(run.entries)
             # There may be attempts between, with a halved batch or unchanged.
             verdicts[f"{name}: exit code {code}"] = got == code and ends[:1] == kinds[:1] and ends[-1:] == kinds[-1:]
             figures[name] = f"{', '.join(ends)}; exit code {got}; {time.monotonic() - begun:.0f} s"
@@ -300,7 +315,8 @@ def sft(on: str, quick: bool) -> tuple[Figures, Verdicts]:
     with tempfile.TemporaryDirectory() as folder:
         for name, options in _variants(Path(folder), is_gpu).items():
             begun = time.monotonic()
-            code, entries = _supervised(Path(folder, name), *steps, *_set(options), kills=1)
+            run = _supervised(Path(folder, name), *steps, *_set(options), kills=1)
+            code, entries = run.code, run.entries
             resumed = [event.step for event in _of(Resumed, entries)]
             verdicts[f"{name}: killed, resumed, finished"] = code == 0 and bool(resumed) and resumed[0] > 0
             losses = [event.loss for event in _of(Log, entries)]

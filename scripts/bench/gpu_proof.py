@@ -11,9 +11,11 @@ any machine.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -88,15 +90,21 @@ def run_stage(stage: Stage, on: str, quick: bool, logs: Path | None) -> Result:
         kept.mkdir(parents=True)
         environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": folder, "GPU_PROOF_LOGS": str(kept)}
         with (kept / "stage.out").open("w+") as output:
+            process = subprocess.Popen(
+                command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
             try:
-                done = subprocess.run(
-                    command, env=environment, timeout=stage.budget_s, stdout=output, stderr=subprocess.STDOUT
-                )
+                status = process.wait(stage.budget_s)
                 output.seek(0)
                 lines = output.read().strip().splitlines() or ["it printed no reason"]
-                error = "" if done.returncode == 0 else lines[-1]
+                error = "" if status == 0 else lines[-1]
             except subprocess.TimeoutExpired:
                 error = f"exceeded its limit of {stage.budget_s:.0f} s"
+            finally:
+                # Also its jobs, which would be in the next stage's way.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         found: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {}
     seconds = round(time.monotonic() - began, 1)
     return Result(stage.name, "", seconds, found.get("figures", {}), found.get("verdicts", {}), error)
@@ -149,6 +157,7 @@ def main() -> int:
     parser.add_argument("--report", type=Path, help="write the page to this file, e.g. docs/benchmarks/gpu.md")
     parser.add_argument("--logs", type=Path, help="keep what the stages and their jobs print in this new folder")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     wanted = options.stages.split(",")
     unknown = set(wanted) - {stage.name for stage in ALL}
     if unknown:

@@ -98,9 +98,12 @@ def test_an_arena_that_is_restored_from_is_registered_in_one_range() -> None:
     driver = Driver()
     pins = Pinning(driver.register, driver.unregister)
     arena = SharedMemory.create("test", 16 * PAGE_BYTES)
-    pins.pin(arena)
+    pins.want_all(arena)
     assert driver.asked.wait(10) and pins.is_busy
     threading.Timer(0.05, driver.may_go.set).start()
+    pins.settle()
+    assert list(driver.registered.values()) == [2 * PAGE_BYTES] * 8
+    pins.pin(arena)
     pins.settle()
     assert driver.registered == {arena.address: 16 * PAGE_BYTES}
     # Nor is it registered again for the next snapshot.
