@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 FAILPOINTS_ENV = "CHECKPOINT_FAILPOINTS"
+# Name of a thread that is paused.
+HELD = "held"
 ONCE_ENV = "CHECKPOINT_FAILPOINTS_ONCE"
 FILE_ENV = "CHECKPOINT_FAILPOINTS_FILE"
 _ACTIONS = ("kill", "error", "full", "oom", "pause", "hang", "nan")
@@ -119,6 +121,8 @@ def failpoint(name: str) -> bool:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "pause" | "hang":
+            # For tests that wait for it: proc(5) shows the name of each thread.
+            Path("/proc/thread-self/comm").write_text(HELD)
             time.sleep(_SLEEP_S[point.action])
         case "nan":
             return True

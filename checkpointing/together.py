@@ -116,7 +116,9 @@ def write_shards(
                 transaction.write_note(parts_name(shard.name), note)
                 failpoint("shard.reported")
         except OSError as error:
-            signs.end(error.strerror or str(error))
+            signs.end()
+            if not _is_reported(transaction, names[-1]):
+                signs.end(error.strerror or str(error))
             raise
         finally:
             signs.end()
@@ -130,6 +132,17 @@ def write_shards(
             f"this node's share of checkpoint-{info.step} at {storage.location} could not be written: {reason}"
         ) from error
     return sum(len(shard.data) for shard in shards)
+
+
+def _is_reported(transaction: Transaction, last: str) -> bool:
+    """Return whether the digests of a node's last shard can be read, also where writing them has failed.
+
+    The node that commits then needs no more of this one, and a note might come after the checkpoint.
+    """
+    try:
+        return transaction.read_note(parts_name(last)) is not None
+    except OSError:
+        return False
 
 
 def _await_begin(transaction: Transaction, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:

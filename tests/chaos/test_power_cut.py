@@ -25,7 +25,7 @@ from infra.parts import lacks, needs
 from integration.support import SHORT_JOB, Run, finished_once, shared_folder, state_hash, wait_until
 
 from checkpointing.catalog import Catalog
-from checkpointing.failpoints import FAILPOINTS_ENV
+from checkpointing.failpoints import FAILPOINTS_ENV, HELD
 from checkpointing.storage import open_storage
 
 pytestmark = needs("loop devices")
@@ -113,12 +113,14 @@ def write_until(disk: Disk, failpoints: str, cut_after_s: float | None) -> list[
 
 
 def stands_still(writer: subprocess.Popen[bytes]) -> bool:
-    """Return whether a process is held at a failpoint: in a sleep of an hour."""
+    """Return whether a thread of a process is held at a failpoint."""
     assert writer.poll() is None, "the writer has ended before it came there"
-    wchan = Path(f"/proc/{writer.pid}/wchan").read_text()
-    said = (Path(f"/proc/{writer.pid}/syscall").read_text().split() or [""])[0]
-    # clock_nanosleep, on x86-64 and elsewhere by name.
-    return "nanosleep" in wchan or said == "230"
+    names = []
+    for path in Path(f"/proc/{writer.pid}/task").glob("*/comm"):
+        # A thread may end meanwhile.
+        with contextlib.suppress(OSError):
+            names.append(path.read_text().strip())
+    return HELD in names
 
 
 @pytest.mark.parametrize("point", LOCAL)

@@ -16,7 +16,6 @@ from checkpointing.failpoints import FAILPOINTS_ENV, NAMES
 from checkpointing.storage import open_storage
 
 # The second attempt goes back to step 2, so the first attempt's checkpoint of step 3 is quarantined.
-# In `commit-together` the writer sleeps while it waits for the other node: what is held at a failpoint comes before.
 OPERATIONS = ["begin:1", "commit:1", "commit-large:2", "commit:3", "remove:1", "aside:3", "begin:2"]
 OPERATIONS += ["commit-together:5", "commit:4"]
 # What the node does that does not commit.
