@@ -9,10 +9,11 @@ from runner.config.schema import Config
 from runner.config.topology import shape_of
 from runner.doctor.collectives import check_collectives
 from runner.doctor.findings import Finding, Level, fail, warn
-from runner.doctor.gpus import check_devices
+from runner.doctor.gpus import check_devices, links_between_gpus
 from runner.doctor.locations import check_locations
+from runner.doctor.mesh import check_mesh
 from runner.doctor.node import check_node
-from runner.doctor.settings import check_settings
+from runner.doctor.settings import check_settings, has_rdma
 from runner.errors import UsageError
 from runner.hardware.gpus import find_gpus
 from runner.plan.memory import Job, estimate
@@ -41,11 +42,14 @@ def examine(config: Config) -> Iterator[Finding]:
     yield from check_devices(nproc)
     settings = list(check_settings(config, os.environ, nproc, nnodes, on_gpu=bool(gpus)))
     yield from settings
+    job = Job.of(config, nnodes * nproc, nproc, on_gpu=bool(gpus))
     try:
-        need = estimate(examine_model(config), Job.of(config, nnodes * nproc, nproc, on_gpu=bool(gpus)))
+        model = examine_model(config)
+        need = estimate(model, job)
     except UsageError as error:
         yield fail("model", str(error), "set model.name_or_path to a hub name or a local folder")
         return
+    yield from check_mesh(job, model.parameters, links_between_gpus(), has_rdma=has_rdma())
     yield from check_node(config, nproc, bool(gpus), need.host_bytes, need.checkpoint_bytes)
     yield from check_locations(config, need.checkpoint_bytes)
     if any(finding.level is Level.FAIL for finding in settings):

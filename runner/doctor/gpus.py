@@ -16,9 +16,10 @@ _SICK = re.compile(r"\[?(GPU requires reset|Unknown Error|GPU is lost)\]?|ERR!")
 # Share of memory from which a card counts as used by other processes.
 _BUSY_SHARE = 0.05
 
+FASTEST_LINK = "NVLink"
 # How two GPUs are connected, best first (nvidia-smi topo -m).
-_LINKS = {
-    "NV": "NVLink",
+LINKS = {
+    "NV": FASTEST_LINK,
     "PIX": "one PCIe switch",
     "PXB": "PCIe switches",
     "PHB": "PCIe",
@@ -52,7 +53,7 @@ def check_devices(num_ranks: int) -> Iterator[Finding]:
     for row in rows:
         yield from _health(row)
     if len(rows) > 1:
-        yield from topology(run("nvidia-smi", "topo", "-m"))
+        yield from topology(links_between_gpus())
 
 
 def _health(row: dict[str, str]) -> Iterator[Finding]:
@@ -78,8 +79,13 @@ def _health(row: dict[str, str]) -> Iterator[Finding]:
         yield warn(subject, "throttled because it is too hot", "check its cooling, or use another node")
 
 
-def topology(text: str) -> Iterator[Finding]:
-    """Judge the links between GPUs.
+def links_between_gpus() -> Counter[str]:
+    """Return the number of pairs of this node's GPUs, by how they are connected."""
+    return links_in(run("nvidia-smi", "topo", "-m"))
+
+
+def links_in(text: str) -> Counter[str]:
+    """Count pairs of GPUs by how they are connected.
 
     Args:
         text: The matrix of `nvidia-smi topo -m`, in which columns of network cards and affinities follow the GPUs.
@@ -90,14 +96,19 @@ def topology(text: str) -> Iterator[Finding]:
     links: Counter[str] = Counter()
     for row, cells in enumerate(rows):
         for cell in cells[row + 2 : len(rows) + 1]:
-            link = next((name for name in _LINKS if re.fullmatch(rf"{name}\d*", cell)), None)
+            link = next((name for name in LINKS if re.fullmatch(rf"{name}\d*", cell)), None)
             if link is None:
                 break
-            links[_LINKS[link]] += 1
+            links[LINKS[link]] += 1
+    return links
+
+
+def topology(links: Counter[str]) -> Iterator[Finding]:
+    """Judge the links between GPUs."""
     if links:
         pairs = ", ".join(f"{count} pair{'s' * (count > 1)} by {name}" for name, count in links.most_common())
         yield ok("topology", pairs)
-        if "NVLink" in links and len(links) > 1:
+        if FASTEST_LINK in links and len(links) > 1:
             yield warn(
                 "topology",
                 f"GPUs are connected unevenly: {pairs}",

@@ -54,6 +54,12 @@ def _interfaces(environment: Mapping[str, str], names: Collection[str]) -> Itera
             yield fail(variable, f"{value!r}: no such network interface", f"set it to one of {known}, or unset it")
 
 
+def has_rdma() -> bool:
+    """Return whether this node has a network card for RDMA (InfiniBand, RoCE or EFA)."""
+    cards = Path("/sys/class/infiniband")
+    return cards.is_dir() and any(cards.iterdir())
+
+
 def _variables(environment: Mapping[str, str], num_ranks: int, nnodes: int, on_gpu: bool) -> Iterator[Finding]:
     debug = environment.get("NCCL_DEBUG", "").upper()
     if debug in ("INFO", "TRACE"):
@@ -61,11 +67,7 @@ def _variables(environment: Mapping[str, str], num_ranks: int, nnodes: int, on_g
     for variable in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"):
         if environment.get(variable, "0") not in ("", "0") and num_ranks > 1:
             yield warn(variable, "the GPUs of this node communicate over a slower path", "unset it")
-    if (
-        environment.get("NCCL_IB_DISABLE", "0") not in ("", "0")
-        and nnodes > 1
-        and Path("/sys/class/infiniband").is_dir()
-    ):
+    if environment.get("NCCL_IB_DISABLE", "0") not in ("", "0") and nnodes > 1 and has_rdma():
         yield warn("NCCL_IB_DISABLE", "this node has InfiniBand or RoCE, which stays unused", "unset it")
     threads = environment.get("OMP_NUM_THREADS", "")
     cores = len(os.sched_getaffinity(0))

@@ -16,7 +16,7 @@ from runner.config.launch import LaunchConfig
 from runner.config.schema import Config
 from runner.doctor.collectives import judge
 from runner.doctor.findings import Finding, Level
-from runner.doctor.gpus import check_devices, topology
+from runner.doctor.gpus import check_devices, links_in, topology
 from runner.doctor.settings import check_settings
 from runner.hardware.gpus import find_gpus
 
@@ -177,7 +177,7 @@ def matrix(num_gpus: int, link: Callable[[int, int], str], nics: int = 0, header
 )
 def test_links_between_gpus(text: str, told: str | None) -> None:
     """In the forms that drivers since 525 print; columns of network cards say nothing about the GPUs."""
-    found = list(topology(text))
+    found = list(topology(links_in(text)))
     assert [one.text for one in found[:1]] == ([told] if told is not None else [])
     unequal = told is not None and "NVLink" in told and "," in told
     assert [one.level for one in found[1:]] == [Level.WARN] * unequal

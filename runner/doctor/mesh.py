@@ -1,0 +1,52 @@
+"""Whether the links of a machine suit the strategy: which ranks exchange parameters at each layer, and over what.
+
+DDP and ZeRO 1 and 2 exchange gradients once a step, while the backward pass runs. FSDP and ZeRO 3 gather the parameters
+of each layer before it runs, forward and backward, and reduce its gradients: half as much traffic again (S. Rajbhandari
+et al., "ZeRO", arXiv 1910.02054, section 7), and computation waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from runner.doctor.findings import Finding, ok, warn
+from runner.doctor.gpus import FASTEST_LINK, LINKS
+from runner.plan.memory import Job
+
+# Gathered for the forward pass and for the backward pass; gradients reduced.
+_PASSES = 3
+
+
+def check_mesh(job: Job, num_parameters: int, links: Mapping[str, int], *, has_rdma: bool) -> Iterator[Finding]:
+    """Check the links that a sharded model's traffic takes; for models that are not sharded there is nothing to check.
+
+    Args:
+        job: The job.
+        num_parameters: Elements of the model.
+        links: Number of pairs of this node's GPUs by how they are connected (see `gpus.links_in`).
+        has_rdma: Whether this node has a network card for RDMA.
+    """
+    shards_all = job.strategy in ("fsdp", "fsdp_all_nodes") or job.zero_stage == 3
+    if not shards_all or job.ranks == 1 or not job.on_gpu:
+        return
+    crosses = job.ranks > job.local_ranks and job.strategy != "fsdp"
+    traffic = f"each step moves {_PASSES * num_parameters * job.compute_bytes / 1e9:.2f} GB to and from each rank"
+    if crosses and not has_rdma:
+        yield warn(
+            "mesh",
+            f"{traffic} between nodes, and this node has no network card for RDMA",
+            "use nodes with InfiniBand, RoCE or EFA, or strategy=fsdp, which shards within a node only, if a node can "
+            "hold the state (see runner plan)",
+        )
+    worst = max(links, key=list(LINKS.values()).index, default=None)
+    if job.local_ranks == 1 or worst is None:
+        return
+    if worst == FASTEST_LINK:
+        yield ok("mesh", f"{traffic}, within this node over {worst}")
+    else:
+        yield warn(
+            "mesh",
+            f"{traffic}, within this node over {worst}",
+            "use GPUs with NVLink between all of them, or strategy=ddp or ZeRO 2 if a GPU can hold the model (see "
+            "runner plan)",
+        )

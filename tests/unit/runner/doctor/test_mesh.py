@@ -1,0 +1,46 @@
+"""What the doctor says of a sharded model's traffic."""
+
+from __future__ import annotations
+
+import pytest
+
+from runner.config.schema import Config
+from runner.doctor.findings import Level
+from runner.doctor.mesh import check_mesh
+from runner.plan.memory import Job
+
+NVLINK, PCIE = {"NVLink": 28}, {"NVLink": 4, "PCIe and the link between the processors": 24}
+ZERO_3 = {"zero_optimization": {"stage": 3}}
+
+
+def told(
+    strategy: str, ranks: int, local_ranks: int, links: dict[str, int], *, has_rdma: bool = True, on_gpu: bool = True
+) -> list[tuple[Level, str]]:
+    config = Config.model_validate(
+        {"strategy": strategy, "trainer": {"bf16": True, **({"deepspeed": ZERO_3} if strategy == "deepspeed" else {})}}
+    )
+    job = Job.of(config, ranks, local_ranks, on_gpu=on_gpu)
+    return [(one.level, one.text) for one in check_mesh(job, 10**9, links, has_rdma=has_rdma)]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp_all_nodes", "deepspeed"])
+def test_a_sharded_model_on_one_node_goes_by_the_slowest_link(strategy: str) -> None:
+    traffic = "each step moves 6.00 GB to and from each rank, within this node over "
+    assert told(strategy, 8, 8, NVLINK) == [(Level.OK, traffic + "NVLink")]
+    assert told(strategy, 8, 8, PCIE) == [(Level.WARN, traffic + "PCIe and the link between the processors")]
+
+
+@pytest.mark.parametrize(("strategy", "crosses"), [("fsdp", False), ("fsdp_all_nodes", True), ("deepspeed", True)])
+def test_what_crosses_between_nodes_wants_rdma(strategy: str, crosses: bool) -> None:
+    found = told(strategy, 16, 8, NVLINK, has_rdma=False)
+    assert [level for level, _ in found] == [Level.WARN] * crosses + [Level.OK]
+    assert not crosses or found[0][1].endswith("between nodes, and this node has no network card for RDMA")
+    assert [level for level, _ in told(strategy, 16, 8, NVLINK)] == [Level.OK]
+    # One rank on each node: nothing stays within one.
+    assert len(told(strategy, 2, 1, {}, has_rdma=False)) == crosses
+
+
+def test_nothing_is_said_where_nothing_is_gathered() -> None:
+    assert told("ddp", 16, 8, PCIE, has_rdma=False) == []
+    assert told("fsdp", 1, 1, {}) == []
+    assert told("fsdp", 2, 2, {}, on_gpu=False) == []
