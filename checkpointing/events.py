@@ -34,8 +34,8 @@ class Event:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the event as a JSON object."""
-        values = {own.name: getattr(self, own.name) for own in fields(self)}
-        return {"event": self.name, **{name: value for name, value in values.items() if value is not None}}
+        values = ((own.name, getattr(self, own.name)) for own in fields(self))
+        return {"event": self.name} | {name: value for name, value in values if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +83,9 @@ class MeasuredEvent(StepEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStarted(StepEvent, name="training_started"):
-    """A training loop is about to compute its first step.
+    """A training loop is about to compute its first step after `step`.
 
     Attributes:
-        step: Step that it starts from.
         total_steps: Step at which it ends; None if unknown.
     """
 
@@ -133,7 +132,6 @@ class SlowRanks(Event, name="slow_ranks"):
     nodes: list[int]
 
     def __post_init__(self) -> None:
-        """Validate what another node may have sent."""
         if not len(self.ranks) == len(self.ratios) == len(self.nodes):
             raise ValueError("ranks, ratios and nodes differ in number")
 
@@ -151,16 +149,18 @@ class BatchShape(Event, name="batch_shape"):
         micro_batch: Samples of one forward and backward pass.
         accumulation: Micro-batches of one step.
         samples: Samples of a step that any number of ranks can share; None if they must divide it.
+        model_ranks: Ranks that compute the same samples together (tensor parallelism).
     """
 
     micro_batch: int
     accumulation: int
     samples: int | None = None
+    model_ranks: int = 1
 
     def __post_init__(self) -> None:
-        """Validate what another node may have sent."""
-        if self.micro_batch < 1 or self.accumulation < 1 or (self.samples is not None and self.samples < 1):
-            raise ValueError(f"not a batch shape: {self.micro_batch} x {self.accumulation}, {self.samples}")
+        numbers = self.micro_batch, self.accumulation, self.model_ranks, 1 if self.samples is None else self.samples
+        if min(numbers) < 1:  # Another node may have sent it.
+            raise ValueError(f"not a batch shape: {self}")
 
 
 @dataclass(frozen=True, kw_only=True)

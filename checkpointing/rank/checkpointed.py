@@ -12,6 +12,7 @@ from typing import Any
 
 from checkpointing.data.cursor import LoaderCursor
 from checkpointing.errors import CommitFailed, Preempted
+from checkpointing.events import BatchShape
 from checkpointing.failpoints import failpoint
 from checkpointing.heartbeat import Phase
 from checkpointing.rank import rng, stop_signal
@@ -159,15 +160,9 @@ class CheckpointedTraining(RestorableTraining):
         """Stop following all loaders."""
         self._positions.forget()
 
-    def announce_batch(self, micro_batch: int, accumulation: int, samples: int | None = None) -> None:
-        """Report how a step is cut, so that a supervisor can cut finer where memory runs out.
-
-        Args:
-            micro_batch: Samples per rank in one forward and backward pass.
-            accumulation: Micro-batches in one step.
-            samples: Samples of a step of all ranks, if any number of ranks can share them; None if they must divide it.
-        """
-        self._reporter.batch_shape(micro_batch, accumulation, samples)
+    def announce_batch(self, shape: BatchShape) -> None:
+        """Report how a step is cut, so that a supervisor can cut finer where memory runs out."""
+        self._reporter.batch_shape(shape)
 
     def wants(self, step: int) -> bool:
         """Return whether `save` would do anything: this step has not been saved yet."""

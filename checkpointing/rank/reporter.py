@@ -34,9 +34,9 @@ class Reporter:
         if restore_s:
             self._send(Restored(step=step, seconds=round(restore_s, 3)))
 
-    def batch_shape(self, micro_batch: int, accumulation: int, samples: int | None = None) -> None:
-        """Report samples per micro-batch, micro-batches per step, and samples that any number of ranks can share."""
-        self._send(BatchShape(micro_batch=micro_batch, accumulation=accumulation, samples=samples))
+    def batch_shape(self, event: BatchShape) -> None:
+        """Report how a step is cut."""
+        self._send(event)
 
     def slow_ranks(self, event: SlowRanks) -> None:
         """Report which ranks compute more slowly than the others."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from checkpointing.environment import rank_settings
+from checkpointing.events import BatchShape
 
 
 @dataclass(frozen=True)
@@ -38,3 +39,18 @@ def tensor_parallel_size(trainer: Any) -> int:
     """Return how many ranks share each layer: by how transformers has loaded the model, or by accelerate's mesh."""
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     return getattr(trainer.model, "_tp_size", None) or getattr(parallelism, "tp_size", None) or 1
+
+
+def batch_shape(trainer: Any, shared_samples: int | None) -> BatchShape:
+    """Return how the steps of a trainer are cut, for the supervisor.
+
+    Args:
+        trainer: The trainer.
+        shared_samples: Samples of a step that any number of ranks can share; None if they must divide it.
+    """
+    return BatchShape(
+        micro_batch=trainer._train_batch_size,
+        accumulation=trainer.args.gradient_accumulation_steps,
+        samples=shared_samples,
+        model_ranks=tensor_parallel_size(trainer),
+    )

@@ -19,7 +19,7 @@ from checkpointing.rank.spikes import SkippedSteps
 from checkpointing.transformers.best_model import best_model_at_end
 from checkpointing.transformers.callback import StepCallback
 from checkpointing.transformers.commit_notices import CommitNotices
-from checkpointing.transformers.data_ranks import DataRanks
+from checkpointing.transformers.data_ranks import DataRanks, batch_shape
 from checkpointing.transformers.deepspeed import advance_schedule, skips_bad_steps
 from checkpointing.transformers.evaluation import EvaluationCutShort
 from checkpointing.transformers.further_states import CALLBACK_PREFIX, generates_ahead
@@ -122,8 +122,7 @@ class ResilientMixin(SavingMixin):
             # Callbacks may have reset themselves in on_train_begin.
             names = {name for name in self._further_states() if name.startswith(CALLBACK_PREFIX)}
             manager.restore_states(session.start.point, names)
-        shared = session.data.shared_samples
-        manager.announce_batch(self._train_batch_size, self.args.gradient_accumulation_steps, shared)
+        manager.announce_batch(batch_shape(self, session.data.shared_samples))
         manager.begin(step, self.state.max_steps)
         session.figures.loss_since = step
         session.uncovered = self._uncovered()

@@ -39,12 +39,14 @@ class BatchShape:
         accumulation: Micro-batches of one step.
         divisor: Parts that the configured micro-batch is divided into.
         samples: Samples of a step that any number of ranks can share; None if they must divide it.
+        model_ranks: Ranks that compute the same samples together (tensor parallelism).
     """
 
     micro_batch: int | None = None
     accumulation: int = 1
     divisor: int = 1
     samples: int | None = None
+    model_ranks: int = 1
 
     def halved(self) -> BatchShape | None:
         """Return the same global batch in micro-batches of half the size; None if they cannot be halved."""
@@ -52,7 +54,9 @@ class BatchShape:
             return replace(self, divisor=2 * self.divisor) if 2 * self.divisor <= _MAX_DIVISOR else None
         if self.micro_batch % 2 or self.divisor > _MAX_CUTS:
             return None
-        return BatchShape(self.micro_batch // 2, 2 * self.accumulation, 2 * self.divisor, self.samples)
+        return replace(
+            self, micro_batch=self.micro_batch // 2, accumulation=2 * self.accumulation, divisor=2 * self.divisor
+        )
 
     def __str__(self) -> str:
         if self.micro_batch is None:

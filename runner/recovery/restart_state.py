@@ -191,9 +191,13 @@ class RestartState:
 
 
 def _batch(
-    micro_batch: int | None = None, accumulation: int = 1, divisor: int = 1, samples: int | None = None
+    micro_batch: int | None = None,
+    accumulation: int = 1,
+    divisor: int = 1,
+    samples: int | None = None,
+    model_ranks: int = 1,
 ) -> BatchShape:
-    numbers = [accumulation, divisor, *(number for number in (micro_batch, samples) if number is not None)]
+    numbers = [accumulation, divisor, model_ranks, *(one for one in (micro_batch, samples) if one is not None)]
     if not all(type(number) is int and 0 < number < 2**31 for number in numbers):
         raise ValueError(f"not a shape of batches: {numbers}")
-    return BatchShape(micro_batch, accumulation, divisor, samples)
+    return BatchShape(micro_batch, accumulation, divisor, samples, model_ranks)

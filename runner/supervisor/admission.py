@@ -27,6 +27,7 @@ class Limits:
         samples: Samples of a step; None if the ranks need not share them equally, or nobody knows yet.
         local_ranks: Ranks on each node.
         uneven: Whether some ranks may have fewer samples than others.
+        model_ranks: Ranks that compute the same samples together.
     """
 
     min_nodes: int
@@ -36,6 +37,7 @@ class Limits:
     samples: int | None = None
     local_ranks: int = 1
     uneven: bool = False
+    model_ranks: int = 1
 
     @classmethod
     def of(cls, launch: LaunchConfig, shape: tuple[int, int], samples: StepSamples) -> Limits:
@@ -56,6 +58,7 @@ class Limits:
             samples.number(num_nodes * local_ranks),
             local_ranks,
             uneven=samples.may_be_uneven,
+            model_ranks=samples.model_ranks,
         )
 
     @property
@@ -70,7 +73,7 @@ class Limits:
             UsageError: None can; the text says how many ranks can.
         """
         if self.samples is not None and self.fitting(self.max_nodes) is None:
-            check_shares(self.samples, self.max_nodes * self.local_ranks)
+            check_shares(self.samples, self.max_nodes * self.local_ranks, self.model_ranks)
 
     def fitting(self, available: int) -> int | None:
         """Return the largest number of nodes that can share a step's samples; None if there is none.
@@ -79,8 +82,10 @@ class Limits:
             available: Number of nodes that there are.
         """
         for number in range(min(available, self.max_nodes), self.min_nodes - 1, -1):
-            ranks = number * self.local_ranks
-            if self.samples is None or self.samples % ranks == 0 or (self.uneven and self.samples > ranks):
+            sharing, rest = divmod(number * self.local_ranks, self.model_ranks)
+            if rest:
+                continue
+            if self.samples is None or self.samples % sharing == 0 or (self.uneven and self.samples > sharing):
                 return number
         return None
 

@@ -151,10 +151,11 @@ def examine(config: Config, directory: RunDirectory, job: JobIdentity, *, allow_
     # The supervisor checks `auto` once torch has counted the accelerators: no other tool counts all kinds.
     if launch.nproc_per_node != "auto" and launch.world_size is None:
         newest = next((entry.manifest for entry in tiers.catalog.scan() if entry.manifest is not None), None)
-        restart_state = tiers.durable.sidecars.read_restart_state
-        if newest is not None and counts_samples(job, RestartState.from_json(restart_state())):
+        record = RestartState.from_json(tiers.durable.sidecars.read_restart_state())
+        if newest is not None and counts_samples(job, record):
             nodes = range(launch.min_nodes or launch.nnodes, launch.nnodes + 1)
-            check_world_size(newest, *(number * launch.nproc_per_node for number in nodes))
+            ranks = [number * launch.nproc_per_node for number in nodes]
+            check_world_size(newest, *ranks, model_ranks=record.batch.model_ranks)
     note = place.compare(remembered, place.look(tiers, remembered.step), tiers.durable.location)
     return [*notes, *([note] if note is not None else [])]
 
@@ -192,30 +193,37 @@ def counts_samples(job: JobIdentity, record: RestartState) -> bool:
     return job.what["job"] == "the configured job" or record.batch.micro_batch is not None
 
 
-def check_world_size(newest: Manifest | None, *world_sizes: int) -> None:
+def check_world_size(newest: Manifest | None, *world_sizes: int, model_ranks: int = 1) -> None:
     """Check that the ranks can share the samples of the run's steps equally, as its first ones did.
 
     Args:
         newest: Manifest of the newest checkpoint; None if there is none.
         world_sizes: Numbers of ranks on all nodes with which the run may train; one that can is enough.
+        model_ranks: Ranks that compute the same samples together.
 
     Raises:
         UsageError: None can; the text says which numbers can.
     """
     if newest is not None and newest.step > 0:
         samples = newest.samples_consumed // newest.step
-        if all(samples % world_size for world_size in world_sizes):
-            check_shares(samples, world_sizes[-1])
+        if not any(can_share(samples, world_size, model_ranks) for world_size in world_sizes):
+            check_shares(samples, world_sizes[-1], model_ranks)
 
 
-def check_shares(samples: int, world_size: int) -> None:
+def can_share(samples: int, world_size: int, model_ranks: int) -> bool:
+    """Return whether ranks, of which so many compute the same samples together, can share those of a step equally."""
+    return world_size % model_ranks == 0 and samples % (world_size // model_ranks) == 0
+
+
+def check_shares(samples: int, world_size: int, model_ranks: int = 1) -> None:
     """Check that the ranks can share the samples of a step equally.
 
     Raises:
         UsageError: They cannot; the text says which numbers can.
     """
-    if samples % world_size:
-        fitting = ", ".join(str(number) for number in range(1, samples + 1) if samples % number == 0)
+    if not can_share(samples, world_size, model_ranks):
+        numbers = [number * model_ranks for number in range(1, samples + 1) if samples % number == 0]
+        fitting = ", ".join(map(str, numbers))
         raise UsageError(
             f"a step of this run has {samples} samples, which {world_size} ranks cannot share equally; start {fitting} "
             "ranks in all (--nproc-per-node, --nnodes), or begin again in another --output-dir"

@@ -11,10 +11,21 @@ from runner.supervisor.preflight import counts_samples
 
 
 class StepSamples:
-    """Knows the number from a checkpoint, from what ranks have reported, or from the configuration, in this order."""
+    """Knows the number from a checkpoint, from what ranks have reported, or from the configuration, in this order.
+
+    Attributes:
+        model_ranks: Ranks that compute the same samples together (tensor parallelism), as far as they have said so.
+    """
 
     def __init__(
-        self, config: Config, newest: Manifest | None, *, counts: bool, has_script: bool, shared: int | None = None
+        self,
+        config: Config,
+        newest: Manifest | None,
+        *,
+        counts: bool,
+        has_script: bool,
+        shared: int | None = None,
+        model_ranks: int = 1,
     ) -> None:
         """Look at the newest checkpoint.
 
@@ -25,10 +36,12 @@ class StepSamples:
             has_script: Whether a user's script trains, whose batches only it knows.
             shared: Samples of a step that any number of ranks can share, as ranks have said before; None if they must
                 divide it, or nobody has said so.
+            model_ranks: Ranks that compute the same samples together, as ranks have said before.
         """
         self._config, self._has_script = config, has_script
         self._known = newest.samples_consumed // newest.step if counts and newest is not None and newest.step else None
         self._shared = shared
+        self.model_ranks = model_ranks
 
     @classmethod
     def of(cls, config: Config, identity: JobIdentity | None, state: RestartState, *, has_script: bool) -> StepSamples:
@@ -42,7 +55,15 @@ class StepSamples:
         """
         newest = next((entry.manifest for entry in config.tiers.catalog.scan() if entry.manifest), None)
         counts = identity is None or counts_samples(identity, state)
-        return cls(config, newest, counts=counts, has_script=has_script, shared=state.batch.samples)
+        batch = state.batch
+        return cls(
+            config,
+            newest,
+            counts=counts,
+            has_script=has_script,
+            shared=batch.samples,
+            model_ranks=batch.model_ranks,
+        )
 
     def learn(self, batch: BatchShape | None, ranks: int) -> bool:
         """Take over what the ranks of an attempt have reported.
@@ -56,11 +77,11 @@ class StepSamples:
         """
         if batch is None:
             return False
-        before = self._known, self._shared
-        self._shared = batch.samples
+        before = self._known, self._shared, self.model_ranks
+        self._shared, self.model_ranks = batch.samples, batch.model_ranks
         if self._known is None:
-            self._known = batch.samples or batch.micro_batch * batch.accumulation * ranks
-        return before != (self._known, self._shared)
+            self._known = batch.samples or batch.micro_batch * batch.accumulation * (ranks // batch.model_ranks)
+        return before != (self._known, self._shared, self.model_ranks)
 
     def number(self, planned_ranks: int) -> int | None:
         """Return the samples of a step; None if nobody knows.

@@ -234,8 +234,8 @@ class Supervisor:
         checkpoints, state = self._node.checkpoints, self._record.state
         history = state.history_with(failure, checkpoints.committed_step)
         batch, divisor = checkpoints.batch, state.batch.divisor
-        known = batch or BatchShape(samples=state.batch.samples)
-        state.batch = BatchShape(known.micro_batch, known.accumulation, divisor, known.samples)
+        known = batch or BatchShape(samples=state.batch.samples, model_ranks=state.batch.model_ranks)
+        state.batch = BatchShape(known.micro_batch, known.accumulation, divisor, known.samples, known.model_ranks)
         return decide(
             history,
             max_restarts=self._config.restart.max_restarts,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from checkpointing.events import BatchShape
 from checkpointing.rank import reporter
 from checkpointing.rank.reporter import Reporter, is_finite
 
@@ -21,7 +22,7 @@ def reporting(*, is_first: bool = True) -> tuple[Reporter, list[dict[str, Any]]]
 def test_only_rank_0_reports() -> None:
     own, events = reporting(is_first=False)
     own.training_started(3, 10, 0.5)
-    own.batch_shape(4, 2)
+    own.batch_shape(BatchShape(micro_batch=4, accumulation=2))
     own.metrics(4, {"loss": 1.0})
     own.metrics_of_every_step(4, {"loss": 1.0})
     assert events == []

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from checkpointing.events import BatchShape
 from checkpointing.transformers import data_ranks
-from checkpointing.transformers.data_ranks import DataRanks
+from checkpointing.transformers.data_ranks import DataRanks, batch_shape
 
 
 def trainer(rank: int, world_size: int, *, loaded: int | None = None, configured: int | None = None) -> Any:
@@ -35,3 +36,9 @@ def test_the_ranks_of_a_group_have_the_same_samples(sizes: Any) -> None:
 def test_an_elastic_run_has_a_batch_for_the_ranks_that_were_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_ranks, "rank_settings", lambda: SimpleNamespace(planned_ranks=8))
     assert DataRanks.of(trainer(0, 4, loaded=2)).planned == 4
+
+
+def test_a_supervisor_learns_which_ranks_share() -> None:
+    own = trainer(0, 4, loaded=2)
+    own._train_batch_size, own.args.gradient_accumulation_steps = 3, 5
+    assert batch_shape(own, 30) == BatchShape(micro_batch=3, accumulation=5, samples=30, model_ranks=2)

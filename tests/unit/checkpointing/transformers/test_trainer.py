@@ -339,6 +339,8 @@ def test_another_training_is_another_stage_with_a_fresh_session(monkeypatch: pyt
 def test_callbacks_states_are_restored_after_they_have_begun() -> None:
     subject = Subject(resumed())
     subject._further_states = lambda: {"callback_A": object(), "average": object()}  # type: ignore[method-assign]
+    data: Any = subject._session.data
+    data.shared_samples = 4
     subject._on_train_begin()
     (_, names), _ = subject._manager.restore_states.call_args  # type: ignore[attr-defined]
     assert names == {"callback_A"}

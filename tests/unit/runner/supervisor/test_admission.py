@@ -53,6 +53,8 @@ def test_a_spare_takes_the_place_of_a_missing_node(ready: tuple[int, ...], missi
         (Limits(1, 2), Seen(nodes(0, 1, 2), members=nodes(1, 2)), 0, {0, 1}),
         # As many as can share the samples of a step: 4 ranks can, 3 nodes of 2 cannot.
         (Limits(1, 4, samples=8, local_ranks=2), Seen(nodes(0, 1, 2), members=nodes(0, 1, 2, 3)), 0, {0, 1}),
+        # Of 2 nodes with 2 ranks each, all 4 ranks compute the same samples; 3 nodes cannot.
+        (Limits(1, 4, samples=1, local_ranks=2, model_ranks=4), Seen(nodes(0, 1, 2)), 0, {0, 1}),
         (Limits(3, 4, samples=8, local_ranks=2), Seen(nodes(0, 1, 2), members=nodes(0, 1, 2, 3)), 0, None),
         # Unless some ranks may have fewer samples than others; each needs one, and one more makes it uneven.
         (Limits(1, 4, samples=8, local_ranks=2, uneven=True), Seen(nodes(0, 1, 2), members=nodes(0, 1)), 0, {0, 1, 2}),

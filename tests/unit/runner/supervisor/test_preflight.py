@@ -316,6 +316,15 @@ def test_ranks_that_cannot_share_a_step_are_refused_before_anything_is_started()
     check_world_size(None, 3)
 
 
+def test_ranks_that_compute_the_same_samples_count_as_one() -> None:
+    newest: Any = SimpleNamespace(step=6, samples_consumed=36)
+    check_world_size(newest, 12, model_ranks=2)
+    with pytest.raises(UsageError, match=r"6 samples, which 8 ranks .* start 2, 4, 6, 12 ranks"):
+        check_world_size(newest, 8, model_ranks=2)
+    with pytest.raises(UsageError, match="which 3 ranks"):
+        check_world_size(newest, 3, model_ranks=2)
+
+
 def test_samples_are_counted_where_it_is_known_how_steps_are_cut() -> None:
     own, configured = JobIdentity({"job": "script train.py"}), JobIdentity({"job": "the configured job"})
     assert counts_samples(configured, RestartState()) and not counts_samples(own, RestartState())

@@ -34,6 +34,13 @@ def test_of_a_script_only_what_its_ranks_have_reported_is_known() -> None:
     assert samples.number(6) == 20 and not samples.may_be_uneven
 
 
+def test_ranks_that_compute_the_same_samples_count_as_one() -> None:
+    samples = step_samples(None, has_script=True)
+    shape = BatchShape(micro_batch=2, accumulation=5, model_ranks=2)
+    assert samples.learn(shape, 4) and samples.number(8) == 20 and samples.model_ranks == 2
+    assert not samples.learn(shape, 4)
+
+
 @pytest.mark.parametrize("batch", [None, BatchShape(micro_batch=1, accumulation=1)])
 def test_what_is_known_stays(batch: BatchShape | None) -> None:
     samples = step_samples((80, 10))
@@ -53,5 +60,6 @@ def test_samples_that_any_number_of_ranks_can_share() -> None:
 
 def test_what_an_earlier_session_was_told_is_known(tmp_path: Path) -> None:
     config = Config.model_validate({"output_dir": str(tmp_path / "run")})
-    state = RestartState(batch=PolicyShape(2, 2, 1, 8))
-    assert StepSamples.of(config, None, state, has_script=True).may_be_uneven
+    state = RestartState(batch=PolicyShape(2, 2, 1, 8, 2))
+    known = StepSamples.of(config, None, RestartState.from_json(state.to_json(1)), has_script=True)
+    assert known.may_be_uneven and known.model_ranks == 2
