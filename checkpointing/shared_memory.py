@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable
 
 from checkpointing.memory import interleaved
-from checkpointing.threads import in_background
+from checkpointing.threads import side_by_side
 
 PAGE_BYTES = mmap.PAGESIZE
 # madvise(2), Linux 5.14. Existing pages are mapped three times faster for reading, and can be written to all the same.
@@ -92,7 +92,7 @@ class SharedMemory:
         share = round_up(-(-self.nbytes // number))
         parts = [(self.address + start, min(share, self.nbytes - start)) for start in range(0, self.nbytes, share)]
         populate = functools.partial(populate_pages, shared=True)
-        outcomes = [in_background(functools.partial(populate, *part), "checkpoint-map") for part in parts]
+        outcomes = side_by_side([functools.partial(populate, *part) for part in parts], "checkpoint-map")
         if not all(outcome.result() for outcome in outcomes):
             # Older kernels: touch every page.
             sum(self.buffer[::PAGE_BYTES])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -25,3 +25,22 @@ def in_background(call: Callable[[], T], name: str) -> Future[T]:
 
     threading.Thread(target=work, name=name, daemon=True).start()
     return outcome
+
+
+def side_by_side(calls: Iterable[Callable[[], T]], name: str) -> list[Future[T]]:
+    """Make several calls at the same time, and return their outcomes once all have ended.
+
+    Where no thread can be started (a limit of processes), they are made one after the other.
+    """
+    outcomes: list[Future[T]] = []
+    for call in calls:
+        try:
+            outcomes.append(in_background(call, name))
+        except RuntimeError:
+            outcomes.append(Future())
+            try:
+                outcomes[-1].set_result(call())
+            except BaseException as error:
+                outcomes[-1].set_exception(error)
+    wait(outcomes)
+    return outcomes

@@ -116,10 +116,9 @@ def write_shards(
                 transaction.write_note(parts_name(shard.name), note)
                 failpoint("shard.reported")
         except OSError as error:
-            signs.end()
             if not _is_reported(transaction, names[-1]):
                 signs.end(error.strerror or str(error))
-            raise
+                raise
         finally:
             signs.end()
         if transaction.read_note(BEGUN_NAME) is None and storage.root is None:
@@ -135,9 +134,9 @@ def write_shards(
 
 
 def _is_reported(transaction: Transaction, last: str) -> bool:
-    """Return whether the digests of a node's last shard can be read, also where writing them has failed.
+    """Return whether the digests of a node's last shard can be read, also where writing them seemed to fail.
 
-    The node that commits then needs no more of this one, and a note might come after the checkpoint.
+    The node that commits then needs no more of this one, and a note of the error might come after the checkpoint.
     """
     try:
         return transaction.read_note(parts_name(last)) is not None

@@ -12,7 +12,7 @@ from checkpointing.manifest import SnapshotInfo
 from checkpointing.memory import DEFAULT_SHARE, available_bytes
 from checkpointing.shards import ShardParts
 from checkpointing.shared_memory import SharedMemory, round_up
-from checkpointing.threads import in_background
+from checkpointing.threads import side_by_side
 from checkpointing.together import Together
 
 NUM_ARENAS = 2
@@ -168,7 +168,7 @@ def _make(nbytes: int, number: int) -> tuple[list[SharedMemory], OSError | None]
     """Make several pieces of memory at once, which takes no longer than one; return them, and why there are not all."""
     create = functools.partial(SharedMemory.create, "checkpoint-arena", nbytes)
     made, refusal = [], None
-    for outcome in [in_background(create, "checkpoint-reserve") for _ in range(number)]:
+    for outcome in side_by_side([create] * number, "checkpoint-reserve"):
         try:
             made.append(outcome.result())
         except OSError as error:

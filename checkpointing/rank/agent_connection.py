@@ -7,6 +7,8 @@ import sys
 import uuid
 from collections.abc import Callable
 
+import torch
+
 from checkpointing.agent.client import AgentClient, AgentProcess
 from checkpointing.agent.options import AgentOptions
 from checkpointing.errors import CheckpointError
@@ -53,7 +55,9 @@ class AgentConnection:
         self._own_agent: AgentProcess | None = None
         self.stage = STAGES.enter(options.own_location, supervised=options.has_chosen_location)
         self.tiers = options.tiers.inside(self.stage)
-        self.pinning = Pinning(device.register, device.unregister, self._report_pinned) if device.can_pin() else None
+        self.pinning: Pinning | None = None
+        if device.can_pin():
+            self.pinning = Pinning(device.register, device.unregister, self._report_pinned, _select)
         # A node's only rank copies all of an arena; of several, the first snapshot shows which part is whose.
         alone = self.pinning if ranks.local_world_size == 1 else None
         socket_path, attempt = options.settings.agent_socket, options.settings.attempt
@@ -124,6 +128,11 @@ class AgentConnection:
             # The training thread notices by itself that the agent is gone.
             with contextlib.suppress(CheckpointError):
                 self.client.announce(event)
+
+
+def _select(index: int) -> None:
+    """Make an accelerator this thread's own."""
+    torch.accelerator.set_device_index(index)
 
 
 def _nothing(arena: SharedMemory) -> None:

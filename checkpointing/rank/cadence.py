@@ -76,17 +76,21 @@ class CostModel:
         """Record a step without a snapshot: the seconds from its start to the optimizer."""
         self._plain.append(compute_s)
 
-    def snapshot(self, *, blocked_s: float, compute_s: float, copy_s: float, overlapped: bool) -> float:
+    def snapshot(
+        self, *, blocked_s: float, compute_s: float, copy_s: float, overlapped: bool, begin_s: float = 0.0
+    ) -> float:
         """Record a step with a snapshot; return what the snapshot cost, in seconds.
 
         Args:
-            blocked_s: Seconds that the training thread waited.
+            blocked_s: Seconds that the training thread waited, and its device before the optimizer.
             compute_s: Seconds from the step's start to the optimizer.
+            begin_s: Seconds that the device waited at the step's start; `compute_s` has them where the script waited
+                for its device.
             copy_s: Seconds that the copy took.
             overlapped: Whether the copy ran during training.
         """
         usual = statistics.median(self._plain) if self._plain else compute_s
-        cost = blocked_s + max(compute_s - usual, 0.0)
+        cost = blocked_s + max(compute_s - usual, begin_s)
         self._costs[overlapped].append(cost)
         self._overlapped = overlapped
         self._copies.append(copy_s)

@@ -37,7 +37,8 @@ class Copy:
         device: Where the state is.
         error: The exception that made the copy fail; raised in the training thread.
         copied_s: Time of the copy itself: the device's time, or the copy thread's processor time.
-        blocked_s: Time that the training thread has waited for it so far; see `device_waited_s`.
+        blocked_s: Time that the training thread has waited for it so far, before it was settled; see `waited_s`.
+        settling_s: Time that the training thread has waited for its end.
         volatile: Set when state that may change at any moment is copied, or enqueued.
         enqueued: Set when everything is copied, or enqueued.
         finished: Set when `work` has returned.
@@ -52,6 +53,7 @@ class Copy:
     error: BaseException | None = None
     copied_s: float = 0.0
     blocked_s: float = 0.0
+    settling_s: float = 0.0
     volatile: threading.Event = field(default_factory=threading.Event)
     enqueued: threading.Event = field(default_factory=threading.Event)
     finished: threading.Event = field(default_factory=threading.Event)
@@ -65,7 +67,8 @@ class Copy:
     _volatile_mark: Mark | None = None
     _mark: Mark | None = None
     _copied: bool = False
-    _waits: list[tuple[Mark, Mark]] = field(default_factory=list)
+    # Marks before and after what the device waited for: at the beginning of a step, and at the barrier.
+    _waits: tuple[list[tuple[Mark, Mark]], list[tuple[Mark, Mark]]] = field(default_factory=lambda: ([], []))
 
     def begin(self) -> None:
         """Record, in the training thread, that what is enqueued by now comes first."""
@@ -106,6 +109,8 @@ class Copy:
         with self._counting:
             if self.changed is None:
                 self.changed = self._count()
+                # It refers to the state.
+                self._count = int
 
     def end_step(self) -> None:
         """Note, in the training thread, that a step has ended, and whether anything has passed the barrier in it."""
@@ -117,34 +122,53 @@ class Copy:
         self.volatile.wait()
         self._have_device_wait(self._volatile_mark)
 
-    def hold(self) -> None:
-        """Have what the training thread enqueues next wait for the whole copy."""
-        self.enqueued.wait()
-        self._have_device_wait(self._mark)
+    def hold(self, *, at_barrier: bool = False) -> None:
+        """Have what the training thread enqueues next wait for the whole copy.
 
-    def _have_device_wait(self, mark: Mark | None) -> None:
+        Args:
+            at_barrier: Whether an optimizer is about to step; otherwise a step begins.
+        """
+        self.enqueued.wait()
+        self._have_device_wait(self._mark, at_barrier=at_barrier)
+
+    def _have_device_wait(self, mark: Mark | None, *, at_barrier: bool = False) -> None:
         if mark is not None:
             before = self.device.mark()
             self.device.hold(mark)
-            self._waits.append((before, self.device.mark()))
+            self._waits[at_barrier].append((before, self.device.mark()))
 
     @property
     def is_measured(self) -> bool:
         """Whether it is known how long the copy took, and how long the device waited for it so far."""
-        return self._copied and all(after.is_passed for _, after in self._waits)
+        return self._copied and all(after.is_passed for waits in self._waits for _, after in waits)
 
     def await_measured(self) -> None:
         """Wait for that, on the host, after the copy was handed over."""
-        for _, after in self._waits:
+        for _, after in (*self._waits[0], *self._waits[1]):
             after.wait()
 
-    @property
-    def device_waited_s(self) -> float:
-        """Seconds for which the device computed nothing because it waited for the copy; 0 while that is not known.
+    def device_waited_s(self, *, at_barrier: bool) -> float:
+        """Return the seconds for which the device computed nothing because it waited for the copy, as far as known.
 
         The host does not wait then, but the steps that it enqueues end later by so much.
+
+        Args:
+            at_barrier: Whether to count the waits of optimizers, or those at the beginning of a step.
         """
-        return sum(after.seconds_since(before) or 0.0 for before, after in self._waits) if self.is_measured else 0.0
+        waits = self._waits[at_barrier]
+        return sum(after.seconds_since(before) or 0.0 for before, after in waits if after.is_passed)
+
+    @property
+    def host_waited_s(self) -> float:
+        """Seconds for which the host waited, and the device did not: both may wait for the end of the copy."""
+        device_s = self.device_waited_s(at_barrier=False) + self.device_waited_s(at_barrier=True)
+        return self.blocked_s + max(self.settling_s - device_s, 0.0)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that training has waited for it, as far as they are known."""
+        device_s = self.device_waited_s(at_barrier=False) + self.device_waited_s(at_barrier=True)
+        return self.host_waited_s + device_s
 
 
 class CopyThread:
@@ -201,9 +225,10 @@ class CopyThread:
         if copy is None:
             return
         if not copy.passed_barrier:
-            with _timed(copy):
-                # On a GPU the device waits, not the host.
-                copy.hold()
+            began = time.perf_counter()
+            # On a GPU the device waits, not the host.
+            copy.hold(at_barrier=True)
+            copy.blocked_s += time.perf_counter() - began
             copy.count_changed()
             copy.passed_barrier = True
         if copy.error is not None:
@@ -218,8 +243,9 @@ class CopyThread:
         copy = self._copy
         if copy is None:
             return None
-        with _timed(copy):
-            copy.finished.wait()
+        began = time.perf_counter()
+        copy.finished.wait()
+        copy.settling_s += time.perf_counter() - began
         self._copy = None
         if copy.error is not None:
             raise copy.error
@@ -240,13 +266,12 @@ class CopyThread:
                     copy.work(copy)
             except BaseException as error:
                 copy.error = error
+            # What is kept until it is measured must not keep the state.
+            copy.work = _nothing
             copy.volatile.set()
             copy.enqueued.set()
             copy.finished.set()
 
 
-@contextlib.contextmanager
-def _timed(copy: Copy) -> Iterator[None]:
-    began = time.perf_counter()
-    yield
-    copy.blocked_s += time.perf_counter() - began
+def _nothing(copy: Copy) -> None:
+    """Do nothing."""

@@ -12,6 +12,7 @@ cut there (`checkpointing.rank.device`).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import queue
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from checkpointing.errors import CheckpointError
 from checkpointing.rank.device import CHUNK_BYTES
 from checkpointing.shared_memory import PAGE_BYTES, SharedMemory
 
@@ -56,10 +58,14 @@ def ranges_to_pin(extents: Sequence[Range]) -> list[Range]:
 class Pinning:
     """Pins memory for one rank. Any thread may call its methods.
 
+    Attributes:
+        device_index: The accelerator that copies; None while the state is on none: nothing is pinned ahead then.
+
     Args:
         register: Registers an address and a number of bytes with the driver; returns whether it did.
         unregister: Undoes this, by the address.
         report: Receives, for each arena, the bytes registered, the seconds that took, and whether it is all.
+        select: Makes an accelerator the calling thread's own: registering memory makes a context on it.
     """
 
     def __init__(
@@ -67,14 +73,16 @@ class Pinning:
         register: Callable[[int, int], bool],
         unregister: Callable[[int], None],
         report: Callable[[int, float, bool], None] = lambda nbytes, seconds, complete: None,
+        select: Callable[[int], None] = lambda index: None,
     ) -> None:
-        self._register, self._unregister, self._report = register, unregister, report
+        self._register, self._unregister, self._report, self._select = register, unregister, report, select
+        self.device_index: int | None = None
         # Held while the driver works. Training may wait for `want`, which takes only the other lock.
         self._driver = threading.Lock()
         self._changed = threading.Condition()
         # Addresses of the registered ranges, by the arena's address.
         self._registered: dict[int, list[int]] = {}
-        self._work: queue.SimpleQueue[tuple[int, list[Range]] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[int, list[Range], list[int]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._num_queued = 0
         self._given_up = False
@@ -91,13 +99,15 @@ class Pinning:
 
     def pin(self, arena: SharedMemory) -> None:
         """Have a whole arena registered, in one range: reads from it are not cut."""
-        self.settle()
-        self.release(arena)
-        self._enqueue(arena.address, [(0, arena.nbytes)])
+        if self.device_index is not None:
+            self.settle()
+            self.release(arena)
+            self._enqueue(arena.address, [(0, arena.nbytes)])
 
     def want_all(self, arena: SharedMemory) -> None:
         """Have a whole arena registered for copies into it."""
-        self.want(arena.buffer, [(0, arena.nbytes)])
+        if self.device_index is not None:
+            self.want(arena.buffer, [(0, arena.nbytes)])
 
     def settle(self) -> None:
         """Return when nothing is being registered."""
@@ -108,12 +118,12 @@ class Pinning:
         with self._changed:
             if address in self._registered or self._given_up:
                 return self.is_busy
-            self._registered[address] = []
+            begins = self._registered[address] = []
             self._num_queued += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="checkpoint-pin", daemon=True)
                 self._thread.start()
-            self._work.put((address, ranges))
+            self._work.put((address, ranges, begins))
             return True
 
     def release(self, arena: SharedMemory) -> None:
@@ -139,28 +149,45 @@ class Pinning:
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
-            began = time.monotonic()
-            nbytes, complete = self._pin(*work)
-            with self._changed:
-                self._num_queued -= 1
-                self._changed.notify_all()
-            self._report(nbytes, time.monotonic() - began, complete)
+            began, nbytes, complete = time.monotonic(), 0, False
+            try:
+                if self.device_index is not None:
+                    self._select(self.device_index)
+                nbytes, complete = self._pin(*work)
+            except Exception as error:
+                # The driver does not even start, say; whoever uses the device will hear of it.
+                self._give_up(f": {error}")
+            finally:
+                with self._changed:
+                    self._num_queued -= 1
+                    self._changed.notify_all()
+            with contextlib.suppress(CheckpointError):
+                self._report(nbytes, time.monotonic() - began, complete)
 
-    def _pin(self, address: int, ranges: Sequence[Range]) -> tuple[int, bool]:
+    def _give_up(self, why: str) -> None:
+        self._given_up = True
+        logger.warning(
+            "the driver refused to pin memory for snapshots%s: copies from the GPU will be slower; raise the limit "
+            "that `ulimit -l` shows",
+            why,
+        )
+
+    def _pin(self, address: int, ranges: Sequence[Range], begins: list[int]) -> tuple[int, bool]:
         nbytes = 0
         for begin, end in ranges:
             with self._driver:
-                # The arena may have been released meanwhile, but not while this lock is held.
-                if address not in self._registered:
+                # The arena may have been released meanwhile, but not while this lock is held; another may have its
+                # address by now.
+                if self._given_up or self._registered.get(address) is not begins:
                     return nbytes, False
                 if not self._register(address + begin, end - begin):
-                    self._given_up = True
-                    logger.warning(
-                        "the driver refused to pin memory for snapshots: copies from the GPU will be slower; raise the "
-                        "limit that `ulimit -l` shows"
-                    )
+                    if end - begin > CHUNK_BYTES:
+                        # Of so much at a time; it may be registered in pieces later.
+                        self._registered.pop(address)
+                    else:
+                        self._give_up("")
                     return nbytes, False
-                self._registered[address].append(address + begin)
+                begins.append(address + begin)
             nbytes += end - begin
             time.sleep(_PAUSE_S)
         return nbytes, True

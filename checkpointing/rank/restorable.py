@@ -159,10 +159,13 @@ class RestorableTraining:
         self._heartbeat.write(Phase.RESTORING, 0)
         if on_device is None:
             on_device = self._train_state.model is not None and self._train_state.on_gpu
+        pinning = self._connection.pinning
+        if pinning is not None:
+            pinning.device_index = torch.accelerator.current_device_index() if on_device else None
         point = self._restorer.choose(private=not on_device)
-        if self._connection.pinning is not None:
+        if pinning is not None:
             # What is partly pinned cannot be copied.
-            self._connection.pinning.settle()
+            pinning.settle()
         return point
 
     def starting_point(self) -> RestorePoint | None:

@@ -70,6 +70,8 @@ class Snapshotter:
         self._barrier_works = True
         self._step_at = self._barrier_at = 0.0
         self._settled_stall_s = 0.0
+        # Settled, but the device may still have to pass the marks by which they are measured.
+        self._unmeasured: list[tuple[PendingSnapshot | None, Copy]] = []
         self.costs = CostModel()
         self.last_step = -1
         self.committing_step: int | None = None
@@ -99,6 +101,8 @@ class Snapshotter:
             # Not known to each rank alone: its own mesh may be within a node where another's is not.
             self.is_spread = any(ranks.gather(train_state.is_spread(local_world_size)))
         nbytes = expected_bytes(train_state, local_world_size, is_spread=bool(self.is_spread))
+        if self._pinning is not None:
+            self._pinning.device_index = train_state.device_index
         self._reserving = ranks if any(ranks.gather(nbytes >= _MUCH_BYTES)) else None
         self.settle()
         self._copy_thread.submit(functools.partial(self._maker.reserve, nbytes))
@@ -151,8 +155,8 @@ class Snapshotter:
             if pending is not None and self.costs.snapshot_s is None:
                 # Until the first cost is known, `auto` would snapshot each step.
                 copy.await_measured()
-            self._learn(pending, copy)
-            self._settled_stall_s += copy.blocked_s + copy.device_waited_s
+            self._unmeasured.append((pending, copy))
+            self._learn_settled()
         if pending is None:
             return
         if not pending.was_staged:
@@ -164,7 +168,8 @@ class Snapshotter:
     def stall_s(self) -> float:
         """Seconds that training has waited for snapshots."""
         current = self._copy_thread.current
-        return self._settled_stall_s + (current.blocked_s + current.device_waited_s if current is not None else 0.0)
+        copies = [copy for _, copy in self._unmeasured] + ([current] if current is not None else [])
+        return self._settled_stall_s + sum(copy.waited_s for copy in copies)
 
     def end_of_step(self) -> None:
         """Learn from a step that has ended what snapshots cost."""
@@ -181,6 +186,14 @@ class Snapshotter:
             pending.compute_s = compute_s
         if copy is not None:
             self._learn(pending, copy)
+        self._learn_settled()
+
+    def _learn_settled(self) -> None:
+        measured = [(pending, copy) for pending, copy in self._unmeasured if copy.is_measured or copy.error is not None]
+        for pending, copy in measured:
+            self._learn(pending, copy)
+            self._settled_stall_s += copy.waited_s
+            self._unmeasured.remove((pending, copy))
 
     def _learn(self, pending: PendingSnapshot | None, copy: Copy) -> None:
         """Learn what a snapshot costs, as soon as that is known: a GPU may copy for longer than the next step."""
@@ -189,15 +202,18 @@ class Snapshotter:
         pending.cost_known = True
         if not (pending.was_staged and pending.is_typical) or not pending.compute_s:
             return
-        blocked_s = copy.blocked_s + copy.device_waited_s
         cost = self.costs.snapshot(
-            blocked_s=blocked_s, compute_s=pending.compute_s, copy_s=copy.copied_s, overlapped=pending.overlapped
+            blocked_s=copy.host_waited_s + copy.device_waited_s(at_barrier=True),
+            compute_s=pending.compute_s,
+            begin_s=copy.device_waited_s(at_barrier=False),
+            copy_s=copy.copied_s,
+            overlapped=pending.overlapped,
         )
         if self._ranks.is_first:
             self._client.announce(
                 SnapshotCost(
                     step=pending.request.step,
-                    blocked_s=round(blocked_s, 5),
+                    blocked_s=round(copy.waited_s, 5),
                     copy_s=round(copy.copied_s, 5),
                     cost_s=round(cost, 5),
                     overlapped=pending.overlapped,

@@ -139,8 +139,15 @@ class TrainState:
     @property
     def on_gpu(self) -> bool:
         """Whether the model is on an accelerator."""
+        return self.device_index is not None
+
+    @property
+    def device_index(self) -> int | None:
+        """Number of the accelerator that the model, or its first parameter, is on; None where it is on none."""
         first = next(self.model.parameters(), None)
-        return first is not None and first.device.type not in ("cpu", "meta")
+        if first is None or first.device.type in ("cpu", "meta"):
+            return None
+        return first.device.index or 0
 
     @property
     def has_step_hook(self) -> bool:

@@ -12,6 +12,7 @@ import os
 import pickle
 import select
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,11 @@ from typing import Any
 import torch
 from torch.cuda._utils import _get_device_index
 
+from runner.system import processes
+
 # Initializing CUDA takes about a second, and several on a machine with many GPUs.
 _LIMIT_S = 60.0
+_COMPILER = "torch._dynamo.variables.torch"
 
 
 @contextlib.contextmanager
@@ -28,7 +32,7 @@ def answered_by_fork() -> Iterator[None]:
     """Have a fork answer `torch.cuda.get_device_properties` and `current_device`, and what torch derives from them.
 
     If the fork cannot, torch answers as usual, and initializes CUDA in this process. What keeps a reference to these
-    functions has torch's own after the context has ended.
+    functions is answered by torch after the context has ended.
     """
     cuda: Any = torch.cuda
     properties, current = cuda.get_device_properties, cuda.current_device
@@ -46,12 +50,19 @@ def answered_by_fork() -> Iterator[None]:
         # As long as CUDA is not initialized, nobody can have chosen another.
         return 0 if answers.are_wanted and answers.properties() is not None else int(current())
 
+    compiler_was_loaded = _COMPILER in sys.modules
     cuda.get_device_properties, cuda.current_device = get_device_properties, current_device
     try:
         yield
     finally:
-        cuda.get_device_properties, cuda.current_device = properties, current
         answers.have_ended = True
+        # The compiler knows torch's functions by identity: where it was imported meanwhile, it knows these. A library
+        # may have put others in their place.
+        if compiler_was_loaded or _COMPILER not in sys.modules:
+            if cuda.get_device_properties is get_device_properties:
+                cuda.get_device_properties = properties
+            if cuda.current_device is current_device:
+                cuda.current_device = current
 
 
 class _Answers:
@@ -73,11 +84,23 @@ class _Answers:
 
 
 def _ask_fork(properties: Callable[[int], Any]) -> list[SimpleNamespace] | None:
+    try:
+        return _answer_of_fork(properties)
+    except OSError:
+        # No process can be started, or somebody else has waited for it.
+        return None
+
+
+def _answer_of_fork(properties: Callable[[int], Any]) -> list[SimpleNamespace] | None:
     reader, writer = os.pipe()
-    pid = os.fork()
+    parent, pid = os.getpid(), os.fork()
     if pid == 0:
         status = 1
         try:
+            processes.die_with_parent(lambda: os.getppid() != parent)
+            # A driver that hangs must not keep the parent's sockets open.
+            os.closerange(3, writer)
+            os.closerange(writer + 1, os.sysconf("SC_OPEN_MAX"))
             found = [_plain(properties(index)) for index in range(torch.cuda.device_count())]
             with os.fdopen(writer, "wb") as answer:
                 pickle.dump(found, answer)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from checkpointing.threads import in_background
+from checkpointing.threads import in_background, side_by_side
 
 
 def test_a_call_gives_its_result_or_its_error() -> None:
@@ -29,3 +29,18 @@ def test_a_call_that_does_not_return_can_be_left_behind() -> None:
     release.set()
     future.result(60)
     assert names == ["a-name"]
+
+
+def test_where_no_thread_can_be_started_calls_are_made_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [lambda: 7, lambda: 1 // 0, lambda: 8]
+    barrier = threading.Barrier(2)
+    assert len({outcome.result() for outcome in side_by_side([barrier.wait] * 2, "together")}) == 2
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    first, second, third = side_by_side(calls, "test")
+    assert (first.result(), third.result()) == (7, 8)
+    with pytest.raises(ZeroDivisionError):
+        second.result()

@@ -142,8 +142,7 @@ def test_digests_that_were_stored_are_not_replaced_by_a_later_error(
             raise OSError(5, "no answer")
 
     monkeypatch.setattr(LocalTransaction, "write_note", answer_lost)
-    with pytest.raises(CommitFailed, match="no answer"):
-        write_shards(storage, INFO, SAVE, [shard()])
+    assert write_shards(storage, INFO, SAVE, [shard()]) == len(DATA)
     assert transaction.read_note("shards/1.parts.json") == PARTS.to_json()
     # It could come after the checkpoint, and stay in it.
     assert b"error" not in (transaction.read_note("shards/1.state.json") or b"")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import math
 import random
 
@@ -116,3 +117,12 @@ def test_steps_that_vary_anyway_do_not_end_overlapping() -> None:
             else:
                 model.snapshot(blocked_s=0.2, compute_s=generator.gauss(1.05, 0.2), copy_s=0.2, overlapped=False)
     assert sum(not model.overlap for model in models) <= 10
+
+
+def test_what_the_device_waited_for_at_a_steps_start_is_counted_once() -> None:
+    """Where the script waits for its device before the optimizer, the step takes longer by so much."""
+    model = CostModel()
+    model.plain_step(1.0)
+    cost = functools.partial(model.snapshot, blocked_s=0.25, copy_s=0.5, overlapped=False)
+    assert cost(compute_s=1.5, begin_s=0.5) == cost(compute_s=1.0, begin_s=0.5) == 0.75
+    assert cost(compute_s=1.5) == 0.75

@@ -117,8 +117,14 @@ def test_the_time_that_a_device_waits_is_known_once_it_has_passed(thread: CopyTh
     copy = thread.submit(lambda copy: copy.copied(), queue)
     copy.finished.wait(10)
     optimizer().step()
-    assert not copy.is_measured and copy.device_waited_s == 0.0
+    assert not copy.is_measured and copy.waited_s < 1.0
     queue.passed = queue.end
     # The host has not waited.
-    assert copy.is_measured and copy.device_waited_s == 3.0 and copy.blocked_s < 1.0
+    assert copy.is_measured and copy.device_waited_s(at_barrier=True) == 3.0 and copy.blocked_s < 1.0
+    assert copy.device_waited_s(at_barrier=False) == 0.0
     thread.settle()
+    # Both wait for the same end: it is counted once.
+    copy.settling_s = 5.0
+    assert copy.waited_s == pytest.approx(5.0 + copy.blocked_s) and copy.host_waited_s == pytest.approx(
+        2.0 + copy.blocked_s
+    )

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterable
 
 import pytest
-from late_device import LateDevice
+from late_device import LateDevice, LateMark
 from small_training import SmallTraining
 
 from checkpointing.rank import copy_thread
@@ -135,3 +135,22 @@ def test_after_it_training_waits_until_an_optimizer_has_stepped() -> None:
     assert job.device.num_waiting > 0
     job.close()
     assert job.torn() == [] and set(job.arenas.staged_steps) == {1, 2}
+
+
+def test_a_cost_that_is_not_known_yet_is_learned_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that runs ahead has settled a snapshot before its device has passed the marks."""
+    job = Job(overlap=True, foreign=False)
+    job.snapshot()
+    job.optimizer_step()
+    job.snapshot()
+    costs = job.snapshotter.costs
+    assert len(costs._costs[True]) == 1
+    passed = False
+    monkeypatch.setattr(LateMark, "is_passed", property(lambda mark: passed))
+    job.optimizer_step()
+    job.snapshot()
+    assert len(costs._costs[True]) == 1 and len(job.snapshotter._unmeasured) == 1
+    passed = True
+    job.optimizer_step()
+    assert len(costs._costs[True]) >= 2 and job.snapshotter._unmeasured == []
+    job.close()

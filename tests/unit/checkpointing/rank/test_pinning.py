@@ -96,8 +96,14 @@ def test_only_the_own_share_is_registered_and_nobody_waits_for_it() -> None:
 def test_an_arena_that_is_restored_from_is_registered_in_one_range() -> None:
     """A copy across the border of two ranges fails, and what restores does not cut its copies."""
     driver = Driver()
-    pins = Pinning(driver.register, driver.unregister)
+    selected: list[int] = []
+    pins = Pinning(driver.register, driver.unregister, select=selected.append)
     arena = SharedMemory.create("test", 16 * PAGE_BYTES)
+    # The state is on no accelerator yet.
+    pins.want_all(arena)
+    pins.pin(arena)
+    assert not pins.is_busy
+    pins.device_index = 3
     pins.want_all(arena)
     assert driver.asked.wait(10) and pins.is_busy
     threading.Timer(0.05, driver.may_go.set).start()
@@ -105,12 +111,41 @@ def test_an_arena_that_is_restored_from_is_registered_in_one_range() -> None:
     assert list(driver.registered.values()) == [2 * PAGE_BYTES] * 8
     pins.pin(arena)
     pins.settle()
-    assert driver.registered == {arena.address: 16 * PAGE_BYTES}
+    assert driver.registered == {arena.address: 16 * PAGE_BYTES} and set(selected) == {3}
     # Nor is it registered again for the next snapshot.
     assert not pins.want(arena.buffer, [(0, 3 * PAGE_BYTES)])
     pins.release(arena)
     pins.close()
     assert driver.registered == {}
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_what_the_driver_refuses_in_one_range_is_tried_in_small_ones() -> None:
+    driver = Driver(limit=4 * PAGE_BYTES)
+    driver.may_go.set()
+    pins = Pinning(driver.register, driver.unregister)
+    pins.device_index = 0
+    arena = SharedMemory.create("test", 16 * PAGE_BYTES)
+    pins.pin(arena)
+    pins.settle()
+    assert driver.registered == {}
+    assert pins.want(arena.buffer, [(0, 2 * PAGE_BYTES)])
+    pins.settle()
+    assert driver.registered == {arena.address: 2 * PAGE_BYTES}
+    pins.close()
+
+
+def test_a_driver_that_does_not_start_keeps_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(address: int, nbytes: int) -> bool:
+        raise RuntimeError("no CUDA-capable device is detected")
+
+    pins = Pinning(broken, lambda address: None)
+    pins.device_index = 0
+    for _ in range(2):
+        pins.pin(SharedMemory.create("test", PAGE_BYTES))
+        pins.settle()
+    assert not pins.is_busy and len(caplog.records) == 1
+    pins.close()
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -16,7 +16,7 @@ from runner.config.launch import LaunchConfig
 from runner.config.schema import Config
 from runner.doctor.collectives import judge
 from runner.doctor.findings import Finding, Level
-from runner.doctor.gpus import check_devices, links_in, topology
+from runner.doctor.gpus import check_devices, links_between_gpus, links_in, topology
 from runner.doctor.settings import check_settings
 from runner.hardware.gpus import find_gpus
 
@@ -135,6 +135,7 @@ def test_gpus_as_the_driver_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not find_gpus()
     (broken,) = check_devices(2)
     assert broken.level is Level.FAIL and "version mismatch" in broken.text
+    assert not links_between_gpus()
 
 
 def matrix(num_gpus: int, link: Callable[[int, int], str], nics: int = 0, header: str = "\t", gap: str = "\t") -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,3 +58,16 @@ def test_what_a_process_that_has_initialized_cuda_says_counts(started_in: list[i
     with answered_by_fork():
         assert CUDA.current_device() == 1 and CUDA.get_device_properties(0).name == "card 0"
     assert len(started_in) == 2
+
+
+def test_a_library_and_the_compiler_keep_what_they_have(started_in: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler knows torch's functions by identity; a library may have replaced one."""
+    before = CUDA.get_device_properties
+    monkeypatch.delitem(sys.modules, cuda_answers._COMPILER, raising=False)
+    with answered_by_fork():
+        replaced = CUDA.current_device = lambda: 5
+    assert CUDA.get_device_properties is before and CUDA.current_device is replaced
+    with answered_by_fork():
+        monkeypatch.setitem(sys.modules, cuda_answers._COMPILER, ModuleType("compiler"))
+        known = CUDA.get_device_properties
+    assert CUDA.get_device_properties is known and known(1).name == "card 1"
