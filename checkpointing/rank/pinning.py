@@ -155,7 +155,7 @@ class Pinning:
                     self._select(self.device_index)
                 nbytes, complete = self._pin(*work)
             except Exception as error:
-                # The driver does not even start, say; whoever uses the device will hear of it.
+                # The driver does not even start, say; what uses the device will raise, too.
                 self._give_up(f": {error}")
             finally:
                 with self._changed:
