@@ -57,7 +57,9 @@ class AgentConnection:
         self.tiers = options.tiers.inside(self.stage)
         self.pinning: Pinning | None = None
         if device.can_pin():
-            self.pinning = Pinning(device.register, device.unregister, self._report_pinned, _select)
+            self.pinning = Pinning(
+                device.register, device.unregister, self._report_pinned, torch.accelerator.set_device_index
+            )
         # A node's only rank copies all of an arena; of several, the first snapshot shows which part is whose.
         alone = self.pinning if ranks.local_world_size == 1 else None
         socket_path, attempt = options.settings.agent_socket, options.settings.attempt
@@ -128,11 +130,6 @@ class AgentConnection:
             # The training thread notices by itself that the agent is gone.
             with contextlib.suppress(CheckpointError):
                 self.client.announce(event)
-
-
-def _select(index: int) -> None:
-    """Make an accelerator this thread's own."""
-    torch.accelerator.set_device_index(index)
 
 
 def _nothing(arena: SharedMemory) -> None:

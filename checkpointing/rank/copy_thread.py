@@ -159,16 +159,13 @@ class Copy:
         return sum(after.seconds_since(before) or 0.0 for before, after in waits if after.is_passed)
 
     @property
-    def host_waited_s(self) -> float:
-        """Seconds for which the host waited, and the device did not: both may wait for the end of the copy."""
-        device_s = self.device_waited_s(at_barrier=False) + self.device_waited_s(at_barrier=True)
-        return self.blocked_s + max(self.settling_s - device_s, 0.0)
-
-    @property
     def waited_s(self) -> float:
-        """Seconds that training has waited for it, as far as they are known."""
+        """Seconds that training has waited for it, as far as they are known.
+
+        Host and device may both wait for the end of the copy, which counts once.
+        """
         device_s = self.device_waited_s(at_barrier=False) + self.device_waited_s(at_barrier=True)
-        return self.host_waited_s + device_s
+        return self.blocked_s + max(self.settling_s, device_s)
 
 
 class CopyThread:

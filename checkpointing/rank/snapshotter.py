@@ -202,10 +202,11 @@ class Snapshotter:
         pending.cost_known = True
         if not (pending.was_staged and pending.is_typical) or not pending.compute_s:
             return
+        waited_s, begin_s = copy.waited_s, copy.device_waited_s(at_barrier=False)
         cost = self.costs.snapshot(
-            blocked_s=copy.host_waited_s + copy.device_waited_s(at_barrier=True),
+            blocked_s=waited_s - begin_s,
             compute_s=pending.compute_s,
-            begin_s=copy.device_waited_s(at_barrier=False),
+            begin_s=begin_s,
             copy_s=copy.copied_s,
             overlapped=pending.overlapped,
         )
@@ -213,7 +214,7 @@ class Snapshotter:
             self._client.announce(
                 SnapshotCost(
                     step=pending.request.step,
-                    blocked_s=round(copy.waited_s, 5),
+                    blocked_s=round(waited_s, 5),
                     copy_s=round(copy.copied_s, 5),
                     cost_s=round(cost, 5),
                     overlapped=pending.overlapped,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 
 from runner.config.schema import Config
@@ -39,7 +40,8 @@ def examine(config: Config) -> Iterator[Finding]:
     except UsageError as error:
         yield fail("launch", str(error), "set --nnodes, --nproc-per-node or WORLD_SIZE so that they agree")
         return
-    yield from check_devices(nproc)
+    links = links_between_gpus() if len(gpus) > 1 else Counter()
+    yield from check_devices(nproc, links)
     settings = list(check_settings(config, os.environ, nproc, nnodes, on_gpu=bool(gpus)))
     yield from settings
     job = Job.of(config, nnodes * nproc, nproc, on_gpu=bool(gpus))
@@ -49,7 +51,7 @@ def examine(config: Config) -> Iterator[Finding]:
     except UsageError as error:
         yield fail("model", str(error), "set model.name_or_path to a hub name or a local folder")
         return
-    yield from check_mesh(job, model.parameters, links_between_gpus(), has_rdma=has_rdma())
+    yield from check_mesh(job, model.parameters, links, has_rdma=has_rdma())
     yield from check_node(config, nproc, bool(gpus), need.host_bytes, need.checkpoint_bytes)
     yield from check_locations(config, need.checkpoint_bytes)
     if any(finding.level is Level.FAIL for finding in settings):
