@@ -32,6 +32,15 @@ def seal(cache: Path) -> None:
         replace_file(cache / _LIST_NAME, json.dumps(sizes).encode(), cache / _TEMPORARY_NAME)
 
 
+def is_sealed(cache: Path) -> bool:
+    """Return whether a cache has been filled once.
+
+    Args:
+        cache: Folder of the cache.
+    """
+    return (cache / _LIST_NAME).exists()
+
+
 def discard_unsealed(cache: Path) -> None:
     """Remove files that are not listed with their size; they will be recomputed.
 

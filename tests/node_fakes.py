@@ -212,6 +212,7 @@ class FakeNode:
         verdicts: With which others have ended attempts.
         notes: Restart states that were handed over.
         start_errors: Raised by `ensure_processes`, one at each call.
+        num_prepared: How often it was to prepare its data.
     """
 
     def __init__(self, *, display: Any, record: Callable[[Event], None], run_id: str = "run") -> None:
@@ -227,12 +228,16 @@ class FakeNode:
         self.stacks: list[bool] = []
         self.notes: list[str] = []
         self.start_errors: list[Exception | None] = []
+        self.num_prepared = 0
         self.each_turn: Callable[[], None] = lambda: None
 
     def ensure_processes(self) -> None:
         error = self.start_errors.pop(0) if self.start_errors else None
         if error is not None:
             raise error
+
+    def prepare(self) -> None:
+        self.num_prepared += 1
 
     def run_attempt(self, spec: AttemptSpec, each_turn: Callable[[], None]) -> AttemptResult:
         self.specs.append(spec)

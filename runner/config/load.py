@@ -103,7 +103,7 @@ def _default_folder(script: str | None, path: str | None, document: Mapping[str,
     return f"runs/{name or 'default'}"
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """Reads 1:3 as text, as YAML 1.2 does; in YAML 1.1 it is the number 63, to base 60."""
 
 

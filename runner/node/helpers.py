@@ -81,7 +81,7 @@ class Helpers:
         self.agent: AgentHelper | None = None
         self.launcher: LauncherHelper | None = None
         self.accelerators: int | None = None
-        self.torch_has_cuda = self._warm = False
+        self.torch_has_cuda = self._warm = self._is_preparing = False
         self._pulse = AgentPulse(quiet_timeout_s, host.monotonic())
 
     def ensure(self) -> None:
@@ -141,8 +141,19 @@ class Helpers:
 
     @property
     def is_warm(self) -> bool:
-        """Whether the launcher can fork ranks without delay, or is gone, so that waiting for that is in vain."""
-        return self._warm or self.launcher is None or not self.launcher.alive
+        """Whether ranks need not wait for the launcher, nor for data; also if it is gone, and waiting is in vain."""
+        is_gone = self.launcher is None or not self.launcher.alive
+        return is_gone or (self._warm and not self._is_preparing)
+
+    def prepare(self, spec: dict[str, str]) -> None:
+        """Have the launcher prepare the data of the bundled job.
+
+        Args:
+            spec: See `runner.training.prepare.run`.
+        """
+        if self.launcher is not None and self.launcher.alive:
+            self._is_preparing = True
+            self.launcher.send({"prepare": spec})
 
     @property
     def pids(self) -> set[int]:
@@ -247,7 +258,7 @@ class Helpers:
             self._loop.unregister(self.launcher.sock)
             self.launcher.close()
             self.launcher = self.accelerators = None
-            self._warm = False
+            self._warm = self._is_preparing = False
         if self.agent is not None and not self.agent.alive:
             self._loop.unregister(self.agent.sock)
             self.agent.close()
@@ -267,6 +278,8 @@ class Helpers:
             self.accelerators, self.torch_has_cuda = int(message["accelerators"]), bool(message["cuda"])
         elif message.get("event") == "warm":
             self._warm = True
+        elif message.get("event") == "prepared":
+            self._is_preparing = False
         elif message:
             self._handle_launcher(message)
 

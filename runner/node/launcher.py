@@ -44,6 +44,8 @@ _MONITOR_INTERVAL_S = 5.0
 # Seconds between two looks at the rendezvous, at least and for each node.
 _MEET_INTERVAL_S = 0.02
 _MEET_INTERVAL_PER_NODE_S = 0.002
+# Seconds to wait for the store of the leader before torch does.
+_STORE_PATIENCE_S = 1.0
 # Seconds that a store in etcd waits for one event.
 _WATCH_S = 1.0
 # Seconds between the keepalives of a rendezvous of one node, which nothing reads.
@@ -87,6 +89,17 @@ def rank_main(spec: dict[str, Any]) -> None:
     run_rank(spec)
 
 
+def prepare_main(spec: dict[str, str]) -> None:
+    """Prepare the data of the bundled job, in a fork of the fork server.
+
+    Args:
+        spec: The `prepare` of the request.
+    """
+    from runner.training.prepare import run
+
+    run(spec)
+
+
 def main() -> int:
     """Load torch, then run one attempt per request until the supervisor closes the control socket.
 
@@ -120,6 +133,9 @@ def main() -> int:
             request, _ = protocol.receive(control)
         except OSError:
             return 0
+        if "prepare" in request:
+            threading.Thread(target=_prepare, args=(request["prepare"], control), daemon=True).start()
+            continue
         protocol.send(control, {"event": "torchrun_ended", **_launch(request)})
 
 
@@ -133,6 +149,16 @@ def _report_warm(warm: int, control: socket.socket) -> None:
     with contextlib.suppress(OSError):
         os.read(warm, 1)
         protocol.send(control, {"event": "warm"})
+
+
+def _prepare(spec: dict[str, str], control: socket.socket) -> None:
+    """Have data prepared, and say when that is over. If it fails, the ranks will report why."""
+    process = multiprocessing.get_context("forkserver").Process(target=prepare_main, args=(spec,))
+    with contextlib.suppress(OSError):
+        process.start()
+        process.join()
+    with contextlib.suppress(OSError):
+        protocol.send(control, {"event": "prepared"})
 
 
 def _start_fork_server() -> int:
@@ -249,6 +275,22 @@ def _meet_at_once(nnodes: int) -> None:
         holder.__init__.__defaults__ = (0,)
 
 
+def _await_store(endpoint: str) -> None:
+    """Wait until the leader's store can be connected to, or for as long as torch would between two tries.
+
+    torch's first try is too early as often as not, and the second one comes most of a second later.
+
+    Args:
+        endpoint: The store's host and port.
+    """
+    host, _, port = endpoint.rpartition(":")
+    deadline = time.monotonic() + _STORE_PATIENCE_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), _STORE_PATIENCE_S):
+            return
+        time.sleep(_MEET_INTERVAL_S)
+
+
 @functools.cache
 def _watch_briefly() -> None:
     """Have torch's store in etcd look again every second; by default it waits five minutes for an event.
@@ -360,6 +402,8 @@ def _launch(request: Message) -> Message:
     _meet_at_once(request["nnodes"])
     if request["rdzv_backend"] != "c10d":
         _watch_briefly()
+    elif request["may_have_several"] and not request["is_host"]:
+        _await_store(request["rdzv_endpoint"])
     if not request["may_have_several"]:
         _listen_on_loopback_only()
     failures: list[Message] = []

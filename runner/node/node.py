@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from checkpointing.agent.protocol import Message
+from runner.cache import is_sealed
 from runner.config.schema import Config
 from runner.config.topology import check_promised_gpu, check_same_nnodes, shape_of
 from runner.journal.events import AgentEndedEarly
@@ -132,6 +133,14 @@ class Node:
     def is_warm(self) -> bool:
         """Whether ranks can start without delay, as far as that can be waited for."""
         return self._helpers.is_warm or self._start_method.cold
+
+    def prepare(self) -> None:
+        """Have the data of the bundled job prepared, if nothing is yet; `is_warm` says when that is over."""
+        if self._job.script is None and not is_sealed(self._directory.cache):
+            log = self._directory.logs / "prepare.log"
+            self._helpers.prepare(
+                {"config": str(self._directory.config), "cache": str(self._directory.cache), "log": str(log)}
+            )
 
     @property
     def agent_pid(self) -> int:

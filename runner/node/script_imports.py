@@ -18,8 +18,10 @@ _HEAVY = {"transformers", "datasets", "accelerate", "tokenizers"}
 _HIDDEN = ("import_module", "__import__", "exec(", "runpy")
 _MAX_FILES = 100
 
-EVERYTHING = ("transformers.trainer", "datasets", "trl.trainer.sft_trainer", "runner.training.job")
-_OF_TRAINER = ("transformers.trainer", "datasets", "checkpointing.transformers")
+# accelerate imports it when training begins.
+_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+EVERYTHING = ("transformers.trainer", "datasets", "trl.trainer.sft_trainer", "runner.training.job", _HOOKS)
+_OF_TRAINER = ("transformers.trainer", "datasets", "checkpointing.transformers", _HOOKS)
 _OF_LOOP = ("checkpointing.rank.manager",)
 
 

@@ -89,6 +89,7 @@ class Follower:
         # Of the present connection's leader; None without one.
         self._run_id: str | None = None
         self._num_connections = 0
+        self._joins_running = False
         self._start = PatientStart(session)
         self._spec: AttemptSpec | None = None
         # The newest attempt that the leader has ended.
@@ -159,6 +160,8 @@ class Follower:
         node = self._current_node()
         if not self._start.start(node):
             return True
+        if self._joins_running:
+            node.prepare()
         # An attempt may be paused for this node alone.
         if not self._wait(lambda: node.is_warm or bool(self._session.stop) or is_lost()):
             return False
@@ -280,8 +283,8 @@ class Follower:
 
     def _on_message(self, message: ToMember) -> None:
         match message:
-            case Welcome(run_id=run_id, epoch=epoch):
-                self._run_id, self._spec = run_id, None
+            case Welcome(run_id=run_id, epoch=epoch, running=running):
+                self._run_id, self._spec, self._joins_running = run_id, None, running
                 self._num_connections += 1
                 self._succession.follow(epoch)
             case Begin(spec=spec):

@@ -298,7 +298,7 @@ class Membership:
                     # Its runner is a new one, or was cut off: its part of this attempt is over.
                     lost = Failure(FailureKind.NODE_LOST, f"node {number} was lost and has come back")
                     self._ended.setdefault(number, lost)
-                self._send(self._welcome, number)
+                self._send(self._welcome.model_copy(update={"running": self._running}), number)
             case Ready(nproc=nproc) if nproc != self.limits.local_ranks:
                 self._send(_unequal(nproc, self.limits.local_ranks), number)
             case Ready(has_state=has_state):

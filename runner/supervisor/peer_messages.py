@@ -152,11 +152,13 @@ class Welcome(PeerMessage):
     Attributes:
         run_id: Identity of the run.
         epoch: In which the leader leads; 0 if it has no lease.
+        running: Whether an attempt runs, which must not wait for what this node can do before it takes part.
     """
 
     do: Literal["welcome"] = "welcome"
     run_id: Annotated[str, Field(pattern=r"^[\w.-]{1,100}$")]
     epoch: Count = 0
+    running: bool = False
 
 
 class Begin(PeerMessage):

@@ -41,7 +41,14 @@ _CHAT = (
 
 
 def build(
-    config: ModelConfig, method: MethodConfig, dataset: Any, cache: Path, *, bf16: bool, seed: int
+    config: ModelConfig,
+    method: MethodConfig,
+    dataset: Any,
+    cache: Path,
+    *,
+    bf16: bool,
+    seed: int,
+    outline: bool = False,
 ) -> tuple[Any, Any]:
     """Build the model to train and its tokenizer, identical on every rank and in every attempt.
 
@@ -54,6 +61,7 @@ def build(
         cache: Folder of the cache.
         bf16: Whether training uses bfloat16.
         seed: Seed of the weights.
+        outline: Make a model without weights, on the meta device; the files of one with a name are only fetched.
 
     Returns:
         Model and tokenizer.
@@ -61,7 +69,9 @@ def build(
     Raises:
         ValueError: The method cannot be used with this model or on this node.
     """
-    options = _quantized() if method.type == "qlora" else {}
+    options: dict[str, Any] = {"device_map": "meta"} if outline else {}
+    if method.type == "qlora" and not outline:
+        options = _quantized()
     if config.name_or_path is not None:
         with _naming(config.name_or_path):
             tokenizer = AutoTokenizer.from_pretrained(config.name_or_path)
@@ -69,7 +79,7 @@ def build(
         # The trainer initialises adapters at random next.
         torch.manual_seed(seed)
         return model, tokenizer
-    if options:
+    if method.type == "qlora":
         raise ValueError("method.type='qlora' needs a model to quantise: set model.name_or_path, or use lora")
     tokenizer = trained_tokenizer(dataset, config.vocab_size, cache)
     torch.manual_seed(seed)
@@ -81,7 +91,8 @@ def build(
         attn_implementation=choose_attention(config.attn_implementation, bf16=bf16),
         **config.config,
     )
-    return SmolLM3ForCausalLM(model_config), tokenizer
+    with torch.device("meta") if outline else contextlib.nullcontext():
+        return SmolLM3ForCausalLM(model_config), tokenizer
 
 
 def load_model(config: ModelConfig, *, bf16: bool, **options: Any) -> Any:

@@ -55,7 +55,7 @@ def test_the_ranks_carry_the_mark_by_which_a_later_start_finds_them(tmp_path: Pa
     """It has the identity of the folder: that of the leader's run is not known before the leader answers."""
     started: Any = starter(tmp_path, 1).start_launcher()
     environment, log, _ = started.arguments
-    assert environment[processes.PRELOAD_ENV].split()[-1] == "runner.training.job"
+    assert environment[processes.PRELOAD_ENV].split()[3] == "runner.training.job"
     mark = processes.mark(RunDirectory(str(tmp_path)).run_id(), 1)
     assert environment[processes.RUN_ID_ENV] == mark and "leaders-run" not in mark
     assert log == RunDirectory(str(tmp_path), 1).logs / "launcher.log"

@@ -183,6 +183,14 @@ def test_a_launcher_says_when_it_is_warm_and_the_next_one_is_not() -> None:
         assert not bench.helpers.is_warm
         bench.helpers._on_launcher(ours)
     assert bench.helpers.is_warm and bench.launcher_messages == []
+    bench.helpers.prepare({"cache": "there"})
+    assert bench.launchers[0].sent == [{"prepare": {"cache": "there"}}] and not bench.helpers.is_warm
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        protocol.send(theirs, {"event": "prepared"})
+        bench.helpers._on_launcher(ours)
+    assert bench.helpers.is_warm
+    bench.helpers.prepare({})
     bench.launchers[0].alive = False
     bench.ensure()
     assert not bench.helpers.is_warm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import socket
 import threading
 import time
 from pathlib import Path
@@ -59,3 +60,29 @@ def test_nodes_look_for_each_other_often_but_do_not_flood_the_store(
     finally:
         holder.__init__.__defaults__ = before
     assert slept == pytest.approx([seconds, seconds])
+
+
+def test_a_store_is_waited_for_until_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch tries at once, and then most of a second later."""
+    with socket.socket() as late:
+        late.bind(("127.0.0.1", 0))
+        port, slept = late.getsockname()[1], list[float]()
+
+        def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            if len(slept) == 3:
+                late.listen()
+
+        monkeypatch.setattr(time, "sleep", sleep)
+        launcher._await_store(f"127.0.0.1:{port}")
+        assert slept == [0.02] * 3
+
+
+def test_a_store_that_never_listens_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    with socket.socket() as never:
+        never.bind(("127.0.0.1", 0))
+        launcher._await_store(f"[127.0.0.1]:{never.getsockname()[1]}")
+    assert 1.0 <= now[0] < 1.1

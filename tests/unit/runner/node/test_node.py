@@ -14,6 +14,7 @@ from node_fakes import FakeDisplay, FakeHelper, FakeHost, FakeLoop, beat
 from checkpointing.agent import protocol
 from checkpointing.events import Committed, Event
 from checkpointing.heartbeat import Phase
+from runner.cache import seal
 from runner.config.schema import Config
 from runner.errors import GpuMissing, UsageError
 from runner.journal.events import AgentEndedEarly, AttemptStarted
@@ -236,3 +237,18 @@ def test_an_agent_that_does_not_end_is_killed_and_that_is_recorded(tmp_path: Pat
     (event,) = bench.recorded
     assert isinstance(event, AgentEndedEarly) and event.waited_s == pytest.approx(60.0, abs=6)
     assert "what it was writing is not committed" in bench.display.texts[-1]
+
+
+def test_it_prepares_the_bundled_jobs_data_once(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.start()
+    bench.node.prepare()
+    folder = RunDirectory(str(tmp_path))
+    expected = {"config": folder.config, "cache": folder.cache, "log": folder.logs / "prepare.log"}
+    (request,) = bench.starter.launchers[0].sent
+    assert request == {"prepare": {name: str(path) for name, path in expected.items()}}
+    folder.cache.mkdir()
+    (folder.cache / "data.arrow").write_bytes(b"rows")
+    seal(folder.cache)
+    bench.node.prepare()
+    assert len(bench.starter.launchers[0].sent) == 1

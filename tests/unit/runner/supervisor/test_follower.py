@@ -378,6 +378,25 @@ def test_it_is_ready_once_ranks_can_start_without_delay(tmp_path: Path) -> None:
     assert bench.member.sent == [Ready(nproc=2)]
 
 
+@pytest.mark.parametrize("running", [True, False])
+def test_it_prepares_its_data_before_the_others_wait_for_it(running: bool, tmp_path: Path) -> None:
+    """They stood still for as long as tokenising took on a node that had just come."""
+    bench = Bench(tmp_path, Welcome(run_id="run", running=running), BEGIN, DONE)
+    bench.attempts = [ended(FailureKind.FINISHED)]
+    prepared: list[int] = []
+    send = bench.member.send
+
+    def sent(message: PeerMessage) -> None:
+        if isinstance(message, Ready):
+            prepared.append(bench.nodes[0].num_prepared)
+        send(message)
+
+    bench.member.send = sent  # type: ignore[method-assign]
+    bench.run()
+    # Also after an attempt: what it has done already costs a look at a file.
+    assert prepared == ([1, 2] if running else [0, 0])
+
+
 def test_another_leader_while_it_loads_gets_a_node_of_its_own_run(tmp_path: Path) -> None:
     """Nodes of two runs never meet: seen in a campaign, where the leader stood still just as this node came back."""
     bench = Bench(tmp_path, WELCOME)

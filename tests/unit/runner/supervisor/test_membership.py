@@ -157,6 +157,12 @@ def test_a_node_is_welcomed_with_the_runs_id(bench: Bench) -> None:
     assert (1, Welcome(run_id="run")) in bench.leader.sent
 
 
+def test_a_node_learns_whether_the_others_train(bench: Bench) -> None:
+    bench.begin()
+    bench.receive(1, Hello(node_rank=1))
+    assert bench.leader.sent[-1] == (1, Welcome(run_id="run", running=True))
+
+
 def test_a_node_that_is_lost_ends_the_attempt(bench: Bench) -> None:
     bench.begin()
     bench.leader.present.discard(2)
