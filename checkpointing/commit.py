@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,9 @@ from dataclasses import asdict, dataclass
 from checkpointing.catalog import verify
 from checkpointing.errors import CheckpointError, CommitConflict, CommitFailed
 from checkpointing.manifest import FileEntry, Manifest, SnapshotInfo
+from checkpointing.split import SplitSave
 from checkpointing.storage import Storage
+from checkpointing.storage.base import Transaction
 from checkpointing.together import Together, await_shards, begin_together
 
 
@@ -38,6 +41,7 @@ def commit_snapshot(
     *,
     at_once: int = 1,
     together: Together | None = None,
+    split: SplitSave | None = None,
     is_current: Callable[[], bool] = lambda: True,
 ) -> Manifest:
     """Write the files, then the manifest; return when the checkpoint is durable.
@@ -51,6 +55,7 @@ def commit_snapshot(
         may_publish: Asked last; False drops what was written.
         at_once: Number of files to write in parallel; more than one only if their pieces share no memory.
         together: The save, where other nodes write the shards that are not among the files.
+        split: The save, where other nodes write parts of the large files.
         is_current: Whether the attempt runs still; otherwise the other nodes get less time.
 
     Returns:
@@ -64,14 +69,19 @@ def commit_snapshot(
     """
     transaction = None
     try:
-        transaction = storage.begin(info.step, info.attempt, together.identity if together is not None else "")
+        save = together or (split.split if split is not None else None)
+        transaction = storage.begin(info.step, info.attempt, save.identity if save is not None else "")
         begun = [begin_together(transaction, together)] if together is not None else []
-        write = transaction.write
+        if split is not None:
+            split.begin(transaction)
+        write = functools.partial(_write, transaction, split)
         if at_once == 1:
-            sizes = [write(file.name, file.pieces) for file in files]
+            sizes = list(map(write, files))
         else:
             with ThreadPoolExecutor(at_once, "checkpoint-write") as pool:
-                sizes = list(pool.map(lambda file: write(file.name, file.pieces), files))
+                sizes = list(pool.map(write, files))
+        if split is not None:
+            split.complete(is_current)
         entries = [FileEntry(file.name, size, file.digest()) for file, size in zip(files, sizes, strict=True)]
         if together is not None:
             own = {file.name for file in files}
@@ -92,6 +102,12 @@ def commit_snapshot(
     finally:
         if transaction is not None:
             transaction.abort()
+
+
+def _write(transaction: Transaction, split: SplitSave | None, file: StagedFile) -> int:
+    if split is not None and split.holds(file.name):
+        return split.write(file.name)
+    return transaction.write(file.name, file.pieces)
 
 
 def _is_kept(storage: Storage, manifest: Manifest) -> bool:

@@ -89,6 +89,9 @@ def part_digests(buffer: memoryview, numbers: Iterable[int], num_threads: int = 
         # The call releases the interpreter lock.
         return number, xxhash.xxh3_128_digest(buffer[number * PART_BYTES : (number + 1) * PART_BYTES])
 
+    if num_threads == 1:
+        # Most files are small, and a thread for each of every snapshot would take longer than they do.
+        return dict(map(digest, numbers))
     with ThreadPoolExecutor(num_threads, "checkpoint-digest") as pool:
         return dict(pool.map(digest, numbers))
 

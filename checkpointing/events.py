@@ -83,11 +83,7 @@ class MeasuredEvent(StepEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStarted(StepEvent, name="training_started"):
-    """A training loop is about to compute its first step after `step`.
-
-    Attributes:
-        total_steps: Step at which it ends; None if unknown.
-    """
+    """A training loop is about to compute its first step after `step`; it ends at `total_steps`, if that is known."""
 
     total_steps: int | None = None
 
@@ -268,6 +264,8 @@ class Committed(StepEvent, name="committed"):
         duration_s: Seconds from a whole snapshot (or from the begin of an upload) to the published checkpoint.
         cpu_s: Processor seconds of the process that wrote it meanwhile.
         snapshot_attempt: Attempt that made the snapshot; a later one may commit it.
+        nodes: How many nodes wrote it, if several did.
+        alone: Why one node wrote it alone, where several should have.
     """
 
     tier: str = "local"
@@ -275,6 +273,8 @@ class Committed(StepEvent, name="committed"):
     duration_s: float | None = None
     cpu_s: float | None = None
     snapshot_attempt: int | None = None
+    nodes: int | None = None
+    alone: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

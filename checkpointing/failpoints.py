@@ -53,6 +53,10 @@ NAMES = (
     "remote.committed",  # and the fence was checked again
     "shard.written",  # a node that does not commit has written a shard
     "shard.reported",  # and its digests
+    "split.written",  # the node that commits has written its parts of a file that several nodes write
+    "split.closed",  # all have, and the file is complete
+    "portion.written",  # a node that does not commit has written its parts of a file
+    "portion.reported",  # and has said so
     "local.removing",  # prune: the checkpoint has lost its name
     "local.unlisted",  # prune: its manifest is gone
     "remote.unlisted",

@@ -8,30 +8,26 @@ either side leaves files that no manifest names.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from checkpointing.digest import digest_buffer
 from checkpointing.errors import CommitFailed
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import FileEntry, SnapshotInfo
+from checkpointing.save_notes import LONGEST_LOOK_S, SHORTEST_LOOK_S, SignsOfLife, await_note, error_in
 from checkpointing.shards import BEGUN_NAME, ShardParts, parts_name, state_name
 from checkpointing.storage import Storage
 from checkpointing.storage.base import Transaction
 
-# Between two signs of life of a node that writes.
-ALIVE_S = 1.0
 # Without a sign of life from a node, for so long, it is given up; when its attempt is over, the shorter one.
 PATIENCE_S = 30.0
 LAST_PATIENCE_S = 5.0
 # A node that lives, but does not get on; when its attempt is over, ranks wait for this.
 LONGEST_S = 3600.0
 LAST_LONGEST_S = 600.0
-_SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.02, 0.5
 _SHARED_QUESTION = (
     "Do all nodes reach this location (a shared volume, or object storage)? State that no node holds whole needs one"
 )
@@ -103,8 +99,11 @@ def write_shards(
     own = [*names, *map(parts_name, names)]
     try:
         transaction = storage.begin(info.step, info.attempt, together.identity, joins=True)
-        _await_begin(transaction, clock, sleep)
-        signs = _SignsOfLife(transaction, state_name(names[0]))
+        if await_note(transaction, BEGUN_NAME, PATIENCE_S, clock, sleep) is None:
+            raise CommitFailed(
+                f"the node that commits has not begun this save here for {PATIENCE_S:.0f} s. {_SHARED_QUESTION}"
+            )
+        signs = SignsOfLife(transaction, state_name(names[0]))
         try:
             for shard in shards:
                 transaction.write(shard.name, [shard.data])
@@ -144,51 +143,6 @@ def _is_reported(transaction: Transaction, last: str) -> bool:
         return False
 
 
-def _await_begin(transaction: Transaction, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
-    """Wait until the node that commits has begun.
-
-    Raises:
-        CommitFailed: It has not.
-        OSError: Storage refused.
-    """
-    since, pause = clock(), _SHORTEST_LOOK_S
-    while transaction.read_note(BEGUN_NAME) is None:
-        if clock() - since > PATIENCE_S:
-            raise CommitFailed(
-                f"the node that commits has not begun this save here for {clock() - since:.0f} s. {_SHARED_QUESTION}"
-            )
-        sleep(pause)
-        pause = min(2 * pause, _LONGEST_LOOK_S)
-
-
-class _SignsOfLife:
-    """Renews a note in the background, until it ends."""
-
-    def __init__(self, transaction: Transaction, name: str) -> None:
-        self._transaction, self._name = transaction, name
-        self._over, self._born = threading.Event(), time.time_ns()
-        self._thread = threading.Thread(target=self._renew, name="checkpoint-alive", daemon=True)
-        self._thread.start()
-
-    def end(self, error: str | None = None) -> None:
-        """Write no more; with an error, that one a last time."""
-        self._over.set()
-        self._thread.join()
-        if error is not None:
-            self._write({"error": error})
-
-    def _renew(self) -> None:
-        number = 0
-        while not self._over.wait(0 if number == 0 else ALIVE_S):
-            number += 1
-            self._write({"alive": [self._born, number]})
-
-    def _write(self, state: Mapping[str, object]) -> None:
-        # One that cannot be written is missed by the node that waits, soon enough.
-        with contextlib.suppress(OSError):
-            self._transaction.write_note(self._name, json.dumps(state).encode())
-
-
 def await_shards(
     transaction: Transaction,
     names: Sequence[str],
@@ -214,7 +168,7 @@ def await_shards(
     states: dict[str, bytes | None] = {}
     # All signs of life count for all nodes: they end one after the other.
     began = since = clock()
-    pause = _SHORTEST_LOOK_S
+    pause = SHORTEST_LOOK_S
     while True:
         for name in names:
             if name in found:
@@ -222,7 +176,7 @@ def await_shards(
             note = transaction.read_note(parts_name(name))
             if note is not None:
                 found[name] = (_read(note, name), note)
-                since, pause = clock(), _SHORTEST_LOOK_S
+                since, pause = clock(), SHORTEST_LOOK_S
                 continue
             # Only the first shard of a node has one.
             state = transaction.read_note(state_name(name))
@@ -236,7 +190,7 @@ def await_shards(
             lacking = next(name for name in names if name not in found)
             raise CommitFailed(_missing(lacking, clock() - since, clock() - began, is_alone=not (found or states)))
         sleep(pause)
-        pause = min(2 * pause, _LONGEST_LOOK_S)
+        pause = min(2 * pause, LONGEST_LOOK_S)
     # They are not part of the checkpoint; one that comes later does no harm.
     transaction.withdraw([state_name(name) for name in names])
     entries = []
@@ -261,10 +215,9 @@ def _missing(lacking: str, silent_s: float, waited_s: float, *, is_alone: bool) 
 
 def _check_state(state: bytes, name: str) -> None:
     """Raise CommitFailed where a node says that it could not write its shards."""
-    with contextlib.suppress(ValueError):
-        document = json.loads(state)
-        if isinstance(document, Mapping) and "error" in document:
-            raise CommitFailed(f"another node could not write {name}: {document['error']}")
+    error = error_in(state)
+    if error is not None:
+        raise CommitFailed(f"another node could not write {name}: {error}")
 
 
 def _read(note: bytes, name: str) -> ShardParts:

@@ -12,6 +12,7 @@ from checkpointing.manifest import SnapshotInfo
 from checkpointing.memory import DEFAULT_SHARE, available_bytes
 from checkpointing.shards import ShardParts
 from checkpointing.shared_memory import SharedMemory, round_up
+from checkpointing.split import Split
 from checkpointing.threads import side_by_side
 from checkpointing.together import Together
 
@@ -43,8 +44,9 @@ class Arena:
         info: Where in its run the snapshot was taken; None until the leader has copied.
         files: Name, offset and size in bytes of each file image.
         together: The save, where the snapshot is only this node's share of a state.
+        split: The save, where other nodes hold the same snapshot, and write parts of it; until that begins.
         digests: By file name, once computed.
-        parts: Digests of the parts of shards, by file name.
+        parts: Digests of the parts of files, by file name.
         digested: Set when all digests are known.
         num_tasks: Tasks of other threads that still use the buffer.
         commit_wanted: A commit was requested, and has not failed.
@@ -64,6 +66,7 @@ class Arena:
     info: SnapshotInfo | None = None
     files: list[tuple[str, int, int]] = field(default_factory=list)
     together: Together | None = None
+    split: Split | None = None
     digests: dict[str, str] = field(default_factory=dict)
     parts: dict[str, ShardParts] = field(default_factory=dict)
     digested: threading.Event = field(default_factory=threading.Event)
@@ -84,7 +87,7 @@ class Arena:
         """Forget the last snapshot, and begin that of a step."""
         self.state, self.step, self.stage = state, step, stage
         self.copied_by.clear()
-        self.digests, self.parts, self.together = {}, {}, None
+        self.digests, self.parts, self.together, self.split = {}, {}, None, None
         self.digested = threading.Event()
         self.commit_wanted = self.damaged = self.publishes = self.is_spent = self.is_old = False
 

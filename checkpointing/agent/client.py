@@ -23,6 +23,7 @@ from checkpointing.heartbeat import ControlPage
 from checkpointing.manifest import SnapshotInfo
 from checkpointing.retention import Retention
 from checkpointing.shared_memory import SharedMemory
+from checkpointing.split import Split
 from checkpointing.stages import FIRST_STAGE, Stage
 from checkpointing.together import Together
 
@@ -228,6 +229,7 @@ class AgentClient:
         metrics: Mapping[str, float] | None = None,
         commit: bool = True,
         together: Together | None = None,
+        split: Split | None = None,
     ) -> None:
         """Report that this rank has copied its share of a snapshot.
 
@@ -241,12 +243,14 @@ class AgentClient:
             metrics: Measurements of this step.
             commit: Whether the snapshot is to be committed.
             together: The save, where the files are only this node's share of the state.
+            split: The save, where other nodes hold the same snapshot, and write parts of it.
         """
         message: Message = {"do": "staged", "step": step, "arena": arena}
         if self._is_leader:
             message |= {"files": list(files), "world_size": world_size, "samples_consumed": samples_consumed}
             message |= {"retention": asdict(retention), "metrics": dict(metrics or {}), "commit": commit}
             message["together"] = asdict(together) if together is not None else None
+            message["split"] = asdict(split) if split is not None else None
         self._send(message)
 
     def abandon(self, step: int, arena: int, reason: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -18,11 +19,13 @@ from checkpointing.events import Fenced as FencedEvent
 from checkpointing.manifest import Manifest, SnapshotInfo
 from checkpointing.retention import Retention, steps_to_remove
 from checkpointing.shards import ShardParts, parts_name, shard_rank
+from checkpointing.split import Split, SplitSave, WholeFile, is_split, write_portion
 from checkpointing.storage import Storage
 from checkpointing.tiers import Tiers
 from checkpointing.together import Shard, Together, write_shards
 
 Outcome = Committed | CommitFailed
+logger = logging.getLogger("checkpointing")
 
 
 class Publisher:
@@ -55,9 +58,17 @@ class Publisher:
         self.retention: Retention | None = None
         self._tiers, self._fencer, self._report = tiers, fencer, report
         self._local_retention, self._flush_retries, self._clock = local_retention, flush_retries, clock
+        # The attempt in which the nodes do not reach each other through the storage.
+        self._alone_in: int | None = None
 
-    def commit(self, arena: Arena, storage: Storage) -> Outcome:
-        """Publish an arena's snapshot, once its attempt has begun. Its digests are awaited file by file."""
+    def commit(self, arena: Arena, storage: Storage, split: Split | None = None) -> Outcome:
+        """Publish an arena's snapshot, once its attempt has begun. Its digests are awaited file by file.
+
+        Args:
+            arena: The snapshot.
+            storage: The tier.
+            split: The save, where other nodes write parts of it.
+        """
         assert arena.info is not None
         self._fencer.wait_until_answered()
 
@@ -71,17 +82,44 @@ class Publisher:
         ]
         files += [_staged_parts(shard) for shard in _shards(arena)]
         attempt = arena.info.attempt
-        return self.publish(
+        save, others_bytes = None, 0
+        if split is not None:
+            large = _large_files(arena) if attempt != self._alone_in else []
+            save = SplitSave(split, large)
+            others_bytes = sum(len(file.data) - len(file.part(split.portion(len(file.data)))) for file in large)
+        outcome = self.publish(
             storage,
             arena.info,
             files,
-            sum(size for *_, size in arena.files),
+            sum(size for *_, size in arena.files) - others_bytes,
             may_publish=lambda: not arena.damaged,
             at_once=storage.writes_at_once,
             since=arena.whole_since,
             together=arena.together,
+            split=save,
             is_current=lambda: self._fencer.current.attempt <= attempt,
         )
+        if save is not None and save.gave_up is not None and not save.met_others:
+            # Most likely a directory that each node has for itself: the others are not waited for again.
+            self._alone_in = attempt
+        return outcome
+
+    def write_portion(self, arena: Arena, split: Split) -> None:
+        """Write this node's parts of a snapshot that another node commits, which does without where that fails."""
+        assert arena.info is not None
+        attempt = arena.info.attempt
+        large = _large_files(arena)
+        if not large or attempt == self._alone_in:
+            return
+        self._fencer.wait_until_answered()
+        try:
+            if not write_portion(self._tiers.durable, arena.info, split, large):
+                self._alone_in = attempt
+        except Exception as error:
+            # The journal of the node that commits says so; the agent's log has the reason.
+            logger.warning("the parts of checkpoint-%d could not be written: %s", arena.step, text_of(error))
+        finally:
+            self._flush_retries()
 
     def write_shards(self, arena: Arena) -> SharesWritten | CommitFailed:
         """Write this node's shards of a checkpoint that another node commits."""
@@ -107,6 +145,7 @@ class Publisher:
         at_once: int = 1,
         since: float,
         together: Together | None = None,
+        split: SplitSave | None = None,
         is_current: Callable[[], bool] = lambda: True,
     ) -> Outcome:
         """Publish files as a checkpoint.
@@ -120,6 +159,7 @@ class Publisher:
             at_once: Number of files to write in parallel.
             since: When the work began, by the clock.
             together: The save, where other nodes write the shards that are not among the files.
+            split: The save, where other nodes write parts of the large files.
             is_current: Whether the attempt runs still.
 
         Returns:
@@ -131,7 +171,14 @@ class Publisher:
             if storage is self._tiers.durable:
                 self._fencer.begin_at_durable_tier()
             manifest = commit_snapshot(
-                storage, info, files, may_publish, at_once=at_once, together=together, is_current=is_current
+                storage,
+                info,
+                files,
+                may_publish,
+                at_once=at_once,
+                together=together,
+                split=split,
+                is_current=is_current,
             )
         except Exception as error:
             # Whatever went wrong, the run must learn of it, and the arena must become free again.
@@ -147,6 +194,8 @@ class Publisher:
             duration_s=round(self._clock() - since, 4),
             cpu_s=round(time.process_time() - began, 4),
             snapshot_attempt=info.attempt,
+            nodes=split.nodes_that_write if split is not None and split.nodes_that_write > 1 else None,
+            alone=split.gave_up if split is not None else None,
         )
 
     def prune(self, storage: Storage, spared: Callable[[], Collection[int]] = tuple) -> None:
@@ -173,16 +222,25 @@ class Publisher:
 
 def _shards(arena: Arena) -> list[Shard]:
     """Return the shards in an arena."""
-
-    def parts_of(name: str) -> ShardParts:
-        arena.digested.wait()
-        return arena.parts[name]
-
     return [
-        Shard(name, arena.view(offset, size), functools.partial(parts_of, name))
+        Shard(name, arena.view(offset, size), functools.partial(_parts_of, arena, name))
         for name, offset, size in arena.files
         if shard_rank(name) is not None
     ]
+
+
+def _large_files(arena: Arena) -> list[WholeFile]:
+    """Return the files in an arena that several nodes write."""
+    return [
+        WholeFile(name, arena.view(offset, size), functools.partial(_parts_of, arena, name))
+        for name, offset, size in arena.files
+        if is_split(size)
+    ]
+
+
+def _parts_of(arena: Arena, name: str) -> ShardParts:
+    arena.digested.wait()
+    return arena.parts[name]
 
 
 def _staged_parts(shard: Shard) -> StagedFile:

@@ -35,7 +35,12 @@ class SharesWritten:
     """This node has written its shards of a checkpoint that another node commits."""
 
 
-Result = Event | Digested | FenceAnswered | UploadEnded | SharesWritten
+@dataclass(frozen=True)
+class PortionEnded:
+    """This node has written its parts of a checkpoint that another node commits, or could not."""
+
+
+Result = Event | Digested | FenceAnswered | UploadEnded | SharesWritten | PortionEnded
 # Called from any thread; the arena is the one that the thread has finished with, if any.
 Report = Callable[[Result, Arena | None], None]
 

@@ -23,6 +23,7 @@ from checkpointing.events import (
     SnapshotTaken,
 )
 from checkpointing.manifest import SnapshotInfo
+from checkpointing.split import Split
 from checkpointing.together import Together
 
 
@@ -52,12 +53,14 @@ class SnapshotContent:
         files: Name, offset and size in bytes of each file image.
         commit: Whether it is to be committed.
         together: The save, where the snapshot is only this node's share of a state.
+        split: The save, where other nodes hold the same snapshot, and write parts of it.
     """
 
     info: SnapshotInfo
     files: list[tuple[str, int, int]]
     commit: bool
     together: Together | None = None
+    split: Split | None = None
 
 
 class Scheduler:
@@ -171,7 +174,7 @@ class Scheduler:
         arena.copied_by.add(local_rank)
         if content is not None:
             arena.files, arena.info, arena.commit_wanted = content.files, content.info, content.commit
-            arena.together = content.together
+            arena.together, arena.split = content.together, content.split
         if len(arena.copied_by) == local_world_size:
             arena.state = ArenaState.WHOLE
             arena.whole_since = self._clock()
@@ -257,12 +260,17 @@ class Scheduler:
         # What another node commits is not wanted here, should this one take over.
         arena.publishes = self._duty.commits
         arena.commit_wanted = self._duty.commits or arena.together is not None
+        # Once: when a commit is tried again, the other nodes do not write their parts again.
+        split, arena.split = arena.split, None
         if arena.commit_wanted:
             self.outcomes.pop(arena.step, None)
             arena.num_tasks += 1
-            self._workers.of(arena.stage).commit(arena)
-        else:
-            self.outcomes[arena.step] = None
+            self._workers.of(arena.stage).commit(arena, split)
+            return
+        self.outcomes[arena.step] = None
+        if split is not None:
+            arena.num_tasks += 1
+            self._workers.of(arena.stage).write_portion(arena, split)
 
     def _publish_step(self, event: Event) -> None:
         self._publish(stamped(event, self._workers.stage))

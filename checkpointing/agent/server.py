@@ -40,6 +40,7 @@ from checkpointing.events import Committed, Event, MemoryShort
 from checkpointing.heartbeat import CommitReport, ControlPage
 from checkpointing.manifest import SnapshotInfo
 from checkpointing.retention import Retention
+from checkpointing.split import Split
 from checkpointing.stages import Stage
 from checkpointing.tiers import Tiers
 from checkpointing.together import Together
@@ -309,7 +310,9 @@ def _content(message: Message, run_id: str, attempt: int) -> SnapshotContent:
     files = [(name, int(offset), int(nbytes)) for name, offset, nbytes in message["files"]]
     save = message.get("together")
     together = Together(str(save["identity"]), tuple(map(str, save["shards"]))) if save is not None else None
-    return SnapshotContent(info, files, bool(message["commit"]), together)
+    part = message.get("split")
+    split = Split(str(part["identity"]), int(part["node"]), int(part["nodes"])) if part is not None else None
+    return SnapshotContent(info, files, bool(message["commit"]), together, split)
 
 
 def _unsent(arenas: Sequence[Arena], client: Client) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from enum import Enum
 
 from checkpointing.agent.arenas import Arena
@@ -17,15 +18,15 @@ from checkpointing.agent.fencing import Fencer, Fencing
 from checkpointing.agent.fetching import fetch
 from checkpointing.agent.publisher import Publisher
 from checkpointing.agent.reporting import Clock, RetryCounter
-from checkpointing.agent.results import Digested, FenceAnswered, Report
+from checkpointing.agent.results import Digested, FenceAnswered, PortionEnded, Report
 from checkpointing.agent.sidecars import SidecarWriter
 from checkpointing.agent.tasks import TaskThread, one_by_one
 from checkpointing.agent.uploader import Uploader
 from checkpointing.catalog import CatalogEntry
-from checkpointing.digest import digest_buffer
 from checkpointing.events import CommitFailed, Committed
 from checkpointing.retention import Retention
-from checkpointing.shards import ShardParts, shard_rank
+from checkpointing.shards import ShardParts
+from checkpointing.split import Split
 from checkpointing.tiers import Tiers
 
 # Starts a call in a thread of that name.
@@ -39,6 +40,22 @@ def start_thread(call: Callable[[], None], name: str) -> None:
 
 class _Prune(Enum):
     PRUNE = "prune"
+
+
+@dataclass(frozen=True)
+class _Commit:
+    """A snapshot to commit, and the save where other nodes write parts of it."""
+
+    arena: Arena
+    split: Split | None
+
+
+@dataclass(frozen=True)
+class _Portion:
+    """A snapshot that another node commits, and which parts of it this one writes."""
+
+    arena: Arena
+    split: Split
 
 
 class StorageWorker:
@@ -91,7 +108,9 @@ class StorageWorker:
         durable = tiers.durable
         self.sidecars = SidecarWriter(durable.sidecars, tiers.name(durable), report, self._flush_retries)
         self._digesting: TaskThread[Arena] = TaskThread("checkpoint-digest", one_by_one(self._digest))
-        self._committing: TaskThread[Arena | _Prune] = TaskThread("checkpoint-commit", one_by_one(self._commit))
+        self._committing: TaskThread[_Commit | _Portion | _Prune] = TaskThread(
+            "checkpoint-commit", one_by_one(self._commit)
+        )
         self._threads = (self._digesting, self._committing, self.uploader.thread, self.sidecars.thread)
 
     def start(self) -> None:
@@ -136,9 +155,18 @@ class StorageWorker:
         """Compute a snapshot's digests; reports `Digested`."""
         self._digesting.put(arena)
 
-    def commit(self, arena: Arena) -> None:
-        """Commit a snapshot; reports `Committed` or `CommitFailed`."""
-        self._committing.put(arena)
+    def commit(self, arena: Arena, split: Split | None = None) -> None:
+        """Commit a snapshot; reports `Committed` or `CommitFailed`.
+
+        Args:
+            arena: The snapshot.
+            split: The save, where other nodes write parts of it; or this node's share, reported by `SharesWritten`.
+        """
+        self._committing.put(_Commit(arena, split))
+
+    def write_portion(self, arena: Arena, split: Split) -> None:
+        """Write this node's parts of a snapshot that another one commits; reports `PortionEnded`."""
+        self._committing.put(_Portion(arena, split))
 
     def prune(self) -> None:
         """Remove what retention does not keep, and upload what is due: a rank has committed by itself."""
@@ -167,36 +195,41 @@ class StorageWorker:
 
     def _digest(self, arena: Arena) -> None:
         for name, offset, size in arena.files:
-            if shard_rank(name) is None:
-                arena.digests[name] = digest_buffer(arena.view(offset, size))
-            else:
-                arena.parts[name] = ShardParts.of(arena.view(offset, size))
-                arena.digests[name] = arena.parts[name].digest
+            arena.parts[name] = ShardParts.of(arena.view(offset, size))
+            arena.digests[name] = arena.parts[name].digest
         arena.digested.set()
         self._report(Digested(), arena)
 
-    def _commit(self, task: Arena | _Prune) -> None:
-        if isinstance(task, Arena) and task.together is not None:
-            self._commit_together(task)
-            return
+    def _commit(self, task: _Commit | _Portion | _Prune) -> None:
         first = self._tiers.first
-        if isinstance(task, Arena):
-            outcome = self.publisher.commit(task, first)
+        # Only the durable tier is one that all nodes can write to.
+        splits = self._tiers.local is None and first.can_split
+        if isinstance(task, _Portion):
+            if splits:
+                self.publisher.write_portion(task.arena, task.split)
+            self._report(PortionEnded(), task.arena)
+            return
+        if isinstance(task, _Commit):
+            arena = task.arena
+            if arena.together is not None:
+                self._commit_together(arena)
+                return
+            outcome = self.publisher.commit(arena, first, task.split if splits else None)
             if isinstance(outcome, CommitFailed):
-                if self._tiers.local is not None and not task.damaged:
+                if self._tiers.local is not None and not arena.damaged:
                     # The arena is still needed: the durable tier gets the snapshot.
                     self._report(outcome, None)
-                    self.uploader.upload_arena(task)
+                    self.uploader.upload_arena(arena)
                 else:
-                    self._report(outcome, task)
+                    self._report(outcome, arena)
                 return
-            self._report(outcome, task)
+            self._report(outcome, arena)
         self.publisher.prune(first, self.uploader.due if self._tiers.local is not None else tuple)
         self._flush_retries()
         self.upload_due()
 
     def _commit_together(self, arena: Arena) -> None:
-        # Only the durable tier is one that all nodes can write to. Who publishes was decided when the save was.
+        # To the durable tier, as above. Who publishes was decided when the save was.
         if not arena.publishes:
             self._report(self.publisher.write_shards(arena), arena)
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from checkpointing.rank.snapshot import PendingSnapshot, SmallFile
 from checkpointing.rank.torch_files import TorchFileLayout, torch_bytes
 from checkpointing.rank.train_state import CapturedState, completed
 from checkpointing.shards import INDEX_NAME
+from checkpointing.split import Split, is_split
 from checkpointing.together import Together
 
 logger = logging.getLogger("checkpointing")
@@ -38,12 +40,14 @@ class _Layout:
         num_foreign: How many of the first ones are further states.
         optimizer: The optimizer's file, of which the images may have only this rank's share.
         together: The save, where the images are only this node's share of the state.
+        is_large: Whether a file is large enough for several nodes to write it.
     """
 
     images: list[FileImage]
     num_foreign: int
     optimizer: FileImage
     together: Together | None = None
+    is_large: bool = False
 
 
 class SnapshotMaker:
@@ -95,8 +99,11 @@ class SnapshotMaker:
                 copy.copied()
                 return
         acquired = self._client.acquire(request.step, nbytes, wait=request.wait)
+        split = None
         if layout.together is not None:
             acquired = self._agreed(request.step, acquired)
+        elif request.commit and layout.is_large:
+            split = self._agreed_split(has_memory=not isinstance(acquired, Refusal))
         if isinstance(acquired, Refusal):
             pending.was_staged = False
             if acquired is Refusal.NO_MEMORY and request.commit and ranks.is_first:
@@ -128,7 +135,25 @@ class SnapshotMaker:
             metrics=request.metrics,
             commit=request.commit,
             together=layout.together,
+            split=split,
         )
+
+    def _agreed_split(self, *, has_memory: bool) -> Split | None:
+        """Return which of the nodes that hold the snapshot this one is; None where it is the only one.
+
+        Args:
+            has_memory: Whether this node has memory for it.
+        """
+        ranks = self._ranks
+        if ranks.local_world_size == ranks.world_size:
+            return None
+        first = ranks.rank - ranks.local_rank
+        said = ranks.gather((first, has_memory, uuid.uuid4().hex[:12]))
+        without = {node for node, holds, _ in said if not holds}
+        nodes = sorted({node for node, *_ in said} - without)
+        if len(nodes) < 2 or first not in nodes:
+            return None
+        return Split(said[0][2], nodes.index(first), len(nodes))
 
     def _agreed(self, step: int, acquired: tuple[int, memoryview] | Refusal) -> tuple[int, memoryview] | Refusal:
         """Return what was acquired, if all nodes have memory for their share; otherwise why one has none."""
@@ -168,13 +193,14 @@ class SnapshotMaker:
         if state.parts:
             images = [sharding.take_over(image, state.parts) for image in images]
         optimizer, together = images[-1], None
+        is_large = any(is_split(image.nbytes) for image in images)
         if state.is_spread:
             shards, index, together = self._shards.lay_out(images[num_foreign:])
             images[num_foreign:] = shards
             small[INDEX_NAME] = index
         if self._ranks.local_rank == 0:
             images += [blob_image(name, data) for name, data in small.items()]
-        return _Layout(images, num_foreign, optimizer, together)
+        return _Layout(images, num_foreign, optimizer, together, is_large)
 
     def _copy_share(
         self,

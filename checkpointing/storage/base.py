@@ -6,7 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from checkpointing.errors import CommitConflict, ForeignCheckpoint, InvalidCheckpoint
 from checkpointing.failpoints import failpoint
@@ -68,6 +68,46 @@ class Transaction(Protocol):
 
     def withdraw(self, names: Sequence[str]) -> None:
         """Remove files and notes of these names, where there are any; failures are left to the next sweep."""
+
+    def open_split(self, name: str, nbytes: int) -> str:
+        """Begin a file that several nodes write, where the storage `can_split`.
+
+        Args:
+            name: Name of the file inside the checkpoint.
+            nbytes: Its size in bytes.
+
+        Returns:
+            What all of them need to write to it. Once it is dropped or closed, nothing written with it counts.
+
+        Raises:
+            OSError: Storage refused.
+        """
+
+    def write_parts(self, name: str, token: str, first: int, data: memoryview) -> list[Any]:
+        """Store some parts of such a file durably; any node may.
+
+        Args:
+            name: Name of the file inside the checkpoint.
+            token: From `open_split`.
+            first: Number of the first part; each but the file's last has `PART_BYTES` bytes.
+            data: The bytes of all of them.
+
+        Returns:
+            Receipts for `close_split`, as JSON values.
+
+        Raises:
+            OSError: Storage refused, or the file was dropped.
+        """
+
+    def close_split(self, name: str, token: str, nbytes: int, receipts: Sequence[Any]) -> None:
+        """Complete such a file, given the receipts of all its parts in order.
+
+        Raises:
+            OSError: Storage refused; the file can only be dropped then.
+        """
+
+    def drop_split(self, name: str, token: str) -> None:
+        """Give such a file up; its name can be written in another way. Failures are left to the next sweep."""
 
 
 class RemoteFile(Protocol):
@@ -252,6 +292,11 @@ class Storage(ABC):
     @abstractmethod
     def probe(self) -> str | None:
         """Check that a run could write here; changes nothing. Return what the user should know about the place."""
+
+    @property
+    def can_split(self) -> bool:
+        """Whether several nodes can write one file."""
+        return False
 
     @property
     def decides_between_writers(self) -> bool:

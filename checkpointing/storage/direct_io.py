@@ -30,12 +30,26 @@ def write_file(path: Path, pieces: Iterable[memoryview]) -> int:
     Raises:
         OSError: The file exists, or the disk refused.
     """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    return _write(path, descriptor, pieces, 0)
+
+
+def write_range(path: Path, start: int, data: memoryview) -> None:
+    """Write into a file that exists, from `start` on, and make that durable.
+
+    Raises:
+        OSError: There is no such file, or the disk refused.
+    """
+    _write(path, os.open(path, os.O_WRONLY), [data], start)
+
+
+def _write(path: Path, descriptor: int, pieces: Iterable[memoryview], start: int) -> int:
+    """Write an open file from a position on, and close it; return the position behind the last byte."""
     with contextlib.ExitStack() as stack:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         stack.callback(os.close, descriptor)
         direct: int | None = None
         pool: ThreadPoolExecutor | None = None
-        position = unsynced = 0
+        position, unsynced = start, 0
         for piece in pieces:
             begin = 0
             if len(piece) >= _MIN_DIRECT_BYTES and position % _BLOCK_BYTES == 0 and _is_aligned(piece):

@@ -25,6 +25,7 @@ class FilesystemStore:
     """See `ObjectStore`. For most servers it is unknown whether they decide "only if absent": it counts as no."""
 
     honours_if_absent = False
+    shared_uploads = None
 
     def __init__(self, location: str) -> None:
         """Open a location.

@@ -16,12 +16,14 @@ import stat
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from checkpointing.digest import PART_BYTES
 from checkpointing.errors import CommitConflict, InvalidCheckpoint
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
 from checkpointing.storage.base import CHECKPOINT_PREFIX, IRREGULAR, NUMBER, Storage
-from checkpointing.storage.direct_io import write_file
+from checkpointing.storage.direct_io import write_file, write_range
 from checkpointing.storage.durable import fsync_directory, replace_file
 from checkpointing.storage.fence import Fence
 from checkpointing.storage.local_sidecars import RESTART_STATE_NAME, LocalSidecars
@@ -113,6 +115,39 @@ class LocalTransaction:
             with contextlib.suppress(OSError):
                 (self._temporary / name).unlink(missing_ok=True)
 
+    def open_split(self, name: str, nbytes: int) -> str:
+        """Create a file of that size, under a name that only those know who are given it."""
+        token = uuid.uuid4().hex
+        with self._split_path(name, token).open("xb") as file:
+            file.truncate(nbytes)
+        return token
+
+    def write_parts(self, name: str, token: str, first: int, data: memoryview) -> list[Any]:
+        """Write and sync a range of the file."""
+        write_range(self._split_path(name, token), first * PART_BYTES, data)
+        return []
+
+    def close_split(self, name: str, token: str, nbytes: int, receipts: Sequence[Any]) -> None:
+        """Sync the file's size, and give the file its name."""
+        path = self._split_path(name, token)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            if os.fstat(descriptor).st_size != nbytes:
+                raise OSError(errno.EIO, f"{path} has not the size that it was created with")
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        path.rename(self._temporary / name)
+
+    def drop_split(self, name: str, token: str) -> None:
+        """Unlink the file: who has it open writes to nothing."""
+        with contextlib.suppress(OSError):
+            self._split_path(name, token).unlink(missing_ok=True)
+
+    def _split_path(self, name: str, token: str) -> Path:
+        path = self._place(name)
+        return path.with_name(f".{path.name}.{token}")
+
     def _place(self, name: str) -> Path:
         """Return the path of a file, in a folder that exists."""
         path = self._temporary / name
@@ -164,6 +199,11 @@ class LocalStorage(Storage):
         self.root = root
         # Once an attempt has begun, a directory that is missing was moved away, and no new one may take its place.
         self.sidecars = LocalSidecars(root, may_create=lambda: self._claim.attempt < 0)
+
+    @property
+    def can_split(self) -> bool:
+        """Always: nodes that write here share a file system."""
+        return True
 
     def probe(self) -> None:
         """Write and sync a file, and remove it."""

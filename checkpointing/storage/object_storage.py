@@ -17,13 +17,15 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from checkpointing.digest import PART_BYTES, chunks
 from checkpointing.errors import CommitConflict, Fenced, InvalidCheckpoint
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
 from checkpointing.storage.base import CHECKPOINT_PREFIX, NUMBER, Storage
 from checkpointing.storage.fence import Fence
-from checkpointing.storage.object_store import ObjectStore, StorageError, StorageTimeout, probe
+from checkpointing.storage.object_store import ObjectStore, SharedUploads, StorageError, StorageTimeout, probe
 from checkpointing.storage.rates import Rates, measure_objects
 from checkpointing.storage.sidecars import Sidecars
 
@@ -63,6 +65,8 @@ class ObjectTransaction:
         self._checkpoint = f"{CHECKPOINT_PREFIX}{step}"
         self._folder = f"{self._checkpoint}/{attempt}.{together or uuid.uuid4().hex[:12]}"
         self._written: list[str] = []
+        # Uploads that were begun for all nodes, by file.
+        self._opened: dict[str, str] = {}
         # Whether a manifest may exist that names what was written.
         self._may_be_published = False
 
@@ -86,6 +90,33 @@ class ObjectTransaction:
         """Delete the objects."""
         with contextlib.suppress(StorageError):
             self._store.delete([f"{self._folder}/{name}" for name in names])
+
+    def open_split(self, name: str, nbytes: int) -> str:
+        """Begin an upload in parts."""
+        self._opened[name] = self._uploads.begin(f"{self._folder}/{name}")
+        return self._opened[name]
+
+    def write_parts(self, name: str, token: str, first: int, data: memoryview) -> list[Any]:
+        """Upload parts."""
+        return self._uploads.send(f"{self._folder}/{name}", token, first, list(chunks(data, PART_BYTES)))
+
+    def close_split(self, name: str, token: str, nbytes: int, receipts: Sequence[Any]) -> None:
+        """Complete the upload."""
+        key = f"{self._folder}/{name}"
+        self._written.append(key)
+        self._uploads.complete(key, token, receipts, nbytes)
+        del self._opened[name]
+
+    def drop_split(self, name: str, token: str) -> None:
+        """Abort the upload: parts that are sent later are refused."""
+        self._uploads.abort(f"{self._folder}/{name}", token)
+        self._opened.pop(name, None)
+
+    @property
+    def _uploads(self) -> SharedUploads:
+        uploads = self._store.shared_uploads
+        assert uploads is not None
+        return uploads
 
     def commit(self, manifest: Manifest) -> None:
         """Put the manifest, between two checks of the fence."""
@@ -139,7 +170,9 @@ class ObjectTransaction:
         return stored
 
     def abort(self) -> None:
-        """Delete what was uploaded, unless a manifest may name it."""
+        """Abort what is being uploaded, and delete what was, unless a manifest may name it."""
+        for name, token in list(self._opened.items()):
+            self.drop_split(name, token)
         if not self._may_be_published:
             written, self._written = self._written, []
             # No manifest names what cannot be deleted now: the next sweep finds it.
@@ -206,6 +239,11 @@ class ObjectStorage(Storage):
     def begin(self, step: int, attempt: int, together: str = "", *, joins: bool = False) -> ObjectTransaction:
         """Choose a folder that no other writer uses, or the one of a save that several nodes write."""
         return ObjectTransaction(self, step, attempt, together)
+
+    @property
+    def can_split(self) -> bool:
+        """Whether the store has uploads by several machines."""
+        return self.store.shared_uploads is not None
 
     @property
     def decides_between_writers(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class StorageError(OSError):
@@ -27,6 +27,34 @@ class ObjectMissing(StorageError):
     """There is no such object, or it is shorter than expected."""
 
 
+class SharedUploads(Protocol):
+    """Uploads of which several machines send the parts."""
+
+    def begin(self, key: str) -> str:
+        """Begin an upload; return what the others need to send parts.
+
+        Raises:
+            StorageError: The store refused, or did not answer.
+        """
+
+    def send(self, key: str, upload: str, first: int, parts: Sequence[memoryview]) -> list[Any]:
+        """Send consecutive parts, the first of which has number `first`, from 0; return a receipt for each.
+
+        Raises:
+            StorageError: The store refused, or did not answer, or the upload is over.
+        """
+
+    def complete(self, key: str, upload: str, receipts: Sequence[Any], nbytes: int) -> None:
+        """Make an object of `nbytes` bytes of the parts.
+
+        Raises:
+            StorageError: The store refused, or did not answer.
+        """
+
+    def abort(self, key: str, upload: str) -> None:
+        """Give an upload up; a failure is left to `ObjectStore.abort_uploads`."""
+
+
 class ObjectStore(Protocol):
     """A folder of objects. Keys are relative to it; `/` separates.
 
@@ -36,11 +64,16 @@ class ObjectStore(Protocol):
         location: The URL, as the user gave it.
         transferred: Called with a number of bytes as they are sent or received.
         retried: Called with the reason, from any thread, before a call is retried.
+        shared_uploads: Uploads by several machines; None where the store has none.
     """
 
     location: str
     transferred: Callable[[int], None]
     retried: Callable[[str], None]
+
+    @property
+    def shared_uploads(self) -> SharedUploads | None:
+        """Uploads by several machines; None where the store has none."""
 
     @property
     def honours_if_absent(self) -> bool:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from checkpointing.storage.object_storage import ObjectStorage
-from checkpointing.storage.object_store import ObjectMissing, StorageTimeout
+from checkpointing.storage.object_store import ObjectMissing, SharedUploads, StorageTimeout
 from checkpointing.storage.s3_client import S3Client
 from checkpointing.storage.s3_errors import Missing, PreconditionFailed
 from checkpointing.storage.s3_multipart import IN_FLIGHT, Uploads
@@ -61,6 +61,11 @@ class S3Store:
         except PreconditionFailed:
             return False
         return True
+
+    @property
+    def shared_uploads(self) -> SharedUploads:
+        """Multipart uploads."""
+        return self._uploads
 
     def upload(self, key: str, pieces: Iterable[memoryview]) -> int:
         """Upload an object in parts, several at a time."""

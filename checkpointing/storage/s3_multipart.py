@@ -24,6 +24,10 @@ IN_FLIGHT = 12
 # Of those, what a part takes that has memory of its own: what is read from files is bounded by it.
 _PLACES_OF_A_COPY = 2
 _UPLOADS_PER_PAGE = 1_000
+_MOST_PARTS = 10_000
+
+# What becomes of parts, in order.
+_Sent = list[Future[dict[str, Any]]]
 
 
 class Uploads:
@@ -62,30 +66,49 @@ class Uploads:
         Raises:
             StorageError: S3 refused, or did not answer; nothing is left of the upload.
         """
-        sent: list[Future[dict[str, Any]]] = []
+        sent: _Sent = []
         parts, part_bytes, places = _parts_of(pieces, sent)
         first = next(parts, memoryview(b""))
         if len(first) < part_bytes:
             return self._put(key, first)
-        upload_id = self._client.call("create_multipart_upload", key)["UploadId"]
-        nbytes = 0
+        upload = self.begin(key)
         try:
-            for part in itertools.chain([first], parts):
-                for _ in range(places):
-                    self._free.acquire()
-                failed = next((future for future in sent if future.done() and future.exception()), None)
-                if failed is not None:
-                    self._free.release(places)
-                    raise failed.exception() or AssertionError
-                future = self._pool.submit(self._upload_part, key, upload_id, len(sent) + 1, part)
-                future.add_done_callback(lambda _: self._free.release(places))
-                sent.append(future)
-                nbytes += len(part)
-            self._complete(key, upload_id, [future.result() for future in sent], nbytes)
+            nbytes = self._send(key, upload, 0, itertools.chain([first], parts), sent, places)
+            self.complete(key, upload, [future.result() for future in sent], nbytes)
         except BaseException:
             wait(sent)
-            self._abort(key, upload_id)
+            self.abort(key, upload)
             raise
+        return nbytes
+
+    def begin(self, key: str) -> str:
+        """Begin an upload to which several machines may send parts; see `SharedUploads`."""
+        return str(self._client.call("create_multipart_upload", key)["UploadId"])
+
+    def send(self, key: str, upload: str, first: int, parts: Sequence[memoryview]) -> list[dict[str, Any]]:
+        """Send consecutive parts, several at a time."""
+        sent: _Sent = []
+        try:
+            self._send(key, upload, first, parts, sent, places=1)
+        finally:
+            # The memory is the caller's again.
+            wait(sent)
+        return [future.result() for future in sent]
+
+    def _send(self, key: str, upload: str, first: int, parts: Iterable[memoryview], sent: _Sent, places: int) -> int:
+        """Begin to send parts; return their size in bytes. `sent` is what becomes of them."""
+        nbytes = 0
+        for number, part in enumerate(parts, first + 1):
+            for _ in range(places):
+                self._free.acquire()
+            failed = next((future for future in sent if future.done() and future.exception()), None)
+            if failed is not None:
+                self._free.release(places)
+                raise failed.exception() or AssertionError
+            future = self._pool.submit(self._upload_part, key, upload, number, part)
+            future.add_done_callback(lambda _: self._free.release(places))
+            sent.append(future)
+            nbytes += len(part)
         return nbytes
 
     def abort_unfinished(self, among: Callable[[str], bool]) -> int:
@@ -104,7 +127,7 @@ class Uploads:
         found = [(upload["Key"].removeprefix(prefix), upload["UploadId"]) for upload in self._unfinished()]
         uploads = [(key, upload_id) for key, upload_id in found if among(key)]
         for key, upload_id in uploads:
-            self._abort(key, upload_id)
+            self.abort(key, upload_id)
         return len(uploads)
 
     def _put(self, key: str, data: memoryview) -> int:
@@ -132,10 +155,11 @@ class Uploads:
             entry["ChecksumCRC32"] = answer["ChecksumCRC32"]
         return entry
 
-    def _complete(self, key: str, upload_id: str, parts: list[dict[str, Any]], nbytes: int) -> None:
+    def complete(self, key: str, upload: str, receipts: Sequence[dict[str, Any]], nbytes: int) -> None:
+        """Make an object of `nbytes` bytes of the parts."""
         try:
             # Servers may put the parts together before they answer.
-            arguments: dict[str, Any] = {"UploadId": upload_id, "MultipartUpload": {"Parts": parts}}
+            arguments: dict[str, Any] = {"UploadId": upload, "MultipartUpload": {"Parts": list(receipts)}}
             self._client.call("complete_multipart_upload", key, nbytes=nbytes, **arguments)
         except (StorageTimeout, Missing):
             # The answer may have been lost, not the call: the upload is then gone and the object there.
@@ -162,17 +186,16 @@ class Uploads:
             arguments["KeyMarker"] = page["NextKeyMarker"]
             arguments["UploadIdMarker"] = page.get("NextUploadIdMarker", "")
 
-    def _abort(self, key: str, upload_id: str) -> None:
+    def abort(self, key: str, upload: str) -> None:
+        """Give an upload up, so that parts that are sent later are refused."""
         try:
-            self._client.call("abort_multipart_upload", key, UploadId=upload_id)
+            self._client.call("abort_multipart_upload", key, UploadId=upload)
         except StorageError:
             # The next writer's sweep finds it.
             return
 
 
-def _parts_of(
-    pieces: Iterable[memoryview], sent: Sequence[Future[dict[str, Any]]]
-) -> tuple[Iterator[memoryview], int, int]:
+def _parts_of(pieces: Iterable[memoryview], sent: _Sent) -> tuple[Iterator[memoryview], int, int]:
     """Return the parts of an object, their size but for the last, and how many places in flight each takes."""
     if not isinstance(pieces, Sequence):
 
@@ -190,9 +213,9 @@ def _parts_of(
 def equal_parts(nbytes: int) -> int:
     """Return the size of an object's parts: equal ones, as nearly as whole stripes can be.
 
-    A small part at the end would leave the other connections idle.
+    A small part at the end would leave the other connections idle. S3 takes at most 10,000 parts.
     """
-    stripes, num_parts = -(-nbytes // _STRIPE_BYTES), -(-nbytes // _PART_BYTES)
+    stripes, num_parts = -(-nbytes // _STRIPE_BYTES), min(-(-nbytes // _PART_BYTES), _MOST_PARTS)
     if num_parts <= 1:
         return _PART_BYTES
     return max(_STRIPE_BYTES * -(-stripes // num_parts), _LEAST_PART_BYTES)

@@ -154,6 +154,13 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 # -- options and outputs -------------------------------------------------------------------------------------------
 
 
+def _folder(text: str) -> Path:
+    """Return the folder of that name, made if it does not exist: hours of measurement must not end without a page."""
+    folder = Path(text)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def make_parser(description: str | None, page: str, *, quick: str, smoke: str) -> argparse.ArgumentParser:
     """Make a parser with the options that all benchmarks have.
 
@@ -170,7 +177,7 @@ def make_parser(description: str | None, page: str, *, quick: str, smoke: str) -
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     parser.add_argument(
         "--docs",
-        type=Path,
+        type=_folder,
         nargs="?",
         const=DOCS,
         metavar="FOLDER",

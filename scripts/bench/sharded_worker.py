@@ -3,7 +3,7 @@
     sharded_worker.py train METHOD FOLDER STEPS SAVE_EVERY WIDTH LAYERS
     sharded_worker.py load METHOD FOLDER STEPS SAVE_EVERY WIDTH LAYERS
 
-The model is sharded by FSDP2, or by DeepSpeed's ZeRO-3 for a METHOD that ends with `zero`.
+The model is sharded by FSDP2, by DeepSpeed's ZeRO-3 for a METHOD that ends with `zero`, or by nothing for `ours whole`.
 
 Rank 0 prints one line "RESULT {json}".
 """
@@ -123,9 +123,12 @@ class Ours(Sharded):
         self.manager.close()
 
 
-def sharded(model: Model, *, by_zero: bool) -> tuple[Any, Any]:
+def sharded(model: Model, name: str) -> tuple[Any, Any]:
     """Return DeepSpeed's engine, if it shards the model, and the optimizer."""
-    if not by_zero:
+    if name == "ours whole":
+        # All ranks draw the same samples, so that the replicas are equal without DDP.
+        return None, torch.optim.AdamW(model.parameters(), lr=1e-4)
+    if not name.endswith("zero"):
         for block in model.layers:
             fully_shard(block)
         fully_shard(model)
@@ -150,7 +153,7 @@ def main(action: str, name: str, folder: str, steps: int, save_every: int, width
     rank = dist.get_rank()
     model = Model(width, layers)
     state_bytes = 3 * sum(parameter.nbytes for parameter in model.parameters())
-    engine, optimizer = sharded(model, by_zero=name.endswith("zero"))
+    engine, optimizer = sharded(model, name)
     method: Sharded
     if name.startswith("ours"):
         method = Ours(engine or model, optimizer, folder)

@@ -2,9 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
-from checkpointing.storage.object_store import ObjectMissing
+from checkpointing.storage.object_store import ObjectMissing, StorageError
+
+
+class MemoryUploads:
+    """See `SharedUploads`. A receipt is the number of a part."""
+
+    def __init__(self, objects: dict[str, bytes]) -> None:
+        self.open: dict[str, dict[int, bytes]] = {}
+        self._objects, self._numbers = objects, itertools.count()
+
+    def begin(self, key: str) -> str:
+        upload = f"{key} {next(self._numbers)}"
+        self.open[upload] = {}
+        return upload
+
+    def send(self, key: str, upload: str, first: int, parts: Sequence[memoryview]) -> list[int]:
+        if upload not in self.open:
+            raise StorageError(f"{key}: this upload is over")
+        self.open[upload] |= {number: bytes(part) for number, part in enumerate(parts, first)}
+        return list(range(first, first + len(parts)))
+
+    def complete(self, key: str, upload: str, receipts: Sequence[int], nbytes: int) -> None:
+        parts = self.open.pop(upload)
+        self._objects[key] = b"".join(parts[number] for number in receipts)
+        if len(self._objects[key]) != nbytes:
+            raise StorageError(f"{key}: parts are missing")
+
+    def abort(self, key: str, upload: str) -> None:
+        self.open.pop(upload, None)
 
 
 class MemoryObjects:
@@ -15,6 +44,7 @@ class MemoryObjects:
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
+        self.shared_uploads = MemoryUploads(self.objects)
         self.transferred: Callable[[int], None] = lambda nbytes: None
         self.retried: Callable[[str], None] = lambda reason: None
 

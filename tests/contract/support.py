@@ -15,6 +15,7 @@ from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import digest_buffer
 from checkpointing.manifest import Manifest, SnapshotInfo
 from checkpointing.shards import INDEX_NAME, ShardParts, parts_name, shard_name
+from checkpointing.split import Split, SplitSave, WholeFile, write_portion
 from checkpointing.storage import Storage, open_storage
 from checkpointing.together import Shard, Together, write_shards
 
@@ -51,6 +52,21 @@ def commit_together(location: str, step: int, attempt: int = 1) -> Manifest:
         files.append(staged(INDEX_NAME, memoryview(b"{}")))
         manifest = commit_snapshot(open_storage(location), info, files, together=save)
         other.result()
+    return manifest
+
+
+def commit_split(location: str, step: int, attempt: int = 1) -> Manifest:
+    """Commit a checkpoint of one file, half of whose parts another node writes."""
+    data = memoryview(random.Random(step).randbytes(1 << 20) * 33)
+    parts, info = ShardParts.of(data), SnapshotInfo("run", attempt, step, 2, step)
+    file = WholeFile("model", data, lambda: parts)
+    own, others = (Split(f"{step:012x}", node, 2) for node in range(2))
+    save = SplitSave(own, [file])
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(write_portion, open_storage(location), info, others, [file])
+        files = [staged("model", data), staged("state", memoryview(b"step %d" % step))]
+        manifest = commit_snapshot(open_storage(location), info, files, split=save)
+        other.exception()
     return manifest
 
 

@@ -18,6 +18,9 @@ from checkpointing.storage import open_storage
 # The second attempt goes back to step 2, so the first attempt's checkpoint of step 3 is quarantined.
 OPERATIONS = ["begin:1", "commit:1", "commit-large:2", "commit:3", "remove:1", "aside:3", "begin:2"]
 OPERATIONS += ["commit-together:5", "commit:4"]
+# Of a file that two nodes write.
+SPLIT_OPERATIONS = ["begin:1", "commit:1", "commit-split:5", "commit:4"]
+SPLIT = dict.fromkeys(("split.written", "split.closed", "portion.written", "portion.reported"), ("commit-split:5", 1))
 # What the node does that does not commit.
 OTHER_NODE = {"shard.written": ("commit-together:5", 1), "shard.reported": ("commit-together:5", 1)}
 # The operation that is interrupted there, and at which pass of the failpoint: never in the first save.
@@ -51,7 +54,9 @@ REMOTE = {
 
 
 def test_every_failpoint_of_the_storages_is_tried() -> None:
-    others = {name for name in NAMES if name.startswith(("training.", "snapshot.", "restore.", "leader."))}
+    others = SPLIT.keys() | {
+        name for name in NAMES if name.startswith(("training.", "snapshot.", "restore.", "leader."))
+    }
     assert {*LOCAL, *REMOTE} | others == {*NAMES}
 
 
@@ -68,9 +73,26 @@ def test_in_object_storage(point: str, action: str, radosgw_s3: Server, monkeypa
     interrupt(f"s3://{bucket_on(radosgw_s3, monkeypatch)}/run", point, action, *REMOTE[point])
 
 
-def interrupt(location: str, point: str, action: str, operation: str, number: int) -> None:
+@pytest.mark.process
+@pytest.mark.parametrize("action", ["kill", "error"])
+@pytest.mark.parametrize("point", SPLIT)
+def test_of_a_file_that_two_nodes_write_on_a_disk(point: str, action: str, tmp_path: Path) -> None:
+    interrupt(str(tmp_path / "store"), point, action, *SPLIT[point], SPLIT_OPERATIONS)
+
+
+@pytest.mark.parametrize("action", ["kill", "error"])
+@pytest.mark.parametrize("point", SPLIT)
+def test_of_an_object_that_two_nodes_write(
+    point: str, action: str, radosgw_s3: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(f"s3://{bucket_on(radosgw_s3, monkeypatch)}/run", point, action, *SPLIT[point], SPLIT_OPERATIONS)
+
+
+def interrupt(
+    location: str, point: str, action: str, operation: str, number: int, operations: list[str] = OPERATIONS
+) -> None:
     result = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("writer.py")), location, *OPERATIONS],
+        [sys.executable, str(Path(__file__).with_name("writer.py")), location, *operations],
         env={**os.environ, FAILPOINTS_ENV: f"{point}={action}@{number}"},
         capture_output=True,
         text=True,
@@ -82,8 +104,8 @@ def interrupt(location: str, point: str, action: str, operation: str, number: in
     else:
         failed = [line for line in lines if line.startswith("failed")]
         assert result.returncode == 0 and lines[-1] == "done commit:4", result
-        if point == "shard.reported":
-            # The node that commits knows all that it needs.
+        if point in ("shard.reported", "portion.written", "portion.reported"):
+            # The node that commits knows all that it needs, or writes by itself what the other one has not.
             assert failed == [], failed
             assert_good_order(location, kept_by(lines))
             return

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from contract.support import assert_is_what_was_written, commit_together
+from contract.support import assert_is_what_was_written, commit_split, commit_together, leftovers
 
 from checkpointing.catalog import Catalog, verify
 from checkpointing.commit import StagedFile, commit_snapshot
@@ -127,6 +127,14 @@ def test_pieces_that_use_the_same_memory_again(storage: Storage, window_mb: int)
     file = StagedFile("windowed", pieces(), lambda: digest_buffer(expected))
     commit_snapshot(storage, SnapshotInfo("run", 1, 3, 1, 3), [file])
     assert Catalog(storage).verify(3).total_bytes == len(expected)
+
+
+def test_two_nodes_write_one_file(storage: Storage, location: str) -> None:
+    # fsspec has no way to write one object from several machines.
+    assert storage.can_split != location.startswith("memory:")
+    if storage.can_split:
+        assert_is_what_was_written(storage, commit_split(location, 5))
+        assert leftovers(location.removeprefix("file://")) == []
 
 
 def test_nothing_is_visible_before_commit_or_after_abort(storage: Storage) -> None:

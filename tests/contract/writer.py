@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import sys
 
-from support import LARGE_BYTES, PART_BYTES, commit, commit_together  # type: ignore[import-not-found]
+from support import LARGE_BYTES, PART_BYTES, commit, commit_split, commit_together  # type: ignore[import-not-found]
 
+from checkpointing import split
 from checkpointing.errors import CheckpointError
 from checkpointing.storage import open_storage, s3_multipart
 
 
 def main(location: str, *operations: str) -> None:
     s3_multipart._PART_BYTES = PART_BYTES
+    split.PATIENCE_S = 1.0
     storage, attempt = open_storage(location), 1
     for operation in operations:
         print("doing", operation, flush=True)
@@ -30,6 +32,8 @@ def main(location: str, *operations: str) -> None:
                     commit(storage, int(number), attempt, LARGE_BYTES)
                 case "commit-together":
                     commit_together(location, int(number), attempt)
+                case "commit-split":
+                    commit_split(location, int(number), attempt)
                 case "remove":
                     storage.remove(int(number))
                 case "aside":

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from chaos.stores import MemoryObjects
 
-from checkpointing import together
+from checkpointing import save_notes
 from checkpointing.digest import digest_buffer
 from checkpointing.errors import CommitFailed
 from checkpointing.manifest import FileEntry, SnapshotInfo
@@ -162,7 +162,7 @@ def test_digests_that_cannot_be_read_are_an_error(transaction: LocalTransaction,
 def test_signs_of_life_end_with_the_digests_and_are_removed(
     storage: LocalStorage, transaction: LocalTransaction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(together, "ALIVE_S", 0.001)
+    monkeypatch.setattr(save_notes, "ALIVE_S", 0.001)
     digested = threading.Event()
     seen: set[bytes] = set()
 
