@@ -78,12 +78,14 @@ class MeasuredEvent(StepEvent):
         return self.metrics.get(name)
 
 
-# -- reported by ranks -----------------------------------------------------------------------------------------------
-
-
+# Reported by ranks:
 @dataclass(frozen=True, kw_only=True)
 class TrainingStarted(StepEvent, name="training_started"):
-    """A training loop is about to compute its first step after `step`; it ends at `total_steps`, if that is known."""
+    """A training loop is about to compute its first step after `step`.
+
+    Attributes:
+        total_steps: Step at which it ends; None if unknown.
+    """
 
     total_steps: int | None = None
 
@@ -191,9 +193,7 @@ class Pinned(Event, name="pinned"):
     complete: bool
 
 
-# -- reported by the agent -------------------------------------------------------------------------------------------
-
-
+# Reported by the agent:
 @dataclass(frozen=True, kw_only=True)
 class StageEntered(Event, name="stage"):
     """The script began another training with checkpoints of its own.

@@ -21,15 +21,16 @@ def await_note(
     patience_s: float,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
+    is_wanted: Callable[[], bool] = lambda: True,
 ) -> bytes | None:
-    """Wait for a note; None where there is none after `patience_s` seconds.
+    """Wait for a note; None where there is none after `patience_s` seconds, or it is not wanted any more.
 
     Raises:
         OSError: Storage refused.
     """
     since, pause = clock(), SHORTEST_LOOK_S
     while (note := transaction.read_note(name)) is None:
-        if clock() - since > patience_s:
+        if clock() - since > patience_s or not is_wanted():
             return None
         sleep(pause)
         pause = min(2 * pause, LONGEST_LOOK_S)

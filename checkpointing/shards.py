@@ -18,11 +18,11 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from checkpointing.digest import digest_of_parts, num_parts, part_digests
+from checkpointing.digest import PART_BYTES, digest_of_parts, num_parts, part_digests
 
 FOLDER = "shards/"
 INDEX_NAME = f"{FOLDER}index.json"
@@ -286,6 +286,25 @@ class ShardIndex:
         for file in index.files.values():
             file.check()
         return index, sizes
+
+
+@dataclass(frozen=True)
+class HeldFile:
+    """A file of a checkpoint, or a shard, in a node's memory.
+
+    Attributes:
+        name: Its name inside the checkpoint.
+        data: Its bytes.
+        parts: Returns the digests of its parts, once they are known.
+    """
+
+    name: str
+    data: memoryview
+    parts: Callable[[], ShardParts]
+
+    def part(self, numbers: range) -> memoryview:
+        """Return the bytes of consecutive parts, by number."""
+        return self.data[numbers.start * PART_BYTES : numbers.stop * PART_BYTES]
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,13 @@ parts and all small files. The others write theirs, and report in a note each, o
 digests of what they wrote. These are compared with the memory of the node that commits, which then completes the files
 and commits as it does alone.
 
-A node that gives no sign of life, or cannot write, costs time only: what was opened is dropped, so that nothing it may
-still write can get into the checkpoint, and the node that commits writes these files by itself.
+A node that gives no sign of life, cannot write, or holds other bytes costs time only: what was opened is dropped, so
+that nothing it may still write can get into the checkpoint, and the node that commits writes these files by itself.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -19,11 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from checkpointing.digest import PART_BYTES, num_parts
-from checkpointing.errors import CommitFailed, InvalidCheckpoint
+from checkpointing.errors import InvalidCheckpoint
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import SnapshotInfo
 from checkpointing.save_notes import LONGEST_LOOK_S, SHORTEST_LOOK_S, SignsOfLife, await_note, error_in
-from checkpointing.shards import ShardParts
+from checkpointing.shards import HeldFile
 from checkpointing.storage import Storage
 from checkpointing.storage.base import Transaction
 
@@ -33,10 +34,11 @@ LEAST_BYTES = 4 * PART_BYTES
 MOST_PARTS = 10_000
 # Without a sign of life from a node, for so long, its parts are written by the node that commits.
 PATIENCE_S = 8.0
+# A node that lives is waited for as many times as long as this node's own parts took, and at least and at most for
+# this: an agent without progress is given up after ten minutes.
+_TIMES, _LEAST_WAIT_S, _LONGEST_WAIT_S = 3.0, 30.0, 300.0
 # For the node that commits to begin: it may have to finish an earlier save first.
 BEGIN_PATIENCE_S = 20.0
-# For a node that lives, but does not get on; when its attempt is over, ranks wait for this.
-LONGEST_S, LAST_LONGEST_S = 3600.0, 60.0
 _BEGUN = ".split.json"
 
 
@@ -48,35 +50,18 @@ class Split:
         identity: Of the save, in hexadecimal digits; all nodes have the same.
         node: Number of this node among those that write.
         nodes: Number of nodes that write.
+        files: The files that they write together: large, and equal on all of them.
     """
 
     identity: str
     node: int
     nodes: int
+    files: tuple[str, ...]
 
     def portion(self, nbytes: int, node: int | None = None) -> range:
         """Return the numbers of the parts of a file of `nbytes` bytes that a node, by default this one, writes."""
         number, total = self.node if node is None else node, num_parts(nbytes)
         return range(total * number // self.nodes, total * (number + 1) // self.nodes)
-
-
-@dataclass(frozen=True)
-class WholeFile:
-    """A file in memory.
-
-    Attributes:
-        name: Its name inside the checkpoint.
-        data: Its bytes.
-        parts: Returns the digests of its parts, once they are known.
-    """
-
-    name: str
-    data: memoryview
-    parts: Callable[[], ShardParts]
-
-    def part(self, numbers: range) -> memoryview:
-        """Return the bytes of consecutive parts."""
-        return self.data[numbers.start * PART_BYTES : numbers.stop * PART_BYTES]
 
 
 def is_split(nbytes: int) -> bool:
@@ -92,7 +77,8 @@ def write_portion(
     storage: Storage,
     info: SnapshotInfo,
     split: Split,
-    files: Sequence[WholeFile],
+    files: Sequence[HeldFile],
+    is_wanted: Callable[[], bool] = lambda: True,
     *,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
@@ -103,7 +89,8 @@ def write_portion(
         storage: Where to.
         info: What the files are of.
         split: Which parts.
-        files: The large files.
+        files: The files.
+        is_wanted: Asked while the other node is waited for, and between files; False ends it.
         clock: Seconds.
         sleep: Waits.
 
@@ -113,14 +100,17 @@ def write_portion(
     Raises:
         OSError: Storage refused; the node that commits learns of it if that can be written.
     """
+    files = [file for file in files if split.portion(len(file.data))]
+    if not files:
+        return True
     transaction = storage.begin(info.step, info.attempt, split.identity, joins=True)
     begun = transaction.read_note(_BEGUN)
     if begun is None:
         if _is_committed(storage, info):
             return True
-        begun = await_note(transaction, _BEGUN, BEGIN_PATIENCE_S, clock, sleep)
+        begun = await_note(transaction, _BEGUN, BEGIN_PATIENCE_S, clock, sleep, is_wanted)
     if begun is None:
-        return _is_committed(storage, info)
+        return _is_committed(storage, info) or not is_wanted()
     tokens: dict[str, str] = json.loads(begun)["files"]
     if not tokens:
         return True
@@ -128,19 +118,23 @@ def write_portion(
     signs = SignsOfLife(transaction, note)
     try:
         for file in files:
+            if not is_wanted():
+                raise OSError(errno.ECANCELED, "its attempt is over")
             numbers = split.portion(len(file.data))
-            if file.name not in tokens or not numbers:
-                continue
             receipts = transaction.write_parts(file.name, tokens[file.name], numbers.start, file.part(numbers))
             failpoint("portion.written")
             digests = b"".join(file.parts().digests[numbers.start : numbers.stop]).hex()
             report[file.name] = {"receipts": receipts, "digests": digests}
+        signs.end()
+        transaction.write_note(note, json.dumps({"files": report}).encode())
     except OSError as error:
         signs.end(error.strerror or str(error))
         raise
     finally:
         signs.end()
-    transaction.write_note(note, json.dumps({"files": report}).encode())
+        if transaction.read_note(_BEGUN) is None:
+            # The node that commits has gone on without this one, and removes no more notes.
+            transaction.withdraw([note])
     failpoint("portion.reported")
     return True
 
@@ -165,7 +159,7 @@ class SplitSave:
     def __init__(
         self,
         split: Split,
-        files: Sequence[WholeFile],
+        files: Sequence[HeldFile],
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -174,7 +168,7 @@ class SplitSave:
 
         Args:
             split: Which of the nodes this one is.
-            files: The large files; none where this node writes alone, which the others then learn.
+            files: The files; none where this node writes alone, which the others then learn.
             clock: Seconds.
             sleep: Waits.
         """
@@ -186,11 +180,21 @@ class SplitSave:
         self._tokens: dict[str, str] = {}
         self._receipts: dict[str, list[Any]] = {}
         self._transaction: Transaction | None = None
+        self._began = 0.0
 
     @property
     def nodes_that_write(self) -> int:
         """Number of nodes that have written the checkpoint."""
-        return self.split.nodes if self._files and self.gave_up is None else 1
+        return len(self._others()) + 1 if self._files and self.gave_up is None else 1
+
+    def _others(self) -> set[int]:
+        """Return the other nodes that have parts to write."""
+        sizes = [len(file.data) for file in self._files.values()]
+        return {
+            node
+            for node in range(self.split.nodes)
+            if node != self.split.node and any(self.split.portion(nbytes, node) for nbytes in sizes)
+        }
 
     def begin(self, transaction: Transaction) -> None:
         """Open the files, and let the other nodes write.
@@ -198,29 +202,35 @@ class SplitSave:
         Raises:
             OSError: Storage refused.
         """
-        self._transaction = transaction
-        for name, file in self._files.items():
-            self._tokens[name] = transaction.open_split(name, len(file.data))
-        transaction.write_note(_BEGUN, json.dumps({"files": self._tokens}).encode())
+        self._transaction, self._began = transaction, self._clock()
+        try:
+            for name, file in self._files.items():
+                self._tokens[name] = transaction.open_split(name, len(file.data))
+        except OSError as error:
+            # A place may take files only from the first byte to the last.
+            self._give_up(f"a file of several nodes could not be opened: {error.strerror or error}")
+        tokens = self._tokens if self.gave_up is None else {}
+        transaction.write_note(_BEGUN, json.dumps({"files": tokens}).encode())
+
+    def _give_up(self, why: str) -> None:
+        self.gave_up = self.gave_up or why
 
     def holds(self, name: str) -> bool:
         """Return whether a file is one that several nodes write."""
         return name in self._files
 
     def write(self, name: str) -> int:
-        """Write this node's parts of a file; return the size of the whole file.
-
-        Raises:
-            OSError: Storage refused.
-        """
+        """Write this node's parts of a file; return the size of the whole file. What fails is tried again alone."""
         assert self._transaction is not None
         file = self._files[name]
         numbers = self.split.portion(len(file.data))
-        self._receipts[name] = (
-            self._transaction.write_parts(name, self._tokens[name], numbers.start, file.part(numbers))
-            if numbers
-            else []
-        )
+        self._receipts[name] = []
+        if numbers and self.gave_up is None:
+            token, data = self._tokens[name], file.part(numbers)
+            try:
+                self._receipts[name] = self._transaction.write_parts(name, token, numbers.start, data)
+            except OSError as error:
+                self._give_up(f"parts of {name} could not be written: {error.strerror or error}")
         failpoint("split.written")
         return len(file.data)
 
@@ -231,37 +241,38 @@ class SplitSave:
             is_current: Whether the attempt that made the snapshot runs still.
 
         Raises:
-            CommitFailed: Another node holds other bytes.
             OSError: Storage refused.
         """
         transaction = self._transaction
         assert transaction is not None
-        reports = self._await_reports(transaction, is_current)
+        reports = {self.split.node: self._receipts}
+        if self.gave_up is None:
+            self._await_reports(transaction, reports, is_current)
         for name, file in self._files.items():
-            if reports is None:
-                transaction.drop_split(name, self._tokens[name])
+            if self.gave_up is None:
+                receipts = [one for node in sorted(reports) for one in reports[node].get(name, [])]
+                try:
+                    transaction.close_split(name, self._tokens[name], file.data, receipts)
+                except OSError as error:
+                    self._give_up(f"{name} could not be completed: {error.strerror or error}")
+                failpoint("split.closed")
+            if self.gave_up is not None:
+                if name in self._tokens:
+                    transaction.drop_split(name, self._tokens[name])
                 transaction.write(name, [file.data])
-                continue
-            receipts: list[Any] = []
-            for node in range(self.split.nodes):
-                receipts += self._receipts[name] if node == self.split.node else reports[node].get(name, [])
-            transaction.close_split(name, self._tokens[name], len(file.data), receipts)
-            failpoint("split.closed")
-        transaction.withdraw([_BEGUN, *map(_note_of, range(self.split.nodes))])
+        # In this order: another node that writes a note later finds that the first one is gone.
+        transaction.withdraw([_BEGUN])
+        transaction.withdraw([_note_of(node) for node in range(self.split.nodes)])
 
     def _await_reports(
-        self, transaction: Transaction, is_current: Callable[[], bool]
-    ) -> dict[int, dict[str, list[Any]]] | None:
-        """Return the receipts of each other node, by file; None where one has failed."""
-        missing = {
-            node
-            for node in range(self.split.nodes)
-            if node != self.split.node and any(self.split.portion(len(f.data), node) for f in self._files.values())
-        }
-        reports: dict[int, dict[str, list[Any]]] = {node: {} for node in range(self.split.nodes)}
+        self, transaction: Transaction, reports: dict[int, dict[str, list[Any]]], is_current: Callable[[], bool]
+    ) -> None:
+        """Wait for the receipts of each other node, by file, or give up."""
+        missing = self._others()
         seen: dict[int, bytes] = {}
-        began = since = self._clock()
-        pause = SHORTEST_LOOK_S
+        since, pause = self._clock(), SHORTEST_LOOK_S
+        longest_s = min(max(_TIMES * (since - self._began), _LEAST_WAIT_S), _LONGEST_WAIT_S)
+        began = since
         while missing:
             for node in sorted(missing):
                 note = transaction.read_note(_note_of(node))
@@ -270,35 +281,34 @@ class SplitSave:
                 seen[node], since, self.met_others = note, self._clock(), True
                 error = error_in(note)
                 if error is not None:
-                    self.gave_up = f"another node could not write its part: {error}"
-                    return None
+                    self._give_up(f"another node could not write its part: {error}")
+                    return
                 report = json.loads(note).get("files")
                 if report is not None:
-                    reports[node] = {name: self._checked(name, node, entry) for name, entry in report.items()}
+                    problem = self._problem(node, report)
+                    if problem is not None:
+                        self._give_up(problem)
+                        return
+                    reports[node] = {name: entry["receipts"] for name, entry in report.items()}
                     missing.discard(node)
                     pause = SHORTEST_LOOK_S
             if not missing:
                 break
             silent_s, waited_s = self._clock() - since, self._clock() - began
-            patience_s, longest_s = (PATIENCE_S, LONGEST_S) if is_current() else (PATIENCE_S / 2, LAST_LONGEST_S)
-            if silent_s > patience_s or waited_s > longest_s:
-                self.gave_up = f"another node has not written its part for {waited_s:.0f} s"
-                return None
+            if silent_s > (PATIENCE_S if is_current() else PATIENCE_S / 2) or waited_s > longest_s:
+                self._give_up(f"another node has not written its part for {waited_s:.0f} s")
+                return
             self._sleep(pause)
             pause = min(2 * pause, LONGEST_LOOK_S)
-        return reports
 
-    def _checked(self, name: str, node: int, entry: dict[str, Any]) -> list[Any]:
-        """Return a node's receipts for a file, once its digests are found to be those of this node.
-
-        Raises:
-            CommitFailed: They are not.
-        """
-        file = self._files[name]
-        numbers = self.split.portion(len(file.data), node)
-        if bytes.fromhex(entry["digests"]) != b"".join(file.parts().digests[numbers.start : numbers.stop]):
-            raise CommitFailed(
-                f"another node of this run holds other bytes of {name}: the memory of one of the two machines is not "
-                "what was trained. Look for memory errors (runner doctor, the system's log)"
-            )
-        return list(entry["receipts"])
+    def _problem(self, node: int, report: dict[str, Any]) -> str | None:
+        """Return what is wrong with a node's report: it lacks a file, or the bytes are not those of this node."""
+        for name, file in self._files.items():
+            numbers = self.split.portion(len(file.data), node)
+            expected = b"".join(file.parts().digests[numbers.start : numbers.stop]).hex()
+            if numbers and report.get(name, {}).get("digests") != expected:
+                return (
+                    f"another node holds other bytes of {name}: the replicas are not equal, or the memory of a machine "
+                    "is damaged (runner doctor)"
+                )
+        return None

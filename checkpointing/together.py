@@ -18,7 +18,7 @@ from checkpointing.errors import CommitFailed
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import FileEntry, SnapshotInfo
 from checkpointing.save_notes import LONGEST_LOOK_S, SHORTEST_LOOK_S, SignsOfLife, await_note, error_in
-from checkpointing.shards import BEGUN_NAME, ShardParts, parts_name, state_name
+from checkpointing.shards import BEGUN_NAME, HeldFile, ShardParts, parts_name, state_name
 from checkpointing.storage import Storage
 from checkpointing.storage.base import Transaction
 
@@ -46,21 +46,6 @@ class Together:
     shards: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Shard:
-    """A shard in memory.
-
-    Attributes:
-        name: Its name inside the checkpoint.
-        data: Its bytes.
-        parts: Returns its digests, once they are known.
-    """
-
-    name: str
-    data: memoryview
-    parts: Callable[[], ShardParts]
-
-
 def begin_together(transaction: Transaction, together: Together) -> FileEntry:
     """Let the other nodes write; return the file that says so, which is part of the checkpoint.
 
@@ -76,7 +61,7 @@ def write_shards(
     storage: Storage,
     info: SnapshotInfo,
     together: Together,
-    shards: Sequence[Shard],
+    shards: Sequence[HeldFile],
     *,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,

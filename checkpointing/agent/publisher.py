@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from checkpointing.agent.arenas import Arena
+from checkpointing.agent.duty import Duty
 from checkpointing.agent.fencing import Fencer
 from checkpointing.agent.reporting import Clock, progress_reporter, text_of
 from checkpointing.agent.results import Report, SharesWritten
@@ -18,14 +19,16 @@ from checkpointing.events import CommitFailed, Committed, Pruned, PruneFailed
 from checkpointing.events import Fenced as FencedEvent
 from checkpointing.manifest import Manifest, SnapshotInfo
 from checkpointing.retention import Retention, steps_to_remove
-from checkpointing.shards import ShardParts, parts_name, shard_rank
-from checkpointing.split import Split, SplitSave, WholeFile, is_split, write_portion
+from checkpointing.shards import HeldFile, ShardParts, parts_name, shard_rank
+from checkpointing.split import Split, SplitSave, write_portion
 from checkpointing.storage import Storage
 from checkpointing.tiers import Tiers
-from checkpointing.together import Shard, Together, write_shards
+from checkpointing.together import Together, write_shards
 
 Outcome = Committed | CommitFailed
 logger = logging.getLogger("checkpointing")
+# Saves of several nodes that fail one after the other before an attempt does without.
+_MOST_MISSES = 2
 
 
 class Publisher:
@@ -41,6 +44,7 @@ class Publisher:
         fencer: Fencer,
         report: Report,
         *,
+        duty: Duty,
         local_retention: Retention,
         flush_retries: Callable[[], None] = lambda: None,
         clock: Clock = time.monotonic,
@@ -51,6 +55,7 @@ class Publisher:
             tiers: Where.
             fencer: Begins attempts there.
             report: Takes its events.
+            duty: Whether this node is the one that commits.
             local_retention: What the local tier keeps.
             flush_retries: Called at the end of each task, to report calls that were retried.
             clock: Seconds.
@@ -58,8 +63,8 @@ class Publisher:
         self.retention: Retention | None = None
         self._tiers, self._fencer, self._report = tiers, fencer, report
         self._local_retention, self._flush_retries, self._clock = local_retention, flush_retries, clock
-        # The attempt in which the nodes do not reach each other through the storage.
-        self._alone_in: int | None = None
+        self._duty = duty
+        self._meetings = _Meetings()
 
     def commit(self, arena: Arena, storage: Storage, split: Split | None = None) -> Outcome:
         """Publish an arena's snapshot, once its attempt has begun. Its digests are awaited file by file.
@@ -84,9 +89,9 @@ class Publisher:
         attempt = arena.info.attempt
         save, others_bytes = None, 0
         if split is not None:
-            large = _large_files(arena) if attempt != self._alone_in else []
-            save = SplitSave(split, large)
-            others_bytes = sum(len(file.data) - len(file.part(split.portion(len(file.data)))) for file in large)
+            held = _files_of(arena, split) if self._meetings.are_hopeful(attempt) else []
+            save = SplitSave(split, held)
+            others_bytes = sum(len(file.data) - len(file.part(split.portion(len(file.data)))) for file in held)
         outcome = self.publish(
             storage,
             arena.info,
@@ -99,22 +104,26 @@ class Publisher:
             split=save,
             is_current=lambda: self._fencer.current.attempt <= attempt,
         )
-        if save is not None and save.gave_up is not None and not save.met_others:
-            # Most likely a directory that each node has for itself: the others are not waited for again.
-            self._alone_in = attempt
+        if save is not None and held:
+            self._meetings.add(attempt, save.gave_up is None)
         return outcome
 
     def write_portion(self, arena: Arena, split: Split) -> None:
         """Write this node's parts of a snapshot that another node commits, which does without where that fails."""
         assert arena.info is not None
-        attempt = arena.info.attempt
-        large = _large_files(arena)
-        if not large or attempt == self._alone_in:
+        durable, attempt = self._tiers.durable, arena.info.attempt
+        held = _files_of(arena, split)
+        if not self._meetings.are_hopeful(attempt):
             return
         self._fencer.wait_until_answered()
+        own = sum(len(file.part(split.portion(len(file.data)))) for file in held)
+        durable.watch(progress_reporter("upload", arena.info.step, own, self._report, self._clock))
+
+        def is_wanted() -> bool:
+            return self._fencer.current.attempt <= attempt and not self._duty.commits
+
         try:
-            if not write_portion(self._tiers.durable, arena.info, split, large):
-                self._alone_in = attempt
+            self._meetings.add(attempt, write_portion(durable, arena.info, split, held, is_wanted))
         except Exception as error:
             # The journal of the node that commits says so; the agent's log has the reason.
             logger.warning("the parts of checkpoint-%d could not be written: %s", arena.step, text_of(error))
@@ -220,21 +229,38 @@ class Publisher:
             self._report(PruneFailed(tier=tier, error=text_of(error)), None)
 
 
-def _shards(arena: Arena) -> list[Shard]:
+class _Meetings:
+    """Whether the nodes meet in the storage, which may be a directory that each has for itself, or slow for one."""
+
+    def __init__(self) -> None:
+        self._attempt, self._misses = -1, 0
+
+    def add(self, attempt: int, met: bool) -> None:
+        """Note a save of several nodes."""
+        if attempt != self._attempt:
+            self._attempt, self._misses = attempt, 0
+        self._misses = 0 if met else self._misses + 1
+
+    def are_hopeful(self, attempt: int) -> bool:
+        """Return whether to try it again in this attempt."""
+        return attempt != self._attempt or self._misses < _MOST_MISSES
+
+
+def _shards(arena: Arena) -> list[HeldFile]:
     """Return the shards in an arena."""
     return [
-        Shard(name, arena.view(offset, size), functools.partial(_parts_of, arena, name))
+        HeldFile(name, arena.view(offset, size), functools.partial(_parts_of, arena, name))
         for name, offset, size in arena.files
         if shard_rank(name) is not None
     ]
 
 
-def _large_files(arena: Arena) -> list[WholeFile]:
+def _files_of(arena: Arena, split: Split) -> list[HeldFile]:
     """Return the files in an arena that several nodes write."""
     return [
-        WholeFile(name, arena.view(offset, size), functools.partial(_parts_of, arena, name))
+        HeldFile(name, arena.view(offset, size), functools.partial(_parts_of, arena, name))
         for name, offset, size in arena.files
-        if is_split(size)
+        if name in split.files
     ]
 
 
@@ -243,7 +269,7 @@ def _parts_of(arena: Arena, name: str) -> ShardParts:
     return arena.parts[name]
 
 
-def _staged_parts(shard: Shard) -> StagedFile:
+def _staged_parts(shard: HeldFile) -> StagedFile:
     """Return the file with the digests of a shard's parts, made when it is written."""
 
     @functools.cache

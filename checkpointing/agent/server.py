@@ -311,8 +311,13 @@ def _content(message: Message, run_id: str, attempt: int) -> SnapshotContent:
     save = message.get("together")
     together = Together(str(save["identity"]), tuple(map(str, save["shards"]))) if save is not None else None
     part = message.get("split")
-    split = Split(str(part["identity"]), int(part["node"]), int(part["nodes"])) if part is not None else None
+    split = _split(part) if part is not None else None
     return SnapshotContent(info, files, bool(message["commit"]), together, split)
+
+
+def _split(message: Message) -> Split:
+    files = tuple(map(str, message["files"]))
+    return Split(str(message["identity"]), int(message["node"]), int(message["nodes"]), files)
 
 
 def _unsent(arenas: Sequence[Arena], client: Client) -> list[int]:

@@ -98,6 +98,7 @@ class StorageWorker:
             tiers,
             self.fencer,
             report,
+            duty=duty,
             local_retention=local_retention,
             flush_retries=self._flush_retries,
             clock=clock,

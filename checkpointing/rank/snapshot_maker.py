@@ -40,14 +40,14 @@ class _Layout:
         num_foreign: How many of the first ones are further states.
         optimizer: The optimizer's file, of which the images may have only this rank's share.
         together: The save, where the images are only this node's share of the state.
-        is_large: Whether a file is large enough for several nodes to write it.
+        splittable: Files that several nodes can write: large, and equal on all of them.
     """
 
     images: list[FileImage]
     num_foreign: int
     optimizer: FileImage
     together: Together | None = None
-    is_large: bool = False
+    splittable: tuple[str, ...] = ()
 
 
 class SnapshotMaker:
@@ -102,8 +102,8 @@ class SnapshotMaker:
         split = None
         if layout.together is not None:
             acquired = self._agreed(request.step, acquired)
-        elif request.commit and layout.is_large:
-            split = self._agreed_split(has_memory=not isinstance(acquired, Refusal))
+        elif request.commit and layout.splittable:
+            split = self._agreed_split(layout.splittable, has_memory=not isinstance(acquired, Refusal))
         if isinstance(acquired, Refusal):
             pending.was_staged = False
             if acquired is Refusal.NO_MEMORY and request.commit and ranks.is_first:
@@ -138,10 +138,11 @@ class SnapshotMaker:
             split=split,
         )
 
-    def _agreed_split(self, *, has_memory: bool) -> Split | None:
+    def _agreed_split(self, files: tuple[str, ...], *, has_memory: bool) -> Split | None:
         """Return which of the nodes that hold the snapshot this one is; None where it is the only one.
 
         Args:
+            files: What they can write together.
             has_memory: Whether this node has memory for it.
         """
         ranks = self._ranks
@@ -153,7 +154,7 @@ class SnapshotMaker:
         nodes = sorted({node for node, *_ in said} - without)
         if len(nodes) < 2 or first not in nodes:
             return None
-        return Split(said[0][2], nodes.index(first), len(nodes))
+        return Split(said[0][2], nodes.index(first), len(nodes), files)
 
     def _agreed(self, step: int, acquired: tuple[int, memoryview] | Refusal) -> tuple[int, memoryview] | Refusal:
         """Return what was acquired, if all nodes have memory for their share; otherwise why one has none."""
@@ -193,14 +194,15 @@ class SnapshotMaker:
         if state.parts:
             images = [sharding.take_over(image, state.parts) for image in images]
         optimizer, together = images[-1], None
-        is_large = any(is_split(image.nbytes) for image in images)
+        # What is taken from each node's first rank, such as running statistics, may differ.
+        splittable = tuple(image.name for image in images if is_split(image.nbytes) and not image.alone)
         if state.is_spread:
             shards, index, together = self._shards.lay_out(images[num_foreign:])
             images[num_foreign:] = shards
             small[INDEX_NAME] = index
         if self._ranks.local_rank == 0:
             images += [blob_image(name, data) for name, data in small.items()]
-        return _Layout(images, num_foreign, optimizer, together, is_large)
+        return _Layout(images, num_foreign, optimizer, together, splittable)
 
     def _copy_share(
         self,

@@ -85,8 +85,10 @@ class TorchFileLayout:
             checksums = get_crc32_options()
             set_crc32_options(False)
             try:
-                with skip_data(), _portable_tags():
-                    torch.save(obj, path)
+                # Not by the path: torch would name the archive after the descriptor, and the file's bytes would differ
+                # between nodes.
+                with skip_data(), _portable_tags(), os.fdopen(os.dup(fd), "wb", buffering=0) as file:
+                    torch.save(obj, file)
             finally:
                 set_crc32_options(checksums)
             nbytes = os.fstat(fd).st_size

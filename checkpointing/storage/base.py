@@ -99,11 +99,17 @@ class Transaction(Protocol):
             OSError: Storage refused, or the file was dropped.
         """
 
-    def close_split(self, name: str, token: str, nbytes: int, receipts: Sequence[Any]) -> None:
-        """Complete such a file, given the receipts of all its parts in order.
+    def close_split(self, name: str, token: str, data: memoryview, receipts: Sequence[Any]) -> None:
+        """Complete such a file.
+
+        Args:
+            name: Name of the file inside the checkpoint.
+            token: From `open_split`.
+            data: All of its bytes; a place that gives no receipts is compared with them, here and there.
+            receipts: Of all its parts, in order.
 
         Raises:
-            OSError: Storage refused; the file can only be dropped then.
+            OSError: Storage refused, or parts are not there; the file can only be dropped then.
         """
 
     def drop_split(self, name: str, token: str) -> None:

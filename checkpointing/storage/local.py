@@ -37,6 +37,7 @@ _QUARANTINED = re.compile(rf"{CHECKPOINT_PREFIX}{NUMBER}\.(invalid|superseded)(-
 TRAINER_STATE = "trainer_state.json"
 _ONLY_OURS = re.compile(r"loop_state_\d+\.json\Z|data_state(_\d+)?\.pth\Z|rank_state_\d+\.pt\Z")
 _FENCE_NAME = ".fence.json"
+_SAMPLE_BYTES = 4096
 _REMOVING = re.compile(rf"\.{CHECKPOINT_PREFIX}{NUMBER}\.removing\Z")
 
 
@@ -48,6 +49,13 @@ def _add_sizes(folder: Path, prefix: str, sizes: dict[str, int]) -> None:
                     _add_sizes(Path(entry.path), f"{prefix}{entry.name}/", sizes)
                 status = entry.stat(follow_symlinks=False)
                 sizes[f"{prefix}{entry.name}"] = status.st_size if stat.S_ISREG(status.st_mode) else IRREGULAR
+
+
+def _samples(nbytes: int) -> Iterator[int]:
+    """Yield places in a file of which some bytes are compared: the first and the last ones of each part."""
+    for start in range(0, nbytes, PART_BYTES):
+        yield start
+        yield max(min(start + PART_BYTES, nbytes) - _SAMPLE_BYTES, start)
 
 
 def _watched(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
@@ -127,12 +135,20 @@ class LocalTransaction:
         write_range(self._split_path(name, token), first * PART_BYTES, data)
         return []
 
-    def close_split(self, name: str, token: str, nbytes: int, receipts: Sequence[Any]) -> None:
-        """Sync the file's size, and give the file its name."""
+    def close_split(self, name: str, token: str, data: memoryview, receipts: Sequence[Any]) -> None:
+        """Look whether the parts of all nodes are there, sync the file's size, and give the file its name.
+
+        Where a mount keeps whole objects (gcsfuse, rclone), what one node has written replaces what others have.
+        """
         path = self._split_path(name, token)
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            if os.fstat(descriptor).st_size != nbytes:
+            for start in _samples(len(data)):
+                if os.pread(descriptor, _SAMPLE_BYTES, start) != data[start : start + _SAMPLE_BYTES]:
+                    raise OSError(
+                        errno.EIO, "what the nodes have written is not in it: does each see what others write?"
+                    )
+            if os.fstat(descriptor).st_size != len(data):
                 raise OSError(errno.EIO, f"{path} has not the size that it was created with")
             os.fsync(descriptor)
         finally:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from checkpointing.digest import PART_BYTES, chunks
+from checkpointing.digest import PART_BYTES, chunks, num_parts
 from checkpointing.errors import CommitConflict, Fenced, InvalidCheckpoint
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
@@ -100,11 +100,13 @@ class ObjectTransaction:
         """Upload parts."""
         return self._uploads.send(f"{self._folder}/{name}", token, first, list(chunks(data, PART_BYTES)))
 
-    def close_split(self, name: str, token: str, nbytes: int, receipts: Sequence[Any]) -> None:
-        """Complete the upload."""
+    def close_split(self, name: str, token: str, data: memoryview, receipts: Sequence[Any]) -> None:
+        """Complete the upload, if every part has a receipt."""
+        if len(receipts) != num_parts(len(data)):
+            raise StorageError(f"{name}: {len(receipts)} of {num_parts(len(data))} parts were uploaded")
         key = f"{self._folder}/{name}"
         self._written.append(key)
-        self._uploads.complete(key, token, receipts, nbytes)
+        self._uploads.complete(key, token, receipts, len(data))
         del self._opened[name]
 
     def drop_split(self, name: str, token: str) -> None:

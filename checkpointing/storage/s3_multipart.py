@@ -24,7 +24,6 @@ IN_FLIGHT = 12
 # Of those, what a part takes that has memory of its own: what is read from files is bounded by it.
 _PLACES_OF_A_COPY = 2
 _UPLOADS_PER_PAGE = 1_000
-_MOST_PARTS = 10_000
 
 # What becomes of parts, in order.
 _Sent = list[Future[dict[str, Any]]]
@@ -213,9 +212,9 @@ def _parts_of(pieces: Iterable[memoryview], sent: _Sent) -> tuple[Iterator[memor
 def equal_parts(nbytes: int) -> int:
     """Return the size of an object's parts: equal ones, as nearly as whole stripes can be.
 
-    A small part at the end would leave the other connections idle. S3 takes at most 10,000 parts.
+    A small part at the end would leave the other connections idle.
     """
-    stripes, num_parts = -(-nbytes // _STRIPE_BYTES), min(-(-nbytes // _PART_BYTES), _MOST_PARTS)
+    stripes, num_parts = -(-nbytes // _STRIPE_BYTES), -(-nbytes // _PART_BYTES)
     if num_parts <= 1:
         return _PART_BYTES
     return max(_STRIPE_BYTES * -(-stripes // num_parts), _LEAST_PART_BYTES)

@@ -41,7 +41,9 @@ class RealLife:
         self.storage, self.attempt, self._recorder = storage, attempt, recorder
         tiers, keep = Tiers(storage), Retention(keep_last=1)
         self.fencer = Fencer(tiers, lambda result, arena: None, duty=Duty(True))
-        self._publisher = Publisher(tiers, self.fencer, lambda result, arena: None, local_retention=keep)
+        self._publisher = Publisher(
+            tiers, self.fencer, lambda result, arena: None, duty=Duty(True), local_retention=keep
+        )
         self._publisher.retention = keep
 
     def begin(self) -> None:

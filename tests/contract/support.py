@@ -14,10 +14,10 @@ from checkpointing.catalog import Catalog
 from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import digest_buffer
 from checkpointing.manifest import Manifest, SnapshotInfo
-from checkpointing.shards import INDEX_NAME, ShardParts, parts_name, shard_name
-from checkpointing.split import Split, SplitSave, WholeFile, write_portion
+from checkpointing.shards import INDEX_NAME, HeldFile, ShardParts, parts_name, shard_name
+from checkpointing.split import Split, SplitSave, write_portion
 from checkpointing.storage import Storage, open_storage
-from checkpointing.together import Shard, Together, write_shards
+from checkpointing.together import Together, write_shards
 
 SMALL_BYTES = 2 << 20
 # S3's least is 5 MB. So small that what takes two of them is soon sent.
@@ -45,7 +45,7 @@ def commit_together(location: str, step: int, attempt: int = 1) -> Manifest:
     data = [memoryview(random.Random(step + rank).randbytes(SMALL_BYTES)) for rank in range(2)]
     parts = [ShardParts.of(own) for own in data]
     save, info = Together(f"{step:012x}", (shard_name(0), shard_name(1))), SnapshotInfo("run", attempt, step, 2, step)
-    shard = Shard(shard_name(1), data[1], lambda: parts[1])
+    shard = HeldFile(shard_name(1), data[1], lambda: parts[1])
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(write_shards, open_storage(location), info, save, [shard])
         files = [staged(shard_name(0), data[0]), staged(parts_name(shard_name(0)), memoryview(parts[0].to_json()))]
@@ -59,8 +59,8 @@ def commit_split(location: str, step: int, attempt: int = 1) -> Manifest:
     """Commit a checkpoint of one file, half of whose parts another node writes."""
     data = memoryview(random.Random(step).randbytes(1 << 20) * 33)
     parts, info = ShardParts.of(data), SnapshotInfo("run", attempt, step, 2, step)
-    file = WholeFile("model", data, lambda: parts)
-    own, others = (Split(f"{step:012x}", node, 2) for node in range(2))
+    file = HeldFile("model", data, lambda: parts)
+    own, others = (Split(f"{step:012x}", node, 2, ("model",)) for node in range(2))
     save = SplitSave(own, [file])
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(write_portion, open_storage(location), info, others, [file])

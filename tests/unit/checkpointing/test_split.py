@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chaos.stores import MemoryObjects
@@ -16,8 +17,8 @@ from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import PART_BYTES, num_parts
 from checkpointing.errors import CommitFailed
 from checkpointing.manifest import FileEntry, Manifest, SnapshotInfo
-from checkpointing.shards import ShardParts
-from checkpointing.split import LEAST_BYTES, MOST_PARTS, Split, SplitSave, WholeFile, is_split, write_portion
+from checkpointing.shards import HeldFile, ShardParts
+from checkpointing.split import LEAST_BYTES, MOST_PARTS, Split, SplitSave, is_split, write_portion
 from checkpointing.storage import Storage, open_storage
 from checkpointing.storage.object_storage import ObjectStorage
 
@@ -33,7 +34,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 @pytest.mark.parametrize("nodes", [1, 2, 3, 8, 100])
 @pytest.mark.parametrize("num", [1, 2, 3, 7, 8, 64, 101])
 def test_each_part_is_one_nodes(nodes: int, num: int) -> None:
-    portions = [Split("ab", node, nodes).portion(num * PART_BYTES - 5) for node in range(nodes)]
+    portions = [Split("ab", node, nodes, ()).portion(num * PART_BYTES - 5) for node in range(nodes)]
     assert [number for portion in portions for number in portion] == list(range(num))
     assert max(map(len, portions)) - min(map(len, portions)) <= 1
 
@@ -43,8 +44,8 @@ def test_neither_small_files_nor_those_of_too_many_parts_are_split() -> None:
     assert [is_split(nbytes) for nbytes in sizes] == [False, True, True, False]
 
 
-def whole(data: bytes = DATA) -> WholeFile:
-    return WholeFile("model", memoryview(data), lambda: ShardParts.of(memoryview(data)))
+def whole(data: bytes = DATA) -> HeldFile:
+    return HeldFile("model", memoryview(data), lambda: ShardParts.of(memoryview(data)))
 
 
 def commit(storage: Storage, save: SplitSave, data: bytes = DATA, *, is_current: bool = True) -> Manifest:
@@ -56,10 +57,10 @@ def commit(storage: Storage, save: SplitSave, data: bytes = DATA, *, is_current:
     return commit_snapshot(storage, INFO, files, split=save, is_current=lambda: is_current)
 
 
-def both(storage: Storage, save: SplitSave, other: WholeFile) -> tuple[Manifest | BaseException, BaseException | None]:
+def both(storage: Storage, save: SplitSave, other: HeldFile) -> tuple[Manifest | BaseException, BaseException | None]:
     """Run both nodes; return what the one that commits says, and the other's error."""
     with ThreadPoolExecutor(1) as pool:
-        helping = pool.submit(write_portion, storage, INFO, Split("ab", 1, 2), [other])
+        helping = pool.submit(write_portion, storage, INFO, Split("ab", 1, 2, ("model",)), [other])
         try:
             return commit(storage, save), helping.exception()
         except CommitFailed as error:
@@ -76,7 +77,7 @@ def names_left(storage: Storage) -> list[str]:
 
 
 def test_both_write_and_one_commits(storage: Storage) -> None:
-    save = SplitSave(Split("ab", 0, 2), [whole()])
+    save = SplitSave(Split("ab", 0, 2, ("model",)), [whole()])
     manifest, error = both(storage, save, whole())
     assert isinstance(manifest, Manifest) and error is None
     assert (save.gave_up, save.met_others, save.nodes_that_write) == (None, True, 2)
@@ -86,7 +87,7 @@ def test_both_write_and_one_commits(storage: Storage) -> None:
 
 def test_who_is_not_there_costs_time_only(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split, "PATIENCE_S", 0.1)
-    save = SplitSave(Split("ab", 0, 2), [whole()])
+    save = SplitSave(Split("ab", 0, 2, ("model",)), [whole()])
     commit(storage, save)
     assert save.gave_up is not None and "has not written its part" in save.gave_up
     assert (save.met_others, save.nodes_that_write) == (False, 1)
@@ -98,8 +99,8 @@ def test_who_cannot_write_says_so(storage: Storage) -> None:
     def refuse() -> ShardParts:
         raise OSError(28, "No space left on device")
 
-    save = SplitSave(Split("ab", 0, 2), [whole()])
-    manifest, error = both(storage, save, WholeFile("model", memoryview(DATA), refuse))
+    save = SplitSave(Split("ab", 0, 2, ("model",)), [whole()])
+    manifest, error = both(storage, save, HeldFile("model", memoryview(DATA), refuse))
     assert isinstance(manifest, Manifest) and isinstance(error, OSError)
     assert save.gave_up == "another node could not write its part: No space left on device"
     Catalog(storage).verify(7)
@@ -116,18 +117,90 @@ def test_who_comes_late_reaches_nothing(storage: Storage, monkeypatch: pytest.Mo
         tokens.update(self._tokens)
 
     monkeypatch.setattr(SplitSave, "begin", begin)
-    commit(storage, SplitSave(Split("ab", 0, 2), [whole()]))
+    commit(storage, SplitSave(Split("ab", 0, 2, ("model",)), [whole()]))
     late = storage.begin(7, 1, "ab", joins=True)
     with pytest.raises(OSError):
         late.write_parts("model", tokens["model"], 1, memoryview(b"damaged"))
     Catalog(storage).verify(7)
 
 
-def test_other_bytes_are_found(storage: Storage) -> None:
-    outcome, error = both(storage, SplitSave(Split("ab", 0, 2), [whole()]), whole(DATA[:-1] + b"!"))
-    assert isinstance(outcome, CommitFailed) and "another node of this run holds other bytes of model" in str(outcome)
-    assert error is None
-    assert Catalog(storage).committed_steps() == []
+def test_other_bytes_are_found_and_are_not_in_the_checkpoint(storage: Storage) -> None:
+    save = SplitSave(Split("ab", 0, 2, ("model",)), [whole()])
+    manifest, error = both(storage, save, whole(DATA[:-1] + b"!"))
+    assert isinstance(manifest, Manifest) and error is None
+    assert save.gave_up is not None and "another node holds other bytes of model" in save.gave_up
+    assert Catalog(storage).verify(7).files[0].digest == ShardParts.of(memoryview(DATA)).digest
+
+
+def test_a_report_without_a_file_is_none(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a disk its parts would be zeros."""
+    save = SplitSave(Split("ab", 0, 2, ("model",)), [whole()])
+    own = storage.begin(7, 1, "ab", joins=True)
+    monkeypatch.setattr(
+        SplitSave, "write", _after(SplitSave.write, lambda: own.write_note(".split.1.json", b'{"files": {}}'))
+    )
+    commit(storage, save)
+    assert save.gave_up is not None and "other bytes" in save.gave_up
+    Catalog(storage).verify(7)
+
+
+def _after(method: Callable[..., int], then: Callable[[], None]) -> Callable[..., int]:
+    def both(*arguments: Any) -> int:
+        result = method(*arguments)
+        then()
+        return result
+
+    return both
+
+
+def test_parts_that_are_not_where_the_other_node_wrote_them_are_found(tmp_path: Path) -> None:
+    """A mount that keeps whole objects: the last one that is closed replaces the other."""
+    storage = open_storage(str(tmp_path))
+    own = storage.begin(7, 1, "ab")
+    token = own.open_split("model", len(DATA))
+    own.write_parts("model", token, 0, memoryview(DATA)[:PART_BYTES])
+    with pytest.raises(OSError, match="does each see what others write"):
+        own.close_split("model", token, memoryview(DATA), [])
+
+
+def test_an_upload_that_lacks_parts_is_not_completed() -> None:
+    own = ObjectStorage(MemoryObjects()).begin(7, 1, "ab")
+    token = own.open_split("model", len(DATA))
+    receipts = own.write_parts("model", token, 0, memoryview(DATA)[:PART_BYTES])
+    with pytest.raises(OSError, match="1 of 2 parts were uploaded"):
+        own.close_split("model", token, memoryview(DATA), receipts)
+
+
+@pytest.mark.parametrize("method", ["open_split", "write_parts", "close_split"])
+def test_a_place_that_cannot_do_it_after_all_gets_whole_files(
+    method: str, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(type(storage.begin(1, 1, "ab", joins=True)), method, refuse)
+    monkeypatch.setattr(split, "PATIENCE_S", 0.1)
+    save = SplitSave(Split("ab", 0, 2, ("model",)), [whole()])
+    both(storage, save, whole()) if method == "close_split" else commit(storage, save)
+    assert save.gave_up is not None and "Operation not supported" in save.gave_up
+    Catalog(storage).verify(7)
+    assert names_left(storage) == []
+
+
+def test_a_node_without_parts_has_nothing_to_do(storage: Storage) -> None:
+    save = SplitSave(Split("ab", 1, 3, ("model",)), [whole()])
+    assert [len(save.split.portion(len(DATA), node)) for node in range(3)] == [0, 1, 1]
+    assert write_portion(storage, INFO, Split("ab", 0, 3, ("model",)), [whole()])
+    with ThreadPoolExecutor(1) as pool:
+        helping = pool.submit(write_portion, storage, INFO, Split("ab", 2, 3, ("model",)), [whole()])
+        commit(storage, save)
+        assert helping.result()
+    assert (save.gave_up, save.nodes_that_write) == (None, 2)
+
+
+def test_a_node_whose_attempt_is_over_stops_waiting(storage: Storage) -> None:
+    storage.begin_attempt(1)
+    assert write_portion(storage, INFO, Split("ab", 1, 2, ("model",)), [whole()], lambda: False)
 
 
 def test_a_part_that_is_sent_twice_counts_once(storage: Storage) -> None:
@@ -137,7 +210,7 @@ def test_a_part_that_is_sent_twice_counts_once(storage: Storage) -> None:
     other = storage.begin(7, 1, "ab", joins=True)
     other.write_parts("model", token, 1, memoryview(second))
     receipts += other.write_parts("model", token, 1, memoryview(second))
-    own.close_split("model", token, len(DATA), receipts)
+    own.close_split("model", token, memoryview(DATA), receipts)
     parts = ShardParts.of(memoryview(DATA))
     assert num_parts(len(DATA)) == 2
     own.commit(Manifest(**asdict(INFO), created_at=0.0, files=(FileEntry("model", len(DATA), parts.digest),)))
@@ -145,7 +218,7 @@ def test_a_part_that_is_sent_twice_counts_once(storage: Storage) -> None:
 
 
 def test_a_save_that_is_given_up_leaves_nothing(storage: Storage) -> None:
-    save = SplitSave(Split("ab", 0, 2), [whole()])
+    save = SplitSave(Split("ab", 0, 2, ("model",)), [whole()])
     with pytest.raises(CommitFailed, match="quota"):
         commit_snapshot(storage, INFO, [StagedFile("small", _refusing(), lambda: "")], split=save)
     assert names_left(storage) == []
@@ -158,8 +231,8 @@ def _refusing() -> Iterator[memoryview]:
 
 def test_a_node_that_writes_alone_lets_the_others_go_on(storage: Storage) -> None:
     with ThreadPoolExecutor(1) as pool:
-        helping = pool.submit(write_portion, storage, INFO, Split("ab", 1, 2), [whole()])
-        commit(storage, SplitSave(Split("ab", 0, 2), []))
+        helping = pool.submit(write_portion, storage, INFO, Split("ab", 1, 2, ("model",)), [whole()])
+        commit(storage, SplitSave(Split("ab", 0, 2, ("model",)), []))
         assert helping.result()
     Catalog(storage).verify(7)
 
@@ -168,6 +241,11 @@ def test_a_node_that_finds_no_save_says_so(storage: Storage) -> None:
     times = iter(range(100))
     storage.begin_attempt(1)
     found = write_portion(
-        storage, INFO, Split("ab", 1, 2), [whole()], clock=lambda: float(next(times)), sleep=lambda seconds: None
+        storage,
+        INFO,
+        Split("ab", 1, 2, ("model",)),
+        [whole()],
+        clock=lambda: float(next(times)),
+        sleep=lambda seconds: None,
     )
     assert not found

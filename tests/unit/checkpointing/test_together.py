@@ -15,7 +15,7 @@ from checkpointing import save_notes
 from checkpointing.digest import digest_buffer
 from checkpointing.errors import CommitFailed
 from checkpointing.manifest import FileEntry, SnapshotInfo
-from checkpointing.shards import ShardParts, parts_name
+from checkpointing.shards import HeldFile, ShardParts, parts_name
 from checkpointing.storage import LocalStorage
 from checkpointing.storage.local import LocalTransaction
 from checkpointing.storage.object_storage import ObjectStorage
@@ -23,7 +23,6 @@ from checkpointing.together import (
     LAST_PATIENCE_S,
     LONGEST_S,
     PATIENCE_S,
-    Shard,
     Together,
     await_shards,
     begin_together,
@@ -49,8 +48,8 @@ def transaction(storage: LocalStorage) -> LocalTransaction:
     return transaction
 
 
-def shard(parts: Callable[[], ShardParts] = lambda: PARTS) -> Shard:
-    return Shard("shards/1.bin", memoryview(DATA), parts)
+def shard(parts: Callable[[], ShardParts] = lambda: PARTS) -> HeldFile:
+    return HeldFile("shards/1.bin", memoryview(DATA), parts)
 
 
 class Time:

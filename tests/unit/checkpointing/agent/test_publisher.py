@@ -20,7 +20,7 @@ from checkpointing.tiers import Tiers
 
 def publisher_of(tiers: Tiers, reports: Reports, clock: Clock | None = None) -> Publisher:
     fencer = Fencer(tiers, reports, duty=Duty(True))
-    return Publisher(tiers, fencer, reports, local_retention=Retention(1), clock=clock or Clock())
+    return Publisher(tiers, fencer, reports, duty=Duty(True), local_retention=Retention(1), clock=clock or Clock())
 
 
 def test_a_snapshot_becomes_a_checkpoint() -> None:

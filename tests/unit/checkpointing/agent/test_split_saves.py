@@ -38,7 +38,7 @@ def snapshot(bench: Bench, node: int, step: int = 7, *, commit: bool = True) -> 
     arena = bench.got(step)
     arena.view(0, len(STATE))[:] = STATE
     info = SnapshotInfo("run", 1, step, 2, step)
-    save = Split(f"ab{step}", node, 2) if commit else None
+    save = Split(f"ab{step}", node, 2, ("file",)) if commit else None
     content = SnapshotContent(info, [("file", 0, len(STATE))], commit, split=save)
     bench.scheduler.copied(arena.number, step, 0, 1, content)
     return arena
@@ -76,15 +76,16 @@ def test_without_the_other_node_it_is_written_all_the_same(nodes: tuple[Bench, B
     Catalog(leader.tiers.durable).verify(7)
 
 
-def test_nodes_that_do_not_meet_try_it_once_in_an_attempt(
+def test_nodes_that_do_not_meet_try_it_twice_in_an_attempt(
     nodes: tuple[Bench, Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A directory that each has for itself: nobody waits at every save."""
     leader, other = nodes
     elsewhere = Bench(commits=False)
-    snapshot(leader, 0)
-    snapshot(elsewhere, 1)
-    settle(leader, elsewhere)
+    for step in (5, 6):
+        snapshot(leader, 0, step)
+        snapshot(elsewhere, 1, step)
+        settle(leader, elsewhere)
     monkeypatch.setattr(split, "PATIENCE_S", 1e9)
     monkeypatch.setattr(split, "BEGIN_PATIENCE_S", 1e9)
     snapshot(leader, 0, 8)
@@ -118,6 +119,17 @@ def test_a_node_whose_storage_refuses_goes_on(nodes: tuple[Bench, Bench]) -> Non
     assert other.settle() == [Digested(), PortionEnded()]
     assert arena.state is ArenaState.WHOLE and other.scheduler.outcomes == {7: None}
     assert not other.scheduler.gave_up
+
+
+def test_a_node_that_takes_over_does_not_write_for_the_leader_before(
+    nodes: tuple[Bench, Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own first commit would wait for a save that nobody begins."""
+    monkeypatch.setattr(split, "BEGIN_PATIENCE_S", 1e9)
+    _, other = nodes
+    snapshot(other, 1)
+    other.workers.current._duty.commits = True
+    assert other.settle() == [Digested(), PortionEnded()]
 
 
 def test_what_ranks_left_is_committed_by_one_node(nodes: tuple[Bench, Bench]) -> None:

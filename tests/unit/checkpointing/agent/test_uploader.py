@@ -24,7 +24,7 @@ class Uploads:
         self.tiers, self.store = two_tiers(folder)
         self.reports = Reports()
         fencer = Fencer(self.tiers, self.reports, duty=Duty(True))
-        self.publisher = Publisher(self.tiers, fencer, self.reports, local_retention=Retention(2))
+        self.publisher = Publisher(self.tiers, fencer, self.reports, duty=Duty(True), local_retention=Retention(2))
         self.publisher.retention = Retention(2, keep_every=10)
         self.uploader = Uploader(self.tiers, self.publisher, self.reports, duty=Duty(True))
         assert self.tiers.local is not None
@@ -78,7 +78,7 @@ def test_without_a_local_tier_or_on_another_node_nothing_is_due(commits: bool, l
     tiers, _ = two_tiers(tmp_path)
     tiers = tiers if local else Tiers(tiers.durable)
     fencer, reports = Fencer(tiers, Reports(), duty=Duty(commits)), Reports()
-    publisher = Publisher(tiers, fencer, reports, local_retention=Retention(2))
+    publisher = Publisher(tiers, fencer, reports, duty=Duty(True), local_retention=Retention(2))
     uploader = Uploader(tiers, publisher, reports, duty=Duty(commits))
     uploader.look()
     assert not uploader.is_busy
