@@ -151,7 +151,7 @@ class Helpers:
         Args:
             spec: See `runner.training.prepare.run`.
         """
-        if self.launcher is not None and self.launcher.alive:
+        if self.launcher is not None and self.launcher.alive and not self._is_preparing:
             self._is_preparing = True
             self.launcher.send({"prepare": spec})
 

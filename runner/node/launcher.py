@@ -152,10 +152,12 @@ def _report_warm(warm: int, control: socket.socket) -> None:
 
 
 def _prepare(spec: dict[str, str], control: socket.socket) -> None:
-    """Have data prepared, and say when that is over. If it fails, the ranks will report why."""
+    """Have data prepared, and say when that is over. If it fails or takes too long, the ranks will find out why."""
     process = multiprocessing.get_context("forkserver").Process(target=prepare_main, args=(spec,))
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(Exception):
         process.start()
+        process.join(float(spec["limit_s"]))
+        process.kill()
         process.join()
     with contextlib.suppress(OSError):
         protocol.send(control, {"event": "prepared"})
@@ -284,6 +286,8 @@ def _await_store(endpoint: str) -> None:
         endpoint: The store's host and port.
     """
     host, _, port = endpoint.rpartition(":")
+    if not port.isdigit():
+        return
     deadline = time.monotonic() + _STORE_PATIENCE_S
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), _STORE_PATIENCE_S):

@@ -136,11 +136,12 @@ class Node:
 
     def prepare(self) -> None:
         """Have the data of the bundled job prepared, if nothing is yet; `is_warm` says when that is over."""
-        if self._job.script is None and not is_sealed(self._directory.cache):
-            log = self._directory.logs / "prepare.log"
-            self._helpers.prepare(
-                {"config": str(self._directory.config), "cache": str(self._directory.cache), "log": str(log)}
-            )
+        directory = self._directory
+        if self._job.script is not None or self._start_method.cold or is_sealed(directory.cache):
+            return
+        files = {"config": directory.config, "cache": directory.cache, "log": directory.logs / "prepare.log"}
+        limit_s = self._config.launch.rendezvous_timeout_s
+        self._helpers.prepare({"limit_s": str(limit_s), **{name: str(path) for name, path in files.items()}})
 
     @property
     def agent_pid(self) -> int:

@@ -161,6 +161,7 @@ class Follower:
         if not self._start.start(node):
             return True
         if self._joins_running:
+            self._joins_running = False
             node.prepare()
         # An attempt may be paused for this node alone.
         if not self._wait(lambda: node.is_warm or bool(self._session.stop) or is_lost()):

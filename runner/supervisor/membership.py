@@ -294,11 +294,12 @@ class Membership:
                 self._exclusion.meet(number, machine)
                 self._ready.discard(number)
                 self._changes.leaving.pop(number, None)
+                joins = self._running and number not in self.nodes
                 if self._running and number in self.nodes:
                     # Its runner is a new one, or was cut off: its part of this attempt is over.
                     lost = Failure(FailureKind.NODE_LOST, f"node {number} was lost and has come back")
                     self._ended.setdefault(number, lost)
-                self._send(self._welcome.model_copy(update={"running": self._running}), number)
+                self._send(self._welcome.model_copy(update={"running": joins}), number)
             case Ready(nproc=nproc) if nproc != self.limits.local_ranks:
                 self._send(_unequal(nproc, self.limits.local_ranks), number)
             case Ready(has_state=has_state):

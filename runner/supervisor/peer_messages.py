@@ -152,7 +152,8 @@ class Welcome(PeerMessage):
     Attributes:
         run_id: Identity of the run.
         epoch: In which the leader leads; 0 if it has no lease.
-        running: Whether an attempt runs, which must not wait for what this node can do before it takes part.
+        running: Whether an attempt of other nodes runs, which must not wait for what this one can do before it takes
+            part.
     """
 
     do: Literal["welcome"] = "welcome"

@@ -45,7 +45,7 @@ try:
                 importlib.import_module(name)
         if "accelerate" in sys.modules:
             # accelerate imports it, if it is there, when training begins. It takes two seconds.
-            with _silenced(), contextlib.suppress(Exception):
+            with contextlib.suppress(Exception), _silenced():
                 importlib.import_module("deepspeed")
         # What every rank would look up again to read its configuration.
         with contextlib.suppress(Exception):

@@ -26,7 +26,7 @@ from runner.training.model import build
 # Without `LOCAL_RANK`, which would have accelerate begin a process group.
 _ALONE = {"WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}
 # Options that have no influence on the data, and would set up what only ranks have.
-_OF_RANKS = ("deepspeed", "fsdp_config")
+_OF_RANKS = ("deepspeed", "fsdp_config", "tf32", "bf16", "fp16", "bf16_full_eval", "fp16_full_eval")
 
 
 def run(spec: dict[str, str]) -> None:

@@ -86,3 +86,7 @@ def test_a_store_that_never_listens_is_left_to_torch(monkeypatch: pytest.MonkeyP
         never.bind(("127.0.0.1", 0))
         launcher._await_store(f"[127.0.0.1]:{never.getsockname()[1]}")
     assert 1.0 <= now[0] < 1.1
+
+
+def test_an_endpoint_without_a_port_is_left_to_torch() -> None:
+    launcher._await_store("node0")

@@ -244,9 +244,9 @@ def test_it_prepares_the_bundled_jobs_data_once(tmp_path: Path) -> None:
     bench.start()
     bench.node.prepare()
     folder = RunDirectory(str(tmp_path))
-    expected = {"config": folder.config, "cache": folder.cache, "log": folder.logs / "prepare.log"}
+    files = {"config": folder.config, "cache": folder.cache, "log": folder.logs / "prepare.log"}
     (request,) = bench.starter.launchers[0].sent
-    assert request == {"prepare": {name: str(path) for name, path in expected.items()}}
+    assert request == {"prepare": {"limit_s": "600.0", **{name: str(path) for name, path in files.items()}}}
     folder.cache.mkdir()
     (folder.cache / "data.arrow").write_bytes(b"rows")
     seal(folder.cache)
