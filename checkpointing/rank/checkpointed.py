@@ -152,9 +152,9 @@ class CheckpointedTraining(RestorableTraining):
         if self._heartbeat.phase is Phase.IDLE:
             self._heartbeat.write(Phase.TRAINING, self._heartbeat.step)
 
-    def follow(self, cursor: LoaderCursor) -> None:
-        """Have the position of a loader saved that the caller drives."""
-        self._positions.follow(cursor)
+    def follow(self, cursor: LoaderCursor, group_size: int = 1) -> None:
+        """Have the position of a loader saved that the caller drives; see `DataPositions.follow`."""
+        self._positions.follow(cursor, group_size)
 
     def forget_positions(self) -> None:
         """Stop following all loaders."""

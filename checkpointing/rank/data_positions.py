@@ -45,10 +45,19 @@ class DataPositions:
         self._cursors: list[LoaderCursor] = []
         self._restored: list[Any] = []
         self._restored_ranks = ranks.world_size
+        # Which this rank is of those that draw different samples; and whether it saves for those that draw the same.
+        self._place, self._saves = (ranks.rank, ranks.world_size), True
 
-    def follow(self, cursor: LoaderCursor) -> None:
-        """Have the position of a loader saved that the caller drives."""
+    def follow(self, cursor: LoaderCursor, group_size: int = 1) -> None:
+        """Have the position of a loader saved that the caller drives.
+
+        Args:
+            cursor: Of the loader.
+            group_size: Number of ranks, next to each other, that draw the same samples: the first one saves.
+        """
         self._cursors.append(cursor)
+        rank, world_size = self._ranks.rank, self._ranks.world_size
+        self._place, self._saves = (rank // group_size, world_size // group_size), rank % group_size == 0
 
     def forget(self) -> None:
         """Stop following all loaders."""
@@ -58,8 +67,9 @@ class DataPositions:
         """Return this rank's file with all positions, as of now; empty where no loader is followed."""
         if not self._cursors:
             return {}
+        # Called by all, since a cursor forgets what it has been asked for.
         positions = [cursor.state() for cursor in self._cursors]
-        return {state_name(self._ranks.rank, self._ranks.world_size): functools.partial(torch_bytes, positions)}
+        return {state_name(*self._place): functools.partial(torch_bytes, positions)} if self._saves else {}
 
     def read(self, point: RestorePoint) -> list[Any]:
         """Return the positions that a checkpoint holds for this rank or, where it has none, for rank 0.
@@ -67,7 +77,7 @@ class DataPositions:
         Raises:
             InvalidCheckpoint: The file cannot be parsed.
         """
-        names = (state_name(self._ranks.rank, self._ranks.world_size), state_name(0, 2), state_name(0, 1))
+        names = (state_name(*self._place), state_name(0, 2), state_name(0, 1))
         name = next(filter(point.has, names), None)
         if name is None:
             return []

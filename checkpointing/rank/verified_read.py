@@ -26,6 +26,8 @@ from checkpointing.storage import Storage
 
 # Model and optimizer are verified at the same time.
 _FILES_AT_ONCE = 2
+# Ranks that compute the same samples together are on one node.
+_LARGEST_GROUP = 64
 # Of one rank, for each file: some 20 GB/s each (2 cores, 2026-11-23).
 _DIGEST_THREADS = 4
 
@@ -194,7 +196,9 @@ def read_verified(
             raise InvalidCheckpoint(located.place, f"{lacking} is not among its files")
         # Rank 0's files are also for ranks that did not exist when the checkpoint was written.
         own = {rng.file_name(rank, world_size), loop_state_name(rank), loop_state_name(0)}
-        own |= {data_state_name(rank, world_size), data_state_name(0, 1), data_state_name(0, 2)}
+        # Ranks that draw the same samples save one position. How many they are is known later.
+        groups = {rank // size for size in range(1, min(world_size, _LARGEST_GROUP) + 1)}
+        own |= {data_state_name(group, 2) for group in groups} | {data_state_name(0, 1), data_state_name(0, 2)}
         own |= {rank_state_name(rank), rank_state_name(0)}
         # What ranks had added up is divided among the present ones.
         own |= {loop_state_name(other) for other in range(rank, located.info.world_size, world_size)}

@@ -31,7 +31,7 @@ _STREAM_PATIENCE_S = 1.0
 class Positions(Protocol):
     """The part of `CheckpointManager` that saves positions and knows of pauses."""
 
-    def follow(self, cursor: LoaderCursor) -> None:
+    def follow(self, cursor: LoaderCursor, group_size: int = 1) -> None:
         """Save the position of a cursor with every checkpoint."""
 
     def forget_positions(self) -> None:
@@ -184,7 +184,7 @@ class TrainingData:
             logger.warning("%s: a resumed run reads it again from the beginning, as the Trainer does", error)
             return loader
         self.cursor = cursor
-        self._manager.follow(cursor)
+        self._manager.follow(cursor, self._ranks.group_size)
         return loader
 
     def read_stream(

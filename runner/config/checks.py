@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from checkpointing.extras import not_installed
-from runner.config.schema import DATA_LOADERS, DEFAULT_CONFIG, Config
+from runner.config.schema import DATA_LOADERS, DEFAULT_CONFIG, Config, MeshConfig
 from runner.errors import UsageError
 
 SourceOf = Callable[[str], str]
@@ -196,6 +196,7 @@ def _check_streaming(config: Config, source_of: SourceOf) -> None:
 
 
 def _check_strategy(config: Config, source_of: SourceOf) -> None:
+    _check_mesh(config, source_of)
     if config.strategy != "ddp" and config.method.type == "qlora":
         raise UsageError(
             f"{source_of('strategy')}: strategy={config.strategy} is not supported with "
@@ -209,6 +210,26 @@ def _check_strategy(config: Config, source_of: SourceOf) -> None:
         raise UsageError(
             f"{source_of('trainer.fsdp_config')}: trainer.fsdp_config={fsdp!r} is not allowed: write FSDP2's "
             "options as a mapping, without version or with version: 2"
+        )
+
+
+def _check_mesh(config: Config, source_of: SourceOf) -> None:
+    mesh, launch = config.strategy, config.launch
+    if not isinstance(mesh, MeshConfig):
+        return
+    what = f"{source_of('strategy')}: strategy: {{tp: {mesh.tp}, dp_shard: {mesh.dp_shard}}}"
+    if mesh.ranks == 1:
+        raise UsageError(f"{what} is a mesh of one rank: write strategy: ddp")
+    if config.method.type != "full":
+        raise UsageError(
+            f"{what} is not supported with method.type={config.method.type} yet: use strategy: fsdp, which shards the "
+            "frozen base"
+        )
+    nproc = launch.nproc_per_node
+    if launch.min_nodes is not None and launch.min_nodes != launch.nnodes and nproc != "auto" and nproc % mesh.ranks:
+        raise UsageError(
+            f"{what} needs {mesh.ranks} ranks for each copy, and nodes of {nproc} come and go (--nnodes): choose a "
+            "mesh whose ranks fit into a node, or a fixed number of nodes"
         )
 
 

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
@@ -14,10 +14,11 @@ from pydantic import ValidationError
 from runner.config import trainer_options
 from runner.config.checks import SourceOf, check_all, check_model
 from runner.config.environment import settings_from_environment
-from runner.config.schema import DEFAULT_CONFIG, Config
+from runner.config.schema import DEFAULT_CONFIG, Config, MeshConfig
 from runner.errors import UsageError
 
 _INT = "tag:yaml.org,2002:int"
+_MESH = MeshConfig.__name__
 
 
 def load_config(
@@ -163,13 +164,18 @@ def _set(document: dict[str, Any], key: str, value: Any, written: str) -> None:
 
 def _explain(error: ValidationError, source_of: SourceOf) -> str:
     """Return the first problem as one line."""
-    problem = error.errors()[0]
-    location = [str(part) for part in problem["loc"] if part not in ("int", "literal['auto']")]
+    problems = error.errors()
+    # Of a key that may be a name or a section, what is wrong in the section, if one was written.
+    inside = [one for one in problems if _MESH in one["loc"] and one["type"] != "model_type"]
+    problem = inside[0] if inside else problems[0]
+    location = [str(part) for part in problem["loc"] if part not in ("int", _MESH)]
+    location = [part for part in location if not part.startswith("literal[")]
     key = ".".join(location)
     if problem["type"] == "extra_forbidden":
         section: Any = Config
         for part in location[:-1]:
-            section = section.model_fields[part].annotation
+            annotation = section.model_fields[part].annotation
+            section = MeshConfig if MeshConfig in get_args(annotation) else annotation
         allowed = ", ".join(section.model_fields)
         return f"{source_of(key)}: unknown key {key} (value {problem['input']!r}); allowed here: {allowed}"
     if problem["type"] in ("model_type", "dict_type"):

@@ -58,6 +58,20 @@ class MethodConfig(Section):
 Strategy = Literal["ddp", "fsdp", "fsdp_all_nodes", "deepspeed"]
 
 
+class MeshConfig(Section):
+    """A mesh of ranks. Ranks beyond `tp` x `dp_shard` hold replicas, so their number must be a multiple of that."""
+
+    tp: int = Field(default=1, ge=1)
+    """Ranks that compute each layer together (tensor parallelism). They get the same samples; keep them on one node."""
+    dp_shard: int = Field(default=1, ge=1)
+    """Ranks over which parameters, gradients and optimizer state are sharded (FSDP2)."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that hold one copy of the state."""
+        return self.tp * self.dp_shard
+
+
 class DataConfig(Section):
     """Training and validation data."""
 
@@ -244,11 +258,12 @@ class Config(Section):
     the configuration file, script, model or data."""
     scale_learning_rate: bool = True
     """Whether `trainer.learning_rate` is multiplied by the number of ranks."""
-    strategy: Strategy = "ddp"
+    strategy: Strategy | MeshConfig = "ddp"
     """Parallelism. `ddp` holds the whole model on every rank. `fsdp` (FSDP2) shards parameters, gradients and optimizer
     state over the ranks of a node and replicates them between nodes; `fsdp_all_nodes` shards over the ranks of all
     nodes, for a model whose state no node can hold. `trainer.fsdp_config` tunes both. `deepspeed` is ZeRO 1, 2 or 3 by
-    the configuration in `trainer.deepspeed`. A checkpoint of any can be resumed with any other."""
+    the configuration in `trainer.deepspeed`. A mapping is a mesh: `{tp: 2, dp_shard: 4}` is tensor parallelism over 2
+    ranks under FSDP2 over 4. A checkpoint of any can be resumed with any other."""
     model: ModelConfig = ModelConfig()
     method: MethodConfig = MethodConfig()
     data: DataConfig = DataConfig()
@@ -261,6 +276,11 @@ class Config(Section):
     tracking: TrackingConfig = TrackingConfig()
     monitoring: MonitoringConfig = MonitoringConfig()
     cost: CostConfig = CostConfig()
+
+    @property
+    def model_ranks(self) -> int:
+        """Number of ranks that compute the same samples together (tensor parallelism)."""
+        return self.strategy.tp if isinstance(self.strategy, MeshConfig) else 1
 
     @property
     def best_metric(self) -> str | None:

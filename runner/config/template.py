@@ -102,7 +102,8 @@ def _summary(field: FieldInfo) -> str:
     """The first sentence of a description, and the values to choose from."""
     text = " ".join(str(field.description).split())
     sentence = re.split(r"(?<=\.) (?=[A-Z`])", text)[0]
-    values = [value for value in get_args(field.annotation) if isinstance(value, str)]
+    kinds = (field.annotation, *get_args(field.annotation))
+    values = [value for kind in kinds for value in get_args(kind) if isinstance(value, str)]
     return f"{sentence} One of {', '.join(values)}." if len(values) > 1 else sentence
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from runner.config.schema import Config
+from runner.config.schema import Config, MeshConfig
 from runner.errors import GpuMissing, UsageError
 
 
@@ -32,6 +32,17 @@ def shape_of(config: Config, accelerators: int) -> tuple[int, int]:
                 "--nproc-per-node, or unset WORLD_SIZE"
             )
         nnodes = launch.world_size // nproc
+    mesh = config.strategy
+    if isinstance(mesh, MeshConfig) and nnodes * nproc % mesh.ranks:
+        raise UsageError(
+            f"strategy: {{tp: {mesh.tp}, dp_shard: {mesh.dp_shard}}} needs a multiple of {mesh.ranks} ranks, and this "
+            f"run has {nnodes * nproc}: change the mesh, --nnodes or --nproc-per-node"
+        )
+    if isinstance(mesh, MeshConfig) and nproc % mesh.tp:
+        raise UsageError(
+            f"strategy: {{tp: {mesh.tp}}} would reach over nodes of {nproc} ranks, whose links are too slow for that: "
+            "choose a tp that divides the ranks of a node, and dp_shard for the rest"
+        )
     if launch.node_rank >= nnodes and (launch.min_nodes is None or nnodes == 1):
         raise UsageError(
             f"node rank {launch.node_rank} (--node-rank or RANK) needs more than {nnodes} node(s) of {nproc} "

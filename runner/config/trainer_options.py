@@ -50,7 +50,7 @@ RESERVED = {
     "auto_find_batch_size": "the global batch must not change within a run",
     "load_best_model_at_end": "with data.validation_path, _split or _share, best_model is the best checkpoint",
     "fsdp": "set the top-level strategy: fsdp, or fsdp_all_nodes",
-    "parallelism_config": "tensor and context parallelism are not supported; see the top-level strategy",
+    "parallelism_config": "set the top-level strategy to a mesh, such as {tp: 2, dp_shard: 4}",
     "push_to_hub": "push best_model yourself after the run",
     "overwrite_output_dir": "use --resume never --overwrite",
 }

@@ -26,10 +26,14 @@ def check_mesh(job: Job, num_parameters: int, links: Mapping[str, int], *, has_r
         links: Number of pairs of this node's GPUs by how they are connected (see `gpus.links_in`).
         has_rdma: Whether this node has a network card for RDMA.
     """
-    shards_all = job.strategy in ("fsdp", "fsdp_all_nodes") or job.zero_stage == 3
-    if not shards_all or job.ranks == 1 or not job.on_gpu:
+    shards_all = job.strategy in ("fsdp", "fsdp_all_nodes") or job.zero_stage == 3 or job.dp_shard > 1
+    if job.ranks == 1 or not job.on_gpu:
         return
-    crosses = job.ranks > job.local_ranks and job.strategy != "fsdp"
+    if job.tp > 1:
+        yield _check_tensor_parallel(job, links)
+    if not shards_all:
+        return
+    crosses = job.sharing_ranks > job.local_ranks
     traffic = f"each step moves {_PASSES * num_parameters * job.compute_bytes / 1e9:.2f} GB to and from each rank"
     if crosses and not has_rdma:
         yield warn(
@@ -50,3 +54,16 @@ def check_mesh(job: Job, num_parameters: int, links: Mapping[str, int], *, has_r
             "use GPUs with NVLink between all of them, or strategy=ddp or ZeRO 2 if a GPU can hold the model (see "
             "runner plan)",
         )
+
+
+def _check_tensor_parallel(job: Job, links: Mapping[str, int]) -> Finding:
+    """Ranks that compute a layer together exchange its activations four times per layer and micro-batch."""
+    worst = max(links, key=list(LINKS.values()).index, default=None)
+    text = f"the {job.tp} ranks of a tensor parallel group wait for each other's activations in every layer"
+    if worst in (None, FASTEST_LINK):
+        return ok("mesh", f"{text}, within this node over {worst or 'links that are not known'}")
+    return warn(
+        "mesh",
+        f"{text}, within this node over {worst}",
+        "use GPUs with NVLink between all of them, or dp_shard instead of tp, if a GPU can compute a layer alone",
+    )

@@ -84,6 +84,8 @@ def options(model: ModelShape, job: Job, memory_bytes: int) -> list[Option]:
     if job.strategy == "deepspeed":
         kind = {"full": "full", "lora": "LoRA"}.get(job.method, job.method)
         ways.insert(0, (f"{kind}, DeepSpeed ZeRO-{job.zero_stage}", job.method, "deepspeed"))
+    if job.strategy == "mesh":
+        ways.insert(0, (f"full, mesh of tp {job.tp} x dp_shard {job.dp_shard}", "full", "mesh"))
     for name, method, strategy in ways:
         one = job.by(method, strategy)
         need = estimate(model, one)
@@ -91,6 +93,8 @@ def options(model: ModelShape, job: Job, memory_bytes: int) -> list[Option]:
         own = need.peak_bytes if job.on_gpu else need.host_bytes + need.arenas // job.local_ranks
         if strategy == "fsdp" and job.local_ranks == 1:
             obstacle = "one rank"
+        elif strategy == "mesh" and job.ranks % (job.tp * job.dp_shard):
+            obstacle = "other number of ranks"
         elif strategy == "fsdp_all_nodes" and job.ranks == job.local_ranks:
             obstacle = "one node"
         elif method == "qlora" and not job.on_gpu:

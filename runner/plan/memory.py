@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runner.config.schema import Config
+from runner.config.schema import Config, MeshConfig
 from runner.plan.model_shape import ModelShape
 
 # Bits per weight of 4-bit NormalFloat with double quantisation: 4 + 8 / 64 + 32 / (64 * 256) (arXiv 2305.14314).
@@ -39,7 +39,7 @@ class Job:
 
     Attributes:
         method: full, lora or qlora.
-        strategy: ddp, fsdp, fsdp_all_nodes or deepspeed.
+        strategy: ddp, fsdp, fsdp_all_nodes, deepspeed or mesh.
         ranks: Number of ranks of all nodes.
         local_ranks: Number of ranks per node.
         weight_bytes: Bytes per element of the weights.
@@ -55,6 +55,8 @@ class Job:
         zero_stage: What DeepSpeed shares among all ranks: 1 the optimizer's state, 2 gradients, too, 3 all.
         zero_bucket: Elements that DeepSpeed reduces at a time.
         offloads: Whether DeepSpeed keeps the optimizer's state in host memory.
+        tp: Ranks that compute each layer together, with `mesh`.
+        dp_shard: Ranks over which such a part is sharded, with `mesh`.
     """
 
     method: str
@@ -74,12 +76,14 @@ class Job:
     zero_stage: int = 0
     zero_bucket: int = _ZERO_BUCKET
     offloads: bool = False
+    tp: int = 1
+    dp_shard: int = 1
 
     @property
     def sharing_ranks(self) -> int:
         """Number of ranks that share one copy of the state; with DeepSpeed, of the optimizer's state."""
         of = {"ddp": 1, "fsdp": self.local_ranks, "fsdp_all_nodes": self.ranks, "deepspeed": self.ranks}
-        return of[self.strategy]
+        return of.get(self.strategy, self.tp * self.dp_shard)
 
     @classmethod
     def of(cls, config: Config, ranks: int, local_ranks: int, *, on_gpu: bool) -> Job:
@@ -99,9 +103,12 @@ class Job:
         deepspeed = trainer.get("deepspeed")
         zero = deepspeed.get("zero_optimization", {}) if isinstance(deepspeed, dict) else {}
         bucket = zero.get("reduce_bucket_size")
+        mesh = config.strategy if isinstance(config.strategy, MeshConfig) else MeshConfig()
         return cls(
             method=config.method.type,
-            strategy=config.strategy,
+            strategy=config.strategy if isinstance(config.strategy, str) else "mesh",
+            tp=mesh.tp,
+            dp_shard=mesh.dp_shard,
             ranks=ranks,
             local_ranks=local_ranks,
             # fp16 keeps its weights in fp32.
@@ -124,7 +131,8 @@ class Job:
 
     def by(self, method: str, strategy: str) -> Job:
         """Return the same job with another method and strategy."""
-        return replace(self, method=method, strategy=strategy)
+        tp, dp_shard = (self.tp, self.dp_shard) if strategy == "mesh" else (1, 1)
+        return replace(self, method=method, strategy=strategy, tp=tp, dp_shard=dp_shard)
 
 
 @dataclass(frozen=True)
@@ -203,6 +211,8 @@ def estimate(model: ModelShape, job: Job) -> Need:
         if held > job.compute_bytes and job.method != "qlora":
             buckets += model.parameters * job.compute_bytes
     own_host = 0
+    if job.strategy == "mesh":
+        weights, gradients, optimizer, buckets, saved = _mesh(model, job)
     if job.strategy == "deepspeed":
         weights, gradients, optimizer, buckets, saved = _zero(model, job, trained)
         if job.offloads and job.on_gpu:
@@ -221,6 +231,26 @@ def estimate(model: ModelShape, job: Job) -> Need:
         checkpoint_bytes=saved,
         on_gpu=job.on_gpu,
     )
+
+
+def _mesh(model: ModelShape, job: Job) -> tuple[int, int, int, int, int]:
+    """Return the bytes of weights, gradients, optimizer and buckets of a rank of a mesh, and of a checkpoint.
+
+    Tensor parallelism cuts the linear layers; the rest (embeddings, norms) is whole on each of its ranks. FSDP2 shards
+    what is left of each layer, and gathers two layers at a time.
+    """
+    held = (model.parameters - model.linear) + model.linear // job.tp
+    size, moments = job.weight_bytes, _optimizer_bytes(job.optimizer, job.weight_bytes)
+    buckets = 0
+    if job.dp_shard > 1:
+        root = model.parameters - model.layers * model.largest_layer
+        layer = model.largest_layer // job.tp
+        whole = held if job.accumulation > 1 else root + layer
+        buckets = (root + 2 * layer + whole) * job.compute_bytes
+    elif size > job.compute_bytes:
+        buckets = held * job.compute_bytes
+    own = held // job.dp_shard
+    return own * size, own * size, own * moments, buckets, model.parameters * (size + moments)
 
 
 def _zero(model: ModelShape, job: Job, trained: int) -> tuple[int, int, int, int, int]:
@@ -257,10 +287,11 @@ def _activations(model: ModelShape, job: Job) -> int:
     # and the same in the order of its projection; gate, up, its activation and their product.
     norms = 2 * 2 * model.hidden * 4 + 2 * model.hidden * size
     attention = 5 * model.hidden * size
-    layer = tokens * (norms + attention + 4 * model.intermediate * size)
+    # Each rank of a tensor parallel group has its part of the heads and of the MLP.
+    layer = tokens * (norms + (attention + 4 * model.intermediate * size) // job.tp)
     if job.drops_attention:
         # Probabilities before and after dropout, and the mask.
-        layer += job.micro_batch * model.heads * job.length * job.length * (2 * size + 1)
+        layer += job.micro_batch * model.heads // job.tp * job.length * job.length * (2 * size + 1)
     if job.method != "full":
         # Dropout before each adapter stores its input once more.
         layer += tokens * (model.hidden * 4 + model.intermediate) * size

@@ -21,13 +21,13 @@ class Notices:
         Args:
             world_size: Ranks on all nodes.
         """
-        rate = self._config.trainer.get("learning_rate")
-        if world_size == 1 or not self._config.scale_learning_rate or self._learning_rate_shown or rate is None:
+        rate, groups = self._config.trainer.get("learning_rate"), world_size // self._config.model_ranks
+        if groups == 1 or not self._config.scale_learning_rate or self._learning_rate_shown or rate is None:
             return
         self._learning_rate_shown = True
         self._display.message(
-            f"learning rate {rate:g} x {world_size} ranks = {rate * world_size:g} (scale_learning_rate=false turns "
-            "this off)"
+            f"learning rate {rate:g} x {groups} {'ranks' if groups == world_size else 'groups of ranks'} = "
+            f"{rate * groups:g} (scale_learning_rate=false turns this off)"
         )
 
     def show_unsaved(self, failure: Failure) -> None:

@@ -155,7 +155,9 @@ def examine(config: Config, directory: RunDirectory, job: JobIdentity, *, allow_
         if newest is not None and counts_samples(job, record):
             nodes = range(launch.min_nodes or launch.nnodes, launch.nnodes + 1)
             ranks = [number * launch.nproc_per_node for number in nodes]
-            check_world_size(newest, *ranks, model_ranks=record.batch.model_ranks)
+            is_bundled = job.what["job"] == "the configured job"
+            together = config.model_ranks if is_bundled else record.batch.model_ranks
+            check_world_size(newest, *ranks, model_ranks=together)
     note = place.compare(remembered, place.look(tiers, remembered.step), tiers.durable.location)
     return [*notes, *([note] if note is not None else [])]
 

@@ -41,7 +41,8 @@ class StepSamples:
         self._config, self._has_script = config, has_script
         self._known = newest.samples_consumed // newest.step if counts and newest is not None and newest.step else None
         self._shared = shared
-        self.model_ranks = model_ranks
+        # Of the bundled job it is the configuration that says so, and it may have changed.
+        self.model_ranks = model_ranks if has_script else config.model_ranks
 
     @classmethod
     def of(cls, config: Config, identity: JobIdentity | None, state: RestartState, *, has_script: bool) -> StepSamples:
@@ -94,7 +95,7 @@ class StepSamples:
         trainer = self._config.trainer
         # The defaults of Hugging Face's TrainingArguments.
         batch = trainer.get("per_device_train_batch_size", 8), trainer.get("gradient_accumulation_steps", 1)
-        return int(batch[0]) * int(batch[1]) * planned_ranks
+        return int(batch[0]) * int(batch[1]) * (planned_ranks // self.model_ranks)
 
     @property
     def may_be_uneven(self) -> bool:

@@ -24,7 +24,7 @@ from checkpointing.storage.durable import fsync_directory, fsync_tree, replace_f
 from checkpointing.transformers import load_best, resilient
 from runner.cache import seal
 from runner.config.load import load_config
-from runner.config.schema import Config
+from runner.config.schema import Config, MeshConfig
 from runner.training.base_weights import BaseWeights
 from runner.training.callbacks import MetricsCallback, perplexities
 from runner.training.data import load_training_data
@@ -58,10 +58,16 @@ def run_job(config_path: str, cache: str, sender: EventSender, *, resumes: bool 
     args = training_arguments(config)
     with args.main_process_first(desc="data"):
         dataset, held_back = load_training_data(config.data, Path(cache), seed=args.seed)
-    model, tokenizer = build(config.model, config.method, dataset, Path(cache), bf16=args.bf16, seed=args.seed)
+    mesh = config.strategy if isinstance(config.strategy, MeshConfig) and int(os.environ["WORLD_SIZE"]) > 1 else None
+    if mesh is not None and args.use_cpu:
+        # accelerate accepts no mesh on a CPU, where trials use the same code path.
+        setattr(ParallelismConfig, "_validate_accelerator", lambda *_: None)  # noqa: B010
+    model, tokenizer = build(
+        config.model, config.method, dataset, Path(cache), bf16=args.bf16, seed=args.seed, mesh=mesh
+    )
     trackers, metrics = _trackers(config, rank), MetricsCallback()
     callbacks: list[transformers.TrainerCallback] = [metrics, *trackers]
-    is_sharded = bool(args.fsdp or args.deepspeed)
+    is_sharded = bool(args.fsdp or args.deepspeed or mesh)
     if resumes and config.model.name_or_path is not None and config.method.type == "full" and not is_sharded:
         load = functools.partial(load_model, config.model, bf16=args.bf16)
         callbacks.append(BaseWeights(model, load, args.device))
@@ -102,7 +108,7 @@ def run_job(config_path: str, cache: str, sender: EventSender, *, resumes: bool 
         tracker.close()
     weights = None
     # Otherwise rank 0 has all of the best weights.
-    is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or mesh is not None
     if rank == 0 or is_sharded:
         best = load_best(trainer) if held_back is not None else None
         model = merged(trainer.model)
@@ -123,7 +129,8 @@ def training_arguments(config: Config) -> SFTConfig:
     world_size = int(os.environ["WORLD_SIZE"])
     options = dict(config.trainer)
     if config.scale_learning_rate:
-        options["learning_rate"] = options.get("learning_rate", 2e-5) * (rank_settings().planned_ranks or world_size)
+        groups = (rank_settings().planned_ranks or world_size) // config.model_ranks
+        options["learning_rate"] = options.get("learning_rate", 2e-5) * groups
     if device.kind() is None:
         options["use_cpu"] = True
         # SFTConfig enables bf16 by default, which is slow and less exact on a CPU.
@@ -134,6 +141,9 @@ def training_arguments(config: Config) -> SFTConfig:
         options.setdefault("ddp_find_unused_parameters", False)
         # DDP's default, set explicitly so that it is visible in the saved options.
         options.setdefault("ddp_bucket_cap_mb", 25)
+    if isinstance(config.strategy, MeshConfig) and world_size > 1:
+        # The Trainer itself can save nothing else of such a model.
+        options["save_only_model"] = True
     fsdp = options.pop("fsdp_config", None)
     if config.strategy in ("fsdp", "fsdp_all_nodes") and world_size > 1:
         options |= {"fsdp": True, "fsdp_config": {**(fsdp or {}), "version": 2}}
@@ -219,6 +229,9 @@ def publish(model: Any, tokenizer: Any, target: Path, weights: dict[str, Any] | 
     """
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
+    if weights is not None:
+        # With it, every rank would have to save, to gather what was gathered before.
+        model.config.distributed_config = None
     model.save_pretrained(temporary, state_dict=weights)
     tokenizer.save_pretrained(temporary)
     fsync_tree(temporary)

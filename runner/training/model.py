@@ -15,6 +15,8 @@ from typing import Any
 
 import datasets
 import torch
+import transformers
+from safetensors.torch import save_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -27,7 +29,7 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 
 from checkpointing.rank import device
-from runner.config.schema import MethodConfig, ModelConfig
+from runner.config.schema import MeshConfig, MethodConfig, ModelConfig
 
 # Rows of a stream that the tokenizer is trained on, because its end may never be reached.
 _TOKENIZER_ROWS = 10_000
@@ -48,6 +50,7 @@ def build(
     *,
     bf16: bool,
     seed: int,
+    mesh: MeshConfig | None = None,
     outline: bool = False,
 ) -> tuple[Any, Any]:
     """Build the model to train and its tokenizer, identical on every rank and in every attempt.
@@ -61,6 +64,7 @@ def build(
         cache: Folder of the cache.
         bf16: Whether training uses bfloat16.
         seed: Seed of the weights.
+        mesh: How its tensors are distributed over the ranks, while they are loaded.
         outline: Make a model without weights, on the meta device; the files of one with a name are only fetched.
 
     Returns:
@@ -72,6 +76,8 @@ def build(
     options: dict[str, Any] = {"device_map": "meta"} if outline else {}
     if method.type == "qlora" and not outline:
         options = _quantized()
+    if mesh is not None:
+        options |= _distributed(mesh)
     if config.name_or_path is not None:
         with _naming(config.name_or_path):
             tokenizer = AutoTokenizer.from_pretrained(config.name_or_path)
@@ -92,7 +98,44 @@ def build(
         **config.config,
     )
     with torch.device("meta") if outline else contextlib.nullcontext():
-        return SmolLM3ForCausalLM(model_config), tokenizer
+        model = SmolLM3ForCausalLM(model_config)
+    if mesh is not None:
+        model = _reloaded(model, cache, options)
+        torch.manual_seed(seed)
+    return model, tokenizer
+
+
+def _distributed(mesh: MeshConfig) -> dict[str, Any]:
+    """Return the options of `from_pretrained` that distribute a model over a mesh.
+
+    Raises:
+        ValueError: transformers cannot.
+    """
+    try:
+        from transformers import DistributedConfig
+    except ImportError:
+        raise ValueError(
+            f"a strategy that is a mesh needs a newer transformers than {transformers.__version__}: "
+            "pip install -U transformers"
+        ) from None
+    replicas = int(os.environ["WORLD_SIZE"]) // mesh.ranks
+    sizes = {"tp_size": mesh.tp, "fsdp_size": mesh.dp_shard, "dp_replicate_size": replicas}
+    return {"distributed_config": DistributedConfig(**sizes)}
+
+
+def _reloaded(model: Any, cache: Path, options: dict[str, Any]) -> Any:
+    """Return a new model with options of `from_pretrained`: transformers distributes what it loads."""
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache, prefix="model-") as folder:
+        # Not `save_pretrained`, which writes on the first of all ranks only: other nodes cannot read that one's cache.
+        model.config.save_pretrained(folder)
+        save_model(model, str(Path(folder) / "model.safetensors"), metadata={"format": "pt"})
+        loaded = type(model).from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=model.config._attn_implementation, **options
+        )
+    # The folder is no place that anybody could load it from.
+    loaded.config._name_or_path = ""
+    return loaded
 
 
 def load_model(config: ModelConfig, *, bf16: bool, **options: Any) -> Any:

@@ -192,11 +192,45 @@ def test_the_job_goes_from_sharded_to_whole_and_back(tmp_path: Path) -> None:
         (["trainer.fsdp_config={cpu_offload: true}"], "needs strategy: fsdp"),
         (["strategy=fsdp", "trainer.fsdp_config={version: 1}"], "without version or with version: 2"),
         (["strategy=tensor"], "strategy='tensor' is not allowed"),
+        (["strategy.tp=0"], "strategy.tp=0 is not allowed: input should be greater than or equal to 1"),
+        (["strategy.pp=2"], "unknown key strategy.pp (value 2); allowed here: tp, dp_shard"),
+        (["strategy={tp: 2, dp_shard: 4}"], "needs a multiple of 8 ranks, and this run has 2"),
     ],
 )
 def test_what_is_not_supported_is_refused(settings: list[str], text: str, tmp_path: Path) -> None:
     run = job(tmp_path / "run", *settings).start()
     assert run.finish() == 2 and text in run.output and "Traceback" not in run.output, run.output
+
+
+@pytest.mark.parametrize(
+    ("mesh", "ranks"), [("{tp: 2}", 2), pytest.param("{tp: 2, dp_shard: 2}", 4, marks=pytest.mark.soak)]
+)
+def test_the_job_on_a_mesh_is_killed_and_then_trained_whole(mesh: str, ranks: int, tmp_path: Path) -> None:
+    """The ranks of a tensor parallel group compute the same samples."""
+    settings = [f"strategy={mesh}", "trainer.lr_scheduler_type=constant"]
+    wide = ["--nproc-per-node", str(ranks)]
+    calm = job(tmp_path / "calm", *settings)
+    calm.command += wide
+    assert calm.start().finish() == 0, calm.output
+    killed = job(tmp_path / "killed", *settings)
+    killed.command += wide
+    killed.start_held(10).wait_until_held()
+    os.kill(killed.events("rank_started")[-1]["pid"], signal.SIGKILL)
+    assert killed.finish() == 0, killed.output
+    first, second = (event["step"] for event in killed.events("training_started"))
+    assert first == 0 < second <= 10
+    assert killed.events("batch_shape")[-1]["model_ranks"] == 2
+    assert state_hash(killed.checkpoint(24)) == state_hash(calm.checkpoint(24))
+    assert loss_curve(killed.checkpoint(24)) == loss_curve(calm.checkpoint(24))
+    for place in (killed.folder / "best_model", killed.checkpoint(24)):
+        weights = AutoModelForCausalLM.from_pretrained(place).state_dict()
+        reference = AutoModelForCausalLM.from_pretrained(calm.checkpoint(24)).state_dict()
+        assert all((weights[name] == reference[name]).all() for name in reference)
+    # On one rank: as many data parallel ranks, and so the same learning rate and samples, as two ranks of one group.
+    alone = job(killed.folder, "strategy=ddp", "trainer.lr_scheduler_type=constant", "trainer.max_steps=27")
+    alone.command += ["--nproc-per-node", str(ranks // 2)]
+    assert alone.start().finish() == 0, alone.output
+    assert alone.events("training_started")[-1]["step"] == 24
 
 
 def test_an_adapter_under_fsdp_is_killed_and_then_trained_whole(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from checkpointing.data.cursor import LoaderCursor
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.rank.data_positions import DataPositions
 from checkpointing.rank.ranks import Ranks
@@ -63,6 +64,23 @@ def test_a_rank_that_is_new_takes_rank_0s_positions() -> None:
     drawn(written, 1)
     files = {name: write() for name, write in written.files().items()}
     assert len(DataPositions(Ranks(1, 2)).read(point(files))) == 1
+
+
+def test_ranks_that_draw_the_same_samples_save_once_and_are_found_on_another_mesh() -> None:
+    """Two tensor parallel groups were resumed by two ranks of which the second read the first group's position."""
+    files: dict[str, bytes] = {}
+    for rank in range(4):
+        positions = DataPositions(Ranks(rank, 4))
+        cursor = LoaderCursor(loader(), seed=0, rank=rank // 2)
+        positions.follow(cursor, group_size=2)
+        cursor.set_epoch(rank // 2)
+        found = {name: write() for name, write in positions.files().items()}
+        assert list(found) == ([f"data_state_{rank // 2}.pth"] if rank % 2 == 0 else [])
+        files |= found
+    for rank, group_size in ((1, 1), (2, 2), (3, 2)):
+        reader = DataPositions(Ranks(rank, 2 * group_size))
+        reader.follow(LoaderCursor(loader(), seed=0, rank=1), group_size)
+        assert [position["epoch"] for position in reader.read(point(files))] == [1]
 
 
 def test_a_file_that_holds_no_positions_is_refused() -> None:

@@ -36,7 +36,7 @@ class Manager:
         self.saved, self.cursors = saved or [], list[LoaderCursor]()
         self.paused = threading.Event()
 
-    def follow(self, cursor: LoaderCursor) -> None:
+    def follow(self, cursor: LoaderCursor, group_size: int = 1) -> None:
         self.cursors.append(cursor)
 
     def forget_positions(self) -> None:

@@ -86,6 +86,13 @@ def test_numbers_of_nodes_and_ranks(launch: dict[str, Any], problem: str | None)
             "trainer.deepspeed has no ZeRO stage: set zero_optimization.stage to 1, 2 or 3",
         ),
         ({"strategy": "deepspeed", "method": {"type": "qlora"}}, "strategy=deepspeed is not supported with method"),
+        ({"strategy": {"tp": 1}}, "<strategy>: strategy: {tp: 1, dp_shard: 1} is a mesh of one rank"),
+        ({"strategy": {"tp": 2}, "method": {"type": "lora"}}, "strategy: {tp: 2, dp_shard: 1} is not supported with"),
+        (
+            {"strategy": {"tp": 2, "dp_shard": 2}, "launch": {"nnodes": "1:2", "nproc_per_node": 2}},
+            "needs 4 ranks for each copy, and nodes of 2 come and go",
+        ),
+        ({"strategy": {"tp": 2}, "trainer": {"fsdp_config": {"version": 2}}}, "trainer.fsdp_config needs strategy"),
     ],
 )
 def test_a_mistake_names_the_source_of_its_key(sections: dict[str, Any], problem: str) -> None:
@@ -104,6 +111,8 @@ def test_a_mistake_names_the_source_of_its_key(sections: dict[str, Any], problem
         {"strategy": "fsdp", "trainer": {"fsdp_config": {"reshard_after_forward": True}}},
         {"strategy": "fsdp_all_nodes", "trainer": {"fsdp_config": {"reshard_after_forward": True}}},
         {"data": {"path": "file:///anywhere/x.csv"}},
+        {"strategy": {"tp": 2, "dp_shard": 2}, "launch": {"nnodes": "1:2", "nproc_per_node": 8}},
+        {"strategy": {"dp_shard": 8}, "launch": {"nnodes": 2, "nproc_per_node": 4}},
     ],
 )
 def test_what_can_be_combined(sections: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from runner.config.load import load_config
+from runner.config.schema import Config
 from runner.config.topology import promised_gpu, shape_of
 from runner.errors import UsageError
 
@@ -45,6 +46,24 @@ def test_what_does_not_fit_is_told() -> None:
         shape(2, {}, WORLD_SIZE="3")
     with pytest.raises(UsageError, match=r"node rank 1 .* needs more than 1 node"):
         shape(2, {}, WORLD_SIZE="2", RANK="1")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "accelerators", "nnodes", "problem"),
+    [
+        ({"tp": 2, "dp_shard": 2}, 4, 2, None),
+        ({"dp_shard": 8}, 4, 2, None),
+        ({"tp": 2, "dp_shard": 4}, 6, 2, "needs a multiple of 8 ranks, and this run has 12"),
+        ({"tp": 4, "dp_shard": 2}, 2, 4, "would reach over nodes of 2 ranks"),
+    ],
+)
+def test_a_mesh_has_as_many_ranks(mesh: dict[str, int], accelerators: int, nnodes: int, problem: str | None) -> None:
+    config = Config.model_validate({"strategy": mesh, "launch": {"nnodes": nnodes}})
+    if problem is None:
+        assert shape_of(config, accelerators) == (nnodes, accelerators)
+        return
+    with pytest.raises(UsageError, match=problem):
+        shape_of(config, accelerators)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,13 @@ ZERO_3 = {"zero_optimization": {"stage": 3}}
 
 
 def told(
-    strategy: str, ranks: int, local_ranks: int, links: dict[str, int], *, has_rdma: bool = True, on_gpu: bool = True
+    strategy: str | dict[str, int],
+    ranks: int,
+    local_ranks: int,
+    links: dict[str, int],
+    *,
+    has_rdma: bool = True,
+    on_gpu: bool = True,
 ) -> list[tuple[Level, str]]:
     config = Config.model_validate(
         {"strategy": strategy, "trainer": {"bf16": True, **({"deepspeed": ZERO_3} if strategy == "deepspeed" else {})}}
@@ -44,3 +50,13 @@ def test_nothing_is_said_where_nothing_is_gathered() -> None:
     assert told("ddp", 16, 8, PCIE, has_rdma=False) == []
     assert told("fsdp", 1, 1, {}) == []
     assert told("fsdp", 2, 2, {}, on_gpu=False) == []
+
+
+def test_a_tensor_parallel_group_wants_the_fastest_links() -> None:
+    text = "the 2 ranks of a tensor parallel group wait for each other's activations in every layer, within this node "
+    text += "over "
+    assert told({"tp": 2}, 8, 8, NVLINK) == [(Level.OK, text + "NVLink")]
+    slow = told({"tp": 2, "dp_shard": 4}, 8, 8, PCIE)
+    assert slow[0] == (Level.WARN, text + "PCIe and the link between the processors")
+    assert "each step moves" in slow[1][1]
+    assert "no network card for RDMA" in told({"dp_shard": 16}, 16, 8, NVLINK, has_rdma=False)[0][1]

@@ -62,6 +62,20 @@ def test_what_all_nodes_share_is_divided_by_all_ranks_and_their_snapshots_by_the
     assert getattr(choose(options(MODEL, pairs, 16 * 10**9), pairs)[0], "name", None) == "full, FSDP over all nodes"
 
 
+def test_a_mesh_cuts_the_linear_layers_and_then_shards() -> None:
+    config = Config.model_validate(
+        {"strategy": {"tp": 2, "dp_shard": 2}, "trainer": {"bf16": True}, "model": {"name_or_path": "llama"}}
+    )
+    cut = (P - MODEL.linear + MODEL.linear // 2) // 2
+    need = estimate(MODEL, Job.of(config, 8, 8, on_gpu=True))
+    assert (need.weights, need.gradients, need.optimizer) == (2 * cut, 2 * cut, 4 * cut)
+    # Two replicas on the node, which has the state once.
+    assert need.checkpoint_bytes == 6 * P and need.arenas == 2 * 6 * P
+    assert need.activations < estimate(MODEL, Job.of(Config(), 8, 8, on_gpu=True)).activations
+    alone = estimate(MODEL, dataclasses.replace(Job.of(config, 8, 8, on_gpu=True), dp_shard=1))
+    assert (alone.weights, alone.buckets) == (2 * (P - MODEL.linear + MODEL.linear // 2), 0)
+
+
 @pytest.mark.parametrize(
     ("stage", "weights", "gradients"), [(1, 2 * P, 2 * P), (2, 2 * P, 2 * P // 8), (3, 2 * P // 8, 2 * P // 8)]
 )
