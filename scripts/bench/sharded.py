@@ -49,7 +49,7 @@ class Scale:
         steps: Of a run.
         save_every: Steps between saves.
         shape: Width and layers: 0.9 GB of weights and AdamW state.
-        link_shape: The same for the runs behind links: 0.7 GB.
+        link_shape: The same for the runs behind links: 0.45 GB.
         link_mbit_per_s: Rate of each node's link.
         export_bytes: Size of the checkpoint to export.
         tries: Repetitions of a disturbed run.
@@ -59,8 +59,8 @@ class Scale:
     steps: int = 13
     save_every: int = 4
     shape: tuple[int, int] = (1024, 6)
-    link_shape: tuple[int, int] = (1024, 4)
-    link_mbit_per_s: int = 400
+    link_shape: tuple[int, int] = (768, 4)
+    link_mbit_per_s: int = 200
     export_bytes: int = 10**10
     tries: int = 3
 
