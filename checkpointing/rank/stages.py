@@ -7,7 +7,9 @@ resumes on any number of stages, or on none.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,8 @@ from checkpointing.rank.fragments import Fragment
 from checkpointing.rank.ranks import Ranks
 
 _MAX_NAMES = 3
+# Of a layer, in the name of a parameter: model.layers.12.mlp.up_proj.weight
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,7 @@ class Stages:
         }
         # As in an optimizer of the whole model: by group, and then from stage to stage.
         order = [
-            list(dict.fromkeys(itertools.chain.from_iterable(theirs[number] for _, theirs, _ in self._everyone)))
-            for number in range(len(groups))
+            in_order_of_layers([theirs[number] for _, theirs, _ in self._everyone]) for number in range(len(groups))
         ]
         numbers = itertools.count()
         self._numbers: list[dict[str, int]] = [{name: next(numbers) for name in group} for group in order]
@@ -190,6 +193,37 @@ class Stages:
         writer = next(rank for rank in holders if rank // local_world_size == node)
         own = value.detach().reshape(-1)
         return Fragment(tuple(value.shape), 0, own, writer == self._rank, f"a stage of ranks {holders}")
+
+
+def in_order_of_layers(of_ranks: Sequence[Sequence[str]]) -> list[str]:
+    """Return the names of all ranks in the order of the whole model.
+
+    A rank may have several stages (interleaved and V-shaped schedules). One ends where the number in the names, that of
+    the layer, goes back or leaves one out. Names without a number belong to the layer before them, or to the first one
+    after them: embeddings, norms and heads.
+
+    Args:
+        of_ranks: The names of each rank, in the order of its own layers.
+    """
+    stages: list[tuple[float, int, list[str]]] = []
+    for rank, names in enumerate(of_ranks):
+        last: int | None = None
+        # A rank without layers has what comes before all of them, or after.
+        own: list[str] = []
+        begin = math.inf if rank else -1.0
+        for name in names:
+            found = _NUMBER.search(name)
+            layer = int(found.group()) if found else None
+            if layer is not None and last is None:
+                begin = layer
+            elif layer is not None and last is not None and layer not in (last, last + 1):
+                stages.append((begin, rank, own))
+                begin, own = layer, []
+            last = layer if layer is not None else last
+            own.append(name)
+        stages.append((begin, rank, own))
+    stages.sort(key=lambda stage: stage[:2])
+    return list(dict.fromkeys(itertools.chain.from_iterable(own for _, _, own in stages)))
 
 
 def _unsupported(state: Mapping[str, Any], optimizer: Any, names: Mapping[int, str]) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from thread_ranks import run_ranks
 from checkpointing.errors import CheckpointError
 from checkpointing.rank import sharding
 from checkpointing.rank.ranks import Ranks
-from checkpointing.rank.stages import Stages
+from checkpointing.rank.stages import Stages, in_order_of_layers
 
 LAYERS = 4
 
@@ -26,7 +25,7 @@ def layer(number: int) -> torch.nn.Linear:
     return made
 
 
-def stage(numbers: range) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def stage(numbers: Iterable[int]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Some layers of a model of four, with the names that they have there; biases are not decayed."""
     model = torch.nn.ModuleDict({str(number): layer(number) for number in numbers})
     of = dict(model.named_parameters())
@@ -65,12 +64,14 @@ def whole_of(results: list[Any]) -> dict[Any, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("borders", [(0, 4), (0, 2, 4), (0, 1, 3, 4)])
-def test_all_ranks_write_the_state_of_the_whole_model(borders: tuple[int, ...]) -> None:
-    ranges = [range(*pair) for pair in itertools.pairwise(borders)]
+# Of each rank: one stage, or several as in an interleaved schedule and in one in the form of a V.
+SPLITS = [[[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0], [1, 2], [3]], [[0, 2], [1, 3]], [[0, 3], [1, 2]]]
 
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_all_ranks_write_the_state_of_the_whole_model(split: list[list[int]]) -> None:
     def save(ranks: Ranks) -> Any:
-        model, optimizer = stage(ranges[ranks.rank])
+        model, optimizer = stage(split[ranks.rank])
         stages = Stages(model, optimizer, ranks)
         step(optimizer)
         parts: sharding.Parts = {}
@@ -78,12 +79,28 @@ def test_all_ranks_write_the_state_of_the_whole_model(borders: tuple[int, ...]) 
         state = sharding.stand_ins(stages.optimizer_state(optimizer.state_dict(), 9), parts)
         return *stages.complete(own, state, parts, ranks), parts
 
-    found = whole_of(ran(save, len(ranges)))
+    found = whole_of(ran(save, len(split)))
     model, optimizer = stage(range(LAYERS))
     step(optimizer)
     state = optimizer.state_dict()["state"]
     expected = model.state_dict() | {(n, key): value for n in state for key, value in state[n].items()}
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "order"),
+    [
+        (["embed l.0.a l.0.b l.1.a", "l.2.a norm.weight head"], "embed l.0.a l.0.b l.1.a l.2.a norm.weight head"),
+        (["embed l.0 l.1 l.4", "l.2 l.3 l.5 norm"], "embed l.0 l.1 l.2 l.3 l.4 l.5 norm"),
+        (["embed l.0 l.3 head", "l.1 l.2"], "embed l.0 l.1 l.2 l.3 head"),
+        (["embed", "l.9 l.10", "head"], "embed l.9 l.10 head"),
+        # Replicas of a stage; a part of a name is no number; not every layer is trained.
+        (["a2.l.0.e.7", "a2.l.0.e.7", "a2.l.3"], "a2.l.0.e.7 a2.l.3"),
+        (["head.weight"], "head.weight"),
+    ],
+)
+def test_names_are_in_the_order_of_the_layers(of_ranks: list[str], order: str) -> None:
+    assert in_order_of_layers([names.split() for names in of_ranks]) == order.split()
 
 
 def test_a_stage_takes_its_own_part_of_a_whole_models_optimizer() -> None:
