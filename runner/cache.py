@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import uuid
 from pathlib import Path
 
 from checkpointing.storage.durable import fsync_tree, replace_file
 
 _LIST_NAME = "sealed.json"
-_TEMPORARY_NAME = f".{_LIST_NAME}.tmp"
 
 
 def seal(cache: Path) -> None:
@@ -29,7 +29,8 @@ def seal(cache: Path) -> None:
     # The disk may be full, or another rank may just have removed a temporary file.
     with contextlib.suppress(OSError):
         fsync_tree(cache)
-        replace_file(cache / _LIST_NAME, json.dumps(sizes).encode(), cache / _TEMPORARY_NAME)
+        # Nodes may share the folder. A temporary file that is left is on no list.
+        replace_file(cache / _LIST_NAME, json.dumps(sizes).encode(), cache / f".{_LIST_NAME}.{uuid.uuid4().hex}.tmp")
 
 
 def is_sealed(cache: Path) -> bool:
@@ -65,7 +66,7 @@ def _sizes(cache: Path) -> dict[str, int]:
             path = Path(folder) / name
             with contextlib.suppress(OSError):
                 found[str(path.relative_to(cache))] = path.lstat().st_size
-    return {name: size for name, size in found.items() if name not in (_LIST_NAME, _TEMPORARY_NAME)}
+    return {name: size for name, size in found.items() if name != _LIST_NAME}
 
 
 def _sealed(cache: Path) -> dict[str, int]:

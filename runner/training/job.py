@@ -80,7 +80,8 @@ def run_job(config_path: str, cache: str, sender: EventSender, *, resumes: bool 
         peft_config=adapter_config(config.method),
         callbacks=callbacks,
     )
-    if rank == 0:
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        # Each node may have a cache of its own.
         seal(Path(cache))
     trainer.remove_callback(transformers.PrinterCallback)
     trainer = resilient(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from runner.cache import discard_unsealed, seal
@@ -24,6 +25,16 @@ def test_what_is_sealed_stays_and_the_rest_goes(tmp_path: Path) -> None:
     (cache / "tokenizer-1" / "tokenizer.json").write_text("")
     discard_unsealed(cache)
     assert files(cache) == set()
+
+
+def test_nodes_that_share_a_cache_can_seal_it_at_the_same_time(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("x")
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(seal, [tmp_path] * 64))
+    # Of a writer that died.
+    (tmp_path / ".sealed.json.1.tmp").write_text("{")
+    discard_unsealed(tmp_path)
+    assert files(tmp_path) == {"data"}
 
 
 def test_without_a_list_or_with_a_damaged_one_nothing_stays(tmp_path: Path) -> None:
