@@ -21,6 +21,7 @@ from transformers.trainer_utils import SaveStrategy
 from checkpointing.errors import CheckpointError
 from checkpointing.rank.cadence import DEFAULT_OVERHEAD_CAP, Auto
 from checkpointing.rank.manager import CheckpointManager, micro_batch_divisor
+from checkpointing.rank.sharding import has_sharded
 from checkpointing.retention import FurtherRetention, best_by
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
 from checkpointing.transformers.deepspeed import check_deepspeed
@@ -170,13 +171,14 @@ def load_best(trainer: Any) -> int | None:
     """Load the weights of the best checkpoint into the model of this rank, after training.
 
     Args:
-        trainer: A trainer that `resilient` returned. Under FSDP and DeepSpeed all ranks must call this.
+        trainer: A trainer that `resilient` returned. If its model is sharded, and under DeepSpeed, all ranks must call
+            this.
 
     Returns:
         The checkpoint's step; None if no checkpoint has the metric, and the model is left as it is.
     """
     trainer._track()
-    together = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    together = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or has_sharded(trainer.model)
     step: int | None = trainer._manager.load_best(trainer.state.global_step, together=together)
     return step
 

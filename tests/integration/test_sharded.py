@@ -207,7 +207,7 @@ def test_what_is_not_supported_is_refused(settings: list[str], text: str, tmp_pa
 )
 def test_the_job_on_a_mesh_is_killed_and_then_trained_whole(mesh: str, ranks: int, tmp_path: Path) -> None:
     """The ranks of a tensor parallel group compute the same samples."""
-    settings = [f"strategy={mesh}", "trainer.lr_scheduler_type=constant"]
+    settings = [f"strategy={mesh}", "trainer.lr_scheduler_type=constant", "data.validation_share=0.1"]
     wide = ["--nproc-per-node", str(ranks)]
     calm = job(tmp_path / "calm", *settings)
     calm.command += wide
@@ -222,12 +222,13 @@ def test_the_job_on_a_mesh_is_killed_and_then_trained_whole(mesh: str, ranks: in
     assert killed.events("batch_shape")[-1]["model_ranks"] == 2
     assert state_hash(killed.checkpoint(24)) == state_hash(calm.checkpoint(24))
     assert loss_curve(killed.checkpoint(24)) == loss_curve(calm.checkpoint(24))
-    for place in (killed.folder / "best_model", killed.checkpoint(24)):
-        weights = AutoModelForCausalLM.from_pretrained(place).state_dict()
-        reference = AutoModelForCausalLM.from_pretrained(calm.checkpoint(24)).state_dict()
+    for place in ("best_model", "checkpoints/checkpoint-24"):
+        weights, reference = (
+            AutoModelForCausalLM.from_pretrained(run.folder / place).state_dict() for run in (killed, calm)
+        )
         assert all((weights[name] == reference[name]).all() for name in reference)
     # On one rank: as many data parallel ranks, and so the same learning rate and samples, as two ranks of one group.
-    alone = job(killed.folder, "strategy=ddp", "trainer.lr_scheduler_type=constant", "trainer.max_steps=27")
+    alone = job(killed.folder, *settings, "strategy=ddp", "trainer.max_steps=27")
     alone.command += ["--nproc-per-node", str(ranks // 2)]
     assert alone.start().finish() == 0, alone.output
     assert alone.events("training_started")[-1]["step"] == 24

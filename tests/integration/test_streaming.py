@@ -29,7 +29,12 @@ def job(folder: Path, *settings: str) -> Run:
     [
         pytest.param([], id="", marks=pytest.mark.soak),
         pytest.param(
-            ["trainer.packing=true", "trainer.gradient_accumulation_steps=2", "trainer.dataloader_num_workers=2"],
+            [
+                "trainer.packing=true",
+                "trainer.max_length=128",
+                "trainer.gradient_accumulation_steps=2",
+                "trainer.dataloader_num_workers=2",
+            ],
             id="packed-workers",
         ),
     ],
