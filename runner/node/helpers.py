@@ -132,11 +132,7 @@ class Helpers:
         return True
 
     def heartbeats(self, num_ranks: int) -> list[Heartbeat]:
-        """Return the newest heartbeat of each rank of this node, in the order of their local ranks.
-
-        Args:
-            num_ranks: Ranks on this node.
-        """
+        """Return the newest heartbeat of each of this node's `num_ranks` ranks, in the order of their local ranks."""
         return self.agent.heartbeats(num_ranks) if self.agent is not None else []
 
     @property
@@ -146,11 +142,7 @@ class Helpers:
         return is_gone or (self._warm and not self._is_preparing)
 
     def prepare(self, spec: dict[str, str]) -> None:
-        """Have the launcher prepare the data of the bundled job.
-
-        Args:
-            spec: See `runner.training.prepare.run`.
-        """
+        """Have the launcher prepare the data of the bundled job; `spec` is that of `runner.training.prepare.run`."""
         if self.launcher is not None and self.launcher.alive and not self._is_preparing:
             self._is_preparing = True
             self.launcher.send({"prepare": spec})
@@ -217,13 +209,7 @@ class Helpers:
         """Return the descendants that belong to no running helper: ranks, and processes that ranks have left."""
         keep = self.pids
         if self.launcher is not None and self.launcher.alive:
-            # The launcher needs its fork server and its resource tracker.
-            with contextlib.suppress(psutil.Error):
-                keep |= {
-                    child.pid
-                    for child in psutil.Process(self.launcher.pid).children()
-                    if processes.is_fork_server(child) or processes.is_tracker(child)
-                }
+            keep |= _needed_by(self.launcher.pid)
         return [process for process in self._host.descendants() if process.pid not in keep]
 
     def close(self, on_timeout: Callable[[float], None]) -> bool:
@@ -296,3 +282,11 @@ class Helpers:
                 event = parse_event(name, message)
                 if not isinstance(event, Malformed):
                     self._handle_agent(event)
+
+
+def _needed_by(launcher: int) -> set[int]:
+    """Return the process ids of a launcher's fork server and resource tracker."""
+    with contextlib.suppress(psutil.Error):
+        children = psutil.Process(launcher).children()
+        return {child.pid for child in children if processes.is_fork_server(child) or processes.is_tracker(child)}
+    return set()

@@ -121,6 +121,17 @@ def launch_request(
     }
 
 
+def preparation(config: Config, directory: RunDirectory) -> dict[str, str]:
+    """Return the request that has the launcher prepare the data of the bundled job.
+
+    Args:
+        config: The resolved configuration.
+        directory: The run's folder.
+    """
+    files = {"config": directory.config, "cache": directory.cache, "log": directory.logs / "prepare.log"}
+    return {"limit_s": str(config.launch.rendezvous_timeout_s), **{name: str(path) for name, path in files.items()}}
+
+
 def rank_settings_of(spec: AttemptSpec, *, config: Config, job: Job, agent_socket: str) -> RankSettings:
     """Return the settings with which a node's ranks run an attempt.
 

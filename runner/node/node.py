@@ -22,7 +22,7 @@ from runner.node.attempt import Attempt
 from runner.node.build_locks import BuildLocks
 from runner.node.helper_starter import HelperStarter
 from runner.node.helpers import Helpers
-from runner.node.launch_request import RankSetup, launch_request
+from runner.node.launch_request import RankSetup, launch_request, preparation
 from runner.node.messages import AttemptResult, AttemptSpec, Job
 from runner.node.rank_watch import RankEvents
 from runner.node.start_method import StartMethod
@@ -136,12 +136,8 @@ class Node:
 
     def prepare(self) -> None:
         """Have the data of the bundled job prepared, if nothing is yet; `is_warm` says when that is over."""
-        directory = self._directory
-        if self._job.script is not None or self._start_method.cold or is_sealed(directory.cache):
-            return
-        files = {"config": directory.config, "cache": directory.cache, "log": directory.logs / "prepare.log"}
-        limit_s = self._config.launch.rendezvous_timeout_s
-        self._helpers.prepare({"limit_s": str(limit_s), **{name: str(path) for name, path in files.items()}})
+        if self._job.script is None and not self._start_method.cold and not is_sealed(self._directory.cache):
+            self._helpers.prepare(preparation(self._config, self._directory))
 
     @property
     def agent_pid(self) -> int:
@@ -159,17 +155,7 @@ class Node:
         return self._helpers.request_agent("restart_state", text=text)
 
     def keep_file(self, name: str, path: Path, start: int, end: int) -> bool:
-        """Have the agent write bytes of a file next to the checkpoints.
-
-        Args:
-            name: Name of the copy.
-            path: The file.
-            start: First byte.
-            end: End of the bytes.
-
-        Returns:
-            False if there is no agent.
-        """
+        """Have the agent write bytes of a file next to the checkpoints; returns False if there is no agent."""
         return self._helpers.request_agent("sidecar", name=name, path=str(path), start=start, end=end)
 
     def close(self) -> bool:

@@ -144,14 +144,7 @@ class Follower:
         return ExitCode(self._finish.exit_code), self._finish.reason
 
     def _take_part(self, connection: int) -> bool:
-        """Take part in one attempt, unless the connection to the leader is lost before.
-
-        Args:
-            connection: Its number.
-
-        Returns:
-            As `_wait`.
-        """
+        """Take part in one attempt, unless the connection of that number is lost before; return as `_wait` does."""
 
         def is_lost() -> bool:
             # There may be another one already, to a leader of another run, which knows nothing of this node.

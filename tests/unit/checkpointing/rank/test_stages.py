@@ -94,7 +94,7 @@ def test_all_ranks_write_the_state_of_the_whole_model(split: list[list[int]]) ->
         (["embed l.0 l.1 l.4", "l.2 l.3 l.5 norm"], "embed l.0 l.1 l.2 l.3 l.4 l.5 norm"),
         (["embed l.0 l.3 head", "l.1 l.2"], "embed l.0 l.1 l.2 l.3 head"),
         (["embed", "l.9 l.10", "head"], "embed l.9 l.10 head"),
-        # Replicas of a stage; a part of a name is no number; not every layer is trained.
+        # Replicas of a stage; digits within a name do not count; not every layer is trained.
         (["a2.l.0.e.7", "a2.l.0.e.7", "a2.l.3"], "a2.l.0.e.7 a2.l.3"),
         (["head.weight"], "head.weight"),
     ],
