@@ -153,7 +153,6 @@ class SplitSave:
     Attributes:
         split: Which of the nodes it is.
         gave_up: Why it had to write alone; None where all nodes have written.
-        met_others: Whether any other node has given a sign of life.
     """
 
     def __init__(
@@ -174,7 +173,6 @@ class SplitSave:
         """
         self.split = split
         self.gave_up: str | None = None
-        self.met_others = False
         self._files = {file.name: file for file in files}
         self._clock, self._sleep = clock, sleep
         self._tokens: dict[str, str] = {}
@@ -278,7 +276,7 @@ class SplitSave:
                 note = transaction.read_note(_note_of(node))
                 if note is None or note == seen.get(node):
                     continue
-                seen[node], since, self.met_others = note, self._clock(), True
+                seen[node], since = note, self._clock()
                 error = error_in(note)
                 if error is not None:
                     self._give_up(f"another node could not write its part: {error}")

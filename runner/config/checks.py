@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from checkpointing.extras import not_installed
-from runner.config.schema import DATA_LOADERS, DEFAULT_CONFIG, Config, MeshConfig
+from runner.config.schema import DATA_LOADERS, DEFAULT_CONFIG, Config
 from runner.errors import UsageError
 
 SourceOf = Callable[[str], str]
@@ -214,10 +214,10 @@ def _check_strategy(config: Config, source_of: SourceOf) -> None:
 
 
 def _check_mesh(config: Config, source_of: SourceOf) -> None:
-    mesh, launch = config.strategy, config.launch
-    if not isinstance(mesh, MeshConfig):
+    mesh, launch = config.mesh, config.launch
+    if mesh is None:
         return
-    what = f"{source_of('strategy')}: strategy: {{tp: {mesh.tp}, dp_shard: {mesh.dp_shard}}}"
+    what = f"{source_of('strategy')}: strategy: {mesh}"
     if mesh.ranks == 1:
         raise UsageError(f"{what} is a mesh of one rank: write strategy: ddp")
     if config.method.type != "full":

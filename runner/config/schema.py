@@ -71,6 +71,9 @@ class MeshConfig(Section):
         """Ranks that hold one copy of the state."""
         return self.tp * self.dp_shard
 
+    def __str__(self) -> str:
+        return f"{{tp: {self.tp}, dp_shard: {self.dp_shard}}}"
+
 
 class DataConfig(Section):
     """Training and validation data."""
@@ -278,9 +281,14 @@ class Config(Section):
     cost: CostConfig = CostConfig()
 
     @property
+    def mesh(self) -> MeshConfig | None:
+        """The strategy, if it is a mesh."""
+        return self.strategy if isinstance(self.strategy, MeshConfig) else None
+
+    @property
     def model_ranks(self) -> int:
         """Number of ranks that compute the same samples together (tensor parallelism)."""
-        return self.strategy.tp if isinstance(self.strategy, MeshConfig) else 1
+        return self.mesh.tp if self.mesh is not None else 1
 
     @property
     def best_metric(self) -> str | None:

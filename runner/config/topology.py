@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from runner.config.schema import Config, MeshConfig
+from runner.config.schema import Config
 from runner.errors import GpuMissing, UsageError
 
 
@@ -32,13 +32,13 @@ def shape_of(config: Config, accelerators: int) -> tuple[int, int]:
                 "--nproc-per-node, or unset WORLD_SIZE"
             )
         nnodes = launch.world_size // nproc
-    mesh = config.strategy
-    if isinstance(mesh, MeshConfig) and nnodes * nproc % mesh.ranks:
+    mesh = config.mesh
+    if mesh is not None and nnodes * nproc % mesh.ranks:
         raise UsageError(
-            f"strategy: {{tp: {mesh.tp}, dp_shard: {mesh.dp_shard}}} needs a multiple of {mesh.ranks} ranks, and this "
-            f"run has {nnodes * nproc}: change the mesh, --nnodes or --nproc-per-node"
+            f"strategy: {mesh} needs a multiple of {mesh.ranks} ranks, and this run has {nnodes * nproc}: change the "
+            "mesh, --nnodes or --nproc-per-node"
         )
-    if isinstance(mesh, MeshConfig) and nproc % mesh.tp:
+    if mesh is not None and nproc % mesh.tp:
         raise UsageError(
             f"strategy: {{tp: {mesh.tp}}} would reach over nodes of {nproc} ranks, whose links are too slow for that: "
             "choose a tp that divides the ranks of a node, and dp_shard for the rest"

@@ -42,7 +42,7 @@ def check_mesh(job: Job, num_parameters: int, links: Mapping[str, int], *, has_r
             "use nodes with InfiniBand, RoCE or EFA, or strategy=fsdp, which shards within a node only, if a node can "
             "hold the state (see runner plan)",
         )
-    worst = max(links, key=list(LINKS.values()).index, default=None)
+    worst = _slowest(links)
     if job.local_ranks == 1 or worst is None:
         return
     if worst == FASTEST_LINK:
@@ -56,9 +56,13 @@ def check_mesh(job: Job, num_parameters: int, links: Mapping[str, int], *, has_r
         )
 
 
+def _slowest(links: Mapping[str, int]) -> str | None:
+    return max(links, key=list(LINKS.values()).index, default=None)
+
+
 def _check_tensor_parallel(job: Job, links: Mapping[str, int]) -> Finding:
     """Ranks that compute a layer together exchange its activations four times per layer and micro-batch."""
-    worst = max(links, key=list(LINKS.values()).index, default=None)
+    worst = _slowest(links)
     text = f"the {job.tp} ranks of a tensor parallel group wait for each other's activations in every layer"
     if worst in (None, FASTEST_LINK):
         return ok("mesh", f"{text}, within this node over {worst or 'links that are not known'}")

@@ -103,7 +103,7 @@ class Job:
         deepspeed = trainer.get("deepspeed")
         zero = deepspeed.get("zero_optimization", {}) if isinstance(deepspeed, dict) else {}
         bucket = zero.get("reduce_bucket_size")
-        mesh = config.strategy if isinstance(config.strategy, MeshConfig) else MeshConfig()
+        mesh = config.mesh or MeshConfig()
         return cls(
             method=config.method.type,
             strategy=config.strategy if isinstance(config.strategy, str) else "mesh",

@@ -24,7 +24,7 @@ from checkpointing.storage.durable import fsync_directory, fsync_tree, replace_f
 from checkpointing.transformers import load_best, resilient
 from runner.cache import seal
 from runner.config.load import load_config
-from runner.config.schema import Config, MeshConfig
+from runner.config.schema import Config
 from runner.training.base_weights import BaseWeights
 from runner.training.callbacks import MetricsCallback, perplexities
 from runner.training.data import load_training_data
@@ -58,7 +58,7 @@ def run_job(config_path: str, cache: str, sender: EventSender, *, resumes: bool 
     args = training_arguments(config)
     with args.main_process_first(desc="data"):
         dataset, held_back = load_training_data(config.data, Path(cache), seed=args.seed)
-    mesh = config.strategy if isinstance(config.strategy, MeshConfig) and int(os.environ["WORLD_SIZE"]) > 1 else None
+    mesh = config.mesh if int(os.environ["WORLD_SIZE"]) > 1 else None
     if mesh is not None and args.use_cpu:
         # accelerate accepts no mesh on a CPU, where trials use the same code path.
         setattr(ParallelismConfig, "_validate_accelerator", lambda *_: None)  # noqa: B010
@@ -142,7 +142,7 @@ def training_arguments(config: Config) -> SFTConfig:
         options.setdefault("ddp_find_unused_parameters", False)
         # DDP's default, set explicitly so that it is visible in the saved options.
         options.setdefault("ddp_bucket_cap_mb", 25)
-    if isinstance(config.strategy, MeshConfig) and world_size > 1:
+    if config.mesh is not None and world_size > 1:
         # The Trainer itself can save nothing else of such a model.
         options["save_only_model"] = True
     fsdp = options.pop("fsdp_config", None)

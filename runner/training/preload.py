@@ -47,9 +47,10 @@ try:
             # accelerate imports it, if it is there, when training begins. It takes two seconds.
             with contextlib.suppress(Exception), _silenced():
                 importlib.import_module("deepspeed")
-        # What every rank would look up again to read its configuration.
-        with contextlib.suppress(Exception):
-            trainer_options.fields()
+        if "runner.training.job" in sys.modules:
+            # What every rank would look up again to read its configuration.
+            with contextlib.suppress(Exception):
+                trainer_options.fields()
 finally:
     # Frozen objects are neither scanned by the ranks' collections (0.3 s each) nor are their pages copied.
     gc.collect()

@@ -6,9 +6,7 @@ the model's files where it has a name. No weight is put into memory, and no GPU 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from runner.system import processes
 from runner.training.data import load_training_data
 from runner.training.job import training_arguments
 from runner.training.model import build
+from runner.training.rank import become_independent
 
 # Without `LOCAL_RANK`, which would have accelerate begin a process group.
 _ALONE = {"WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -35,10 +34,7 @@ def run(spec: dict[str, str]) -> None:
     Args:
         spec: `config` (file), `cache` (folder) and `log` (file).
     """
-    launcher = multiprocessing.parent_process()
-    processes.die_with_parent(lambda: launcher is not None and not launcher.is_alive())
-    for number in processes.STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
+    become_independent()
     processes.set_name("prepare")
     log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for descriptor in (1, 2):

@@ -29,11 +29,8 @@ def run_rank(spec: dict[str, Any]) -> None:
         spec: `env` (variables to set), `events` (path of the socket), `config` (file), `cache` (folder), `script` and
             `args` (the user's own script, or None), `resumes` (see `run_job`), `accelerators` (number on this node).
     """
-    launcher = multiprocessing.parent_process()
-    # The fork server dies with the launcher, and this process with the fork server.
-    processes.die_with_parent(lambda: launcher is not None and not launcher.is_alive())
+    become_independent()
     processes.be_traceable()
-    _restore_signals()
     sender = EventSender(spec["events"], RankSettings.from_json(spec["env"][SETTINGS_ENV]).attempt)
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     processes.set_name(f"rank {rank}")
@@ -83,6 +80,14 @@ def run_rank(spec: dict[str, Any]) -> None:
 def _report_failure(sender: EventSender, rank: int, error: str, frame: str | None, *, transient: bool) -> None:
     """Send the failure, cut to the size of a datagram; the rank's log has the rest."""
     sender.send_surely("rank_failed", rank=rank, error=error[:_MAX_ERROR], frame=frame, transient=transient)
+
+
+def become_independent() -> None:
+    """Undo what a fork has of the launcher: its death ends this process, too, and signals have their own effect."""
+    launcher = multiprocessing.parent_process()
+    # The fork server dies with the launcher, and this process with the fork server.
+    processes.die_with_parent(lambda: launcher is not None and not launcher.is_alive())
+    _restore_signals()
 
 
 def _restore_signals() -> None:

@@ -80,7 +80,7 @@ def test_both_write_and_one_commits(storage: Storage) -> None:
     save = SplitSave(Split("ab", 0, 2, ("model",)), [whole()])
     manifest, error = both(storage, save, whole())
     assert isinstance(manifest, Manifest) and error is None
-    assert (save.gave_up, save.met_others, save.nodes_that_write) == (None, True, 2)
+    assert (save.gave_up, save.nodes_that_write) == (None, 2)
     assert {file.name for file in Catalog(storage).verify(7).files} == {"model", "small"}
     assert names_left(storage) == []
 
@@ -90,7 +90,7 @@ def test_who_is_not_there_costs_time_only(storage: Storage, monkeypatch: pytest.
     save = SplitSave(Split("ab", 0, 2, ("model",)), [whole()])
     commit(storage, save)
     assert save.gave_up is not None and "has not written its part" in save.gave_up
-    assert (save.met_others, save.nodes_that_write) == (False, 1)
+    assert save.nodes_that_write == 1
     assert Catalog(storage).verify(7).total_bytes == len(DATA) + 1
     assert names_left(storage) == []
 
