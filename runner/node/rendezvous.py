@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import socket
+import sys
 import time
 from typing import Any
 
@@ -29,9 +30,17 @@ def meet_at_once(nnodes: int) -> None:
     # torchrun also begins with a random wait, and takes what it has seen a second ago for the present. It has an option
     # for neither.
     setattr(dynamic_rendezvous, "_delay", lambda seconds: time.sleep(interval_s))  # noqa: B010
+    # It inspects the whole stack twice for each of its records, which nothing reads: 0.3 s until three nodes have met
+    # (2 cores, 2026-11-26).
+    setattr(dynamic_rendezvous, "get_method_name", _method_name)  # noqa: B010
     holder: Any = dynamic_rendezvous._BackendRendezvousStateHolder
     if holder.__init__.__defaults__ == (1,):
         holder.__init__.__defaults__ = (0,)
+
+
+def _method_name(depth: int = 2) -> str:
+    """Return the name of the function so many calls above this one."""
+    return sys._getframe(depth).f_code.co_name
 
 
 def await_store(endpoint: str) -> None:

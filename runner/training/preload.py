@@ -4,11 +4,13 @@ Only the fork server imports this module. Nothing in it may start CUDA or a thre
 """
 
 import contextlib
+import functools
 import gc
 import importlib
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from runner.config import trainer_options
 from runner.system import processes
@@ -47,6 +49,11 @@ try:
             # accelerate imports it, if it is there, when training begins. It takes two seconds.
             with contextlib.suppress(Exception), _silenced():
                 importlib.import_module("deepspeed")
+            # It asks for the same packages two dozen times, and parses their metadata for each answer.
+            with contextlib.suppress(Exception):
+                imports: Any = importlib.import_module("accelerate.utils.imports")
+                imports._is_package_available = functools.cache(imports._is_package_available)
+                imports.is_peft_available()
         if "runner.training.job" in sys.modules:
             # What every rank would look up again to read its configuration.
             with contextlib.suppress(Exception):
