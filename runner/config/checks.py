@@ -99,6 +99,7 @@ def check_all(config: Config, source_of: SourceOf, *, needs_data: bool) -> None:
     _check_validation(config, source_of)
     if config.data.streaming:
         _check_streaming(config, source_of)
+    _check_method(config, source_of)
     _check_strategy(config, source_of)
 
 
@@ -195,13 +196,23 @@ def _check_streaming(config: Config, source_of: SourceOf) -> None:
         )
 
 
+def _check_method(config: Config, source_of: SourceOf) -> None:
+    if config.method.type != "qlora":
+        return
+    what = f"{source_of('method.type')}: method.type=qlora"
+    if config.model.name_or_path is None:
+        raise UsageError(f"{what} needs a model to quantise: set model.name_or_path, or use lora")
+    if config.strategy == "deepspeed":
+        raise UsageError(
+            f"{what} is not supported with strategy=deepspeed yet: use ddp, which suits the small state of an adapter, "
+            "or fsdp, which shards the base in 4 bits"
+        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UsageError(f"{what} needs the package; pip install bitsandbytes")
+
+
 def _check_strategy(config: Config, source_of: SourceOf) -> None:
     _check_mesh(config, source_of)
-    if config.strategy != "ddp" and config.method.type == "qlora":
-        raise UsageError(
-            f"{source_of('strategy')}: strategy={config.strategy} is not supported with "
-            f"method.type={config.method.type} yet: use ddp, which suits the small state of an adapter"
-        )
     _check_deepspeed(config, source_of)
     fsdp = config.trainer.get("fsdp_config")
     if fsdp and config.strategy not in ("fsdp", "fsdp_all_nodes"):

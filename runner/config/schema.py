@@ -41,8 +41,8 @@ class MethodConfig(Section):
 
     type: Literal["full", "lora", "qlora"] = "full"
     """Weights to train. `full` trains every weight. `lora` trains low-rank adapters (arXiv 2106.09685) on a frozen base
-    model and saves only the adapters. `qlora` does the same on a base model in 4 bits (arXiv 2305.14314); it needs a
-    CUDA GPU and bitsandbytes."""
+    model and saves only the adapters. `qlora` does the same on a base model in 4 bits (arXiv 2305.14314); it needs
+    bitsandbytes, and a model that is loaded by name."""
     r: int = Field(default=16, ge=1)
     """Rank of the adapters."""
     alpha: int = Field(default=32, ge=1)

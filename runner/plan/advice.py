@@ -80,6 +80,8 @@ def options(model: ModelShape, job: Job, memory_bytes: int) -> list[Option]:
         ("LoRA, FSDP", "lora", "fsdp"),
         ("LoRA, FSDP over all nodes", "lora", "fsdp_all_nodes"),
         ("QLoRA, DDP", "qlora", "ddp"),
+        ("QLoRA, FSDP", "qlora", "fsdp"),
+        ("QLoRA, FSDP over all nodes", "qlora", "fsdp_all_nodes"),
     ]
     if job.strategy == "deepspeed":
         kind = {"full": "full", "lora": "LoRA"}.get(job.method, job.method)
@@ -97,8 +99,6 @@ def options(model: ModelShape, job: Job, memory_bytes: int) -> list[Option]:
             obstacle = "other number of ranks"
         elif strategy == "fsdp_all_nodes" and job.ranks == job.local_ranks:
             obstacle = "one node"
-        elif method == "qlora" and not job.on_gpu:
-            obstacle = "needs a GPU"
         elif method == "qlora" and not job.loaded:
             obstacle = "no model to quantise"
         else:
@@ -134,6 +134,8 @@ def choose(found: Sequence[Option], wanted: Job) -> tuple[Option | None, str]:
         "LoRA, FSDP": "the base exceeds one GPU, but not all GPUs of a node",
         "LoRA, FSDP over all nodes": "the base exceeds a node, but not all of them",
         "QLoRA, DDP": "the base is too large even in 16 bits",
+        "QLoRA, FSDP": "the base exceeds one GPU even in 4 bits, but not all GPUs of a node",
+        "QLoRA, FSDP over all nodes": "the base exceeds a node even in 4 bits, but not all of them",
     }[best.name]
     return best, f"{configured.name} does not fit; {why}"
 

@@ -204,7 +204,8 @@ def estimate(model: ModelShape, job: Job) -> Need:
         root = model.parameters - model.layers * model.largest_layer
         at_a_time = model.parameters if job.accumulation > 1 else root + model.largest_layer
         whole = model.adapter if adapters else at_a_time
-        buckets = (root + 2 * model.largest_layer + whole) * job.compute_bytes
+        layer_bytes = _NF4_BYTES if job.method == "qlora" else job.compute_bytes
+        buckets = (root + whole) * job.compute_bytes + int(2 * model.largest_layer * layer_bytes)
         weights, gradients, optimizer = (part // job.sharing_ranks for part in (weights, gradients, optimizer))
     else:
         buckets = gradients if job.ranks > 1 else 0

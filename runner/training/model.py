@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
@@ -71,11 +70,12 @@ def build(
         Model and tokenizer.
 
     Raises:
-        ValueError: The method cannot be used with this model or on this node.
+        ValueError: transformers cannot distribute a model over a mesh.
+        OSError: The model cannot be loaded.
     """
     options: dict[str, Any] = {"device_map": "meta"} if outline else {}
     if method.type == "qlora" and not outline:
-        options = _quantized()
+        options = _quantized(bf16=bf16)
     if mesh is not None:
         options |= _distributed(mesh)
     if config.name_or_path is not None:
@@ -85,8 +85,6 @@ def build(
         # The trainer initialises adapters at random next.
         torch.manual_seed(seed)
         return model, tokenizer
-    if method.type == "qlora":
-        raise ValueError("method.type='qlora' needs a model to quantise: set model.name_or_path, or use lora")
     tokenizer = trained_tokenizer(dataset, config.vocab_size, cache)
     torch.manual_seed(seed)
     model_config = SmolLM3Config(
@@ -182,19 +180,19 @@ def adapter_config(method: MethodConfig) -> Any:
     )
 
 
-def _quantized() -> dict[str, Any]:
+def _quantized(*, bf16: bool) -> dict[str, Any]:
     """Return options for 4-bit NormalFloat with double quantisation, as in the QLoRA paper (arXiv 2305.14314)."""
-    if device.kind() != "cuda":
-        raise ValueError("method.type='qlora' needs a CUDA GPU, which this node does not have: use lora")
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ValueError("method.type='qlora' needs bitsandbytes: pip install bitsandbytes")
+    dtype = torch.bfloat16 if bf16 else torch.float32
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_compute_dtype=dtype,
+        # FSDP shards it together with the other parameters of a layer, which must be of one type.
+        bnb_4bit_quant_storage=dtype,
     )
-    return {"quantization_config": config, "device_map": {"": int(os.environ["LOCAL_RANK"])}}
+    where = int(os.environ["LOCAL_RANK"]) if device.kind() == "cuda" else "cpu"
+    return {"quantization_config": config, "device_map": {"": where}}
 
 
 def choose_attention(wanted: str, *, bf16: bool) -> str:

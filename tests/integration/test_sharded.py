@@ -10,13 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from infra.ports import free_port
 from integration.support import Run, loss_curve, state_hash
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
 
 from checkpointing.export import export_checkpoint
 from checkpointing.storage import LocalStorage
+from runner.training.model import trained_tokenizer
 
 # Tensors that are cut unequally, that one rank has nothing of, and that are shared; a bare loop.
 LOOP = """
@@ -160,6 +162,20 @@ def job(folder: Path, *settings: str) -> Run:
     return Run(folder, *(part for setting in (*short, *settings) for part in ("--set", setting)))
 
 
+def small_model(folder: Path) -> Path:
+    """Save a model with its tokenizer, as a user's own that is loaded by name."""
+    rows = [{"text": row} for row in ("a few words", "and a few more")]
+    tokenizer = trained_tokenizer(rows, 300, folder.parent)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = SmolLM3Config(
+        **shape, num_key_value_heads=2, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id
+    )
+    torch.manual_seed(0)
+    SmolLM3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def test_a_moving_average_of_a_sharded_model_is_refused(tmp_path: Path) -> None:
     text = LOOP.replace("snapshot_steps=None)", "states={'average': model}, snapshot_steps=None)")
     path = tmp_path / "loop.py"
@@ -187,7 +203,7 @@ def test_the_job_goes_from_sharded_to_whole_and_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        (["strategy=fsdp", "method.type=qlora"], "strategy=fsdp is not supported with method.type=qlora"),
+        (["method.type=qlora"], "method.type=qlora needs a model to quantise: set model.name_or_path"),
         (["trainer.fsdp_config={}", "trainer.fsdp=true"], "set the top-level strategy: fsdp"),
         (["trainer.fsdp_config={cpu_offload: true}"], "needs strategy: fsdp"),
         (["strategy=fsdp", "trainer.fsdp_config={version: 1}"], "without version or with version: 2"),
@@ -234,8 +250,11 @@ def test_the_job_on_a_mesh_is_killed_and_then_trained_whole(mesh: str, ranks: in
     assert alone.events("training_started")[-1]["step"] == 24
 
 
-def test_an_adapter_under_fsdp_is_killed_and_then_trained_whole(tmp_path: Path) -> None:
-    lora = ["method.type=lora", "trainer.lr_scheduler_type=constant", "scale_learning_rate=false"]
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_an_adapter_under_fsdp_is_killed_and_then_trained_whole(method: str, tmp_path: Path) -> None:
+    lora = [f"method.type={method}", "trainer.lr_scheduler_type=constant", "scale_learning_rate=false"]
+    if method == "qlora":
+        lora.append(f"model.name_or_path={small_model(tmp_path / 'base')}")
     calm = job(tmp_path / "calm", "strategy=fsdp", *lora)
     assert calm.start().finish() == 0, calm.output
     killed = job(tmp_path / "killed", "strategy=fsdp", *lora).start_held(10)
@@ -246,9 +265,10 @@ def test_an_adapter_under_fsdp_is_killed_and_then_trained_whole(tmp_path: Path) 
     assert first == 0 < second <= 10
     assert state_hash(killed.checkpoint(24)) == state_hash(calm.checkpoint(24))
     assert loss_curve(killed.checkpoint(24)) == loss_curve(calm.checkpoint(24))
-    # The base was built for this run: the adapter is merged into it.
-    model = load_file(killed.folder / "best_model" / "model.safetensors")
-    assert not [name for name in model if "lora" in name] and "lm_head.weight" not in model
+    if method == "lora":
+        # The base was built for this run: the adapter is merged into it.
+        model = load_file(killed.folder / "best_model" / "model.safetensors")
+        assert not [name for name in model if "lora" in name] and "lm_head.weight" not in model
     AutoModelForCausalLM.from_pretrained(killed.folder / "best_model")
     # The same base, although no rank has held all of it; and the adapter, on one rank.
     alone = job(killed.folder, *lora, "trainer.max_steps=27")

@@ -70,8 +70,6 @@ def test_numbers_of_nodes_and_ranks(launch: dict[str, Any], problem: str | None)
             "<data.validation_share>: data.validation_share is not allowed with data.streaming",
         ),
         ({"data": {"path": "org/set", "streaming": True}}, "<data.streaming>: data.streaming needs trainer.max_steps"),
-        ({"strategy": "fsdp", "method": {"type": "qlora"}}, "<strategy>: strategy=fsdp is not supported with method"),
-        ({"strategy": "fsdp_all_nodes", "method": {"type": "qlora"}}, "strategy=fsdp_all_nodes is not supported"),
         ({"trainer": {"fsdp_config": {"version": 2}}}, "<trainer.fsdp_config>: trainer.fsdp_config needs strategy"),
         ({"strategy": "fsdp", "trainer": {"fsdp_config": {"version": 1}}}, "write FSDP2's options as a mapping"),
         ({"strategy": "fsdp", "trainer": {"fsdp_config": "a.json"}}, "write FSDP2's options as a mapping"),
@@ -85,7 +83,14 @@ def test_numbers_of_nodes_and_ranks(launch: dict[str, Any], problem: str | None)
             {"strategy": "deepspeed", "trainer": {"deepspeed": {"zero_optimization": {"stage": 0}}}},
             "trainer.deepspeed has no ZeRO stage: set zero_optimization.stage to 1, 2 or 3",
         ),
-        ({"strategy": "deepspeed", "method": {"type": "qlora"}}, "strategy=deepspeed is not supported with method"),
+        (
+            {"method": {"type": "qlora"}, "model": {"config": {"hidden_size": 64}}},
+            "<method.type>: method.type=qlora needs a model to quantise: set model.name_or_path",
+        ),
+        (
+            {"strategy": "deepspeed", "method": {"type": "qlora"}, "model": {"name_or_path": "org/model"}},
+            "<method.type>: method.type=qlora is not supported with strategy=deepspeed yet: use ddp",
+        ),
         ({"strategy": {"tp": 1}}, "<strategy>: strategy: {tp: 1, dp_shard: 1} is a mesh of one rank"),
         ({"strategy": {"tp": 2}, "method": {"type": "lora"}}, "strategy: {tp: 2, dp_shard: 1} is not supported with"),
         (
@@ -112,6 +117,7 @@ def test_a_mistake_names_the_source_of_its_key(sections: dict[str, Any], problem
         {"strategy": "fsdp_all_nodes", "trainer": {"fsdp_config": {"reshard_after_forward": True}}},
         {"data": {"path": "file:///anywhere/x.csv"}},
         {"strategy": {"tp": 2, "dp_shard": 2}, "launch": {"nnodes": "1:2", "nproc_per_node": 8}},
+        {"strategy": "fsdp_all_nodes", "method": {"type": "qlora"}, "model": {"name_or_path": "org/model"}},
         {"strategy": {"dp_shard": 8}, "launch": {"nnodes": 2, "nproc_per_node": 4}},
     ],
 )

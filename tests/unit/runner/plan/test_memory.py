@@ -112,6 +112,10 @@ def test_adapters() -> None:
     assert sharded.weights == (2 * P + 4 * MODEL.adapter) // 8 and sharded.checkpoint_bytes == 12 * MODEL.adapter
     root = P - 32 * MODEL.largest_layer
     assert sharded.buckets == 2 * (root + 2 * MODEL.largest_layer + MODEL.adapter)
+    # Layers are gathered in 4 bits.
+    quantised = estimate(MODEL, job(gradient_accumulation_steps=4).by("qlora", "fsdp"))
+    assert quantised.weights == qlora.weights // 8
+    assert quantised.buckets == pytest.approx(2 * (root + MODEL.adapter) + 0.516 * 2 * MODEL.largest_layer, rel=0.01)
 
 
 @pytest.mark.parametrize(
