@@ -108,7 +108,7 @@ class Adapter:
             )
         with torch.no_grad():
             for name, tensor in own.items():
-                sharding.fill(tensor, point.cut(ADAPTER_NAME, state[name], tensor))
+                sharding.fill(tensor, point.cut(ADAPTER_NAME, state[name], tensor, in_place=True))
         return {id(tensor): state[name] for name, tensor in own.items()}
 
 

@@ -125,21 +125,22 @@ class RestorePoint:
         with self.reading(name):
             return model_state(buffer)
 
-    def cut(self, name: str, whole: torch.Tensor, live: Any) -> torch.Tensor:
+    def cut(self, name: str, whole: torch.Tensor, live: Any, *, in_place: bool = False) -> torch.Tensor:
         """Return what this rank holds of a tensor, distributed like `live`; all of it where `live` is not sharded.
 
         Args:
             name: The file that the tensor was parsed from.
             whole: The tensor, which may have no contents yet.
             live: The tensor that it is for, or anything else.
+            in_place: See `sharding.cut_like`.
 
         Raises:
             InvalidCheckpoint: Its bytes were altered.
             StorageUnreachable: They cannot be read now.
         """
         if self._spread is not None and self._spread.has(name):
-            return self._spread.cut(name, whole, live)
-        return sharding.cut_like(whole, live)
+            return self._spread.cut(name, whole, live, in_place=in_place)
+        return sharding.cut_like(whole, live, in_place=in_place)
 
     def cut_optimizer_state(self, state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
         """Return an optimizer's state dict, with what this rank holds of its tensors; raises as `cut` does."""

@@ -218,14 +218,31 @@ def _slices(ranges: Iterable[Range]) -> tuple[slice, ...]:
     return tuple(slice(first, last) for first, last in ranges)
 
 
-def cut_like(whole: torch.Tensor, live: Any) -> torch.Tensor:
+def cut_like(whole: torch.Tensor, live: Any, *, in_place: bool = False) -> torch.Tensor:
     """Return this rank's part of a whole tensor, distributed like `live`; all of it where `live` is not sharded.
 
     The part is a copy, so that the whole tensor can be freed. Of a fragment, it is in one dimension.
+
+    Args:
+        whole: The tensor.
+        live: The tensor that it is for, or anything else.
+        in_place: Copy into `live`, and return that, where it is a sharded tensor in the host's memory.
     """
     if not is_sharded(live) or tuple(whole.shape) != shape_of(live):
         return whole
-    return distributed_like(own_part(whole, part_of(live)), live)
+    part = part_of(live)
+    target = own_memory(part, whole) if in_place else None
+    if target is not None:
+        own_part(whole, part, target)
+        return live  # type: ignore[no-any-return]
+    return distributed_like(own_part(whole, part), live)
+
+
+def own_memory(part: Part, whole: torch.Tensor) -> torch.Tensor | None:
+    """Return the memory of a part that the same part of `whole` can be copied to as it is; None if there is none."""
+    own = part.tensor
+    fits = own.device.type == "cpu" and own.dtype == whole.dtype and tuple(own.shape) == part.region.shape
+    return own.detach() if fits and own.is_contiguous() else None
 
 
 def distributed_like(own: torch.Tensor, live: Any) -> torch.Tensor:
@@ -240,9 +257,10 @@ def distributed_like(own: torch.Tensor, live: Any) -> torch.Tensor:
     return cut
 
 
-def own_part(whole: torch.Tensor, part: Part) -> torch.Tensor:
-    """Return a copy of what this rank holds of a whole tensor."""
-    own = torch.empty(part.region.shape, dtype=whole.dtype, device=whole.device)
+def own_part(whole: torch.Tensor, part: Part, own: torch.Tensor | None = None) -> torch.Tensor:
+    """Return a copy of what this rank holds of a whole tensor, in memory of its own unless that is given."""
+    if own is None:
+        own = torch.empty(part.region.shape, dtype=whole.dtype, device=whole.device)
     whole = whole.reshape(part.shape)
     for box in part.region.boxes():
         own[_slices(box.own)] = whole[_slices(box.whole)]
@@ -250,7 +268,9 @@ def own_part(whole: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 def fill(live: Any, cut: torch.Tensor) -> None:
-    """Copy what `cut_like` returns into the live tensor."""
+    """Copy what `cut_like` returns into the live tensor, unless it is there already."""
+    if cut is live:
+        return
     fragment = fragment_of(live)
     (live if fragment is None else fragment.tensor).detach().copy_(cut)
 

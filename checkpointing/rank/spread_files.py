@@ -7,6 +7,7 @@ nobody writes to take no memory.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,12 +22,13 @@ from checkpointing.digest import algorithm_of
 from checkpointing.errors import InvalidCheckpoint
 from checkpointing.rank import sharding
 from checkpointing.rank.trees import tensors_in
-from checkpointing.reading import digest_of, fault, read_private, read_shared
+from checkpointing.reading import digest_of, fault, private_memory, read_private, read_shared
 from checkpointing.shard_reading import ALTERED, Recorded, ShardReaders, index_of, parts_of, read_piece, read_range
 from checkpointing.shards import INDEX_NAME, Piece, ShardIndex, SpreadFile, shard_rank
 
 # mmap(2): the kernel does not set memory aside for pages that are never written to. In Python's module since 3.13.
 _MAP_NORESERVE = 0x4000
+_MANY_PAGES_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,14 @@ class SpreadFiles:
                 read_piece(self._readers(piece.shard), piece, (0, piece.nbytes), opened.buffer)
         return opened.buffer[: file.nbytes]
 
-    def cut(self, name: str, whole: torch.Tensor, live: Any) -> torch.Tensor:
+    def cut(self, name: str, whole: torch.Tensor, live: Any, *, in_place: bool = False) -> torch.Tensor:
         """Return what this rank holds of a tensor, distributed like `live`; all of it where `live` is not sharded.
 
         Args:
             name: The file.
             whole: The tensor as it was parsed, without contents.
             live: The tensor that it is for, or anything else.
+            in_place: See `sharding.cut_like`.
 
         Raises:
             InvalidCheckpoint: A shard is missing, or was altered.
@@ -95,13 +98,14 @@ class SpreadFiles:
         fits = sharding.is_sharded(live) and tuple(whole.shape) == sharding.shape_of(live)
         if not fits or not whole.is_contiguous():
             self.fill(name, whole)
-            return sharding.cut_like(whole, live)
+            return sharding.cut_like(whole, live, in_place=in_place)
         part = sharding.part_of(live)
-        own = torch.empty(part.region.shape, dtype=whole.dtype)
+        target = sharding.own_memory(part, whole) if in_place else None
+        own = target if target is not None else _new_memory(part.region.shape, whole.dtype)
         with self._reading():
             for box in part.region.boxes():
                 self._read_box(self._opened[name], whole.view(part.shape), box, own)
-        return sharding.distributed_like(own, live)
+        return live if target is not None else sharding.distributed_like(own, live)
 
     def fill(self, name: str, obj: Any) -> None:
         """Read all of the tensors in an object that was parsed; raises as `cut` does."""
@@ -156,6 +160,14 @@ class SpreadFiles:
             raise fault(self._place, "a shard", error) from None
 
 
+def _new_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor whose pages are mapped already, where it has many: their faults take longer than the copy."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < _MANY_PAGES_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(private_memory(nbytes), dtype=dtype).view(shape)
+
+
 def open_spread(
     place: str, files: Mapping[str, Recorded], index: memoryview, writers: int, rank: int, world_size: int
 ) -> SpreadFiles:
@@ -179,7 +191,8 @@ def open_spread(
     held: dict[int, memoryview] = {}
     for name, (source, recorded) in files.items():
         writer = shard_rank(name)
-        if writer is None or writer % world_size != rank:
+        # Neighbours, because a rank that reads what several have written most likely needs these.
+        if writer is None or min(writer * world_size // writers, world_size - 1) != rank:
             continue
         algorithm = algorithm_of(recorded)
         try:

@@ -54,7 +54,7 @@ def restore_weights(
     for name, parameter in model.named_parameters():
         # Written where the model had a shorter type than now.
         if name in precise and parameter.dtype == precise[name].dtype:
-            sharding.fill(parameter, point.cut(MASTER_NAME, precise[name], parameter))
+            sharding.fill(parameter, point.cut(MASTER_NAME, precise[name], parameter, in_place=True))
     if zero is not None:
         zero.restore_parameters(point, sources)
 
@@ -63,7 +63,7 @@ def _load(model: torch.nn.Module, point: RestorePoint, place: Callable[[Any], An
     whole = point.model_state()
     # `state_dict` also shards again what an evaluation has left whole.
     live = model.state_dict()
-    cut = {name: point.cut(MODEL_NAME, value, live.get(name)) for name, value in whole.items()}
+    cut = {name: point.cut(MODEL_NAME, value, live.get(name), in_place=True) for name, value in whole.items()}
     state: dict[str, Any] = place(cut)
     if point.has(EXTRA_STATE_NAME):
         state |= point.torch_object(EXTRA_STATE_NAME)
@@ -89,7 +89,7 @@ def _fill(model: torch.nn.Module, point: RestorePoint, *, is_stage: bool) -> dic
             shapes = f"{tuple(value.shape)}, here {sharding.shape_of(live[name])}"
             raise _misfit(point, f"the shape of {name} is {shapes}")
     for name, value in whole.items():
-        sharding.fill(live[name], point.cut(MODEL_NAME, value, live[name]))
+        sharding.fill(live[name], point.cut(MODEL_NAME, value, live[name], in_place=True))
     if extra and point.has(EXTRA_STATE_NAME):
         model.load_state_dict(point.torch_object(EXTRA_STATE_NAME), strict=False)
     return whole

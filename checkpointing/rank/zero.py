@@ -187,7 +187,7 @@ class ZeroState:
         for slot in self._all_slots:
             name, own = self._names[id(slot.parameter)], slot.of(slot.flat)
             if name in sources:
-                sharding.fill(own, point.cut(*sources[name], own))
+                sharding.fill(own, point.cut(*sources[name], own, in_place=True))
             else:
                 held = fragment_of(slot.parameter)
                 sharding.fill(own, _elements(slot) if held is None else held.tensor)

@@ -81,6 +81,10 @@ def test_a_whole_tensor_is_cut_like_the_live_one(mesh: Any) -> None:
     assert sharding.is_sharded(cut) and torch.equal(cut._local_tensor, whole)  # type: ignore[attr-defined]
     assert cut._local_tensor.data_ptr() != whole.data_ptr()  # type: ignore[attr-defined]
     assert sharding.cut_like(whole, torch.ones(4, 2)) is whole
+    filled: Any = sharding.cut_like(whole, live, in_place=True)
+    # Filling with what is there already changes nothing.
+    sharding.fill(live, filled)
+    assert filled is live and torch.equal(filled._local_tensor, whole)
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2), (3, 2)])

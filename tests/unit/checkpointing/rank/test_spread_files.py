@@ -65,6 +65,24 @@ def test_a_tensor_is_cut_whatever_way_it_was_written_in(pieces: list[Piece], liv
     assert cut._local_tensor.data_ptr() != state["weight"].data_ptr()
 
 
+@pytest.mark.parametrize("pieces", [ROWS, COLUMNS, WHOLE], ids=["rows", "columns", "exact"])
+def test_a_tensor_is_read_into_the_live_one_without_a_copy(pieces: list[Piece], live: Any) -> None:
+    found, state, _ = opened(pieces)
+    memory = live._local_tensor.data_ptr()
+    cut: Any = found.cut(NAME, state["weight"], live, in_place=True)
+    assert cut is live
+    assert torch.equal(live._local_tensor, STATE["weight"]) and live._local_tensor.data_ptr() == memory
+
+
+def test_a_live_tensor_of_another_type_is_not_written_to(live: Any) -> None:
+    found, state, _ = opened(ROWS)
+    from torch.distributed.tensor import DTensor
+
+    short: Any = DTensor.from_local(live._local_tensor.half(), live.device_mesh, live.placements, run_check=False)
+    cut: Any = found.cut(NAME, state["weight"], short, in_place=True)
+    assert torch.equal(cut._local_tensor, STATE["weight"]) and not short._local_tensor.any()
+
+
 def test_a_tensor_for_one_that_is_not_sharded_is_read_whole() -> None:
     found, state, _ = opened(COLUMNS)
     assert torch.equal(found.cut(NAME, state["weight"], torch.zeros(6, 4)), STATE["weight"])

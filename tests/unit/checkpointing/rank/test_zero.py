@@ -25,7 +25,7 @@ class DeepSpeedZeroOptimizer:
 class Point:
     """A checkpoint whose tensors are at hand."""
 
-    def cut(self, name: str, whole: torch.Tensor, live: Any) -> torch.Tensor:
+    def cut(self, name: str, whole: torch.Tensor, live: Any, *, in_place: bool) -> torch.Tensor:
         return sharding.cut_like(whole, live)
 
 
