@@ -158,6 +158,22 @@ def writers(
     return {node: frozenset(holders.values()) for node, holders in found.items()}
 
 
+def first_holder(ranks: Sequence[int], mesh_shape: Sequence[int], placements: Placements, rank: int) -> int:
+    """Return the lowest of the ranks that hold the same region as this one; it writes for all nodes.
+
+    Args:
+        ranks: The ranks of the mesh, in C order.
+        mesh_shape: Number of ranks of each mesh dimension.
+        placements: What each mesh dimension does.
+        rank: One of the ranks.
+    """
+    held = {
+        other: tuple(index for index, cut in zip(coordinate, placements, strict=True) if cut is not None)
+        for other, coordinate in zip(ranks, itertools.product(*map(range, mesh_shape)), strict=True)
+    }
+    return min(other for other, region in held.items() if region == held[rank])
+
+
 def num_regions(mesh_shape: Sequence[int], placements: Placements) -> int:
     """Return into how many regions a tensor is cut, some of which may be empty."""
     return math.prod(size for size, cut in zip(mesh_shape, placements, strict=True) if cut is not None)

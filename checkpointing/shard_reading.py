@@ -209,6 +209,11 @@ class ShardReaders:
             self._readers[rank] = self._open(shard_name(rank), self._held.get(rank))
         return self._readers[rank]
 
+    def supply(self, rank: int, reader: ShardReader) -> None:
+        """Read a shard by this reader, unless it is at hand."""
+        if rank not in self._held:
+            self._readers[rank] = reader
+
     def _open(self, name: str, held: memoryview | None) -> ShardReader:
         if held is not None:
             return _Mapped(name, held, None)

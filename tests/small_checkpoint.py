@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from checkpointing.agent.client import OfferedSnapshot
+from checkpointing.agent.client import Offered, OfferedSnapshot
 from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import RunningDigest, digesting
 from checkpointing.events import Event
@@ -40,14 +40,14 @@ def images(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Fil
 
 
 def write_checkpoint(
-    folder: Path, step: int, training: tuple[torch.nn.Module, torch.optim.Optimizer], **metrics: float
+    folder: Path, step: int, training: tuple[torch.nn.Module, torch.optim.Optimizer], attempt: int = 1, **metrics: float
 ) -> LocalStorage:
     """Commit the state of a training; returns the storage."""
     storage, window, files = LocalStorage(folder), memoryview(bytearray(1 << 16)), []
     for image in images(*training):
         digest = RunningDigest()
         files.append(StagedFile(image.name, digesting(pieces(image, window, Host()), digest), digest.result))
-    commit_snapshot(storage, SnapshotInfo("run", 1, step, 1, step, metrics), files)
+    commit_snapshot(storage, SnapshotInfo("run", attempt, step, 1, step, metrics), files)
     return storage
 
 
@@ -65,15 +65,21 @@ def snapshot(step: int, training: tuple[torch.nn.Module, torch.optim.Optimizer],
 class Agent:
     """Replaces a connection to an agent: offers snapshots, and records the calls."""
 
-    def __init__(self, directory: Path, *snapshots: OfferedSnapshot, reachable: bool = True) -> None:
+    def __init__(
+        self, directory: Path, *snapshots: OfferedSnapshot, reachable: bool = True, settled: bool = True
+    ) -> None:
         self.directory, self._snapshots, self._reachable = directory, list(snapshots), reachable
+        self._settled = settled
+        # Of each offer, whether it was to wait until no share is being saved.
+        self.waited: list[bool] = []
         self.events: list[dict[str, Any]] = []
         self.discarded: list[int] = []
         self.pruned = 0
         self.run_id, self.attempt = "run", 2
 
-    def offer(self, on_fetch: object = None) -> tuple[list[OfferedSnapshot], bool]:
-        return self._snapshots, self._reachable
+    def offer(self, on_fetch: object = None, *, settled: bool = True) -> Offered:
+        self.waited.append(settled)
+        return Offered(self._snapshots, self._reachable, self._settled or settled)
 
     def announce(self, event: Event) -> None:
         self.events.append(event.to_dict())

@@ -52,8 +52,10 @@ class Arena:
         commit_wanted: A commit was requested, and has not failed.
         damaged: A reader found other bytes than were digested; must not be published.
         publishes: This agent publishes it, and does not just write its share.
+        is_saved: It is a share whose save is over, successful or not: nobody commits it again.
         is_spent: It is a share that nobody commits or resumes from any more.
         is_old: It is a share of an earlier attempt: nobody waits for what becomes of it.
+        is_complete: If it is a share, it has all that the ranks of this node held.
         whole_since: When the snapshot became whole, by the agent's clock.
     """
 
@@ -74,8 +76,10 @@ class Arena:
     commit_wanted: bool = False
     damaged: bool = False
     publishes: bool = False
+    is_saved: bool = False
     is_spent: bool = False
     is_old: bool = False
+    is_complete: bool = True
     whole_since: float = 0.0
 
     @property
@@ -89,7 +93,9 @@ class Arena:
         self.copied_by.clear()
         self.digests, self.parts, self.together, self.split = {}, {}, None, None
         self.digested = threading.Event()
-        self.commit_wanted = self.damaged = self.publishes = self.is_spent = self.is_old = False
+        self.commit_wanted = self.damaged = self.publishes = False
+        self.is_saved = self.is_spent = self.is_old = False
+        self.is_complete = True
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return a part of the buffer."""

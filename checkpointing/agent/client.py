@@ -107,12 +107,29 @@ class OfferedSnapshot:
         files: The image of each file, in the arena, by name.
         digests: The digest of each file, computed when the snapshot was made, by name.
         prepare: Makes its memory ready for reading.
+        together: The save, where this is only the node's share of a state.
     """
 
     info: SnapshotInfo
     files: dict[str, memoryview]
     digests: dict[str, str]
     prepare: Callable[[], None] = lambda: None
+    together: Together | None = None
+
+
+@dataclass(frozen=True)
+class Offered:
+    """What a rank may resume from, as far as its node's agent knows.
+
+    Attributes:
+        snapshots: Those in the agent's memory.
+        is_reachable: The durable tier can be reached.
+        is_settled: No share of a state is being saved, which might become a checkpoint.
+    """
+
+    snapshots: list[OfferedSnapshot]
+    is_reachable: bool = True
+    is_settled: bool = True
 
 
 class AgentClient:
@@ -230,6 +247,7 @@ class AgentClient:
         commit: bool = True,
         together: Together | None = None,
         split: Split | None = None,
+        is_complete: bool = True,
     ) -> None:
         """Report that this rank has copied its share of a snapshot.
 
@@ -244,8 +262,9 @@ class AgentClient:
             commit: Whether the snapshot is to be committed.
             together: The save, where the files are only this node's share of the state.
             split: The save, where other nodes hold the same snapshot, and write parts of it.
+            is_complete: All that this rank holds is in this node's share.
         """
-        message: Message = {"do": "staged", "step": step, "arena": arena}
+        message: Message = {"do": "staged", "step": step, "arena": arena, "complete": is_complete}
         if self._is_leader:
             message |= {"files": list(files), "world_size": world_size, "samples_consumed": samples_consumed}
             message |= {"retention": asdict(retention), "metrics": dict(metrics or {}), "commit": commit}
@@ -257,19 +276,17 @@ class AgentClient:
         """Report that the copied bytes are not a valid snapshot."""
         self._send({"do": "abandon", "step": step, "arena": arena, "reason": reason})
 
-    def offer(self, on_fetch: OnFetch = lambda sizes, arrived: None) -> tuple[list[OfferedSnapshot], bool]:
-        """Ask for the whole snapshots that the agent still holds.
+    def offer(self, on_fetch: OnFetch = lambda sizes, arrived: None, *, settled: bool = True) -> Offered:
+        """Ask for the whole snapshots that the agent still holds, and this node's shares of others.
 
         Args:
             on_fetch: Called while the agent reads a checkpoint into memory.
-
-        Returns:
-            The snapshots, and whether the durable tier can be reached.
+            settled: Wait until no share is being saved.
 
         Raises:
             StorageUnreachable: No tier can be reached.
         """
-        reply, fds = self._call({"do": "offer"})
+        reply, fds = self._call({"do": "offer", "settled": settled})
         while "fetching" in reply:
             self._map(reply["arenas"], fds)
             on_fetch({name: nbytes for name, _, nbytes in reply["fetching"]}, self._has_answer)
@@ -280,16 +297,17 @@ class AgentClient:
         offered = []
         for snapshot in reply["snapshots"]:
             files, arena = snapshot.pop("files"), self._arenas[snapshot.pop("arena")]
-            buffer = arena.buffer
+            buffer, together = arena.buffer, snapshot.pop("together")
             offered.append(
                 OfferedSnapshot(
                     SnapshotInfo(**snapshot),
                     {name: buffer[offset : offset + nbytes] for name, offset, nbytes, _ in files},
                     {name: digest for name, _, _, digest in files},
                     functools.partial(self._prepare, arena),
+                    Together.from_dict(together) if together is not None else None,
                 )
             )
-        return offered, reply["unreachable"] is None
+        return Offered(offered, reply["unreachable"] is None, reply["settled"])
 
     def discard(self, step: int, reason: str) -> None:
         """Report that an offered snapshot does not have its digest."""

@@ -28,6 +28,7 @@ class Client:
         waits_for_arena: The request that is to be answered when an arena is free, or its leader has decided.
         waits_for_step: Step whose commit it waits for.
         waits_for_offer: It waits for what it could resume from.
+        waits_until_settled: That is to include what becomes of shares that are being saved.
     """
 
     sock: socket.socket
@@ -40,6 +41,7 @@ class Client:
     waits_for_arena: Message | None = None
     waits_for_step: int | None = None
     waits_for_offer: bool = False
+    waits_until_settled: bool = False
 
 
 class Waitable(Protocol):

@@ -50,15 +50,19 @@ class Resumption:
         return next((arena for arena in self._scheduler.of_stage() if arena.state is ArenaState.FETCHING), None)
 
     @property
-    def is_known(self) -> bool:
-        """Whether ranks can be answered: older attempts are fenced, and every snapshot is whole and has digests.
+    def is_settled(self) -> bool:
+        """Whether no share of a state is being saved, which might become a checkpoint to resume from."""
+        return not any(arena.together is not None and arena.num_tasks > 0 for arena in self._whole())
 
-        A share of a state is in no offer. Once it is committed, it can be resumed from, so that is waited for.
+    def is_known(self, *, settled: bool) -> bool:
+        """Return whether ranks can be answered: older attempts are fenced, and every snapshot is whole and has digests.
+
+        Args:
+            settled: Wait for shares that are being saved, too: ranks cannot resume from what they have in memory.
         """
-        whole = [arena for arena in self._pool.arenas if arena.state is ArenaState.WHOLE]
-        if any(arena.together is not None and arena.num_tasks > 0 for arena in whole):
+        if settled and not self.is_settled:
             return False
-        digested = all(arena.digested.is_set() for arena in whole)
+        digested = all(arena.digested.is_set() for arena in self._whole())
         return digested and self._fencing is not None and self._fencing.answered.is_set() and self.fetching is None
 
     def refusal(self) -> dict[str, str] | None:
@@ -75,9 +79,12 @@ class Resumption:
         return self._fencing.unreachable
 
     def offered(self) -> list[Arena]:
-        """Return the arenas whose snapshots a rank may resume from: not those that hold only a share of a state."""
+        """Return the arenas whose snapshots ranks may resume from: of a share, if all nodes still have theirs."""
         usable = [arena for arena in self._scheduler.of_stage() if arena.is_usable and arena.info is not None]
-        return [arena for arena in usable if arena.together is None]
+        return [arena for arena in usable if arena.is_complete]
+
+    def _whole(self) -> list[Arena]:
+        return [arena for arena in self._pool.arenas if arena.state is ArenaState.WHOLE]
 
     def discard(self, step: int, reason: str) -> None:
         """Never offer or publish a snapshot again: a rank read other bytes than were digested."""
@@ -122,4 +129,5 @@ def described(arena: Arena) -> dict[str, Any]:
     """Return an offered snapshot as ranks receive it: what it is of, its arena, and its files with their digests."""
     assert arena.info is not None
     files = [(name, offset, size, arena.digests[name]) for name, offset, size in arena.files]
-    return {**asdict(arena.info), "arena": arena.number, "files": files}
+    together = asdict(arena.together) if arena.together is not None else None
+    return {**asdict(arena.info), "arena": arena.number, "files": files, "together": together}

@@ -108,7 +108,6 @@ class Scheduler:
         for arena in self._pool.arenas:
             if arena.together is not None and arena.state is ArenaState.WHOLE:
                 arena.is_old = True
-                self._spend(arena)
         # Of a share, this agent must be the one that publishes: that of another one, which led before, is to be fenced.
         return [
             (arena.step, arena.info.attempt)
@@ -157,7 +156,14 @@ class Scheduler:
         return Refusal.BUSY if self._pool.arenas else Refusal.NO_MEMORY
 
     def copied(
-        self, number: int, step: int, local_rank: int, local_world_size: int, content: SnapshotContent | None
+        self,
+        number: int,
+        step: int,
+        local_rank: int,
+        local_world_size: int,
+        content: SnapshotContent | None,
+        *,
+        is_complete: bool = True,
     ) -> None:
         """Note that a rank has copied its share; once all have, the snapshot is whole.
 
@@ -167,11 +173,13 @@ class Scheduler:
             local_rank: The rank.
             local_world_size: Ranks of this node.
             content: What the snapshot is; from the node's leader alone.
+            is_complete: If the snapshot is a share, all that the rank holds is in that of this node.
         """
         arena = self._filling(number, step)
         if arena is None:
             return
         arena.copied_by.add(local_rank)
+        arena.is_complete &= is_complete
         if content is not None:
             arena.files, arena.info, arena.commit_wanted = content.files, content.info, content.commit
             arena.together, arena.split = content.together, content.split
@@ -179,6 +187,7 @@ class Scheduler:
             arena.state = ArenaState.WHOLE
             arena.whole_since = self._clock()
             arena.num_tasks += 1
+            self._spend_abandoned(arena)
             self._workers.of(arena.stage).digest(arena)
             self._publish_step(SnapshotTaken(step=arena.step, to_be_committed=arena.commit_wanted))
             if arena.commit_wanted:
@@ -204,7 +213,8 @@ class Scheduler:
         Those of earlier stages were committed before their stage ended.
         """
         newest = self._pool.newest(self._workers.stage.name)
-        if newest is not None and not newest.commit_wanted:
+        # What all nodes write is tried once: when the attempt ends that made it.
+        if newest is not None and not (newest.commit_wanted or newest.is_saved or newest.is_old):
             self._commit(newest)
 
     def take_result(self, result: Result, arena: Arena) -> None:
@@ -230,13 +240,22 @@ class Scheduler:
         self._free_if_idle(arena)
 
     def _end_save(self, arena: Arena, result: Committed | SharesWritten | CommitFailed) -> None:
-        """Free a share whose save is over, and after success all older ones, which need not be committed any more."""
-        arena.is_spent = True
+        """Keep a share whose save is over, to be resumed from; after success, free all older ones."""
+        arena.is_saved = True
         if isinstance(result, CommitFailed):
             return
         self.gave_up = False
         for other in self.of_stage():
             if other.together is not None and other.state is ArenaState.WHOLE and other.step < arena.step:
+                self._spend(other)
+
+    def _spend_abandoned(self, newest: Arena) -> None:
+        """Free the shares of earlier attempts that are ahead of a new one: that attempt has not resumed from them."""
+        if newest.together is None:
+            return
+        for other in self.of_stage():
+            is_share = other.together is not None and other.state is ArenaState.WHOLE and other is not newest
+            if is_share and other.step >= newest.step:
                 self._spend(other)
 
     def _spend(self, arena: Arena) -> None:

@@ -128,7 +128,7 @@ class Agent:
                 client.waits_for_step = int(message["step"])
                 self._answer_waiting()
             case "offer":
-                client.waits_for_offer = True
+                client.waits_for_offer, client.waits_until_settled = True, bool(message["settled"])
                 self._answer_waiting()
             case "discard":
                 self._resumption.discard(int(message["step"]), message["reason"])
@@ -236,7 +236,9 @@ class Agent:
             self._workers.current.set_retention(Retention(**message["retention"]))
             content = _content(message, self._run_id, client.attempt)
         number, step = int(message["arena"]), int(message["step"])
-        self._scheduler.copied(number, step, client.local_rank, client.local_world_size, content)
+        complete = bool(message["complete"])
+        local_rank, local_world_size = client.local_rank, client.local_world_size
+        self._scheduler.copied(number, step, local_rank, local_world_size, content, is_complete=complete)
         self._answer_waiting()
 
     # -- answers that had to wait --------------------------------------------------------------------------------
@@ -258,7 +260,7 @@ class Agent:
         if fetching is not None and fetching.number not in client.sent_arenas:
             fds = _new_fds([fetching], client)
             self._connections.send(client, {"fetching": fetching.files, "arenas": [fetching.number]}, fds)
-        if not self._resumption.is_known:
+        if not self._resumption.is_known(settled=client.waits_until_settled):
             return
         client.waits_for_offer = False
         refusal = self._resumption.refusal()
@@ -266,11 +268,8 @@ class Agent:
             self._connections.send(client, refusal)
             return
         offered = self._resumption.offered()
-        reply = {
-            "snapshots": [described(arena) for arena in offered],
-            "arenas": _unsent(offered, client),
-            "unreachable": self._resumption.unreachable,
-        }
+        reply: Message = {"snapshots": [described(arena) for arena in offered], "arenas": _unsent(offered, client)}
+        reply |= {"unreachable": self._resumption.unreachable, "settled": self._resumption.is_settled}
         self._connections.send(client, reply, _new_fds(offered, client))
 
     # -- results -------------------------------------------------------------------------------------------------
@@ -309,7 +308,7 @@ def _content(message: Message, run_id: str, attempt: int) -> SnapshotContent:
     )
     files = [(name, int(offset), int(nbytes)) for name, offset, nbytes in message["files"]]
     save = message.get("together")
-    together = Together(str(save["identity"]), tuple(map(str, save["shards"]))) if save is not None else None
+    together = Together.from_dict(save) if save is not None else None
     part = message.get("split")
     split = _split(part) if part is not None else None
     return SnapshotContent(info, files, bool(message["commit"]), together, split)

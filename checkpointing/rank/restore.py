@@ -6,6 +6,7 @@ precedence where no checkpoint is newer; nodes that do not have it receive it fr
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from checkpointing.errors import CheckpointError, InvalidCheckpoint, NoValidChec
 from checkpointing.events import CheckpointQuarantined, Event, Resumed
 from checkpointing.layout import MODEL_NAME
 from checkpointing.manifest import MANIFEST_NAME
+from checkpointing.rank.memory_shards import resumable, shares_by_step
 from checkpointing.rank.peer_state import Held, NoMemory, Offer, PeerState, held_by_nodes
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.restore_point import RestorePoint
@@ -96,12 +98,27 @@ class _Choice:
         # While the agent reads a checkpoint into memory there is time to allocate memory for the copies.
         self._buffers = BufferCache(except_for=MODEL_NAME)
         # Needed whatever `resume` is: the answer comes once writers of older attempts are fenced off.
-        snapshots, reachable = client.offer(self._buffers.make) if private and resume == "auto" else client.offer()
+        settled = resume != "auto"
+        offered = client.offer(self._buffers.make, settled=settled) if private else client.offer(settled=settled)
+        shares = shares_by_step(offered.snapshots) if not settled else {}
+        everyone = ranks.gather((shares, offered.is_settled))
+        in_shares = resumable([theirs for theirs, _ in everyone])
+        if not in_shares and not all(is_settled for _, is_settled in everyone):
+            # Shares that some node lacks are of no use in memory, but may be about to become a checkpoint.
+            offered = client.offer()
         # The durable tier may be away for a while; its fence keeps us from publishing there what is not the newest.
-        self._catalog = tiers.catalog if reachable else Catalog(tiers.first)
-        self._offered = {snapshot.info.step: snapshot for snapshot in snapshots} if resume == "auto" else {}
-        attempts = {step: snapshot.info.attempt for step, snapshot in self._offered.items()}
+        self._catalog = tiers.catalog if offered.is_reachable else Catalog(tiers.first)
+        snapshots = offered.snapshots if resume == "auto" else []
+        whole = [snapshot for snapshot in snapshots if snapshot.together is None]
+        attempts = {snapshot.info.step: snapshot.info.attempt for snapshot in whole}
         self._held = held_by_nodes(ranks.gather(Offer(ranks.rank - ranks.local_rank, attempts)))
+        self._held |= {step: Held(attempt, (), is_everywhere=False) for step, attempt in in_shares.items()}
+        self._in_shares = frozenset(in_shares)
+        self._offered = {
+            snapshot.info.step: snapshot
+            for snapshot in snapshots
+            if snapshot.together is None or snapshot.info.step in in_shares
+        }
         # Step and tier of what a rank could not read.
         self._faulty: set[tuple[int, int]] = set()
 
@@ -139,6 +156,8 @@ class _Choice:
 
     def _read_snapshot(self, step: int) -> tuple[RestorePoint | None, _Problem | None]:
         """Read a snapshot on all ranks; the nodes that hold it verify it, then it is sent to the others."""
+        if step in self._in_shares:
+            return self._read_share(step)
         held, node = self._held[step], self._ranks.rank - self._ranks.local_rank
         own = self._offered[step] if node in held.nodes else None
         if own is not None:
@@ -152,6 +171,18 @@ class _Choice:
             return None, _Problem(error.rank, str(error), unreachable=False)
         arrived, problem = self._read(None, received)
         return point or arrived, problem
+
+    def _read_share(self, step: int) -> tuple[RestorePoint | None, _Problem | None]:
+        """Read this node's share of a snapshot on all ranks; the first one sends what all need of its own shard."""
+        share = self._offered[step]
+        share.prepare()
+        point, problem = self._read(None, share)
+        if problem is not None:
+            return point, problem
+        assert point is not None and point.spread is not None
+        pieces = point.spread.common_pieces() if self._ranks.is_first else {}
+        point.spread.add_common_pieces(self._ranks.broadcast(pieces))
+        return point, None
 
     def _read(
         self, storage: Storage | None, source: OfferedSnapshot | int | None
@@ -176,6 +207,9 @@ class _Choice:
                 buffers=self._buffers,
                 scratch=self._client.directory,
                 shares=shares,
+                on_damage=functools.partial(
+                    self._client.discard, source if isinstance(source, int) else source.info.step
+                ),
             )
         mine = (str(error), isinstance(error, StorageUnreachable)) if error is not None else None
         everyone = ranks.gather((mine, shares))
@@ -195,6 +229,9 @@ class _Choice:
         if storage is None:
             del self._held[step]
             self._client.discard(step, problem.text)
+            if step in self._in_shares:
+                # It may be about to become a checkpoint, which is then found to be whole or not.
+                self._client.offer()
             logger.warning("the snapshot of step %d is not used: %s", step, problem.text)
             return
         assert tier is not None

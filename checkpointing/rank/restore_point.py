@@ -40,6 +40,7 @@ class RestorePoint:
         step: Its step.
         world_size: Number of ranks that wrote it.
         samples_consumed: Its data cursor, in samples drawn by all ranks.
+        spread: Its files that are spread over shards, if there are any.
         private: The tensors of `torch_object` are the reader's own. Otherwise, and those of `model_state` always, they
             must be copied before anything changes them.
     """
@@ -65,7 +66,7 @@ class RestorePoint:
         self._files = dict(files)
         self._path = path
         self._scratch = scratch
-        self._spread = spread
+        self.spread = spread
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def has(self, name: str) -> bool:
@@ -138,23 +139,22 @@ class RestorePoint:
             InvalidCheckpoint: Its bytes were altered.
             StorageUnreachable: They cannot be read now.
         """
-        if self._spread is not None and self._spread.has(name):
-            return self._spread.cut(name, whole, live, in_place=in_place)
+        if self.spread is not None and self.spread.has(name):
+            return self.spread.cut(name, whole, live, in_place=in_place)
         return sharding.cut_like(whole, live, in_place=in_place)
 
     def cut_optimizer_state(self, state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
         """Return an optimizer's state dict, with what this rank holds of its tensors; raises as `cut` does."""
         if not self._is_spread(OPTIMIZER_NAME):
             return sharding.cut_optimizer_state(state, optimizer)
-        spread = self._spread
-        assert spread is not None
-        cut = sharding.cut_optimizer_state(state, optimizer, functools.partial(spread.cut, OPTIMIZER_NAME))
+        assert self.spread is not None
+        cut = sharding.cut_optimizer_state(state, optimizer, functools.partial(self.spread.cut, OPTIMIZER_NAME))
         # What belongs to no parameter.
-        spread.fill(OPTIMIZER_NAME, cut)
+        self.spread.fill(OPTIMIZER_NAME, cut)
         return cut
 
     def _is_spread(self, name: str) -> bool:
-        return self._spread is not None and self._spread.has(name)
+        return self.spread is not None and self.spread.has(name)
 
     def torch_object(self, name: str) -> Any:
         """Return the object in a `torch.save` file; its tensors share the bytes that were read, so call this once.
@@ -189,8 +189,8 @@ class RestorePoint:
             return found
 
     def _data(self, name: str) -> memoryview:
-        if self._spread is not None and self._spread.has(name):
-            return self._spread.open(name)
+        if self.spread is not None and self.spread.has(name):
+            return self.spread.open(name)
         if name not in self._files:
             raise InvalidCheckpoint(self.place, f"{name} is not in it; resume from another step")
         return self._files[name]
@@ -198,7 +198,7 @@ class RestorePoint:
     def close(self) -> None:
         """Release the bytes that were not parsed."""
         self._files.clear()
-        if self._spread is not None:
-            self._spread.close()
+        if self.spread is not None:
+            self.spread.close()
         if self._temporary is not None:
             self._temporary.cleanup()

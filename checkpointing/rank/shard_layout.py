@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from checkpointing.errors import CheckpointError
@@ -36,6 +36,10 @@ class ShardLayout:
 
     Args:
         ranks: This rank, with a group that only the copy thread uses.
+
+    Attributes:
+        is_complete: All that this rank held when it was last laid out is in the shards of its node: nothing is left to
+            a rank of another node that held the same.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -45,12 +49,16 @@ class ShardLayout:
         self._index = ShardIndex({})
         self._index_file = b""
         self._sizes: list[int] = []
+        self.is_complete = True
 
-    def lay_out(self, images: Sequence[FileImage]) -> tuple[list[FileImage], bytes, Together]:
+    def lay_out(
+        self, images: Sequence[FileImage], first_holders: Collection[int | None] = ()
+    ) -> tuple[list[FileImage], bytes, Together]:
         """Pack this rank's share.
 
         Args:
             images: The files, with what this rank holds of them. What is equal on all ranks is rank 0's to write.
+            first_holders: The first ranks that hold what this one holds, which write it.
 
         Returns:
             The shards of this node, those of other ranks without contents; the index of all shards, on the first rank
@@ -63,20 +71,20 @@ class ShardLayout:
         holdings = list(_holdings(images, with_common=ranks.is_first))
         self._place(images, holdings)
         own = FileImage(shard_name(ranks.rank), self._sizes[ranks.rank])
+        first = ranks.rank - ranks.local_rank
+        local = range(first, first + ranks.local_world_size)
+        self.is_complete = all(holder in local for holder in first_holders)
         for holding in holdings:
             placed = self._index.files[holding.name].exactly(holding.piece)
             assert placed is not None
             if placed.shard != ranks.rank:
+                self.is_complete &= placed.shard in local
                 continue
             if isinstance(holding.content, bytes):
                 own.literals.append((placed.at, holding.content))
             else:
                 own.own.append(Extent(placed.at, holding.content.source.reshape(-1)))
-        first = ranks.rank - ranks.local_rank
-        shards = [
-            own if rank == ranks.rank else FileImage(shard_name(rank), self._sizes[rank])
-            for rank in range(first, first + ranks.local_world_size)
-        ]
+        shards = [own if rank == ranks.rank else FileImage(shard_name(rank), self._sizes[rank]) for rank in local]
         identity = ranks.broadcast(uuid.uuid4().hex[:12])
         return shards, self._index_file, Together(identity, tuple(map(shard_name, range(ranks.world_size))))
 

@@ -136,6 +136,7 @@ class SnapshotMaker:
             commit=request.commit,
             together=layout.together,
             split=split,
+            is_complete=self._shards.is_complete,
         )
 
     def _agreed_split(self, files: tuple[str, ...], *, has_memory: bool) -> Split | None:
@@ -197,7 +198,9 @@ class SnapshotMaker:
         # What is taken from each node's first rank, such as running statistics, may differ.
         splittable = tuple(image.name for image in images if is_split(image.nbytes) and not image.alone)
         if state.is_spread:
-            shards, index, together = self._shards.lay_out(images[num_foreign:])
+            shards, index, together = self._shards.lay_out(
+                images[num_foreign:], {part.first_holder for part in state.parts.values()}
+            )
             images[num_foreign:] = shards
             small[INDEX_NAME] = index
         if self._ranks.local_rank == 0:

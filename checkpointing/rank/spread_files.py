@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 from checkpointing.boxes import Box, runs
-from checkpointing.digest import algorithm_of
+from checkpointing.digest import algorithm_of, digest_buffer
 from checkpointing.errors import InvalidCheckpoint
 from checkpointing.rank import sharding
+from checkpointing.rank.memory_shards import CommonPieces
 from checkpointing.rank.trees import tensors_in
 from checkpointing.reading import digest_of, fault, private_memory, read_private, read_shared
 from checkpointing.shard_reading import ALTERED, Recorded, ShardReaders, index_of, parts_of, read_piece, read_range
-from checkpointing.shards import INDEX_NAME, Piece, ShardIndex, SpreadFile, shard_rank
+from checkpointing.shards import INDEX_NAME, Piece, ShardIndex, SpreadFile, shard_name, shard_rank
 
 # mmap(2): the kernel does not set memory aside for pages that are never written to. In Python's module since 3.13.
 _MAP_NORESERVE = 0x4000
@@ -55,13 +56,29 @@ class SpreadFiles:
         index: Which bytes are in which shard.
         files: The checkpoint's files, by name.
         held: Shards that are in memory, and verified, by rank.
+        on_damage: Called with the reason where a read fails after all.
     """
 
     def __init__(
-        self, place: str, index: ShardIndex, files: Mapping[str, Recorded], held: Mapping[int, memoryview]
+        self,
+        place: str,
+        index: ShardIndex,
+        files: Mapping[str, Recorded],
+        held: Mapping[int, memoryview],
+        on_damage: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._place, self._index, self._readers = place, index, ShardReaders(files, held)
         self._opened: dict[str, _Opened] = {}
+        self._on_damage = on_damage
+
+    def common_pieces(self) -> dict[int, bytes]:
+        """Return what every reader needs of the first rank's shard; raises as `open` does."""
+        with self._reading():
+            return CommonPieces.read_from(self._readers(0), self._index)
+
+    def add_common_pieces(self, pieces: Mapping[int, bytes]) -> None:
+        """Take in what the first rank has sent: its shard is not in this node's memory."""
+        self._readers.supply(0, CommonPieces(pieces))
 
     def has(self, name: str) -> bool:
         """Return whether a file is spread over shards."""
@@ -155,6 +172,7 @@ class SpreadFiles:
         try:
             yield
         except ValueError as error:
+            self._on_damage(str(error))
             raise InvalidCheckpoint(self._place, str(error)) from None
         except OSError as error:
             raise fault(self._place, "a shard", error) from None
@@ -217,3 +235,33 @@ def open_spread(
         raise fault(place, "a shard", error) from None
     except ValueError as error:
         raise InvalidCheckpoint(place, f"{INDEX_NAME} matches its digest but cannot be read: {error}") from None
+
+
+def open_share(
+    place: str, files: Mapping[str, Recorded], index: memoryview, rank: int, on_damage: Callable[[str], None]
+) -> SpreadFiles:
+    """Verify this rank's shard in its node's share of a snapshot, and return the spread files.
+
+    The other ranks of the node verify theirs. Shards of other nodes cannot be read.
+
+    Args:
+        place: What the snapshot is called in messages.
+        files: What the node has of it, by name, in memory.
+        index: Its index, verified.
+        rank: Number of this rank.
+        on_damage: Called with the reason where a read fails after all ranks have agreed to use it.
+
+    Raises:
+        InvalidCheckpoint: The shard was altered, or the index cannot be read.
+    """
+    held = {writer: source for name, (source, _) in files.items() if (writer := shard_rank(name)) is not None}
+    source, recorded = files[shard_name(rank)]
+    assert isinstance(source, memoryview)
+    if digest_buffer(source, algorithm_of(recorded)) != recorded:
+        raise InvalidCheckpoint(place, f"{shard_name(rank)} {ALTERED}")
+    try:
+        parsed = ShardIndex.from_json(index)
+    except ValueError as error:
+        raise InvalidCheckpoint(place, f"{INDEX_NAME} matches its digest but cannot be read: {error}") from None
+    views = {writer: view for writer, view in held.items() if isinstance(view, memoryview)}
+    return SpreadFiles(place, parsed, {}, views, on_damage)

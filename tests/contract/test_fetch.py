@@ -42,8 +42,9 @@ def test_room_is_made_until_the_last_byte_has_arrived(
                     time.sleep(0.01)
                 room.make({"model": NBYTES, "state": 6, "optimizer": NBYTES}, arrived)
 
-            snapshots, reachable = client.offer(fetching)
-            assert reachable and [snapshot.info.step for snapshot in snapshots] == [5]
+            offered = client.offer(fetching)
+            snapshots = offered.snapshots
+            assert offered.is_reachable and [snapshot.info.step for snapshot in snapshots] == [5]
             for file in manifest.files:
                 assert digest_buffer(snapshots[0].files[file.name]) == file.digest
             assert room.take("optimizer", NBYTES) is None, "there was no time left"

@@ -328,6 +328,8 @@ def test_sharded_over_all_machines(tmp_path: Path) -> None:
     os.kill(Run(second.folder / "node-1").events("rank_started")[-1]["pid"], signal.SIGKILL)
     assert [first.finish(), second.finish()] == [0, 0], first.output + second.output
     assert len(first.events("attempt_started")) == 2 and first.events("commit_failed") == []
+    # Each rank found what it held in the memory of its node.
+    assert [event["source"] for event in first.events("resumed")] == ["memory"]
     ends = [folder / "checkpoints" / "checkpoint-24" for folder in (tmp_path / "calm", tmp_path / "killed")]
     assert not (ends[1] / "model.safetensors").exists()
     exported = []

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from infra.ports import free_port
+from integration.support import Run
 
 LOOP = """
 import hashlib, os, signal, sys, torch
@@ -214,6 +215,60 @@ def test_a_killed_rank_costs_no_bit(strategy: Strategy, tmp_path: Path) -> None:
         # One rank reads all of the shards.
         alone = train(tmp_path / "killed", Strategy("ddp", 1), 7)
         assert (alone.start, alone.started_with) == (6, calm.ended_with)
+
+
+# One rank dies; snapshots are made of every step, of which none is committed after the second.
+KILLED_ONCE = LOOP.replace("snapshot_steps=None", "snapshot_steps=1").replace(
+    "manager.save(step + 1, step + 1, wait=True)", "manager.save(step + 1, step + 1, wait=True, commit=step == 1)"
+)
+KILLED_ONCE = KILLED_ONCE.replace(
+    """        report("KILLED", last)
+        manager.wait_for_commit()
+        os.kill(os.getpid(), signal.SIGKILL)
+""",
+    """        manager._snapshotter.settle()
+        dist.barrier()
+        if rank == size - 1 and start == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+""",
+).replace("print(word, step, digest, flush=True)", "print(word, step, digest, file=open(f'{folder}.{word}', 'a'))")
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        SPREAD,
+        *(
+            pytest.param(Strategy(name, ranks, nodes=2), marks=pytest.mark.soak)
+            for name, ranks in (("fsdp + tp", 2), ("tp", 1), ("zero 3", 1), ("hsdp", 2))
+        ),
+    ],
+    ids=str,
+)
+def test_when_a_rank_dies_all_resume_from_the_memory_of_their_nodes(strategy: Strategy, tmp_path: Path) -> None:
+    """A checkpoint of that step, which all nodes begin to write then, is not waited for.
+
+    It is where a rank held what is in the share of another node: with tensor parallelism over nodes, the biases that
+    all ranks have.
+    """
+    source = "local" if strategy.name == "tp" else "memory"
+    calm = train(tmp_path / "calm", strategy, 6)
+    path = tmp_path / "loop.py"
+    path.write_text(KILLED_ONCE)
+    port, peer_port, runs = free_port(), free_port(), []
+    for number in range(2):
+        options = ["--nnodes", "2", "--nproc-per-node", str(strategy.ranks), "--node-rank", str(number)]
+        options += ["--rdzv-endpoint", f"localhost:{port}", "--set", f"launch.peer_port={peer_port}"]
+        options += ["--set", f"checkpoint.location={tmp_path / 'checkpoints'}"]
+        script = [str(path), str(tmp_path / "out"), "6", strategy.name, "4"]
+        runs.append(Run(tmp_path / f"node-{number}", *options, script=script).start())
+    assert [run.finish() for run in runs] == [0, 0], runs[0].output + runs[1].output
+    first = runs[0]
+    assert [(event["step"], event["source"]) for event in first.events("resumed")] == [(4, source)]
+    assert [event["kind"] for event in first.events("attempt_ended")] == ["crashed", "finished"]
+    (start, again), (end,) = ((tmp_path / f"out.{word}").read_text().split("\n")[:-1] for word in ("START", "END"))
+    assert again.startswith("START 4 ") and start.startswith("START 0 ")
+    assert end == f"END 6 {calm.ended_with}"
 
 
 @pytest.mark.soak

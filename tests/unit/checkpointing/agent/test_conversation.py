@@ -110,7 +110,14 @@ def acquire(rank: Peer, step: int, number: int = 1, wait: bool = False) -> list[
 
 def stage(rank: Peer, step: int, arena: int, commit: bool = True) -> list[Message]:
     retention = {"keep_last": 2, "keep_every": None, "best_metric": None, "greater_is_better": False}
-    details = {"world_size": 1, "samples_consumed": step, "metrics": {}, "retention": retention, "commit": commit}
+    details = {
+        "world_size": 1,
+        "samples_consumed": step,
+        "metrics": {},
+        "retention": retention,
+        "commit": commit,
+        "complete": True,
+    }
     return rank.say("staged", step=step, arena=arena, files=[("file", 0, 5)], **details)
 
 
@@ -155,7 +162,7 @@ def test_a_busy_agent_skips_or_has_the_leader_wait(desk: Desk) -> None:
     assert acquire(leader, 3, 4, wait=True) == []
     assert leader.say("abandon", step=1, arena=0, reason="torn") == []
     # Asked again as soon as anything has happened that may have freed an arena.
-    answers = leader.say("offer")
+    answers = leader.say("offer", settled=True)
     assert [answer["arena"] for answer in answers if "arena" in answer] == [0]
 
 
@@ -208,7 +215,7 @@ def test_an_attempt_resumes_from_memory(desk: Desk) -> None:
     rank = desk.rank()
     acquire(rank, 5)
     stage(rank, 5, 0, commit=False)
-    [answer] = desk.rank(attempt=2).say("offer")
+    [answer] = desk.rank(attempt=2).say("offer", settled=True)
     [snapshot] = answer["snapshots"]
     assert (snapshot["step"], snapshot["attempt"], answer["arenas"], answer["unreachable"]) == (5, 1, [0], None)
 
@@ -216,13 +223,13 @@ def test_an_attempt_resumes_from_memory(desk: Desk) -> None:
 def test_a_checkpoint_that_is_being_read_is_offered_once_it_is_there(desk: Desk) -> None:
     save(ObjectStorage(desk.store), 5)
     peer = desk.rank(attempt=2)
-    [answer] = peer.say("offer")
+    [answer] = peer.say("offer", settled=True)
     assert [snapshot["step"] for snapshot in answer["snapshots"]] == [5]
 
 
 def test_storage_that_cannot_be_reached_is_told(desk: Desk) -> None:
     desk.store.refuses = "no route to host"
-    assert desk.rank().say("offer") == [{"storage_error": "no route to host"}]
+    assert desk.rank().say("offer", settled=True) == [{"storage_error": "no route to host"}]
 
 
 def test_a_damaged_snapshot_is_told_and_not_offered(desk: Desk) -> None:
@@ -231,7 +238,7 @@ def test_a_damaged_snapshot_is_told_and_not_offered(desk: Desk) -> None:
     stage(rank, 5, 0, commit=False)
     rank.say("discard", step=5, reason="it differs")
     assert names(monitor.heard()) == ["snapshot", "snapshot_damaged"]
-    [answer] = rank.say("offer")
+    [answer] = rank.say("offer", settled=True)
     assert answer["snapshots"] == []
 
 

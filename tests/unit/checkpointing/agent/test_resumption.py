@@ -27,20 +27,20 @@ def begin(bench: Bench, attempt: int = 2, *, fetch: bool = True) -> None:
 
 
 def test_nothing_is_known_before_older_attempts_are_fenced(bench: Bench) -> None:
-    assert not bench.resumption.is_known
+    assert not bench.resumption.is_known(settled=True)
     begin(bench)
-    assert not bench.resumption.is_known
+    assert not bench.resumption.is_known(settled=True)
     bench.work()
-    assert bench.resumption.is_known and bench.resumption.refusal() is None
+    assert bench.resumption.is_known(settled=True) and bench.resumption.refusal() is None
 
 
 def test_snapshots_are_offered_once_they_have_digests(bench: Bench) -> None:
     begin(bench)
     bench.settle()
     arena = bench.snapshot(7)
-    assert not bench.resumption.is_known
+    assert not bench.resumption.is_known(settled=True)
     bench.work()
-    assert bench.resumption.is_known and bench.resumption.offered() == [arena]
+    assert bench.resumption.is_known(settled=True) and bench.resumption.offered() == [arena]
     offer = described(arena)
     assert (offer["step"], offer["arena"]) == (7, arena.number)
     assert offer["files"] == [("file", 0, len(STATE), digest_buffer(STATE))]
@@ -79,9 +79,9 @@ def test_the_newest_checkpoint_is_read_before_ranks_ask(bench: Bench) -> None:
     bench.settle()
     bench.resumption.fetch_newest()
     fetching = bench.resumption.fetching
-    assert fetching is not None and not bench.resumption.is_known
+    assert fetching is not None and not bench.resumption.is_known(settled=True)
     assert [type(result) for result in bench.settle()] == [Fetched]
-    assert bench.resumption.is_known and bench.resumption.offered() == [fetching]
+    assert bench.resumption.is_known(settled=True) and bench.resumption.offered() == [fetching]
     assert bytes(fetching.view(0, len(STATE))) == STATE
     # It is committed: the end of the attempt has nothing to do.
     bench.scheduler.commit_newest()
@@ -97,7 +97,7 @@ def test_a_checkpoint_that_cannot_be_read_is_left_to_the_ranks(bench: Bench) -> 
     bench.resumption.fetch_newest()
     [failure] = bench.settle()
     assert isinstance(failure, FetchFailed) and "was altered" in failure.error
-    assert bench.resumption.is_known and bench.resumption.offered() == []
+    assert bench.resumption.is_known(settled=True) and bench.resumption.offered() == []
 
 
 @pytest.mark.parametrize("held", [5, 6])

@@ -214,7 +214,7 @@ def test_a_snapshot_in_memory_is_offered_to_the_next_attempt_and_committed_for_t
     first.close()
     protocol.send(monitor, {"do": "end_attempt"})
     second = rank(agent, attempt=2)
-    offered = {snapshot.info.step: snapshot for snapshot in second.offer()[0]}
+    offered = {snapshot.info.step: snapshot for snapshot in second.offer().snapshots}
     assert sorted(offered) == [10, 15]
     newest = offered[15]
     assert bytes(newest.files["file"]) == b"memory only"
@@ -236,16 +236,16 @@ def test_the_newest_whole_snapshot_is_never_overwritten_while_the_next_is_made(a
 
     for step in range(1, 8):
         both(step)
-        assert max(snapshot.info.step for snapshot in peer.offer()[0]) == step
+        assert max(snapshot.info.step for snapshot in peer.offer().snapshots) == step
     assert stage(client, 8, commit=False)  # The peer dies in mid-copy.
-    assert [snapshot.info.step for snapshot in peer.offer()[0]] == [7]
+    assert [snapshot.info.step for snapshot in peer.offer().snapshots] == [7]
 
 
 def test_a_damaged_snapshot_is_neither_offered_nor_published(agent: AgentProcess, tmp_path: Path) -> None:
     client = rank(agent)
     assert stage(client, 1, commit=False)
     client.discard(1, "it differs")
-    assert client.offer()[0] == []
+    assert client.offer().snapshots == []
     client.close()
     agent.close(10)
     assert committed(tmp_path) == []
@@ -297,7 +297,7 @@ def test_what_is_offered_is_mapped_at_once(agent: AgentProcess) -> None:
     """Not page by page, while it is read."""
     nbytes = 64 << 20
     assert stage(rank(agent), 1, bytes(nbytes), commit=False)
-    snapshots, _ = rank(agent, attempt=2).offer()
+    snapshots = rank(agent, attempt=2).offer().snapshots
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     read_shared(snapshots[0].files["file"])
     num_faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before

@@ -59,7 +59,7 @@ def test_a_stage_has_checkpoints_and_snapshots_of_its_own(agent: AgentProcess, t
         save(first, step)
     first.close()
     second = rank(agent, SECOND)
-    assert second.offer()[0] == []
+    assert second.offer().snapshots == []
     save(second, 10)
     second.announce(Log(step=12, loss=1.0))
     save(second, 15, commit=False)
@@ -68,11 +68,11 @@ def test_a_stage_has_checkpoints_and_snapshots_of_its_own(agent: AgentProcess, t
     assert committed(tmp_path / "stage-2-dpo") == [10]
     # The attempt dies; the next one passes through the first stage again, and goes on in the second from memory.
     first = rank(agent, attempt=2)
-    offered, _ = first.offer()
+    offered = first.offer().snapshots
     assert 15 not in [snapshot.info.step for snapshot in offered]
     first.close()
     second = rank(agent, SECOND, attempt=2)
-    assert [snapshot.info.step for snapshot in second.offer()[0]][-1:] == [15]
+    assert [snapshot.info.step for snapshot in second.offer().snapshots][-1:] == [15]
     second.close()
     protocol.send(monitor, {"do": "shutdown"})
     told = []

@@ -10,6 +10,7 @@ from unit.checkpointing.agent.doubles import STATE, Bench, save
 from checkpointing import together
 from checkpointing.agent.arenas import Arena, ArenaState
 from checkpointing.agent.results import Digested, SharesWritten
+from checkpointing.agent.resumption import described
 from checkpointing.agent.scheduler import SnapshotContent
 from checkpointing.catalog import Catalog
 from checkpointing.events import CommitFailed, Committed
@@ -26,14 +27,17 @@ def nodes() -> tuple[Bench, Bench]:
     return leader, Bench(Tiers(leader.tiers.durable), commits=False)
 
 
-def share(bench: Bench, rank: int, step: int = 7, *, commit: bool = True, attempt: int = 1) -> Arena:
+def share(
+    bench: Bench, rank: int, step: int = 7, *, commit: bool = True, attempt: int = 1, is_complete: bool = True
+) -> Arena:
     """Hand over a node's share of a snapshot: a shard, and on the first node a small file."""
     arena = bench.got(step)
     arena.view(0, len(STATE))[:] = STATE
     files = [(shard_name(rank), 0, len(STATE)), (INDEX_NAME, 0, 2)]
     save = Together(f"ab{step}", (shard_name(0), shard_name(1)))
     info = SnapshotInfo("run", attempt, step, 2, step)
-    bench.scheduler.copied(arena.number, step, 0, 1, SnapshotContent(info, files, commit, save))
+    content = SnapshotContent(info, files, commit, save)
+    bench.scheduler.copied(arena.number, step, 0, 1, content, is_complete=is_complete)
     return arena
 
 
@@ -71,7 +75,9 @@ def test_a_node_that_is_gone_fails_the_save_which_is_not_tried_again(
     assert Catalog(leader.tiers.durable).committed_steps() == []
     assert not [key for key in leader.store.objects if key.startswith("checkpoint-")]
     leader.scheduler.commit_newest()
-    assert not leader.scheduler.is_busy and arena.state is ArenaState.FREE and leader.scheduler.gave_up
+    assert not leader.scheduler.is_busy and leader.scheduler.gave_up
+    # Should the node's ranks come back to its agent, all can resume from memory.
+    assert arena.state is ArenaState.WHOLE and leader.resumption.offered() == [arena]
 
 
 def test_a_node_whose_storage_refuses_ends_the_save_of_all(nodes: tuple[Bench, Bench]) -> None:
@@ -92,20 +98,37 @@ def test_when_the_ranks_have_died_every_node_commits_the_newest(nodes: tuple[Ben
     assert Catalog(leader.tiers.durable).committed_steps() == [7]
 
 
-def test_ranks_are_answered_when_that_is_over_and_are_offered_no_share(nodes: tuple[Bench, Bench]) -> None:
-    """Otherwise they would resume from an older checkpoint, and the newer one would come after it."""
+def test_ranks_are_offered_shares_at_once_or_are_answered_when_their_save_is_over(nodes: tuple[Bench, Bench]) -> None:
+    """If they lack one, they would resume from an older checkpoint, and the newer one would come after it."""
     leader, other = nodes
+    shares = []
     for rank, bench in enumerate(nodes):
-        share(bench, rank, commit=False)
+        shares.append(share(bench, rank, commit=False))
         bench.scheduler.commit_newest()
         held = bench.scheduler.begin_stage()
         # What another node publishes is not this one's to let through.
         assert held == ([(7, 1)] if rank == 0 else [])
         bench.resumption.begin(bench.workers.current.begin_attempt(2, held), fetch=True)
-        assert not bench.resumption.is_known
+        assert not bench.resumption.is_known(settled=False)
+        bench.workers.current.fencer.run(bench.workers.current.fencer.current)
+        bench.workers.current._digesting.run_pending()
+        bench.workers.current.fencer.current.answered.set()
+        assert bench.resumption.is_known(settled=False) and not bench.resumption.is_known(settled=True)
     settle_both(leader, other)
-    assert leader.resumption.is_known and leader.resumption.offered() == [] == other.resumption.offered()
+    for arena, bench in zip(shares, nodes, strict=True):
+        assert bench.resumption.is_known(settled=True) and bench.resumption.is_settled
+        assert bench.resumption.offered() == [arena]
+        assert described(arena)["together"] == {"identity": "ab7", "shards": ("shards/0.bin", "shards/1.bin")}
     assert Catalog(leader.tiers.durable).committed_steps() == [7]
+
+
+def test_a_share_that_lacks_something_of_its_ranks_is_not_offered(nodes: tuple[Bench, Bench]) -> None:
+    """What another node held, too, is in that one's share alone."""
+    leader, other = nodes
+    share(leader, 0)
+    arena = share(other, 1, is_complete=False)
+    settle_both(leader, other)
+    assert arena.is_usable and other.resumption.offered() == [] != leader.resumption.offered()
 
 
 def test_a_checkpoint_in_shards_is_not_read_ahead(nodes: tuple[Bench, Bench]) -> None:
@@ -143,15 +166,17 @@ def test_shares_that_nobody_can_resume_from_are_freed(
     """Otherwise the older attempt's, of a later step, would be what is committed when the ranks die again."""
     monkeypatch.setattr(together, "PATIENCE_S", 0.3)
     leader, other = nodes
-    failed = share(leader, 0, 8)
+    share(leader, 0, 8)
     leader.settle()
-    left = share(leader, 0, 9, commit=False)
+    share(leader, 0, 9, commit=False)
     leader.settle()
     leader.scheduler.begin_stage()
-    assert [arena.state for arena in (failed, left)] == [ArenaState.FREE] * 2
+    assert [arena.step for arena in leader.resumption.offered()] == [8, 9]
     monkeypatch.setattr(together, "PATIENCE_S", 30.0)
     for rank, bench in enumerate(nodes):
-        share(bench, rank, 6, commit=False, attempt=2)
+        newest = share(bench, rank, 6, commit=False, attempt=2)
+        bench.work()
+        assert bench.resumption.offered() == [newest]
         bench.scheduler.commit_newest()
     settle_both(leader, other)
     assert Catalog(leader.tiers.durable).committed_steps() == [6]
@@ -174,7 +199,7 @@ def test_a_newer_committed_share_makes_older_ones_superfluous(nodes: tuple[Bench
         share(bench, rank, 7)
     settle_both(leader, other)
     for bench in nodes:
-        assert [arena.state for arena in bench.pool.arenas] == [ArenaState.FREE] * 2
+        assert [arena.step for arena in bench.scheduler.whole()] == [7]
         bench.scheduler.commit_newest()
         assert not bench.scheduler.is_busy
 
@@ -187,4 +212,4 @@ def test_a_share_that_is_being_digested_as_its_attempt_ends_is_not_committed_by_
     leader.scheduler.begin_stage()
     leader.scheduler.commit_newest()
     assert [type(result) for result in leader.settle()] == [Digested]
-    assert old.state is ArenaState.FREE and not leader.scheduler.is_busy and leader.scheduler.outcomes == {}
+    assert old.state is ArenaState.WHOLE and not leader.scheduler.is_busy and leader.scheduler.outcomes == {}

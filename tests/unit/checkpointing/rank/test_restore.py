@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from small_checkpoint import Agent, network, snapshot, write_checkpoint
+from spread_checkpoint import ROWS, STATE, files_of, spread
 from thread_ranks import run_ranks
 
+from checkpointing.agent.client import OfferedSnapshot
+from checkpointing.digest import digest_buffer
 from checkpointing.errors import InvalidCheckpoint, NoValidCheckpoint, StorageUnreachable
 from checkpointing.layout import MODEL_NAME
+from checkpointing.manifest import SnapshotInfo
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.restore import choose, own_checkpoint, read_checkpoint
+from checkpointing.shards import INDEX_NAME, shard_name
 from checkpointing.storage import LocalStorage
 from checkpointing.tiers import Tiers, open_tiers
+from checkpointing.together import Together
 
 TRAINING = network()
 
@@ -101,6 +108,65 @@ def test_of_the_same_step_the_newest_attempts_snapshot_counts(tmp_path: Path) ->
         return chosen(open_tiers(str(tmp_path)), agents[ranks.rank], ranks=ranks)
 
     assert run_ranks(choice, 2, per_node=1) == [12, 12]
+
+
+def share(rank: int, step: int = 12, identity: str = "ab") -> OfferedSnapshot:
+    """A node's share of a snapshot whose model is spread over two."""
+    contents = files_of(ROWS)
+    names = [shard_name(rank), INDEX_NAME, "rng_state.pth"]
+    files = {name: memoryview(bytearray(contents[name])) for name in names}
+    digests = {name: digest_buffer(view) for name, view in files.items()}
+    save = Together(identity, (shard_name(0), shard_name(1)))
+    return OfferedSnapshot(SnapshotInfo("run", 1, step, 2, step), files, digests, together=save)
+
+
+def of_shares(agents: Sequence[Any], folder: Path) -> list[Any]:
+    """Return where each of two ranks resumes from, and what it can read of the model then."""
+
+    def choice(ranks: Ranks) -> Any:
+        point = choose(open_tiers(str(folder)), "auto", ranks, agents[ranks.rank], private=True)
+        assert point is not None
+        if point.spread is None:
+            return point.step
+        state = point.model_state()
+        rows = point.spread._readers(ranks.rank)
+        piece = spread(ROWS)[0].files[MODEL_NAME].pieces[ranks.rank]
+        return point.step, state["norm"].tolist(), b"".join(rows.read(piece.at, piece.nbytes))
+
+    return run_ranks(choice, 2, per_node=1)
+
+
+def test_shares_of_all_nodes_are_resumed_from_while_they_are_being_saved(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 10, TRAINING)
+    agents = [Agent(tmp_path, share(rank), settled=False) for rank in range(2)]
+    found = of_shares(agents, tmp_path)
+    weight = STATE["weight"].numpy().tobytes()
+    assert found == [(12, STATE["norm"].tolist(), weight[48 * rank :][:48]) for rank in range(2)]
+    assert [agent.waited for agent in agents] == [[False]] * 2
+    assert agents[0].events == [{"event": "resumed", "step": 12, "source": "memory"}]
+
+
+def test_a_share_that_another_node_lacks_is_waited_for_and_not_used(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 10, TRAINING)
+    for other in (Agent(tmp_path), Agent(tmp_path, share(1, identity="cd"))):
+        agents = [Agent(tmp_path, share(0), settled=False), other]
+        assert of_shares(agents, tmp_path) == [10, 10]
+        assert [agent.waited for agent in agents] == [[False, True]] * 2
+
+
+def test_a_damaged_share_is_used_by_no_node_and_its_save_is_waited_for(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 10, TRAINING)
+    agents = [Agent(tmp_path, share(rank), settled=False) for rank in range(2)]
+    agents[1]._snapshots[0].files[shard_name(1)][0] ^= 1
+    assert of_shares(agents, tmp_path) == [10, 10]
+    assert [(agent.waited, agent.discarded) for agent in agents] == [([False, True], [12])] * 2
+
+
+def test_a_share_from_before_what_was_committed_since_is_not_used(tmp_path: Path) -> None:
+    """The nodes continued without it: it belongs to a line of history that was abandoned."""
+    write_checkpoint(tmp_path, 10, TRAINING, attempt=2)
+    agents = [Agent(tmp_path, share(rank)) for rank in range(2)]
+    assert of_shares(agents, tmp_path) == [10, 10]
 
 
 def test_what_one_rank_finds_damaged_is_used_by_none(tmp_path: Path) -> None:
