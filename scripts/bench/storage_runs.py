@@ -36,9 +36,13 @@ class StorageRuns:
         scratch: Folder in memory for the files to upload.
         files: Their names and sizes in bytes; the contents are random.
         size: Of the trained models: `full` or `tiny`.
+        touch_bytes: Memory to touch just before a resume or a download; see `common.touch_memory`.
     """
 
-    def __init__(self, server: Gateway, scratch: Path, *, files: Mapping[str, int], size: str) -> None:
+    def __init__(
+        self, server: Gateway, scratch: Path, *, files: Mapping[str, int], size: str, touch_bytes: int = 0
+    ) -> None:
+        self._touch = ["--touch", str(touch_bytes)]
         self._server, self._scratch, self._size = server, scratch, size
         self._environment = {
             **os.environ,
@@ -115,7 +119,9 @@ class StorageRuns:
 
     # -- resuming ------------------------------------------------------------------------------------------------
 
-    def ranks(self, method: str, location: str) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    def ranks(
+        self, method: str, location: str, *options: str
+    ) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
         """Run ranks under torchrun with an agent that was started for them, as by a supervisor.
 
         Returns:
@@ -124,13 +130,14 @@ class StorageRuns:
         self._attempt += 1
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
         command: list[str | Path] = [*torchrun, HERE / "storage_training.py", method, location, "--size", self._size]
+        command += options
         with monitored_agent(location) as agent:
             results = self._run(command, agent.environment(self._attempt))
         return results, agent.events
 
     def resume(self, location: str) -> float:
         """Return the seconds from the checkpoint's first byte until the last rank can train."""
-        results, events = self.ranks("resume", location)
+        results, events = self.ranks("resume", location, *self._touch)
         assert [result["step"] for result in results] == [1] * RANKS
         first_byte = events["fetched"]["time"] - events["fetched"]["duration_s"]
         took: float = max(result["ended"] for result in results) - first_byte
@@ -140,7 +147,8 @@ class StorageRuns:
         """Download all objects under a prefix with boto3; returns `seconds` and `nbytes`."""
         folder = Path(tempfile.mkdtemp(dir=self._scratch))
         try:
-            return self._run([sys.executable, HERE / "storage_worker.py", "download", folder, BUCKET, prefix])[0]
+            command: list[str | Path] = [sys.executable, HERE / "storage_worker.py", "download", folder]
+            return self._run([*command, BUCKET, prefix, *self._touch])[0]
         finally:
             shutil.rmtree(folder)
 

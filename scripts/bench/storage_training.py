@@ -20,6 +20,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from checkpoint_worker import Model
+from common import touch_memory
 from torch import nn
 
 from checkpointing import CheckpointManager
@@ -122,15 +123,18 @@ def time_steps(location: str, agent_core: int, num_saves: int, bytes_per_s: floa
     return {"pairs": pairs, "save_s": [save_s for _, save_s in saves], "state_bytes": run.state_bytes}
 
 
-def large_run(location: str, shapes: Shapes, *, saving: bool) -> dict[str, Any]:
+def large_run(location: str, shapes: Shapes, *, saving: bool, touch_bytes: int) -> dict[str, Any]:
     """Run one rank of the large run up to where its first step can begin; with `saving`, also a step and its save."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     width = shapes.large_width
     model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(shapes.large_layers)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    if touch_bytes and dist.get_rank() == 0:
+        touch_memory(touch_bytes)
     dist.barrier()
     manager = CheckpointManager(location, model=model, optimizer=optimizer, save_steps=1)
+    # The agent begins to read now.
     step = manager.resume()
     ended = time.monotonic()  # The processes of a machine share this clock.
     if saving:
@@ -149,6 +153,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SHAPES, default="full")
     parser.add_argument("--agent-core", type=int, default=TRAINING_CORE)
     parser.add_argument("--saves", type=int, default=1)
+    parser.add_argument("--touch", type=int, default=0, help="bytes of memory to touch before a resume")
     parser.add_argument("--bytes-per-s", type=float, default=1e9, help="of the link")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -156,7 +161,8 @@ def main() -> None:
     if options.method == "steps":
         result = time_steps(options.location, options.agent_core, options.saves, options.bytes_per_s, shapes)
     else:
-        result = large_run(options.location, shapes, saving=options.method == "save")
+        saving = options.method == "save"
+        result = large_run(options.location, shapes, saving=saving, touch_bytes=options.touch)
     print("RESULT " + json.dumps(result), flush=True)
 
 

@@ -10,12 +10,14 @@ import functools
 import json
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import boto3
 from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
+from common import touch_memory
 
 from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import digest_buffer
@@ -101,10 +103,12 @@ def upload_best(folder: Path, bucket: str, prefix: str) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - began}
 
 
-def download(folder: Path, bucket: str, prefix: str) -> dict[str, Any]:
+def download(folder: Path, bucket: str, prefix: str, touch_bytes: int = 0) -> dict[str, Any]:
     """Download everything under the prefix with boto3's `download_file`."""
     client, transfer = quickest_client()
     keys = [item["Key"] for item in client.list_objects_v2(Bucket=bucket, Prefix=prefix)["Contents"]]
+    if touch_bytes:
+        touch_memory(touch_bytes)
     began = time.perf_counter()
     for number, key in enumerate(keys):
         client.download_file(bucket, key, str(folder / str(number)), Config=transfer)
@@ -112,7 +116,11 @@ def download(folder: Path, bucket: str, prefix: str) -> dict[str, Any]:
     return {"seconds": seconds, "nbytes": sum(path.stat().st_size for path in folder.iterdir())}
 
 
-METHODS = {"ours": upload_ours, "best": upload_best, "download": download}
+METHODS: dict[str, Callable[[Path, str, str], dict[str, Any]]] = {
+    "ours": upload_ours,
+    "best": upload_best,
+    "download": download,
+}
 
 
 def main() -> None:
@@ -121,8 +129,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="folder to upload from, or to download to")
     parser.add_argument("bucket")
     parser.add_argument("prefix")
+    parser.add_argument("--touch", type=int, default=0, help="bytes of memory to touch before a download")
     options = parser.parse_args()
-    result = METHODS[options.method](options.folder, options.bucket, options.prefix)
+    run = METHODS[options.method]
+    if options.method == "download":
+        run = functools.partial(download, touch_bytes=options.touch)
+    result = run(options.folder, options.bucket, options.prefix)
     print("RESULT " + json.dumps(result), flush=True)
 
 
