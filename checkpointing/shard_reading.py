@@ -23,6 +23,13 @@ Source = Path | RemoteFile | memoryview
 Recorded = tuple[Source, str]
 
 
+class ShardElsewhere(ValueError):
+    """A shard is needed that is in the memory of another node."""
+
+    def __init__(self) -> None:
+        super().__init__("a shard of another node is needed, which is not in this node's memory")
+
+
 def recorded_files(storage: Storage, manifest: Manifest) -> dict[str, Recorded]:
     """Return a checkpoint's files, by name."""
     return {file.name: (storage.file(manifest, file.name), file.digest) for file in manifest.files}
@@ -185,7 +192,7 @@ class ShardReaders:
     """The shards of a checkpoint, by rank.
 
     Args:
-        files: The checkpoint's files, by name.
+        files: The checkpoint's files, by name; none where only what is in memory can be read.
         held: Shards that are in memory, and verified, by rank.
         mapped: Map files, so that what is copied from there is not copied twice; otherwise a few parts at a time are in
             memory, whatever is read.
@@ -217,6 +224,8 @@ class ShardReaders:
     def _open(self, name: str, held: memoryview | None) -> ShardReader:
         if held is not None:
             return _Mapped(name, held, None)
+        if not self._files:
+            raise ShardElsewhere
         parts = parts_of(name, self._files)
         source, _ = self._files[name]
         if isinstance(source, Path) and self._mapped:

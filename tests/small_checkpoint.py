@@ -65,11 +65,9 @@ def snapshot(step: int, training: tuple[torch.nn.Module, torch.optim.Optimizer],
 class Agent:
     """Replaces a connection to an agent: offers snapshots, and records the calls."""
 
-    def __init__(
-        self, directory: Path, *snapshots: OfferedSnapshot, reachable: bool = True, settled: bool = True
-    ) -> None:
+    def __init__(self, directory: Path, *snapshots: OfferedSnapshot, reachable: bool = True, saving: int = -1) -> None:
         self.directory, self._snapshots, self._reachable = directory, list(snapshots), reachable
-        self._settled = settled
+        self._saving = saving
         # Of each offer, whether it was to wait until no share is being saved.
         self.waited: list[bool] = []
         self.events: list[dict[str, Any]] = []
@@ -79,12 +77,12 @@ class Agent:
 
     def offer(self, on_fetch: object = None, *, settled: bool = True) -> Offered:
         self.waited.append(settled)
-        return Offered(self._snapshots, self._reachable, self._settled or settled)
+        return Offered(self._snapshots, self._reachable, -1 if settled else self._saving)
 
     def announce(self, event: Event) -> None:
         self.events.append(event.to_dict())
 
-    def discard(self, step: int, reason: str) -> None:
+    def discard(self, step: int, reason: str, *, damaged: bool = True) -> None:
         self.discarded.append(step)
 
     def prune(self, retention: object) -> None:

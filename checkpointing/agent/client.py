@@ -124,12 +124,12 @@ class Offered:
     Attributes:
         snapshots: Those in the agent's memory.
         is_reachable: The durable tier can be reached.
-        is_settled: No share of a state is being saved, which might become a checkpoint.
+        saving: The newest step of which a share is being saved, which might become a checkpoint; or -1.
     """
 
     snapshots: list[OfferedSnapshot]
     is_reachable: bool = True
-    is_settled: bool = True
+    saving: int = -1
 
 
 class AgentClient:
@@ -307,11 +307,11 @@ class AgentClient:
                     Together.from_dict(together) if together is not None else None,
                 )
             )
-        return Offered(offered, reply["unreachable"] is None, reply["settled"])
+        return Offered(offered, reply["unreachable"] is None, int(reply["saving"]))
 
-    def discard(self, step: int, reason: str) -> None:
-        """Report that an offered snapshot does not have its digest."""
-        self._send({"do": "discard", "step": step, "reason": reason})
+    def discard(self, step: int, reason: str, *, damaged: bool = True) -> None:
+        """Report that an offered snapshot does not have its digest, or lacks what this rank needs of it."""
+        self._send({"do": "discard", "step": step, "reason": reason, "damaged": damaged})
 
     def prune(self, retention: Retention) -> None:
         """Have old checkpoints removed and new ones uploaded, after a commit that this rank made itself."""

@@ -6,11 +6,14 @@ SEQPACKET keeps message boundaries and order, reports the end of the peer, and c
 from __future__ import annotations
 
 import json
+import os
 import socket
 from enum import Enum, auto
 from typing import Any
 
+# Longer messages, such as lists of the files of a thousand ranks, are sent as a descriptor of memory.
 MAX_MESSAGE_BYTES = 128 * 1024
+_IN_MEMORY = "in_memory"
 _MAX_FDS = 16
 
 Message = dict[str, Any]
@@ -37,8 +40,13 @@ def send(sock: socket.socket, message: Message, fds: tuple[int, ...] = ()) -> No
         OSError: The peer is gone.
     """
     data = json.dumps(message).encode()
-    assert len(data) <= MAX_MESSAGE_BYTES, f"message of {len(data)} bytes"
-    socket.send_fds(sock, [data], list(fds))
+    if len(data) <= MAX_MESSAGE_BYTES:
+        socket.send_fds(sock, [data], list(fds))
+        return
+    with os.fdopen(os.memfd_create("checkpoint-message", os.MFD_CLOEXEC), "wb") as memory:
+        memory.write(data)
+        memory.flush()
+        socket.send_fds(sock, [json.dumps({_IN_MEMORY: len(data)}).encode()], [*fds, memory.fileno()])
 
 
 def receive(sock: socket.socket) -> tuple[Message, list[int]]:
@@ -50,7 +58,12 @@ def receive(sock: socket.socket) -> tuple[Message, list[int]]:
     data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, _MAX_FDS)
     if not data:
         raise ConnectionResetError("the peer closed the connection")
-    return json.loads(data), fds
+    message: Message = json.loads(data)
+    if _IN_MEMORY in message:
+        with os.fdopen(fds.pop(), "rb") as memory:
+            # Sender and receiver share the descriptor's position.
+            message = json.loads(os.pread(memory.fileno(), message[_IN_MEMORY], 0))
+    return message, fds
 
 
 def listen(path: str) -> socket.socket:

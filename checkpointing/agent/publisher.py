@@ -97,7 +97,7 @@ class Publisher:
             arena.info,
             files,
             sum(size for *_, size in arena.files) - others_bytes,
-            may_publish=lambda: not arena.damaged,
+            may_publish=lambda: not (arena.damaged or arena.is_spent),
             at_once=storage.writes_at_once,
             since=arena.whole_since,
             together=arena.together,

@@ -50,9 +50,10 @@ class Resumption:
         return next((arena for arena in self._scheduler.of_stage() if arena.state is ArenaState.FETCHING), None)
 
     @property
-    def is_settled(self) -> bool:
-        """Whether no share of a state is being saved, which might become a checkpoint to resume from."""
-        return not any(arena.together is not None and arena.num_tasks > 0 for arena in self._whole())
+    def saving(self) -> int:
+        """The newest step of which a share is being saved, which might become a checkpoint to resume from; or -1."""
+        shares = (arena for arena in self._whole() if arena.together is not None and arena.num_tasks > 0)
+        return max((arena.step for arena in shares), default=-1)
 
     def is_known(self, *, settled: bool) -> bool:
         """Return whether ranks can be answered: older attempts are fenced, and every snapshot is whole and has digests.
@@ -60,7 +61,7 @@ class Resumption:
         Args:
             settled: Wait for shares that are being saved, too: ranks cannot resume from what they have in memory.
         """
-        if settled and not self.is_settled:
+        if settled and self.saving >= 0:
             return False
         digested = all(arena.digested.is_set() for arena in self._whole())
         return digested and self._fencing is not None and self._fencing.answered.is_set() and self.fetching is None
@@ -86,9 +87,19 @@ class Resumption:
     def _whole(self) -> list[Arena]:
         return [arena for arena in self._pool.arenas if arena.state is ArenaState.WHOLE]
 
-    def discard(self, step: int, reason: str) -> None:
-        """Never offer or publish a snapshot again: a rank read other bytes than were digested."""
+    def discard(self, step: int, reason: str, *, damaged: bool = True) -> None:
+        """Never offer a snapshot again.
+
+        Args:
+            step: Its step.
+            reason: Why a rank cannot use it.
+            damaged: It read other bytes than were digested: never publish it, either. Otherwise it needs bytes that are
+                not in this node's share.
+        """
         for arena in self._scheduler.whole():
+            if arena.step == step and not damaged:
+                arena.is_complete = False
+                continue
             if arena.step == step and not arena.damaged:
                 arena.damaged = True
                 self._publish(stamped(SnapshotDamaged(step=step, reason=reason), self._workers.stage))

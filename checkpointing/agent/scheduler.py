@@ -112,7 +112,7 @@ class Scheduler:
         return [
             (arena.step, arena.info.attempt)
             for arena in self.whole()
-            if arena.info and (arena.together is None or arena.publishes)
+            if arena.info and (arena.together is None or (arena.publishes and not arena.is_saved))
         ]
 
     def of_stage(self) -> list[Arena]:
@@ -240,9 +240,13 @@ class Scheduler:
         self._free_if_idle(arena)
 
     def _end_save(self, arena: Arena, result: Committed | SharesWritten | CommitFailed) -> None:
-        """Keep a share whose save is over, to be resumed from; after success, free all older ones."""
+        """Keep a share that is saved, to be resumed from, and free all older ones; free it if its save has failed.
+
+        Ranks that resumed from it would not save it again, since it is not tried twice.
+        """
         arena.is_saved = True
         if isinstance(result, CommitFailed):
+            arena.is_spent = True
             return
         self.gave_up = False
         for other in self.of_stage():
@@ -250,9 +254,7 @@ class Scheduler:
                 self._spend(other)
 
     def _spend_abandoned(self, newest: Arena) -> None:
-        """Free the shares of earlier attempts that are ahead of a new one: that attempt has not resumed from them."""
-        if newest.together is None:
-            return
+        """Free the shares of earlier attempts that are ahead of a new snapshot: it was not computed from them."""
         for other in self.of_stage():
             is_share = other.together is not None and other.state is ArenaState.WHOLE and other is not newest
             if is_share and other.step >= newest.step:

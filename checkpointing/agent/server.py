@@ -131,7 +131,7 @@ class Agent:
                 client.waits_for_offer, client.waits_until_settled = True, bool(message["settled"])
                 self._answer_waiting()
             case "discard":
-                self._resumption.discard(int(message["step"]), message["reason"])
+                self._resumption.discard(int(message["step"]), message["reason"], damaged=bool(message["damaged"]))
             case "reserve":
                 self._reserve(client, int(message["nbytes"]))
             case "abandon" if client.attempt == self._attempt.number:
@@ -269,7 +269,7 @@ class Agent:
             return
         offered = self._resumption.offered()
         reply: Message = {"snapshots": [described(arena) for arena in offered], "arenas": _unsent(offered, client)}
-        reply |= {"unreachable": self._resumption.unreachable, "settled": self._resumption.is_settled}
+        reply |= {"unreachable": self._resumption.unreachable, "saving": self._resumption.saving}
         self._connections.send(client, reply, _new_fds(offered, client))
 
     # -- results -------------------------------------------------------------------------------------------------

@@ -254,6 +254,8 @@ class CheckpointedTraining(RestorableTraining):
             self._speeds.close()
         self._commit_last_step()
         self.wait_for_commit()
+        if step == self._heartbeat.start_step:
+            self.await_commit_of_start(step)
         # No rank leaves before every rank's commit is known: the launcher would take an early exit for a failure.
         self._ranks.barrier()
         self._snapshotter.close()

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from checkpointing.agent.client import OfferedSnapshot
-from checkpointing.shard_reading import ShardReader
+from checkpointing.shard_reading import ShardElsewhere, ShardReader
 from checkpointing.shards import ShardIndex, shard_rank
 
 
@@ -45,18 +45,24 @@ def shares_by_step(snapshots: Sequence[OfferedSnapshot]) -> dict[int, NodeShare]
     }
 
 
-def resumable(offers: Sequence[Mapping[int, NodeShare]]) -> dict[int, int]:
+def newest_attempt(offers: Sequence[Mapping[int, NodeShare]]) -> int:
+    """Return the newest attempt of which a node holds a share; 0 if none does."""
+    return max((share.attempt for held in offers for share in held.values()), default=0)
+
+
+def resumable(offers: Sequence[Mapping[int, NodeShare]], newest: int = 0) -> dict[int, int]:
     """Find the snapshots of which every rank has its own shard on its node; pure, and equal on all ranks.
 
     Those of the newest attempt only: what an earlier one has left may belong to a line of history that was abandoned.
 
     Args:
         offers: What the node of each rank holds, by rank.
+        newest: The newest attempt of which a node holds anything else.
 
     Returns:
         The attempt of each, by step.
     """
-    newest = max((share.attempt for held in offers for share in held.values()), default=0)
+    newest = max(newest, newest_attempt(offers))
     found = {}
     for step, first in offers[0].items():
         shares = [held.get(step) for held in offers]
@@ -98,10 +104,10 @@ class CommonPieces:
         """Yield the bytes, which must be of one piece.
 
         Raises:
-            ValueError: They are not of a common piece.
+            ShardElsewhere: They are not of a common piece.
         """
         place = max((place for place in self._pieces if place <= start), default=0)
         data = memoryview(self._pieces.get(place, b""))[start - place : start - place + nbytes]
         if len(data) != nbytes:
-            raise ValueError("a shard of another node is needed, which is not in this node's memory")
+            raise ShardElsewhere
         yield data

@@ -48,7 +48,7 @@ class Held:
     is_everywhere: bool
 
 
-def held_by_nodes(offers: Sequence[Offer]) -> dict[int, Held]:
+def held_by_nodes(offers: Sequence[Offer], newest: int = 0) -> dict[int, Held]:
     """Find the snapshots that may be resumed from; pure, and equal on all ranks.
 
     The same step of another attempt belongs to another line of history. A snapshot that not all nodes hold counts only
@@ -56,12 +56,13 @@ def held_by_nodes(offers: Sequence[Offer]) -> dict[int, Held]:
 
     Args:
         offers: Of all ranks, by rank.
+        newest: The newest attempt of which a node holds anything else.
 
     Returns:
         By step.
     """
     nodes = sorted({offer.node for offer in offers})
-    newest = max((attempt for offer in offers for attempt in offer.attempts.values()), default=0)
+    newest = max([newest, *(attempt for offer in offers for attempt in offer.attempts.values())])
     found = {}
     for step in {step for offer in offers for step in offer.attempts}:
         attempt = max(offer.attempts[step] for offer in offers if step in offer.attempts)

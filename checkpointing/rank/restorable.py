@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from checkpointing.errors import CommitFailed
 from checkpointing.heartbeat import Phase
 from checkpointing.rank.adapter import Adapter
 from checkpointing.rank.agent_connection import AgentConnection
@@ -53,6 +54,8 @@ class RestorableTraining:
         self._positions = DataPositions(ranks)
         self._train_state: TrainState
         self._zero: ZeroState | None = None
+        # The step that was resumed from is in the nodes' memory, and may not be committed.
+        self._started_in_shares = False
         # Classes of what DDP's communication hooks remember, which no checkpoint holds.
         self._hook_states: list[str] = []
 
@@ -166,6 +169,7 @@ class RestorableTraining:
         if pinning is not None:
             # What is partly pinned cannot be copied.
             pinning.settle()
+        self._started_in_shares = point is not None and point.spread is not None and point.is_snapshot
         return point
 
     def starting_point(self) -> RestorePoint | None:
@@ -213,7 +217,8 @@ class RestorableTraining:
             The step; None where no checkpoint carries the metric and can be read, and the model is unchanged.
 
         Raises:
-            CheckpointError: The checkpoint is of another model.
+            CheckpointError: The checkpoint is of another model; or its shards cannot be read any more, and a part of
+                the model has been loaded.
         """
         return self._restorer.load_best(
             self._train_state, self.retention, last_step, together=together, preferred=preferred
@@ -229,6 +234,19 @@ class RestorableTraining:
             return step in self._connection.tiers.catalog.committed_steps()
         except OSError:
             return False
+
+    def await_commit_of_start(self, step: int) -> None:
+        """Wait until the step that was resumed from is committed, if it was in shares in the nodes' memory.
+
+        Raises:
+            CommitFailed: It is not. The next attempt does not find the shares, and computes the steps before again.
+        """
+        if not self._started_in_shares:
+            return
+        self._connection.client.offer()
+        self._ranks.barrier()
+        if not self.is_committed(step):
+            raise CommitFailed(f"the nodes could not commit the shares of step {step} that they had in memory")
 
     def check_way(self, start_step: int) -> None:
         """Check that nothing is where the checkpoints after `start_step` will be written; raises CheckpointError."""

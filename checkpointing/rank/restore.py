@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpointing.agent.client import AgentClient, OfferedSnapshot
+from checkpointing.agent.client import AgentClient, Offered, OfferedSnapshot
 from checkpointing.catalog import Catalog
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, NoValidCheckpoint, StorageUnreachable
 from checkpointing.events import CheckpointQuarantined, Event, Resumed
 from checkpointing.layout import MODEL_NAME
 from checkpointing.manifest import MANIFEST_NAME
-from checkpointing.rank.memory_shards import resumable, shares_by_step
+from checkpointing.rank.memory_shards import newest_attempt, resumable, shares_by_step
 from checkpointing.rank.peer_state import Held, NoMemory, Offer, PeerState, held_by_nodes
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.restore_point import RestorePoint
@@ -100,18 +100,14 @@ class _Choice:
         # Needed whatever `resume` is: the answer comes once writers of older attempts are fenced off.
         settled = resume != "auto"
         offered = client.offer(self._buffers.make, settled=settled) if private else client.offer(settled=settled)
-        shares = shares_by_step(offered.snapshots) if not settled else {}
-        everyone = ranks.gather((shares, offered.is_settled))
-        in_shares = resumable([theirs for theirs, _ in everyone])
-        if not in_shares and not all(is_settled for _, is_settled in everyone):
-            # Shares that some node lacks are of no use in memory, but may be about to become a checkpoint.
+        in_shares, saving = self._compare(offered)
+        if saving > max(in_shares, default=-1):
+            # A share that some node lacks is of no use in memory, but may be about to become a checkpoint.
             offered = client.offer()
+            in_shares, _ = self._compare(offered)
         # The durable tier may be away for a while; its fence keeps us from publishing there what is not the newest.
         self._catalog = tiers.catalog if offered.is_reachable else Catalog(tiers.first)
         snapshots = offered.snapshots if resume == "auto" else []
-        whole = [snapshot for snapshot in snapshots if snapshot.together is None]
-        attempts = {snapshot.info.step: snapshot.info.attempt for snapshot in whole}
-        self._held = held_by_nodes(ranks.gather(Offer(ranks.rank - ranks.local_rank, attempts)))
         self._held |= {step: Held(attempt, (), is_everywhere=False) for step, attempt in in_shares.items()}
         self._in_shares = frozenset(in_shares)
         self._offered = {
@@ -121,6 +117,22 @@ class _Choice:
         }
         # Step and tier of what a rank could not read.
         self._faulty: set[tuple[int, int]] = set()
+
+    def _compare(self, offered: Offered) -> tuple[dict[int, int], int]:
+        """Compare with all ranks what their nodes hold.
+
+        Returns:
+            The attempt of each snapshot in shares that all can resume from, by step; and the newest step of which some
+            node is saving a share, or -1.
+        """
+        ranks, snapshots = self._ranks, offered.snapshots if self._resume == "auto" else []
+        attempts = {one.info.step: one.info.attempt for one in snapshots if one.together is None}
+        own = Offer(ranks.rank - ranks.local_rank, attempts)
+        everyone = ranks.gather((own, shares_by_step(snapshots), offered.saving))
+        offers, shares = [offer for offer, *_ in everyone], [share for _, share, _ in everyone]
+        newest = max([newest_attempt(shares), *(attempt for offer in offers for attempt in offer.attempts.values())])
+        self._held = held_by_nodes(offers, newest)
+        return resumable(shares, newest), max(saving for *_, saving in everyone)
 
     def make(self) -> RestorePoint | None:
         """Go through the candidates until all ranks can use one."""
@@ -207,7 +219,7 @@ class _Choice:
                 buffers=self._buffers,
                 scratch=self._client.directory,
                 shares=shares,
-                on_damage=functools.partial(
+                on_fault=functools.partial(
                     self._client.discard, source if isinstance(source, int) else source.info.step
                 ),
             )
@@ -232,6 +244,7 @@ class _Choice:
             if step in self._in_shares:
                 # It may be about to become a checkpoint, which is then found to be whole or not.
                 self._client.offer()
+                self._ranks.barrier()
             logger.warning("the snapshot of step %d is not used: %s", step, problem.text)
             return
         assert tier is not None

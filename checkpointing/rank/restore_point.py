@@ -41,6 +41,7 @@ class RestorePoint:
         world_size: Number of ranks that wrote it.
         samples_consumed: Its data cursor, in samples drawn by all ranks.
         spread: Its files that are spread over shards, if there are any.
+        is_snapshot: It is in the memory of this node, or of several.
         private: The tensors of `torch_object` are the reader's own. Otherwise, and those of `model_state` always, they
             must be copied before anything changes them.
     """
@@ -57,6 +58,7 @@ class RestorePoint:
         private: bool,
         scratch: Path | None = None,
         spread: SpreadFiles | None = None,
+        is_snapshot: bool = False,
     ) -> None:
         self.place = place
         self.step = step
@@ -67,6 +69,7 @@ class RestorePoint:
         self._path = path
         self._scratch = scratch
         self.spread = spread
+        self.is_snapshot = is_snapshot
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def has(self, name: str) -> bool:

@@ -13,6 +13,9 @@ from checkpointing.rank.ranks import Ranks
 from checkpointing.shards import Piece, ShardIndex, SpreadFile, shard_name
 from checkpointing.together import Together
 
+# What is in the first rank's shard alone, and needed by all, is sent by it when they resume from memory.
+_MOST_COMMON_BYTES = 64 * 1024 * 1024
+
 
 @dataclass(frozen=True)
 class _Holding:
@@ -38,8 +41,8 @@ class ShardLayout:
         ranks: This rank, with a group that only the copy thread uses.
 
     Attributes:
-        is_complete: All that this rank held when it was last laid out is in the shards of its node: nothing is left to
-            a rank of another node that held the same.
+        is_complete: All that this rank held when it was last laid out is in the shards of its node, but for a little
+            that all ranks hold: nothing is left to a rank of another node that held the same.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -49,6 +52,7 @@ class ShardLayout:
         self._index = ShardIndex({})
         self._index_file = b""
         self._sizes: list[int] = []
+        self._num_common = 0
         self.is_complete = True
 
     def lay_out(
@@ -73,7 +77,7 @@ class ShardLayout:
         own = FileImage(shard_name(ranks.rank), self._sizes[ranks.rank])
         first = ranks.rank - ranks.local_rank
         local = range(first, first + ranks.local_world_size)
-        self.is_complete = all(holder in local for holder in first_holders)
+        self.is_complete = self._num_common <= _MOST_COMMON_BYTES and all(holder in local for holder in first_holders)
         for holding in holdings:
             placed = self._index.files[holding.name].exactly(holding.piece)
             assert placed is not None
@@ -102,6 +106,7 @@ class ShardLayout:
         except ValueError as error:
             raise CheckpointError(f"the ranks together do not hold all of the sharded state: {error}") from None
         self._digests = digests
+        self._num_common = sum(piece.nbytes for file in self._index.files.values() for piece in file.common)
         self._index_file = self._index.to_json() if self._ranks.local_rank == 0 else b""
 
 

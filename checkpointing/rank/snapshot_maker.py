@@ -136,7 +136,7 @@ class SnapshotMaker:
             commit=request.commit,
             together=layout.together,
             split=split,
-            is_complete=self._shards.is_complete,
+            is_complete=layout.together is None or self._shards.is_complete,
         )
 
     def _agreed_split(self, files: tuple[str, ...], *, has_memory: bool) -> Split | None:

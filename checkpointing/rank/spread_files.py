@@ -9,11 +9,11 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,12 +24,28 @@ from checkpointing.rank import sharding
 from checkpointing.rank.memory_shards import CommonPieces
 from checkpointing.rank.trees import tensors_in
 from checkpointing.reading import digest_of, fault, private_memory, read_private, read_shared
-from checkpointing.shard_reading import ALTERED, Recorded, ShardReaders, index_of, parts_of, read_piece, read_range
+from checkpointing.shard_reading import (
+    ALTERED,
+    Recorded,
+    ShardElsewhere,
+    ShardReaders,
+    index_of,
+    parts_of,
+    read_piece,
+    read_range,
+)
 from checkpointing.shards import INDEX_NAME, Piece, ShardIndex, SpreadFile, shard_name, shard_rank
 
 # mmap(2): the kernel does not set memory aside for pages that are never written to. In Python's module since 3.13.
 _MAP_NORESERVE = 0x4000
 _MANY_PAGES_BYTES = 1 << 20
+
+
+class OnFault(Protocol):
+    """Takes the reason why a snapshot in memory cannot be used."""
+
+    def __call__(self, reason: str, *, damaged: bool) -> None:
+        """Take it; `damaged` says that bytes were altered, and not just that this node lacks some."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +72,7 @@ class SpreadFiles:
         index: Which bytes are in which shard.
         files: The checkpoint's files, by name.
         held: Shards that are in memory, and verified, by rank.
-        on_damage: Called with the reason where a read fails after all.
+        on_fault: Called with the reason where a read fails after all.
     """
 
     def __init__(
@@ -65,11 +81,11 @@ class SpreadFiles:
         index: ShardIndex,
         files: Mapping[str, Recorded],
         held: Mapping[int, memoryview],
-        on_damage: Callable[[str], None] = lambda reason: None,
+        on_fault: OnFault = lambda reason, *, damaged: None,
     ) -> None:
         self._place, self._index, self._readers = place, index, ShardReaders(files, held)
         self._opened: dict[str, _Opened] = {}
-        self._on_damage = on_damage
+        self._on_fault = on_fault
 
     def common_pieces(self) -> dict[int, bytes]:
         """Return what every reader needs of the first rank's shard; raises as `open` does."""
@@ -172,7 +188,7 @@ class SpreadFiles:
         try:
             yield
         except ValueError as error:
-            self._on_damage(str(error))
+            self._on_fault(str(error), damaged=not isinstance(error, ShardElsewhere))
             raise InvalidCheckpoint(self._place, str(error)) from None
         except OSError as error:
             raise fault(self._place, "a shard", error) from None
@@ -238,7 +254,7 @@ def open_spread(
 
 
 def open_share(
-    place: str, files: Mapping[str, Recorded], index: memoryview, rank: int, on_damage: Callable[[str], None]
+    place: str, files: Mapping[str, Recorded], index: memoryview, rank: int, on_fault: OnFault
 ) -> SpreadFiles:
     """Verify this rank's shard in its node's share of a snapshot, and return the spread files.
 
@@ -249,7 +265,7 @@ def open_share(
         files: What the node has of it, by name, in memory.
         index: Its index, verified.
         rank: Number of this rank.
-        on_damage: Called with the reason where a read fails after all ranks have agreed to use it.
+        on_fault: Called with the reason where a read fails after all ranks have agreed to use it.
 
     Raises:
         InvalidCheckpoint: The shard was altered, or the index cannot be read.
@@ -264,4 +280,4 @@ def open_share(
     except ValueError as error:
         raise InvalidCheckpoint(place, f"{INDEX_NAME} matches its digest but cannot be read: {error}") from None
     views = {writer: view for writer, view in held.items() if isinstance(view, memoryview)}
-    return SpreadFiles(place, parsed, {}, views, on_damage)
+    return SpreadFiles(place, parsed, {}, views, on_fault)

@@ -18,7 +18,7 @@ from checkpointing.layout import PER_RANK_PREFIXES, WEIGHTS_NAMES, loop_state_na
 from checkpointing.manifest import SnapshotInfo, missing_member
 from checkpointing.rank import rng
 from checkpointing.rank.restore_point import SMALL_BYTES, RestorePoint
-from checkpointing.rank.spread_files import open_share, open_spread
+from checkpointing.rank.spread_files import OnFault, open_share, open_spread
 from checkpointing.reading import fault, private_memory, read_private, read_shared
 from checkpointing.shard_reading import ALTERED, Recorded, recorded_files
 from checkpointing.shards import FOLDER, INDEX_NAME
@@ -173,7 +173,7 @@ def read_verified(
     shares: Shares,
     scratch: Path | None = None,
     alone: bool = False,
-    on_damage: Callable[[str], None] = lambda reason: None,
+    on_fault: OnFault = lambda reason, *, damaged: None,
 ) -> tuple[RestorePoint | None, CheckpointError | None]:
     """Read what one rank needs of a checkpoint or a snapshot.
 
@@ -187,7 +187,7 @@ def read_verified(
         shares: Takes the digests of parts that this rank verifies for all ranks of its node.
         scratch: Folder for temporary files.
         alone: No other rank reads it: this one verifies all shards.
-        on_damage: Called with the reason where a share in memory cannot be read after all.
+        on_fault: Called with the reason where a share in memory cannot be read after all.
 
     Returns:
         The state, or why it cannot be used.
@@ -216,7 +216,7 @@ def read_verified(
         if INDEX_NAME in files:
             index = files.pop(INDEX_NAME)
             if storage is None:
-                spread = open_share(located.place, located.files, index, rank, on_damage)
+                spread = open_share(located.place, located.files, index, rank, on_fault)
             else:
                 share = (0, 1) if alone else (rank, world_size)
                 spread = open_spread(located.place, located.files, index, located.info.world_size, *share)
@@ -233,6 +233,7 @@ def read_verified(
         private=private,
         scratch=scratch,
         spread=spread,
+        is_snapshot=storage is None,
     )
     return point, None
 

@@ -236,7 +236,7 @@ def test_a_damaged_snapshot_is_told_and_not_offered(desk: Desk) -> None:
     monitor, rank = desk.monitor(), desk.rank()
     acquire(rank, 5)
     stage(rank, 5, 0, commit=False)
-    rank.say("discard", step=5, reason="it differs")
+    rank.say("discard", step=5, reason="it differs", damaged=True)
     assert names(monitor.heard()) == ["snapshot", "snapshot_damaged"]
     [answer] = rank.say("offer", settled=True)
     assert answer["snapshots"] == []

@@ -75,9 +75,8 @@ def test_a_node_that_is_gone_fails_the_save_which_is_not_tried_again(
     assert Catalog(leader.tiers.durable).committed_steps() == []
     assert not [key for key in leader.store.objects if key.startswith("checkpoint-")]
     leader.scheduler.commit_newest()
-    assert not leader.scheduler.is_busy and leader.scheduler.gave_up
-    # Should the node's ranks come back to its agent, all can resume from memory.
-    assert arena.state is ArenaState.WHOLE and leader.resumption.offered() == [arena]
+    # Ranks that resumed from it would not save it again.
+    assert not leader.scheduler.is_busy and arena.state is ArenaState.FREE and leader.scheduler.gave_up
 
 
 def test_a_node_whose_storage_refuses_ends_the_save_of_all(nodes: tuple[Bench, Bench]) -> None:
@@ -116,10 +115,52 @@ def test_ranks_are_offered_shares_at_once_or_are_answered_when_their_save_is_ove
         assert bench.resumption.is_known(settled=False) and not bench.resumption.is_known(settled=True)
     settle_both(leader, other)
     for arena, bench in zip(shares, nodes, strict=True):
-        assert bench.resumption.is_known(settled=True) and bench.resumption.is_settled
+        assert bench.resumption.is_known(settled=True) and bench.resumption.saving == -1
         assert bench.resumption.offered() == [arena]
         assert described(arena)["together"] == {"identity": "ab7", "shards": ("shards/0.bin", "shards/1.bin")}
     assert Catalog(leader.tiers.durable).committed_steps() == [7]
+
+
+def test_a_whole_snapshot_of_a_newer_attempt_drops_shares_that_are_ahead(nodes: tuple[Bench, Bench]) -> None:
+    """A node that continued alone: its own snapshots count, and are what is committed at the end."""
+    leader, _ = nodes
+    left = share(leader, 0, 20, commit=False)
+    leader.work()
+    leader.settle()
+    leader.scheduler.begin_stage()
+    whole = leader.got(11)
+    leader.copied(whole, attempt=2)
+    leader.settle()
+    assert leader.resumption.offered() == [whole] and left.state is ArenaState.FREE
+    leader.scheduler.commit_newest()
+    leader.settle()
+    assert Catalog(leader.tiers.durable).committed_steps() == [11]
+
+
+def test_an_abandoned_share_is_not_published_by_a_save_that_still_runs(nodes: tuple[Bench, Bench]) -> None:
+    leader, other = nodes
+    shares = [share(bench, rank) for rank, bench in enumerate(nodes)]
+    for arena in shares:
+        arena.is_spent = True
+    of_leader, _ = settle_both(leader, other)
+    assert type(of_leader[-1]) is CommitFailed and Catalog(leader.tiers.durable).committed_steps() == []
+
+
+def test_a_share_that_lacks_what_a_rank_needs_is_withheld_but_saved(nodes: tuple[Bench, Bench]) -> None:
+    leader, other = nodes
+    shares = [share(bench, rank) for rank, bench in enumerate(nodes)]
+    leader.resumption.discard(7, "a shard of another node is needed", damaged=False)
+    settle_both(leader, other)
+    assert leader.resumption.offered() == [] and other.resumption.offered() == [shares[1]]
+    assert Catalog(leader.tiers.durable).committed_steps() == [7]
+
+
+def test_a_share_that_is_saved_is_not_let_through_the_next_fence(nodes: tuple[Bench, Bench]) -> None:
+    leader, other = nodes
+    share(leader, 0)
+    share(other, 1)
+    settle_both(leader, other)
+    assert leader.scheduler.begin_stage() == [] and len(leader.resumption.offered()) == 1
 
 
 def test_a_share_that_lacks_something_of_its_ranks_is_not_offered(nodes: tuple[Bench, Bench]) -> None:
@@ -171,7 +212,7 @@ def test_shares_that_nobody_can_resume_from_are_freed(
     share(leader, 0, 9, commit=False)
     leader.settle()
     leader.scheduler.begin_stage()
-    assert [arena.step for arena in leader.resumption.offered()] == [8, 9]
+    assert [arena.step for arena in leader.resumption.offered()] == [9]
     monkeypatch.setattr(together, "PATIENCE_S", 30.0)
     for rank, bench in enumerate(nodes):
         newest = share(bench, rank, 6, commit=False, attempt=2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_checkpoint import network
+from small_checkpoint import network, write_checkpoint
 from unit.checkpointing.rank.doubles import Connection, options
 
 from checkpointing.environment import RankSettings
@@ -148,6 +148,25 @@ def test_a_loop_that_made_no_step_after_its_restore_commits_nothing(tmp_path: Pa
     job.loop_step(7)
     job.training.close()
     assert job.client.commits == []
+
+
+def test_a_loop_that_resumed_from_shares_and_made_no_step_ends_when_they_are_committed(tmp_path: Path) -> None:
+    """Nobody commits them again; the next attempt then computes the last steps once more."""
+    job = Job(tmp_path, start_step=7)
+    job.training._started_in_shares = True
+    with pytest.raises(CommitFailed, match="could not commit the shares of step 7"):
+        job.training.close()
+    assert job.client.waited == [True]
+    write_checkpoint(tmp_path, 7, network())
+    job = Job(tmp_path, start_step=7)
+    job.training._started_in_shares = True
+    job.training.close()
+    # Once there was a step, its own save counts.
+    job = Job(tmp_path, start_step=5)
+    job.training._started_in_shares = True
+    job.loop_step(6)
+    job.training.close()
+    assert job.client.commits == [6] and job.client.waited == []
 
 
 def test_an_exception_in_the_loop_commits_no_last_step(job: Job, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,12 +9,16 @@ from checkpointing.agent.client import OfferedSnapshot
 from checkpointing.digest import digest_buffer
 from checkpointing.errors import InvalidCheckpoint
 from checkpointing.manifest import SnapshotInfo
-from checkpointing.rank.memory_shards import CommonPieces, NodeShare, resumable, shares_by_step
+from checkpointing.rank.memory_shards import CommonPieces, NodeShare, newest_attempt, resumable, shares_by_step
 from checkpointing.rank.spread_files import open_share
 from checkpointing.rank.torch_reader import model_state
 from checkpointing.shard_reading import ShardReaders
 from checkpointing.shards import INDEX_NAME, shard_name
 from checkpointing.together import Together
+
+
+def ignore(reason: str, *, damaged: bool) -> None:
+    """Take a fault."""
 
 
 def share(*ranks: int, attempt: int = 1, identity: str = "ab", world_size: int = 4) -> NodeShare:
@@ -58,6 +62,12 @@ def test_all_ranks_need_their_own_shard_on_their_node(
     assert resumable(offers) == found
 
 
+def test_what_a_newer_attempt_has_left_otherwise_counts_too() -> None:
+    offers = [{7: FIRST}, {7: FIRST}, {7: SECOND}, {7: SECOND}]
+    assert newest_attempt(offers) == 1 and newest_attempt([{}, {}]) == 0
+    assert (resumable(offers, 1), resumable(offers, 2)) == ({7: 1}, {})
+
+
 def test_the_first_rank_sends_what_all_need_of_its_shard() -> None:
     index, _ = spread(ROWS)
     contents = files_of(ROWS)
@@ -66,15 +76,15 @@ def test_the_first_rank_sends_what_all_need_of_its_shard() -> None:
     pieces = CommonPieces.read_from(ShardReaders({}, held)(0), index)
     assert pieces and sum(map(len, pieces.values())) == sum(piece.nbytes for piece in index.files[NAME].common)
     files = {name: (views[name], digest_buffer(views[name])) for name in (shard_name(1), INDEX_NAME)}
-    damage: list[str] = []
-    other = open_share("here", files, views[INDEX_NAME], 1, damage.append)
+    faults: list[tuple[str, bool]] = []
+    other = open_share("here", files, views[INDEX_NAME], 1, lambda reason, *, damaged: faults.append((reason, damaged)))
     other.add_common_pieces(pieces)
     state = model_state(other.open(NAME))
     assert set(state) == {"weight", "norm"}
-    # The rest of that shard was not sent: this is noticed, and the snapshot is not used again.
+    # The rest of that shard was not sent: this is noticed, and the snapshot is not used again, though not damaged.
     with pytest.raises(InvalidCheckpoint, match="a shard of another node is needed"):
         other.fill(NAME, state)
-    assert damage == ["a shard of another node is needed, which is not in this node's memory"]
+    assert faults == [("a shard of another node is needed, which is not in this node's memory", False)]
 
 
 def test_a_rank_verifies_its_own_shard() -> None:
@@ -84,8 +94,8 @@ def test_a_rank_verifies_its_own_shard() -> None:
     altered = bytearray(views[shard_name(1)])
     altered[3] ^= 1
     files[shard_name(1)] = (memoryview(altered), files[shard_name(1)][1])
-    open_share("here", files, views[INDEX_NAME], 0, lambda reason: None)
+    open_share("here", files, views[INDEX_NAME], 0, ignore)
     with pytest.raises(InvalidCheckpoint, match=r"shards/1\.bin was altered"):
-        open_share("here", files, views[INDEX_NAME], 1, lambda reason: None)
+        open_share("here", files, views[INDEX_NAME], 1, ignore)
     with pytest.raises(InvalidCheckpoint, match="matches its digest but cannot be read"):
-        open_share("here", files, memoryview(b"{}"), 0, lambda reason: None)
+        open_share("here", files, memoryview(b"{}"), 0, ignore)

@@ -138,7 +138,7 @@ def of_shares(agents: Sequence[Any], folder: Path) -> list[Any]:
 
 def test_shares_of_all_nodes_are_resumed_from_while_they_are_being_saved(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 10, TRAINING)
-    agents = [Agent(tmp_path, share(rank), settled=False) for rank in range(2)]
+    agents = [Agent(tmp_path, share(rank), saving=12) for rank in range(2)]
     found = of_shares(agents, tmp_path)
     weight = STATE["weight"].numpy().tobytes()
     assert found == [(12, STATE["norm"].tolist(), weight[48 * rank :][:48]) for rank in range(2)]
@@ -149,14 +149,29 @@ def test_shares_of_all_nodes_are_resumed_from_while_they_are_being_saved(tmp_pat
 def test_a_share_that_another_node_lacks_is_waited_for_and_not_used(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 10, TRAINING)
     for other in (Agent(tmp_path), Agent(tmp_path, share(1, identity="cd"))):
-        agents = [Agent(tmp_path, share(0), settled=False), other]
+        agents = [Agent(tmp_path, share(0), saving=12), other]
         assert of_shares(agents, tmp_path) == [10, 10]
         assert [agent.waited for agent in agents] == [[False, True]] * 2
 
 
+def test_an_older_share_is_not_used_while_a_newer_one_is_being_saved(tmp_path: Path) -> None:
+    """It would be a checkpoint ahead of what trains then."""
+    write_checkpoint(tmp_path, 10, TRAINING)
+    newer, older = (share(0, 12), share(0, 11)), (share(1, 11),)
+    agents = [Agent(tmp_path, *newer, saving=12), Agent(tmp_path, *older)]
+    assert [found[0] for found in of_shares(agents, tmp_path)] == [11, 11]
+    assert [agent.waited for agent in agents] == [[False, True]] * 2
+
+
+def test_a_share_is_not_used_where_a_newer_attempt_has_left_a_whole_snapshot(tmp_path: Path) -> None:
+    """One node continued alone, and held all of the state."""
+    agents = [Agent(tmp_path, share(0), snapshot(11, TRAINING, attempt=2)), Agent(tmp_path, share(1))]
+    assert of_shares(agents, tmp_path) == [11, 11]
+
+
 def test_a_damaged_share_is_used_by_no_node_and_its_save_is_waited_for(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 10, TRAINING)
-    agents = [Agent(tmp_path, share(rank), settled=False) for rank in range(2)]
+    agents = [Agent(tmp_path, share(rank), saving=12) for rank in range(2)]
     agents[1]._snapshots[0].files[shard_name(1)][0] ^= 1
     assert of_shares(agents, tmp_path) == [10, 10]
     assert [(agent.waited, agent.discarded) for agent in agents] == [([False, True], [12])] * 2
