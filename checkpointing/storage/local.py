@@ -201,8 +201,11 @@ class LocalTransaction:
         self._storage.check_fence(self._step, self._attempt)
 
     def abort(self) -> None:
-        """Remove the temporary directory."""
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        """Remove the temporary directory; another node may write a note there at that moment."""
+        for _ in range(5):
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            if not self._temporary.exists():
+                return
 
 
 class LocalStorage(Storage):

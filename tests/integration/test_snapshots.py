@@ -197,11 +197,11 @@ FLIPPED_BIT = """
 import os
 import checkpointing.agent.client as client
 offer = client.AgentClient.offer
-def flipped(self, *arguments):
-    snapshots, reachable = offer(self, *arguments)
-    for snapshot in snapshots:
+def flipped(self, *arguments, **options):
+    offered = offer(self, *arguments, **options)
+    for snapshot in offered.snapshots:
         snapshot.files["optimizer.pt"][4096] ^= 1
-    return snapshots, reachable
+    return offered
 if os.environ["RANK"] == "1":
     client.AgentClient.offer = flipped
 """
@@ -399,12 +399,12 @@ from checkpointing.environment import rank_settings
 
 folder, flips = sys.argv[1], sys.argv[2] == "flipped"
 rank, offer, digested = os.environ["RANK"], client.AgentClient.offer, []
-def flipped(self, *arguments):
-    snapshots, reachable = offer(self, *arguments)
-    for snapshot in snapshots:
+def flipped(self, *arguments, **options):
+    offered = offer(self, *arguments, **options)
+    for snapshot in offered.snapshots:
         # In the third part, which rank 0 looks at, as ranks take turns.
         snapshot.files["model.safetensors"][2 * digest.PART_BYTES + 77] ^= 1
-    return snapshots, reachable
+    return offered
 def noted(buffer, numbers, num_threads):
     if len(buffer) > digest.PART_BYTES:
         digested.extend(numbers)
