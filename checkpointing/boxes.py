@@ -150,9 +150,7 @@ def writers(
         if as many write as the mesh has different regions (`num_regions`).
     """
     found: dict[int, dict[tuple[int, ...], int]] = {}
-    coordinates = itertools.product(*map(range, mesh_shape))
-    for rank, coordinate in zip(ranks, coordinates, strict=True):
-        held = tuple(index for index, cut in zip(coordinate, placements, strict=True) if cut is not None)
+    for rank, held in _regions_held(ranks, mesh_shape, placements).items():
         node = found.setdefault(rank // local_world_size, {})
         node[held] = min(rank, node.get(held, rank))
     return {node: frozenset(holders.values()) for node, holders in found.items()}
@@ -167,11 +165,18 @@ def first_holder(ranks: Sequence[int], mesh_shape: Sequence[int], placements: Pl
         placements: What each mesh dimension does.
         rank: One of the ranks.
     """
-    held = {
-        other: tuple(index for index, cut in zip(coordinate, placements, strict=True) if cut is not None)
-        for other, coordinate in zip(ranks, itertools.product(*map(range, mesh_shape)), strict=True)
-    }
+    held = _regions_held(ranks, mesh_shape, placements)
     return min(other for other, region in held.items() if region == held[rank])
+
+
+def _regions_held(
+    ranks: Sequence[int], mesh_shape: Sequence[int], placements: Placements
+) -> dict[int, tuple[int, ...]]:
+    """Return what identifies the region that each rank holds: its place along the dimensions that cut."""
+    return {
+        rank: tuple(index for index, cut in zip(coordinate, placements, strict=True) if cut is not None)
+        for rank, coordinate in zip(ranks, itertools.product(*map(range, mesh_shape)), strict=True)
+    }
 
 
 def num_regions(mesh_shape: Sequence[int], placements: Placements) -> int:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from checkpointing.digest import digest_buffer
 from checkpointing.errors import CommitFailed
@@ -45,11 +44,6 @@ class Together:
 
     identity: str
     shards: tuple[str, ...]
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Together:
-        """Return a save from its fields, as they were sent."""
-        return cls(str(fields["identity"]), tuple(map(str, fields["shards"])))
 
 
 def begin_together(transaction: Transaction, together: Together) -> FileEntry:

@@ -107,14 +107,14 @@ class OfferedSnapshot:
         files: The image of each file, in the arena, by name.
         digests: The digest of each file, computed when the snapshot was made, by name.
         prepare: Makes its memory ready for reading.
-        together: The save, where this is only the node's share of a state.
+        save: Identity of the save, where this is only the node's share of a state.
     """
 
     info: SnapshotInfo
     files: dict[str, memoryview]
     digests: dict[str, str]
     prepare: Callable[[], None] = lambda: None
-    together: Together | None = None
+    save: str | None = None
 
 
 @dataclass(frozen=True)
@@ -297,14 +297,14 @@ class AgentClient:
         offered = []
         for snapshot in reply["snapshots"]:
             files, arena = snapshot.pop("files"), self._arenas[snapshot.pop("arena")]
-            buffer, together = arena.buffer, snapshot.pop("together")
+            buffer, save = arena.buffer, snapshot.pop("save")
             offered.append(
                 OfferedSnapshot(
                     SnapshotInfo(**snapshot),
                     {name: buffer[offset : offset + nbytes] for name, offset, nbytes, _ in files},
                     {name: digest for name, _, _, digest in files},
                     functools.partial(self._prepare, arena),
-                    Together.from_dict(together) if together is not None else None,
+                    save,
                 )
             )
         return Offered(offered, reply["unreachable"] is None, int(reply["saving"]))

@@ -84,9 +84,6 @@ class Resumption:
         usable = [arena for arena in self._scheduler.of_stage() if arena.is_usable and arena.info is not None]
         return [arena for arena in usable if arena.is_complete]
 
-    def _whole(self) -> list[Arena]:
-        return [arena for arena in self._pool.arenas if arena.state is ArenaState.WHOLE]
-
     def discard(self, step: int, reason: str, *, damaged: bool = True) -> None:
         """Never offer a snapshot again.
 
@@ -99,12 +96,15 @@ class Resumption:
         for arena in self._scheduler.whole():
             if arena.step == step and not damaged:
                 arena.is_complete = False
-                continue
-            if arena.step == step and not arena.damaged:
+            elif arena.step == step and not arena.damaged:
                 arena.damaged = True
                 self._publish(stamped(SnapshotDamaged(step=step, reason=reason), self._workers.stage))
                 if arena.num_tasks == 0:
                     arena.state = ArenaState.FREE
+
+    def _whole(self) -> list[Arena]:
+        """Return the arenas that hold a whole snapshot, of any stage."""
+        return [arena for arena in self._pool.arenas if arena.state is ArenaState.WHOLE]
 
     def fetch_newest(self) -> None:
         """Read the newest checkpoint while ranks are still starting, unless a snapshot or a file here is as new."""
@@ -140,5 +140,5 @@ def described(arena: Arena) -> dict[str, Any]:
     """Return an offered snapshot as ranks receive it: what it is of, its arena, and its files with their digests."""
     assert arena.info is not None
     files = [(name, offset, size, arena.digests[name]) for name, offset, size in arena.files]
-    together = asdict(arena.together) if arena.together is not None else None
-    return {**asdict(arena.info), "arena": arena.number, "files": files, "together": together}
+    save = arena.together.identity if arena.together is not None else None
+    return {**asdict(arena.info), "arena": arena.number, "files": files, "save": save}

@@ -308,7 +308,7 @@ def _content(message: Message, run_id: str, attempt: int) -> SnapshotContent:
     )
     files = [(name, int(offset), int(nbytes)) for name, offset, nbytes in message["files"]]
     save = message.get("together")
-    together = Together.from_dict(save) if save is not None else None
+    together = Together(str(save["identity"]), tuple(map(str, save["shards"]))) if save is not None else None
     part = message.get("split")
     split = _split(part) if part is not None else None
     return SnapshotContent(info, files, bool(message["commit"]), together, split)

@@ -36,12 +36,12 @@ def shares_by_step(snapshots: Sequence[OfferedSnapshot]) -> dict[int, NodeShare]
     return {
         snapshot.info.step: NodeShare(
             snapshot.info.attempt,
-            snapshot.together.identity,
+            snapshot.save,
             snapshot.info.world_size,
             frozenset(rank for name in snapshot.files if (rank := shard_rank(name)) is not None),
         )
         for snapshot in snapshots
-        if snapshot.together is not None
+        if snapshot.save is not None
     }
 
 

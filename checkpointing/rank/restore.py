@@ -113,7 +113,7 @@ class _Choice:
         self._offered = {
             snapshot.info.step: snapshot
             for snapshot in snapshots
-            if snapshot.together is None or snapshot.info.step in in_shares
+            if snapshot.save is None or snapshot.info.step in in_shares
         }
         # Step and tier of what a rank could not read.
         self._faulty: set[tuple[int, int]] = set()
@@ -126,7 +126,7 @@ class _Choice:
             node is saving a share, or -1.
         """
         ranks, snapshots = self._ranks, offered.snapshots if self._resume == "auto" else []
-        attempts = {one.info.step: one.info.attempt for one in snapshots if one.together is None}
+        attempts = {one.info.step: one.info.attempt for one in snapshots if one.save is None}
         own = Offer(ranks.rank - ranks.local_rank, attempts)
         everyone = ranks.gather((own, shares_by_step(snapshots), offered.saving))
         offers, shares = [offer for offer, *_ in everyone], [share for _, share, _ in everyone]

@@ -270,14 +270,16 @@ def open_share(
     Raises:
         InvalidCheckpoint: The shard was altered, or the index cannot be read.
     """
-    held = {writer: source for name, (source, _) in files.items() if (writer := shard_rank(name)) is not None}
-    source, recorded = files[shard_name(rank)]
-    assert isinstance(source, memoryview)
-    if digest_buffer(source, algorithm_of(recorded)) != recorded:
+    held = {
+        writer: source
+        for name, (source, _) in files.items()
+        if (writer := shard_rank(name)) is not None and isinstance(source, memoryview)
+    }
+    _, recorded = files[shard_name(rank)]
+    if digest_buffer(held[rank], algorithm_of(recorded)) != recorded:
         raise InvalidCheckpoint(place, f"{shard_name(rank)} {ALTERED}")
     try:
         parsed = ShardIndex.from_json(index)
     except ValueError as error:
         raise InvalidCheckpoint(place, f"{INDEX_NAME} matches its digest but cannot be read: {error}") from None
-    views = {writer: view for writer, view in held.items() if isinstance(view, memoryview)}
-    return SpreadFiles(place, parsed, {}, views, on_fault)
+    return SpreadFiles(place, parsed, {}, held, on_fault)

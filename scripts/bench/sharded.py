@@ -219,9 +219,9 @@ def page_of(measured: Measured, scale: Scale, table: str, rows: Sequence[str]) -
         "Per save: median (quartiles); a first save, in which DCP starts its process, is not counted. Blocked is that "
         "of the slowest rank. Overhead is (total time - total time without saves) / saves. Durable is that of a save "
         'while nothing trains. "Load on another mesh": one node of two ranks that have just started and '
-        "never trained, the files in the page "
-        "cache; DCP with `get_state_dict` and `set_state_dict`, ours with every byte verified, which DCP does not do. "
-        "Our agent runs by then, as under `runner start`; a loop by itself waits for it once (`agent_start_s`)."
+        "never trained, the files in the page cache; DCP with `get_state_dict` and `set_state_dict`, ours with every "
+        "byte verified, which DCP does not do. Our agent runs by then, as under `runner start`; a loop by itself waits "
+        "for it once (`agent_start_s`)."
         f"\n\n{table}\n\n{figures}\n\n"
         f"`two_writers_speedup`: two ranks that hold the whole state save to S3 (radosgw) through links of "
         f"{scale.link_mbit_per_s} Mbit/s, on one node with one link, and on two with one each; "

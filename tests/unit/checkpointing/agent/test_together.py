@@ -117,7 +117,7 @@ def test_ranks_are_offered_shares_at_once_or_are_answered_when_their_save_is_ove
     for arena, bench in zip(shares, nodes, strict=True):
         assert bench.resumption.is_known(settled=True) and bench.resumption.saving == -1
         assert bench.resumption.offered() == [arena]
-        assert described(arena)["together"] == {"identity": "ab7", "shards": ("shards/0.bin", "shards/1.bin")}
+        assert described(arena)["save"] == "ab7"
     assert Catalog(leader.tiers.durable).committed_steps() == [7]
 
 

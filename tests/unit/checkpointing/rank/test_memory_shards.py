@@ -14,7 +14,6 @@ from checkpointing.rank.spread_files import open_share
 from checkpointing.rank.torch_reader import model_state
 from checkpointing.shard_reading import ShardReaders
 from checkpointing.shards import INDEX_NAME, shard_name
-from checkpointing.together import Together
 
 
 def ignore(reason: str, *, damaged: bool) -> None:
@@ -27,8 +26,8 @@ def share(*ranks: int, attempt: int = 1, identity: str = "ab", world_size: int =
 
 def test_a_share_is_described_by_its_shards() -> None:
     files = {name: memoryview(b"x") for name in (shard_name(2), shard_name(3), INDEX_NAME)}
-    info, save = SnapshotInfo("run", 3, 7, 4, 7), Together("ab", ("shards/0.bin",))
-    spread_out = OfferedSnapshot(info, files, {}, together=save)
+    info = SnapshotInfo("run", 3, 7, 4, 7)
+    spread_out = OfferedSnapshot(info, files, {}, save="ab")
     whole = OfferedSnapshot(info, {}, {})
     assert shares_by_step([whole, spread_out]) == {7: share(2, 3, attempt=3)}
     assert shares_by_step([whole]) == {}

@@ -24,7 +24,6 @@ from checkpointing.rank.restore import choose, own_checkpoint, read_checkpoint
 from checkpointing.shards import INDEX_NAME, shard_name
 from checkpointing.storage import LocalStorage
 from checkpointing.tiers import Tiers, open_tiers
-from checkpointing.together import Together
 
 TRAINING = network()
 
@@ -116,8 +115,7 @@ def share(rank: int, step: int = 12, identity: str = "ab") -> OfferedSnapshot:
     names = [shard_name(rank), INDEX_NAME, "rng_state.pth"]
     files = {name: memoryview(bytearray(contents[name])) for name in names}
     digests = {name: digest_buffer(view) for name, view in files.items()}
-    save = Together(identity, (shard_name(0), shard_name(1)))
-    return OfferedSnapshot(SnapshotInfo("run", 1, step, 2, step), files, digests, together=save)
+    return OfferedSnapshot(SnapshotInfo("run", 1, step, 2, step), files, digests, save=identity)
 
 
 def of_shares(agents: Sequence[Any], folder: Path) -> list[Any]:
