@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import pytest
 from chaos.commit_model import NOTES, CommitModel, Life, Op
 
-from checkpointing.storage import base, local, object_storage
+from checkpointing.storage import base, local, local_transaction, object_storage
 from checkpointing.storage.fsspec_store import FilesystemStore
 from checkpointing.storage.object_store import StorageError, StorageTimeout
 
@@ -55,7 +55,7 @@ class Recorder:
         self.events.append(Event(self.life, kind, path, target))
 
     def watch_failpoints(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in (base, local, object_storage):
+        for module in (base, local, local_transaction, object_storage):
             monkeypatch.setattr(module, "failpoint", lambda name: self.add("at", name))
 
 

@@ -1,4 +1,4 @@
-"""The commit protocol on a disk, as in `checkpointing/storage/local.py`, and what a power cut may leave there.
+"""The commit protocol on a disk (`checkpointing/storage/local_transaction.py`), and what a power cut may leave there.
 
 A killed process leaves everything that it has done. A power cut leaves what was fsync'ed, and of the rest any part:
 each name that was given, moved or removed in a directory since that was fsync'ed, by itself, in any combination (a

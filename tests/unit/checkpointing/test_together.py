@@ -17,7 +17,7 @@ from checkpointing.errors import CommitFailed
 from checkpointing.manifest import FileEntry, SnapshotInfo
 from checkpointing.shards import HeldFile, ShardParts, parts_name
 from checkpointing.storage import LocalStorage
-from checkpointing.storage.local import LocalTransaction
+from checkpointing.storage.local_transaction import LocalTransaction
 from checkpointing.storage.object_storage import ObjectStorage
 from checkpointing.together import (
     LAST_PATIENCE_S,
