@@ -156,19 +156,6 @@ def writers(
     return {node: frozenset(holders.values()) for node, holders in found.items()}
 
 
-def first_holder(ranks: Sequence[int], mesh_shape: Sequence[int], placements: Placements, rank: int) -> int:
-    """Return the lowest of the ranks that hold the same region as this one; it writes for all nodes.
-
-    Args:
-        ranks: The ranks of the mesh, in C order.
-        mesh_shape: Number of ranks of each mesh dimension.
-        placements: What each mesh dimension does.
-        rank: One of the ranks.
-    """
-    held = _regions_held(ranks, mesh_shape, placements)
-    return min(other for other, region in held.items() if region == held[rank])
-
-
 def _regions_held(
     ranks: Sequence[int], mesh_shape: Sequence[int], placements: Placements
 ) -> dict[int, tuple[int, ...]]:

@@ -238,7 +238,7 @@ class SnapshotSkipped(SnapshotUnused, name="snapshot_skipped"):
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotDropped(SnapshotUnused, name="snapshot_dropped"):
-    """A snapshot was discarded before it was whole."""
+    """A snapshot was discarded before it was whole, or because a start from it could not be committed."""
 
 
 @dataclass(frozen=True, kw_only=True)

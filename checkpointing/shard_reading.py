@@ -23,13 +23,6 @@ Source = Path | RemoteFile | memoryview
 Recorded = tuple[Source, str]
 
 
-class ShardElsewhere(ValueError):
-    """A shard is needed that is in the memory of another node."""
-
-    def __init__(self) -> None:
-        super().__init__("a shard of another node is needed, which is not in this node's memory")
-
-
 def recorded_files(storage: Storage, manifest: Manifest) -> dict[str, Recorded]:
     """Return a checkpoint's files, by name."""
     return {file.name: (storage.file(manifest, file.name), file.digest) for file in manifest.files}
@@ -192,7 +185,7 @@ class ShardReaders:
     """The shards of a checkpoint, by rank.
 
     Args:
-        files: The checkpoint's files, by name; none where only what is in memory can be read.
+        files: The checkpoint's files, by name; none where all shards are read by readers that `supply` is given.
         held: Shards that are in memory, and verified, by rank.
         mapped: Map files, so that what is copied from there is not copied twice; otherwise a few parts at a time are in
             memory, whatever is read.
@@ -217,15 +210,12 @@ class ShardReaders:
         return self._readers[rank]
 
     def supply(self, rank: int, reader: ShardReader) -> None:
-        """Read a shard by this reader, unless it is at hand."""
-        if rank not in self._held:
-            self._readers[rank] = reader
+        """Read a shard by this reader from now on."""
+        self._readers[rank] = reader
 
     def _open(self, name: str, held: memoryview | None) -> ShardReader:
         if held is not None:
             return _Mapped(name, held, None)
-        if not self._files:
-            raise ShardElsewhere
         parts = parts_of(name, self._files)
         source, _ = self._files[name]
         if isinstance(source, Path) and self._mapped:
@@ -233,6 +223,11 @@ class ShardReaders:
         if isinstance(source, memoryview):
             return _Mapped(name, source, parts)
         return PartReader(parts, reading_at(source), self._cache, name)
+
+
+def in_memory(name: str, data: memoryview) -> ShardReader:
+    """Return the reader of a shard in memory, all of which has been verified."""
+    return _Mapped(name, data, None)
 
 
 class _Mapped:

@@ -40,8 +40,8 @@ class Arenas:
         self.announced: list[Event] = []
         self.may_reserve = threading.Event()
 
-    def reserve(self, nbytes: int) -> None:
-        self.may_reserve.wait()
+    def reserve(self, nbytes: int, guests: int = 0) -> bool:
+        return self.may_reserve.wait()
 
     def acquire(self, step: int, nbytes: int, *, wait: bool) -> tuple[int, memoryview] | Refusal:
         assert nbytes <= len(self.memory)

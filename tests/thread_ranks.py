@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +23,8 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self._values: list[Any] = [None] * size
         self._barrier = threading.Barrier(size, timeout=30)
+        # What is sent to single ranks, by receiver and tag: who sends it, and the bytes.
+        self.mail: dict[tuple[int, int], queue.Queue[tuple[int, torch.Tensor]]] = defaultdict(queue.Queue)
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
         self._values[rank] = value
@@ -47,6 +51,21 @@ class ThreadRanks(Ranks):
         for data, rank, tag in incoming:
             data[:] = sent[rank, tag]
         self.barrier()
+
+    def with_new_group(self) -> ThreadRanks:
+        return replace(self, meeting=self.broadcast(Meeting(self.world_size)))
+
+    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
+        self.meeting.mail[rank, tag].put((self.rank, tensor.clone()))
+
+    def receive(self, tensor: torch.Tensor, rank: int | None, tag: int) -> int:
+        sender, data = self.meeting.mail[self.rank, tag].get(timeout=30)
+        assert rank in (None, sender)
+        tensor.copy_(data)
+        return sender
+
+    def close_group(self) -> None:
+        self.meeting.mail.clear()
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
         return values.copy_(torch.stack(self.gather(values.clone())).amax(0))

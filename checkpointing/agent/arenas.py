@@ -55,7 +55,8 @@ class Arena:
         is_saved: It is a share whose save is over, successful or not: nobody commits it again.
         is_spent: It is a share that nobody commits or resumes from any more.
         is_old: It is a share of an earlier attempt: nobody waits for what becomes of it.
-        is_complete: If it is a share, it has all that the ranks of this node held.
+        guests: Copies of another node's shards, which this node keeps for it: offset, size and digest, by name.
+        receiving: Local ranks that are still receiving one.
         whole_since: When the snapshot became whole, by the agent's clock.
     """
 
@@ -79,7 +80,8 @@ class Arena:
     is_saved: bool = False
     is_spent: bool = False
     is_old: bool = False
-    is_complete: bool = True
+    guests: dict[str, tuple[int, int, str]] = field(default_factory=dict)
+    receiving: set[int] = field(default_factory=set)
     whole_since: float = 0.0
 
     @property
@@ -87,15 +89,20 @@ class Arena:
         """Whether it holds a whole snapshot that is not known to be damaged, and of use to somebody."""
         return self.state is ArenaState.WHOLE and not self.damaged and not self.is_spent
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether somebody reads or writes it, whatever it holds."""
+        return self.num_tasks > 0 or bool(self.receiving)
+
     def begin(self, step: int, stage: str, state: ArenaState = ArenaState.FILLING) -> None:
         """Forget the last snapshot, and begin that of a step."""
         self.state, self.step, self.stage = state, step, stage
         self.copied_by.clear()
-        self.digests, self.parts, self.together, self.split = {}, {}, None, None
+        self.receiving.clear()
+        self.digests, self.parts, self.guests, self.together, self.split = {}, {}, {}, None, None
         self.digested = threading.Event()
         self.commit_wanted = self.damaged = self.publishes = False
         self.is_saved = self.is_spent = self.is_old = False
-        self.is_complete = True
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return a part of the buffer."""
@@ -133,12 +140,8 @@ class ArenaPool:
         """Allocate arenas of at least `nbytes`; smaller ones are freed once they are not needed."""
         if sum(arena.memory.nbytes >= nbytes for arena in self.arenas) >= num_wanted:
             return
-        # The log history grows with every save. Without a margin, every save would need a new arena.
-        capacity = round_up(nbytes + max(nbytes // _GROWTH_SHARE, _GROWTH_BYTES))
+        capacity, limit = _capacity(nbytes), self._limit()
         held = sum(arena.memory.nbytes for arena in self.arenas)
-        limit = self._memory_limit
-        if limit is None:
-            limit = held + int(available_bytes() * DEFAULT_SHARE)
         for arena in list(self.arenas):
             if arena.memory.nbytes < nbytes and self._may_be_refilled(arena):
                 self.arenas.remove(arena)
@@ -165,12 +168,32 @@ class ArenaPool:
             reason = f"a snapshot takes {capacity / 1e6:.0f} MB, {NUM_ARENAS} are wanted, {why}; {effect}"
             self._on_short(len(self.arenas), reason)
 
+    def reserve(self, nbytes: int, guests: int) -> bool:
+        """Allocate all arenas; return whether there is memory for as many bytes of guests in each, too."""
+        has_room = NUM_ARENAS * _capacity(nbytes + guests) <= self._limit()
+        self.allocate(nbytes + guests if has_room else nbytes)
+        return has_room
+
+    def _limit(self) -> int:
+        """Return the bytes that all arenas may take."""
+        if self._memory_limit is not None:
+            return self._memory_limit
+        held = sum(arena.memory.nbytes for arena in self.arenas)
+        return held + int(available_bytes() * DEFAULT_SHARE)
+
     def _may_be_refilled(self, arena: Arena) -> bool:
-        if arena.state is ArenaState.FREE:
-            return arena.num_tasks == 0
-        if arena.state is not ArenaState.WHOLE or arena.num_tasks > 0:
+        if arena.is_in_use or arena.state not in (ArenaState.FREE, ArenaState.WHOLE):
             return False
-        return len(self.arenas) == 1 or any(other.is_usable for other in self.arenas if other is not arena)
+        if arena.state is ArenaState.FREE or len(self.arenas) == 1:
+            return True
+        # One that other nodes have no copy of yet is lost with this node.
+        others = (other for other in self.arenas if other is not arena)
+        return any(other.is_usable and not other.receiving for other in others)
+
+
+def _capacity(nbytes: int) -> int:
+    """Return the size of an arena: the log history grows with every save, which would need a new arena each time."""
+    return round_up(nbytes + max(nbytes // _GROWTH_SHARE, _GROWTH_BYTES))
 
 
 def _make(nbytes: int, number: int) -> tuple[list[SharedMemory], OSError | None]:

@@ -11,17 +11,18 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from checkpointing.agent import protocol
 from checkpointing.agent.options import AgentOptions
-from checkpointing.agent.protocol import Message, Refusal
+from checkpointing.agent.protocol import Guest, Message, Refusal
 from checkpointing.errors import AgentKilled, AgentUnavailable, StorageUnreachable
 from checkpointing.events import Event
 from checkpointing.heartbeat import ControlPage
 from checkpointing.manifest import SnapshotInfo
 from checkpointing.retention import Retention
+from checkpointing.shards import shard_rank
 from checkpointing.shared_memory import SharedMemory
 from checkpointing.split import Split
 from checkpointing.stages import FIRST_STAGE, Stage
@@ -107,7 +108,7 @@ class OfferedSnapshot:
         files: The image of each file, in the arena, by name.
         digests: The digest of each file, computed when the snapshot was made, by name.
         prepare: Makes its memory ready for reading.
-        save: Identity of the save, where this is only the node's share of a state.
+        save: Identity of the save, where this is only the node's share of a state, with copies of another node's.
     """
 
     info: SnapshotInfo
@@ -115,6 +116,11 @@ class OfferedSnapshot:
     digests: dict[str, str]
     prepare: Callable[[], None] = lambda: None
     save: str | None = None
+
+    def without_shards(self) -> OfferedSnapshot:
+        """Return what every node that holds a share has of it."""
+        files = {name: view for name, view in self.files.items() if shard_rank(name) is None}
+        return replace(self, files=files)
 
 
 @dataclass(frozen=True)
@@ -200,13 +206,22 @@ class AgentClient:
         self.run_id = str(reply["run_id"])
         self.control = ControlPage.attach(fds[0])
 
-    def reserve(self, nbytes: int) -> None:
-        """Have arenas of this size allocated and mapped before the first snapshot needs them."""
-        reply, fds = self._call({"do": "reserve", "nbytes": nbytes})
+    def reserve(self, nbytes: int, guests: int = 0) -> bool:
+        """Have arenas of this size allocated and mapped before the first snapshot needs them.
+
+        Args:
+            nbytes: Size of a snapshot.
+            guests: Bytes more, for copies of another node's shards.
+
+        Returns:
+            Whether there is memory for these, too.
+        """
+        reply, fds = self._call({"do": "reserve", "nbytes": nbytes, "guests": guests})
         self._attach(reply["arenas"], fds, set(reply["live"]))
         for arena in self._arenas.values():
             arena.populate()
             self._on_reserved(arena)
+        return bool(reply["has_room"])
 
     def acquire(self, step: int, nbytes: int, *, wait: bool) -> tuple[int, memoryview] | Refusal:
         """Request the arena of a step. All ranks request equally often, and get the same one.
@@ -247,7 +262,7 @@ class AgentClient:
         commit: bool = True,
         together: Together | None = None,
         split: Split | None = None,
-        is_complete: bool = True,
+        receives: bool = False,
     ) -> None:
         """Report that this rank has copied its share of a snapshot.
 
@@ -262,15 +277,20 @@ class AgentClient:
             commit: Whether the snapshot is to be committed.
             together: The save, where the files are only this node's share of the state.
             split: The save, where other nodes hold the same snapshot, and write parts of it.
-            is_complete: All that this rank holds is in this node's share.
+            receives: This rank is about to receive a copy of another node's shard; then `received` must follow.
         """
-        message: Message = {"do": "staged", "step": step, "arena": arena, "complete": is_complete}
+        message: Message = {"do": "staged", "step": step, "arena": arena, "receives": receives}
         if self._is_leader:
             message |= {"files": list(files), "world_size": world_size, "samples_consumed": samples_consumed}
             message |= {"retention": asdict(retention), "metrics": dict(metrics or {}), "commit": commit}
             message["together"] = asdict(together) if together is not None else None
             message["split"] = asdict(split) if split is not None else None
         self._send(message)
+
+    def received(self, step: int, arena: int, guest: Guest | None) -> None:
+        """Report that this rank has put a copy of another node's shard into an arena; None if it has not come."""
+        fields = asdict(guest) if guest is not None else None
+        self._send({"do": "received", "step": step, "arena": arena, "guest": fields})
 
     def abandon(self, step: int, arena: int, reason: str) -> None:
         """Report that the copied bytes are not a valid snapshot."""
@@ -288,7 +308,10 @@ class AgentClient:
         """
         reply, fds = self._call({"do": "offer", "settled": settled})
         while "fetching" in reply:
-            self._map(reply["arenas"], fds)
+            self._attach(reply["arenas"], fds, None)
+            for number in reply["arenas"]:
+                # With all its pages: their faults would cost more than reading.
+                self._arenas[number].populate()
             on_fetch({name: nbytes for name, _, nbytes in reply["fetching"]}, self._has_answer)
             reply, fds = self._receive()
         if "storage_error" in reply:
@@ -310,7 +333,7 @@ class AgentClient:
         return Offered(offered, reply["unreachable"] is None, int(reply["saving"]))
 
     def discard(self, step: int, reason: str, *, damaged: bool = True) -> None:
-        """Report that an offered snapshot does not have its digest, or lacks what this rank needs of it."""
+        """Report that an offered snapshot does not have its digest, or why it is not to be offered again otherwise."""
         self._send({"do": "discard", "step": step, "reason": reason, "damaged": damaged})
 
     def prune(self, retention: Retention) -> None:
@@ -348,12 +371,6 @@ class AgentClient:
     def _prepare(self, arena: SharedMemory) -> None:
         arena.populate()
         self._on_read(arena)
-
-    def _map(self, numbers: Sequence[int], fds: Sequence[int]) -> None:
-        """Attach arenas that are about to be read, with all their pages: page faults would cost more than reading."""
-        self._attach(numbers, fds, None)
-        for number in numbers:
-            self._arenas[number].populate()
 
     def _has_answer(self) -> bool:
         return bool(select.select([self._sock], [], [], 0)[0])

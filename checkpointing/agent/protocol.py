@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
@@ -24,6 +25,16 @@ class Refusal(Enum):
 
     BUSY = auto()
     NO_MEMORY = auto()
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A copy of another node's shard in an arena: its name, place, size in bytes and digest."""
+
+    name: str
+    offset: int
+    nbytes: int
+    digest: str
 
 
 # What a monitor's requests are answered with, under `event`; everything else that it receives is an event of

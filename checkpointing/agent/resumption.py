@@ -12,7 +12,7 @@ from checkpointing.agent.results import stamped
 from checkpointing.agent.scheduler import Scheduler
 from checkpointing.agent.stage_workers import StageWorkers
 from checkpointing.catalog import CatalogEntry
-from checkpointing.events import Event, SnapshotDamaged
+from checkpointing.events import Event, SnapshotDamaged, SnapshotDropped
 from checkpointing.manifest import Manifest
 from checkpointing.shared_memory import place_on_pages
 
@@ -80,23 +80,24 @@ class Resumption:
         return self._fencing.unreachable
 
     def offered(self) -> list[Arena]:
-        """Return the arenas whose snapshots ranks may resume from: of a share, if all nodes still have theirs."""
-        usable = [arena for arena in self._scheduler.of_stage() if arena.is_usable and arena.info is not None]
-        return [arena for arena in usable if arena.is_complete]
+        """Return the arenas whose snapshots ranks may resume from: of a share, if some node has every other shard."""
+        return [arena for arena in self._scheduler.of_stage() if arena.is_usable and arena.info is not None]
 
-    def discard(self, step: int, reason: str, *, damaged: bool = True) -> None:
+    def discard(self, step: int, reason: str, *, damaged: bool) -> None:
         """Never offer a snapshot again.
 
         Args:
             step: Its step.
-            reason: Why a rank cannot use it.
-            damaged: It read other bytes than were digested: never publish it, either. Otherwise it needs bytes that are
-                not in this node's share.
+            reason: Why not.
+            damaged: A rank has read other bytes than were digested: it is not published, either.
         """
         for arena in self._scheduler.whole():
-            if arena.step == step and not damaged:
-                arena.is_complete = False
-            elif arena.step == step and not arena.damaged:
+            if arena.step != step or arena.damaged:
+                continue
+            if not damaged:
+                self._publish(stamped(SnapshotDropped(step=step, reason=reason), self._workers.stage))
+                self._scheduler.spend(arena)
+            else:
                 arena.damaged = True
                 self._publish(stamped(SnapshotDamaged(step=step, reason=reason), self._workers.stage))
                 if arena.num_tasks == 0:
@@ -140,5 +141,6 @@ def described(arena: Arena) -> dict[str, Any]:
     """Return an offered snapshot as ranks receive it: what it is of, its arena, and its files with their digests."""
     assert arena.info is not None
     files = [(name, offset, size, arena.digests[name]) for name, offset, size in arena.files]
+    files += [(name, *place) for name, place in arena.guests.items()]
     save = arena.together.identity if arena.together is not None else None
     return {**asdict(arena.info), "arena": arena.number, "files": files, "save": save}

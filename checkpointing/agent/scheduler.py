@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from checkpointing.agent.arenas import Arena, ArenaPool, ArenaState
 from checkpointing.agent.duty import Duty
-from checkpointing.agent.protocol import Refusal
+from checkpointing.agent.protocol import Guest, Refusal
 from checkpointing.agent.reporting import Clock
 from checkpointing.agent.results import Result, SharesWritten, stamped
 from checkpointing.agent.stage_workers import StageWorkers
@@ -163,7 +163,7 @@ class Scheduler:
         local_world_size: int,
         content: SnapshotContent | None,
         *,
-        is_complete: bool = True,
+        receives: bool = False,
     ) -> None:
         """Note that a rank has copied its share; once all have, the snapshot is whole.
 
@@ -173,13 +173,14 @@ class Scheduler:
             local_rank: The rank.
             local_world_size: Ranks of this node.
             content: What the snapshot is; from the node's leader alone.
-            is_complete: If the snapshot is a share, all that the rank holds is in that of this node.
+            receives: The rank is about to receive a copy of another node's shard, see `received`.
         """
         arena = self._filling(number, step)
         if arena is None:
             return
         arena.copied_by.add(local_rank)
-        arena.is_complete &= is_complete
+        if receives:
+            arena.receiving.add(local_rank)
         if content is not None:
             arena.files, arena.info, arena.commit_wanted = content.files, content.info, content.commit
             arena.together, arena.split = content.together, content.split
@@ -193,6 +194,14 @@ class Scheduler:
             if arena.commit_wanted:
                 self._commit(arena)
 
+    def received(self, number: int, step: int, local_rank: int | None, guest: Guest | None) -> None:
+        """Note that a rank has put a copy of another node's shard into an arena, or has not got one."""
+        for arena in self._pool.arenas:
+            if arena.number == number and arena.step == step and local_rank in arena.receiving:
+                arena.receiving.discard(local_rank)
+                if guest is not None:
+                    arena.guests[guest.name] = (guest.offset, guest.nbytes, guest.digest)
+
     def abandon(self, number: int, step: int, reason: str) -> None:
         """Drop a snapshot of which a rank found that it is not the state of one step."""
         arena = self._filling(number, step)
@@ -203,6 +212,7 @@ class Scheduler:
     def drop_unfinished(self) -> None:
         """Drop the snapshots that some rank will never finish."""
         for arena in self._pool.arenas:
+            arena.receiving.clear()
             if arena.state is ArenaState.FILLING:
                 self._publish_step(SnapshotDropped(step=arena.step, reason="a rank ended in mid-copy"))
                 arena.state = ArenaState.FREE
@@ -240,27 +250,23 @@ class Scheduler:
         self._free_if_idle(arena)
 
     def _end_save(self, arena: Arena, result: Committed | SharesWritten | CommitFailed) -> None:
-        """Keep a share that is saved, to be resumed from, and free all older ones; free it if its save has failed.
-
-        Ranks that resumed from it would not save it again, since it is not tried twice.
-        """
+        """Keep a share, to be resumed from, whether or not its save has failed; free all older ones if it has not."""
         arena.is_saved = True
         if isinstance(result, CommitFailed):
-            arena.is_spent = True
             return
         self.gave_up = False
         for other in self.of_stage():
             if other.together is not None and other.state is ArenaState.WHOLE and other.step < arena.step:
-                self._spend(other)
+                self.spend(other)
 
     def _spend_abandoned(self, newest: Arena) -> None:
         """Free the shares of earlier attempts that are ahead of a new snapshot: it was not computed from them."""
         for other in self.of_stage():
             is_share = other.together is not None and other.state is ArenaState.WHOLE and other is not newest
             if is_share and other.step >= newest.step:
-                self._spend(other)
+                self.spend(other)
 
-    def _spend(self, arena: Arena) -> None:
+    def spend(self, arena: Arena) -> None:
         """Free a share, once nothing works on it."""
         arena.is_spent = True
         self._free_if_idle(arena)

@@ -30,7 +30,7 @@ from checkpointing.agent.connections import Client, Connections
 from checkpointing.agent.duty import Duty
 from checkpointing.agent.mailbox import Mailbox
 from checkpointing.agent.options import AgentOptions
-from checkpointing.agent.protocol import Message, Refusal
+from checkpointing.agent.protocol import Guest, Message, Refusal
 from checkpointing.agent.results import FenceAnswered, Result, stamped_announcement
 from checkpointing.agent.resumption import Resumption, described
 from checkpointing.agent.scheduler import ArenaRequest, Scheduler, SnapshotContent
@@ -69,7 +69,9 @@ class Agent:
         if make_worker is None:
             make_worker = functools.partial(StorageWorker, duty=self._duty, local_retention=options.local_retention)
         self._workers = StageWorkers(tiers, lambda result, arena: self._results.post((result, arena)), make_worker)
-        self._pool = ArenaPool(options.memory_limit, self._on_memory_short)
+        self._pool = ArenaPool(
+            options.memory_limit, lambda number, reason: self._publish(MemoryShort(arenas=number, reason=reason))
+        )
         self._scheduler = Scheduler(self._pool, self._workers, self._publish, duty=self._duty)
         self._resumption = Resumption(self._pool, self._scheduler, self._workers, self._publish)
         self._attempt = CurrentAttempt(
@@ -122,8 +124,14 @@ class Agent:
                 self._hello(client, message)
             case "acquire":
                 self._acquire(client, message)
+            case "staged" | "received" | "abandon" if client.attempt != self._attempt.number:
+                pass
             case "staged":
                 self._staged(client, message)
+            case "received":
+                guest = Guest(**message["guest"]) if message["guest"] is not None else None
+                self._scheduler.received(int(message["arena"]), int(message["step"]), client.local_rank, guest)
+                self._answer_waiting()
             case "wait":
                 client.waits_for_step = int(message["step"])
                 self._answer_waiting()
@@ -133,11 +141,9 @@ class Agent:
             case "discard":
                 self._resumption.discard(int(message["step"]), message["reason"], damaged=bool(message["damaged"]))
             case "reserve":
-                self._reserve(client, int(message["nbytes"]))
-            case "abandon" if client.attempt == self._attempt.number:
-                self._scheduler.abandon(message["arena"], message["step"], message["reason"])
+                self._reserve(client, int(message["nbytes"]), int(message["guests"]))
             case "abandon":
-                pass
+                self._scheduler.abandon(message["arena"], message["step"], message["reason"])
             case "prune":
                 self._workers.current.set_retention(Retention(**message["retention"]))
                 self._workers.current.prune()
@@ -222,23 +228,22 @@ class Agent:
         if client.local_rank == 0:
             self._answer_waiting()
 
-    def _reserve(self, client: Client, nbytes: int) -> None:
-        """Make arenas of this size ahead of the first snapshot, and hand them out."""
-        self._pool.allocate(nbytes)
-        new, fds = _unsent(self._pool.arenas, client), _new_fds(self._pool.arenas, client)
-        self._connections.send(client, {"arenas": new, "live": [arena.number for arena in self._pool.arenas]}, fds)
+    def _reserve(self, client: Client, nbytes: int, guests: int) -> None:
+        """Make arenas of this size ahead of the first snapshot, and hand them out; with room for guests if there is."""
+        has_room, arenas = self._pool.reserve(nbytes, guests), self._pool.arenas
+        reply = {"arenas": _unsent(arenas, client), "live": [arena.number for arena in arenas], "has_room": has_room}
+        self._connections.send(client, reply, _new_fds(arenas, client))
 
     def _staged(self, client: Client, message: Message) -> None:
-        if client.local_rank is None or client.attempt != self._attempt.number:
-            return
+        assert client.local_rank is not None
         content = None
         if client.local_rank == 0:
             self._workers.current.set_retention(Retention(**message["retention"]))
             content = _content(message, self._run_id, client.attempt)
         number, step = int(message["arena"]), int(message["step"])
-        complete = bool(message["complete"])
+        receives = bool(message["receives"])
         local_rank, local_world_size = client.local_rank, client.local_world_size
-        self._scheduler.copied(number, step, local_rank, local_world_size, content, is_complete=complete)
+        self._scheduler.copied(number, step, local_rank, local_world_size, content, receives=receives)
         self._answer_waiting()
 
     # -- answers that had to wait --------------------------------------------------------------------------------
@@ -291,9 +296,6 @@ class Agent:
 
     def _publish(self, event: Event) -> None:
         self._connections.send_to_monitors(event.to_dict())
-
-    def _on_memory_short(self, num_arenas: int, reason: str) -> None:
-        self._publish(MemoryShort(arenas=num_arenas, reason=reason))
 
 
 def _content(message: Message, run_id: str, attempt: int) -> SnapshotContent:

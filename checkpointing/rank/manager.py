@@ -69,6 +69,7 @@ class CheckpointManager(CheckpointedTraining):
         memory_limit: int | str | None = None,
         overlap: bool | None = None,
         check_replicas: bool = True,
+        buddy_copies: bool = True,
         **retention: Unpack[RetentionOptions],
     ) -> None:
         """Set what is saved, where, and how often.
@@ -104,6 +105,8 @@ class CheckpointManager(CheckpointedTraining):
                 what is free. A supervisor's choice takes precedence.
             overlap: Copy during training (True), or while it waits (False); None chooses by measured cost.
             check_replicas: Compare the ranks' parameters and optimizer state before each snapshot.
+            buddy_copies: Where no node holds all of the state, have each node keep a copy of another one's part in
+                memory, so that losing a node loses no snapshot. Takes as much memory and network again.
             **retention: Which checkpoints to keep (see `Retention`): `keep_last`, the number of newest ones, all by
                 default; in addition every one whose step is a multiple of `keep_every`, and the best by `best_metric`,
                 one of the metrics given to `save`, where `greater_is_better` says how it compares.
@@ -125,6 +128,7 @@ class CheckpointManager(CheckpointedTraining):
             retention=Retention(**retention),
             overlap=overlap,
             check_replicas=check_replicas,
+            buddy_copies=buddy_copies,
         )
         super().__init__(options, Ranks.of_this_process())
         self.track(

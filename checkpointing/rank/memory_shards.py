@@ -1,7 +1,7 @@
-"""Snapshots that no node holds whole: which of them all ranks can resume from in memory, and what they pass on.
+"""Snapshots that no node holds whole: which of them are in memory entirely, and from whom each rank reads its part.
 
-Each rank reads what it held itself from its node's share. What every reader needs, headers above all, is in the first
-rank's shard alone: it sends that to the others.
+A node holds the shards of its own ranks, and copies of the next node's (`buddy_copies.py`). Any number of ranks on any
+nodes can resume as long as these together are all.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from checkpointing.agent.client import OfferedSnapshot
-from checkpointing.shard_reading import ShardElsewhere, ShardReader
+from checkpointing.shard_reading import ShardReader
 from checkpointing.shards import ShardIndex, shard_rank
+
+# What every reader needs is sent to all at once, unless it is much.
+MOST_COMMON_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,23 @@ class NodeShare:
     identity: str
     world_size: int
     ranks: frozenset[int]
+
+
+@dataclass(frozen=True)
+class HeldShards:
+    """A snapshot of which every shard is in the memory of some node.
+
+    Attributes:
+        attempt: The attempt that computed it.
+        identity: Of the save.
+        nodes: The first rank of each node that holds a share.
+        servers: The rank that verifies each shard, and from whose node's memory it is read; by the shard's rank.
+    """
+
+    attempt: int
+    identity: str
+    nodes: tuple[int, ...]
+    servers: Mapping[int, int]
 
 
 def shares_by_step(snapshots: Sequence[OfferedSnapshot]) -> dict[int, NodeShare]:
@@ -50,27 +70,51 @@ def newest_attempt(offers: Sequence[Mapping[int, NodeShare]]) -> int:
     return max((share.attempt for held in offers for share in held.values()), default=0)
 
 
-def resumable(offers: Sequence[Mapping[int, NodeShare]], newest: int = 0) -> dict[int, int]:
-    """Find the snapshots of which every rank has its own shard on its node; pure, and equal on all ranks.
+def resumable(
+    offers: Sequence[Mapping[int, NodeShare]], nodes: Sequence[int], newest: int = 0
+) -> dict[int, HeldShards]:
+    """Find the snapshots of which all shards are in memory; pure, and equal on all ranks.
 
     Those of the newest attempt only: what an earlier one has left may belong to a line of history that was abandoned.
 
     Args:
         offers: What the node of each rank holds, by rank.
+        nodes: The first rank of each rank's node, by rank.
         newest: The newest attempt of which a node holds anything else.
 
     Returns:
-        The attempt of each, by step.
+        By step.
     """
     newest = max(newest, newest_attempt(offers))
+    shares = {node: offers[node] for node in sorted(set(nodes))}
     found = {}
-    for step, first in offers[0].items():
-        shares = [held.get(step) for held in offers]
-        if first.attempt == newest and first.world_size == len(offers):
-            same = all(share is not None and share.identity == first.identity for share in shares)
-            if same and all(share is not None and rank in share.ranks for rank, share in enumerate(shares)):
-                found[step] = first.attempt
+    for step in {step for held in offers for step in held}:
+        here = {node: held[step] for node, held in shares.items() if step in held and held[step].attempt == newest}
+        # A step that was saved again has another identity.
+        for identity in sorted({share.identity for share in here.values()}):
+            same = {node: share for node, share in here.items() if share.identity == identity}
+            servers = _servers({node: share.ranks for node, share in same.items()}, nodes)
+            if set(servers) >= set(range(next(iter(same.values())).world_size)):
+                found[step] = HeldShards(newest, identity, tuple(same), servers)
     return found
+
+
+def _servers(held: Mapping[int, frozenset[int]], nodes: Sequence[int]) -> dict[int, int]:
+    """Choose who serves each shard that some node holds: if it can be, the node of the rank of the same number.
+
+    Args:
+        held: The ranks whose shards each node holds, by the node's first rank.
+        nodes: The first rank of each rank's node, by rank.
+    """
+    served: dict[int, list[int]] = {node: [] for node in held}
+    for shard in sorted(frozenset().union(*held.values())):
+        holders = [node for node, ranks in held.items() if shard in ranks]
+        home = nodes[shard] if shard < len(nodes) else None
+        served[home if home in holders else holders[shard % len(holders)]].append(shard)
+    # The ranks of a node share the work.
+    return {
+        shard: node + number % nodes.count(node) for node, mine in served.items() for number, shard in enumerate(mine)
+    }
 
 
 class CommonPieces:
@@ -78,36 +122,34 @@ class CommonPieces:
 
     Args:
         pieces: Bytes by their place in the shard.
+        shard: Reads everything else.
     """
 
-    def __init__(self, pieces: Mapping[int, bytes]) -> None:
-        self._pieces = pieces
+    def __init__(self, pieces: Mapping[int, bytes], shard: ShardReader) -> None:
+        self._pieces, self._shard = pieces, shard
 
     @classmethod
     def read_from(cls, reader: ShardReader, index: ShardIndex) -> dict[int, bytes]:
-        """Return what there is to pass on.
+        """Return what there is to pass on, unless it is much.
 
         Args:
             reader: Of the first rank's shard.
             index: Which bytes are in which shard.
 
         Raises:
-            ValueError: The shard was altered.
+            OSError: The shard cannot be read.
+            ValueError: It was altered.
         """
-        return {
-            piece.at: b"".join(reader.read(piece.at, piece.nbytes))
-            for file in index.files.values()
-            for piece in file.common
-        }
+        pieces = [piece for file in index.files.values() for piece in file.common]
+        if sum(piece.nbytes for piece in pieces) > MOST_COMMON_BYTES:
+            return {}
+        return {piece.at: b"".join(reader.read(piece.at, piece.nbytes)) for piece in pieces}
 
     def read(self, start: int, nbytes: int) -> Iterator[memoryview]:
-        """Yield the bytes, which must be of one piece.
-
-        Raises:
-            ShardElsewhere: They are not of a common piece.
-        """
+        """Yield the bytes."""
         place = max((place for place in self._pieces if place <= start), default=0)
         data = memoryview(self._pieces.get(place, b""))[start - place : start - place + nbytes]
-        if len(data) != nbytes:
-            raise ShardElsewhere
-        yield data
+        if len(data) == nbytes:
+            yield data
+        else:
+            yield from self._shard.read(start, nbytes)

@@ -27,6 +27,7 @@ class Options:
         memory_limit: Bytes that snapshots may take on this node; None for half of what is free.
         overlap: Whether to copy during training; None chooses by measured cost.
         check_replicas: Whether to compare the ranks' state before each snapshot.
+        buddy_copies: Whether each node keeps a copy of another one's shards in memory.
     """
 
     settings: RankSettings
@@ -39,6 +40,7 @@ class Options:
     memory_limit: int | None
     overlap: bool | None
     check_replicas: bool
+    buddy_copies: bool
 
     @classmethod
     def resolve(
@@ -54,6 +56,7 @@ class Options:
         retention: Retention,
         overlap: bool | None,
         check_replicas: bool,
+        buddy_copies: bool,
     ) -> Options:
         """Apply the settings to what a script asks for.
 
@@ -77,6 +80,7 @@ class Options:
             memory_limit=parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit,
             overlap=overlap,
             check_replicas=check_replicas,
+            buddy_copies=buddy_copies,
         )
 
     @property

@@ -115,6 +115,19 @@ class Ranks:
             assert work is not None
             work.wait()
 
+    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
+        """Send a tensor to one rank, and return when it is on its way; raises RuntimeError if that one is gone."""
+        dist.send(tensor, rank, self.group, tag)
+
+    def receive(self, tensor: torch.Tensor, rank: int | None, tag: int) -> int:
+        """Receive a tensor from one rank, or from any; return from which. Raises RuntimeError if that one is gone."""
+        return dist.recv(tensor, rank, self.group, tag)
+
+    def close_group(self) -> None:
+        """Give the group up; all ranks call this together."""
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the element-wise maximum over all ranks; `values` is overwritten."""
         if self.group is not None:

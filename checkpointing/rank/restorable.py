@@ -76,6 +76,7 @@ class RestorableTraining:
             overlap=self._options.overlap,
             check_replicas=self._options.check_replicas,
             pinning=self._connection.pinning,
+            buddy_copies=self._options.buddy_copies,
         )
 
     @functools.cached_property
@@ -239,14 +240,17 @@ class RestorableTraining:
         """Wait until the step that was resumed from is committed, if it was in shares in the nodes' memory.
 
         Raises:
-            CommitFailed: It is not. The next attempt does not find the shares, and computes the steps before again.
+            CommitFailed: It is not: a node was lost, say. The next attempt does not find the shares, and computes the
+                steps before again.
         """
         if not self._started_in_shares:
             return
         self._connection.client.offer()
         self._ranks.barrier()
         if not self.is_committed(step):
-            raise CommitFailed(f"the nodes could not commit the shares of step {step} that they had in memory")
+            reason = f"the nodes could not commit the shares of step {step} that they had in memory"
+            self._connection.client.discard(step, reason, damaged=False)
+            raise CommitFailed(reason)
 
     def check_way(self, start_step: int) -> None:
         """Check that nothing is where the checkpoints after `start_step` will be written; raises CheckpointError."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +19,11 @@ from checkpointing.errors import CheckpointError, InvalidCheckpoint, NoValidChec
 from checkpointing.events import CheckpointQuarantined, Event, Resumed
 from checkpointing.layout import MODEL_NAME
 from checkpointing.manifest import MANIFEST_NAME
-from checkpointing.rank.memory_shards import newest_attempt, resumable, shares_by_step
+from checkpointing.rank.memory_shards import HeldShards, newest_attempt, resumable, shares_by_step
 from checkpointing.rank.peer_state import Held, NoMemory, Offer, PeerState, held_by_nodes
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.restore_point import RestorePoint
+from checkpointing.rank.shard_exchange import connect
 from checkpointing.rank.verified_read import BufferCache, Shares, altered_files, read_verified
 from checkpointing.shard_reading import ALTERED
 from checkpointing.storage import LocalStorage, Storage
@@ -108,22 +109,23 @@ class _Choice:
         # The durable tier may be away for a while; its fence keeps us from publishing there what is not the newest.
         self._catalog = tiers.catalog if offered.is_reachable else Catalog(tiers.first)
         snapshots = offered.snapshots if resume == "auto" else []
-        self._held |= {step: Held(attempt, (), is_everywhere=False) for step, attempt in in_shares.items()}
-        self._in_shares = frozenset(in_shares)
+        self._held |= {step: Held(held.attempt, held.nodes, is_everywhere=False) for step, held in in_shares.items()}
+        self._in_shares = in_shares
         self._offered = {
             snapshot.info.step: snapshot
             for snapshot in snapshots
-            if snapshot.save is None or snapshot.info.step in in_shares
+            if snapshot.save is None
+            or ((held := in_shares.get(snapshot.info.step)) is not None and held.identity == snapshot.save)
         }
         # Step and tier of what a rank could not read.
         self._faulty: set[tuple[int, int]] = set()
 
-    def _compare(self, offered: Offered) -> tuple[dict[int, int], int]:
+    def _compare(self, offered: Offered) -> tuple[dict[int, HeldShards], int]:
         """Compare with all ranks what their nodes hold.
 
         Returns:
-            The attempt of each snapshot in shares that all can resume from, by step; and the newest step of which some
-            node is saving a share, or -1.
+            The snapshots in shares that all can resume from, by step; and the newest step of which some node is saving
+            a share, or -1.
         """
         ranks, snapshots = self._ranks, offered.snapshots if self._resume == "auto" else []
         attempts = {one.info.step: one.info.attempt for one in snapshots if one.save is None}
@@ -132,7 +134,8 @@ class _Choice:
         offers, shares = [offer for offer, *_ in everyone], [share for _, share, _ in everyone]
         newest = max([newest_attempt(shares), *(attempt for offer in offers for attempt in offer.attempts.values())])
         self._held = held_by_nodes(offers, newest)
-        return resumable(shares, newest), max(saving for *_, saving in everyone)
+        self._nodes = [offer.node for offer in offers]
+        return resumable(shares, self._nodes, newest), max(saving for *_, saving in everyone)
 
     def make(self) -> RestorePoint | None:
         """Go through the candidates until all ranks can use one."""
@@ -185,25 +188,33 @@ class _Choice:
         return point or arrived, problem
 
     def _read_share(self, step: int) -> tuple[RestorePoint | None, _Problem | None]:
-        """Read this node's share of a snapshot on all ranks; the first one sends what all need of its own shard."""
-        share = self._offered[step]
-        share.prepare()
-        point, problem = self._read(None, share)
-        if problem is not None:
-            return point, problem
-        assert point is not None and point.spread is not None
-        pieces = point.spread.common_pieces() if self._ranks.is_first else {}
-        point.spread.add_common_pieces(self._ranks.broadcast(pieces))
-        return point, None
+        """Read a snapshot of which every node holds some shards at most, and let all ranks read all of these."""
+        ranks, held, share = self._ranks, self._in_shares[step], self._offered.get(step)
+        if share is not None:
+            share.prepare()
+        source = share
+        if set(held.nodes) < set(self._nodes):
+            plain = share.without_shards() if share is not None else None
+            try:
+                source = PeerState(ranks, self._held[step], plain).receive() or share
+            except NoMemory as error:
+                return None, _Problem(error.rank, str(error), unreachable=False)
+        served = [shard for shard, server in held.servers.items() if server == ranks.rank]
+        point, problem = self._read(None, source, served)
+        if problem is None:
+            assert point is not None and point.spread is not None
+            connect(point.spread, ranks, held, share, self._nodes)
+        return point, problem
 
     def _read(
-        self, storage: Storage | None, source: OfferedSnapshot | int | None
+        self, storage: Storage | None, source: OfferedSnapshot | int | None, served: Collection[int] = ()
     ) -> tuple[RestorePoint | None, _Problem | None]:
         """Read a candidate on all ranks; return this rank's, and the first problem that any rank has found.
 
         Args:
             storage: Where the checkpoint is; None for a snapshot.
             source: The snapshot, or the checkpoint's step; None on ranks that read nothing.
+            served: The shards in memory that this rank verifies.
         """
         ranks = self._ranks
         shares = Shares(ranks.local_rank, ranks.local_world_size)
@@ -219,6 +230,7 @@ class _Choice:
                 buffers=self._buffers,
                 scratch=self._client.directory,
                 shares=shares,
+                served=served,
                 on_fault=functools.partial(
                     self._client.discard, source if isinstance(source, int) else source.info.step
                 ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from checkpointing.errors import CheckpointError
@@ -12,9 +12,6 @@ from checkpointing.rank.file_images import Extent, FileImage
 from checkpointing.rank.ranks import Ranks
 from checkpointing.shards import Piece, ShardIndex, SpreadFile, shard_name
 from checkpointing.together import Together
-
-# What is in the first rank's shard alone, and needed by all, is sent by it when they resume from memory.
-_MOST_COMMON_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,7 @@ class ShardLayout:
         ranks: This rank, with a group that only the copy thread uses.
 
     Attributes:
-        is_complete: All that this rank held when it was last laid out is in the shards of its node, but for a little
-            that all ranks hold: nothing is left to a rank of another node that held the same.
+        sizes: Bytes of each rank's shard, by rank, as they were last laid out.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -51,18 +47,13 @@ class ShardLayout:
         self._digests: list[bytes] = []
         self._index = ShardIndex({})
         self._index_file = b""
-        self._sizes: list[int] = []
-        self._num_common = 0
-        self.is_complete = True
+        self.sizes: list[int] = []
 
-    def lay_out(
-        self, images: Sequence[FileImage], first_holders: Collection[int | None] = ()
-    ) -> tuple[list[FileImage], bytes, Together]:
+    def lay_out(self, images: Sequence[FileImage]) -> tuple[list[FileImage], bytes, Together]:
         """Pack this rank's share.
 
         Args:
             images: The files, with what this rank holds of them. What is equal on all ranks is rank 0's to write.
-            first_holders: The first ranks that hold what this one holds, which write it.
 
         Returns:
             The shards of this node, those of other ranks without contents; the index of all shards, on the first rank
@@ -74,21 +65,19 @@ class ShardLayout:
         ranks = self._ranks
         holdings = list(_holdings(images, with_common=ranks.is_first))
         self._place(images, holdings)
-        own = FileImage(shard_name(ranks.rank), self._sizes[ranks.rank])
+        own = FileImage(shard_name(ranks.rank), self.sizes[ranks.rank])
         first = ranks.rank - ranks.local_rank
         local = range(first, first + ranks.local_world_size)
-        self.is_complete = self._num_common <= _MOST_COMMON_BYTES and all(holder in local for holder in first_holders)
         for holding in holdings:
             placed = self._index.files[holding.name].exactly(holding.piece)
             assert placed is not None
             if placed.shard != ranks.rank:
-                self.is_complete &= placed.shard in local
                 continue
             if isinstance(holding.content, bytes):
                 own.literals.append((placed.at, holding.content))
             else:
                 own.own.append(Extent(placed.at, holding.content.source.reshape(-1)))
-        shards = [own if rank == ranks.rank else FileImage(shard_name(rank), self._sizes[rank]) for rank in local]
+        shards = [own if rank == ranks.rank else FileImage(shard_name(rank), self.sizes[rank]) for rank in local]
         identity = ranks.broadcast(uuid.uuid4().hex[:12])
         return shards, self._index_file, Together(identity, tuple(map(shard_name, range(ranks.world_size))))
 
@@ -102,11 +91,10 @@ class ShardLayout:
         if digests == self._digests:
             return
         try:
-            self._index, self._sizes = ShardIndex.laid_out(self._ranks.gather(mine))
+            self._index, self.sizes = ShardIndex.laid_out(self._ranks.gather(mine))
         except ValueError as error:
             raise CheckpointError(f"the ranks together do not hold all of the sharded state: {error}") from None
         self._digests = digests
-        self._num_common = sum(piece.nbytes for file in self._index.files.values() for piece in file.common)
         self._index_file = self._index.to_json() if self._ranks.local_rank == 0 else b""
 
 

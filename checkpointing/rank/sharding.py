@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointing.boxes import Cut, Placements, Range, Region, first_holder, num_regions, region, runs, writers
+from checkpointing.boxes import Cut, Placements, Range, Region, num_regions, region, runs, writers
 from checkpointing.errors import CheckpointError
 from checkpointing.rank.file_images import Extent, FileImage, bytes_of
 from checkpointing.rank.fragments import Fragment, assembled, fragment_of, is_partitioned
@@ -34,7 +34,6 @@ class Part:
         guards: Tensors whose version counters together show any change in place.
         is_written: Whether this rank copies it, of all on this node that hold the same.
         distribution: How the tensor is distributed: the mesh's shape and the placements.
-        first_holder: The first of all ranks that hold the same; None if this rank does not know it.
     """
 
     shape: tuple[int, ...]
@@ -43,7 +42,6 @@ class Part:
     guards: tuple[torch.Tensor, ...]
     is_written: bool
     distribution: str = ""
-    first_holder: int | None = None
 
 
 # By the storage of the stand-in for the whole tensor.
@@ -107,10 +105,9 @@ def part_of(tensor: Any, local_world_size: int = sys.maxsize) -> Part:
     if fragment is not None:
         flat = (math.prod(fragment.shape),)
         own = Region((((fragment.first, fragment.last),),))
-        first = dist.get_rank() if fragment.is_written and dist.is_initialized() else None
-        return Part(flat, own, fragment.tensor, (fragment.tensor,), fragment.is_written, fragment.distribution, first)
+        return Part(flat, own, fragment.tensor, (fragment.tensor,), fragment.is_written, fragment.distribution)
     shape = tuple(tensor.shape)
-    held, is_written, distribution, first = _held(tensor.device_mesh, shape, tuple(tensor.placements), local_world_size)
+    held, is_written, distribution = _held(tensor.device_mesh, shape, tuple(tensor.placements), local_world_size)
     # Not `to_local`: the tensor that it returns has a version counter of its own.
     local = tensor._local_tensor.detach()
     if local.numel() != math.prod(held.shape) or (local.numel() and tuple(local.shape) != held.shape):
@@ -118,14 +115,14 @@ def part_of(tensor: Any, local_world_size: int = sys.maxsize) -> Part:
             f"a tensor of shape {shape} is distributed as {tensor.placements} over {tensor.device_mesh}, but this rank "
             f"holds {tuple(local.shape)} of it in place of {held.shape}: use sizes that the mesh divides"
         )
-    return Part(shape, held, local, (tensor, tensor._local_tensor), is_written, distribution, first)
+    return Part(shape, held, local, (tensor, tensor._local_tensor), is_written, distribution)
 
 
 @functools.lru_cache(maxsize=16384)
 def _held(
     mesh: Any, shape: tuple[int, ...], placements: tuple[Any, ...], local_world_size: int
-) -> tuple[Region, bool, str, int]:
-    """Return what this rank holds of a tensor, whether it copies that, how it is distributed, and its first holder.
+) -> tuple[Region, bool, str]:
+    """Return what this rank holds of a tensor, whether it copies that, and how it is distributed.
 
     Raises:
         CheckpointError: It does not belong to the mesh, or the tensor is a partial sum.
@@ -136,8 +133,7 @@ def _held(
     rank, ranks = dist.get_rank(), mesh.mesh.flatten().tolist()
     writing = writers(ranks, mesh.shape, cuts, local_world_size)[rank // local_world_size]
     distribution = f"{placements} over {tuple(mesh.shape)}"
-    first = first_holder(ranks, mesh.shape, cuts, rank)
-    return region(shape, mesh.shape, cuts, coordinate), rank in writing, distribution, first
+    return region(shape, mesh.shape, cuts, coordinate), rank in writing, distribution
 
 
 def cuts_of(placements: Iterable[Any]) -> Placements:

@@ -13,6 +13,7 @@ from checkpointing.agent.protocol import Refusal
 from checkpointing.failpoints import failpoint
 from checkpointing.layout import MASTER_NAME, OPTIMIZER_NAME, rank_state_name
 from checkpointing.rank import file_images, sharding
+from checkpointing.rank.buddy_copies import BuddyCopies
 from checkpointing.rank.copy_thread import Copy
 from checkpointing.rank.direct_commit import DirectCommit
 from checkpointing.rank.file_images import FileImage, PlacedFile, blob_image
@@ -24,7 +25,7 @@ from checkpointing.rank.shard_layout import ShardLayout
 from checkpointing.rank.snapshot import PendingSnapshot, SmallFile
 from checkpointing.rank.torch_files import TorchFileLayout, torch_bytes
 from checkpointing.rank.train_state import CapturedState, completed
-from checkpointing.shards import INDEX_NAME
+from checkpointing.shards import INDEX_NAME, shard_name
 from checkpointing.split import Split, is_split
 from checkpointing.together import Together
 
@@ -62,12 +63,14 @@ class SnapshotMaker:
 
     Attributes:
         has_torn: Something other than an optimizer has changed the state during a copy.
+        buddies: Copies each node's shards to another one; None where that is not wanted, or there is no memory for it.
     """
 
     def __init__(
         self, client: AgentClient, ranks: Ranks, direct: DirectCommit, *, check_replicas: bool, pinning: Pinning | None
     ) -> None:
         self._client, self._ranks, self._direct, self._pinning = client, ranks, direct, pinning
+        self.buddies: BuddyCopies | None = None
         self._replicas = ReplicaComparison(ranks)
         self._check_replicas = check_replicas
         self._shards = ShardLayout(ranks)
@@ -75,10 +78,13 @@ class SnapshotMaker:
         self.has_torn = False
 
     def reserve(self, nbytes: int, copy: Copy) -> None:
-        """Have the agent's memory for snapshots made and mapped."""
+        """Have the agent's memory for snapshots made and mapped, and for copies of another node's shards."""
         copy.copied()
         TorchFileLayout.warm_up()
-        self._client.reserve(nbytes)
+        if self.buddies is None:
+            self._client.reserve(nbytes)
+        elif not all(self._ranks.gather(self._client.reserve(nbytes, nbytes))):
+            self._give_buddies_up()
 
     def make(
         self, pending: PendingSnapshot, state: CapturedState, static_files: Mapping[str, bytes], copy: Copy
@@ -98,10 +104,16 @@ class SnapshotMaker:
                 self._drop_torn(pending, changed)
                 copy.copied()
                 return
-        acquired = self._client.acquire(request.step, nbytes, wait=request.wait)
+        buddies = self.buddies if layout.together is not None else None
+        guests, end = buddies.place(self._shards.sizes, nbytes) if buddies is not None else ([], nbytes)
+        acquired = self._client.acquire(request.step, end, wait=request.wait)
         split = None
         if layout.together is not None:
             acquired = self._agreed(request.step, acquired)
+            if acquired is Refusal.NO_MEMORY and buddies is not None:
+                self._give_buddies_up()
+                buddies = None
+                acquired = self._agreed(request.step, self._client.acquire(request.step, nbytes, wait=request.wait))
         elif request.commit and layout.splittable:
             split = self._agreed_split(layout.splittable, has_memory=not isinstance(acquired, Refusal))
         if isinstance(acquired, Refusal):
@@ -136,8 +148,34 @@ class SnapshotMaker:
             commit=request.commit,
             together=layout.together,
             split=split,
-            is_complete=layout.together is None or self._shards.is_complete,
+            receives=buddies is not None,
         )
+        if buddies is not None:
+            own = next(file for file in placed if file.image.name == shard_name(ranks.rank))
+            guest = guests[ranks.local_rank]
+            buddies.exchange(
+                request.step,
+                number,
+                buffer[own.offset : own.offset + own.image.nbytes],
+                buffer[guest : guest + self._shards.sizes[buddies.guest]],
+                guest,
+            )
+
+    def _give_buddies_up(self) -> None:
+        """Keep no copies of other nodes' shards any more: some node has no memory for them."""
+        if self._ranks.is_first:
+            logger.warning(
+                "there is no memory for copies of other nodes' shards (checkpoint.memory_limit): if a node is lost, "
+                "training resumes from the newest checkpoint in storage"
+            )
+        assert self.buddies is not None
+        self.buddies.close()
+        self.buddies = None
+
+    def close(self) -> None:
+        """End what still runs in the background, on all ranks."""
+        if self.buddies is not None:
+            self.buddies.close()
 
     def _agreed_split(self, files: tuple[str, ...], *, has_memory: bool) -> Split | None:
         """Return which of the nodes that hold the snapshot this one is; None where it is the only one.
@@ -198,9 +236,7 @@ class SnapshotMaker:
         # What is taken from each node's first rank, such as running statistics, may differ.
         splittable = tuple(image.name for image in images if is_split(image.nbytes) and not image.alone)
         if state.is_spread:
-            shards, index, together = self._shards.lay_out(
-                images[num_foreign:], {part.first_holder for part in state.parts.values()}
-            )
+            shards, index, together = self._shards.lay_out(images[num_foreign:])
             images[num_foreign:] = shards
             small[INDEX_NAME] = index
         if self._ranks.local_rank == 0:

@@ -11,6 +11,7 @@ import torch
 from checkpointing.agent.client import AgentClient
 from checkpointing.events import SnapshotCost, SnapshotSkipped
 from checkpointing.rank import device as devices
+from checkpointing.rank.buddy_copies import BuddyCopies, has_buddies
 from checkpointing.rank.cadence import CostModel
 from checkpointing.rank.copy_thread import Copy, CopyThread
 from checkpointing.rank.device import Device
@@ -38,6 +39,7 @@ class Snapshotter:
         check_replicas: Whether to compare the ranks' parameters and optimizer state before each snapshot.
         device_of: Returns the device that holds given tensors.
         pinning: Pins what this rank copies into; None where the driver cannot.
+        buddy_copies: Whether each node keeps a copy of another one's shards, where no node holds all of the state.
 
     Attributes:
         costs: What snapshots cost here.
@@ -56,11 +58,13 @@ class Snapshotter:
         check_replicas: bool,
         device_of: Callable[[Iterable[torch.Tensor]], Device] = devices.of,
         pinning: Pinning | None = None,
+        buddy_copies: bool = False,
     ) -> None:
         self._client, self._ranks, self._pinning = client, ranks, pinning
         self._device_of, self._overlap = device_of, overlap
         self._direct = DirectCommit(client, tiers, ranks.world_size)
         self._maker = SnapshotMaker(client, ranks, self._direct, check_replicas=check_replicas, pinning=pinning)
+        self._buddy_copies = buddy_copies
         self._copy_thread = CopyThread(on_optimizer_step=self._note_optimizer_step)
         self._pending: PendingSnapshot | None = None
         self._captured = False
@@ -105,6 +109,8 @@ class Snapshotter:
             self._pinning.device_index = train_state.device_index
         self._reserving = ranks if any(ranks.gather(nbytes >= _MUCH_BYTES)) else None
         self.settle()
+        if self._buddy_copies and self.is_spread and self._maker.buddies is None and has_buddies(ranks):
+            self._maker.buddies = BuddyCopies(self._client, ranks.with_new_group())
         self._copy_thread.submit(functools.partial(self._maker.reserve, nbytes))
 
     def take(self, train_state: TrainState, request: Request, static_files: Mapping[str, bytes]) -> None:
@@ -236,6 +242,7 @@ class Snapshotter:
     def close(self) -> None:
         """End the threads; the last snapshot must be settled."""
         self._copy_thread.close()
+        self._maker.close()
         if self._pinning is not None:
             self._pinning.close()
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from checkpointing.boxes import Box, runs
-from checkpointing.digest import algorithm_of, digest_buffer
+from checkpointing.digest import algorithm_of
 from checkpointing.errors import InvalidCheckpoint
 from checkpointing.rank import sharding
 from checkpointing.rank.memory_shards import CommonPieces
@@ -27,25 +27,22 @@ from checkpointing.reading import digest_of, fault, private_memory, read_private
 from checkpointing.shard_reading import (
     ALTERED,
     Recorded,
-    ShardElsewhere,
+    ShardReader,
     ShardReaders,
     index_of,
     parts_of,
     read_piece,
     read_range,
 )
-from checkpointing.shards import INDEX_NAME, Piece, ShardIndex, SpreadFile, shard_name, shard_rank
+from checkpointing.shards import INDEX_NAME, Piece, ShardIndex, ShardParts, SpreadFile, shard_name, shard_rank
 
 # mmap(2): the kernel does not set memory aside for pages that are never written to. In Python's module since 3.13.
 _MAP_NORESERVE = 0x4000
 _MANY_PAGES_BYTES = 1 << 20
 
 
-class OnFault(Protocol):
-    """Takes the reason why a snapshot in memory cannot be used."""
-
-    def __call__(self, reason: str, *, damaged: bool) -> None:
-        """Take it; `damaged` says that bytes were altered, and not just that this node lacks some."""
+# Takes the reason why a snapshot in memory cannot be used.
+OnFault = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -72,6 +69,7 @@ class SpreadFiles:
         index: Which bytes are in which shard.
         files: The checkpoint's files, by name.
         held: Shards that are in memory, and verified, by rank.
+        served: Digests of the parts of shards that this rank has verified, for ranks that read them from its memory.
         on_fault: Called with the reason where a read fails after all.
     """
 
@@ -81,9 +79,12 @@ class SpreadFiles:
         index: ShardIndex,
         files: Mapping[str, Recorded],
         held: Mapping[int, memoryview],
-        on_fault: OnFault = lambda reason, *, damaged: None,
+        served: Mapping[int, ShardParts] | None = None,
+        on_fault: OnFault = lambda reason: None,
     ) -> None:
         self._place, self._index, self._readers = place, index, ShardReaders(files, held)
+        self.served = dict(served or {})
+        self._release: Callable[[], None] = lambda: None
         self._opened: dict[str, _Opened] = {}
         self._on_fault = on_fault
 
@@ -93,8 +94,15 @@ class SpreadFiles:
             return CommonPieces.read_from(self._readers(0), self._index)
 
     def add_common_pieces(self, pieces: Mapping[int, bytes]) -> None:
-        """Take in what the first rank has sent: its shard is not in this node's memory."""
-        self._readers.supply(0, CommonPieces(pieces))
+        """Take in what the first rank has sent, which need not be read from its shard any more."""
+        with self._reading():
+            self._readers.supply(0, CommonPieces(pieces, self._readers(0)))
+
+    def read_from(self, readers: Mapping[int, ShardReader], release: Callable[[], None]) -> None:
+        """Read the shards by these readers from now on; `close` calls `release`, on all ranks together."""
+        for rank, reader in readers.items():
+            self._readers.supply(rank, reader)
+        self._release = release
 
     def has(self, name: str) -> bool:
         """Return whether a file is spread over shards."""
@@ -155,6 +163,8 @@ class SpreadFiles:
 
     def close(self) -> None:
         """Release the shards in memory."""
+        self._release()
+        self._release = lambda: None
         self._readers = ShardReaders({})
         self._opened.clear()
 
@@ -188,7 +198,7 @@ class SpreadFiles:
         try:
             yield
         except ValueError as error:
-            self._on_fault(str(error), damaged=not isinstance(error, ShardElsewhere))
+            self._on_fault(str(error))
             raise InvalidCheckpoint(self._place, str(error)) from None
         except OSError as error:
             raise fault(self._place, "a shard", error) from None
@@ -254,32 +264,29 @@ def open_spread(
 
 
 def open_share(
-    place: str, files: Mapping[str, Recorded], index: memoryview, rank: int, on_fault: OnFault
+    place: str, files: Mapping[str, Recorded], index: memoryview, served: Collection[int], on_fault: OnFault
 ) -> SpreadFiles:
-    """Verify this rank's shard in its node's share of a snapshot, and return the spread files.
-
-    The other ranks of the node verify theirs. Shards of other nodes cannot be read.
+    """Verify this rank's part of a snapshot in memory, and return the spread files, which cannot be read yet.
 
     Args:
         place: What the snapshot is called in messages.
         files: What the node has of it, by name, in memory.
         index: Its index, verified.
-        rank: Number of this rank.
+        served: The shards that this rank verifies, for all ranks.
         on_fault: Called with the reason where a read fails after all ranks have agreed to use it.
 
     Raises:
-        InvalidCheckpoint: The shard was altered, or the index cannot be read.
+        InvalidCheckpoint: A shard was altered, or the index cannot be read.
     """
-    held = {
-        writer: source
-        for name, (source, _) in files.items()
-        if (writer := shard_rank(name)) is not None and isinstance(source, memoryview)
-    }
-    _, recorded = files[shard_name(rank)]
-    if digest_buffer(held[rank], algorithm_of(recorded)) != recorded:
-        raise InvalidCheckpoint(place, f"{shard_name(rank)} {ALTERED}")
+    parts = {}
+    for shard in served:
+        data, recorded = files[shard_name(shard)]
+        assert isinstance(data, memoryview)
+        parts[shard] = ShardParts.of(data)
+        if parts[shard].digest != recorded:
+            raise InvalidCheckpoint(place, f"{shard_name(shard)} {ALTERED}")
     try:
         parsed = ShardIndex.from_json(index)
     except ValueError as error:
         raise InvalidCheckpoint(place, f"{INDEX_NAME} matches its digest but cannot be read: {error}") from None
-    return SpreadFiles(place, parsed, {}, held, on_fault)
+    return SpreadFiles(place, parsed, {}, {}, parts, on_fault)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,7 +173,8 @@ def read_verified(
     shares: Shares,
     scratch: Path | None = None,
     alone: bool = False,
-    on_fault: OnFault = lambda reason, *, damaged: None,
+    served: Collection[int] = (),
+    on_fault: OnFault = lambda reason: None,
 ) -> tuple[RestorePoint | None, CheckpointError | None]:
     """Read what one rank needs of a checkpoint or a snapshot.
 
@@ -187,6 +188,7 @@ def read_verified(
         shares: Takes the digests of parts that this rank verifies for all ranks of its node.
         scratch: Folder for temporary files.
         alone: No other rank reads it: this one verifies all shards.
+        served: The shards in memory that this rank verifies, for all ranks.
         on_fault: Called with the reason where a share in memory cannot be read after all.
 
     Returns:
@@ -216,7 +218,7 @@ def read_verified(
         if INDEX_NAME in files:
             index = files.pop(INDEX_NAME)
             if storage is None:
-                spread = open_share(located.place, located.files, index, rank, on_fault)
+                spread = open_share(located.place, located.files, index, served, on_fault)
             else:
                 share = (0, 1) if alone else (rank, world_size)
                 spread = open_spread(located.place, located.files, index, located.info.world_size, *share)

@@ -44,6 +44,7 @@ def resilient(
     save_minutes: float | None = None,
     overhead_cap: float = DEFAULT_OVERHEAD_CAP,
     memory_limit: int | str | None = None,
+    buddy_copies: bool = True,
     local_tier: str | None = None,
     local_keep_last: int = DEFAULT_LOCAL_KEEP_LAST,
     check_finite: bool = True,
@@ -78,6 +79,7 @@ def resilient(
         save_minutes: See `CheckpointManager`.
         overhead_cap: See `CheckpointManager`.
         memory_limit: See `CheckpointManager`.
+        buddy_copies: See `CheckpointManager`.
         local_tier: See `CheckpointManager`.
         local_keep_last: See `CheckpointManager`.
         check_finite: Raise NonFinite from `train` when a step's gradients are NaN or infinite, before anything of that
@@ -148,6 +150,7 @@ def resilient(
             save_minutes=save_minutes,
             overhead_cap=overhead_cap,
             memory_limit=memory_limit,
+            buddy_copies=buddy_copies,
         )
 
     cls = type(trainer)

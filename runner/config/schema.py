@@ -138,6 +138,9 @@ class CheckpointConfig(Section):
     memory_limit: str | int | None = Field(default=None, examples=["8GiB"])
     """Memory for snapshots on each node, in bytes or with a unit. Without it half of the free memory. Two snapshots are
     held if they fit, else one; if not even one fits, every save blocks training until it is written."""
+    buddy_copies: bool = True
+    """Where no node holds all of the state (FSDP over all nodes, for example), each node keeps a copy of another one's
+    part in memory if it fits into `memory_limit`, so that losing a node loses no snapshot."""
 
     @property
     def further_retention(self) -> FurtherRetention:

@@ -88,6 +88,7 @@ def run_job(config_path: str, cache: str, sender: EventSender, *, resumes: bool 
         trainer,
         location=config.checkpoint_location,
         snapshot_steps=config.checkpoint.snapshot_steps,
+        buddy_copies=config.checkpoint.buddy_copies,
         save_steps=config.checkpoint.save_steps,
         save_minutes=config.checkpoint.save_minutes,
         overhead_cap=config.checkpoint.overhead_cap,

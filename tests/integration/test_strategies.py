@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -246,12 +247,7 @@ KILLED_ONCE = KILLED_ONCE.replace(
     ids=str,
 )
 def test_when_a_rank_dies_all_resume_from_the_memory_of_their_nodes(strategy: Strategy, tmp_path: Path) -> None:
-    """A checkpoint of that step, which all nodes begin to write then, is not waited for.
-
-    It is where a rank held what is in the share of another node: with tensor parallelism over nodes, the biases that
-    all ranks have.
-    """
-    source = "local" if strategy.name == "tp" else "memory"
+    """A checkpoint of that step, which all nodes begin to write then, is not waited for."""
     calm = train(tmp_path / "calm", strategy, 6)
     path = tmp_path / "loop.py"
     path.write_text(KILLED_ONCE)
@@ -264,11 +260,74 @@ def test_when_a_rank_dies_all_resume_from_the_memory_of_their_nodes(strategy: St
         runs.append(Run(tmp_path / f"node-{number}", *options, script=script).start())
     assert [run.finish() for run in runs] == [0, 0], runs[0].output + runs[1].output
     first = runs[0]
-    assert [(event["step"], event["source"]) for event in first.events("resumed")] == [(4, source)]
+    assert [(event["step"], event["source"]) for event in first.events("resumed")] == [(4, "memory")]
     assert [event["kind"] for event in first.events("attempt_ended")] == ["crashed", "finished"]
     (start, again), (end,) = ((tmp_path / f"out.{word}").read_text().split("\n")[:-1] for word in ("START", "END"))
     assert again.startswith("START 4 ") and start.startswith("START 0 ")
     assert end == f"END 6 {calm.ended_with}"
+
+
+# The last node dies with everything on it, when the other one holds a copy of its shards.
+NODE_LOST = KILLED_ONCE.replace(
+    "            os.kill(os.getpid(), signal.SIGKILL)",
+    """            import psutil
+            (node,) = (parent for parent in psutil.Process().parents() if {"start", "--resume"} < set(parent.cmdline()))
+            for process in (node, *node.children(recursive=True)):
+                if process.pid != os.getpid():
+                    process.kill()
+            os.kill(os.getpid(), signal.SIGKILL)""",
+).replace(
+    "        dist.barrier()\n",
+    "        if start == 0:\n            manager._snapshotter._maker.buddies.close()\n        dist.barrier()\n",
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "is_replaced"),
+    [
+        (SPREAD, True),
+        (SPREAD, False),
+        *(
+            pytest.param(Strategy(name, ranks, nodes=2), True, marks=pytest.mark.soak)
+            for name, ranks in (("fsdp + tp", 2), ("tp", 1), ("zero 3", 1))
+        ),
+        pytest.param(Strategy("zero 3", 1, nodes=2), False, marks=pytest.mark.soak),
+        pytest.param(Strategy("fsdp", 2, nodes=3), False, marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
+def test_a_node_that_is_lost_costs_no_snapshot(strategy: Strategy, is_replaced: bool, tmp_path: Path) -> None:
+    """Its shards are read from the node that keeps a copy of them: by a new node, or by those that are left."""
+    calm = train(tmp_path / "calm", strategy, 6)
+    path = tmp_path / "loop.py"
+    path.write_text(NODE_LOST)
+    port, peer_port = free_port(), free_port()
+
+    def start(number: int, name: str) -> Run:
+        nodes = f"{strategy.nodes - (not is_replaced)}:{strategy.nodes}"
+        options = ["--nnodes", nodes, "--nproc-per-node", str(strategy.ranks), "--node-rank", str(number)]
+        options += ["--rdzv-endpoint", f"localhost:{port}", "--set", f"launch.peer_port={peer_port}"]
+        options += ["--set", f"checkpoint.location={tmp_path / 'checkpoints'}"]
+        script = [str(path), str(tmp_path / "out"), "6", strategy.name, "4"]
+        return Run(tmp_path / name, *options, script=script).start()
+
+    runs = [start(number, f"node-{number}") for number in range(strategy.nodes)]
+    assert runs[-1].finish() == -signal.SIGKILL, runs[-1].output
+    if is_replaced:
+        runs[-1] = start(strategy.nodes - 1, "replacement")
+    else:
+        runs.pop()
+    assert [run.finish() for run in runs] == [0] * len(runs), "".join(run.output for run in runs)
+    first = runs[0]
+    assert [(event["step"], event["source"]) for event in first.events("resumed")] == [(4, "memory")]
+    again, (end,) = ((tmp_path / f"out.{word}").read_text().split("\n")[:-1] for word in ("START", "END"))
+    assert again[-1].startswith("START 4 ") and len(again) == 2
+    if is_replaced:
+        assert end == f"END 6 {calm.ended_with}"
+    else:
+        # What follows is computed on other ranks; what it starts from is the same.
+        before = train(tmp_path / "before", strategy, 4)
+        assert again[-1] == f"START 4 {before.ended_with}"
 
 
 @pytest.mark.soak

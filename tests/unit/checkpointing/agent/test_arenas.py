@@ -31,6 +31,14 @@ def test_as_many_arenas_as_memory_allows(limit: int, number: int) -> None:
     assert [count for count, _ in told] == ([] if number == 2 else [number])
 
 
+@pytest.mark.parametrize(("limit", "has_room", "nbytes"), [(100, True, 16), (40, False, 8), (10, False, 8)])
+def test_copies_of_other_nodes_shards_may_find_no_room(limit: int, has_room: bool, nbytes: int) -> None:
+    """They take no memory from the snapshots."""
+    held, _ = pool(limit * MB)
+    assert held.reserve(8 * MB, 8 * MB) is has_room
+    assert all(nbytes * MB <= arena.memory.nbytes < (nbytes + 8) * MB for arena in held.arenas)
+
+
 def test_the_system_may_refuse_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str, nbytes: int) -> None:
         raise OSError(12, "Cannot allocate memory")

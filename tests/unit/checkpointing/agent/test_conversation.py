@@ -108,7 +108,7 @@ def acquire(rank: Peer, step: int, number: int = 1, wait: bool = False) -> list[
     return rank.say("acquire", step=step, number=number, nbytes=5, wait=wait)
 
 
-def stage(rank: Peer, step: int, arena: int, commit: bool = True) -> list[Message]:
+def stage(rank: Peer, step: int, arena: int, commit: bool = True, receives: bool = False) -> list[Message]:
     retention = {"keep_last": 2, "keep_every": None, "best_metric": None, "greater_is_better": False}
     details = {
         "world_size": 1,
@@ -116,9 +116,21 @@ def stage(rank: Peer, step: int, arena: int, commit: bool = True) -> list[Messag
         "metrics": {},
         "retention": retention,
         "commit": commit,
-        "complete": True,
+        "receives": receives,
     }
     return rank.say("staged", step=step, arena=arena, files=[("file", 0, 5)], **details)
+
+
+def test_a_copy_of_another_nodes_shard_is_received_by_a_rank_of_this_attempt(desk: Desk) -> None:
+    monitor, rank = desk.monitor(), desk.rank()
+    guest = {"name": "shards/1.bin", "offset": 4096, "nbytes": 9, "digest": "d"}
+    (reply,) = acquire(rank, 5)
+    stage(rank, 5, reply["arena"], commit=False, receives=True)
+    (arena,) = (arena for arena in desk.agent._pool.arenas if arena.step == 5)
+    for sender in (monitor, rank):
+        assert not arena.guests and arena.receiving == {0}
+        sender.say("received", step=5, arena=reply["arena"], guest=guest)
+    assert arena.guests == {"shards/1.bin": (4096, 9, "d")} and not arena.receiving
 
 
 def names(messages: list[Message]) -> list[str]:

@@ -49,8 +49,8 @@ def test_snapshots_are_offered_once_they_have_digests(bench: Bench) -> None:
 def test_a_snapshot_that_was_found_damaged_is_not_offered_again(bench: Bench) -> None:
     arena = bench.snapshot(7)
     bench.settle()
-    bench.resumption.discard(7, "it differs")
-    bench.resumption.discard(7, "it differs")
+    bench.resumption.discard(7, "it differs", damaged=True)
+    bench.resumption.discard(7, "it differs", damaged=True)
     assert bench.events[1:] == [SnapshotDamaged(step=7, reason="it differs")]
     assert (bench.resumption.offered(), arena.state) == ([], ArenaState.FREE)
     bench.scheduler.commit_newest()
@@ -59,7 +59,7 @@ def test_a_snapshot_that_was_found_damaged_is_not_offered_again(bench: Bench) ->
 
 def test_a_damaged_snapshot_is_freed_when_the_last_task_has_ended(bench: Bench) -> None:
     arena = bench.snapshot(7, commit=True)
-    bench.resumption.discard(7, "it differs")
+    bench.resumption.discard(7, "it differs", damaged=True)
     assert bench.scheduler.whole() == [arena]
     bench.settle()
     assert bench.scheduler.whole() == []

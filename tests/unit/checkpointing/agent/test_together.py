@@ -9,11 +9,12 @@ from unit.checkpointing.agent.doubles import STATE, Bench, save
 
 from checkpointing import together
 from checkpointing.agent.arenas import Arena, ArenaState
+from checkpointing.agent.protocol import Guest, Refusal
 from checkpointing.agent.results import Digested, SharesWritten
 from checkpointing.agent.resumption import described
 from checkpointing.agent.scheduler import SnapshotContent
 from checkpointing.catalog import Catalog
-from checkpointing.events import CommitFailed, Committed
+from checkpointing.events import CommitFailed, Committed, SnapshotDropped
 from checkpointing.manifest import SnapshotInfo
 from checkpointing.shards import INDEX_NAME, shard_name
 from checkpointing.tiers import Tiers
@@ -28,7 +29,7 @@ def nodes() -> tuple[Bench, Bench]:
 
 
 def share(
-    bench: Bench, rank: int, step: int = 7, *, commit: bool = True, attempt: int = 1, is_complete: bool = True
+    bench: Bench, rank: int, step: int = 7, *, commit: bool = True, attempt: int = 1, receives: bool = False
 ) -> Arena:
     """Hand over a node's share of a snapshot: a shard, and on the first node a small file."""
     arena = bench.got(step)
@@ -37,7 +38,7 @@ def share(
     save = Together(f"ab{step}", (shard_name(0), shard_name(1)))
     info = SnapshotInfo("run", attempt, step, 2, step)
     content = SnapshotContent(info, files, commit, save)
-    bench.scheduler.copied(arena.number, step, 0, 1, content, is_complete=is_complete)
+    bench.scheduler.copied(arena.number, step, 0, 1, content, receives=receives)
     return arena
 
 
@@ -64,7 +65,7 @@ def test_each_writes_its_shard_and_one_commits(nodes: tuple[Bench, Bench]) -> No
     assert leader.scheduler.outcomes == other.scheduler.outcomes == {7: None}
 
 
-def test_a_node_that_is_gone_fails_the_save_which_is_not_tried_again(
+def test_a_node_that_is_gone_fails_the_save_which_is_not_tried_again_but_may_be_resumed_from(
     nodes: tuple[Bench, Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(together, "PATIENCE_S", 0.3)
@@ -75,8 +76,14 @@ def test_a_node_that_is_gone_fails_the_save_which_is_not_tried_again(
     assert Catalog(leader.tiers.durable).committed_steps() == []
     assert not [key for key in leader.store.objects if key.startswith("checkpoint-")]
     leader.scheduler.commit_newest()
-    # Ranks that resumed from it would not save it again.
-    assert not leader.scheduler.is_busy and arena.state is ArenaState.FREE and leader.scheduler.gave_up
+    assert not leader.scheduler.is_busy and leader.scheduler.gave_up
+    # With the copy that this node may have of the other one's.
+    assert leader.resumption.offered() == [arena]
+    # No more, if training would end with that very step.
+    leader.resumption.discard(7, "it cannot be committed", damaged=False)
+    assert arena.state is ArenaState.FREE and leader.events[-1] == SnapshotDropped(
+        step=7, reason="it cannot be committed"
+    )
 
 
 def test_a_node_whose_storage_refuses_ends_the_save_of_all(nodes: tuple[Bench, Bench]) -> None:
@@ -146,15 +153,6 @@ def test_an_abandoned_share_is_not_published_by_a_save_that_still_runs(nodes: tu
     assert type(of_leader[-1]) is CommitFailed and Catalog(leader.tiers.durable).committed_steps() == []
 
 
-def test_a_share_that_lacks_what_a_rank_needs_is_withheld_but_saved(nodes: tuple[Bench, Bench]) -> None:
-    leader, other = nodes
-    shares = [share(bench, rank) for rank, bench in enumerate(nodes)]
-    leader.resumption.discard(7, "a shard of another node is needed", damaged=False)
-    settle_both(leader, other)
-    assert leader.resumption.offered() == [] and other.resumption.offered() == [shares[1]]
-    assert Catalog(leader.tiers.durable).committed_steps() == [7]
-
-
 def test_a_share_that_is_saved_is_not_let_through_the_next_fence(nodes: tuple[Bench, Bench]) -> None:
     leader, other = nodes
     share(leader, 0)
@@ -163,13 +161,41 @@ def test_a_share_that_is_saved_is_not_let_through_the_next_fence(nodes: tuple[Be
     assert leader.scheduler.begin_stage() == [] and len(leader.resumption.offered()) == 1
 
 
-def test_a_share_that_lacks_something_of_its_ranks_is_not_offered(nodes: tuple[Bench, Bench]) -> None:
-    """What another node held, too, is in that one's share alone."""
+def test_a_copy_of_another_nodes_shard_is_offered_but_not_written(nodes: tuple[Bench, Bench]) -> None:
     leader, other = nodes
-    share(leader, 0)
-    arena = share(other, 1, is_complete=False)
+    arena = share(leader, 0, receives=True)
+    share(other, 1)
+    leader.workers.current._digesting.run_pending()
+    assert [name for name, *_ in described(arena)["files"]] == [shard_name(0), INDEX_NAME]
+    leader.scheduler.received(arena.number, 7, 0, Guest(shard_name(1), 4096, 9, "digest"))
     settle_both(leader, other)
-    assert arena.is_usable and other.resumption.offered() == [] != leader.resumption.offered()
+    assert described(arena)["files"][-1] == (shard_name(1), 4096, 9, "digest")
+    names = [file.name for file in Catalog(leader.tiers.durable).verify(7).files]
+    assert names.count(shard_name(1)) == 1
+
+
+def test_a_snapshot_is_kept_until_the_next_one_has_been_copied_to_another_node(nodes: tuple[Bench, Bench]) -> None:
+    leader, _ = nodes
+    first = share(leader, 0, 6, commit=False, receives=True)
+    leader.work()
+    leader.scheduler.received(first.number, 6, 0, None)
+    second = share(leader, 0, 7, commit=False, receives=True)
+    leader.settle()
+    assert leader.acquire(8) is Refusal.BUSY
+    # Of another step, or of a rank that receives nothing: late messages.
+    leader.scheduler.received(second.number, 6, 0, None)
+    leader.scheduler.received(second.number, 7, 1, None)
+    assert leader.acquire(8) is Refusal.BUSY
+    leader.scheduler.received(second.number, 7, 0, None)
+    assert leader.acquire(8) is first
+
+
+def test_what_will_not_be_received_any_more_is_not_waited_for(nodes: tuple[Bench, Bench]) -> None:
+    leader, _ = nodes
+    arena = share(leader, 0, 6, commit=False, receives=True)
+    leader.settle()
+    leader.scheduler.drop_unfinished()
+    assert not arena.is_in_use and arena.is_usable
 
 
 def test_a_checkpoint_in_shards_is_not_read_ahead(nodes: tuple[Bench, Bench]) -> None:
@@ -201,7 +227,7 @@ def test_who_publishes_is_decided_when_the_save_begins(nodes: tuple[Bench, Bench
     assert Catalog(leader.tiers.durable).verify(7).is_sharded
 
 
-def test_shares_that_nobody_can_resume_from_are_freed(
+def test_shares_of_a_line_that_was_abandoned_are_freed(
     nodes: tuple[Bench, Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the older attempt's, of a later step, would be what is committed when the ranks die again."""
@@ -212,7 +238,7 @@ def test_shares_that_nobody_can_resume_from_are_freed(
     share(leader, 0, 9, commit=False)
     leader.settle()
     leader.scheduler.begin_stage()
-    assert [arena.step for arena in leader.resumption.offered()] == [9]
+    assert [arena.step for arena in leader.resumption.offered()] == [8, 9]
     monkeypatch.setattr(together, "PATIENCE_S", 30.0)
     for rank, bench in enumerate(nodes):
         newest = share(bench, rank, 6, commit=False, attempt=2)

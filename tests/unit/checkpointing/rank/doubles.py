@@ -35,8 +35,8 @@ class Client(Arenas, Agent):
         self.metrics: dict[int, dict[str, float]] = {}
         self.errors: dict[int, str] = {}
 
-    def reserve(self, nbytes: int) -> None:
-        pass
+    def reserve(self, nbytes: int, guests: int = 0) -> bool:
+        return False
 
     def staged(self, step: int, arena: int, files: list[tuple[str, int, int]], *args: Any, **kwargs: Any) -> None:
         super().staged(step, arena, files)
@@ -94,4 +94,5 @@ def options(location: Path, settings: RankSettings | None = None, cadence: Caden
         retention=Retention(),
         overlap=None,
         check_replicas=True,
+        buddy_copies=True,
     )

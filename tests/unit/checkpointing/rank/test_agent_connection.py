@@ -62,6 +62,7 @@ def options(location: Path, settings: RankSettings | None = None) -> Options:
         retention=Retention(),
         overlap=None,
         check_replicas=True,
+        buddy_copies=True,
     )
 
 

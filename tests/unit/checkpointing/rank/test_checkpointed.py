@@ -156,7 +156,7 @@ def test_a_loop_that_resumed_from_shares_and_made_no_step_ends_when_they_are_com
     job.training._started_in_shares = True
     with pytest.raises(CommitFailed, match="could not commit the shares of step 7"):
         job.training.close()
-    assert job.client.waited == [True]
+    assert job.client.waited == [True] and job.client.discarded == [7]
     write_checkpoint(tmp_path, 7, network())
     job = Job(tmp_path, start_step=7)
     job.training._started_in_shares = True

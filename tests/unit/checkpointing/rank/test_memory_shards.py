@@ -1,23 +1,16 @@
-"""Which snapshots in shares all ranks can resume from in memory."""
+"""Which snapshots in shards all ranks can resume from in memory, and from whom."""
 
 from __future__ import annotations
 
 import pytest
-from spread_checkpoint import NAME, ROWS, files_of, spread
+from spread_checkpoint import NAME, ROWS, spread
 
 from checkpointing.agent.client import OfferedSnapshot
-from checkpointing.digest import digest_buffer
-from checkpointing.errors import InvalidCheckpoint
 from checkpointing.manifest import SnapshotInfo
+from checkpointing.rank import memory_shards
 from checkpointing.rank.memory_shards import CommonPieces, NodeShare, newest_attempt, resumable, shares_by_step
-from checkpointing.rank.spread_files import open_share
-from checkpointing.rank.torch_reader import model_state
-from checkpointing.shard_reading import ShardReaders
+from checkpointing.shard_reading import in_memory
 from checkpointing.shards import INDEX_NAME, shard_name
-
-
-def ignore(reason: str, *, damaged: bool) -> None:
-    """Take a fault."""
 
 
 def share(*ranks: int, attempt: int = 1, identity: str = "ab", world_size: int = 4) -> NodeShare:
@@ -33,68 +26,58 @@ def test_a_share_is_described_by_its_shards() -> None:
     assert shares_by_step([whole]) == {}
 
 
-FIRST, SECOND = share(0, 1), share(2, 3)
+FIRST, SECOND, ALL = share(0, 1), share(2, 3), share(0, 1, 2, 3)
+NODES = [0, 0, 2, 2]
 
 
 @pytest.mark.parametrize(
-    ("offers", "found"),
+    ("offers", "nodes", "found"),
     [
-        ([{7: FIRST}, {7: FIRST}, {7: SECOND}, {7: SECOND}], {7: 1}),
-        # A node was lost, or replaced.
-        ([{7: FIRST}, {7: FIRST}, {}, {}], {}),
+        # Each rank verifies its own, and those of a node that is not there any more are shared out.
+        ([{7: FIRST}, {7: FIRST}, {7: SECOND}, {7: SECOND}], NODES, {7: {0: 0, 1: 1, 2: 2, 3: 3}}),
+        ([{7: ALL}, {7: ALL}, {7: ALL}, {7: ALL}], NODES, {7: {0: 0, 1: 1, 2: 2, 3: 3}}),
+        # A node was lost, and replaced or not; without and with a copy of its shards.
+        ([{7: FIRST}, {7: FIRST}, {}, {}], NODES, {}),
+        ([{7: ALL}, {7: ALL}, {}, {}], NODES, {7: {0: 0, 1: 1, 2: 0, 3: 1}}),
+        ([{7: ALL}, {7: ALL}], [0, 0], {7: {0: 0, 1: 1, 2: 0, 3: 1}}),
+        ([{7: ALL}], [0], {7: {0: 0, 1: 0, 2: 0, 3: 0}}),
         # The ranks have changed places.
-        ([{7: SECOND}, {7: SECOND}, {7: FIRST}, {7: FIRST}], {}),
-        # There are more or fewer ranks.
-        ([{7: FIRST}, {7: FIRST}], {}),
+        ([{7: SECOND}, {7: SECOND}, {7: FIRST}, {7: FIRST}], NODES, {7: {2: 0, 3: 1, 0: 2, 1: 3}}),
+        # There are more.
+        ([{7: ALL}] * 4 + [{}] * 2, [*NODES, 4, 4], {7: {0: 0, 1: 1, 2: 2, 3: 3}}),
         # Another save of the same step.
-        ([{7: FIRST}, {7: FIRST}, *[{7: share(2, 3, identity="cd")}] * 2], {}),
-        # An older step that all have is used in place of a newer one.
-        ([*[{7: FIRST, 8: share(0, 1)}] * 2, *[{7: SECOND}] * 2], {7: 1}),
+        ([{7: FIRST}, {7: FIRST}, *[{7: share(2, 3, identity="cd")}] * 2], NODES, {}),
+        ([{7: share(0, 1, identity="cd")}] * 2 + [{7: ALL}] * 2, NODES, {7: {0: 2, 1: 3, 2: 2, 3: 3}}),
+        # An older step of which all is there, in place of a newer one.
+        ([*[{7: FIRST, 8: share(0, 1)}] * 2, *[{7: SECOND}] * 2], NODES, {7: {0: 0, 1: 1, 2: 2, 3: 3}}),
         # What an earlier attempt has left, once a newer one has made snapshots.
-        ([*[{9: FIRST, 5: share(0, 1, attempt=2)}] * 2, *[{9: SECOND}] * 2], {}),
-        ([{}, {}, {}, {}], {}),
+        ([*[{9: FIRST, 5: share(0, 1, attempt=2)}] * 2, *[{9: SECOND}] * 2], NODES, {}),
+        ([{}, {}, {}, {}], NODES, {}),
     ],
 )
-def test_all_ranks_need_their_own_shard_on_their_node(
-    offers: list[dict[int, NodeShare]], found: dict[int, int]
+def test_every_shard_must_be_on_some_node(
+    offers: list[dict[int, NodeShare]], nodes: list[int], found: dict[int, dict[int, int]]
 ) -> None:
-    assert resumable(offers) == found
+    assert {step: held.servers for step, held in resumable(offers, nodes).items()} == found
 
 
 def test_what_a_newer_attempt_has_left_otherwise_counts_too() -> None:
     offers = [{7: FIRST}, {7: FIRST}, {7: SECOND}, {7: SECOND}]
     assert newest_attempt(offers) == 1 and newest_attempt([{}, {}]) == 0
-    assert (resumable(offers, 1), resumable(offers, 2)) == ({7: 1}, {})
+    assert resumable(offers, NODES, 1)[7].nodes == (0, 2) and resumable(offers, NODES, 2) == {}
 
 
-def test_the_first_rank_sends_what_all_need_of_its_shard() -> None:
-    index, _ = spread(ROWS)
-    contents = files_of(ROWS)
-    views = {name: memoryview(data) for name, data in contents.items() if name.startswith("shards/")}
-    held = {0: views[shard_name(0)]}
-    pieces = CommonPieces.read_from(ShardReaders({}, held)(0), index)
-    assert pieces and sum(map(len, pieces.values())) == sum(piece.nbytes for piece in index.files[NAME].common)
-    files = {name: (views[name], digest_buffer(views[name])) for name in (shard_name(1), INDEX_NAME)}
-    faults: list[tuple[str, bool]] = []
-    other = open_share("here", files, views[INDEX_NAME], 1, lambda reason, *, damaged: faults.append((reason, damaged)))
-    other.add_common_pieces(pieces)
-    state = model_state(other.open(NAME))
-    assert set(state) == {"weight", "norm"}
-    # The rest of that shard was not sent: this is noticed, and the snapshot is not used again, though not damaged.
-    with pytest.raises(InvalidCheckpoint, match="a shard of another node is needed"):
-        other.fill(NAME, state)
-    assert faults == [("a shard of another node is needed, which is not in this node's memory", False)]
-
-
-def test_a_rank_verifies_its_own_shard() -> None:
-    contents = files_of(ROWS)
-    views = {name: memoryview(data) for name, data in contents.items() if name.startswith("shards/")}
-    files = {name: (view, digest_buffer(view)) for name, view in views.items()}
-    altered = bytearray(views[shard_name(1)])
-    altered[3] ^= 1
-    files[shard_name(1)] = (memoryview(altered), files[shard_name(1)][1])
-    open_share("here", files, views[INDEX_NAME], 0, ignore)
-    with pytest.raises(InvalidCheckpoint, match=r"shards/1\.bin was altered"):
-        open_share("here", files, views[INDEX_NAME], 1, ignore)
-    with pytest.raises(InvalidCheckpoint, match="matches its digest but cannot be read"):
-        open_share("here", files, memoryview(b"{}"), 0, ignore)
+def test_what_all_need_of_the_first_shard_is_sent_unless_it_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    index, shards = spread(ROWS)
+    shard = in_memory(shard_name(0), memoryview(shards[0]))
+    pieces = CommonPieces.read_from(shard, index)
+    assert sum(map(len, pieces.values())) == sum(piece.nbytes for piece in index.files[NAME].common)
+    altered = bytearray(shards[0])
+    altered[0] ^= 1
+    reader = CommonPieces(pieces, in_memory(shard_name(0), memoryview(altered)))
+    assert b"".join(reader.read(0, 8)) == bytes(shards[0][:8])
+    # What was not sent is read from the shard.
+    assert b"".join(reader.read(0, len(altered))) == bytes(altered)
+    monkeypatch.setattr(memory_shards, "MOST_COMMON_BYTES", 10)
+    assert CommonPieces.read_from(shard, index) == {}
+    assert b"".join(CommonPieces({}, shard).read(0, 8)) == bytes(shards[0][:8])

@@ -16,7 +16,9 @@ from checkpointing.retention import Retention
 def resolve(settings: RankSettings | None = None, **changes: Any) -> Options:
     values: dict[str, Any] = {"location": None, "local_tier": None, "local_keep_last": 1, "resume": None}
     values |= {"memory_limit": None, "cadence": Cadence(), "retention": Retention(), "overlap": None}
-    return Options.resolve(settings or RankSettings(), **{**values, "check_replicas": True, **changes})
+    return Options.resolve(
+        settings or RankSettings(), **{**values, "check_replicas": True, "buddy_copies": True, **changes}
+    )
 
 
 def test_a_location_is_needed() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from small_checkpoint import Agent, network, snapshot, write_checkpoint
-from spread_checkpoint import ROWS, STATE, files_of, spread
+from spread_checkpoint import ROWS, STATE, files_of
 from thread_ranks import run_ranks
 
 from checkpointing.agent.client import OfferedSnapshot
@@ -109,13 +109,16 @@ def test_of_the_same_step_the_newest_attempts_snapshot_counts(tmp_path: Path) ->
     assert run_ranks(choice, 2, per_node=1) == [12, 12]
 
 
-def share(rank: int, step: int = 12, identity: str = "ab") -> OfferedSnapshot:
-    """A node's share of a snapshot whose model is spread over two."""
+def share(*ranks: int, step: int = 12, identity: str = "ab") -> OfferedSnapshot:
+    """A node's share of a snapshot whose model is spread over two: the shards of its rank, or those of both."""
     contents = files_of(ROWS)
-    names = [shard_name(rank), INDEX_NAME, "rng_state.pth"]
+    names = [*map(shard_name, ranks), INDEX_NAME, "rng_state.pth"]
     files = {name: memoryview(bytearray(contents[name])) for name in names}
     digests = {name: digest_buffer(view) for name, view in files.items()}
     return OfferedSnapshot(SnapshotInfo("run", 1, step, 2, step), files, digests, save=identity)
+
+
+WHOLE_STATE = {name: tensor.tolist() for name, tensor in STATE.items()}
 
 
 def of_shares(agents: Sequence[Any], folder: Path) -> list[Any]:
@@ -127,9 +130,10 @@ def of_shares(agents: Sequence[Any], folder: Path) -> list[Any]:
         if point.spread is None:
             return point.step
         state = point.model_state()
-        rows = point.spread._readers(ranks.rank)
-        piece = spread(ROWS)[0].files[MODEL_NAME].pieces[ranks.rank]
-        return point.step, state["norm"].tolist(), b"".join(rows.read(piece.at, piece.nbytes))
+        point.spread.fill(MODEL_NAME, state)
+        found = point.step, {name: tensor.tolist() for name, tensor in state.items()}
+        point.close()
+        return found
 
     return run_ranks(choice, 2, per_node=1)
 
@@ -137,11 +141,27 @@ def of_shares(agents: Sequence[Any], folder: Path) -> list[Any]:
 def test_shares_of_all_nodes_are_resumed_from_while_they_are_being_saved(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 10, TRAINING)
     agents = [Agent(tmp_path, share(rank), saving=12) for rank in range(2)]
-    found = of_shares(agents, tmp_path)
-    weight = STATE["weight"].numpy().tobytes()
-    assert found == [(12, STATE["norm"].tolist(), weight[48 * rank :][:48]) for rank in range(2)]
+    assert of_shares(agents, tmp_path) == [(12, WHOLE_STATE)] * 2
     assert [agent.waited for agent in agents] == [[False]] * 2
     assert agents[0].events == [{"event": "resumed", "step": 12, "source": "memory"}]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_node_without_a_share_reads_the_copy_that_another_one_keeps(lost: int, tmp_path: Path) -> None:
+    """And all else that is not in shards."""
+    write_checkpoint(tmp_path, 10, TRAINING)
+    agents = [Agent(tmp_path), Agent(tmp_path, share(0, 1))]
+    agents = agents if lost == 0 else agents[::-1]
+    assert of_shares(agents, tmp_path) == [(12, WHOLE_STATE)] * 2
+    assert agents[0].events == [{"event": "resumed", "step": 12, "source": "memory"}]
+
+
+def test_a_damaged_copy_is_not_used(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 10, TRAINING)
+    agents = [Agent(tmp_path, share(0, 1)), Agent(tmp_path)]
+    agents[0]._snapshots[0].files[shard_name(1)][0] ^= 1
+    assert of_shares(agents, tmp_path) == [10, 10]
+    assert agents[0].discarded == [12]
 
 
 def test_a_share_that_another_node_lacks_is_waited_for_and_not_used(tmp_path: Path) -> None:
@@ -155,7 +175,7 @@ def test_a_share_that_another_node_lacks_is_waited_for_and_not_used(tmp_path: Pa
 def test_an_older_share_is_not_used_while_a_newer_one_is_being_saved(tmp_path: Path) -> None:
     """It would be a checkpoint ahead of what trains then."""
     write_checkpoint(tmp_path, 10, TRAINING)
-    newer, older = (share(0, 12), share(0, 11)), (share(1, 11),)
+    newer, older = (share(0), share(0, step=11)), (share(1, step=11),)
     agents = [Agent(tmp_path, *newer, saving=12), Agent(tmp_path, *older)]
     assert [found[0] for found in of_shares(agents, tmp_path)] == [11, 11]
     assert [agent.waited for agent in agents] == [[False, True]] * 2

@@ -75,24 +75,6 @@ def test_what_several_ranks_hold_is_written_by_the_first() -> None:
     assert run_ranks(lay_out, 4) == [2, 1, 0, 0]
 
 
-def test_a_share_is_complete_if_nothing_is_left_to_another_node() -> None:
-    """Only then can the node's ranks resume from it without the other nodes."""
-
-    def complete(ranks: Ranks) -> tuple[bool, bool]:
-        layout = ShardLayout(ranks)
-        layout.lay_out([image(ranks.rank % 2, 2)])
-        by_place = layout.is_complete
-        # A tensor that the layout does not even see, since the ranks of its mesh know that another one writes it.
-        layout.lay_out([image(ranks.rank % 2, 2)], {ranks.rank % 2})
-        by_holder = layout.is_complete
-        layout.lay_out([image(ranks.rank % 2, 2)], {None})
-        assert not layout.is_complete
-        return by_place, by_holder
-
-    assert run_ranks(complete, 4, per_node=2) == [(True, True)] * 2 + [(False, False)] * 2
-    assert run_ranks(complete, 4, per_node=4) == [(True, True)] * 4
-
-
 def test_a_file_that_is_not_all_there_is_refused_on_all_ranks() -> None:
     def lay_out(ranks: Ranks) -> object:
         return ShardLayout(ranks).lay_out([image(0, 2)])
