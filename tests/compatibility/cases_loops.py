@@ -304,6 +304,34 @@ def _accelerator_zero(run: Run) -> None:
     run.finish(model=model)
 
 
+@case("loops/Accelerator, FSDP2")
+def _accelerator_fsdp(run: Run) -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from torch.distributed.tensor import DTensor
+
+    accelerator = Accelerator(cpu=True)
+    # Without a GPU, accelerate ignores the plugin.
+    state = AcceleratorState._shared_state
+    state["distributed_type"] = DistributedType.FSDP
+    state["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+    model = tiny.Perceptron()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(tiny.Points(), batch_size=2, shuffle=True)
+    net, prepared, loader = accelerator.prepare(model, optimizer, loader)
+    run.expect_equal("sharded", all(isinstance(one, DTensor) for one in net.parameters()), True)
+    manager = run.manager(model=net, optimizer=prepared)
+    for step, data in run.steps(manager, lambda: manager.batches(loader)):
+        prepared.zero_grad()
+        accelerator.backward(net(**data)["loss"])
+        accelerator.clip_grad_norm_(net.parameters(), 1.0)
+        prepared.step()
+        manager.step(step + 1)
+    manager.close()
+    run.finish(model=net, optimizer=prepared)
+
+
 def _sharded(run: Run, **options: Any) -> None:
     from torch.distributed.fsdp import fully_shard
 
