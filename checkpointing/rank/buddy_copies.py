@@ -14,7 +14,6 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from checkpointing.agent.client import AgentClient
@@ -22,7 +21,6 @@ from checkpointing.agent.protocol import Guest
 from checkpointing.errors import CheckpointError
 from checkpointing.rank.ranks import Part, Ranks
 from checkpointing.shards import ShardParts, shard_name
-from checkpointing.shared_memory import place_on_pages
 
 logger = logging.getLogger("checkpointing")
 
@@ -65,18 +63,11 @@ class BuddyCopies:
         self._work: queue.SimpleQueue[_Exchange | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def place(self, sizes: Sequence[int], end: int) -> tuple[list[int], int]:
-        """Return where in an arena this node's guests are, by local rank, and the place behind them.
-
-        Args:
-            sizes: Bytes of each rank's shard.
-            end: Place behind the files of the node.
-        """
-        ranks = self._ranks
-        first = self.guest - ranks.local_rank
-        offsets, stop = place_on_pages(sizes[first : first + ranks.local_world_size])
-        start = place_on_pages([end])[1]
-        return [start + offset for offset in offsets], start + stop
+    @property
+    def guests(self) -> range:
+        """The ranks whose shards are kept on this node."""
+        first = self.guest - self._ranks.local_rank
+        return range(first, first + self._ranks.local_world_size)
 
     def exchange(self, step: int, arena: int, own: memoryview, guest: memoryview, offset: int) -> None:
         """Begin to copy the shards of a snapshot, after the agent has heard that this rank will receive one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 import uuid
@@ -42,6 +43,7 @@ class _Layout:
         optimizer: The optimizer's file, of which the images may have only this rank's share.
         together: The save, where the images are only this node's share of the state.
         splittable: Files that several nodes can write: large, and equal on all of them.
+        guests: Names of images that only keep a place for copies of another node's shards.
     """
 
     images: list[FileImage]
@@ -49,6 +51,7 @@ class _Layout:
     optimizer: FileImage
     together: Together | None = None
     splittable: tuple[str, ...] = ()
+    guests: frozenset[str] = frozenset()
 
 
 class SnapshotMaker:
@@ -104,15 +107,15 @@ class SnapshotMaker:
                 self._drop_torn(pending, changed)
                 copy.copied()
                 return
-        buddies = self.buddies if layout.together is not None else None
-        guests, end = buddies.place(self._shards.sizes, nbytes) if buddies is not None else ([], nbytes)
-        acquired = self._client.acquire(request.step, end, wait=request.wait)
+        acquired = self._client.acquire(request.step, nbytes, wait=request.wait)
         split = None
         if layout.together is not None:
             acquired = self._agreed(request.step, acquired)
-            if acquired is Refusal.NO_MEMORY and buddies is not None:
+            if acquired is Refusal.NO_MEMORY and self.buddies is not None:
                 self._give_buddies_up()
-                buddies = None
+                placed, nbytes = file_images.place(
+                    [image for image in layout.images if image.name not in layout.guests]
+                )
                 acquired = self._agreed(request.step, self._client.acquire(request.step, nbytes, wait=request.wait))
         elif request.commit and layout.splittable:
             split = self._agreed_split(layout.splittable, has_memory=not isinstance(acquired, Refusal))
@@ -137,10 +140,15 @@ class SnapshotMaker:
         if ranks.local_rank == 0:
             file_images.copy_literals(placed, buffer)
         failpoint("snapshot.copied")
+        buddies = self.buddies if layout.together is not None else None
         self._client.staged(
             request.step,
             number,
-            [(file.image.name, file.offset, file.image.nbytes) for file in placed],
+            [
+                (file.image.name, file.offset, file.image.nbytes)
+                for file in placed
+                if file.image.name not in layout.guests
+            ],
             ranks.world_size,
             request.samples_consumed,
             request.retention,
@@ -151,14 +159,16 @@ class SnapshotMaker:
             receives=buddies is not None,
         )
         if buddies is not None:
-            own = next(file for file in placed if file.image.name == shard_name(ranks.rank))
-            guest = guests[ranks.local_rank]
+            own, guest = (
+                next(file for file in placed if file.image.name == shard_name(rank))
+                for rank in (ranks.rank, buddies.guest)
+            )
             buddies.exchange(
                 request.step,
                 number,
                 buffer[own.offset : own.offset + own.image.nbytes],
-                buffer[guest : guest + self._shards.sizes[buddies.guest]],
-                guest,
+                buffer[guest.offset : guest.offset + guest.image.nbytes],
+                guest.offset,
             )
 
     def _give_buddies_up(self) -> None:
@@ -232,16 +242,19 @@ class SnapshotMaker:
         small = {**static_files, **state.small, **_contents(request.shared_files), **everyones}
         if state.parts:
             images = [sharding.take_over(image, state.parts) for image in images]
-        optimizer, together = images[-1], None
+        optimizer, together, guests = images[-1], None, dict[str, int]()
         # What is taken from each node's first rank, such as running statistics, may differ.
         splittable = tuple(image.name for image in images if is_split(image.nbytes) and not image.alone)
         if state.is_spread:
             shards, index, together = self._shards.lay_out(images[num_foreign:])
-            images[num_foreign:] = shards
+            if self.buddies is not None:
+                # Before the small files, which only the node's first rank lays out.
+                guests = {shard_name(rank): self._shards.sizes[rank] for rank in self.buddies.guests}
+            images[num_foreign:] = [*shards, *itertools.starmap(FileImage, guests.items())]
             small[INDEX_NAME] = index
         if self._ranks.local_rank == 0:
             images += [blob_image(name, data) for name, data in small.items()]
-        return _Layout(images, num_foreign, optimizer, together, splittable)
+        return _Layout(images, num_foreign, optimizer, together, splittable, frozenset(guests))
 
     def _copy_share(
         self,

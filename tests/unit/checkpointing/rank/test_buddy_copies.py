@@ -42,16 +42,15 @@ def test_each_rank_keeps_the_shard_of_one_on_the_node_before(size: int, per_node
     def exchange(ranks: Ranks) -> tuple[int, Any]:
         client: Any = Client()
         buddies = BuddyCopies(client, ranks)
-        places, end = buddies.place(SIZES[:size], 5000)
-        assert len(places) == per_node and places[0] == 8192 and end % 4096 == 0
-        arena = memoryview(bytearray(end))
-        guest = arena[places[ranks.local_rank] :][: SIZES[buddies.guest]]
+        assert len(buddies.guests) == per_node and buddies.guests[ranks.local_rank] == buddies.guest
+        place = 4096 * ranks.local_rank
+        guest = memoryview(bytearray(SIZES[buddies.guest]))
         for step in (7, 8):
-            buddies.exchange(step, step % 2, memoryview(contents(ranks.rank)), guest, places[ranks.local_rank])
+            buddies.exchange(step, step % 2, memoryview(contents(ranks.rank)), guest, place)
         buddies.close()
         assert guest == contents(buddies.guest)
         digest = ShardParts.of(memoryview(contents(buddies.guest))).digest
-        file = Guest(shard_name(buddies.guest), places[ranks.local_rank], SIZES[buddies.guest], digest)
+        file = Guest(shard_name(buddies.guest), place, SIZES[buddies.guest], digest)
         return buddies.guest, client.received_files == [(7, 1, file), (8, 0, file)]
 
     expected = [((rank - per_node) % size, True) for rank in range(size)]
