@@ -225,9 +225,9 @@ class ShardReaders:
         return PartReader(parts, reading_at(source), self._cache, name)
 
 
-def in_memory(name: str, data: memoryview) -> ShardReader:
-    """Return the reader of a shard in memory, all of which has been verified."""
-    return _Mapped(name, data, None)
+def in_memory(name: str, data: memoryview, parts: ShardParts) -> ShardReader:
+    """Return the reader of a shard in memory, with the recorded digests of its parts."""
+    return _Mapped(name, data, parts)
 
 
 class _Mapped:

@@ -40,10 +40,12 @@ class Together:
     Attributes:
         identity: Of the save, in hexadecimal digits; all nodes have the same.
         shards: The names of all shards.
+        in_memory: Whether ranks may resume from what the nodes have of it in memory.
     """
 
     identity: str
     shards: tuple[str, ...]
+    in_memory: bool = True
 
 
 def begin_together(transaction: Transaction, together: Together) -> FileEntry:

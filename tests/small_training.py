@@ -43,7 +43,9 @@ class Arenas:
     def reserve(self, nbytes: int, guests: int = 0) -> bool:
         return self.may_reserve.wait()
 
-    def acquire(self, step: int, nbytes: int, *, wait: bool) -> tuple[int, memoryview] | Refusal:
+    def acquire(
+        self, step: int, nbytes: int, *, wait: bool, is_urgent: bool = False
+    ) -> tuple[int, memoryview] | Refusal:
         assert nbytes <= len(self.memory)
         self.memory[:] = b"\xaa" * len(self.memory)
         return 0, self.memory

@@ -130,10 +130,17 @@ class ArenaPool:
         usable = (arena for arena in self.arenas if arena.is_usable and arena.stage == stage)
         return max(usable, key=lambda arena: arena.step, default=None)
 
-    def take(self, nbytes: int, num_wanted: int = NUM_ARENAS) -> Arena | None:
-        """Return an arena to fill; None if all are in use, or there is no memory for one (`arenas` is empty then)."""
+    def take(self, nbytes: int, num_wanted: int = NUM_ARENAS, *, is_urgent: bool = False) -> Arena | None:
+        """Return an arena to fill; None if all are in use, or there is no memory for one (`arenas` is empty then).
+
+        Args:
+            nbytes: Size of the snapshot.
+            num_wanted: How many arenas there should be.
+            is_urgent: Overwrite an older snapshot although other nodes have no copies of the newest yet.
+        """
         self.allocate(nbytes, num_wanted)
-        usable = [arena for arena in self.arenas if arena.memory.nbytes >= nbytes and self._may_be_refilled(arena)]
+        large = [arena for arena in self.arenas if arena.memory.nbytes >= nbytes]
+        usable = [arena for arena in large if self._may_be_refilled(arena, is_urgent=is_urgent)]
         return min(usable, key=lambda arena: (arena.state is not ArenaState.FREE, arena.step), default=None)
 
     def allocate(self, nbytes: int, num_wanted: int = NUM_ARENAS) -> None:
@@ -170,7 +177,11 @@ class ArenaPool:
 
     def reserve(self, nbytes: int, guests: int) -> bool:
         """Allocate all arenas; return whether there is memory for as many bytes of guests in each, too."""
+        # The first rank's request decides: what is allocated for it changes what is free.
+        large = [arena for arena in self.arenas if arena.memory.nbytes >= nbytes]
         has_room = NUM_ARENAS * _capacity(nbytes + guests) <= self._limit()
+        if len(large) >= NUM_ARENAS:
+            has_room = all(arena.memory.nbytes >= nbytes + guests for arena in large)
         self.allocate(nbytes + guests if has_room else nbytes)
         return has_room
 
@@ -181,14 +192,17 @@ class ArenaPool:
         held = sum(arena.memory.nbytes for arena in self.arenas)
         return held + int(available_bytes() * DEFAULT_SHARE)
 
-    def _may_be_refilled(self, arena: Arena) -> bool:
+    def _may_be_refilled(self, arena: Arena, *, is_urgent: bool = False) -> bool:
         if arena.is_in_use or arena.state not in (ArenaState.FREE, ArenaState.WHOLE):
             return False
         if arena.state is ArenaState.FREE or len(self.arenas) == 1:
             return True
+        others = [other for other in self.arenas if other is not arena and other.is_usable]
+        if arena.together is not None:
+            # All nodes must keep the same one, and that is the newest, although their saves do not last equally long.
+            others = [other for other in others if other.step > arena.step]
         # One that other nodes have no copy of yet is lost with this node.
-        others = (other for other in self.arenas if other is not arena)
-        return any(other.is_usable and not other.receiving for other in others)
+        return any(is_urgent or not other.receiving for other in others)
 
 
 def _capacity(nbytes: int) -> int:

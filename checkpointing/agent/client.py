@@ -223,13 +223,16 @@ class AgentClient:
             self._on_reserved(arena)
         return bool(reply["has_room"])
 
-    def acquire(self, step: int, nbytes: int, *, wait: bool) -> tuple[int, memoryview] | Refusal:
+    def acquire(
+        self, step: int, nbytes: int, *, wait: bool, is_urgent: bool = False
+    ) -> tuple[int, memoryview] | Refusal:
         """Request the arena of a step. All ranks request equally often, and get the same one.
 
         Args:
             step: The step.
             nbytes: Bytes that are needed; the value of the node's leader (local rank 0) counts.
             wait: Whether to wait until an arena is free; the leader's value counts.
+            is_urgent: The same for overwriting a snapshot although other nodes have no copies of the next one yet.
 
         Returns:
             The arena's number and bytes; or why the step has none.
@@ -238,8 +241,8 @@ class AgentClient:
             AgentUnavailable: The agent is gone or refuses.
         """
         self._num_acquired += 1
-        request = {"do": "acquire", "step": step, "number": self._num_acquired, "nbytes": nbytes, "wait": wait}
-        reply, fds = self._call(request)
+        request: Message = {"do": "acquire", "step": step, "number": self._num_acquired, "nbytes": nbytes}
+        reply, fds = self._call({**request, "wait": wait, "urgent": is_urgent})
         if reply.get("busy"):
             return Refusal.BUSY
         if reply.get("no_memory"):
@@ -289,8 +292,7 @@ class AgentClient:
 
     def received(self, step: int, arena: int, guest: Guest | None) -> None:
         """Report that this rank has put a copy of another node's shard into an arena; None if it has not come."""
-        fields = asdict(guest) if guest is not None else None
-        self._send({"do": "received", "step": step, "arena": arena, "guest": fields})
+        self._send({"do": "received", "step": step, "arena": arena, "guest": asdict(guest) if guest else None})
 
     def abandon(self, step: int, arena: int, reason: str) -> None:
         """Report that the copied bytes are not a valid snapshot."""
@@ -312,7 +314,8 @@ class AgentClient:
             for number in reply["arenas"]:
                 # With all its pages: their faults would cost more than reading.
                 self._arenas[number].populate()
-            on_fetch({name: nbytes for name, _, nbytes in reply["fetching"]}, self._has_answer)
+            sizes = {name: nbytes for name, _, nbytes in reply["fetching"]}
+            on_fetch(sizes, lambda: bool(select.select([self._sock], [], [], 0)[0]))
             reply, fds = self._receive()
         if "storage_error" in reply:
             raise StorageUnreachable(reply["storage_error"])
@@ -333,7 +336,7 @@ class AgentClient:
         return Offered(offered, reply["unreachable"] is None, int(reply["saving"]))
 
     def discard(self, step: int, reason: str, *, damaged: bool = True) -> None:
-        """Report that an offered snapshot does not have its digest, or why it is not to be offered again otherwise."""
+        """Report that an offered snapshot does not have its digest, or why else it is not to be offered again."""
         self._send({"do": "discard", "step": step, "reason": reason, "damaged": damaged})
 
     def prune(self, retention: Retention) -> None:
@@ -371,9 +374,6 @@ class AgentClient:
     def _prepare(self, arena: SharedMemory) -> None:
         arena.populate()
         self._on_read(arena)
-
-    def _has_answer(self) -> bool:
-        return bool(select.select([self._sock], [], [], 0)[0])
 
     def _call(self, message: Message) -> tuple[Message, list[int]]:
         with self._lock:

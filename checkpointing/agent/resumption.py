@@ -81,7 +81,8 @@ class Resumption:
 
     def offered(self) -> list[Arena]:
         """Return the arenas whose snapshots ranks may resume from: of a share, if some node has every other shard."""
-        return [arena for arena in self._scheduler.of_stage() if arena.is_usable and arena.info is not None]
+        usable = (arena for arena in self._scheduler.of_stage() if arena.is_usable and arena.info is not None)
+        return [arena for arena in usable if arena.together is None or arena.together.in_memory]
 
     def discard(self, step: int, reason: str, *, damaged: bool) -> None:
         """Never offer a snapshot again.

@@ -36,12 +36,14 @@ class ArenaRequest:
         number: How many arenas the rank has asked for: a step may be asked for again.
         nbytes: Size of the snapshot, as the node's leader knows it.
         wait: Whether to wait until an arena is free.
+        is_urgent: Not to wait for copies on other nodes of the newest snapshot: this one is to be committed.
     """
 
     step: int
     number: int
     nbytes: int
     wait: bool
+    is_urgent: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,14 +142,16 @@ class Scheduler:
         """
         key = (request.step, request.number)
         if is_leader:
-            arena = self._pool.take(request.nbytes)
+            self._spend_ahead_of(request.step)
+            arena = self._pool.take(request.nbytes, is_urgent=request.is_urgent)
             if arena is None and self._pool.arenas and request.wait:
                 return None
             self._decided = (key, arena)
             if arena is not None:
                 arena.begin(request.step, self._workers.stage.name)
             elif self._pool.arenas:
-                self._publish_step(SnapshotSkipped(step=request.step, reason="all arenas are being written"))
+                reason = "all arenas are being written, or copied to another node"
+                self._publish_step(SnapshotSkipped(step=request.step, reason=reason))
         elif self._decided is None or self._decided[0] != key:
             return None
         decided = self._decided[1]
@@ -232,7 +236,9 @@ class Scheduler:
         arena.num_tasks -= 1
         is_current = arena.stage == self._workers.stage.name and not arena.is_old
         if arena.together is not None and isinstance(result, (Committed, SharesWritten, CommitFailed)):
-            self._end_save(arena, result)
+            # It can be resumed from, whether or not its save has failed.
+            arena.is_saved = True
+            self.gave_up = False
         match result:
             case Committed() | SharesWritten() if is_current:
                 self.outcomes[arena.step] = None
@@ -249,22 +255,18 @@ class Scheduler:
                 arena.state = ArenaState.FREE
         self._free_if_idle(arena)
 
-    def _end_save(self, arena: Arena, result: Committed | SharesWritten | CommitFailed) -> None:
-        """Keep a share, to be resumed from, whether or not its save has failed; free all older ones if it has not."""
-        arena.is_saved = True
-        if isinstance(result, CommitFailed):
-            return
-        self.gave_up = False
-        for other in self.of_stage():
-            if other.together is not None and other.state is ArenaState.WHOLE and other.step < arena.step:
-                self.spend(other)
-
     def _spend_abandoned(self, newest: Arena) -> None:
         """Free the shares of earlier attempts that are ahead of a new snapshot: it was not computed from them."""
         for other in self.of_stage():
             is_share = other.together is not None and other.state is ArenaState.WHOLE and other is not newest
             if is_share and other.step >= newest.step:
                 self.spend(other)
+
+    def _spend_ahead_of(self, step: int) -> None:
+        """Free the shares of earlier attempts that are ahead of what trains: they would be kept as the newest."""
+        for arena in self.of_stage():
+            if arena.is_old and arena.together is not None and arena.step >= step and arena.state is ArenaState.WHOLE:
+                self.spend(arena)
 
     def spend(self, arena: Arena) -> None:
         """Free a share, once nothing works on it."""

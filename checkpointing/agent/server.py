@@ -212,7 +212,7 @@ class Agent:
             self._connections.send(client, {"error": reason})
             return
         step, number, nbytes = int(message["step"]), int(message["number"]), int(message["nbytes"])
-        request = ArenaRequest(step, number, nbytes, bool(message["wait"]))
+        request = ArenaRequest(step, number, nbytes, bool(message["wait"]), bool(message["urgent"]))
         answer = self._scheduler.acquire(request, is_leader=client.local_rank == 0)
         match answer:
             case None:
@@ -310,10 +310,14 @@ def _content(message: Message, run_id: str, attempt: int) -> SnapshotContent:
     )
     files = [(name, int(offset), int(nbytes)) for name, offset, nbytes in message["files"]]
     save = message.get("together")
-    together = Together(str(save["identity"]), tuple(map(str, save["shards"]))) if save is not None else None
+    together = _together(save) if save is not None else None
     part = message.get("split")
     split = _split(part) if part is not None else None
     return SnapshotContent(info, files, bool(message["commit"]), together, split)
+
+
+def _together(message: Message) -> Together:
+    return Together(str(message["identity"]), tuple(map(str, message["shards"])), bool(message["in_memory"]))
 
 
 def _split(message: Message) -> Split:

@@ -62,6 +62,7 @@ class BuddyCopies:
         self.guest = (ranks.rank - ranks.local_world_size) % ranks.world_size
         self._work: queue.SimpleQueue[_Exchange | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._is_broken = False
 
     @property
     def guests(self) -> range:
@@ -85,19 +86,31 @@ class BuddyCopies:
         self._work.put(_Exchange(step, arena, own, guest, offset))
 
     def close(self) -> None:
-        """Wait until all copies have been made, and end the thread."""
+        """Wait until all copies have been made, end the thread, and give the group up."""
         if self._thread is not None:
             self._work.put(None)
             self._thread.join()
+        self._break()
+
+    def _break(self) -> None:
+        """Copy nothing any more; ranks that wait for this one learn of it at once."""
+        if not self._is_broken:
+            self._is_broken = True
+            self._ranks.close_group()
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
+            guest = None
             try:
-                guest = self._copy(work)
-            # Most likely, a rank is gone and the attempt ends. If not, the agent must not wait for a copy all the same.
+                guest = self._copy(work) if not self._is_broken else None
+            # Most likely, a rank is gone and the attempt ends. If not, nobody may wait for a copy all the same.
             except Exception as error:
-                logger.warning("the shards of step %d were not copied to another node: %s", work.step, error)
-                guest = None
+                logger.warning(
+                    "the shards of step %d were not copied to another node, and later ones will not be: %s",
+                    work.step,
+                    error,
+                )
+                self._break()
             # The training thread notices by itself that the agent is gone.
             with contextlib.suppress(CheckpointError):
                 self._client.received(work.step, work.arena, guest)
@@ -107,7 +120,10 @@ class BuddyCopies:
         self._ranks.transfer(_parts(work.own, self._buddy), _parts(work.guest, self.guest))
         sent, received = (ShardParts.of(data).digest for data in (work.own, work.guest))
         # Also the sign that all copies have been made: before, none of them is of use.
-        if self._ranks.gather(sent)[self.guest] != received:
+        said = self._ranks.gather((work.step, sent))
+        if any(step != work.step for step, _ in said):
+            raise RuntimeError("the ranks have copied shards of different steps")
+        if said[self.guest][1] != received:
             logger.warning("the copy of another node's shard of step %d was altered on its way", work.step)
             return None
         return Guest(shard_name(self.guest), work.offset, work.guest.nbytes, received)

@@ -6,15 +6,13 @@ nodes can resume as long as these together are all.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from checkpointing.agent.client import OfferedSnapshot
 from checkpointing.shard_reading import ShardReader
 from checkpointing.shards import ShardIndex, shard_rank
-
-# What every reader needs is sent to all at once, unless it is much.
-MOST_COMMON_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -126,11 +124,11 @@ class CommonPieces:
     """
 
     def __init__(self, pieces: Mapping[int, bytes], shard: ShardReader) -> None:
-        self._pieces, self._shard = pieces, shard
+        self._pieces, self._places, self._shard = pieces, sorted(pieces), shard
 
     @classmethod
     def read_from(cls, reader: ShardReader, index: ShardIndex) -> dict[int, bytes]:
-        """Return what there is to pass on, unless it is much.
+        """Return what there is to pass on.
 
         Args:
             reader: Of the first rank's shard.
@@ -140,14 +138,13 @@ class CommonPieces:
             OSError: The shard cannot be read.
             ValueError: It was altered.
         """
-        pieces = [piece for file in index.files.values() for piece in file.common]
-        if sum(piece.nbytes for piece in pieces) > MOST_COMMON_BYTES:
-            return {}
+        pieces = (piece for file in index.files.values() for piece in file.common)
         return {piece.at: b"".join(reader.read(piece.at, piece.nbytes)) for piece in pieces}
 
     def read(self, start: int, nbytes: int) -> Iterator[memoryview]:
         """Yield the bytes."""
-        place = max((place for place in self._pieces if place <= start), default=0)
+        number = bisect.bisect_right(self._places, start) - 1
+        place = self._places[number] if number >= 0 else 0
         data = memoryview(self._pieces.get(place, b""))[start - place : start - place + nbytes]
         if len(data) == nbytes:
             yield data

@@ -60,11 +60,13 @@ class _Problem:
         rank: The first rank that has found it.
         text: What is wrong.
         unreachable: Storage does not answer.
+        damaged: The bytes are not those that were digested.
     """
 
     rank: int
     text: str
     unreachable: bool
+    damaged: bool = True
 
 
 def choose(tiers: Tiers, resume: str | int, ranks: Ranks, client: AgentClient, *, private: bool) -> RestorePoint | None:
@@ -183,7 +185,7 @@ class _Choice:
         try:
             received = PeerState(self._ranks, held, own).receive()
         except NoMemory as error:
-            return None, _Problem(error.rank, str(error), unreachable=False)
+            return None, _Problem(error.rank, str(error), unreachable=False, damaged=False)
         arrived, problem = self._read(None, received)
         return point or arrived, problem
 
@@ -198,12 +200,12 @@ class _Choice:
             try:
                 source = PeerState(ranks, self._held[step], plain).receive() or share
             except NoMemory as error:
-                return None, _Problem(error.rank, str(error), unreachable=False)
+                return None, _Problem(error.rank, str(error), unreachable=False, damaged=False)
         served = [shard for shard, server in held.servers.items() if server == ranks.rank]
         point, problem = self._read(None, source, served)
         if problem is None:
             assert point is not None and point.spread is not None
-            connect(point.spread, ranks, held, share, self._nodes)
+            connect(point.spread, ranks, held, share)
         return point, problem
 
     def _read(
@@ -252,7 +254,10 @@ class _Choice:
         """
         if storage is None:
             del self._held[step]
-            self._client.discard(step, problem.text)
+            # Of a share, the other nodes' parts are intact, and may be about to become a checkpoint.
+            is_ours = step not in self._in_shares or self._nodes[problem.rank] == self._nodes[self._ranks.rank]
+            if problem.damaged and is_ours:
+                self._client.discard(step, problem.text)
             if step in self._in_shares:
                 # It may be about to become a checkpoint, which is then found to be whole or not.
                 self._client.offer()

@@ -198,6 +198,11 @@ class RestorePoint:
             raise InvalidCheckpoint(self.place, f"{name} is not in it; resume from another step")
         return self._files[name]
 
+    def end_reading(self) -> None:
+        """Note that model and optimizer are restored, on all ranks together: nobody reads the others' shards then."""
+        if self.spread is not None:
+            self.spread.end_reading()
+
     def close(self) -> None:
         """Release the bytes that were not parsed."""
         self._files.clear()

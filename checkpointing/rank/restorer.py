@@ -86,13 +86,14 @@ class Restorer:
             train_state.restore_model(point, placer(train_state, self._ranks))
 
     def load_optimizer(self, train_state: TrainState, point: RestorePoint) -> None:
-        """Load the state of optimizer, scheduler, scaler, and of the further states.
+        """Load the state of optimizer, scheduler, scaler, and of the further states, after that of the model.
 
         Raises:
             CheckpointError: A file cannot be parsed, or is of another optimizer.
         """
         with self._timed():
             train_state.restore_optimizer(point, self._ranks.rank, placer(train_state, self._ranks))
+            point.end_reading()
 
     def load_states(self, train_state: TrainState, point: RestorePoint, names: Set[str]) -> None:
         """Load some of the further states again.
@@ -150,18 +151,23 @@ class Restorer:
 
 
 def restore_generators(point: RestorePoint, rank: int, world_size: int) -> None:
-    """Set this rank's random number generators; warns where the checkpoint has no state for this rank.
+    """Set this rank's random number generators; to the first rank's state where the checkpoint has none for this one.
+
+    Scripts seed all ranks alike, and those that share layers (tensor parallelism) must draw the same: what is left of
+    their seed in a new rank would not be what the others have.
 
     Raises:
         InvalidCheckpoint: The file cannot be parsed.
     """
-    name = rng.file_name(rank, world_size)
-    if point.has(name):
-        with point.reading(name):
-            rng.set_state(point.torch_object(name))
-    else:
+    own = rng.file_name(rank, world_size)
+    for name in (own, *rng.FIRST_RANKS_FILES):
+        if point.has(name):
+            with point.reading(name):
+                rng.set_state(point.torch_object(name))
+            break
+    if not point.has(own):
         logger.warning(
-            "%s was written by %d ranks: it holds no generator state for rank %d, whose generators keep their seed",
+            "%s was written by %d ranks: it holds no generator state for rank %d, which continues with that of rank 0",
             point.place,
             point.world_size,
             rank,

@@ -66,6 +66,10 @@ def file_name(rank: int, world_size: int) -> str:
     return f"rng_state_{rank}.pth" if world_size > 1 else "rng_state.pth"
 
 
+# In checkpoints of several ranks, and of one.
+FIRST_RANKS_FILES = (file_name(0, 2), file_name(0, 1))
+
+
 def host_state() -> dict[str, Any]:
     """Return the generator states of Python, numpy and torch on the CPU."""
     return {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}

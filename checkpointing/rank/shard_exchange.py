@@ -8,11 +8,12 @@ verifies what has come.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
 from checkpointing.agent.client import OfferedSnapshot
+from checkpointing.errors import InvalidCheckpoint
 from checkpointing.rank.memory_shards import HeldShards
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.spread_files import SpreadFiles
@@ -75,9 +76,7 @@ class ShardExchange:
                 return
 
 
-def connect(
-    spread: SpreadFiles, ranks: Ranks, held: HeldShards, share: OfferedSnapshot | None, nodes: Sequence[int]
-) -> None:
+def connect(spread: SpreadFiles, ranks: Ranks, held: HeldShards, share: OfferedSnapshot | None) -> None:
     """Let every rank read all shards of a snapshot in memory; called by all together.
 
     Args:
@@ -85,7 +84,9 @@ def connect(
         ranks: This rank, with a group that the training thread uses.
         held: Who serves which shard.
         share: What this rank's node holds, if anything.
-        nodes: The first rank of each rank's node, by rank.
+
+    Raises:
+        InvalidCheckpoint: What all ranks need cannot be read; on all of them.
     """
     parts: dict[int, ShardParts] = {}
     for theirs in ranks.gather(spread.served):
@@ -98,16 +99,25 @@ def connect(
     cache, readers = PartCache(), dict[int, ShardReader]()
     for shard, server in held.servers.items():
         name = shard_name(shard)
-        if nodes[server] == nodes[ranks.rank]:
-            assert share is not None
-            readers[shard] = in_memory(name, share.files[name])
+        if share is not None and name in share.files:
+            # Its own, or a copy of another node's.
+            readers[shard] = in_memory(name, share.files[name], parts[shard])
         else:
             assert exchange is not None
             readers[shard] = PartReader(parts[shard], exchange.reader(server, shard), cache, name)
     spread.read_from(readers, exchange.close if exchange is not None else lambda: None)
     if exchange is not None:
         # At once, where otherwise all ranks would ask for them.
-        spread.add_common_pieces(ranks.broadcast(spread.common_pieces() if ranks.is_first else {}))
+        pieces: dict[int, bytes] | InvalidCheckpoint = {}
+        if ranks.is_first:
+            try:
+                pieces = spread.common_pieces()
+            except InvalidCheckpoint as error:
+                pieces = error
+        pieces = ranks.broadcast(pieces)
+        if isinstance(pieces, InvalidCheckpoint):
+            raise pieces
+        spread.add_common_pieces(pieces)
 
 
 def _numbers(shard: int, start: int, nbytes: int) -> torch.Tensor:

@@ -13,6 +13,10 @@ from checkpointing.rank.ranks import Ranks
 from checkpointing.shards import Piece, ShardIndex, SpreadFile, shard_name
 from checkpointing.together import Together
 
+# What all ranks need of the first one's shard. With more, such as all weights under ZeRO 1 and 2, the storage is a
+# better place to read it from than one rank.
+_MOST_COMMON_BYTES = 64 * 1024 * 1024
+
 
 @dataclass(frozen=True)
 class _Holding:
@@ -48,6 +52,7 @@ class ShardLayout:
         self._index = ShardIndex({})
         self._index_file = b""
         self.sizes: list[int] = []
+        self._num_common = 0
 
     def lay_out(self, images: Sequence[FileImage]) -> tuple[list[FileImage], bytes, Together]:
         """Pack this rank's share.
@@ -79,7 +84,8 @@ class ShardLayout:
                 own.own.append(Extent(placed.at, holding.content.source.reshape(-1)))
         shards = [own if rank == ranks.rank else FileImage(shard_name(rank), self.sizes[rank]) for rank in local]
         identity = ranks.broadcast(uuid.uuid4().hex[:12])
-        return shards, self._index_file, Together(identity, tuple(map(shard_name, range(ranks.world_size))))
+        names = tuple(map(shard_name, range(ranks.world_size)))
+        return shards, self._index_file, Together(identity, names, self._num_common <= _MOST_COMMON_BYTES)
 
     def _place(self, images: Sequence[FileImage], holdings: Sequence[_Holding]) -> None:
         """Agree with all ranks on where everything is."""
@@ -95,6 +101,7 @@ class ShardLayout:
         except ValueError as error:
             raise CheckpointError(f"the ranks together do not hold all of the sharded state: {error}") from None
         self._digests = digests
+        self._num_common = sum(piece.nbytes for file in self._index.files.values() for piece in file.common)
         self._index_file = self._index.to_json() if self._ranks.local_rank == 0 else b""
 
 

@@ -107,7 +107,7 @@ class SnapshotMaker:
                 self._drop_torn(pending, changed)
                 copy.copied()
                 return
-        acquired = self._client.acquire(request.step, nbytes, wait=request.wait)
+        acquired = self._client.acquire(request.step, nbytes, wait=request.wait, is_urgent=request.commit)
         split = None
         if layout.together is not None:
             acquired = self._agreed(request.step, acquired)
@@ -140,7 +140,9 @@ class SnapshotMaker:
         if ranks.local_rank == 0:
             file_images.copy_literals(placed, buffer)
         failpoint("snapshot.copied")
-        buddies = self.buddies if layout.together is not None else None
+        # What training waits for is about to be in storage, and to be the last.
+        is_last = request.commit and request.wait
+        buddies = self.buddies if layout.guests and not is_last else None
         self._client.staged(
             request.step,
             number,
@@ -211,7 +213,8 @@ class SnapshotMaker:
         refusal = next(filter(None, refusals), None)
         if refusal is None:
             return acquired
-        if not isinstance(acquired, Refusal):
+        # Once: a later message might hit the next try.
+        if not isinstance(acquired, Refusal) and self._ranks.local_rank == 0:
             self._client.abandon(step, acquired[0], "another node has no memory for its share")
         return refusal
 
@@ -247,7 +250,7 @@ class SnapshotMaker:
         splittable = tuple(image.name for image in images if is_split(image.nbytes) and not image.alone)
         if state.is_spread:
             shards, index, together = self._shards.lay_out(images[num_foreign:])
-            if self.buddies is not None:
+            if self.buddies is not None and together.in_memory:
                 # Before the small files, which only the node's first rank lays out.
                 guests = {shard_name(rank): self._shards.sizes[rank] for rank in self.buddies.guests}
             images[num_foreign:] = [*shards, *itertools.starmap(FileImage, guests.items())]

@@ -99,10 +99,15 @@ class SpreadFiles:
             self._readers.supply(0, CommonPieces(pieces, self._readers(0)))
 
     def read_from(self, readers: Mapping[int, ShardReader], release: Callable[[], None]) -> None:
-        """Read the shards by these readers from now on; `close` calls `release`, on all ranks together."""
+        """Read the shards by these readers from now on; `end_reading` calls `release`."""
         for rank, reader in readers.items():
             self._readers.supply(rank, reader)
         self._release = release
+
+    def end_reading(self) -> None:
+        """Read nothing more, once all ranks have read what they need; called by all together."""
+        self._release()
+        self._release = lambda: None
 
     def has(self, name: str) -> bool:
         """Return whether a file is spread over shards."""
@@ -162,9 +167,7 @@ class SpreadFiles:
                     read_range(opened.file, self._readers, first, target)
 
     def close(self) -> None:
-        """Release the shards in memory."""
-        self._release()
-        self._release = lambda: None
+        """Release the shards in memory, on this rank alone: another one may have failed."""
         self._readers = ShardReaders({})
         self._opened.clear()
 

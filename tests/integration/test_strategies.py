@@ -267,7 +267,7 @@ def test_when_a_rank_dies_all_resume_from_the_memory_of_their_nodes(strategy: St
     assert end == f"END 6 {calm.ended_with}"
 
 
-# The last node dies with everything on it, when another one holds a copy of its shards. It need not have the last ranks.
+# The last node, which need not have the last ranks, dies when another one holds a copy of its shards.
 NODE_LOST = KILLED_ONCE.replace(
     """        if rank == size - 1 and start == 0:
             os.kill(os.getpid(), signal.SIGKILL)""",

@@ -113,10 +113,12 @@ class Bench:
         self.resumption = Resumption(self.pool, self.scheduler, self.workers, self.events.append)
         self._number = 0
 
-    def acquire(self, step: int, *, wait: bool = False, nbytes: int = len(STATE)) -> Arena | Refusal | None:
+    def acquire(
+        self, step: int, *, wait: bool = False, nbytes: int = len(STATE), urgent: bool = False
+    ) -> Arena | Refusal | None:
         """As the node's leader does it."""
         self._number += 1
-        return self.scheduler.acquire(ArenaRequest(step, self._number, nbytes, wait), is_leader=True)
+        return self.scheduler.acquire(ArenaRequest(step, self._number, nbytes, wait, urgent), is_leader=True)
 
     def got(self, step: int) -> Arena:
         arena = self.acquire(step)

@@ -105,7 +105,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 
 
 def acquire(rank: Peer, step: int, number: int = 1, wait: bool = False) -> list[Message]:
-    return rank.say("acquire", step=step, number=number, nbytes=5, wait=wait)
+    return rank.say("acquire", step=step, number=number, nbytes=5, wait=wait, urgent=False)
 
 
 def stage(rank: Peer, step: int, arena: int, commit: bool = True, receives: bool = False) -> list[Message]:

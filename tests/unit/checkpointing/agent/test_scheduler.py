@@ -38,7 +38,7 @@ def test_a_snapshot_is_skipped_while_all_arenas_are_in_use(bench: Bench) -> None
     assert bench.acquire(3, wait=True) is None
     assert bench.events == []
     assert bench.acquire(3) is Refusal.BUSY
-    assert bench.events == [SnapshotSkipped(step=3, reason="all arenas are being written")]
+    assert bench.events == [SnapshotSkipped(step=3, reason="all arenas are being written, or copied to another node")]
 
 
 def test_without_memory_there_is_no_arena_and_no_waiting() -> None:

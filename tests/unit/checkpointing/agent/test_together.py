@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from unit.checkpointing.agent.doubles import STATE, Bench, save
@@ -259,16 +260,54 @@ def test_what_becomes_of_an_earlier_attempts_save_is_no_answer_to_the_next_one(
     assert isinstance(leader.settle()[-1], CommitFailed) and leader.scheduler.outcomes == {}
 
 
-def test_a_newer_committed_share_makes_older_ones_superfluous(nodes: tuple[Bench, Bench]) -> None:
+def test_an_older_share_is_kept_when_a_newer_one_is_saved(nodes: tuple[Bench, Bench]) -> None:
+    """A node has written its own shards while others still write theirs, and copies of them are on their way."""
     leader, other = nodes
     for rank, bench in enumerate(nodes):
         share(bench, rank, 6, commit=False)
         share(bench, rank, 7)
     settle_both(leader, other)
     for bench in nodes:
-        assert [arena.step for arena in bench.scheduler.whole()] == [7]
+        assert [arena.step for arena in bench.resumption.offered()] == [6, 7]
         bench.scheduler.commit_newest()
         assert not bench.scheduler.is_busy
+
+
+def test_the_newest_share_is_never_overwritten(nodes: tuple[Bench, Bench]) -> None:
+    """Nodes that are not equally far with their saves would keep different ones."""
+    leader, _ = nodes
+    first, second = share(leader, 0, 6), share(leader, 0, 7, commit=False)
+    # The older one is still being saved.
+    first.num_tasks, second.num_tasks = 1, 0
+    assert leader.acquire(8) is Refusal.BUSY
+    first.num_tasks = 0
+    assert leader.acquire(8) is first
+
+
+def test_a_snapshot_to_be_committed_does_not_wait_for_copies_of_the_one_before(nodes: tuple[Bench, Bench]) -> None:
+    leader, _ = nodes
+    first, _ = (share(leader, 0, step, commit=False, receives=step == 7) for step in (6, 7))
+    leader.settle()
+    assert leader.acquire(8) is Refusal.BUSY
+    assert leader.acquire(8, urgent=True) is first
+
+
+def test_what_the_ranks_have_not_resumed_from_is_overwritten_first(nodes: tuple[Bench, Bench]) -> None:
+    leader, _ = nodes
+    resumed, ahead = share(leader, 0, 8, commit=False), share(leader, 0, 9, commit=False)
+    leader.settle()
+    leader.scheduler.begin_stage()
+    assert [arena.step for arena in leader.resumption.offered()] == [8, 9]
+    assert leader.acquire(9) is ahead and resumed.is_usable
+
+
+def test_what_ranks_need_too_much_of_is_not_offered(nodes: tuple[Bench, Bench]) -> None:
+    leader, _ = nodes
+    arena = share(leader, 0, 8, commit=False)
+    leader.settle()
+    assert leader.resumption.offered() == [arena] and arena.together is not None
+    arena.together = replace(arena.together, in_memory=False)
+    assert leader.resumption.offered() == []
 
 
 def test_a_share_that_is_being_digested_as_its_attempt_ends_is_not_committed_by_the_next(

@@ -7,10 +7,9 @@ from spread_checkpoint import NAME, ROWS, spread
 
 from checkpointing.agent.client import OfferedSnapshot
 from checkpointing.manifest import SnapshotInfo
-from checkpointing.rank import memory_shards
 from checkpointing.rank.memory_shards import CommonPieces, NodeShare, newest_attempt, resumable, shares_by_step
 from checkpointing.shard_reading import in_memory
-from checkpointing.shards import INDEX_NAME, shard_name
+from checkpointing.shards import INDEX_NAME, ShardParts, shard_name
 
 
 def share(*ranks: int, attempt: int = 1, identity: str = "ab", world_size: int = 4) -> NodeShare:
@@ -67,17 +66,16 @@ def test_what_a_newer_attempt_has_left_otherwise_counts_too() -> None:
     assert resumable(offers, NODES, 1)[7].nodes == (0, 2) and resumable(offers, NODES, 2) == {}
 
 
-def test_what_all_need_of_the_first_shard_is_sent_unless_it_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_all_need_of_the_first_shard_is_sent() -> None:
     index, shards = spread(ROWS)
-    shard = in_memory(shard_name(0), memoryview(shards[0]))
+    data = memoryview(shards[0])
+    shard = in_memory(shard_name(0), data, ShardParts.of(data))
     pieces = CommonPieces.read_from(shard, index)
     assert sum(map(len, pieces.values())) == sum(piece.nbytes for piece in index.files[NAME].common)
-    altered = bytearray(shards[0])
+    altered = memoryview(bytearray(data))
     altered[0] ^= 1
-    reader = CommonPieces(pieces, in_memory(shard_name(0), memoryview(altered)))
-    assert b"".join(reader.read(0, 8)) == bytes(shards[0][:8])
+    reader = CommonPieces(pieces, in_memory(shard_name(0), altered, ShardParts.of(altered)))
+    assert b"".join(reader.read(0, 8)) == bytes(data[:8])
     # What was not sent is read from the shard.
     assert b"".join(reader.read(0, len(altered))) == bytes(altered)
-    monkeypatch.setattr(memory_shards, "MOST_COMMON_BYTES", 10)
-    assert CommonPieces.read_from(shard, index) == {}
-    assert b"".join(CommonPieces({}, shard).read(0, 8)) == bytes(shards[0][:8])
+    assert b"".join(CommonPieces({}, shard).read(0, 8)) == bytes(data[:8])

@@ -13,7 +13,6 @@ from thread_ranks import run_ranks
 
 from checkpointing.errors import CheckpointError
 from checkpointing.layout import MODEL_NAME
-from checkpointing.rank import rng
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.restorer import Restorer, check_nothing_in_the_way, restore_generators
 from checkpointing.rank.train_state import TrainState
@@ -53,13 +52,19 @@ def test_under_a_supervisor_nothing_is_printed(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().err == ""
 
 
-def test_a_rank_that_is_new_keeps_its_generators(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_that_is_new_continues_with_the_first_ones_generators(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not with its seed: ranks that share layers must draw the same."""
     write_checkpoint(tmp_path, 10, network())
-    point = restorer(tmp_path).choose(private=True)
-    assert point is not None
-    before = rng.host_state()["python"]
-    restore_generators(point, 1, 2)
-    assert rng.host_state()["python"] == before and "holds no generator state for rank 1" in caplog.text
+    draws = []
+    for rank, world_size in ((0, 1), (1, 2)):
+        point = restorer(tmp_path).choose(private=True)
+        assert point is not None
+        torch.manual_seed(rank)
+        restore_generators(point, rank, world_size)
+        draws.append((random.random(), float(torch.rand(()))))
+    assert draws[0] == draws[1] and caplog.text.count("holds no generator state for rank 1") == 1
 
 
 def test_another_runs_checkpoint_must_be_of_this_library(tmp_path: Path) -> None:

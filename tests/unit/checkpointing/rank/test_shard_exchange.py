@@ -13,7 +13,7 @@ from checkpointing.agent.client import OfferedSnapshot
 from checkpointing.digest import digest_buffer
 from checkpointing.errors import InvalidCheckpoint
 from checkpointing.manifest import SnapshotInfo
-from checkpointing.rank.memory_shards import HeldShards
+from checkpointing.rank.memory_shards import CommonPieces, HeldShards
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.shard_exchange import ShardExchange, connect
 from checkpointing.rank.spread_files import SpreadFiles, open_share
@@ -43,7 +43,6 @@ def read_all(spread: SpreadFiles) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("pieces", [ROWS, COLUMNS])
-@pytest.mark.parametrize("has_common", [True, False])
 @pytest.mark.parametrize(
     ("shards", "servers"),
     [
@@ -58,25 +57,21 @@ def read_all(spread: SpreadFiles) -> dict[str, torch.Tensor]:
 def test_every_rank_reads_all_shards_wherever_they_are(
     shards: list[tuple[int, ...]],
     servers: dict[int, int],
-    has_common: bool,
     pieces: list[Piece],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if not has_common:
-        monkeypatch.setattr("checkpointing.rank.memory_shards.MOST_COMMON_BYTES", 0)
     held = HeldShards(1, "ab", tuple(node for node, mine in enumerate(shards) if mine), servers)
 
     def read(ranks: Ranks) -> dict[str, torch.Tensor]:
         share = snapshot(pieces, *shards[ranks.rank])
         served = [shard for shard, server in servers.items() if server == ranks.rank]
         spread = opened(share, *served)
-        connect(spread, ranks, held, share if shards[ranks.rank] else None, list(range(ranks.world_size)))
-        try:
-            return read_all(spread)
-        finally:
-            spread.close()
-            # Once.
-            spread.close()
+        connect(spread, ranks, held, share if shards[ranks.rank] else None)
+        found = read_all(spread)
+        spread.end_reading()
+        # Once.
+        spread.end_reading()
+        spread.close()
+        return found
 
     for found in run_ranks(read, len(shards), per_node=1):
         assert isinstance(found, dict), found
@@ -91,9 +86,9 @@ def test_ranks_of_one_node_read_what_each_of_them_has_verified() -> None:
 
     def read(ranks: Ranks) -> object:
         spread = opened(share, ranks.rank)
-        connect(spread, ranks, held, share, [0, 0])
+        connect(spread, ranks, held, share)
         state = read_all(spread)
-        spread.close()
+        spread.end_reading()
         return state["weight"].tolist()
 
     assert run_ranks(read) == [STATE["weight"].tolist()] * 2
@@ -101,7 +96,7 @@ def test_ranks_of_one_node_read_what_each_of_them_has_verified() -> None:
 
 def test_what_was_altered_on_its_way_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     held = HeldShards(1, "ab", (0,), {0: 0, 1: 0})
-    monkeypatch.setattr("checkpointing.rank.memory_shards.MOST_COMMON_BYTES", 0)
+    monkeypatch.setattr(CommonPieces, "read_from", lambda reader, index: {})
     real = ShardExchange.reader
     FAULTS.clear()
 
@@ -117,11 +112,11 @@ def test_what_was_altered_on_its_way_is_noticed(monkeypatch: pytest.MonkeyPatch)
     def read(ranks: Ranks) -> object:
         share = snapshot(ROWS, *((0, 1) if ranks.is_first else ()))
         spread = opened(share, *((0, 1) if ranks.is_first else ()))
-        connect(spread, ranks, held, share if ranks.is_first else None, [0, 1])
+        connect(spread, ranks, held, share if ranks.is_first else None)
         try:
             return read_all(spread)["weight"].tolist()
         finally:
-            spread.close()
+            spread.end_reading()
 
     first, second = run_ranks(read, per_node=1)
     assert first == STATE["weight"].tolist()

@@ -31,7 +31,7 @@ class FullArenas(Arenas):
         self._refusal = refusal
         self.run_id, self.attempt, self.events = "run", 1, list[dict[str, Any]]()
 
-    def acquire(self, step: int, nbytes: int, *, wait: bool) -> Refusal:
+    def acquire(self, step: int, nbytes: int, *, wait: bool, is_urgent: bool = False) -> Refusal:
         return self._refusal
 
     def announce(self, event: Event) -> None:
