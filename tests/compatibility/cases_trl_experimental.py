@@ -181,7 +181,7 @@ def _iw_opd(run: Run, **options: Any) -> Any:
     verdict=differs(
         "its loader is no DataLoader, whose position could be followed",
         part="^after the kill: batch",
-        warning="_RepeatBatchDataLoader is no torch DataLoader",
+        warning="_RepeatBatchDataLoader is not a torch DataLoader",
     ),
     stock=True,
     **_EARLY,
@@ -195,7 +195,7 @@ def _iw_opd_default(run: Run) -> None:
     verdict=differs(
         "its loader is no DataLoader, whose position could be followed",
         part="^after the kill: batch",
-        warning="_RepeatBatchDataLoader is no torch DataLoader",
+        warning="_RepeatBatchDataLoader is not a torch DataLoader",
     ),
     stock=True,
     **_EARLY,
