@@ -24,6 +24,7 @@ from checkpointing.data.position import EpochStart, Position
 from checkpointing.data.recut import RecutBatchSampler, recut_position
 from checkpointing.data.sampler_state import SamplerState
 from checkpointing.errors import CheckpointError
+from checkpointing.exact.dealing import Dealing, DealtBatchSampler
 from checkpointing.rank import rng
 
 # Attribute of a loader that holds its cursor.
@@ -51,7 +52,14 @@ class LoaderCursor:
     """
 
     def __init__(
-        self, loader: Any, *, seed: int, rank: int, made_for: StepLayout | None = None, now: StepLayout | None = None
+        self,
+        loader: Any,
+        *,
+        seed: int,
+        rank: int,
+        made_for: StepLayout | None = None,
+        now: StepLayout | None = None,
+        dealing: Dealing | None = None,
     ) -> None:
         """Attach a cursor to a loader.
 
@@ -61,6 +69,7 @@ class LoaderCursor:
             rank: Of this process; ranks draw differently.
             made_for: How steps were divided when the run began.
             now: How they are divided now; where this differs, each step keeps its samples.
+            dealing: The loader's batches are those of all virtual ranks: which ones are this rank's.
 
         Raises:
             CheckpointError: The loader cannot be followed, or its order cannot be divided differently.
@@ -68,7 +77,8 @@ class LoaderCursor:
         base = _torch_loader(loader)
         if base is None:
             raise CheckpointError(f"{type(loader).__name__} is not a torch DataLoader")
-        self.loader, self._base, self._seed, self._rank = loader, base, seed, rank
+        self.loader, self._base, self._seed, self._rank = loader, base, seed, 0 if dealing is not None else rank
+        self._dealing = dealing
         self.layout = now or StepLayout(1, 1, 1)
         self.epoch, self.consumed, self.interleaves, self.skips_epoch = 0, 0, False, False
         self.other_ranks: tuple[int, int] | None = None
@@ -89,7 +99,9 @@ class LoaderCursor:
             return
         slot = "batch_sampler" if base.batch_sampler is not None else "sampler"
         inner: Any = getattr(base, slot)
-        if made_for is not None and now is not None and made_for != now:
+        if dealing is not None:
+            inner = DealtBatchSampler(inner, dealing)
+        elif made_for is not None and now is not None and made_for != now:
             inner = self._recut = RecutBatchSampler(inner, made_for, now, rank)
         self._samplers = SamplerState(inner)
         self.watches_draws = self._samplers.may_draw_globally
@@ -255,6 +267,10 @@ class LoaderCursor:
         # A sampler that interleaves was reported when that was noticed.
         if position is not None and not self.interleaves:
             check_order(position, self._digest.newest, self.name, self.other_ranks)
+
+    def is_ours(self, number: int) -> bool:
+        """Return whether a batch is dealt to this rank."""
+        return self._dealing is None or self._dealing.is_ours(number)
 
     def seed_of(self, number: int) -> int:
         """Return the seed of what is drawn while batch `number` of this epoch is made."""

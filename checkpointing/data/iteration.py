@@ -48,6 +48,9 @@ class Order(Protocol):
     def check_replayed(self) -> None:
         """Check that the batches passed over are those of the checkpoint."""
 
+    def is_ours(self, number: int) -> bool:
+        """Return whether this rank computes batch `number`; another one does otherwise."""
+
     def seed_of(self, number: int) -> int:
         """Return the seed of batch `number` of this epoch."""
 
@@ -101,7 +104,7 @@ class ReplayedSampler(BatchSampler):
                     )
                 return
             order.drawn(number, index)
-            if number >= skip:
+            if number >= skip and order.is_ours(number):
                 yield with_seed(index, order.seed_of(number))
 
 

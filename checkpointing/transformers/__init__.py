@@ -25,6 +25,7 @@ from checkpointing.rank.sharding import has_sharded
 from checkpointing.retention import FurtherRetention, best_by
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
 from checkpointing.transformers.deepspeed import check_deepspeed
+from checkpointing.transformers.exact import AUTO
 from checkpointing.transformers.options import Options
 from checkpointing.transformers.trainer import ResilientMixin
 
@@ -51,6 +52,7 @@ def resilient(
     spike_zscore: float | None = None,
     seekable_stream: bool = False,
     shuffle_samples: int | None = None,
+    virtual_ranks: int | Auto | None = None,
     **retention: Unpack[FurtherRetention],
 ) -> TrainerT:
     """Give a trainer fault-tolerant checkpoints.
@@ -91,6 +93,9 @@ def resilient(
             that accelerate adds at the end of an epoch. Otherwise the trainer's own loader is used, and read again.
         shuffle_samples: Number of samples of such a data set that are read ahead and shuffled; None keeps its order.
             Use it instead of `IterableDataset.shuffle`, whose buffer no checkpoint holds.
+        virtual_ranks: Compute each step by so many virtual ranks, with the same bits on any number of ranks up to that
+            ("auto": as many as there are when the run begins). For DDP; the number of micro-batches of a step is
+            `virtual_ranks` x `gradient_accumulation_steps`. None computes as the Trainer does.
         **retention: What to keep besides: with `keep_every`, every checkpoint whose step is a multiple of it.
 
     Returns:
@@ -159,7 +164,9 @@ def resilient(
         make_manager,
         Options(
             states=dict(states or {}),
-            divisor=micro_batch_divisor(),
+            divisor=1 if virtual_ranks else micro_batch_divisor(),
+            virtual_ranks=_virtual_ranks(virtual_ranks),
+            on_host=micro_batch_divisor() > 1,
             saves_by_price=save_steps == "auto",
             check_finite=check_finite,
             spike_zscore=spike_zscore,
@@ -168,6 +175,25 @@ def resilient(
         ),
     )
     return trainer
+
+
+def _virtual_ranks(count: int | Auto | None) -> int:
+    """Return the number of virtual ranks, as `Options` has it.
+
+    Raises:
+        ValueError: It is none.
+        CheckpointError: There is not enough memory even with sums on the host.
+    """
+    if count is None:
+        return 0
+    if count != "auto" and count < 1:
+        raise ValueError(f"virtual_ranks is {count}; use a positive number, or auto")
+    if micro_batch_divisor() > 2:
+        raise CheckpointError(
+            "out of memory, although the sums of gradients are in the host's memory: smaller micro-batches would end "
+            "in other bits. Choose a smaller per_device_train_batch_size with more virtual ranks, in another output_dir"
+        )
+    return AUTO if count == "auto" else count
 
 
 def load_best(trainer: Any) -> int | None:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import accelerate
@@ -16,6 +17,7 @@ from checkpointing.data.layout import StepLayout
 from checkpointing.data.stream import StreamBatches, StreamDataLoader, StreamPosition
 from checkpointing.environment import rank_settings
 from checkpointing.errors import CheckpointError
+from checkpointing.exact.dealing import Dealing
 from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.transformers.data_ranks import DataRanks
 from checkpointing.transformers.job import check_same_job, check_samples_per_step, fit_layout
@@ -75,6 +77,7 @@ class TrainingData:
             shuffle_samples: Samples of the stream that are shuffled at a time; None keeps its order.
             uneven: Whether ranks may have different numbers of samples in a step.
         """
+        self._dealing: Dealing | None = None
         self._uneven = uneven and beginning is None
         self._manager, self._args, self._ranks = manager, args, ranks
         self.layout = layout
@@ -97,11 +100,17 @@ class TrainingData:
     @property
     def shared_samples(self) -> int | None:
         """Samples of a step, if any number of ranks can share them; None if they must divide it."""
+        if self._dealing is not None:
+            return self._dealing.virtual_ranks
         return self.layout.samples_per_step if self._uneven and self.cursor is not None else None
 
     @property
     def _seed(self) -> int:
         return int(self._args.data_seed if self._args.data_seed is not None else self._args.seed)
+
+    def deal(self, dealing: Dealing) -> None:
+        """Have virtual ranks share the steps; call it before `fit` and `resume`."""
+        self._dealing, self.layout = dealing, replace(self.layout, world_size=dealing.virtual_ranks)
 
     def fit(self, batch_size: int) -> StepLayout | None:
         """Divide the samples of a step among the ranks that there are.
@@ -115,6 +124,10 @@ class TrainingData:
         Raises:
             CheckpointError: A run whose number of ranks changes by itself cannot share them equally.
         """
+        if self._dealing is not None:
+            return StepLayout(
+                self._ranks.count, self.layout.batch_size, self._dealing.largest * self.layout.accumulation
+            )
         samples, ranks, elastic = self.layout.samples_per_step, self._ranks.count, rank_settings().planned_ranks
         if elastic and samples % ranks and not (self._uneven and samples > ranks):
             raise CheckpointError(
@@ -172,14 +185,16 @@ class TrainingData:
         """
         args = self._args
         now = StepLayout(self._ranks.count, batch_size, args.gradient_accumulation_steps, self._uneven_samples)
+        now = now if self._dealing is None else self.layout
         if args.auto_find_batch_size and point is None:
             # The Trainer may restart with smaller batches.
             self.layout = now
         check_samples_per_step(point, now.samples_per_step)
         try:
-            cursor = LoaderCursor(loader, seed=self._seed, rank=self._ranks.rank, made_for=self.layout, now=now)
+            seed, rank = self._seed, self._ranks.rank
+            cursor = LoaderCursor(loader, seed=seed, rank=rank, made_for=self.layout, now=now, dealing=self._dealing)
         except CheckpointError as error:
-            if self.layout != now:
+            if self.layout != now or self._dealing is not None:
                 raise
             logger.warning("%s: a resumed run reads it again from the beginning, as the Trainer does", error)
             return loader
@@ -243,11 +258,11 @@ class TrainingData:
             return by_steps
         saved = self._manager.positions_in(point)
         if not saved:
-            # The checkpoint is older than positions are.
             self.cursor.skip(by_steps[1])
             return by_steps
         with point.reading("its position in the data"):
-            return self.cursor.resume(saved[0], steps_per_epoch)
+            epoch, count = self.cursor.resume(saved[0], steps_per_epoch)
+        return epoch, count if self._dealing is None else self._dealing.count_here(count)
 
     def weighed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Iterate over the batches of a step; what only fills up this rank's share of it has no labels."""
@@ -261,7 +276,7 @@ class TrainingData:
     def consume(self, num_batches: int) -> None:
         """Count batches that training has drawn; a stream counts by itself."""
         if self.cursor is not None:
-            self.cursor.consume(num_batches)
+            self.cursor.consume(num_batches if self._dealing is None else self._dealing.count_of_all(num_batches))
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:

@@ -192,7 +192,10 @@ class LoopState:
         with point.reading(name):
             metrics = state.get("metrics")
             return cls(
-                tr_loss=_share_of_losses(point, rank, world_size, own=float(state["tr_loss"])),
+                # Virtual ranks have all ranks add the same up.
+                tr_loss=float(state["tr_loss"])
+                if state.get("job", {}).get("virtual ranks") is not None
+                else _share_of_losses(point, rank, world_size, own=float(state["tr_loss"])),
                 last_logged=_number(state["last_logged"]),
                 grad_norm=_number_or_none(state.get("grad_norm")),
                 learning_rate=_number_or_none(state.get("learning_rate")),

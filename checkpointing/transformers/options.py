@@ -19,6 +19,8 @@ class Options:
         spike_zscore: See `StepGuard`.
         seekable_stream: The data is read by the stream's own state.
         shuffle_samples: See `StreamBatches`.
+        virtual_ranks: Number of virtual ranks; 0 for none.
+        on_host: Keep sums of virtual ranks' gradients in the host's memory.
     """
 
     states: Mapping[str, Any] = field(default_factory=dict)
@@ -28,3 +30,5 @@ class Options:
     spike_zscore: float | None = None
     seekable_stream: bool = False
     shuffle_samples: int | None = None
+    virtual_ranks: int = 0
+    on_host: bool = False

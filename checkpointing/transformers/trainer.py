@@ -22,6 +22,7 @@ from checkpointing.transformers.commit_notices import CommitNotices
 from checkpointing.transformers.data_ranks import DataRanks, batch_shape
 from checkpointing.transformers.deepspeed import advance_schedule, skips_bad_steps
 from checkpointing.transformers.evaluation import EvaluationCutShort
+from checkpointing.transformers.exact import ExactMixin
 from checkpointing.transformers.further_states import CALLBACK_PREFIX, generates_ahead
 from checkpointing.transformers.job import cut_micro_batches, job_of
 from checkpointing.transformers.loop_state import LoopState
@@ -36,7 +37,7 @@ from checkpointing.transformers.trackers import continue_trackers
 logger = logging.getLogger("checkpointing")
 
 
-class ResilientMixin(SavingMixin):
+class ResilientMixin(ExactMixin, SavingMixin):
     """Trains as the trainer's own class does, from the newest checkpoint on."""
 
     _train_batch_size: int  # the Trainer's own
@@ -89,6 +90,7 @@ class ResilientMixin(SavingMixin):
         # As the script passes the data: trainers may drop rows when training begins.
         session.job = job_of(type(self), self.train_dataset)
         session.start = start = choose_start(self._manager, self.args, resume_from_checkpoint, rank_settings().lineage)
+        self._begin_exact(session, start)
         self._fit_job(start)
         session.has_trackers = continue_trackers(self.callback_handler.callbacks, start.run_name)
         self._manager.check_way(start.step)

@@ -22,6 +22,7 @@ class Order:
         self.skip, self.trains = skip, trains
         self.interleaves, self.watches_draws, self.name = False, False, "Sampler"
         self.events: list[Any] = []
+        self.others: set[int] = set()
 
     def take_iteration(self) -> bool:
         return self.trains
@@ -35,8 +36,19 @@ class Order:
     def check_replayed(self) -> None:
         self.events.append("checked")
 
+    def is_ours(self, number: int) -> bool:
+        return number not in self.others
+
     def seed_of(self, number: int) -> int:
         return 100 + number
+
+
+def test_batches_of_other_ranks_are_counted_and_passed_over() -> None:
+    order = Order(skip=1)
+    order.others = {2}
+    found = list(ReplayedSampler([[0], [1], [2], [3]], order))
+    assert found == [[1], [3]] and [one.seed for one in found] == [101, 103]
+    assert order.events[-2:] == [(2, [2]), (3, [3])]
 
 
 def test_the_first_batch_after_the_position_is_returned_once_the_order_was_checked() -> None:

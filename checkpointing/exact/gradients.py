@@ -1,0 +1,140 @@
+"""Gradients whose bits do not depend on the number of ranks.
+
+A step of V virtual ranks is computed by any number of ranks W ≤ V. Each has a block of consecutive virtual ranks, which
+it computes one after the other, each with generators of its own. What they add up is summed in one fixed tree
+(`tree`): within a rank in memory, between ranks by a DDP communication hook, bucket by bucket during the last backward
+pass. The mean over V is taken once, at the root.
+
+Virtual ranks ("EasyScaleThreads") are the idea of Li et al., "EasyScale: Accuracy-consistent Elastic Training for Deep
+Learning" (SC '23). There all-reduce keeps the order of a fixed number of logical ranks by communicating for each of
+them. New here is the tree: partial sums within a rank leave at most 2 log2(V) of them, and one where blocks are
+powers of two, so that a rank sends no more than in a plain all-reduce.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from checkpointing.data.batch_seed import batch_seed, drawing_by
+from checkpointing.errors import CheckpointError
+from checkpointing.exact.exchange import Exchange
+from checkpointing.exact.partial_sums import PartialSums
+from checkpointing.exact.tree import block_of
+from checkpointing.rank import device
+
+
+class ExactGradients:
+    """Sums the gradients of one model. Every rank calls all methods at the same step.
+
+    Args:
+        model: The model, wrapped in DDP if there are several ranks.
+        virtual_ranks: How many there are.
+        seed: What the virtual ranks draw depends on it.
+        on_host: Keep the sums of a rank's first virtual ranks in the host's memory.
+
+    Attributes:
+        block: The virtual ranks of this rank.
+
+    Raises:
+        CheckpointError: There are more ranks than virtual ranks; the model is not wrapped in DDP, or has another
+            communication hook.
+    """
+
+    def __init__(self, model: torch.nn.Module, virtual_ranks: int, seed: int = 0, *, on_host: bool = False) -> None:
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if world_size > virtual_ranks:
+            raise CheckpointError(
+                f"{world_size} ranks cannot share {virtual_ranks} virtual ranks: start at most {virtual_ranks}"
+            )
+        self._model, self._seed, self._virtual_ranks = model, seed, virtual_ranks
+        self.block = block_of(rank, world_size, virtual_ranks)
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        wrapped: Any = model if isinstance(model, DistributedDataParallel) else None
+        shared = wrapped is not None and wrapped.gradient_as_bucket_view
+        self._sums = PartialSums(parameters, virtual_ranks, shared=shared, on_host=on_host)
+        self._parameters = parameters
+        group = wrapped.process_group if wrapped is not None else None
+        self._exchange = Exchange(rank, world_size, virtual_ranks, group)
+        if wrapped is None:
+            if world_size > 1:
+                raise CheckpointError("with several ranks, virtual ranks need a model in DistributedDataParallel")
+            return
+        try:
+            # DDP wants the class itself as the annotation of the argument, or none.
+            wrapped.register_comm_hook(None, lambda _, bucket: self._hook(bucket))
+        except RuntimeError as error:
+            raise CheckpointError(f"virtual ranks need DDP's communication hook, and it is in use: {error}") from None
+
+    @contextlib.contextmanager
+    def of_rank(self, virtual_rank: int, step: int) -> Iterator[None]:
+        """Compute the gradients of a virtual rank in the context: its micro-batches, forward and backward.
+
+        Call it for each of `block`, in order. After the last one, the parameters have the mean gradients of all.
+
+        Args:
+            virtual_rank: The virtual rank.
+            step: Number of the step.
+        """
+        is_last = virtual_rank == self.block[-1]
+        if virtual_rank == self.block[0]:
+            self._sums.clear()
+        with contextlib.ExitStack() as stack:
+            if not is_last:
+                stack.enter_context(self.unsummed())
+            stack.enter_context(self.drawing(virtual_rank, step, 0))
+            yield
+        self.end_of_rank(virtual_rank)
+
+    @contextlib.contextmanager
+    def drawing(self, virtual_rank: int, step: int, number: int) -> Iterator[None]:
+        """Have a virtual rank draw from generators of its own in the context: those of a step and a micro-batch."""
+        seed = batch_seed(self._seed, step, number, virtual_rank)
+        states = device.generator_states(1)
+        with drawing_by(seed):
+            torch.manual_seed(seed)
+            try:
+                yield
+            finally:
+                device.set_generator_states(states)
+
+    def end_of_rank(self, virtual_rank: int) -> None:
+        """Take in the gradients that the parameters have now; after the last one of the block, sum them."""
+        if virtual_rank != self.block[-1]:
+            self._sums.push(virtual_rank)
+            return
+        if not isinstance(self._model, DistributedDataParallel):
+            self._sum_alone(virtual_rank)
+        self._sums.clear()
+
+    @contextlib.contextmanager
+    def unsummed(self) -> Iterator[None]:
+        """Leave the gradients of what is computed in the context on this rank."""
+        with self._model.no_sync() if isinstance(self._model, DistributedDataParallel) else contextlib.nullcontext():
+            yield
+
+    def _sum_alone(self, last: int) -> None:
+        """Sum up on the only rank, where there is no DDP."""
+        if not self._sums.nodes and all(parameter.grad is None for parameter in self._parameters):
+            return
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = parameter.grad.detach()
+            _, (own,) = self._sums.with_last(last, [parameter], [gradient])
+            self._exchange.mean(gradient.view(-1), [own[0].view(-1)])
+
+    def _hook(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """Sum a bucket; DDP calls it in the backward pass of the last virtual rank of the block."""
+        flat = bucket.buffer()
+        _, values = self._sums.with_last(self.block[-1], bucket.parameters(), bucket.gradients())
+        rest = [torch.cat([value.reshape(-1) for value in node]) for node in values[:-1]]
+        self._exchange.mean(flat, [*rest, flat])
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(flat)
+        return future

@@ -1,0 +1,152 @@
+"""What cannot be exact is found before the first step: a micro-batch is computed twice here, and on another rank."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from checkpointing.errors import CheckpointError
+from checkpointing.exact.gradients import ExactGradients
+
+_WHAT_TO_DO = (
+    "Use deterministic kernels (torch.use_deterministic_algorithms(True)) and the same kind of device for all ranks, "
+    "or train without virtual ranks (elastic.mode)"
+)
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """One computation of a micro-batch: digests of what modules returned, in order, and of the gradients.
+
+    Attributes:
+        outputs: Name and digest.
+        gradients: Name and digest.
+        buffers: Names of buffers that have changed.
+    """
+
+    outputs: tuple[tuple[str, str], ...]
+    gradients: tuple[tuple[str, str], ...]
+    buffers: tuple[str, ...]
+
+    def difference(self, other: _Trace) -> str | None:
+        """Return what differs first: a module, or the gradient of a parameter."""
+        for (name, mine), (_, theirs) in zip(self.outputs, other.outputs, strict=False):
+            if mine != theirs:
+                return f"the output of {name}"
+        for (name, mine), (_, theirs) in zip(self.gradients, other.gradients, strict=False):
+            if mine != theirs:
+                return f"the gradient of {name}"
+        return None
+
+
+class SelfTest:
+    """Computes one micro-batch of each rank twice, and once on another rank, and compares all bits.
+
+    Args:
+        gradients: Of the training.
+        model: The model, without DDP.
+    """
+
+    def __init__(self, gradients: ExactGradients, model: torch.nn.Module) -> None:
+        self._gradients, self._model = gradients, model
+
+    def run(self, batch: Any, compute: Callable[[Any], Any]) -> None:
+        """Compute and compare; every rank calls it. Gradients, buffers and generators are as before then.
+
+        Args:
+            batch: A micro-batch of this rank.
+            compute: Computes a micro-batch, forward and backward.
+
+        Raises:
+            CheckpointError: Something differs; the message names the module.
+        """
+        mine = self._traced(batch, compute, self._gradients.block[0])
+        again = self._traced(batch, compute, self._gradients.block[0])
+        if mine.buffers:
+            raise CheckpointError(
+                f"virtual ranks cannot be exact: {_named(mine.buffers)} change while a micro-batch is computed, so "
+                "that they depend on which ones a rank has computed before. Freeze such statistics (BatchNorm in "
+                "evaluation mode), use layers without (GroupNorm, LayerNorm), or train without virtual ranks "
+                "(elastic.mode)"
+            )
+        if (found := mine.difference(again)) is not None:
+            raise CheckpointError(
+                f"virtual ranks cannot be exact: the same micro-batch computed twice differs, first in {found}. "
+                f"{_WHAT_TO_DO}"
+            )
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (_on_host(batch), self._gradients.block[0], mine))
+        neighbour = (dist.get_rank() + 1) % len(everyone)
+        theirs_batch, virtual_rank, theirs = everyone[neighbour]
+        found = self._traced(theirs_batch, compute, virtual_rank).difference(theirs)
+        answers: list[Any] = [None] * len(everyone)
+        dist.all_gather_object(answers, found)
+        for rank, answer in enumerate(answers):
+            if answer is not None:
+                raise CheckpointError(
+                    f"virtual ranks cannot be exact: ranks {rank} and {(rank + 1) % len(everyone)} compute the same "
+                    f"micro-batch differently, first in {answer}. {_WHAT_TO_DO}"
+                )
+
+    def _traced(self, batch: Any, compute: Callable[[Any], Any], virtual_rank: int) -> _Trace:
+        outputs: list[tuple[str, str]] = []
+        before = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
+        with self._watched(outputs), self._gradients.unsummed(), self._gradients.drawing(virtual_rank, 0, 0):
+            compute(batch)
+        gradients = []
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is not None:
+                gradients.append((name, _digest(parameter.grad)))
+                parameter.grad = None
+        changed = []
+        for name, buffer in self._model.named_buffers():
+            if name in before and not torch.equal(buffer, before[name]):
+                changed.append(name)
+                with torch.no_grad():
+                    buffer.copy_(before[name])
+        return _Trace(tuple(outputs), tuple(gradients), tuple(changed))
+
+    @contextlib.contextmanager
+    def _watched(self, outputs: list[tuple[str, str]]) -> Iterator[None]:
+        """Record what each module without parts returns."""
+
+        def watch(name: str, module: torch.nn.Module) -> Any:
+            def note(_: Any, __: Any, output: Any) -> None:
+                if isinstance(output, torch.Tensor):
+                    outputs.append((f"{name} ({type(module).__name__})", _digest(output)))
+
+            return module.register_forward_hook(note)
+
+        handles = [watch(name, one) for name, one in self._model.named_modules() if not any(one.children())]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, dict) or hasattr(value, "items"):
+        return {key: _on_host(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on_host(one) for one in value)
+    return value
+
+
+def _named(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more buffers" if names[3:] else "")

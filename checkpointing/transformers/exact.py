@@ -1,0 +1,230 @@
+"""Virtual ranks in a Trainer's loop: overrides of what depends on the number of processes there."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers.trainer
+
+from checkpointing.environment import ALLOW_CHANGES_ENV, rank_settings
+from checkpointing.errors import CheckpointError
+from checkpointing.exact.dealing import Dealing
+from checkpointing.exact.gradients import ExactGradients
+from checkpointing.exact.self_test import SelfTest
+from checkpointing.exact.tree import Node, total
+from checkpointing.transformers.data_ranks import DataRanks
+from checkpointing.transformers.options import Options
+from checkpointing.transformers.session import Session
+from checkpointing.transformers.start import Start
+
+# As many virtual ranks as there were ranks when the run began.
+AUTO = -1
+_KEY = "virtual ranks"
+
+
+class ExactSteps:
+    """The steps of one training, computed by virtual ranks.
+
+    Args:
+        dealing: Which virtual ranks this rank computes.
+        seed: What they draw depends on it.
+        on_host: Keep partial sums in the host's memory.
+    """
+
+    def __init__(self, dealing: Dealing, seed: int, *, on_host: bool = False) -> None:
+        self.dealing, self._seed, self._on_host = dealing, seed, on_host
+        self._gradients: ExactGradients | None = None
+        # Of this step: virtual rank and round of each micro-batch still to come; None for one that only fills up.
+        self._plan: list[tuple[int, int] | None] = []
+        self._rounds = 0
+        self._losses: dict[int, torch.Tensor] = {}
+
+    def draw(self, num_batches: int) -> int:
+        """Return how many micro-batches this rank draws, of a number that is equal on all ranks."""
+        return num_batches // self.dealing.largest * len(self.dealing.block)
+
+    def arrange(self, drawn: list[Any]) -> list[Any]:
+        """Return the micro-batches of a step in the order of computation; ranks with fewer begin with others."""
+        dealing = self.dealing
+        arranged = dealing.arranged(drawn)
+        self._rounds = len(drawn) // len(dealing.block)
+        fillers = self._rounds * dealing.largest - len(drawn)
+        self._plan = [None] * fillers + [(virtual_rank, number) for virtual_rank, number, _ in arranged]
+        self._losses.clear()
+        return [drawn[0]] * fillers + [batch for *_, batch in arranged]
+
+    def compute(self, trainer: Any, model: Any, step: int, inputs: Any, compute: Any) -> torch.Tensor:
+        """Compute the next micro-batch; return the step's loss, of all virtual ranks, with the last one.
+
+        Args:
+            trainer: The trainer.
+            model: As the Trainer has wrapped it.
+            step: Number of the step.
+            inputs: The micro-batch.
+            compute: Computes loss and gradients, and returns the loss.
+        """
+        place = self._plan.pop(0)
+        if self._gradients is None:
+            self._gradients = ExactGradients(model, self.dealing.virtual_ranks, self._seed, on_host=self._on_host)
+            with _unmeasured(trainer):
+                SelfTest(self._gradients, trainer.model).run(inputs, compute)
+        gradients = self._gradients
+        if place is None:
+            # The number of collectives in `compute_loss` must be that of the other ranks.
+            with torch.no_grad(), gradients.drawing(self.dealing.block[0], step, 0):
+                trainer.compute_loss(model, trainer._prepare_inputs(inputs))
+            return torch.zeros((), device=trainer.args.device)
+        virtual_rank, number = place
+        was = trainer.current_gradient_accumulation_steps
+        # By this, losses are divided that are means over a micro-batch.
+        trainer.current_gradient_accumulation_steps = self._rounds
+        try:
+            # The Trainer's own context does nothing on a single rank.
+            not_last = gradients.unsummed() if self._plan else contextlib.nullcontext()
+            with not_last, gradients.drawing(virtual_rank, step, number):
+                loss: torch.Tensor = compute(inputs)
+        finally:
+            trainer.current_gradient_accumulation_steps = was
+        self._losses[virtual_rank] = self._losses[virtual_rank] + loss if number else loss
+        if number == self._rounds - 1:
+            gradients.end_of_rank(virtual_rank)
+        return self._mean_loss() if not self._plan else torch.zeros_like(loss)
+
+    def _mean_loss(self) -> torch.Tensor:
+        """Return the mean of all virtual ranks' losses of this step, in the order of the tree."""
+        dealing = self.dealing
+        mine = torch.stack([self._losses[virtual_rank].float() for virtual_rank in dealing.block])
+        everyone = [mine]
+        if dealing.world_size > 1:
+            padded = torch.nn.functional.pad(mine, (0, dealing.largest - len(mine)))
+            everyone = [torch.empty_like(padded) for _ in range(dealing.world_size)]
+            dist.all_gather(everyone, padded)
+        leaves: dict[Node, torch.Tensor] = {}
+        for rank, losses in enumerate(everyone):
+            block = Dealing(dealing.virtual_ranks, rank, dealing.world_size).block
+            leaves |= {Node(virtual_rank): losses[place] for place, virtual_rank in enumerate(block)}
+        return total(leaves, dealing.virtual_ranks, torch.add) / dealing.virtual_ranks
+
+
+class ExactMixin:
+    """Overrides of a Trainer whose steps may be computed by virtual ranks."""
+
+    _exact: ExactSteps | None = None
+    _options: Options
+
+    def _begin_exact(self, session: Session, start: Start) -> None:
+        """Set up the virtual ranks of a training that is about to begin, or to continue.
+
+        Raises:
+            CheckpointError: The checkpoint was made with another number, or there are more ranks.
+        """
+        ranks, record = DataRanks.of(self), start.record
+        before = None
+        if record is not None and start.step > 0:
+            before = int(record.job[_KEY]) if record.job.get(_KEY) is not None else 0
+        count = self._options.virtual_ranks
+        if count == AUTO:
+            count = before or ranks.planned
+        if before is not None and count != before and not rank_settings().allow_changes:
+            assert start.point is not None
+            raise CheckpointError(
+                f"{start.point.place} was made with {before or 'no'} virtual ranks, and now there are "
+                f"{count or 'none'} (elastic.virtual_ranks): the run would end in other bits. Use the same number, "
+                f"train in another output_dir, or resume with --allow-changes (or {ALLOW_CHANGES_ENV}=1)"
+            )
+        self._exact = None
+        if not count:
+            return
+        check_exact(self)
+        if ranks.count > count:
+            raise CheckpointError(f"{ranks.count} ranks cannot share {count} virtual ranks: start at most {count}")
+        dealing = Dealing(count, ranks.rank, ranks.count)
+        session.data.deal(dealing)
+        session.job = {**session.job, _KEY: str(count)}
+        seed = self.args.seed  # type: ignore[attr-defined]
+        self._exact = ExactSteps(dealing, seed, on_host=self._options.on_host)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Draw the micro-batches of this rank's virtual ranks."""
+        exact, draw = self._exact, super().get_batch_samples  # type: ignore[misc]
+        if exact is None:
+            return draw(*args, **kwargs)
+        epoch_iterator, num_batches, *rest = args
+        drawn, count = draw(epoch_iterator, exact.draw(num_batches), *rest, **kwargs)
+        return exact.arrange(drawn), count
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Compute a micro-batch of a virtual rank."""
+        exact, step = self._exact, super().training_step  # type: ignore[misc]
+        if exact is None:
+            plain: torch.Tensor = step(model, inputs, *args, **kwargs)
+            return plain
+        number = self.state.global_step  # type: ignore[attr-defined]
+        return exact.compute(self, model, number, inputs, lambda batch: step(model, batch, *args, **kwargs))
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute a loss that is scaled by the number of virtual ranks, where it would be by that of processes."""
+        if self._exact is None:
+            return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+        with _num_processes(self.accelerator, self._exact.dealing.virtual_ranks):  # type: ignore[attr-defined]
+            return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        gather = transformers.trainer.nested_gather
+        if self._exact is not None:
+            # All ranks have the same mean already; that of several equal numbers may be another one.
+            transformers.trainer.nested_gather = lambda tensors, *_: tensors
+        try:
+            super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            transformers.trainer.nested_gather = gather
+
+
+@contextlib.contextmanager
+def _unmeasured(trainer: Any) -> Iterator[None]:
+    """Keep what TRL measures while it computes a loss out of its logs."""
+    metrics = copy.deepcopy(getattr(trainer, "_metrics", None))
+    tokens = getattr(trainer, "_total_train_tokens", None)
+    try:
+        yield
+    finally:
+        if metrics is not None:
+            trainer._metrics = metrics
+        if tokens is not None:
+            trainer._total_train_tokens = tokens
+
+
+@contextlib.contextmanager
+def _num_processes(accelerator: Any, count: int) -> Iterator[None]:
+    """Have an accelerator say that there are so many processes."""
+    cls = type(accelerator)
+    accelerator.__class__ = type(cls.__name__, (cls,), {"num_processes": property(lambda _: count)})
+    try:
+        yield
+    finally:
+        accelerator.__class__ = cls
+
+
+def check_exact(trainer: Any) -> None:
+    """Check that a trainer's gradients can be summed exactly.
+
+    Raises:
+        CheckpointError: It shards the model, or does not use torch's DDP; the message names what.
+    """
+    reasons = {
+        "FSDP": trainer.is_fsdp_enabled,
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+        "several GPUs in one process": trainer.args.n_gpu > 1,
+        "auto_find_batch_size": trainer.args.auto_find_batch_size,
+    }
+    found = next((name for name, used in reasons.items() if used), None)
+    if found is not None:
+        raise CheckpointError(
+            f"virtual ranks are not possible with {found}: the sum over ranks is not one that this library can put in "
+            "order. Use DDP, or no virtual ranks (elastic.mode)"
+        )

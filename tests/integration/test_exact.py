@@ -1,0 +1,90 @@
+"""The same bits on any number of ranks: virtual ranks, over worlds that change and ranks that are killed."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TRAINER = """
+import hashlib, os, sys, torch
+torch.set_num_threads(1)
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from checkpointing.transformers import resilient
+out, virtual_ranks, accumulation, kill = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+torch.manual_seed(0)
+sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+model = LlamaForCausalLM(LlamaConfig(**sizes, attention_dropout=0.1))
+source = torch.Generator().manual_seed(1)
+rows = []
+for number in range(203):
+    ids = torch.randint(0, 32, (8,), generator=source)
+    labels = ids.clone()
+    # As many tokens count in each micro-batch as its samples have, which differ.
+    labels[: number % 5] = -100
+    rows.append({"input_ids": ids, "labels": labels})
+args = TrainingArguments(
+    out, per_device_train_batch_size=2, gradient_accumulation_steps=accumulation, max_steps=15, logging_steps=2,
+    save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, learning_rate=1e-2, ddp_backend="gloo", seed=3,
+)
+
+class Kill(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == kill:
+            trainer._manager.wait_for_commit()
+            os._exit(9)
+
+trainer = Trainer(model=model, args=args, train_dataset=rows, callbacks=[Kill()])
+trainer = resilient(trainer, virtual_ranks=virtual_ranks, snapshot_steps=None)
+trainer.train()
+if trainer.is_world_process_zero():
+    sha = hashlib.sha256()
+    for parameter in model.parameters():
+        sha.update(parameter.detach().numpy().tobytes())
+    logs = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+    print("ENDED", sha.hexdigest(), logs[-1], len(logs), flush=True)
+"""
+
+
+def train(folder: Path, world_size: int, *, virtual_ranks: int = 8, accumulation: int = 1, kill: int = 0) -> str:
+    """Train on so many ranks from where the last one ended; return what it ended with, or why it did not end."""
+    folder.mkdir(exist_ok=True)
+    path = folder / "train.py"
+    path.write_text(TRAINER)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    arguments = [str(path), str(folder / "run"), str(virtual_ranks), str(accumulation), str(kill)]
+    ended = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300)
+    assert (ended.returncode != 0) == (kill > 0), ended.stderr[-6000:]
+    return next((line for line in ended.stdout.splitlines() if line.startswith("ENDED")), "")
+
+
+@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_worlds_that_change_end_in_the_bits_of_one_that_nobody_touched(accumulation: int, tmp_path: Path) -> None:
+    """Weights, logged losses and gradient norms; blocks of 4 and 4, of 3, 3 and 2, and all on one rank."""
+    calm = train(tmp_path / "calm", 2, accumulation=accumulation)
+    assert calm
+    for world_size, kill in ((3, 5), (1, 9)):
+        train(tmp_path / "troubled", world_size, accumulation=accumulation, kill=kill)
+    assert train(tmp_path / "troubled", 2, accumulation=accumulation) == calm
+
+
+@pytest.mark.soak
+def test_every_world_and_any_sequence_of_them(tmp_path: Path) -> None:
+    ends = {train(tmp_path / f"world-{world_size}", world_size) for world_size in range(1, 9)}
+    for seed in range(4):
+        dice = random.Random(seed)
+        for kill in sorted(dice.sample(range(2, 15), 4)):
+            train(tmp_path / f"seed-{seed}", dice.randint(1, 8), kill=kill)
+        ends.add(train(tmp_path / f"seed-{seed}", dice.randint(1, 8)))
+    assert len(ends) == 1
+
+
+def test_another_number_of_virtual_ranks_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, 1, virtual_ranks=3, kill=3)
+    with pytest.raises(AssertionError, match="was made with 3 virtual ranks, and now there are 4"):
+        train(tmp_path, 1, virtual_ranks=4)
+    with pytest.raises(AssertionError, match="2 ranks cannot share 1 virtual ranks: start at most 1"):
+        train(tmp_path / "other", 2, virtual_ranks=1)

@@ -1,0 +1,93 @@
+"""What a Trainer's loop computes with virtual ranks; whole trainings are in tests/integration/test_exact.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from checkpointing.errors import CheckpointError
+from checkpointing.exact.dealing import Dealing
+from checkpointing.transformers import _virtual_ranks
+from checkpointing.transformers.exact import AUTO, ExactMixin, ExactSteps, _num_processes, _unmeasured, check_exact
+
+
+def test_ranks_with_fewer_micro_batches_begin_with_fillers() -> None:
+    steps = ExactSteps(Dealing(5, 1, 2), seed=0)
+    # Of three virtual ranks with two micro-batches each, on the other rank.
+    assert steps.draw(6) == 4
+    assert steps.arrange(["3a", "4a", "3b", "4b"]) == ["3a", "3a", "3a", "3b", "4a", "4b"]
+    assert steps._plan == [None, None, (3, 0), (3, 1), (4, 0), (4, 1)]
+
+
+class Plain:
+    """In place of the Trainer."""
+
+    accelerator: Any
+
+    def get_batch_samples(self, batches: Any, count: int) -> tuple[list[Any], int]:
+        return [next(batches) for _ in range(count)], count
+
+    def compute_loss(self) -> int:
+        return int(self.accelerator.num_processes)
+
+    def training_step(self, model: Any, inputs: Any) -> torch.Tensor:
+        return torch.tensor(float(inputs))
+
+
+class Trainer(ExactMixin, Plain):
+    def __init__(self) -> None:
+        self.accelerator = Accelerator()
+
+
+class Accelerator:
+    num_processes = 2
+
+
+def test_a_loss_is_scaled_by_the_number_of_virtual_ranks() -> None:
+    trainer = Trainer()
+    assert trainer.compute_loss() == 2
+    assert trainer.get_batch_samples(iter(range(9)), 3) == ([0, 1, 2], 3)
+    assert float(trainer.training_step(None, 4)) == 4
+    trainer._exact = ExactSteps(Dealing(8, 1, 2), seed=0)
+    assert trainer.compute_loss() == 8 and type(trainer.accelerator) is Accelerator
+    assert trainer.get_batch_samples(iter(range(9)), 4) == ([0, 1, 2, 3], 4)
+    with pytest.raises(RuntimeError), _num_processes(trainer.accelerator, 3):
+        raise RuntimeError
+    assert trainer.accelerator.num_processes == 2
+
+
+def test_what_is_measured_meanwhile_is_not_logged() -> None:
+    trainer = SimpleNamespace(_metrics={"train": {"entropy": [1.0]}}, _total_train_tokens=5)
+    with _unmeasured(trainer):
+        trainer._metrics["train"]["entropy"].append(2.0)
+        trainer._total_train_tokens = 7
+    assert trainer._metrics == {"train": {"entropy": [1.0]}} and trainer._total_train_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("is_fsdp_enabled", "FSDP"), ("is_deepspeed_enabled", "DeepSpeed"), (None, None)]
+)
+def test_what_shards_the_model_is_refused_by_name(name: str | None, reason: str | None) -> None:
+    trainer = SimpleNamespace(is_fsdp_enabled=False, is_deepspeed_enabled=False)
+    trainer.args = SimpleNamespace(n_gpu=0, auto_find_batch_size=False)
+    if name is None:
+        check_exact(trainer)
+        return
+    setattr(trainer, name, True)
+    with pytest.raises(CheckpointError, match=f"not possible with {reason}"):
+        check_exact(trainer)
+
+
+def test_out_of_memory_first_costs_speed_and_then_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (_virtual_ranks(None), _virtual_ranks(8), _virtual_ranks("auto")) == (0, 8, AUTO)
+    with pytest.raises(ValueError, match="virtual_ranks is 0"):
+        _virtual_ranks(0)
+    monkeypatch.setattr("checkpointing.transformers.micro_batch_divisor", lambda: 2)
+    assert _virtual_ranks(8) == 8
+    monkeypatch.setattr("checkpointing.transformers.micro_batch_divisor", lambda: 4)
+    assert _virtual_ranks(None) == 0
+    with pytest.raises(CheckpointError, match="out of memory"):
+        _virtual_ranks(8)
