@@ -71,6 +71,13 @@ class ExactGradients:
         except RuntimeError as error:
             raise CheckpointError(f"virtual ranks need DDP's communication hook, and it is in use: {error}") from None
 
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model, without DDP."""
+        found = self._model.module if isinstance(self._model, DistributedDataParallel) else self._model
+        assert isinstance(found, torch.nn.Module)
+        return found
+
     @contextlib.contextmanager
     def of_rank(self, virtual_rank: int, step: int) -> Iterator[None]:
         """Compute the gradients of a virtual rank in the context: its micro-batches, forward and backward.

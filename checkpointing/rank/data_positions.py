@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from checkpointing.data.cursor import LoaderCursor, state_name
+from checkpointing.data.layout import StepLayout
+from checkpointing.data.position import Position
 from checkpointing.errors import CheckpointError
+from checkpointing.exact.dealing import Dealing
 from checkpointing.rank import rng
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.restore_point import RestorePoint
@@ -103,6 +107,59 @@ class DataPositions:
         number = len(self._cursors)
         self._cursors.append(cursor)
         return self._iterate(cursor, self._restored[number] if number < len(self._restored) else None)
+
+    def dealt(self, loader: Any, virtual_ranks: int) -> tuple[Dealing, Iterator[list[tuple[int, Any]]]]:
+        """Iterate over the steps of a loader that virtual ranks share, without end, from the restored position.
+
+        Args:
+            loader: A plain DataLoader, the same on all ranks.
+            virtual_ranks: Number of virtual ranks; 0 for that of the checkpoint, or else that of ranks.
+
+        Returns:
+            Which virtual ranks this rank computes; and for each step their numbers and micro-batches.
+
+        Raises:
+            CheckpointError: The checkpoint was made with another number of virtual ranks; there are more ranks; or the
+                loader's order may depend on the number of ranks.
+        """
+        ranks, place = self._ranks, len(self._cursors)
+        restored = self._restored[place] if place < len(self._restored) else None
+        layout = Position.from_state(restored).layout if restored is not None else None
+        before = layout.world_size if layout is not None else 0
+        count = virtual_ranks or before or ranks.world_size
+        if before and count != before:
+            raise CheckpointError(
+                f"the checkpoint was made with {before} virtual ranks, and now there are {count}: the run would end in "
+                "other bits. Use the same number, or another folder"
+            )
+        if ranks.world_size > count:
+            raise CheckpointError(f"{ranks.world_size} ranks cannot share {count} virtual ranks: start at most {count}")
+        dealing = Dealing(count, ranks.rank, ranks.world_size)
+        layout = StepLayout(count, 1, 1)
+        cursor = LoaderCursor(
+            loader, seed=torch.initial_seed(), rank=ranks.rank, made_for=layout, now=layout, dealing=dealing
+        )
+        self._cursors.append(cursor)
+        return dealing, self._steps(cursor, dealing, restored)
+
+    def _steps(
+        self, cursor: LoaderCursor, dealing: Dealing, position: Mapping[str, Any] | None
+    ) -> Iterator[list[tuple[int, Any]]]:
+        epoch = resume_at(cursor, position) if position is not None else 0
+        while True:
+            cursor.set_epoch(epoch)
+            training = rng.state(self._ranks.world_size) if cursor.resumes_mid_epoch else None
+            batches, is_first = cursor.iterate(), True
+            while mine := list(itertools.islice(batches, len(dealing.block))):
+                if is_first and training is not None:
+                    # What the loader draws on its way to the position must not be taken from training.
+                    rng.set_state(training)
+                is_first = False
+                cursor.consume(dealing.virtual_ranks)
+                yield list(zip(dealing.block, mine, strict=True))
+            if is_first and training is None:
+                raise ValueError(f"the loader of {cursor.name} has no batch")
+            epoch += 1
 
     def _iterate(self, cursor: LoaderCursor, position: Mapping[str, Any] | None) -> Iterator[Any]:
         epoch = 0

@@ -11,12 +11,15 @@ manager.close()
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Unpack
 
 import torch
 
 from checkpointing.environment import rank_settings
+from checkpointing.exact.gradients import ExactGradients
+from checkpointing.exact.self_test import SelfTest
+from checkpointing.exact.shares import Share, in_shares
 from checkpointing.rank import stop_signal
 from checkpointing.rank.cadence import DEFAULT_OVERHEAD_CAP, Auto, Cadence
 from checkpointing.rank.checkpointed import CheckpointedTraining
@@ -70,6 +73,7 @@ class CheckpointManager(CheckpointedTraining):
         overlap: bool | None = None,
         check_replicas: bool = True,
         buddy_copies: bool = True,
+        virtual_ranks: int | Auto | None = None,
         **retention: Unpack[RetentionOptions],
     ) -> None:
         """Set what is saved, where, and how often.
@@ -107,6 +111,8 @@ class CheckpointManager(CheckpointedTraining):
             check_replicas: Compare the ranks' parameters and optimizer state before each snapshot.
             buddy_copies: Where no node holds all of the state, have each node keep a copy of another one's part in
                 memory, so that losing a node loses no snapshot. Takes as much memory and network again.
+            virtual_ranks: Number of virtual ranks that compute each step, with the same bits on any number of ranks up
+                to that; see `shares`. "auto" is that of the checkpoint, or else of the ranks.
             **retention: Which checkpoints to keep (see `Retention`): `keep_last`, the number of newest ones, all by
                 default; in addition every one whose step is a multiple of `keep_every`, and the best by `best_metric`,
                 one of the metrics given to `save`, where `greater_is_better` says how it compares.
@@ -134,6 +140,8 @@ class CheckpointManager(CheckpointedTraining):
         self.track(
             model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, states=states, pipeline=pipeline
         )
+        self._virtual_ranks, self._wrapped = virtual_ranks, model
+        self._exact: ExactGradients | None = None
         stop_signal.begin_reading()
 
     def resume(self, total_steps: int | None = None) -> int:
@@ -170,6 +178,48 @@ class CheckpointManager(CheckpointedTraining):
             CheckpointError: It is another kind of loader; or, while iterating, the resumed order differs.
         """
         return self._positions.batches(loader)
+
+    def shares(self, loader: Any) -> Iterator[list[Share]]:
+        """Iterate over steps without end: for each, what this rank's virtual ranks compute.
+
+        In a loop such as `for step, shares in zip(range(manager.resume(), total), manager.shares(loader))`::
+
+            for share in shares:
+                with share:
+                    loss(model(share.batch)).backward()
+            optimizer.step()
+
+        Then the parameters have the mean gradients of all virtual ranks, with the same bits on any number of ranks.
+
+        Args:
+            loader: A plain DataLoader, the same on all ranks (no DistributedSampler): each of its batches is one
+                virtual rank's micro-batch.
+
+        Raises:
+            ValueError: The manager has no virtual ranks.
+            CheckpointError: The checkpoint was made with another number; there are more ranks; the loader's order may
+                depend on their number; or the model is not one whose gradients can be summed in order.
+        """
+        if self._virtual_ranks is None or self._wrapped is None:
+            raise ValueError("shares() is for CheckpointManager(model=..., virtual_ranks=...)")
+        count = 0 if self._virtual_ranks == "auto" else self._virtual_ranks
+        dealing, steps = self._positions.dealt(loader, count)
+        self._exact = ExactGradients(self._wrapped, dealing.virtual_ranks, torch.initial_seed())
+        return in_shares(steps, self._exact, self._heartbeat.start_step)
+
+    def check_exact(self, batch: Any, compute: Callable[[Any], Any]) -> None:
+        """Compute a micro-batch twice, and once on another rank, and compare all bits; call it after `shares`.
+
+        Args:
+            batch: A micro-batch of this rank, such as `next(iter(loader))`.
+            compute: Computes a micro-batch, forward and backward.
+
+        Raises:
+            CheckpointError: Something differs, or depends on what was computed before; the message names the module.
+        """
+        if self._exact is None:
+            raise ValueError("check_exact() comes after shares()")
+        SelfTest(self._exact, self._exact.module).run(batch, compute)
 
     def step(self, step: int, samples_consumed: int | None = None, metrics: Mapping[str, float] | None = None) -> None:
         """End optimizer step number `step`: save when due, stop when all ranks have agreed to.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers.trainer
+from torch.utils.data import IterableDataset
 
 from checkpointing.environment import ALLOW_CHANGES_ENV, rank_settings
 from checkpointing.errors import CheckpointError
@@ -17,7 +18,8 @@ from checkpointing.exact.dealing import Dealing
 from checkpointing.exact.gradients import ExactGradients
 from checkpointing.exact.self_test import SelfTest
 from checkpointing.exact.tree import Node, total
-from checkpointing.transformers.data_ranks import DataRanks
+from checkpointing.transformers.data_ranks import DataRanks, tensor_parallel_size
+from checkpointing.transformers.further_states import generates_ahead
 from checkpointing.transformers.options import Options
 from checkpointing.transformers.session import Session
 from checkpointing.transformers.start import Start
@@ -211,20 +213,23 @@ def _num_processes(accelerator: Any, count: int) -> Iterator[None]:
 
 
 def check_exact(trainer: Any) -> None:
-    """Check that a trainer's gradients can be summed exactly.
+    """Check that a trainer's steps can be computed by virtual ranks.
 
     Raises:
-        CheckpointError: It shards the model, or does not use torch's DDP; the message names what.
+        CheckpointError: It shards the model, or its samples depend on the number of ranks; the message names what.
     """
     reasons = {
         "FSDP": trainer.is_fsdp_enabled,
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "several GPUs in one process": trainer.args.n_gpu > 1,
         "auto_find_batch_size": trainer.args.auto_find_batch_size,
+        "a streamed data set": isinstance(trainer.train_dataset, IterableDataset),
+        "a trainer that generates ahead of its steps": generates_ahead(trainer),
+        "tensor parallelism": tensor_parallel_size(trainer) > 1,
     }
     found = next((name for name, used in reasons.items() if used), None)
     if found is not None:
         raise CheckpointError(
-            f"virtual ranks are not possible with {found}: the sum over ranks is not one that this library can put in "
-            "order. Use DDP, or no virtual ranks (elastic.mode)"
+            f"virtual ranks are not possible with {found}. Use DDP and a data set with a length, or no virtual ranks "
+            "(elastic.mode)"
         )

@@ -197,16 +197,17 @@ class Campaign:
             return self.differences(folder, tolerance=NONDETERMINISTIC_TOLERANCE)
         return differences
 
-    def differences(self, folder: Path, **options: float | None) -> list[str]:
+    def differences(self, folder: Path, *flags: str, **options: float | None) -> list[str]:
         """Return what differs between the last checkpoints of the fault-free run and of another one.
 
         Args:
             folder: Of the other run.
+            flags: See `runner.chaos.compare`, like the options.
             options: See `runner.chaos.compare`.
         """
         folders = (self._reference_folder, folder)
         pairs = [json.dumps([self._locations.location(f), self._locations.local_tier(f)]) for f in folders]
-        command = [sys.executable, "-m", "runner.chaos.compare", *pairs]
+        command = [sys.executable, "-m", "runner.chaos.compare", *pairs, *flags]
         command += [f"--{name}={value}" for name, value in options.items() if value is not None]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:

@@ -6,7 +6,7 @@ Prints a JSON list of differences. Each argument is a location and a local tier.
 are ignored, as they always differ. With a tolerance (a share of a tensor's norm), for GPUs whose kernels add in any
 order, tensors may differ by that share. With `--losses`, for a run whose micro-batch was halved, only the course of
 training is compared: same steps, samples and learning rates, and losses within that share. Halving changes the order of
-sums and the dropout masks.
+sums and the dropout masks. With `--any-ranks`, for virtual ranks, what does not depend on the number of ranks is.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ _PATHS = ("best_model_checkpoint",)
 # For a run whose micro-batch was halved. The number of tokens is only close: accelerate's `gather_for_metrics` drops
 # samples of an epoch's last, incomplete micro-batch, and how many depends on the micro-batch.
 _EXACT = ("step", "epoch", "learning_rate")
+_SAME_BITS = (*_EXACT, "loss", "grad_norm")
+_FIRST_RANK = ("rng_state_0.pth", "rng_state.pth")
 _CLOSE = ("loss", "eval_loss", "num_tokens")
 
 
@@ -39,6 +41,7 @@ def main() -> None:
     parser.add_argument("locations", nargs=2)
     parser.add_argument("--tolerance", type=float)
     parser.add_argument("--losses", type=float)
+    parser.add_argument("--any-ranks", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="chaos-compare-") as scratch:
         folders = []
@@ -51,6 +54,8 @@ def main() -> None:
             folders.append(folder)
         if options.losses is not None:
             print(json.dumps(course_differences(folders[0], folders[1], options.losses)))
+        elif options.any_ranks:
+            print(json.dumps(state_differences(folders[0], folders[1])))
         else:
             print(json.dumps(differences(folders[0], folders[1], options.tolerance)))
 
@@ -76,6 +81,41 @@ def course_differences(a: Path, b: Path, tolerance: float) -> list[str]:
         bad = [name for name, tensor in _load(path).items() if not bool(torch.isfinite(tensor).all())]
         found += [f"{path.name}: {bad[0]} is not finite"] if bad else []
     return found
+
+
+def state_differences(a: Path, b: Path) -> list[str]:
+    """Compare the bits of two trainings by virtual ranks, which may have ended on different numbers of ranks.
+
+    Weights, optimizer, scheduler, the generators of the first rank, and the logged losses and gradient norms. What TRL
+    measures besides counts the ranks' micro-batches, and is left out.
+
+    Args:
+        a: Folder of the first checkpoint.
+        b: Folder of the second checkpoint.
+
+    Returns:
+        What differs, in words.
+    """
+    names = {path.name for path in a.iterdir() if path.suffix in (".safetensors", ".pt")}
+    found = [f"{name} is in one of the two only" for name in sorted(names) if not (b / name).is_file()]
+    for name in sorted(name for name in names if (b / name).is_file()):
+        if (a / name).read_bytes() != (b / name).read_bytes():
+            found.append(f"{name}: {_difference(_load(a / name), _load(b / name), None) or 'other bytes'}")
+    states = [next((one for one in map(folder.joinpath, _FIRST_RANK) if one.is_file()), None) for folder in (a, b)]
+    if states[0] is not None and states[1] is not None and not _equal_generators(states[0], states[1]):
+        found.append("the first rank's generators differ")
+    histories = [json.loads((folder / TRAINER_STATE_NAME).read_text())["log_history"] for folder in (a, b)]
+    first, second = ([_only(_SAME_BITS, entry) for entry in history] for history in histories)
+    text = _difference(first, second, None)
+    return found + ([f"{TRAINER_STATE_NAME}: log_history.{text}"] if text else [])
+
+
+def _equal_generators(a: Path, b: Path) -> bool:
+    from checkpointing.rank.rng import SAFE_GLOBALS
+
+    with torch.serialization.safe_globals(SAFE_GLOBALS):
+        first, second = (torch.load(path, weights_only=True)["cpu"] for path in (a, b))
+    return bool(torch.equal(first, second))
 
 
 def _only(names: Sequence[str], entry: dict[str, Any]) -> dict[str, Any]:

@@ -102,7 +102,8 @@ def chaos(
     seed = int.from_bytes(os.urandom(3), "big") if seed is None else seed
     config = load(config_file or config_path, None, settings, launch)
     config.make_absolute()
-    if nodes is not None:
+    is_exact = config.elastic.mode == "exact"
+    if nodes is not None and not is_exact:
         from runner.chaos.node_campaign import without_dropout
 
         config = without_dropout(config)
@@ -134,6 +135,7 @@ def chaos(
             seed=seed,
             faults=[fault for fault in NODE_FAULTS if not faults or fault.name in faults],
             tolerance=tolerance,
+            exact=is_exact,
             report=click.echo,
         )
     # As Ctrl-C: the nodes under test, and their networks, end with the campaign.

@@ -214,6 +214,7 @@ def _check_method(config: Config, source_of: SourceOf) -> None:
 def _check_strategy(config: Config, source_of: SourceOf) -> None:
     _check_mesh(config, source_of)
     _check_deepspeed(config, source_of)
+    _check_exact(config, source_of)
     fsdp = config.trainer.get("fsdp_config")
     if fsdp and config.strategy not in ("fsdp", "fsdp_all_nodes"):
         raise UsageError(f"{source_of('trainer.fsdp_config')}: trainer.fsdp_config needs strategy: fsdp")
@@ -221,6 +222,24 @@ def _check_strategy(config: Config, source_of: SourceOf) -> None:
         raise UsageError(
             f"{source_of('trainer.fsdp_config')}: trainer.fsdp_config={fsdp!r} is not allowed: write FSDP2's "
             "options as a mapping, without version or with version: 2"
+        )
+
+
+def _check_exact(config: Config, source_of: SourceOf) -> None:
+    elastic = config.elastic
+    if elastic.mode != "exact":
+        if elastic.virtual_ranks is not None:
+            raise UsageError(f"{source_of('elastic.virtual_ranks')}: elastic.virtual_ranks needs elastic.mode=exact")
+        return
+    what = f"{source_of('elastic.mode')}: elastic.mode=exact"
+    if config.strategy != "ddp":
+        raise UsageError(
+            f"{what} is not possible with strategy: {config.strategy}: its sums over ranks cannot be put in order; use "
+            "strategy: ddp"
+        )
+    if config.data.streaming:
+        raise UsageError(
+            f"{what} is not possible with data.streaming: which samples a rank reads depends on its number"
         )
 
 

@@ -209,6 +209,19 @@ class RestartConfig(Section):
     """URL of the metadata service, http://host:port. Without it http://169.254.169.254, as on every cloud."""
 
 
+class ElasticConfig(Section):
+    """What another number of ranks changes."""
+
+    mode: Literal["samples", "exact"] = "samples"
+    """What stays the same. `samples` keeps the samples of each step and the learning rate, and losses up to the order
+    of sums. `exact` keeps all bits: a fixed number of virtual ranks computes each step, divided among the ranks that
+    there are (DDP only). A script that calls `resilient(virtual_ranks=...)` needs it, too, to be started on any number
+    of ranks."""
+    virtual_ranks: Annotated[int, Field(ge=1)] | None = Field(default=None, examples=[8])
+    """Number of virtual ranks with `mode: exact`, at least that of ranks. Without it the number of ranks with which the
+    run begins, or with `min_nodes` that of `nnodes` nodes. It is kept with the run."""
+
+
 class GuardsConfig(Section):
     """Steps that are discarded.
 
@@ -277,6 +290,7 @@ class Config(Section):
     """Options of TRL's SFTConfig, by their own names. `runner config --trainer-options` lists them."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     launch: LaunchConfig = LaunchConfig()
+    elastic: ElasticConfig = ElasticConfig()
     restart: RestartConfig = RestartConfig()
     guards: GuardsConfig = GuardsConfig()
     tracking: TrackingConfig = TrackingConfig()

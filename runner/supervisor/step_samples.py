@@ -85,11 +85,13 @@ class StepSamples:
         return before != (self._known, self._shared, self.model_ranks)
 
     def number(self, planned_ranks: int) -> int | None:
-        """Return the samples of a step; None if nobody knows.
+        """Return the samples of a step, or its virtual ranks; None if nobody knows.
 
         Args:
             planned_ranks: Ranks that the configured batch is meant for.
         """
+        if self._config.elastic.mode == "exact":
+            return self._config.elastic.virtual_ranks or self._shared or planned_ranks
         if self._known is not None or self._has_script:
             return self._known
         trainer = self._config.trainer
@@ -100,4 +102,4 @@ class StepSamples:
     @property
     def may_be_uneven(self) -> bool:
         """Whether the ranks can share a step's samples also where they do not divide them."""
-        return self._shared is not None
+        return self._shared is not None or self._config.elastic.mode == "exact"

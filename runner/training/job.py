@@ -96,6 +96,7 @@ def run_job(config_path: str, cache: str, sender: EventSender, *, resumes: bool 
         spike_zscore=config.guards.spike_zscore,
         seekable_stream=config.data.streaming,
         shuffle_samples=config.data.shuffle_samples if config.data.streaming else None,
+        virtual_ranks=(config.elastic.virtual_ranks or "auto") if config.elastic.mode == "exact" else None,
         **config.checkpoint.further_retention,
     )
     metrics.watch(trainer)

@@ -90,7 +90,7 @@ class Scripted(Campaign):
         self.result.injections += [Injection("f", "step", self.result.runs, 1, "done") for _ in range(num_faults)]
         return passes
 
-    def differences(self, folder: Path, **options: float | None) -> list[str]:
+    def differences(self, folder: Path, *flags: str, **options: float | None) -> list[str]:
         self.comparisons.append((folder.name, options))
         needed = self.differing.get(folder.name, 0.0)
         return ["weight differs"] if (options.get("tolerance") or 0.0) < needed else []

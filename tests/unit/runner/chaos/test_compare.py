@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from runner.chaos.compare import course_differences, differences
+from runner.chaos.compare import course_differences, differences, state_differences
 
 
 def checkpoint(folder: Path, **changes: Any) -> Path:
@@ -29,6 +29,28 @@ def checkpoint(folder: Path, **changes: Any) -> Path:
     (folder / "config.json").write_text(changes.get("config", "{}"))
     (folder / "rng_state.pth").write_bytes(changes.get("generators", b"state"))
     return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"tokens": 5.0}, ""),
+        ({"config": "[]"}, ""),
+        ({"scale": 1.01}, "model.safetensors: layer.weight"),
+        ({"step": 6.0}, "optimizer.pt: state.0.step"),
+        ({"loss": 1.6}, "trainer_state.json: log_history.0.loss: 1.5 and 1.6"),
+    ],
+)
+def test_virtual_ranks_that_ended_on_other_numbers_of_ranks(change: dict[str, Any], named: str, tmp_path: Path) -> None:
+    a, b = checkpoint(tmp_path / "a"), checkpoint(tmp_path / "b", **change)
+    for folder, name in ((a, "rng_state_0.pth"), (b, "rng_state.pth")):
+        (folder / "rng_state.pth").unlink()
+        torch.save({"cpu": torch.arange(3)}, folder / name)
+    (a / "loop_state_1.json").write_text("{}")
+    found = state_differences(a, b)
+    assert found == [] if not named else (len(found) == 1 and found[0].startswith(named))
+    torch.save({"cpu": torch.arange(4)}, b / "rng_state.pth")
+    assert state_differences(a, b)[-1 if not named.startswith("trainer") else 0] == "the first rank's generators differ"
 
 
 def test_the_same_bits_at_other_times(tmp_path: Path) -> None:

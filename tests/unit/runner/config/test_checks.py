@@ -91,6 +91,16 @@ def test_numbers_of_nodes_and_ranks(launch: dict[str, Any], problem: str | None)
             {"strategy": "deepspeed", "method": {"type": "qlora"}, "model": {"name_or_path": "org/model"}},
             "<method.type>: method.type=qlora is not supported with strategy=deepspeed yet: use ddp",
         ),
+        ({"elastic": {"virtual_ranks": 4}}, "<elastic.virtual_ranks>: elastic.virtual_ranks needs elastic.mode=exact"),
+        ({"elastic": {"mode": "exact"}, "strategy": "fsdp"}, "<elastic.mode>: elastic.mode=exact is not possible with"),
+        (
+            {
+                "elastic": {"mode": "exact"},
+                "data": {"path": "org/set", "streaming": True},
+                "trainer": {"max_steps": 5},
+            },
+            "elastic.mode=exact is not possible with data.streaming",
+        ),
         ({"strategy": {"tp": 1}}, "<strategy>: strategy: {tp: 1, dp_shard: 1} is a mesh of one rank"),
         ({"strategy": {"tp": 2}, "method": {"type": "lora"}}, "strategy: {tp: 2, dp_shard: 1} is not supported with"),
         (

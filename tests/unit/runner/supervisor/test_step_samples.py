@@ -34,6 +34,18 @@ def test_of_a_script_only_what_its_ranks_have_reported_is_known() -> None:
     assert samples.number(6) == 20 and not samples.may_be_uneven
 
 
+@pytest.mark.parametrize(("virtual_ranks", "number"), [(None, 6), (8, 8)])
+def test_virtual_ranks_are_what_is_shared(virtual_ranks: int | None, number: int) -> None:
+    elastic = {"mode": "exact", "virtual_ranks": virtual_ranks}
+    config = Config.model_validate({"model": {"name_or_path": "model"}, "elastic": elastic})
+    newest: Any = SimpleNamespace(samples_consumed=480, step=10)
+    samples = StepSamples(config, newest, counts=True, has_script=False)
+    assert samples.number(6) == number and samples.may_be_uneven
+    # A script says how many it has.
+    script = StepSamples(config, newest, counts=True, has_script=True, shared=4)
+    assert script.number(6) == (virtual_ranks or 4)
+
+
 def test_ranks_that_compute_the_same_samples_count_as_one() -> None:
     samples = step_samples(None, has_script=True)
     shape = BatchShape(micro_batch=2, accumulation=5, model_ranks=2)

@@ -1,0 +1,84 @@
+"""What a bare loop computes of a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from checkpointing.errors import CheckpointError
+from checkpointing.exact.gradients import ExactGradients
+from checkpointing.exact.shares import in_shares
+from checkpointing.rank.data_positions import DataPositions
+from checkpointing.rank.manager import CheckpointManager
+from checkpointing.rank.ranks import Ranks
+
+
+def loader(samples: int = 10) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(float(samples))), batch_size=2)
+
+
+def steps(count: int, ranks: Ranks, restored: list[Any] | None = None, virtual_ranks: int = 3) -> tuple[list[Any], Any]:
+    """The first steps that a rank computes, and its position behind them."""
+    positions = DataPositions(ranks)
+    positions._restored = restored or []
+    _, dealt = positions.dealt(loader(), virtual_ranks)
+    found = [[(number, batch[0].tolist()) for number, batch in next(dealt)] for _ in range(count)]
+    return found, positions._cursors[0].state()
+
+
+def test_ranks_share_the_steps_that_one_would_compute() -> None:
+    alone, position = steps(4, Ranks())
+    assert alone[0] == [(0, [0.0, 1.0]), (1, [2.0, 3.0]), (2, [4.0, 5.0])]
+    # Filled up from the beginning of the epoch.
+    assert alone[1] == [(0, [6.0, 7.0]), (1, [8.0, 9.0]), (2, [0.0, 1.0])]
+    assert alone[2] == alone[0]
+    first, _ = steps(4, Ranks(0, 2))
+    second, _ = steps(4, Ranks(1, 2))
+    assert [one + other for one, other in zip(first, second, strict=True)] == alone
+    # From the middle of the second epoch, on another number of ranks.
+    _, position = steps(3, Ranks())
+    resumed, _ = steps(1, Ranks(1, 2), [position])
+    assert resumed[0] == alone[3][2:]
+
+
+def test_another_number_of_virtual_ranks_is_refused() -> None:
+    _, position = steps(1, Ranks())
+    with pytest.raises(CheckpointError, match="was made with 3 virtual ranks, and now there are 4"):
+        steps(1, Ranks(), [position], 4)
+    # By itself it is that of the checkpoint, or that of ranks.
+    assert len(steps(1, Ranks(), [position], 0)[0][0]) == 3
+    assert len(steps(1, Ranks(), virtual_ranks=0)[0][0]) == 1
+    with pytest.raises(CheckpointError, match="4 ranks cannot share 3 virtual ranks"):
+        steps(1, Ranks(0, 4))
+    with pytest.raises(ValueError, match="has no batch"):
+        next(DataPositions(Ranks()).dealt(loader(0), 2)[1])
+
+
+def test_a_share_is_a_context_in_which_its_gradients_are_taken() -> None:
+    model = torch.nn.Linear(1, 1, bias=False)
+    batches = iter([[(0, 1.0), (1, 3.0)], [(0, 5.0), (1, 5.0)]])
+    taken = []
+    for shares in in_shares(batches, ExactGradients(model, 2), 7):
+        model.zero_grad()
+        for share in shares:
+            with share:
+                (model.weight * share.batch).sum().backward()
+        assert model.weight.grad is not None
+        taken.append(float(model.weight.grad))
+    assert taken == [2.0, 5.0]
+    # An error of the loop is the loop's.
+    (share,) = next(in_shares(iter([[(0, 1.0)]]), ExactGradients(model, 1), 0))
+    with pytest.raises(KeyError), share:
+        raise KeyError("x")
+
+
+def test_shares_need_virtual_ranks(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, model=torch.nn.Linear(1, 1))
+    with pytest.raises(ValueError, match=r"shares\(\) is for CheckpointManager"):
+        manager.shares(loader())
+    with pytest.raises(ValueError, match=r"check_exact\(\) comes after shares\(\)"):
+        manager.check_exact(None, lambda batch: None)
