@@ -73,6 +73,11 @@ class Exchange:
         if not exact:
             target.copy_(result[:numel])
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that it keeps."""
+        return self._received.numel()
+
     def _memory(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """Return memory of the largest bucket so far, which all buckets use one after the other."""
         nbytes = numel * like.element_size()

@@ -72,6 +72,16 @@ class ExactGradients:
             raise CheckpointError(f"virtual ranks need DDP's communication hook, and it is in use: {error}") from None
 
     @property
+    def exchange_bytes(self) -> int:
+        """Bytes of memory for the exchange with other ranks: as many as the largest bucket, if each has one node."""
+        return self._exchange.nbytes
+
+    @property
+    def most_sums(self) -> int:
+        """Most sets of gradients that this rank has kept of its first virtual ranks."""
+        return self._sums.most
+
+    @property
     def module(self) -> torch.nn.Module:
         """The model, without DDP."""
         found = self._model.module if isinstance(self._model, DistributedDataParallel) else self._model

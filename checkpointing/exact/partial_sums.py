@@ -20,6 +20,7 @@ class PartialSums:
 
     Attributes:
         nodes: The nodes that there are.
+        most: Most of them at a time.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class PartialSums:
         self._shared, self._on_host = shared, on_host
         self._places = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         self.nodes: list[Node] = []
+        self.most = 0
         self._sums: list[list[torch.Tensor]] = []
 
     def clear(self) -> None:
@@ -49,6 +51,7 @@ class PartialSums:
             torch._foreach_add_(left, gradients)
             gradients = left
         self._sums.append(gradients)
+        self.most = max(self.most, len(self._sums))
 
     def with_last(
         self, leaf: int, parameters: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor]

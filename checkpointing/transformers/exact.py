@@ -77,8 +77,9 @@ class ExactSteps:
                 SelfTest(self._gradients, trainer.model).run(inputs, compute)
         gradients = self._gradients
         if place is None:
-            # The number of collectives in `compute_loss` must be that of the other ranks.
-            with torch.no_grad(), gradients.drawing(self.dealing.block[0], step, 0):
+            # The collectives must be those of the other ranks: in `compute_loss`, and in DDP's forward pass, which
+            # rebuilds its buckets together with all ranks where gradients are enabled.
+            with gradients.unsummed(), gradients.drawing(self.dealing.block[0], step, 0):
                 trainer.compute_loss(model, trainer._prepare_inputs(inputs))
             return torch.zeros((), device=trainer.args.device)
         virtual_rank, number = place
