@@ -213,7 +213,9 @@ class LoaderCursor:
         return position.epoch, position.consumed
 
     def skip(self, num_batches: int) -> None:
-        """Begin the next iteration behind so many batches, of which nothing else is known."""
+        """Begin the next iteration behind so many batches of this rank, of which nothing else is known."""
+        if self._dealing is not None:
+            num_batches = self._dealing.count_of_all(num_batches)
         if num_batches:
             self._resume_from = Position(self.epoch, num_batches)
             self.consumed = num_batches

@@ -17,6 +17,9 @@ from torch.utils.data import BatchSampler
 from checkpointing.errors import CheckpointError
 from checkpointing.exact.tree import block_of
 
+# Their order depends on nothing but a seed: not, say, on how many samples a rank draws at a time.
+_SAMPLERS = ("RandomSampler", "SequentialSampler", "SeedableRandomSampler")
+
 
 @dataclass(frozen=True)
 class Dealing:
@@ -85,7 +88,7 @@ class DealtBatchSampler(BatchSampler):
     def __init__(self, batches: Any, dealing: Dealing) -> None:
         plain = batches.batch_sampler if type(batches).__name__ == "BatchSamplerShard" else batches
         split = getattr(batches, "split_batches", False) or not getattr(batches, "even_batches", True)
-        if type(plain) is not BatchSampler or split or type(plain.sampler).__name__ == "DistributedSampler":
+        if type(plain) is not BatchSampler or split or type(plain.sampler).__name__ not in _SAMPLERS:
             raise CheckpointError(
                 f"virtual ranks need a loader that deals the same batches to any number of ranks, which "
                 f"{type(plain).__name__} with {type(getattr(plain, 'sampler', None)).__name__} does not: use a plain "

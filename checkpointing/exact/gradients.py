@@ -14,7 +14,7 @@ powers of two, so that a rank sends no more than in a plain all-reduce.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,18 @@ from checkpointing.exact.exchange import Exchange
 from checkpointing.exact.partial_sums import PartialSums
 from checkpointing.exact.tree import block_of
 from checkpointing.rank import device
+
+_CURRENT = "_checkpointing_exact"
+_FORWARD = 0x5EED
+
+
+def _laid_out(bucket: Any, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return gradients as the bucket has them, whose parameters may be in any order of dimensions (channels last)."""
+    flat = torch.zeros_like(bucket.buffer())
+    for view, gradient in zip(bucket.gradients(), gradients, strict=True):
+        place = view.storage_offset() - bucket.buffer().storage_offset()
+        flat.as_strided(view.size(), view.stride(), place).copy_(gradient)
+    return flat
 
 
 class ExactGradients:
@@ -67,9 +79,13 @@ class ExactGradients:
             return
         try:
             # DDP wants the class itself as the annotation of the argument, or none.
-            wrapped.register_comm_hook(None, lambda _, bucket: self._hook(bucket))
+            # Once for each model: another training of the same one takes the hook over.
+            if not isinstance(getattr(wrapped, _CURRENT, None), ExactGradients):
+                wrapped.register_comm_hook(None, lambda _, bucket: getattr(wrapped, _CURRENT)._hook(bucket))
         except RuntimeError as error:
             raise CheckpointError(f"virtual ranks need DDP's communication hook, and it is in use: {error}") from None
+        # Not by an assignment, which torch would take for a part of the model.
+        wrapped.__dict__[_CURRENT] = self
 
     @property
     def exchange_bytes(self) -> int:
@@ -111,7 +127,8 @@ class ExactGradients:
     @contextlib.contextmanager
     def drawing(self, virtual_rank: int, step: int, number: int) -> Iterator[None]:
         """Have a virtual rank draw from generators of its own in the context: those of a step and a micro-batch."""
-        seed = batch_seed(self._seed, step, number, virtual_rank)
+        # Not the seeds by which data sets draw.
+        seed = batch_seed(self._seed, step, number, virtual_rank) ^ _FORWARD
         states = device.generator_states(1)
         with drawing_by(seed):
             torch.manual_seed(seed)
@@ -129,6 +146,10 @@ class ExactGradients:
             self._sum_alone(virtual_rank)
         self._sums.clear()
 
+    def forget(self) -> None:
+        """Forget what an unfinished step has added up."""
+        self._sums.clear()
+
     @contextlib.contextmanager
     def unsummed(self) -> Iterator[None]:
         """Leave the gradients of what is computed in the context on this rank."""
@@ -137,20 +158,19 @@ class ExactGradients:
 
     def _sum_alone(self, last: int) -> None:
         """Sum up on the only rank, where there is no DDP."""
-        if not self._sums.nodes and all(parameter.grad is None for parameter in self._parameters):
-            return
         for parameter in self._parameters:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                # As with DDP: what no virtual rank has used is left alone by the optimizer.
+                continue
             gradient = parameter.grad.detach()
             _, (own,) = self._sums.with_last(last, [parameter], [gradient])
-            self._exchange.mean(gradient.view(-1), [own[0].view(-1)])
+            self._exchange.mean(gradient, own)
 
     def _hook(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Sum a bucket; DDP calls it in the backward pass of the last virtual rank of the block."""
         flat = bucket.buffer()
         _, values = self._sums.with_last(self.block[-1], bucket.parameters(), bucket.gradients())
-        rest = [torch.cat([value.reshape(-1) for value in node]) for node in values[:-1]]
+        rest = [_laid_out(bucket, node) for node in values[:-1]]
         self._exchange.mean(flat, [*rest, flat])
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(flat)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from checkpointing.errors import CheckpointError
 from checkpointing.exact.tree import Node, pushed
 
 
@@ -37,13 +38,25 @@ class PartialSums:
         self.nodes: list[Node] = []
         self.most = 0
         self._sums: list[list[torch.Tensor]] = []
+        self._used: list[bool] = []
 
     def clear(self) -> None:
         """Forget the last step."""
         self.nodes, self._sums = [], []
 
     def push(self, leaf: int) -> None:
-        """Take the parameters' gradients, which are None afterwards, as those of a leaf."""
+        """Take the parameters' gradients, which are None afterwards, as those of a leaf.
+
+        Raises:
+            CheckpointError: Another leaf of the block has gradients of other parameters.
+        """
+        used = [parameter.grad is not None for parameter in self._parameters]
+        self._used = used if not self.nodes else self._used
+        if used != self._used:
+            raise CheckpointError(
+                "some parameters have gradients of some virtual ranks only (layers that a micro-batch skips): whether "
+                "they count would depend on the number of ranks, so virtual ranks cannot be exact (elastic.mode)"
+            )
         gradients = [self._taken(parameter) for parameter in self._parameters]
         self.nodes, merged = pushed(self.nodes, leaf, self._virtual_ranks)
         for _ in range(merged):

@@ -1,4 +1,4 @@
-"""What cannot be exact is found before the first step: a micro-batch is computed twice here, and on another rank."""
+"""What cannot be exact is found before the first step: a micro-batch is computed twice, and by all ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Trace:
 
 
 class SelfTest:
-    """Computes one micro-batch of each rank twice, and once on another rank, and compares all bits.
+    """Computes one micro-batch of each rank twice, and that of the first rank on all, and compares all bits.
 
     Args:
         gradients: Of the training.
@@ -68,33 +68,33 @@ class SelfTest:
         """
         mine = self._traced(batch, compute, self._gradients.block[0])
         again = self._traced(batch, compute, self._gradients.block[0])
+        problem = None
         if mine.buffers:
-            raise CheckpointError(
+            problem = (
                 f"virtual ranks cannot be exact: {_named(mine.buffers)} change while a micro-batch is computed, so "
                 "that they depend on which ones a rank has computed before. Freeze such statistics (BatchNorm in "
                 "evaluation mode), use layers without (GroupNorm, LayerNorm), or train without virtual ranks "
                 "(elastic.mode)"
             )
-        if (found := mine.difference(again)) is not None:
-            raise CheckpointError(
+        elif (found := mine.difference(again)) is not None:
+            problem = (
                 f"virtual ranks cannot be exact: the same micro-batch computed twice differs, first in {found}. "
                 f"{_WHAT_TO_DO}"
             )
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        everyone = _gathered((problem, (_on_host(batch), self._gradients.block[0], mine) if _is_first() else None))
+        _raise_first([problem for problem, _ in everyone])
+        if len(everyone) == 1:
             return
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (_on_host(batch), self._gradients.block[0], mine))
-        neighbour = (dist.get_rank() + 1) % len(everyone)
-        theirs_batch, virtual_rank, theirs = everyone[neighbour]
-        found = self._traced(theirs_batch, compute, virtual_rank).difference(theirs)
-        answers: list[Any] = [None] * len(everyone)
-        dist.all_gather_object(answers, found)
-        for rank, answer in enumerate(answers):
-            if answer is not None:
-                raise CheckpointError(
-                    f"virtual ranks cannot be exact: ranks {rank} and {(rank + 1) % len(everyone)} compute the same "
-                    f"micro-batch differently, first in {answer}. {_WHAT_TO_DO}"
-                )
+        # All the same one: a loss that gathers something from other ranks differs then, too.
+        first_batch, virtual_rank, first = everyone[0][1]
+        found = self._traced(first_batch, compute, virtual_rank).difference(first)
+        if found is not None:
+            problem = (
+                "virtual ranks cannot be exact: this rank and the first one compute the same micro-batch differently, "
+                f"first in {found}. {_WHAT_TO_DO}. A loss that depends on what other ranks compute cannot be exact, "
+                "either"
+            )
+        _raise_first(_gathered(problem))
 
     def _traced(self, batch: Any, compute: Callable[[Any], Any], virtual_rank: int) -> _Trace:
         outputs: list[tuple[str, str]] = []
@@ -131,6 +131,26 @@ class SelfTest:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _gathered(value: Any) -> list[Any]:
+    """Return every rank's value."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def _raise_first(problems: list[str | None]) -> None:
+    """Raise the first problem, on all ranks."""
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise CheckpointError(problem if len(problems) == 1 else f"rank {rank}: {problem}")
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from checkpointing.data.cursor import LoaderCursor, state_name
 from checkpointing.data.layout import StepLayout
 from checkpointing.data.position import Position
+from checkpointing.environment import rank_settings
 from checkpointing.errors import CheckpointError
 from checkpointing.exact.dealing import Dealing
 from checkpointing.rank import rng
@@ -126,7 +128,14 @@ class DataPositions:
         restored = self._restored[place] if place < len(self._restored) else None
         layout = Position.from_state(restored).layout if restored is not None else None
         before = layout.world_size if layout is not None else 0
-        count = virtual_ranks or before or ranks.world_size
+        count = virtual_ranks or before or rank_settings().planned_ranks or ranks.world_size
+        # An order that is drawn by other seeds would deal other samples to each rank.
+        draws = hashlib.sha256(torch.random.get_rng_state().numpy().tobytes()).hexdigest()
+        if len(set(ranks.gather((torch.initial_seed(), draws)))) > 1:
+            raise CheckpointError(
+                "virtual ranks need the same generators on all ranks, from which the order of samples is drawn: seed "
+                "them alike (torch.manual_seed(seed), without the rank), and draw nothing on single ranks before"
+            )
         if before and count != before:
             raise CheckpointError(
                 f"the checkpoint was made with {before} virtual ranks, and now there are {count}: the run would end in "
@@ -157,7 +166,10 @@ class DataPositions:
                 is_first = False
                 cursor.consume(dealing.virtual_ranks)
                 yield list(zip(dealing.block, mine, strict=True))
-            if is_first and training is None:
+            if is_first and training is not None:
+                # Nothing of that epoch was left.
+                rng.set_state(training)
+            elif is_first:
                 raise ValueError(f"the loader of {cursor.name} has no batch")
             epoch += 1
 

@@ -17,6 +17,7 @@ from typing import Any, Unpack
 import torch
 
 from checkpointing.environment import rank_settings
+from checkpointing.events import BatchShape
 from checkpointing.exact.gradients import ExactGradients
 from checkpointing.exact.self_test import SelfTest
 from checkpointing.exact.shares import Share, in_shares
@@ -204,7 +205,11 @@ class CheckpointManager(CheckpointedTraining):
             raise ValueError("shares() is for CheckpointManager(model=..., virtual_ranks=...)")
         count = 0 if self._virtual_ranks == "auto" else self._virtual_ranks
         dealing, steps = self._positions.dealt(loader, count)
-        self._exact = ExactGradients(self._wrapped, dealing.virtual_ranks, torch.initial_seed())
+        batch_size = getattr(loader, "batch_size", None) or 1
+        shape = BatchShape(micro_batch=batch_size, accumulation=dealing.largest, samples=dealing.virtual_ranks)
+        self.announce_batch(shape)
+        on_host = micro_batch_divisor() > 1
+        self._exact = ExactGradients(self._wrapped, dealing.virtual_ranks, torch.initial_seed(), on_host=on_host)
         return in_shares(steps, self._exact, self._heartbeat.start_step)
 
     def check_exact(self, batch: Any, compute: Callable[[Any], Any]) -> None:

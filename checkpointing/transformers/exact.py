@@ -12,7 +12,6 @@ import torch.distributed as dist
 import transformers.trainer
 from torch.utils.data import IterableDataset
 
-from checkpointing.environment import ALLOW_CHANGES_ENV, rank_settings
 from checkpointing.errors import CheckpointError
 from checkpointing.exact.dealing import Dealing
 from checkpointing.exact.gradients import ExactGradients
@@ -58,6 +57,8 @@ class ExactSteps:
         fillers = self._rounds * dealing.largest - len(drawn)
         self._plan = [None] * fillers + [(virtual_rank, number) for virtual_rank, number, _ in arranged]
         self._losses.clear()
+        if self._gradients is not None:
+            self._gradients.forget()
         return [drawn[0]] * fillers + [batch for *_, batch in arranged]
 
     def compute(self, trainer: Any, model: Any, step: int, inputs: Any, compute: Any) -> torch.Tensor:
@@ -79,6 +80,7 @@ class ExactSteps:
         if place is None:
             # The collectives must be those of the other ranks: in `compute_loss`, and in DDP's forward pass, which
             # rebuilds its buckets together with all ranks where gradients are enabled.
+            model.train()
             with gradients.unsummed(), gradients.drawing(self.dealing.block[0], step, 0):
                 trainer.compute_loss(model, trainer._prepare_inputs(inputs))
             return torch.zeros((), device=trainer.args.device)
@@ -97,6 +99,12 @@ class ExactSteps:
         if number == self._rounds - 1:
             gradients.end_of_rank(virtual_rank)
         return self._mean_loss() if not self._plan else torch.zeros_like(loss)
+
+    def once(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return a step's loss for the first of its micro-batches, and zero for the others."""
+        is_first = self._plan != []
+        self._plan = []
+        return loss if is_first else torch.zeros_like(loss)
 
     def _mean_loss(self) -> torch.Tensor:
         """Return the mean of all virtual ranks' losses of this step, in the order of the tree."""
@@ -133,12 +141,12 @@ class ExactMixin:
         count = self._options.virtual_ranks
         if count == AUTO:
             count = before or ranks.planned
-        if before is not None and count != before and not rank_settings().allow_changes:
+        if before is not None and count != before:
             assert start.point is not None
             raise CheckpointError(
                 f"{start.point.place} was made with {before or 'no'} virtual ranks, and now there are "
                 f"{count or 'none'} (elastic.virtual_ranks): the run would end in other bits. Use the same number, "
-                f"train in another output_dir, or resume with --allow-changes (or {ALLOW_CHANGES_ENV}=1)"
+                "or train in another output_dir"
             )
         self._exact = None
         if not count:
@@ -148,6 +156,7 @@ class ExactMixin:
             raise CheckpointError(f"{ranks.count} ranks cannot share {count} virtual ranks: start at most {count}")
         dealing = Dealing(count, ranks.rank, ranks.count)
         session.data.deal(dealing)
+        session.guard.expect_means()
         session.job = {**session.job, _KEY: str(count)}
         seed = self.args.seed  # type: ignore[attr-defined]
         self._exact = ExactSteps(dealing, seed, on_host=self._options.on_host)
@@ -169,6 +178,13 @@ class ExactMixin:
             return plain
         number = self.state.global_step  # type: ignore[attr-defined]
         return exact.compute(self, model, number, inputs, lambda batch: step(model, batch, *args, **kwargs))
+
+    def _share_of(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return what a micro-batch adds of a step's loss that is known."""
+        if self._exact is not None:
+            return self._exact.once(loss)
+        count: int = self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
+        return loss / count
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Compute a loss that is scaled by the number of virtual ranks, where it would be by that of processes."""
@@ -224,6 +240,10 @@ def check_exact(trainer: Any) -> None:
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "several GPUs in one process": trainer.args.n_gpu > 1,
         "auto_find_batch_size": trainer.args.auto_find_batch_size,
+        "torch_compile": bool(trainer.args.torch_compile),
+        "average_tokens_across_devices=False": not trainer.args.average_tokens_across_devices,
+        "dispatch_batches": bool(trainer.args.accelerator_config.dispatch_batches),
+        "split_batches": bool(trainer.args.accelerator_config.split_batches),
         "a streamed data set": isinstance(trainer.train_dataset, IterableDataset),
         "a trainer that generates ahead of its steps": generates_ahead(trainer),
         "tensor parallelism": tensor_parallel_size(trainer) > 1,
@@ -231,6 +251,6 @@ def check_exact(trainer: Any) -> None:
     found = next((name for name, used in reasons.items() if used), None)
     if found is not None:
         raise CheckpointError(
-            f"virtual ranks are not possible with {found}. Use DDP and a data set with a length, or no virtual ranks "
-            "(elastic.mode)"
+            f"virtual ranks are not possible with {found}. Use plain DDP and a data set with a length, or no virtual "
+            "ranks (elastic.mode)"
         )

@@ -240,7 +240,7 @@ class ResilientMixin(ExactMixin, SavingMixin):
             num_steps, history = step - self._globalstep_last_logged, self.state.log_history
             skipped: torch.Tensor = session.skipped_loss.of_step(step, self._tr_loss, num_steps, history)
             advance_schedule(self)
-            return skipped / int(self.current_gradient_accumulation_steps)
+            return self._share_of(skipped)
         session.throughput.count(inputs)
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         session.guard.add_loss(loss)

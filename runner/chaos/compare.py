@@ -86,8 +86,8 @@ def course_differences(a: Path, b: Path, tolerance: float) -> list[str]:
 def state_differences(a: Path, b: Path) -> list[str]:
     """Compare the bits of two trainings by virtual ranks, which may have ended on different numbers of ranks.
 
-    Weights, optimizer, scheduler, the generators of the first rank, and the logged losses and gradient norms. What TRL
-    measures besides counts the ranks' micro-batches, and is left out.
+    Weights, optimizer, scheduler, torch's generator of the first rank, and the logged losses and gradient norms. What
+    TRL measures besides counts the ranks' micro-batches, and is left out.
 
     Args:
         a: Folder of the first checkpoint.
@@ -96,14 +96,14 @@ def state_differences(a: Path, b: Path) -> list[str]:
     Returns:
         What differs, in words.
     """
-    names = {path.name for path in a.iterdir() if path.suffix in (".safetensors", ".pt")}
-    found = [f"{name} is in one of the two only" for name in sorted(names) if not (b / name).is_file()]
-    for name in sorted(name for name in names if (b / name).is_file()):
+    both = [{path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".pt")} for folder in (a, b)]
+    found = [f"{name} is in one of the two only" for name in sorted(both[0] ^ both[1])]
+    for name in sorted(both[0] & both[1]):
         if (a / name).read_bytes() != (b / name).read_bytes():
             found.append(f"{name}: {_difference(_load(a / name), _load(b / name), None) or 'other bytes'}")
     states = [next((one for one in map(folder.joinpath, _FIRST_RANK) if one.is_file()), None) for folder in (a, b)]
-    if states[0] is not None and states[1] is not None and not _equal_generators(states[0], states[1]):
-        found.append("the first rank's generators differ")
+    if states[0] is None or states[1] is None or not _equal_generators(states[0], states[1]):
+        found.append("torch's generator of the first rank differs")
     histories = [json.loads((folder / TRAINER_STATE_NAME).read_text())["log_history"] for folder in (a, b)]
     first, second = ([_only(_SAME_BITS, entry) for entry in history] for history in histories)
     text = _difference(first, second, None)

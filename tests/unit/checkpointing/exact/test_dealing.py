@@ -65,3 +65,6 @@ def test_an_order_that_depends_on_the_number_of_ranks_is_refused() -> None:
     sampler = DistributedSampler(range(4), 2, 0)  # type: ignore[arg-type, var-annotated]
     with pytest.raises(CheckpointError, match="with DistributedSampler does not"):
         DealtBatchSampler(BatchSampler(sampler, 2, False), Dealing(2))
+    # Such as one that groups samples of equal length by how many a rank draws for a step.
+    with pytest.raises(CheckpointError, match="with list does not"):
+        DealtBatchSampler(BatchSampler([0, 1], 2, False), Dealing(2))

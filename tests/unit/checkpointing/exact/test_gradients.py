@@ -61,17 +61,32 @@ def test_generators_are_those_of_the_virtual_rank_and_are_left_alone() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_a_parameter_without_a_gradient_keeps_none_unless_another_virtual_rank_has_one() -> None:
-    model = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
-    model[2].requires_grad_(False)
+def test_a_parameter_that_nobody_uses_is_left_alone_and_one_that_some_use_is_refused() -> None:
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
     exact = ExactGradients(model, 2)
     for virtual_rank in exact.block:
         with exact.of_rank(virtual_rank, 0):
-            model[virtual_rank](torch.ones(2)).backward()
-    assert all(parameter.grad is not None for parameter in model[:2].parameters())
-    assert all(parameter.grad is None for parameter in model[2].parameters())
-    with exact.of_rank(0, 1), exact.of_rank(1, 1):
-        pass
+            model[0](torch.ones(2)).backward()
+    assert model[0].weight.grad is not None and model[1].weight.grad is None
+    exact = ExactGradients(model, 3)
+    model.zero_grad()
+    with pytest.raises(CheckpointError, match="gradients of some virtual ranks only"):
+        for virtual_rank in exact.block:
+            with exact.of_rank(virtual_rank, 1):
+                model[virtual_rank % 2](torch.ones(2)).backward()
+
+
+def test_parameters_may_be_in_any_order_of_dimensions() -> None:
+    grads = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        model = torch.nn.Conv2d(3, 4, 3).to(memory_format=memory_format)  # type: ignore[call-overload]
+        exact = ExactGradients(model, 3)
+        for virtual_rank in exact.block:
+            with exact.of_rank(virtual_rank, 0):
+                model(torch.ones(1, 3, 5, 5) * (virtual_rank + 1)).sum().backward()
+        grads.append(model.weight.grad)
+    assert torch.equal(grads[0], grads[1])
 
 
 def test_more_ranks_than_virtual_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from checkpointing.errors import CheckpointError
 from checkpointing.exact.partial_sums import PartialSums
 from checkpointing.exact.tree import Node
 
@@ -39,3 +41,13 @@ def test_a_missing_gradient_counts_as_zeros() -> None:
     _, values = sums.with_last(1, [parameter], [torch.tensor([-0.0, 1.0])])
     # Of two zeros, the sum is the positive one, wherever it is computed.
     assert str(values[0][0].tolist()) == "[0.0, 1.0]"
+
+
+def test_leaves_with_gradients_of_different_parameters_are_refused() -> None:
+    first, second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    sums = PartialSums([first, second], 4)
+    first.grad = torch.ones(2)
+    sums.push(0)
+    second.grad = torch.ones(2)
+    with pytest.raises(CheckpointError, match="layers that a micro-batch skips"):
+        sums.push(1)

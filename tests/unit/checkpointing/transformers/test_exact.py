@@ -59,6 +59,13 @@ def test_a_loss_is_scaled_by_the_number_of_virtual_ranks() -> None:
     assert trainer.accelerator.num_processes == 2
 
 
+def test_a_loss_that_is_known_counts_once() -> None:
+    steps = ExactSteps(Dealing(3, 0, 2), seed=0)
+    for _ in range(2):
+        steps.arrange(["0a", "1a"])
+        assert [float(steps.once(torch.tensor(6.0))) for _ in range(2)] == [6.0, 0.0]
+
+
 def test_what_is_measured_meanwhile_is_not_logged() -> None:
     trainer = SimpleNamespace(_metrics={"train": {"entropy": [1.0]}}, _total_train_tokens=5)
     with _unmeasured(trainer):
@@ -68,11 +75,20 @@ def test_what_is_measured_meanwhile_is_not_logged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("is_fsdp_enabled", "FSDP"), ("is_deepspeed_enabled", "DeepSpeed"), (None, None)]
+    ("name", "reason"),
+    [
+        ("is_fsdp_enabled", "FSDP"),
+        ("is_deepspeed_enabled", "DeepSpeed"),
+        ("average_tokens_across_devices", "average_tokens_across_devices=False"),
+        (None, None),
+    ],
 )
 def test_what_shards_the_model_is_refused_by_name(name: str | None, reason: str | None) -> None:
-    trainer = SimpleNamespace(is_fsdp_enabled=False, is_deepspeed_enabled=False)
-    trainer.args = SimpleNamespace(n_gpu=0, auto_find_batch_size=False)
+    trainer: Any = SimpleNamespace(is_fsdp_enabled=False, is_deepspeed_enabled=False, train_dataset=[1])
+    trainer.accelerator, trainer.model = SimpleNamespace(), torch.nn.Linear(1, 1)
+    loader = SimpleNamespace(dispatch_batches=None, split_batches=False)
+    trainer.args = SimpleNamespace(n_gpu=0, auto_find_batch_size=False, torch_compile=False, accelerator_config=loader)
+    trainer.args.average_tokens_across_devices = name != "average_tokens_across_devices"
     if name is None:
         check_exact(trainer)
         return
