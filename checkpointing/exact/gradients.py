@@ -157,7 +157,8 @@ class ExactGradients:
             yield
 
     def _sum_alone(self, last: int) -> None:
-        """Sum up on the only rank, where there is no DDP."""
+        """Sum up on the only rank, where there is no DDP, which would refuse this by itself."""
+        self._sums.check_used()
         for parameter in self._parameters:
             if parameter.grad is None:
                 # As with DDP: what no virtual rank has used is left alone by the optimizer.

@@ -50,13 +50,7 @@ class PartialSums:
         Raises:
             CheckpointError: Another leaf of the block has gradients of other parameters.
         """
-        used = [parameter.grad is not None for parameter in self._parameters]
-        self._used = used if not self.nodes else self._used
-        if used != self._used:
-            raise CheckpointError(
-                "some parameters have gradients of some virtual ranks only (layers that a micro-batch skips): whether "
-                "they count would depend on the number of ranks, so virtual ranks cannot be exact (elastic.mode)"
-            )
+        self.check_used()
         gradients = [self._taken(parameter) for parameter in self._parameters]
         self.nodes, merged = pushed(self.nodes, leaf, self._virtual_ranks)
         for _ in range(merged):
@@ -65,6 +59,20 @@ class PartialSums:
             gradients = left
         self._sums.append(gradients)
         self.most = max(self.most, len(self._sums))
+
+    def check_used(self) -> None:
+        """Check that the same parameters have gradients now as for the first leaf of the block.
+
+        Raises:
+            CheckpointError: Others do.
+        """
+        used = [parameter.grad is not None for parameter in self._parameters]
+        self._used = self._used if self.nodes else used
+        if used != self._used:
+            raise CheckpointError(
+                "some parameters have gradients of some virtual ranks only (layers that a micro-batch skips): whether "
+                "they count would depend on the number of ranks, so virtual ranks cannot be exact (elastic.mode)"
+            )
 
     def with_last(
         self, leaf: int, parameters: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor]

@@ -61,15 +61,20 @@ def test_generators_are_those_of_the_virtual_rank_and_are_left_alone() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_a_parameter_that_nobody_uses_is_left_alone_and_one_that_some_use_is_refused() -> None:
+def test_a_parameter_that_nobody_uses_is_left_alone() -> None:
     model = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
     exact = ExactGradients(model, 2)
     for virtual_rank in exact.block:
         with exact.of_rank(virtual_rank, 0):
             model[0](torch.ones(2)).backward()
     assert model[0].weight.grad is not None and model[1].weight.grad is None
-    exact = ExactGradients(model, 3)
-    model.zero_grad()
+
+
+@pytest.mark.parametrize("virtual_ranks", [2, 3])
+def test_a_parameter_that_some_virtual_ranks_use_is_refused(virtual_ranks: int) -> None:
+    """Also if it is the last one that does not: its gradients would be lost."""
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
+    exact = ExactGradients(model, virtual_ranks)
     with pytest.raises(CheckpointError, match="gradients of some virtual ranks only"):
         for virtual_rank in exact.block:
             with exact.of_rank(virtual_rank, 1):
