@@ -179,9 +179,10 @@ class ArenaPool:
         """Allocate all arenas; return whether there is memory for as many bytes of guests in each, too."""
         # The first rank's request decides: what is allocated for it changes what is free.
         large = [arena for arena in self.arenas if arena.memory.nbytes >= nbytes]
-        has_room = NUM_ARENAS * _capacity(nbytes + guests) <= self._limit()
         if len(large) >= NUM_ARENAS:
             has_room = all(arena.memory.nbytes >= nbytes + guests for arena in large)
+        else:
+            has_room = NUM_ARENAS * _capacity(nbytes + guests) <= self._limit()
         self.allocate(nbytes + guests if has_room else nbytes)
         return has_room
 

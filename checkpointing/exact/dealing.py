@@ -29,11 +29,21 @@ class Dealing:
         virtual_ranks: Number of virtual ranks.
         rank: Number of this rank.
         world_size: Number of ranks.
+
+    Raises:
+        CheckpointError: There are more ranks than virtual ranks.
     """
 
     virtual_ranks: int
     rank: int = 0
     world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.world_size > self.virtual_ranks:
+            raise CheckpointError(
+                f"{self.world_size} ranks cannot share {self.virtual_ranks} virtual ranks: start at most "
+                f"{self.virtual_ranks}"
+            )
 
     @property
     def block(self) -> range:

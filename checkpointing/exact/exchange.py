@@ -18,14 +18,13 @@ class Exchange:
     """Exchanges gradients of the ranks' blocks; one thread of each rank uses it, in the same order.
 
     Args:
-        rank: Number of this rank.
         world_size: Number of ranks.
         virtual_ranks: Number of virtual ranks.
         group: The ranks' process group; None for a single process, or the default one.
     """
 
-    def __init__(self, rank: int, world_size: int, virtual_ranks: int, group: dist.ProcessGroup | None = None) -> None:
-        self._rank, self._world_size, self._virtual_ranks, self._group = rank, world_size, virtual_ranks, group
+    def __init__(self, world_size: int, virtual_ranks: int, group: dist.ProcessGroup | None = None) -> None:
+        self._world_size, self._virtual_ranks, self._group = world_size, virtual_ranks, group
         self._nodes = [nodes_of(block_of(one, world_size, virtual_ranks), virtual_ranks) for one in range(world_size)]
         self._received = torch.empty(0, dtype=torch.uint8)
 

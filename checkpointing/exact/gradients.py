@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkpointing.data.batch_seed import batch_seed, drawing_by
 from checkpointing.errors import CheckpointError
+from checkpointing.exact.dealing import Dealing
 from checkpointing.exact.exchange import Exchange
 from checkpointing.exact.partial_sums import PartialSums
-from checkpointing.exact.tree import block_of
 from checkpointing.rank import device
 
 _CURRENT = "_checkpointing_exact"
@@ -60,19 +60,15 @@ class ExactGradients:
 
     def __init__(self, model: torch.nn.Module, virtual_ranks: int, seed: int = 0, *, on_host: bool = False) -> None:
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        if world_size > virtual_ranks:
-            raise CheckpointError(
-                f"{world_size} ranks cannot share {virtual_ranks} virtual ranks: start at most {virtual_ranks}"
-            )
-        self._model, self._seed, self._virtual_ranks = model, seed, virtual_ranks
-        self.block = block_of(rank, world_size, virtual_ranks)
+        self._model, self._seed = model, seed
+        self.block = Dealing(virtual_ranks, rank, world_size).block
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         wrapped: Any = model if isinstance(model, DistributedDataParallel) else None
         shared = wrapped is not None and wrapped.gradient_as_bucket_view
         self._sums = PartialSums(parameters, virtual_ranks, shared=shared, on_host=on_host)
         self._parameters = parameters
         group = wrapped.process_group if wrapped is not None else None
-        self._exchange = Exchange(rank, world_size, virtual_ranks, group)
+        self._exchange = Exchange(world_size, virtual_ranks, group)
         if wrapped is None:
             if world_size > 1:
                 raise CheckpointError("with several ranks, virtual ranks need a model in DistributedDataParallel")

@@ -21,8 +21,6 @@ from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.rank.torch_files import torch_bytes
 
-_END = object()
-
 
 def resume_at(cursor: LoaderCursor, position: Mapping[str, Any]) -> int:
     """Have a loader continue from a checkpoint's position; returns the epoch.
@@ -108,7 +106,8 @@ class DataPositions:
             cursor.other_ranks = (self._restored_ranks, self._ranks.world_size)
         number = len(self._cursors)
         self._cursors.append(cursor)
-        return self._iterate(cursor, self._restored[number] if number < len(self._restored) else None)
+        restored = self._restored[number] if number < len(self._restored) else None
+        return (batch for (batch,) in self._iterate(cursor, restored))
 
     def dealt(self, loader: Any, virtual_ranks: int) -> tuple[Dealing, Iterator[list[tuple[int, Any]]]]:
         """Iterate over the steps of a loader that virtual ranks share, without end, from the restored position.
@@ -141,39 +140,19 @@ class DataPositions:
                 f"the checkpoint was made with {before} virtual ranks, and now there are {count}: the run would end in "
                 "other bits. Use the same number, or another folder"
             )
-        if ranks.world_size > count:
-            raise CheckpointError(f"{ranks.world_size} ranks cannot share {count} virtual ranks: start at most {count}")
         dealing = Dealing(count, ranks.rank, ranks.world_size)
         layout = StepLayout(count, 1, 1)
         cursor = LoaderCursor(
             loader, seed=torch.initial_seed(), rank=ranks.rank, made_for=layout, now=layout, dealing=dealing
         )
         self._cursors.append(cursor)
-        return dealing, self._steps(cursor, dealing, restored)
+        steps = self._iterate(cursor, restored, size=len(dealing.block), counted=count)
+        return dealing, (list(zip(dealing.block, mine, strict=True)) for mine in steps)
 
-    def _steps(
-        self, cursor: LoaderCursor, dealing: Dealing, position: Mapping[str, Any] | None
-    ) -> Iterator[list[tuple[int, Any]]]:
-        epoch = resume_at(cursor, position) if position is not None else 0
-        while True:
-            cursor.set_epoch(epoch)
-            training = rng.state(self._ranks.world_size) if cursor.resumes_mid_epoch else None
-            batches, is_first = cursor.iterate(), True
-            while mine := list(itertools.islice(batches, len(dealing.block))):
-                if is_first and training is not None:
-                    # What the loader draws on its way to the position must not be taken from training.
-                    rng.set_state(training)
-                is_first = False
-                cursor.consume(dealing.virtual_ranks)
-                yield list(zip(dealing.block, mine, strict=True))
-            if is_first and training is not None:
-                # Nothing of that epoch was left.
-                rng.set_state(training)
-            elif is_first:
-                raise ValueError(f"the loader of {cursor.name} has no batch")
-            epoch += 1
-
-    def _iterate(self, cursor: LoaderCursor, position: Mapping[str, Any] | None) -> Iterator[Any]:
+    def _iterate(
+        self, cursor: LoaderCursor, position: Mapping[str, Any] | None, *, size: int = 1, counted: int = 1
+    ) -> Iterator[list[Any]]:
+        """Iterate over a loader without end, so many batches at a time, of which so many count as used."""
         epoch = 0
         if position is not None:
             epoch = resume_at(cursor, position)
@@ -182,13 +161,13 @@ class DataPositions:
             # What the loader draws on its way to the position must not be taken from training.
             training = rng.state(self._ranks.world_size) if cursor.resumes_mid_epoch else None
             iterator = cursor.iterate()
-            batch = next(iterator, _END)
+            batches = list(itertools.islice(iterator, size))
             if training is not None:
                 rng.set_state(training)
-            elif batch is _END:
+            elif not batches:
                 raise ValueError(f"the loader of {cursor.name} has no batch")
-            while batch is not _END:
-                cursor.consume(1)
-                yield batch
-                batch = next(iterator, _END)
+            while batches:
+                cursor.consume(counted)
+                yield batches
+                batches = list(itertools.islice(iterator, size))
             epoch += 1

@@ -213,7 +213,7 @@ class CheckpointManager(CheckpointedTraining):
         return in_shares(steps, self._exact, self._heartbeat.start_step)
 
     def check_exact(self, batch: Any, compute: Callable[[Any], Any]) -> None:
-        """Compute a micro-batch twice, and once on another rank, and compare all bits; call it after `shares`.
+        """Compute a micro-batch twice, and that of the first rank on all, and compare all bits; call it after `shares`.
 
         Args:
             batch: A micro-batch of this rank, such as `next(iter(loader))`.

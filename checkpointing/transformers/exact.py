@@ -16,7 +16,7 @@ from checkpointing.errors import CheckpointError
 from checkpointing.exact.dealing import Dealing
 from checkpointing.exact.gradients import ExactGradients
 from checkpointing.exact.self_test import SelfTest
-from checkpointing.exact.tree import Node, total
+from checkpointing.exact.tree import Node, block_of, total
 from checkpointing.transformers.data_ranks import DataRanks, tensor_parallel_size
 from checkpointing.transformers.further_states import generates_ahead
 from checkpointing.transformers.options import Options
@@ -117,7 +117,7 @@ class ExactSteps:
             dist.all_gather(everyone, padded)
         leaves: dict[Node, torch.Tensor] = {}
         for rank, losses in enumerate(everyone):
-            block = Dealing(dealing.virtual_ranks, rank, dealing.world_size).block
+            block = block_of(rank, dealing.world_size, dealing.virtual_ranks)
             leaves |= {Node(virtual_rank): losses[place] for place, virtual_rank in enumerate(block)}
         return total(leaves, dealing.virtual_ranks, torch.add) / dealing.virtual_ranks
 
@@ -152,8 +152,6 @@ class ExactMixin:
         if not count:
             return
         check_exact(self)
-        if ranks.count > count:
-            raise CheckpointError(f"{ranks.count} ranks cannot share {count} virtual ranks: start at most {count}")
         dealing = Dealing(count, ranks.rank, ranks.count)
         session.data.deal(dealing)
         session.guard.expect_means()

@@ -150,8 +150,8 @@ def examine(config: Config, directory: RunDirectory, job: JobIdentity, *, allow_
     launch = config.launch
     # The supervisor checks `auto` once torch has counted the accelerators: no other tool counts all kinds.
     # Virtual ranks are shared by any number of ranks.
-    counts = launch.world_size is None and config.elastic.mode != "exact"
-    if launch.nproc_per_node != "auto" and counts:
+    must_divide = config.elastic.mode != "exact"
+    if must_divide and launch.nproc_per_node != "auto" and launch.world_size is None:
         newest = next((entry.manifest for entry in tiers.catalog.scan() if entry.manifest is not None), None)
         record = RestartState.from_json(tiers.durable.sidecars.read_restart_state())
         if newest is not None and counts_samples(job, record):

@@ -30,14 +30,12 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     virtual_ranks, rounds = order["virtual_ranks"], order["rounds"]
-    nets, steps = [], dict[str, Callable[[int], None]]()
+    nets = [DistributedDataParallel(model_of(order["width"], order["layers"])) for _ in range(2)]
 
     def data(step: int, virtual_rank: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(step * virtual_ranks + virtual_rank)
         return torch.randn(order["batch"], order["length"], order["width"], generator=generator)
 
-    for _ in range(2):
-        nets.append(DistributedDataParallel(model_of(order["width"], order["layers"])))
     plain, exact_net = nets
     optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-4) for net in nets]
     exact = ExactGradients(exact_net, virtual_ranks)
@@ -62,7 +60,7 @@ def main() -> None:
         optimizers[1].step()
         optimizers[1].zero_grad()
 
-    steps = {"ddp": plain_step, "exact": exact_step}
+    steps: dict[str, Callable[[int], None]] = {"ddp": plain_step, "exact": exact_step}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds + order["warm_up"]):
         # Which one is first alternates.

@@ -50,7 +50,7 @@ def test_the_mean_has_the_bits_of_the_tree(
             own = {Node(leaf.first - node.first): value for leaf, value in inside.items()}
             values.append(total(own, len(own), torch.add).clone())
         ours: Any = ranks
-        one, found = Exchange(ranks.rank, world_size, virtual_ranks, ours), []
+        one, found = Exchange(world_size, virtual_ranks, ours), []
         for _ in range(2):
             target = values[-1].clone()
             one.mean(target, [*values[:-1], target])
