@@ -276,7 +276,7 @@ class Config(Section):
     """Folder of the run: checkpoints, journal, logs and `best_model`. Without it `runs/NAME`, where NAME is the name of
     the configuration file, script, model or data."""
     scale_learning_rate: bool = True
-    """Whether `trainer.learning_rate` is multiplied by the number of ranks."""
+    """Whether `trainer.learning_rate` is multiplied by the number of ranks, or by `elastic.virtual_ranks`."""
     strategy: Strategy | MeshConfig = "ddp"
     """Parallelism. `ddp` holds the whole model on every rank. `fsdp` (FSDP2) shards parameters, gradients and optimizer
     state over the ranks of a node and replicates them between nodes; `fsdp_all_nodes` shards over the ranks of all
@@ -306,6 +306,11 @@ class Config(Section):
     def model_ranks(self) -> int:
         """Number of ranks that compute the same samples together (tensor parallelism)."""
         return self.mesh.tp if self.mesh is not None else 1
+
+    def sharing(self, ranks: int) -> int:
+        """Return how many share the samples of a step: groups of `model_ranks` ranks, or virtual ranks."""
+        exact = self.elastic.mode == "exact"
+        return (exact and self.elastic.virtual_ranks) or ranks // self.model_ranks
 
     @property
     def best_metric(self) -> str | None:

@@ -21,12 +21,13 @@ class Notices:
         Args:
             world_size: Ranks on all nodes.
         """
-        rate, groups = self._config.trainer.get("learning_rate"), world_size // self._config.model_ranks
+        rate, groups = self._config.trainer.get("learning_rate"), self._config.sharing(world_size)
         if groups == 1 or not self._config.scale_learning_rate or self._learning_rate_shown or rate is None:
             return
         self._learning_rate_shown = True
+        others = "groups of ranks" if self._config.model_ranks > 1 else "virtual ranks"
         self._display.message(
-            f"learning rate {rate:g} x {groups} {'ranks' if groups == world_size else 'groups of ranks'} = "
+            f"learning rate {rate:g} x {groups} {'ranks' if groups == world_size else others} = "
             f"{rate * groups:g} (scale_learning_rate=false turns this off)"
         )
 

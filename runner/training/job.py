@@ -132,8 +132,8 @@ def training_arguments(config: Config) -> SFTConfig:
     world_size = int(os.environ["WORLD_SIZE"])
     options = dict(config.trainer)
     if config.scale_learning_rate:
-        groups = (rank_settings().planned_ranks or world_size) // config.model_ranks
-        options["learning_rate"] = options.get("learning_rate", 2e-5) * groups
+        sharing = config.sharing(rank_settings().planned_ranks or world_size)
+        options["learning_rate"] = options.get("learning_rate", 2e-5) * sharing
     if device.kind() is None:
         options["use_cpu"] = True
         # SFTConfig enables bf16 by default, which is slow and less exact on a CPU.

@@ -28,6 +28,12 @@ def test_the_scaled_learning_rate_is_shown_once() -> None:
     assert text.startswith("learning rate 2e-05 x 4 ranks = 8e-05")
 
 
+def test_with_virtual_ranks_it_follows_their_number() -> None:
+    bench = Bench(elastic={"mode": "exact", "virtual_ranks": 8})
+    bench.notices.show_learning_rate(1)
+    assert bench.display.texts[0].startswith("learning rate 2e-05 x 8 virtual ranks = 0.00016")
+
+
 @pytest.mark.parametrize(
     ("ranks", "config"),
     [(1, {}), (4, {"scale_learning_rate": False}), (4, {"trainer": {"learning_rate": None}})],

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import Trainer
 
+from checkpointing.environment import RankSettings
 from runner.config.schema import CheckpointConfig, Config
 from runner.config.trainer_options import validate
 from runner.training.job import training_arguments
@@ -26,3 +27,15 @@ def test_the_trainer_makes_folders_in_the_runs_own_alone(
     Trainer(model=torch.nn.Linear(1, 1), args=training_arguments(config))
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["trainer"]
+
+
+@pytest.mark.parametrize("planned", [0, 2, 5])
+def test_the_learning_rate_follows_the_virtual_ranks_and_not_the_ranks(
+    planned: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr("runner.training.job.rank_settings", lambda: RankSettings(planned_ranks=planned))
+    elastic = {"mode": "exact", "virtual_ranks": 8}
+    trainer = validate({"learning_rate": 1e-3, "activation_checkpointing": False}, "test")
+    config = Config.model_validate({"output_dir": str(tmp_path), "trainer": trainer, "elastic": elastic})
+    assert training_arguments(config).learning_rate == 8e-3
