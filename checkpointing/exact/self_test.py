@@ -81,7 +81,7 @@ class SelfTest:
                 f"virtual ranks cannot be exact: the same micro-batch computed twice differs, first in {found}. "
                 f"{_WHAT_TO_DO}"
             )
-        everyone = _gathered((problem, (_on_host(batch), self._gradients.block[0], mine) if _is_first() else None))
+        everyone = gathered((problem, (_on_host(batch), self._gradients.block[0], mine) if _is_first() else None))
         _raise_first([problem for problem, _ in everyone])
         if len(everyone) == 1:
             return
@@ -94,7 +94,7 @@ class SelfTest:
                 f"first in {found}. {_WHAT_TO_DO}. A loss that depends on what other ranks compute cannot be exact, "
                 "either"
             )
-        _raise_first(_gathered(problem))
+        _raise_first(gathered(problem))
 
     def _traced(self, batch: Any, compute: Callable[[Any], Any], virtual_rank: int) -> _Trace:
         outputs: list[tuple[str, str]] = []
@@ -137,7 +137,7 @@ def _is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _gathered(value: Any) -> list[Any]:
+def gathered(value: Any) -> list[Any]:
     """Return every rank's value."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]

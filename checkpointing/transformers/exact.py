@@ -15,9 +15,15 @@ from torch.utils.data import IterableDataset
 from checkpointing.errors import CheckpointError
 from checkpointing.exact.dealing import Dealing
 from checkpointing.exact.gradients import ExactGradients
-from checkpointing.exact.self_test import SelfTest
+from checkpointing.exact.self_test import SelfTest, gathered
 from checkpointing.exact.tree import Node, block_of, total
 from checkpointing.transformers.data_ranks import DataRanks, tensor_parallel_size
+from checkpointing.transformers.exact_figures import (
+    StepFigures,
+    as_virtual_ranks,
+    fill_last_batch,
+    merge_evaluation,
+)
 from checkpointing.transformers.further_states import generates_ahead
 from checkpointing.transformers.options import Options
 from checkpointing.transformers.session import Session
@@ -40,10 +46,18 @@ class ExactSteps:
     def __init__(self, dealing: Dealing, seed: int, *, on_host: bool = False) -> None:
         self.dealing, self._seed, self._on_host = dealing, seed, on_host
         self._gradients: ExactGradients | None = None
+        self._figures: StepFigures | None = None
         # Of this step: virtual rank and round of each micro-batch still to come; None for one that only fills up.
         self._plan: list[tuple[int, int] | None] = []
         self._rounds = 0
         self._losses: dict[int, torch.Tensor] = {}
+        # What was computed last only fills up.
+        self.filled = False
+
+    @property
+    def measures_locally(self) -> bool:
+        """Whether what a trainer measures of a micro-batch is put together after the step."""
+        return self._figures is not None
 
     def draw(self, num_batches: int) -> int:
         """Return how many micro-batches this rank draws, of a number that is equal on all ranks."""
@@ -59,6 +73,8 @@ class ExactSteps:
         self._losses.clear()
         if self._gradients is not None:
             self._gradients.forget()
+        if self._figures is not None:
+            self._figures.begin()
         return [drawn[0]] * fillers + [batch for *_, batch in arranged]
 
     def compute(self, trainer: Any, model: Any, step: int, inputs: Any, compute: Any) -> torch.Tensor:
@@ -76,12 +92,17 @@ class ExactSteps:
             self._gradients = ExactGradients(model, self.dealing.virtual_ranks, self._seed, on_host=self._on_host)
             with _unmeasured(trainer):
                 SelfTest(self._gradients, trainer.model).run(inputs, compute)
+            # Not before the test, which has to see losses that gather from other ranks.
+            if StepFigures.are_kept_by(trainer):
+                self._figures = StepFigures(trainer, gathered)
         gradients = self._gradients
+        self.filled = place is None
+        measured = contextlib.nullcontext() if self._figures is None else self._figures.of(place and place[::-1])
         if place is None:
             # The collectives must be those of the other ranks: in `compute_loss`, and in DDP's forward pass, which
             # rebuilds its buckets together with all ranks where gradients are enabled.
             model.train()
-            with gradients.unsummed(), gradients.drawing(self.dealing.block[0], step, 0):
+            with measured, gradients.unsummed(), gradients.drawing(self.dealing.block[0], step, 0):
                 trainer.compute_loss(model, trainer._prepare_inputs(inputs))
             return torch.zeros((), device=trainer.args.device)
         virtual_rank, number = place
@@ -91,13 +112,15 @@ class ExactSteps:
         try:
             # The Trainer's own context does nothing on a single rank.
             not_last = gradients.unsummed() if self._plan else contextlib.nullcontext()
-            with not_last, gradients.drawing(virtual_rank, step, number):
+            with measured, not_last, gradients.drawing(virtual_rank, step, number):
                 loss: torch.Tensor = compute(inputs)
         finally:
             trainer.current_gradient_accumulation_steps = was
         self._losses[virtual_rank] = self._losses[virtual_rank] + loss if number else loss
         if number == self._rounds - 1:
             gradients.end_of_rank(virtual_rank)
+        if self._figures is not None and not self._plan:
+            self._figures.end()
         return self._mean_loss() if not self._plan else torch.zeros_like(loss)
 
     def once(self, loss: torch.Tensor) -> torch.Tensor:
@@ -186,10 +209,36 @@ class ExactMixin:
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Compute a loss that is scaled by the number of virtual ranks, where it would be by that of processes."""
-        if self._exact is None:
+        exact = self._exact
+        if exact is None:
             return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
-        with _num_processes(self.accelerator, self._exact.dealing.virtual_ranks):  # type: ignore[attr-defined]
+        accelerator = self.accelerator  # type: ignore[attr-defined]
+        with as_virtual_ranks(accelerator, exact.dealing.virtual_ranks, local=exact.measures_locally):
             return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Count the operations of a micro-batch; those of one that only fills up do not count."""
+        is_filled = self._exact is not None and self._exact.filled
+        return 0 if is_filled else super().floating_point_ops(inputs)  # type: ignore[misc]
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        if self._exact is not None and self._exact.filled:
+            # Every rank has to call it.
+            inputs = {name: value[:0] for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate; the figures do not depend on the number of ranks."""
+        exact, loop = self._exact, super().evaluation_loop  # type: ignore[misc]
+        if exact is None:
+            return loop(dataloader, *args, **kwargs)
+        if exact.dealing.world_size == 1:
+            fill_last_batch(dataloader)
+        ended = loop(dataloader, *args, **kwargs)
+        if exact.measures_locally:
+            num_batches = -(-ended.num_samples // self.args.eval_batch_size)  # type: ignore[attr-defined]
+            merge_evaluation(self._metrics["eval"], num_batches, gathered)  # type: ignore[attr-defined]
+        return ended
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         gather = transformers.trainer.nested_gather
@@ -214,17 +263,6 @@ def _unmeasured(trainer: Any) -> Iterator[None]:
             trainer._metrics = metrics
         if tokens is not None:
             trainer._total_train_tokens = tokens
-
-
-@contextlib.contextmanager
-def _num_processes(accelerator: Any, count: int) -> Iterator[None]:
-    """Have an accelerator say that there are so many processes."""
-    cls = type(accelerator)
-    accelerator.__class__ = type(cls.__name__, (cls,), {"num_processes": property(lambda _: count)})
-    try:
-        yield
-    finally:
-        accelerator.__class__ = cls
 
 
 def check_exact(trainer: Any) -> None:

@@ -30,7 +30,9 @@ _PATHS = ("best_model_checkpoint",)
 # For a run whose micro-batch was halved. The number of tokens is only close: accelerate's `gather_for_metrics` drops
 # samples of an epoch's last, incomplete micro-batch, and how many depends on the micro-batch.
 _EXACT = ("step", "epoch", "learning_rate")
-_SAME_BITS = (*_EXACT, "loss", "grad_norm")
+# What there is of each rank, and a sum over ranks that is kept in single precision.
+_OF_RANKS = ("rng_state", "loop_state")
+_SUMS = ("total_flos",)
 _FIRST_RANK = ("rng_state_0.pth", "rng_state.pth")
 _CLOSE = ("loss", "eval_loss", "num_tokens")
 
@@ -54,10 +56,9 @@ def main() -> None:
             folders.append(folder)
         if options.losses is not None:
             print(json.dumps(course_differences(folders[0], folders[1], options.losses)))
-        elif options.any_ranks:
-            print(json.dumps(state_differences(folders[0], folders[1])))
         else:
-            print(json.dumps(differences(folders[0], folders[1], options.tolerance)))
+            found = differences(folders[0], folders[1], options.tolerance, any_ranks=options.any_ranks)
+            print(json.dumps(found))
 
 
 def course_differences(a: Path, b: Path, tolerance: float) -> list[str]:
@@ -83,64 +84,34 @@ def course_differences(a: Path, b: Path, tolerance: float) -> list[str]:
     return found
 
 
-def state_differences(a: Path, b: Path) -> list[str]:
-    """Compare the bits of two trainings by virtual ranks, which may have ended on different numbers of ranks.
-
-    Weights, optimizer, scheduler, torch's generator of the first rank, and the logged losses and gradient norms. What
-    TRL measures besides counts the ranks' micro-batches, and is left out.
-
-    Args:
-        a: Folder of the first checkpoint.
-        b: Folder of the second checkpoint.
-
-    Returns:
-        What differs, in words.
-    """
-    both = [{path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".pt")} for folder in (a, b)]
-    found = [f"{name} is in one of the two only" for name in sorted(both[0] ^ both[1])]
-    for name in sorted(both[0] & both[1]):
-        if (a / name).read_bytes() != (b / name).read_bytes():
-            found.append(f"{name}: {_difference(_load(a / name), _load(b / name), None) or 'other bytes'}")
-    states = [next((one for one in map(folder.joinpath, _FIRST_RANK) if one.is_file()), None) for folder in (a, b)]
-    if states[0] is None or states[1] is None or not _equal_generators(states[0], states[1]):
-        found.append("torch's generator of the first rank differs")
-    histories = [json.loads((folder / TRAINER_STATE_NAME).read_text())["log_history"] for folder in (a, b)]
-    first, second = ([_only(_SAME_BITS, entry) for entry in history] for history in histories)
-    text = _difference(first, second, None)
-    return found + ([f"{TRAINER_STATE_NAME}: log_history.{text}"] if text else [])
-
-
-def _equal_generators(a: Path, b: Path) -> bool:
-    from checkpointing.rank.rng import SAFE_GLOBALS
-
-    with torch.serialization.safe_globals(SAFE_GLOBALS):
-        first, second = (torch.load(path, weights_only=True)["cpu"] for path in (a, b))
-    return bool(torch.equal(first, second))
-
-
 def _only(names: Sequence[str], entry: dict[str, Any]) -> dict[str, Any]:
     return {name: entry[name] for name in names if name in entry}
 
 
-def differences(a: Path, b: Path, tolerance: float | None = None) -> list[str]:
+def differences(a: Path, b: Path, tolerance: float | None = None, *, any_ranks: bool = False) -> list[str]:
     """Compare the files of two checkpoints.
 
     Args:
         a: Folder of the first checkpoint.
         b: Folder of the second checkpoint.
         tolerance: Share of a tensor's norm by which it may differ; None for bit-identical.
+        any_ranks: The two may have ended on different numbers of ranks, with virtual ranks: of what there is of each
+            rank, only the first one's generator is compared.
 
     Returns:
         What differs, in words, once per file.
     """
     # A manifest contains the run's name and the time of the save, which differ.
-    names = [{path.name for path in folder.iterdir()} - {MANIFEST_NAME} for folder in (a, b)]
+    left_out = (MANIFEST_NAME, *(_OF_RANKS if any_ranks else ()))
+    names = [{path.name for path in folder.iterdir() if not path.name.startswith(left_out)} for folder in (a, b)]
     found = [f"{name} is in one of the two only" for name in sorted(names[0] ^ names[1])]
+    if any_ranks and not _equal_generators(a, b):
+        found.append("torch's generator of the first rank differs")
     for name in sorted(names[0] & names[1]):
         if (a / name).read_bytes() == (b / name).read_bytes():
             continue
         if name == TRAINER_STATE_NAME:
-            text = _history_difference(a / name, b / name, tolerance)
+            text = _history_difference(a / name, b / name, tolerance, _SUMS if any_ranks else ())
         elif name.startswith("rng_state"):
             # The states of generators are opaque: there is neither a tolerance nor a position to name.
             text = "the generators' states differ"
@@ -155,16 +126,27 @@ def differences(a: Path, b: Path, tolerance: float | None = None) -> list[str]:
     return found
 
 
-def _history_difference(a: Path, b: Path, tolerance: float | None) -> str:
-    states = [_without_clock(json.loads(path.read_text())) for path in (a, b)]
+def _equal_generators(a: Path, b: Path) -> bool:
+    from checkpointing.rank.rng import SAFE_GLOBALS
+
+    states = [next((path for path in map(folder.joinpath, _FIRST_RANK) if path.is_file()), None) for folder in (a, b)]
+    if states[0] is None or states[1] is None:
+        return False
+    with torch.serialization.safe_globals(SAFE_GLOBALS):
+        first, second = (torch.load(path, weights_only=True)["cpu"] for path in states if path is not None)
+    return bool(torch.equal(first, second))
+
+
+def _history_difference(a: Path, b: Path, tolerance: float | None, left_out: tuple[str, ...]) -> str:
+    states = [_without(left_out + _PATHS, json.loads(path.read_text())) for path in (a, b)]
     return _difference(states[0], states[1], tolerance)
 
 
-def _without_clock(value: Any) -> Any:
-    """Return the value without clock times and paths."""
+def _without(names: tuple[str, ...], value: Any) -> Any:
+    """Return the value without these entries, and without clock times."""
     if isinstance(value, dict):
-        return {k: _without_clock(v) for k, v in value.items() if not k.endswith(_CLOCK) and k not in _PATHS}
-    return [_without_clock(item) for item in value] if isinstance(value, list) else value
+        return {k: _without(names, v) for k, v in value.items() if not k.endswith(_CLOCK) and k not in names}
+    return [_without(names, item) for item in value] if isinstance(value, list) else value
 
 
 def _load(path: Path) -> Any:

@@ -28,8 +28,9 @@ def launcher_environment(
     environment = dict(inherited)
     environment[RUN_ID_ENV] = mark
     environment[PRELOAD_ENV] = " ".join(preload)
-    # Ranks share the cores. This is torchrun's own default, which has to be set before torch is loaded.
-    if config.launch.nproc_per_node != 1:
+    # Ranks share the cores. This is torchrun's own default, which has to be set before torch is loaded. It has none for
+    # a single rank, whose kernels would add in another order than those of several.
+    if config.launch.nproc_per_node != 1 or config.elastic.mode == "exact":
         environment.setdefault("OMP_NUM_THREADS", "1")
     # torchrun sets these for the ranks; inherited values would contradict it.
     for name in TORCHRUN_VARIABLES:

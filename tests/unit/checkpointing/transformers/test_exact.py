@@ -11,7 +11,7 @@ import torch
 from checkpointing.errors import CheckpointError
 from checkpointing.exact.dealing import Dealing
 from checkpointing.transformers import _virtual_ranks
-from checkpointing.transformers.exact import AUTO, ExactMixin, ExactSteps, _num_processes, _unmeasured, check_exact
+from checkpointing.transformers.exact import AUTO, ExactMixin, ExactSteps, _unmeasured, check_exact
 
 
 def test_ranks_with_fewer_micro_batches_begin_with_fillers() -> None:
@@ -32,6 +32,12 @@ class Plain:
 
     def compute_loss(self) -> int:
         return int(self.accelerator.num_processes)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        return 7
+
+    def _track_num_input_tokens(self, inputs: dict[str, torch.Tensor]) -> None:
+        self.tokens = inputs["input_ids"].numel()
 
     def training_step(self, model: Any, inputs: Any) -> torch.Tensor:
         return torch.tensor(float(inputs))
@@ -54,9 +60,15 @@ def test_a_loss_is_scaled_by_the_number_of_virtual_ranks() -> None:
     trainer._exact = ExactSteps(Dealing(8, 1, 2), seed=0)
     assert trainer.compute_loss() == 8 and type(trainer.accelerator) is Accelerator
     assert trainer.get_batch_samples(iter(range(9)), 4) == ([0, 1, 2, 3], 4)
-    with pytest.raises(RuntimeError), _num_processes(trainer.accelerator, 3):
-        raise RuntimeError
-    assert trainer.accelerator.num_processes == 2
+
+
+def test_micro_batches_that_only_fill_up_count_nothing() -> None:
+    trainer, inputs = Trainer(), {"input_ids": torch.ones(2, 3), "note": "text"}
+    trainer._exact = ExactSteps(Dealing(8, 1, 2), seed=0)
+    for filled, expected in ((False, (7, 6)), (True, (0, 0))):
+        trainer._exact.filled = filled
+        trainer._track_num_input_tokens(inputs)
+        assert (trainer.floating_point_ops(inputs), trainer.tokens) == expected
 
 
 def test_a_loss_that_is_known_counts_once() -> None:

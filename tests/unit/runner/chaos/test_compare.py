@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from runner.chaos.compare import course_differences, differences, state_differences
+from runner.chaos.compare import course_differences, differences
 
 
 def checkpoint(folder: Path, **changes: Any) -> Path:
@@ -24,6 +24,7 @@ def checkpoint(folder: Path, **changes: Any) -> Path:
         "loss": changes.get("loss", 1.5),
         "num_tokens": changes.get("tokens", 9.0),
         "train_runtime": changes.get("runtime", 1.0),
+        "total_flos": changes.get("operations", 7.0),
     }
     (folder / "trainer_state.json").write_text(json.dumps({"log_history": [entry], "global_step": 5}))
     (folder / "config.json").write_text(changes.get("config", "{}"))
@@ -34,8 +35,9 @@ def checkpoint(folder: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"tokens": 5.0}, ""),
-        ({"config": "[]"}, ""),
+        ({"runtime": 2.0, "operations": 8.0}, ""),
+        ({"tokens": 5.0}, "trainer_state.json: log_history.0.num_tokens: 9.0 and 5.0"),
+        ({"config": "[]"}, "config.json: other bytes"),
         ({"scale": 1.01}, "model.safetensors: layer.weight"),
         ({"step": 6.0}, "optimizer.pt: state.0.step"),
         ({"loss": 1.6}, "trainer_state.json: log_history.0.loss: 1.5 and 1.6"),
@@ -47,13 +49,10 @@ def test_virtual_ranks_that_ended_on_other_numbers_of_ranks(change: dict[str, An
         (folder / "rng_state.pth").unlink()
         torch.save({"cpu": torch.arange(3)}, folder / name)
     (a / "loop_state_1.json").write_text("{}")
-    found = state_differences(a, b)
+    found = differences(a, b, any_ranks=True)
     assert found == [] if not named else (len(found) == 1 and found[0].startswith(named))
     torch.save({"cpu": torch.arange(4)}, b / "rng_state.pth")
-    assert (
-        state_differences(a, b)[-1 if not named.startswith("trainer") else 0]
-        == "torch's generator of the first rank differs"
-    )
+    assert differences(a, b, any_ranks=True) == ["torch's generator of the first rank differs", *found]
 
 
 def test_the_same_bits_at_other_times(tmp_path: Path) -> None:

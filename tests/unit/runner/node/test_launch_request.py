@@ -91,3 +91,7 @@ def test_the_launcher_inherits_the_environment_but_for_torchruns_own_variables()
     assert not {"RANK", "WORLD_SIZE"} & environment.keys()
     assert (environment["HOME"], environment["OMP_NUM_THREADS"]) == ("/root", "7")
     assert launcher_environment(Config(), "run/0", (), {})["OMP_NUM_THREADS"] == "1"
+    alone = Config.model_validate({"launch": {"nproc_per_node": 1}})
+    assert "OMP_NUM_THREADS" not in launcher_environment(alone, "run/0", (), {})
+    exact = Config.model_validate({"launch": {"nproc_per_node": 1}, "elastic": {"mode": "exact"}})
+    assert launcher_environment(exact, "run/0", (), {})["OMP_NUM_THREADS"] == "1"
