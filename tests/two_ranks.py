@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from infra.torchrun import Ended, torchrun
 
 # What is printed where ranks have drifted apart.
 DRIFT = r"step 5: the 2 ranks hold different values in 1 of \d+ tensors, first in 1.weight"
 _STEPS = {"whole": 12}
 
 
-def run(case: str, folder: Path, devices: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def run(case: str, folder: Path, devices: Sequence[str]) -> Ended:
     """Six steps, from the newest checkpoint on; `whole` makes twelve, in `drift` and `layout` ranks differ."""
-    worker = [str(Path(__file__)), case, str(folder), *devices]
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *worker],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    return torchrun(Path(__file__), case, folder, *devices, ranks=2)
 
 
 def final(folder: Path) -> dict[str, torch.Tensor]:

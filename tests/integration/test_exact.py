@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from infra.torchrun import torchrun
 
 TRAINER = """
 import hashlib, os, sys, torch
@@ -162,11 +160,8 @@ def train(
     folder.mkdir(exist_ok=True)
     path = folder / "train.py"
     path.write_text(script)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    arguments = [str(path), str(folder / "run"), str(virtual_ranks), str(accumulation), str(kill)]
-    # torchrun's own for several ranks, and not for one.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300, env=environment)
+    arguments = (folder / "run", virtual_ranks, accumulation, kill)
+    ended = torchrun(path, *arguments, ranks=world_size)
     assert (ended.returncode != 0) == (kill > 0), ended.stderr[-6000:]
     return next((line for line in ended.stdout.splitlines() if line.startswith("ENDED")), "")
 

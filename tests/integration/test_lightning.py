@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from infra.torchrun import Ended, torchrun
 
 JOB = Path(__file__).with_name("lightning_job.py")
 
 
-def run(folder: Path, trouble: str, options: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    torchrun = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [sys.executable, *torchrun, str(JOB), str(folder), trouble, *options.split()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+def run(folder: Path, trouble: str, options: str, ranks: int = 1) -> Ended:
+    return torchrun(JOB, folder, trouble, *options.split(), ranks=ranks, alone=ranks == 1)
 
 
 def result(folder: Path, options: str, ranks: int = 1) -> dict[str, Any]:
@@ -64,7 +61,7 @@ def test_a_killed_job_ends_as_if_nothing_had_happened(
 def test_a_notice_of_preemption_is_answered_with_a_checkpoint(tmp_path: Path) -> None:
     expected = result(tmp_path / "calm", "")
     noticed = run(tmp_path / "stopped", "SIGTERM@5", "")
-    assert noticed.returncode == 75, noticed.stderr
+    assert noticed.codes == (75,), noticed.stderr
     newest = max(int(path.name.split("-")[1]) for path in (tmp_path / "stopped" / "checkpoints").glob("checkpoint-*"))
     assert 5 <= newest < 36
     assert result(tmp_path / "stopped", "") == expected

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from infra.ports import free_port
+from infra.torchrun import torchrun
 from safetensors.torch import load_file
 
 from checkpointing.export import export_checkpoint
@@ -20,14 +20,13 @@ from checkpointing.storage import LocalStorage
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "pipeline.py"
 
 
-def command(folder: Path, stages: int, steps: int, *options: str) -> list[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={stages}", *options]
+def command(folder: Path, stages: int, steps: int) -> list[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={stages}"]
     return [*torchrun, str(EXAMPLE), str(folder), str(steps)]
 
 
 def train(folder: Path, stages: int, steps: int) -> dict[str, torch.Tensor]:
-    single = command(folder, stages, steps, "--standalone")
-    done = subprocess.run(single, capture_output=True, text=True, timeout=300)
+    done = torchrun(EXAMPLE, folder, steps, ranks=stages)
     assert done.returncode == 0, done.stderr[-3000:]
     return state(folder, steps)
 
@@ -51,7 +50,7 @@ def test_a_killed_pipeline_resumes_in_the_same_bits_and_on_other_stages(tmp_path
     # 6 layers: weights, biases, and for each of them two moments and a count.
     assert len(expected) == 12 + 12 * 3
     held = {**os.environ, "CHECKPOINT_FAILPOINTS": "training.step=hang@45"}
-    ranks = subprocess.Popen(command(killed, 2, 60, "--standalone"), env=held)
+    ranks = subprocess.Popen(command(killed, 2, 60), env=held)
     try:
         while not (killed / "checkpoints" / "checkpoint-40" / "manifest.json").exists():
             assert ranks.poll() is None
@@ -88,9 +87,8 @@ def test_an_interleaved_schedule_is_resumed_by_another_one(tmp_path: Path) -> No
     before, rest = text.split("model = Layers(")
     script = tmp_path / "interleaved.py"
     script.write_text(before + STAGES + rest[rest.index("optimizer = ") :])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)]
     folder = tmp_path / "interleaved"
-    subprocess.run([*torchrun, str(folder), "30"], check=True, capture_output=True, timeout=300)
+    assert torchrun(script, folder, 30, ranks=2).returncode == 0
     expected, found = train(tmp_path / "plain", 2, 30), state(folder, 30)
     # The schedules may add gradients up in another order; another layer's would be far away.
     assert found.keys() == expected.keys()
@@ -105,12 +103,7 @@ def test_an_interleaved_schedule_is_resumed_by_another_one(tmp_path: Path) -> No
 def test_stages_on_machines_that_hold_no_whole_model(tmp_path: Path) -> None:
     expected = train(tmp_path / "one", 2, 30)
     folder = tmp_path / "two"
-    options = ["--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    nodes = [
-        subprocess.Popen(command(folder, 1, 30, *options, f"--node-rank={number}"), stdout=subprocess.DEVNULL)
-        for number in range(2)
-    ]
-    assert [node.wait(timeout=300) for node in nodes] == [0, 0]
+    assert torchrun(EXAMPLE, folder, 30, ranks=1, nodes=2).returncode == 0
     assert not (folder / "checkpoints" / "checkpoint-30" / "model.safetensors").exists()
     exported = tmp_path / "exported" / "checkpoints" / "checkpoint-30"
     exported.parent.mkdir(parents=True)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from infra.ports import free_port
+from infra.torchrun import torchrun
 from integration.support import Run, loss_curve, state_hash
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
@@ -113,10 +112,7 @@ def loop(tmp_path: Path, steps: int, strategy: str, ranks: int) -> dict[tuple[st
     """Return what each rank saw: after loading, and after each step."""
     path = tmp_path / "loop.py"
     path.write_text(LOOP)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(path)]
-    result = subprocess.run(
-        [*command, str(tmp_path / "checkpoints"), str(steps), strategy], capture_output=True, text=True, timeout=240
-    )
+    result = torchrun(path, tmp_path / "checkpoints", steps, strategy, ranks=ranks)
     assert result.returncode == 0, result.stderr[-3000:]
     seen = {}
     for path in tmp_path.glob(f"checkpoints.*.{steps - 3}"):
@@ -180,8 +176,7 @@ def test_a_moving_average_of_a_sharded_model_is_refused(tmp_path: Path) -> None:
     text = LOOP.replace("snapshot_steps=None)", "states={'average': model}, snapshot_steps=None)")
     path = tmp_path / "loop.py"
     path.write_text(text)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(path)]
-    result = subprocess.run([*command, str(tmp_path / "c"), "1", "fsdp"], capture_output=True, text=True, timeout=240)
+    result = torchrun(path, tmp_path / "c", 1, "fsdp", ranks=2)
     assert result.returncode != 0 and "'average' holds sharded tensors" in result.stderr, result.stderr
 
 

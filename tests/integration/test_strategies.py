@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from infra.ports import free_port
+from infra.torchrun import torchrun
 from integration.support import Run
 
 LOOP = """
@@ -187,19 +186,9 @@ def train(folder: Path, strategy: Strategy, steps: int, *, last: int = 0) -> Tra
     path = folder / "loop.py"
     folder.mkdir(exist_ok=True)
     path.write_text(LOOP)
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={strategy.ranks}"]
-    command += [f"--nnodes={strategy.nodes}", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    arguments = [str(path), str(folder / "run"), str(steps), strategy.name, str(last)]
-    nodes = [
-        subprocess.Popen(
-            [*command, f"--node-rank={number}", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for number in range(strategy.nodes)
-    ]
-    outputs = [node.communicate(timeout=400) for node in nodes]
-    errors = "".join(errors for _, errors in outputs)
-    assert all((node.returncode != 0) == (last > 0) for node in nodes), errors[-8000:]
-    words = [line.split() for output, _ in outputs for line in output.splitlines() if line[:3] in ("STA", "KIL", "END")]
+    ended = torchrun(path, folder / "run", steps, strategy.name, last, ranks=strategy.ranks, nodes=strategy.nodes)
+    assert all((code != 0) == (last > 0) for code in ended.codes), ended.stderr[-8000:]
+    words = [line.split() for line in ended.stdout.splitlines() if line[:3] in ("STA", "KIL", "END")]
     (_, start, started_with), (_, _, ended_with) = words
     return Training(int(start), started_with, ended_with)
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from infra.ports import free_port
+from infra.torchrun import torchrun
 
 SCRIPT = """
 import hashlib, json, os, signal, sys
@@ -65,9 +63,7 @@ if rank == 0:
 def run(folder: Path, tensor: int, shard: int, *, last: int = 0) -> dict[str, Any]:
     script = folder.parent / "train.py"
     script.write_text(SCRIPT)
-    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={tensor * shard}"]
-    command = [*launch, f"--master-port={free_port()}", str(script), str(folder), str(last), str(tensor), str(shard)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    done = torchrun(script, folder, last, tensor, shard, ranks=tensor * shard)
     assert (done.returncode != 0) == bool(last), done.stderr[-5000:]
     return {} if last else dict(json.loads(done.stdout.splitlines()[-1]))
 
