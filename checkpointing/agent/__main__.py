@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         tiers = open_tiers(options.location, options.local_tier)
         for storage in tiers.nearest_first:
             if storage.root is not None and options.commits:
-                acquire_lock(storage.root, LOCK_TIMEOUT_S)
+                acquire_lock(storage.root, LOCK_TIMEOUT_S, patience_s=options.patience_s)
         listener = protocol.listen(arguments.socket)
     except (OSError, ValueError) as error:
         report(f"error {error}")

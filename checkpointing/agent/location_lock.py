@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from checkpointing import locking
@@ -13,9 +15,12 @@ from checkpointing import locking
 LOCK_NAME = ".agent.lock"
 # How long a new agent waits for the one before it to finish its last commit.
 LOCK_TIMEOUT_S = 120.0
+_RETRY_S = 0.5
 
 
-def acquire_lock(root: Path, timeout_s: float) -> int:
+def acquire_lock(
+    root: Path, timeout_s: float, *, patience_s: float = 0.0, wait: Callable[[float], None] = time.sleep
+) -> int:
     """Become the only agent of a location.
 
     An agent of this machine that keeps the lock belongs to a run that must be stopped. One of another machine may
@@ -24,6 +29,8 @@ def acquire_lock(root: Path, timeout_s: float) -> int:
     Args:
         root: The location's directory.
         timeout_s: Seconds to wait for the lock.
+        patience_s: Seconds for which a directory that cannot be written is tried again.
+        wait: Waits for some seconds.
 
     Returns:
         The descriptor that holds the lock until it is closed.
@@ -32,8 +39,7 @@ def acquire_lock(root: Path, timeout_s: float) -> int:
         TimeoutError: Another agent of this machine keeps it.
         OSError: The directory cannot be written.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    fd = locking.open_lock(root / LOCK_NAME)
+    fd = _open(root, patience_s, wait)
     deadline = time.monotonic() + timeout_s
     while not locking.try_lock(fd):
         if time.monotonic() > deadline:
@@ -49,6 +55,18 @@ def acquire_lock(root: Path, timeout_s: float) -> int:
             )
         time.sleep(0.05)
     return fd
+
+
+def _open(root: Path, patience_s: float, wait: Callable[[float], None]) -> int:
+    for attempt in itertools.count():
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            return locking.open_lock(root / LOCK_NAME)
+        except OSError:
+            if attempt * _RETRY_S >= patience_s:
+                raise
+            wait(_RETRY_S)
+    raise AssertionError
 
 
 def _hold_lock(fd: int) -> None:

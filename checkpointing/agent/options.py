@@ -28,6 +28,8 @@ class AgentOptions:
         commits: Whether this node's agent writes checkpoints, unless the begin of an attempt says otherwise; one of the
             nodes does, the others hold snapshots only.
         memory_limit: Bytes that snapshots may take; None for half of the available memory.
+        patience_s: Seconds for which a local directory that cannot be written at the start is tried again: more than 0
+            where the run was using it a moment ago.
     """
 
     location: str
@@ -36,6 +38,7 @@ class AgentOptions:
     local_retention: Retention = _DEFAULT_LOCAL_RETENTION
     commits: bool = True
     memory_limit: int | None = None
+    patience_s: float = 0.0
 
     def to_json(self) -> str:
         """Return the options as JSON."""

@@ -59,6 +59,8 @@ class HelperStarter:
             local_retention=checkpoint.local_retention,
             commits=self._leads(),
             memory_limit=checkpoint.memory_limit_bytes,
+            # `runner start` has just tried it: what fails now may pass, as a disk that is remounted does.
+            patience_s=self._config.launch.rendezvous_timeout_s,
         )
         return AgentHelper(options, directory=self._folder(), cancelled=cancelled)
 

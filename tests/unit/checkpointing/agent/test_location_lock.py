@@ -12,6 +12,24 @@ from checkpointing.agent.location_lock import acquire_lock
 from checkpointing.locking import this_machine
 
 
+def test_a_directory_that_cannot_be_written_for_a_moment_is_tried_again(tmp_path: Path) -> None:
+    """As a disk that is mounted read-only while a killed agent is replaced."""
+    in_the_way, waits = tmp_path / "disk", list[float]()
+    in_the_way.touch()
+    with pytest.raises(NotADirectoryError):
+        acquire_lock(in_the_way / "checkpoints", 0.0)
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            in_the_way.unlink()
+
+    with pytest.raises(NotADirectoryError):
+        acquire_lock(in_the_way / "checkpoints", 0.0, patience_s=1.0, wait=wait)
+    os.close(acquire_lock(in_the_way / "checkpoints", 0.0, patience_s=1.0, wait=wait))
+    assert waits == [0.5] * 3
+
+
 @pytest.mark.parametrize(("machine", "taken"), [("another-machine", True), (this_machine(), False)])
 def test_a_lock_that_another_machine_keeps_is_left_to_the_fence(tmp_path: Path, machine: str, taken: bool) -> None:
     """A node that was given up goes on; its lock must not keep the run from going on elsewhere."""

@@ -16,6 +16,7 @@ OPTIONS = AgentOptions(
     local_retention=Retention(3, keep_every=20, best_metric="eval_loss", greater_is_better=True),
     commits=False,
     memory_limit=1 << 40,
+    patience_s=600.0,
 )
 
 

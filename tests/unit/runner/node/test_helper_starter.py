@@ -40,6 +40,8 @@ def starter(folder: Path, node_rank: int) -> HelperStarter:
 def test_the_first_nodes_agent_commits(tmp_path: Path, node_rank: int, commits: bool) -> None:
     started: Any = starter(tmp_path, node_rank).start_agent(lambda: False)
     assert started.arguments[0].commits is commits
+    # `runner start` has used the location a moment ago.
+    assert started.arguments[0].patience_s == 600.0
     assert started.options["directory"].parent == tmp_path / "runtime" and started.options["directory"].is_dir()
 
 
