@@ -56,18 +56,23 @@ class SelfTest:
     def __init__(self, gradients: ExactGradients, model: torch.nn.Module) -> None:
         self._gradients, self._model = gradients, model
 
-    def run(self, batch: Any, compute: Callable[[Any], Any]) -> None:
+    def run(
+        self, batch: Any, compute: Callable[[Any], Any], with_others_altered: Callable[[Any], Any] | None = None
+    ) -> None:
         """Compute and compare; every rank calls it. Gradients, buffers and generators are as before then.
 
         Args:
             batch: A micro-batch of this rank.
             compute: Computes a micro-batch, forward and backward.
+            with_others_altered: Likewise, but all that is gathered from other ranks has other values.
 
         Raises:
             CheckpointError: Something differs; the message names the module.
         """
         mine = self._traced(batch, compute, self._gradients.block[0])
         again = self._traced(batch, compute, self._gradients.block[0])
+        # Whatever was found: there are collectives in it.
+        altered = self._traced(batch, with_others_altered, self._gradients.block[0]) if with_others_altered else mine
         problem = None
         if mine.buffers:
             problem = (
@@ -80,6 +85,11 @@ class SelfTest:
             problem = (
                 f"virtual ranks cannot be exact: the same micro-batch computed twice differs, first in {found}. "
                 f"{_WHAT_TO_DO}"
+            )
+        elif (found := mine.difference(altered)) is not None:
+            problem = (
+                "virtual ranks cannot be exact: the loss depends on what it gathers from other ranks, first in "
+                f"{found}. Use a loss of each micro-batch by itself, or train without virtual ranks (elastic.mode)"
             )
         everyone = gathered((problem, (_on_host(batch), self._gradients.block[0], mine) if _is_first() else None))
         _raise_first([problem for problem, _ in everyone])

@@ -19,10 +19,13 @@ from checkpointing.exact.self_test import SelfTest, gathered
 from checkpointing.exact.tree import Node, block_of, total
 from checkpointing.transformers.data_ranks import DataRanks, tensor_parallel_size
 from checkpointing.transformers.exact_figures import (
-    StepFigures,
+    EvaluationFigures,
+    Figures,
+    GatherTensors,
+    altered,
     as_virtual_ranks,
     fill_last_batch,
-    merge_evaluation,
+    own,
 )
 from checkpointing.transformers.further_states import generates_ahead
 from checkpointing.transformers.options import Options
@@ -46,18 +49,15 @@ class ExactSteps:
     def __init__(self, dealing: Dealing, seed: int, *, on_host: bool = False) -> None:
         self.dealing, self._seed, self._on_host = dealing, seed, on_host
         self._gradients: ExactGradients | None = None
-        self._figures: StepFigures | None = None
+        self._figures: Figures | None = None
+        # What an accelerator does while a loss is computed, instead of gathering; None to gather.
+        self.gather: GatherTensors | None = None
         # Of this step: virtual rank and round of each micro-batch still to come; None for one that only fills up.
         self._plan: list[tuple[int, int] | None] = []
         self._rounds = 0
         self._losses: dict[int, torch.Tensor] = {}
         # What was computed last only fills up.
         self.filled = False
-
-    @property
-    def measures_locally(self) -> bool:
-        """Whether what a trainer measures of a micro-batch is put together after the step."""
-        return self._figures is not None
 
     def draw(self, num_batches: int) -> int:
         """Return how many micro-batches this rank draws, of a number that is equal on all ranks."""
@@ -73,8 +73,6 @@ class ExactSteps:
         self._losses.clear()
         if self._gradients is not None:
             self._gradients.forget()
-        if self._figures is not None:
-            self._figures.begin()
         return [drawn[0]] * fillers + [batch for *_, batch in arranged]
 
     def compute(self, trainer: Any, model: Any, step: int, inputs: Any, compute: Any) -> torch.Tensor:
@@ -90,11 +88,7 @@ class ExactSteps:
         place = self._plan.pop(0)
         if self._gradients is None:
             self._gradients = ExactGradients(model, self.dealing.virtual_ranks, self._seed, on_host=self._on_host)
-            with _unmeasured(trainer):
-                SelfTest(self._gradients, trainer.model).run(inputs, compute)
-            # Not before the test, which has to see losses that gather from other ranks.
-            if StepFigures.are_kept_by(trainer):
-                self._figures = StepFigures(trainer, gathered)
+            self._test(trainer, inputs, compute)
         gradients = self._gradients
         self.filled = place is None
         measured = contextlib.nullcontext() if self._figures is None else self._figures.of(place and place[::-1])
@@ -120,8 +114,27 @@ class ExactSteps:
         if number == self._rounds - 1:
             gradients.end_of_rank(virtual_rank)
         if self._figures is not None and not self._plan:
-            self._figures.end()
+            self._figures.merge(gathered)
         return self._mean_loss() if not self._plan else torch.zeros_like(loss)
+
+    def _test(self, trainer: Any, inputs: Any, compute: Any) -> None:
+        """Find what cannot be exact, before the first step."""
+        assert self._gradients is not None
+
+        def with_others_altered(batch: Any) -> None:
+            self.gather = altered
+            try:
+                compute(batch)
+            finally:
+                self.gather = None
+
+        keeps_figures = Figures.are_kept_by(trainer)
+        with _unmeasured(trainer):
+            test = SelfTest(self._gradients, trainer.model)
+            test.run(inputs, compute, with_others_altered if keeps_figures else None)
+        if keeps_figures:
+            # What is gathered goes into figures only.
+            self._figures, self.gather = Figures(trainer, "train"), own
 
     def once(self, loss: torch.Tensor) -> torch.Tensor:
         """Return a step's loss for the first of its micro-batches, and zero for the others."""
@@ -149,6 +162,7 @@ class ExactMixin:
     """Overrides of a Trainer whose steps may be computed by virtual ranks."""
 
     _exact: ExactSteps | None = None
+    _evaluation: EvaluationFigures | None = None
     _options: Options
 
     def _begin_exact(self, session: Session, start: Start) -> None:
@@ -209,11 +223,13 @@ class ExactMixin:
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Compute a loss that is scaled by the number of virtual ranks, where it would be by that of processes."""
-        exact = self._exact
+        exact, evaluation = self._exact, self._evaluation
         if exact is None:
             return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+        gather = exact.gather if evaluation is None else own
+        measured = contextlib.nullcontext() if evaluation is None else evaluation.of_next()
         accelerator = self.accelerator  # type: ignore[attr-defined]
-        with as_virtual_ranks(accelerator, exact.dealing.virtual_ranks, local=exact.measures_locally):
+        with measured, as_virtual_ranks(accelerator, exact.dealing.virtual_ranks, gather):
             return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -222,9 +238,12 @@ class ExactMixin:
         return 0 if is_filled else super().floating_point_ops(inputs)  # type: ignore[misc]
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        if self._exact is not None and self._exact.filled:
+        counts = self.args.include_num_input_tokens_seen != "no"  # type: ignore[attr-defined]
+        if counts and self._exact is not None and self._exact.filled:
             # Every rank has to call it.
-            inputs = {name: value[:0] for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+            inputs = {
+                name: value[:0] for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.dim()
+            }
         super()._track_num_input_tokens(inputs)  # type: ignore[misc]
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -232,12 +251,17 @@ class ExactMixin:
         exact, loop = self._exact, super().evaluation_loop  # type: ignore[misc]
         if exact is None:
             return loop(dataloader, *args, **kwargs)
-        if exact.dealing.world_size == 1:
+        dealing = exact.dealing
+        if dealing.world_size == 1:
             fill_last_batch(dataloader)
-        ended = loop(dataloader, *args, **kwargs)
-        if exact.measures_locally:
-            num_batches = -(-ended.num_samples // self.args.eval_batch_size)  # type: ignore[attr-defined]
-            merge_evaluation(self._metrics["eval"], num_batches, gathered)  # type: ignore[attr-defined]
+        if not Figures.are_kept_by(self):
+            return loop(dataloader, *args, **kwargs)
+        evaluation = self._evaluation = EvaluationFigures(self, dataloader, dealing.rank, dealing.world_size)
+        try:
+            ended = loop(dataloader, *args, **kwargs)
+        finally:
+            self._evaluation = None
+        evaluation.merge(gathered)
         return ended
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:

@@ -7,120 +7,151 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler
 
 # A running total, where TRL's other figures are lists of which it logs the mean.
 _TOTAL = "num_tokens"
 
-Gather = Callable[[Any], list[Any]]
+# Returns every rank's value of its argument, by rank.
+GatherObjects = Callable[[Any], list[Any]]
+# In place of an accelerator's: returns what is given instead of what all ranks give.
+GatherTensors = Callable[[Any], Any]
 
 
-class StepFigures:
-    """What TRL measures of one step's micro-batches.
+class Figures:
+    """What TRL measures of the micro-batches of one step, or of one evaluation.
 
     TRL has what it measures gathered over the ranks, micro-batch by micro-batch, and keeps the results in lists. Here
-    each rank measures its own, and after the step all have everyone's, in an order that is the same for any number of
+    each rank measures its own, and in the end all have everyone's, in an order that is the same for any number of
     ranks.
 
     Args:
         trainer: One of TRL's.
-        gather: Returns every rank's value of its argument, by rank.
+        mode: `train` or `eval`.
     """
 
-    def __init__(self, trainer: Any, gather: Gather) -> None:
-        self._trainer, self._gather = trainer, gather
-        self._found: dict[tuple[int, int], tuple[dict[str, list[float]], float]] = {}
+    def __init__(self, trainer: Any, mode: str) -> None:
+        self._trainer, self._mode = trainer, mode
+        self._found: dict[tuple[int, ...], tuple[dict[str, list[float]], float]] = {}
 
     @staticmethod
     def are_kept_by(trainer: Any) -> bool:
         """Return whether a trainer keeps figures as TRL's do."""
         return isinstance(getattr(trainer, "_metrics", None), dict) and hasattr(trainer, "_total_train_tokens")
 
-    def begin(self) -> None:
-        """Begin a step."""
-        self._found = {}
-
     @contextlib.contextmanager
-    def of(self, place: tuple[int, int] | None) -> Iterator[None]:
+    def of(self, place: tuple[int, ...] | None) -> Iterator[None]:
         """Take what is measured meanwhile out of the trainer's lists.
 
         Args:
-            place: Round and virtual rank of the micro-batch; None for one that does not count.
+            place: Of the micro-batch in the order of all; None for one that does not count.
         """
-        trainer, figures = self._trainer, self._trainer._metrics["train"]
+        trainer, figures = self._trainer, self._trainer._metrics[self._mode]
         tokens = trainer._total_train_tokens
-        before = {name: len(values) for name, values in figures.items() if name != _TOTAL}
-        total = figures.get(_TOTAL)
+        before = {name: list(values) for name, values in figures.items()}
         try:
             yield
         finally:
-            added = {name: values[before.get(name, 0) :] for name, values in figures.items() if name != _TOTAL}
             if place is not None:
+                added = {name: values[len(before.get(name, ())) :] for name, values in figures.items()}
                 self._found[place] = (added, trainer._total_train_tokens - tokens)
-            for name in added:
-                del figures[name][before.get(name, 0) :]
             # TRL takes the mean of each list, which an empty one has not.
-            for name in [name for name, values in figures.items() if not values]:
-                del figures[name]
+            figures.clear()
+            figures.update(before)
             trainer._total_train_tokens = tokens
-            if total is not None:
-                figures[_TOTAL] = total
-            else:
-                figures.pop(_TOTAL, None)
 
-    def end(self) -> None:
-        """Give the trainer what all ranks have measured in this step; every rank calls it."""
-        trainer, figures = self._trainer, self._trainer._metrics["train"]
-        found = itertools.chain(*(mine.items() for mine in self._gather(self._found)))
-        for _, (added, tokens) in sorted(found, key=lambda item: item[0]):
-            for name, values in added.items():
-                figures[name] += values
+    def merge(self, gather: GatherObjects, below: int | None = None) -> None:
+        """Give the trainer what all ranks have measured; every rank calls it.
+
+        Args:
+            gather: Over the ranks that have measured other micro-batches than this one.
+            below: The number from which on micro-batches are repetitions, so that each rank had equally many.
+        """
+        trainer, figures = self._trainer, self._trainer._metrics[self._mode]
+        found = itertools.chain(*(mine.items() for mine in gather(self._found)))
+        for place, (added, tokens) in sorted(found, key=lambda item: item[0]):
+            if below is not None and place[0] >= below:
+                continue
             trainer._total_train_tokens += tokens
-        figures[_TOTAL] = [trainer._total_train_tokens]
+            for name, values in added.items():
+                figures[name] = [trainer._total_train_tokens] if name == _TOTAL else [*figures.get(name, ()), *values]
+        self._found = {}
 
 
-def merge_evaluation(figures: dict[str, list[float]], num_batches: int, gather: Gather) -> None:
-    """Put the figures that ranks have of their batches of an evaluation into the data's order; every rank calls it.
+class EvaluationFigures:
+    """The figures of one evaluation, or prediction.
 
     Args:
-        figures: TRL's, with one value for each of this rank's batches; changed in place.
-        num_batches: Of the data. Ranks have repeated some, so that each had equally many.
-        gather: Returns every rank's value of its argument, by rank. They took turns.
+        trainer: One of TRL's.
+        loader: Gives this rank its batches.
+        rank: Number of this rank.
+        world_size: Number of ranks.
     """
-    everyone = gather(dict(figures))
-    for name in figures:
-        if name != _TOTAL:
-            in_order = itertools.chain(*zip(*(found[name] for found in everyone), strict=True))
-            figures[name] = list(in_order)[:num_batches]
+
+    def __init__(self, trainer: Any, loader: Any, rank: int, world_size: int) -> None:
+        self._figures, self._num_batches = Figures(trainer, "eval"), 0
+        # Ranks take turns at the batches of a loader that accelerate has prepared. Of any other one, each has all.
+        self._is_shared = "base_dataloader" in loader.__dict__
+        self._first, self._stride = (rank, world_size) if self._is_shared else (0, 1)
+        sampler = getattr(loader, "batch_sampler", None)
+        self._below = len(sampler.batch_sampler) if isinstance(sampler, BatchSamplerShard) else None
+
+    def of_next(self) -> contextlib.AbstractContextManager[None]:
+        """Take what is measured meanwhile, of the next batch."""
+        place = (self._first + self._stride * self._num_batches,)
+        self._num_batches += 1
+        return self._figures.of(place)
+
+    def merge(self, gather: GatherObjects) -> None:
+        """Give the trainer what all ranks have measured; every rank calls it."""
+        self._figures.merge(gather if self._is_shared else lambda own: [own], self._below)
 
 
 def fill_last_batch(loader: Any) -> None:
     """Have an evaluation's last batch filled up, as accelerate does it wherever there are several ranks.
 
     Args:
-        loader: Of a single rank, prepared by accelerate.
+        loader: Of a single rank. One that accelerate has not prepared remains as it is.
     """
-    base = loader.__dict__.get("base_dataloader", loader)
-    plain = base.batch_sampler
-    if type(plain) is BatchSampler and not plain.drop_last:
-        # DataLoader refuses to have its sampler replaced, as its iterators may hold the old one; there are none yet.
-        base.__dict__["batch_sampler"] = BatchSamplerShard(plain, 1, 0)
+    base = loader.__dict__.get("base_dataloader")
+    plain = getattr(base, "batch_sampler", None)
+    if base is not None and type(plain) is BatchSampler and not plain.drop_last:
+        # DataLoader refuses to have its sampler replaced, as its iterator, kept with its workers, has the old one.
+        base.__dict__.update(batch_sampler=BatchSamplerShard(plain, 1, 0), _iterator=None)
+
+
+def own(value: Any) -> Any:
+    """Return the value."""
+    return value
+
+
+def altered(value: Any) -> Any:
+    """Return other tensors of the same shapes, to find out what depends on them."""
+    if isinstance(value, torch.Tensor):
+        return ~value if value.dtype == torch.bool else value + 1
+    if isinstance(value, dict):
+        return {key: altered(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(altered(one) for one in value)
+    return value
 
 
 @contextlib.contextmanager
-def as_virtual_ranks(accelerator: Any, count: int, *, local: bool = False) -> Iterator[None]:
+def as_virtual_ranks(accelerator: Any, count: int, gather: GatherTensors | None = None) -> Iterator[None]:
     """Have an accelerator say that there are so many processes.
 
     Args:
         accelerator: Of a trainer.
         count: Number of processes.
-        local: Gather nothing: what TRL measures of a micro-batch remains that of this rank.
+        gather: What it does instead of gathering from the ranks; None to gather.
     """
     cls = type(accelerator)
     members: dict[str, Any] = {"num_processes": property(lambda _: count)}
-    if local:
-        members |= {"gather": lambda _, own: own, "gather_for_metrics": lambda _, own, *__, **___: own}
+    if gather is not None:
+        members["gather"] = lambda _, tensor: gather(tensor)
+        members["gather_for_metrics"] = lambda _, input_data, use_gather_object=False: gather(input_data)
     accelerator.__class__ = type(cls.__name__, (cls,), members)
     try:
         yield

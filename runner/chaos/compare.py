@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from checkpointing.export import export_checkpoint
+from checkpointing.layout import PER_RANK_PREFIXES
 from checkpointing.manifest import MANIFEST_NAME
 from checkpointing.tiers import open_tiers
 
@@ -30,8 +31,7 @@ _PATHS = ("best_model_checkpoint",)
 # For a run whose micro-batch was halved. The number of tokens is only close: accelerate's `gather_for_metrics` drops
 # samples of an epoch's last, incomplete micro-batch, and how many depends on the micro-batch.
 _EXACT = ("step", "epoch", "learning_rate")
-# What there is of each rank, and a sum over ranks that is kept in single precision.
-_OF_RANKS = ("rng_state", "loop_state")
+# A sum over ranks that is kept in single precision.
 _SUMS = ("total_flos",)
 _FIRST_RANK = ("rng_state_0.pth", "rng_state.pth")
 _CLOSE = ("loss", "eval_loss", "num_tokens")
@@ -102,7 +102,7 @@ def differences(a: Path, b: Path, tolerance: float | None = None, *, any_ranks: 
         What differs, in words, once per file.
     """
     # A manifest contains the run's name and the time of the save, which differ.
-    left_out = (MANIFEST_NAME, *(_OF_RANKS if any_ranks else ()))
+    left_out = (MANIFEST_NAME, *(PER_RANK_PREFIXES if any_ranks else ()))
     names = [{path.name for path in folder.iterdir() if not path.name.startswith(left_out)} for folder in (a, b)]
     found = [f"{name} is in one of the two only" for name in sorted(names[0] ^ names[1])]
     if any_ranks and not _equal_generators(a, b):

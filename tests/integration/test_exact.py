@@ -120,8 +120,9 @@ def rows(count):
 
 args = SFTConfig(
     out, per_device_train_batch_size=2, per_device_eval_batch_size=2, gradient_accumulation_steps=accumulation,
-    max_steps=12, logging_steps=2, save_steps=3, eval_strategy="steps", eval_steps=3, load_best_model_at_end=True,
-    report_to=[], use_cpu=True, disable_tqdm=True, learning_rate=1e-2, ddp_backend="gloo", seed=3, bf16=False,
+    max_steps=12, logging_steps=2, save_steps=3, eval_strategy="steps", eval_steps=3, eval_on_start=True,
+    load_best_model_at_end=True, report_to=[],
+    use_cpu=True, disable_tqdm=True, learning_rate=1e-2, ddp_backend="gloo", seed=3, bf16=False,
     include_num_input_tokens_seen="non_padding", gradient_checkpointing=False, ddp_find_unused_parameters=False,
 )
 

@@ -83,3 +83,21 @@ def test_a_kernel_that_adds_in_any_order_is_named() -> None:
         run(Drifting())
     with pytest.raises(CheckpointError, match=r"differs, first in the gradient of 0\.weight"):
         run(Wrapped())
+
+
+def test_a_loss_that_depends_on_other_ranks_is_found_on_a_single_one() -> None:
+    model, others = torch.nn.Linear(4, 1), [1.0]
+
+    def compute(batch: torch.Tensor) -> None:
+        (model(batch).sum() / others[0]).backward()
+
+    def with_others_altered(batch: torch.Tensor) -> None:
+        others[0] = 2.0
+        compute(batch)
+        others[0] = 1.0
+
+    test = SelfTest(ExactGradients(model, 2), model)
+    test.run(torch.ones(3, 4), compute)
+    test.run(torch.ones(3, 4), compute, compute)
+    with pytest.raises(CheckpointError, match="depends on what it gathers from other ranks, first in the gradient of"):
+        test.run(torch.ones(3, 4), compute, with_others_altered)

@@ -44,6 +44,8 @@ class Plain:
 
 
 class Trainer(ExactMixin, Plain):
+    args: Any
+
     def __init__(self) -> None:
         self.accelerator = Accelerator()
 
@@ -63,12 +65,17 @@ def test_a_loss_is_scaled_by_the_number_of_virtual_ranks() -> None:
 
 
 def test_micro_batches_that_only_fill_up_count_nothing() -> None:
-    trainer, inputs = Trainer(), {"input_ids": torch.ones(2, 3), "note": "text"}
+    trainer, inputs = Trainer(), {"input_ids": torch.ones(2, 3), "number": torch.tensor(1), "note": "text"}
+    trainer.args = SimpleNamespace(include_num_input_tokens_seen="all")
     trainer._exact = ExactSteps(Dealing(8, 1, 2), seed=0)
     for filled, expected in ((False, (7, 6)), (True, (0, 0))):
         trainer._exact.filled = filled
         trainer._track_num_input_tokens(inputs)
         assert (trainer.floating_point_ops(inputs), trainer.tokens) == expected
+    trainer.args.include_num_input_tokens_seen = "no"
+    trainer._track_num_input_tokens(inputs)
+    # The Trainer itself has to see what it was given.
+    assert trainer.tokens == 6
 
 
 def test_a_loss_that_is_known_counts_once() -> None:

@@ -48,7 +48,8 @@ def test_virtual_ranks_that_ended_on_other_numbers_of_ranks(change: dict[str, An
     for folder, name in ((a, "rng_state_0.pth"), (b, "rng_state.pth")):
         (folder / "rng_state.pth").unlink()
         torch.save({"cpu": torch.arange(3)}, folder / name)
-    (a / "loop_state_1.json").write_text("{}")
+    for name in ("loop_state_1.json", "data_state_1.pth", "rank_state_1.pt"):
+        (a / name).write_text("{}")
     found = differences(a, b, any_ranks=True)
     assert found == [] if not named else (len(found) == 1 and found[0].startswith(named))
     torch.save({"cpu": torch.arange(4)}, b / "rng_state.pth")
