@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -103,6 +104,16 @@ class Arena:
         self.digested = threading.Event()
         self.commit_wanted = self.damaged = self.publishes = False
         self.is_saved = self.is_spent = self.is_old = False
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write bytes, as into a file.
+
+        Raises:
+            OSError: They cannot be written.
+        """
+        while len(data):
+            count = os.pwrite(self.memory.fd, data, offset)
+            data, offset = data[count:], offset + count
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return a part of the buffer."""

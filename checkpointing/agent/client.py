@@ -311,9 +311,6 @@ class AgentClient:
         reply, fds = self._call({"do": "offer", "settled": settled})
         while "fetching" in reply:
             self._attach(reply["arenas"], fds, None)
-            for number in reply["arenas"]:
-                # With all its pages: their faults would cost more than reading.
-                self._arenas[number].populate()
             sizes = {name: nbytes for name, _, nbytes in reply["fetching"]}
             on_fetch(sizes, lambda: bool(select.select([self._sock], [], [], 0)[0]))
             reply, fds = self._receive()
@@ -329,7 +326,7 @@ class AgentClient:
                     SnapshotInfo(**snapshot),
                     {name: buffer[offset : offset + nbytes] for name, offset, nbytes, _ in files},
                     {name: digest for name, _, _, digest in files},
-                    functools.partial(self._prepare, arena),
+                    functools.partial(self._on_read, arena),
                     save,
                 )
             )
@@ -370,10 +367,6 @@ class AgentClient:
         for stale in self._arenas.keys() - live if live is not None else set():
             self._on_detach(self._arenas[stale])
             self._arenas.pop(stale).close()
-
-    def _prepare(self, arena: SharedMemory) -> None:
-        arena.populate()
-        self._on_read(arena)
 
     def _call(self, message: Message) -> tuple[Message, list[int]]:
         with self._lock:
