@@ -53,6 +53,8 @@ def state_bytes(state: TrainerState) -> bytes:
 def state_file(state: TrainerState) -> Callable[[], bytes]:
     """Copy the present state; return a function that writes it out while training continues."""
     taken = copy.copy(state)
+    # The Trainer's own file is always that of rank 0; here it is of the first rank of the node that leads.
+    taken.is_local_process_zero = taken.is_world_process_zero = True
     # The history only grows at its end: a new list of the same entries is enough.
     taken.log_history = list(state.log_history)
     taken.stateful_callbacks = copy.deepcopy(state.stateful_callbacks)

@@ -85,3 +85,11 @@ def test_metrics_are_those_evaluated_at_this_very_step() -> None:
 )
 def test_a_number_is_what_float_accepts(value: object, expected: bool) -> None:
     assert is_number(value) is expected
+
+
+def test_it_says_the_same_whichever_rank_has_written_it() -> None:
+    """Where another node leads, its first rank writes: the Trainer's file is always that of rank 0."""
+    first, other = TrainerState(global_step=3), TrainerState(global_step=3)
+    other.is_world_process_zero = other.is_local_process_zero = False
+    assert state_file(first)() == state_file(other)()
+    assert not other.is_world_process_zero
