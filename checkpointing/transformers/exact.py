@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -128,13 +126,15 @@ class ExactSteps:
             finally:
                 self.gather = None
 
-        keeps_figures = Figures.are_kept_by(trainer)
-        with _unmeasured(trainer):
-            test = SelfTest(self._gradients, trainer.model)
-            test.run(inputs, compute, with_others_altered if keeps_figures else None)
-        if keeps_figures:
-            # What is gathered goes into figures only.
-            self._figures, self.gather = Figures(trainer, "train"), own
+        test = SelfTest(self._gradients, trainer.model)
+        if not Figures.are_kept_by(trainer):
+            test.run(inputs, compute)
+            return
+        figures = Figures(trainer, "train")
+        with figures.of(None):
+            test.run(inputs, compute, with_others_altered)
+        # What is gathered goes into figures only.
+        self._figures, self.gather = figures, own
 
     def once(self, loss: torch.Tensor) -> torch.Tensor:
         """Return a step's loss for the first of its micro-batches, and zero for the others."""
@@ -273,20 +273,6 @@ class ExactMixin:
             super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
         finally:
             transformers.trainer.nested_gather = gather
-
-
-@contextlib.contextmanager
-def _unmeasured(trainer: Any) -> Iterator[None]:
-    """Keep what TRL measures while it computes a loss out of its logs."""
-    metrics = copy.deepcopy(getattr(trainer, "_metrics", None))
-    tokens = getattr(trainer, "_total_train_tokens", None)
-    try:
-        yield
-    finally:
-        if metrics is not None:
-            trainer._metrics = metrics
-        if tokens is not None:
-            trainer._total_train_tokens = tokens
 
 
 def check_exact(trainer: Any) -> None:

@@ -18,6 +18,12 @@ from typing import Any
 from common import command_line, machine, make_parser, scratch_folder, spread, today, undisturbed, write_figures
 
 PAGE = "exact.md"
+SOURCE = """\
+[The method](../design/architecture.md#virtual-ranks) is that of EasyScale (Li et al., SC '23,
+[arXiv:2208.14228](https://arxiv.org/abs/2208.14228)): a fixed number of logical ranks, whose gradients are added in a
+fixed order. New here are the tree, by which a rank adds up what it can before it sends one gradient for all of its
+logical ranks, with the volume of a ring all-reduce, and the self-test, which names what cannot be exact.
+"""
 WORKER = Path(__file__).with_name("exact_worker.py")
 
 
@@ -87,9 +93,10 @@ def main() -> None:
             f"steps of each variant; a transformer with {parameters:.0f} MB of gradients, in buckets of 25 MB."
         )
         method = " ".join((__doc__ or "").split())
+        method += f"\n\n{SOURCE}"
         lines = "  \n".join(f"`{name}`: {value:.3f}" for name, value in figures.items())
         (options.docs / PAGE).write_text(
-            f"# The same bits on any number of ranks\n\n{circumstances}\n\n{method}\n\n{table}\n\n{lines}\n"
+            f"# The same bits on any number of ranks\n\n{circumstances}\n\n{method}\n{table}\n\n{lines}\n"
         )
 
 

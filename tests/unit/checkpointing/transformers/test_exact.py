@@ -11,7 +11,7 @@ import torch
 from checkpointing.errors import CheckpointError
 from checkpointing.exact.dealing import Dealing
 from checkpointing.transformers import _virtual_ranks
-from checkpointing.transformers.exact import AUTO, ExactMixin, ExactSteps, _unmeasured, check_exact
+from checkpointing.transformers.exact import AUTO, ExactMixin, ExactSteps, check_exact
 
 
 def test_ranks_with_fewer_micro_batches_begin_with_fillers() -> None:
@@ -83,14 +83,6 @@ def test_a_loss_that_is_known_counts_once() -> None:
     for _ in range(2):
         steps.arrange(["0a", "1a"])
         assert [float(steps.once(torch.tensor(6.0))) for _ in range(2)] == [6.0, 0.0]
-
-
-def test_what_is_measured_meanwhile_is_not_logged() -> None:
-    trainer = SimpleNamespace(_metrics={"train": {"entropy": [1.0]}}, _total_train_tokens=5)
-    with _unmeasured(trainer):
-        trainer._metrics["train"]["entropy"].append(2.0)
-        trainer._total_train_tokens = 7
-    assert trainer._metrics == {"train": {"entropy": [1.0]}} and trainer._total_train_tokens == 5
 
 
 @pytest.mark.parametrize(
