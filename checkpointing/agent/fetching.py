@@ -51,9 +51,10 @@ def fetch(entry: CatalogEntry, arena: Arena, tier: str, report: Report, clock: C
         altered = [file.name for file, digest in zip(manifest.files, digests, strict=True) if digest != file.digest]
         if altered:
             raise InvalidCheckpoint(storage.describe(entry.step), f"{altered[0]} was altered: its digest differs")
-    except (OSError, CheckpointError) as error:
-        # The ranks will read it themselves, and find what is wrong.
-        report(FetchFailed(step=entry.step, error=str(error)), arena)
+    except Exception as error:
+        # Of any kind, as ranks wait for the report. They will read it themselves, and find what is wrong.
+        text = str(error) if isinstance(error, (OSError, CheckpointError)) else repr(error)
+        report(FetchFailed(step=entry.step, error=text), arena)
         return
     arena.digests = {file.name: file.digest for file in manifest.files}
     arena.digested.set()

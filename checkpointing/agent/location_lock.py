@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -39,9 +39,9 @@ def acquire_lock(
         TimeoutError: Another agent of this machine keeps it.
         OSError: The directory cannot be written.
     """
-    fd = _open(root, patience_s, wait)
+    fd, is_taken = _open_and_try(root, patience_s, wait)
     deadline = time.monotonic() + timeout_s
-    while not locking.try_lock(fd):
+    while not (is_taken or locking.try_lock(fd)):
         if time.monotonic() > deadline:
             holder = locking.holder(fd)
             if locking.is_elsewhere(holder):
@@ -57,16 +57,26 @@ def acquire_lock(
     return fd
 
 
-def _open(root: Path, patience_s: float, wait: Callable[[float], None]) -> int:
-    for attempt in itertools.count():
+def _open_and_try(root: Path, patience_s: float, wait: Callable[[float], None]) -> tuple[int, bool]:
+    """Return a descriptor of the lock file, and whether the lock was free and is taken."""
+    deadline, is_silent = time.monotonic() + patience_s, True
+    while True:
+        fd = None
         try:
             root.mkdir(parents=True, exist_ok=True)
-            return locking.open_lock(root / LOCK_NAME)
-        except OSError:
-            if attempt * _RETRY_S >= patience_s:
+            fd = locking.open_lock(root / LOCK_NAME)
+            return fd, locking.try_lock(fd)
+        except OSError as error:
+            if fd is not None:
+                os.close(fd)
+            # These are mistakes in the path, and stay.
+            if isinstance(error, PermissionError | NotADirectoryError) or time.monotonic() >= deadline:
                 raise
+            if is_silent:
+                text = f"checkpoint agent: {root} cannot be written ({error.strerror}); trying again"
+                print(f"{text} for {patience_s:.0f} s", file=sys.stderr, flush=True)
+            is_silent = False
             wait(_RETRY_S)
-    raise AssertionError
 
 
 def _hold_lock(fd: int) -> None:

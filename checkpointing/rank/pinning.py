@@ -102,6 +102,8 @@ class Pinning:
         if self.device_index is not None:
             self.settle()
             self.release(arena)
+            # By several threads, where the driver would do it with one.
+            arena.populate()
             self._enqueue(arena.address, [(0, arena.nbytes)])
 
     def want_all(self, arena: SharedMemory) -> None:

@@ -25,7 +25,7 @@ def test_room_is_made_until_the_last_byte_has_arrived(
     with fault_proxy(rclone_s3) as line:
         location = f"s3://{bucket_on(line, monkeypatch)}/run"
         manifest = commit(open_storage(location), 5, nbytes=NBYTES)
-        # On each of eight connections: 25 s in all, of which little has passed when the rank asks.
+        # On each of five connections: 40 s in all, of which little has passed when the rank asks.
         line.set(rate_bps=NBYTES / 200)
         agent = AgentProcess.start(AgentOptions(location=location, run_id="run"))
         client = AgentClient(agent.socket_path, 2, 0, 0, 1)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import fcntl
 import functools
 import gc
 import io
@@ -29,6 +31,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy
+
 from infra.ports import free_port
 
 _PRELOADED = [
@@ -44,6 +48,7 @@ _PRELOADED = [
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
 # From SIGTERM to SIGKILL for the other ranks of a node on which one has failed.
 _GRACE_S = 30
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -93,23 +98,25 @@ def torchrun(
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "tests"}
     common |= {"WORLD_SIZE": str(nodes * ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_WORLD_SIZE": str(nodes)}
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        deadline = time.monotonic() + timeout_s
         processes: list[Any] = []
-        for rank in range(nodes * ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank % ranks), "GROUP_RANK": str(rank // ranks)}
-            variables = inherited if alone else {**inherited, **common, **own}
-            output = str(Path(folder, str(rank)))
-            given = (str(script), [str(one) for one in arguments], variables, str(Path.cwd()), output)
-            processes.append(_context().Process(target=_run_rank, args=given))
-            # The file that these tests were started by is not for the ranks to import.
-            with mock.patch.object(sys.modules["__main__"], "__file__", None, create=True):
-                processes[-1].start()
         try:
-            if not _wait(processes, ranks, timeout_s):
+            for rank in range(nodes * ranks):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank % ranks), "GROUP_RANK": str(rank // ranks)}
+                variables = inherited if alone else {**inherited, **common, **own}
+                output = str(Path(folder, str(rank)))
+                given = (str(script), [str(one) for one in arguments], variables, str(Path.cwd()), output)
+                processes.append(_context().Process(target=_run_rank, args=given))
+                # The file that these tests were started by is not for the ranks to import.
+                with mock.patch.object(sys.modules["__main__"], "__file__", None, create=True):
+                    processes[-1].start()
+            if not _wait(processes, ranks, deadline) or not _are_closed(Path(folder), deadline):
                 raise TimeoutError(f"{script} ran for more than {timeout_s} s:\n{_read(folder, 'stderr')[-8000:]}")
         finally:
             for process in processes:
-                process.kill()
-                process.join()
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
         codes = tuple(int(process.exitcode) for process in processes)
         return Ended(codes, _read(folder, "stdout"), _read(folder, "stderr"))
 
@@ -119,10 +126,27 @@ def _read(folder: str, stream: str) -> str:
     return "".join(path.read_text(errors="replace") for path in paths)
 
 
-def _wait(processes: list[Any], per_node: int, timeout_s: float) -> bool:
+def _are_closed(folder: Path, deadline: float) -> bool:
+    """Wait until what the ranks have started, which writes to the same files, has ended; return whether it has in time.
+
+    As the end of a pipe would show it: an agent that outlives its rank may still commit.
+    """
+    for path in folder.glob("*.stderr"):
+        with path.open() as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        return False
+                    time.sleep(0.01)
+    return True
+
+
+def _wait(processes: list[Any], per_node: int, deadline: float) -> bool:
     """Wait for ranks, of which none outlives a failed one of its node for long; return whether they ended in time."""
-    now = time.monotonic()
-    deadline, kill_at = now + timeout_s, dict[int, float]()
+    now, kill_at = time.monotonic(), dict[int, float]()
     while left := [process for process in processes if process.exitcode is None]:
         if now >= deadline:
             return False
@@ -158,6 +182,11 @@ def _run_rank(script: str, arguments: list[str], environment: dict[str, str], fo
     os.environ.update(environment)
     for stream, descriptor in (("stdout", 1), ("stderr", 2)):
         os.dup2(os.open(f"{output}.{stream}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), descriptor)
+    # Held by every process that has this output, which the children inherit.
+    fcntl.flock(2, fcntl.LOCK_SH)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # All forks have the same state of numpy's generator, and fresh interpreters have not.
+    numpy.random.seed()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # For workers of data loaders; now it is the one by which this process was started.
     multiprocessing.set_start_method(None, force=True)

@@ -3,15 +3,18 @@ from __future__ import annotations
 import gc
 import io
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from checkpointing import reading
 from checkpointing.digest import digest_buffer
-from checkpointing.reading import MemoryFile, private_memory, read_private, read_shared
+from checkpointing.reading import MemoryFile, pieces_of, private_memory, read_private, read_shared
 
-SIZES = [0, 1, 100, 8 * 2**20, 8 * 2**20 + 1, 50_000_001]
+SIZES = [0, 1, 100, reading._PIECE_BYTES, reading._PIECE_BYTES + 1, 50_000_001]
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
@@ -53,3 +56,27 @@ def test_memory_is_made_until_it_is_enough(num_pieces: int) -> None:
 
 def resident() -> int:
     return psutil.Process().memory_info().rss
+
+
+class OutOfOrder:
+    """A file in a store, each second piece of which arrives before the one in front of it."""
+
+    def __init__(self, data: bytes, piece_bytes: int) -> None:
+        self.nbytes, self._data, self._piece_bytes = len(data), data, piece_bytes
+        self._arrived = [threading.Event() for _ in range(-(-len(data) // piece_bytes))]
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        number = start // self._piece_bytes
+        if number % 2 == 0 and number + 1 < len(self._arrived):
+            assert self._arrived[number + 1].wait(30)
+        target[:] = self._data[start : start + len(target)]
+        self._arrived[number].set()
+
+
+@pytest.mark.parametrize("nbytes", [1, 7, 21, 22, 200])
+def test_a_window_is_read_into_again_after_its_piece_was_used(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_PIECE_BYTES", 7)
+    monkeypatch.setattr(reading, "_READERS", 3)
+    data = os.urandom(nbytes)
+    source: Any = OutOfOrder(data, 7)
+    assert b"".join(bytes(piece) for piece in pieces_of(source)) == data

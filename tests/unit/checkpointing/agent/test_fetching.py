@@ -80,3 +80,15 @@ def test_a_file_that_disappears_meanwhile_is_reported(download: Download) -> Non
     fetch(entry, download.arena, "remote", download.reports, download.clock)
     [failure] = download.reports.results
     assert isinstance(failure, FetchFailed) and failure.step == 7 and "is missing" in failure.error
+
+
+def test_an_error_of_any_kind_is_reported(download: Download, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks wait for the report."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(SlowStore, "read_into", fail)
+    download.run()
+    [failed] = download.reports.results
+    assert isinstance(failed, FetchFailed) and failed.error == "MemoryError()"

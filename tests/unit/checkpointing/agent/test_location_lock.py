@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
+from checkpointing import locking
 from checkpointing.agent.location_lock import acquire_lock
 from checkpointing.locking import this_machine
 
 
-def test_a_directory_that_cannot_be_written_for_a_moment_is_tried_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("refuses", ["open_lock", "try_lock"])
+def test_a_directory_that_cannot_be_written_for_a_moment_is_tried_again(
+    refuses: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As a disk that is mounted read-only while a killed agent is replaced."""
-    in_the_way, waits = tmp_path / "disk", list[float]()
-    in_the_way.touch()
-    with pytest.raises(NotADirectoryError):
-        acquire_lock(in_the_way / "checkpoints", 0.0)
+    answers, waits = [OSError(errno.EROFS, "Read-only file system")] * 4, list[float]()
+    plain = getattr(locking, refuses)
 
-    def wait(seconds: float) -> None:
-        waits.append(seconds)
-        if len(waits) == 3:
-            in_the_way.unlink()
+    def refuse(argument: Any) -> Any:
+        if answers:
+            raise answers.pop()
+        return plain(argument)
 
+    monkeypatch.setattr(locking, refuses, refuse)
+    with pytest.raises(OSError, match="Read-only"):
+        acquire_lock(tmp_path, 0.0)
+    assert not capsys.readouterr().err
+    before = psutil.Process().num_fds()
+    fd = acquire_lock(tmp_path, 0.0, patience_s=60.0, wait=waits.append)
+    assert waits == [0.5] * 3 and psutil.Process().num_fds() == before + 1
+    assert capsys.readouterr().err == (
+        f"checkpoint agent: {tmp_path} cannot be written (Read-only file system); trying again for 60 s\n"
+    )
+    with pytest.raises(TimeoutError):
+        acquire_lock(tmp_path, 0.0)
+    os.close(fd)
+
+
+def test_a_mistake_in_the_path_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
-        acquire_lock(in_the_way / "checkpoints", 0.0, patience_s=1.0, wait=wait)
-    os.close(acquire_lock(in_the_way / "checkpoints", 0.0, patience_s=1.0, wait=wait))
-    assert waits == [0.5] * 3
+        acquire_lock(tmp_path / "file" / "checkpoints", 0.0, patience_s=60.0)
 
 
 @pytest.mark.parametrize(("machine", "taken"), [("another-machine", True), (this_machine(), False)])
