@@ -6,11 +6,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from checkpointing.agent.arenas import Arena
-from checkpointing.agent.reporting import Clock, progress_reporter
+from checkpointing.agent.reporting import Clock, progress_reporter, text_of
 from checkpointing.agent.results import Report
 from checkpointing.catalog import CatalogEntry
 from checkpointing.digest import RunningDigest, algorithm_of
-from checkpointing.errors import CheckpointError, InvalidCheckpoint
+from checkpointing.errors import InvalidCheckpoint
 from checkpointing.events import Fetched, FetchFailed
 from checkpointing.manifest import FileEntry
 from checkpointing.reading import pieces_of
@@ -53,8 +53,7 @@ def fetch(entry: CatalogEntry, arena: Arena, tier: str, report: Report, clock: C
             raise InvalidCheckpoint(storage.describe(entry.step), f"{altered[0]} was altered: its digest differs")
     except Exception as error:
         # Of any kind, as ranks wait for the report. They will read it themselves, and find what is wrong.
-        text = str(error) if isinstance(error, (OSError, CheckpointError)) else repr(error)
-        report(FetchFailed(step=entry.step, error=text), arena)
+        report(FetchFailed(step=entry.step, error=text_of(error)), arena)
         return
     arena.digests = {file.name: file.digest for file in manifest.files}
     arena.digested.set()

@@ -106,7 +106,7 @@ class EvaluationFigures:
 
     def merge(self, gather: GatherObjects) -> None:
         """Give the trainer what all ranks have measured; every rank calls it."""
-        self._figures.merge(gather if self._is_shared else lambda own: [own], self._below)
+        self._figures.merge(gather if self._is_shared else lambda mine: [mine], self._below)
 
 
 def fill_last_batch(loader: Any) -> None:

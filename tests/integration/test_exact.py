@@ -8,16 +8,33 @@ from pathlib import Path
 import pytest
 from infra.torchrun import torchrun
 
-TRAINER = """
-import hashlib, os, sys, torch
+# What scripts with a Trainer begin with.
+MODEL = """
+import hashlib, json, os, sys, torch
 torch.set_num_threads(1)
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from checkpointing.transformers import resilient
 out, virtual_ranks, accumulation, kill = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 torch.manual_seed(0)
 sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
 model = LlamaForCausalLM(LlamaConfig(**sizes, attention_dropout=0.1))
 source = torch.Generator().manual_seed(1)
+
+class Kill(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == kill:
+            trainer._manager.wait_for_commit()
+            os._exit(9)
+
+def weights():
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+"""
+
+
+TRAINER = (
+    MODEL
+    + """
+from transformers import Trainer, TrainingArguments
 rows = []
 for number in range(203):
     ids = torch.randint(0, 32, (8,), generator=source)
@@ -31,12 +48,6 @@ args = TrainingArguments(
     ddp_find_unused_parameters=False,
 )
 
-class Kill(TrainerCallback):
-    def on_step_end(self, args, state, control, **_):
-        if state.global_step == kill:
-            trainer._manager.wait_for_commit()
-            os._exit(9)
-
 class Measuring(Trainer):
     # As trainers of TRL do, for figures that they log.
     def compute_loss(self, *args, **kwargs):
@@ -48,12 +59,10 @@ trainer = Measuring(model=model, args=args, train_dataset=rows, callbacks=[Kill(
 trainer = resilient(trainer, virtual_ranks=virtual_ranks, snapshot_steps=None)
 trainer.train()
 if trainer.is_world_process_zero():
-    sha = hashlib.sha256()
-    for parameter in model.parameters():
-        sha.update(parameter.detach().numpy().tobytes())
     logs = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
-    print("ENDED", sha.hexdigest(), logs[-1], len(logs), flush=True)
+    print("ENDED", weights(), logs[-1], len(logs), flush=True)
 """
+)
 
 
 LOOP = """
@@ -96,21 +105,15 @@ dist.destroy_process_group()
 """
 
 
-SFT = """
-import hashlib, json, os, sys, torch
-torch.set_num_threads(1)
+SFT = (
+    MODEL
+    + """
 from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers import PreTrainedTokenizerFast
 from tokenizers import Tokenizer, models
 from trl import SFTConfig, SFTTrainer
-from checkpointing.transformers import resilient
-out, virtual_ranks, accumulation, kill = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-torch.manual_seed(0)
-sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-model = LlamaForCausalLM(LlamaConfig(**sizes, attention_dropout=0.1))
 words = Tokenizer(models.WordLevel({str(number): number for number in range(32)}, unk_token="0"))
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
-source = torch.Generator().manual_seed(1)
 
 def rows(count):
     # Of different lengths, so that the figures of different micro-batches weigh differently.
@@ -126,26 +129,18 @@ args = SFTConfig(
     include_num_input_tokens_seen="non_padding", gradient_checkpointing=False, ddp_find_unused_parameters=False,
 )
 
-class Kill(TrainerCallback):
-    def on_step_end(self, args, state, control, **_):
-        if state.global_step == kill:
-            trainer._manager.wait_for_commit()
-            os._exit(9)
-
 # Seven batches of the evaluation, the last of them with one row.
 trainer = SFTTrainer(model=model, args=args, train_dataset=rows(203), eval_dataset=rows(13), processing_class=tokenizer)
 trainer.add_callback(Kill())
 trainer = resilient(trainer, virtual_ranks=virtual_ranks, snapshot_steps=1)
 trainer.train()
 if trainer.is_world_process_zero():
-    sha = hashlib.sha256()
-    for parameter in model.parameters():
-        sha.update(parameter.detach().numpy().tobytes())
     # Times differ, and operations are added up in single precision.
     clocks = ("_runtime", "_per_second", "tokens_per_s", "total_flos")
     logs = [{k: v for k, v in entry.items() if not k.endswith(clocks)} for entry in trainer.state.log_history]
-    print("ENDED", sha.hexdigest(), trainer.state.best_metric, json.dumps(logs, sort_keys=True), flush=True)
+    print("ENDED", weights(), trainer.state.best_metric, json.dumps(logs, sort_keys=True), flush=True)
 """
+)
 
 
 def train(

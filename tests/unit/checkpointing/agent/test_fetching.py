@@ -86,9 +86,9 @@ def test_an_error_of_any_kind_is_reported(download: Download, monkeypatch: pytes
     """The ranks wait for the report."""
 
     def fail(*_: object) -> None:
-        raise MemoryError
+        raise MemoryError("no room")
 
     monkeypatch.setattr(SlowStore, "read_into", fail)
     download.run()
     [failed] = download.reports.results
-    assert isinstance(failed, FetchFailed) and failed.error == "MemoryError()"
+    assert isinstance(failed, FetchFailed) and failed.error == "MemoryError: no room"
