@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,11 @@ class Meeting:
         self._values: list[Any] = [None] * size
         self._barrier = threading.Barrier(size, timeout=30)
         # What is sent to single ranks, by receiver and tag: who sends it, and the bytes.
-        self.mail: dict[tuple[int, int], queue.Queue[tuple[int, torch.Tensor]]] = defaultdict(queue.Queue)
+        self.mail: dict[tuple[int, int], queue.Queue[tuple[int, torch.Tensor]]] = {}
+
+    def box(self, rank: int, tag: int) -> queue.Queue[tuple[int, torch.Tensor]]:
+        # Atomic, unlike a defaultdict: of two threads that come first, each would get a queue of its own.
+        return self.mail.setdefault((rank, tag), queue.Queue())
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
         self._values[rank] = value
@@ -56,10 +59,10 @@ class ThreadRanks(Ranks):
         return replace(self, meeting=self.broadcast(Meeting(self.world_size)))
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
-        self.meeting.mail[rank, tag].put((self.rank, tensor.clone()))
+        self.meeting.box(rank, tag).put((self.rank, tensor.clone()))
 
     def receive(self, tensor: torch.Tensor, rank: int | None, tag: int) -> int:
-        sender, data = self.meeting.mail[self.rank, tag].get(timeout=30)
+        sender, data = self.meeting.box(self.rank, tag).get(timeout=30)
         assert rank in (None, sender)
         tensor.copy_(data)
         return sender

@@ -1,7 +1,8 @@
 """The sum over all ranks, in the fixed tree: with the volume of a ring all-reduce where each rank has one node left.
 
 Each rank receives its chunk of everybody's nodes, adds them in the order of the tree, takes the mean once, at the root,
-and sends the result to all.
+and sends the result to all. Chunks are sent to single ranks, from and to where they belong: gloo's `all_gather` and
+`all_to_all` copy all of them once or twice more.
 """
 
 from __future__ import annotations
@@ -12,19 +13,23 @@ import torch
 import torch.distributed as dist
 
 from checkpointing.exact.tree import block_of, nodes_of, total
+from checkpointing.rank.broadcast import backend_of
+
+Part = tuple[torch.Tensor, int]
 
 
 class Exchange:
     """Exchanges gradients of the ranks' blocks; one thread of each rank uses it, in the same order.
 
     Args:
+        rank: Number of this rank.
         world_size: Number of ranks.
         virtual_ranks: Number of virtual ranks.
         group: The ranks' process group; None for a single process, or the default one.
     """
 
-    def __init__(self, world_size: int, virtual_ranks: int, group: dist.ProcessGroup | None = None) -> None:
-        self._world_size, self._virtual_ranks, self._group = world_size, virtual_ranks, group
+    def __init__(self, rank: int, world_size: int, virtual_ranks: int, group: dist.ProcessGroup | None = None) -> None:
+        self._rank, self._virtual_ranks, self._group = rank, virtual_ranks, group
         self._nodes = [nodes_of(block_of(one, world_size, virtual_ranks), virtual_ranks) for one in range(world_size)]
         self._received = torch.empty(0, dtype=torch.uint8)
 
@@ -32,54 +37,51 @@ class Exchange:
         """Write the mean over all virtual ranks.
 
         Args:
-            target: Where to, of shape (N,); one of `values` at most.
-            values: This rank's nodes, from its first leaf on, of shape (N,) each.
+            target: Where to, of shape (N,); it may be one of `values`.
+            values: This rank's nodes, from its first leaf on, of shape (N,) each; they are overwritten.
         """
-        if self._world_size == 1:
-            nodes = dict(zip(self._nodes[0], values, strict=True))
-            target.copy_(total(nodes, self._virtual_ranks, torch.add))
-            target.div_(self._virtual_ranks)
-            return
-        world_size, numel = self._world_size, target.numel()
-        chunk = -(-numel // world_size)
-        exact = chunk * world_size == numel
-        if exact and len(values) == 1:
-            outgoing = values[0]
-        else:
-            # By receiver, and then by node.
-            outgoing = target.new_zeros((world_size, len(values), chunk))
-            for number, value in enumerate(values):
-                whole = numel // chunk
-                outgoing[:whole, number] = value[: whole * chunk].view(whole, chunk)
-                if not exact and whole < world_size:
-                    outgoing[whole, number, : numel - whole * chunk] = value[whole * chunk :]
-        counts = [len(nodes) for nodes in self._nodes]
-        incoming = self._memory(sum(counts) * chunk, target)
-        size = chunk * target.element_size()
-        # As bytes: the type is of no concern.
-        dist.all_to_all_single(
-            incoming.view(torch.uint8),
-            outgoing.reshape(-1).view(torch.uint8),
-            [count * size for count in counts],
-            [len(values) * size] * world_size,
-            group=self._group,
-        )
-        rows = incoming.view(-1, chunk)
-        nodes = dict(zip((node for one in self._nodes for node in one), rows, strict=True))
-        mine = total(nodes, self._virtual_ranks, torch.Tensor.add_).div_(self._virtual_ranks)
-        result = target if exact else target.new_empty(chunk * world_size)
-        dist.all_gather_into_tensor(result.view(torch.uint8), mine.view(torch.uint8), group=self._group)
-        if not exact:
-            target.copy_(result[:numel])
+        world_size = len(self._nodes)
+        size = -(-target.numel() // world_size)
+        chunks = [target[rank * size : (rank + 1) * size] for rank in range(world_size)]
+        others = [rank for rank in range(world_size) if rank != self._rank]
+        mean = chunks[self._rank]
+        incoming = [(node, rank) for rank in others for node in self._nodes[rank]]
+        rows = self._memory(len(incoming), mean)
+        outgoing = [(value[rank * size : (rank + 1) * size], rank) for rank in others for value in values]
+        self._transfer(outgoing, [(row, rank) for row, (_, rank) in zip(rows, incoming, strict=True)])
+        nodes = {node: row for row, (node, _) in zip(rows, incoming, strict=True)}
+        for node, value in zip(self._nodes[self._rank], values, strict=True):
+            nodes[node] = value[self._rank * size : (self._rank + 1) * size]
+        torch.div(total(nodes, self._virtual_ranks, torch.Tensor.add_), self._virtual_ranks, out=mean)
+        self._transfer([(mean, rank) for rank in others], [(chunks[rank], rank) for rank in others])
 
     @property
     def nbytes(self) -> int:
         """Bytes of the memory that it keeps."""
         return self._received.numel()
 
-    def _memory(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+    def _transfer(self, outgoing: Sequence[Part], incoming: Sequence[Part]) -> None:
+        """Send tensors to single ranks, and receive them; those from one rank come in the order of sending."""
+        outgoing, incoming = ([part for part in parts if part[0].numel()] for parts in (outgoing, incoming))
+        if not outgoing and not incoming:
+            return
+        device = (outgoing or incoming)[0][0].device
+        if device.type != "cpu" and backend_of(device, self._group) == "gloo":
+            # Gloo sends to single ranks from the host's memory only.
+            copies = [torch.empty_like(tensor, device="cpu") for tensor, _ in incoming]
+            sent = [(tensor.cpu(), rank) for tensor, rank in outgoing]
+            self._transfer(sent, [(copy, rank) for copy, (_, rank) in zip(copies, incoming, strict=True)])
+            for copy, (tensor, _) in zip(copies, incoming, strict=True):
+                tensor.copy_(copy)
+            return
+        works = [dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=rank) for tensor, rank in incoming]
+        works += [dist.P2POp(dist.isend, tensor, group=self._group, group_peer=rank) for tensor, rank in outgoing]
+        for work in dist.batch_isend_irecv(works):
+            work.wait()
+
+    def _memory(self, rows: int, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return memory of the largest bucket so far, which all buckets use one after the other."""
-        nbytes = numel * like.element_size()
+        nbytes = rows * like.nbytes
         if self._received.numel() < nbytes or self._received.device != like.device:
             self._received = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
-        return self._received[:nbytes].view(like.dtype)
+        return self._received[:nbytes].view(like.dtype).view(rows, like.numel()).unbind()

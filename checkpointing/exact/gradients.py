@@ -68,7 +68,7 @@ class ExactGradients:
         self._sums = PartialSums(parameters, virtual_ranks, shared=shared, on_host=on_host)
         self._parameters = parameters
         group = wrapped.process_group if wrapped is not None else None
-        self._exchange = Exchange(world_size, virtual_ranks, group)
+        self._exchange = Exchange(rank, world_size, virtual_ranks, group)
         if wrapped is None:
             if world_size > 1:
                 raise CheckpointError("with several ranks, virtual ranks need a model in DistributedDataParallel")
@@ -85,7 +85,7 @@ class ExactGradients:
 
     @property
     def exchange_bytes(self) -> int:
-        """Bytes of memory for the exchange with other ranks: as many as the largest bucket, if each has one node."""
+        """Bytes of memory for the exchange with other ranks: less than the largest bucket, if each has one node."""
         return self._exchange.nbytes
 
     @property
@@ -127,7 +127,9 @@ class ExactGradients:
         seed = batch_seed(self._seed, step, number, virtual_rank) ^ _FORWARD
         states = device.generator_states(1)
         with drawing_by(seed):
-            torch.manual_seed(seed)
+            if states:
+                # Without an accelerator, it takes longer than all else here: it would note who called.
+                torch.manual_seed(seed)
             try:
                 yield
             finally:

@@ -26,8 +26,14 @@ def is_worthwhile(device: torch.device, world_size: int, local_world_size: int) 
     """
     if device.type == "cpu" or world_size == 1 or world_size != local_world_size:
         return False
-    backends = dict(part.split(":") for part in str(dist.get_backend_config()).split(",") if ":" in part)
-    return backends.get(device.type, "gloo") not in ("gloo", "mpi")
+    return backend_of(device) not in ("gloo", "mpi")
+
+
+def backend_of(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
+    """Return the name of the backend by which a process group moves tensors of a device; "gloo" if it names none."""
+    config = str(dist.get_backend_config(group))
+    backends = dict(part.split(":") for part in config.split(",") if ":" in part)
+    return backends.get(device.type, "gloo")
 
 
 def owners(sizes: Sequence[int], world_size: int) -> list[int]:

@@ -1,8 +1,8 @@
 """Virtual ranks against plain DDP: the same model, batches and number of ranks, a step of each in turn.
 
 Both variants are in the same processes (gloo, one thread each), which alternate which of them is first. With as many
-virtual ranks as ranks, each rank has one gradient, and the exchange takes the memory of one bucket; with more, a rank
-keeps sums of its first ones, at most log2(V) + 1 sets of gradients.
+virtual ranks as ranks, each rank has one gradient, and the exchange takes the memory of less than a bucket, for what
+other ranks send; with more, a rank keeps sums of its first ones, at most log2(V) + 1 sets of gradients.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Scale:
     length: int = 64
 
 
-FULL, QUICK, SMOKE = Scale(5, 40), Scale(3, 25), Scale(1, 3, width=32, layers=1, length=8)
+FULL, QUICK, SMOKE = Scale(12, 40), Scale(6, 25), Scale(1, 3, width=32, layers=1, length=8)
 # Ranks and virtual ranks: as many of both; blocks of two and of four; blocks of one and two.
 CASES = ((2, 2), (2, 4), (2, 8), (2, 3))
 
@@ -63,7 +63,7 @@ def ratio(found: dict[str, Any]) -> float:
 
 def main() -> None:
     """Measure, print a table, and write the page and the figures that were asked for."""
-    parser = make_parser(__doc__, PAGE, quick="3 launches of 25 steps", smoke="a launch of 3 steps")
+    parser = make_parser(__doc__, PAGE, quick="6 launches of 25 steps", smoke="a launch of 3 steps")
     options = parser.parse_args()
     scale = SMOKE if options.smoke else QUICK if options.quick else FULL
     figures: dict[str, float] = {}
@@ -82,7 +82,8 @@ def main() -> None:
         sums = max(one["most_sums"] for one in all_found)
         rows.append(f"| {ranks} | {virtual_ranks} | {spread(ratios, 3)} | {sums} | {memory:.2f} |")
         if ranks == virtual_ranks:
-            figures = {"step_time_vs_ddp": statistics.median(ratios), "exchange_buckets": memory}
+            figures = {"step_time_vs_ddp": statistics.median(ratios), "step_time_vs_ddp_worst": max(ratios)}
+            figures["exchange_buckets"] = memory
     table = "\n".join(rows)
     print(f"\n{machine()}\n\n{table}")
     write_figures(options.json, figures)

@@ -1,8 +1,8 @@
-"""The sum over ranks, with collectives between threads."""
+"""The sum over ranks, with messages between threads."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,19 +14,33 @@ from checkpointing.exact.tree import Node, block_of, nodes_of, total
 from checkpointing.rank.ranks import Ranks
 
 
-class Collectives:
+class Message(NamedTuple):
+    op: str
+    tensor: torch.Tensor
+    group: ThreadRanks
+    group_peer: int
+
+
+class Done:
+    def wait(self) -> None:
+        pass
+
+
+class Messages:
     """In place of torch.distributed; the group is the rank's own."""
 
-    @staticmethod
-    def all_to_all_single(output: Any, data: Any, outputs: list[int], inputs: list[int], group: ThreadRanks) -> None:
-        parts = [part.clone() for part in data.split(inputs)]
-        everyone = group.gather(parts)
-        output.copy_(torch.cat([theirs[group.rank] for theirs in everyone]))
-        assert [len(theirs[group.rank]) for theirs in everyone] == outputs
+    P2POp, isend, irecv = Message, "isend", "irecv"
 
     @staticmethod
-    def all_gather_into_tensor(output: Any, data: Any, group: ThreadRanks) -> None:
-        output.copy_(torch.cat(group.gather(data.clone())))
+    def batch_isend_irecv(ops: list[Message]) -> list[Done]:
+        # What one rank sends another arrives in the order of sending.
+        for op in ops:
+            if op.op == "isend":
+                op.group.send(op.tensor, op.group_peer, op.group.rank)
+        for op in ops:
+            if op.op == "irecv":
+                op.group.receive(op.tensor, op.group_peer, op.group_peer)
+        return [Done() for _ in ops]
 
 
 @pytest.mark.parametrize("numel", [1, 7, 12, 24])
@@ -35,7 +49,7 @@ class Collectives:
 def test_the_mean_has_the_bits_of_the_tree(
     world_size: int, virtual_ranks: int, numel: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange, "dist", Collectives)
+    monkeypatch.setattr(exchange, "dist", Messages)
     generator = torch.Generator().manual_seed(numel)
     leaves = {Node(leaf): torch.randn(numel, generator=generator).to(dtype) for leaf in range(virtual_ranks)}
     expected = total(leaves, virtual_ranks, torch.add) / virtual_ranks
@@ -50,10 +64,10 @@ def test_the_mean_has_the_bits_of_the_tree(
             own = {Node(leaf.first - node.first): value for leaf, value in inside.items()}
             values.append(total(own, len(own), torch.add).clone())
         ours: Any = ranks
-        one, found = Exchange(world_size, virtual_ranks, ours), []
+        one, found = Exchange(ranks.rank, world_size, virtual_ranks, ours), []
         for _ in range(2):
-            target = values[-1].clone()
-            one.mean(target, [*values[:-1], target])
+            *rest, target = [value.clone() for value in values]
+            one.mean(target, [*rest, target])
             found.append(target)
         return found
 

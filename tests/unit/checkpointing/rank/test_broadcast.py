@@ -70,5 +70,5 @@ def test_what_others_own_comes_from_them(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_where_it_is_worthwhile(
     device: str, ranks: int, local_ranks: int, backends: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: backends)
     assert is_worthwhile(torch.device(device), ranks, local_ranks) is expected
