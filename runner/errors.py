@@ -3,7 +3,8 @@
 RunnerError
 ├── UsageError          2   the configuration or the command line is wrong
 ├── RunBusy             2   another runner works on this run
-├── StorageFull         74  there is no space for checkpoints
+├── StorageFailed       74  a file system is read-only, out of reach or broken
+│   └── StorageFull         there is no space for checkpoints
 ├── LaunchError         78  the launcher or the agent cannot be started
 │   └── HelperKilled        it was killed while it started; retried
 ├── CheckpointsMissing  81  the location lacks checkpoints that the journal lists as committed
@@ -16,6 +17,7 @@ RunnerError
 
 from __future__ import annotations
 
+import errno
 from enum import IntEnum
 
 
@@ -34,7 +36,7 @@ class ExitCode(IntEnum):
 
     Fix what the message names. A restart does not help."""
     STORAGE_FAILED = 74  # EX_IOERR
-    """`checkpoint.max_failed_saves` consecutive saves failed.
+    """`checkpoint.max_failed_saves` consecutive saves failed, or a file system did not work at the start.
 
     Repair the checkpoint storage, then start the run again."""
     PREEMPTED = 75  # EX_TEMPFAIL
@@ -66,6 +68,12 @@ class ExitCode(IntEnum):
     Restore the location, or start over with `--resume never`."""
 
 
+# No mistakes of the user's: a restart may find that they have passed.
+_FILE_SYSTEM_ERRORS = frozenset(
+    (errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT)
+)
+
+
 class RunnerError(Exception):
     """Base of the errors that end `runner` with one line instead of a traceback.
 
@@ -82,10 +90,24 @@ class UsageError(RunnerError):
     exit_code = ExitCode.USAGE
 
 
-class StorageFull(RunnerError):
-    """There is no space for checkpoints."""
+class StorageFailed(RunnerError):
+    """A file system does not work now: it is read-only, out of reach, or broken."""
 
     exit_code = ExitCode.STORAGE_FAILED
+
+
+class StorageFull(StorageFailed):
+    """There is no space for checkpoints."""
+
+
+def unusable(text: str, error: OSError) -> RunnerError:
+    """Return an error by whether a name or a permission is wrong, or the file system does not work.
+
+    Args:
+        text: What cannot be used, and why.
+        error: What the system has answered.
+    """
+    return StorageFailed(text) if error.errno in _FILE_SYSTEM_ERRORS else UsageError(text)
 
 
 class RunBusy(RunnerError):

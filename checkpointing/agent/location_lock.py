@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkpointing import locking
+from checkpointing.storage.object_store import may_pass
 
 LOCK_NAME = ".agent.lock"
 # How long a new agent waits for the one before it to finish its last commit.
@@ -69,8 +70,7 @@ def _open_and_try(root: Path, patience_s: float, wait: Callable[[float], None]) 
         except OSError as error:
             if fd is not None:
                 os.close(fd)
-            # These are mistakes in the path, and stay.
-            if isinstance(error, PermissionError | NotADirectoryError) or time.monotonic() >= deadline:
+            if not may_pass(error) or time.monotonic() >= deadline:
                 raise
             if is_silent:
                 text = f"checkpoint agent: {root} cannot be written ({error.strerror}); trying again"

@@ -27,6 +27,17 @@ class ObjectMissing(StorageError):
     """There is no such object, or it is shorter than expected."""
 
 
+def may_pass(error: OSError) -> bool:
+    """Return whether what storage that was in use has answered may pass by itself: a failover, an outage.
+
+    Args:
+        error: The answer. Those that stay, until somebody acts: a name or a permission is wrong, or the store refuses.
+    """
+    if isinstance(error, StorageError):
+        return isinstance(error, StorageTimeout)
+    return not isinstance(error, PermissionError | NotADirectoryError)
+
+
 class SharedUploads(Protocol):
     """Uploads of which several machines send the parts."""
 

@@ -12,7 +12,7 @@ from checkpointing.errors import CheckpointError, StorageUnreachable
 from checkpointing.storage.object_store import StorageTimeout
 from runner import __version__
 from runner.cli import chaos, checkpoints, forecast, init, inspect, start
-from runner.errors import ExitCode, RunnerError
+from runner.errors import ExitCode, RunnerError, unusable
 
 # Heavier imports are inside the commands, to keep `runner --help` fast.
 
@@ -83,8 +83,9 @@ def main() -> None:
             # A normal exit would try to flush the buffer again.
             os._exit(int(ExitCode.STORAGE_FAILED))
         path = f"{error.filename}: " if error.filename else ""
-        click.echo(f"runner: error: {path}{error.strerror or error}", err=True)
-        sys.exit(ExitCode.USAGE)
+        failed = unusable(f"{path}{error.strerror or error}", error)
+        click.echo(f"runner: error: {failed}", err=True)
+        sys.exit(int(failed.exit_code))
 
 
 def _can_be_written(stream: int) -> bool:

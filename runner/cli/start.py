@@ -156,9 +156,9 @@ def start(
         click.echo(render(summary_of_run(directory), paths_of(config, directory)))
         return
     usable = functools.partial(preflight.check_storage, config)
-    if follows:
-        patience_s = config.launch.rendezvous_timeout_s
-        usable = functools.partial(preflight.await_storage, config, say, wait=time.sleep, patience_s=patience_s)
+    if follows or preflight.was_in_use(config, directory):
+        patience: Any = {"patience_s": config.launch.rendezvous_timeout_s, "follows": follows}
+        usable = functools.partial(preflight.await_storage, config, say, wait=time.sleep, **patience)
     caveats, is_away = _unless_stopped(stop, usable)
     standing = _unless_stopped(stop, lambda: Standing(config, directory, forced=step != "auto"))
     location: str | None = None

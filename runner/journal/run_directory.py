@@ -14,7 +14,7 @@ from pathlib import Path
 from checkpointing import locking
 from checkpointing.storage.direct_io import write_file
 from checkpointing.storage.durable import fsync_directory
-from runner.errors import RunBusy, UsageError
+from runner.errors import RunBusy, UsageError, unusable
 from runner.journal.journal import JOURNAL_NAME
 
 # Seconds for a runner on another machine to end.
@@ -103,11 +103,12 @@ class RunDirectory:
 
         Raises:
             UsageError: `output_dir` cannot be written.
+            StorageFailed: Its file system does not work.
         """
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"output_dir={str(self.root)!r} cannot be used: {error.strerror}") from None
+            raise unusable(f"output_dir={str(self.root)!r} cannot be used: {error.strerror}", error) from None
 
     def lock(
         self, notify: Callable[[str], None] = lambda text: None, cancelled: Callable[[], bool] = lambda: False
@@ -125,12 +126,13 @@ class RunDirectory:
         Raises:
             RunBusy: Another runner works on this run.
             UsageError: `output_dir` cannot be written.
+            StorageFailed: Its file system does not work.
         """
         try:
             what = f"works on {self.root}"
             self._lock_fd, self.is_locked = hold_lock(self._lock_path, what, "--output-dir", notify, cancelled)
         except OSError as error:
-            raise UsageError(f"output_dir={str(self.root)!r} cannot be written: {error.strerror}") from None
+            raise unusable(f"output_dir={str(self.root)!r} cannot be written: {error.strerror}", error) from None
 
     def run_id(self) -> str:
         """Return the run's identity, which is created on first use.

@@ -16,9 +16,10 @@ from pathlib import Path
 from checkpointing.errors import InvalidCheckpoint, StorageUnreachable
 from checkpointing.manifest import Manifest
 from checkpointing.storage.durable import replace_file
-from checkpointing.storage.object_store import StorageTimeout
+from checkpointing.storage.object_store import StorageTimeout, may_pass
+from runner.config.load import load_config
 from runner.config.schema import Config
-from runner.errors import RunBusy, StorageFull, UsageError
+from runner.errors import RunBusy, RunnerError, StorageFull, UsageError
 from runner.journal.events import Entry, RunEnded, RunStarted
 from runner.journal.journal import read_journal
 from runner.journal.run_directory import RunDirectory, hold_lock
@@ -278,8 +279,28 @@ def starting_point(path: str) -> str:
     return str(folder.absolute())
 
 
-def check_storage(config: Config) -> tuple[list[str], bool]:
+def was_in_use(config: Config, directory: RunDirectory) -> bool:
+    """Return whether the last start in this folder used the same location, which then is no mistake.
+
+    Args:
+        config: The resolved configuration.
+        directory: The run's folder.
+    """
+    try:
+        recorded = load_config(str(directory.config), {}, needs_data=False)
+    except RunnerError:
+        return False
+    current = config.model_copy(deep=True)
+    current.make_absolute()
+    return recorded.checkpoint_location == current.checkpoint_location
+
+
+def check_storage(config: Config, *, in_use: bool = False) -> tuple[list[str], bool]:
     """Try what the run will need of its storage, before anything is started.
+
+    Args:
+        config: The resolved configuration.
+        in_use: This run was using it before.
 
     Returns:
         What the user should know about the locations, and whether the durable one does not answer: the run then resumes
@@ -288,7 +309,8 @@ def check_storage(config: Config) -> tuple[list[str], bool]:
     Raises:
         UsageError: A location cannot be used; the text says why.
         StorageFull: There is no room.
-        StorageUnreachable: The durable tier does not answer, and there is no local tier to resume from.
+        StorageUnreachable: The durable tier does not answer, and there is no local tier to resume from; or a location
+            that was in use cannot be used now.
     """
     tiers, caveats, is_away = config.tiers, [], False
     for storage in tiers.nearest_first:
@@ -300,6 +322,8 @@ def check_storage(config: Config) -> tuple[list[str], bool]:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise StorageFull(f"{text}; make room, then start again") from None
             if not isinstance(error, StorageTimeout):
+                if in_use and may_pass(error):
+                    raise StorageUnreachable(f"{text}; start again when it can be written") from None
                 raise UsageError(text) from None
             if tiers.local is None or not tiers.local.steps():
                 raise StorageUnreachable(f"{text}; start again when it answers") from None
@@ -309,9 +333,14 @@ def check_storage(config: Config) -> tuple[list[str], bool]:
 
 
 def await_storage(
-    config: Config, notify: Callable[[str], None], *, wait: Callable[[float], None], patience_s: float
+    config: Config,
+    notify: Callable[[str], None],
+    *,
+    wait: Callable[[float], None],
+    patience_s: float,
+    follows: bool = False,
 ) -> tuple[list[str], bool]:
-    """Return what `check_storage` does, for a location that this run was using a moment ago.
+    """Return what `check_storage` does, for a location that this run was using before.
 
     That it cannot be used now is no mistake of the user's, and may pass: it is tried again every second.
 
@@ -320,6 +349,7 @@ def await_storage(
         notify: Called once, if it cannot be used.
         wait: Waits for some seconds.
         patience_s: Seconds after which the error is final.
+        follows: Wait for room, too: the run goes on, on other nodes.
 
     Raises:
         UsageError: As `check_storage`.
@@ -328,9 +358,9 @@ def await_storage(
     """
     for attempt in itertools.count():
         try:
-            return check_storage(config)
-        except (UsageError, StorageFull, StorageUnreachable) as error:
-            if attempt * _RETRY_S >= patience_s:
+            return check_storage(config, in_use=True)
+        except (StorageUnreachable, StorageFull) as error:
+            if attempt * _RETRY_S >= patience_s or (isinstance(error, StorageFull) and not follows):
                 raise
             if attempt == 0:
                 notify(f"{error}; trying again for {patience_s:.0f} s")

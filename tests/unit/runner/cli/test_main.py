@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
@@ -12,6 +13,7 @@ import pytest
 from command_line import run_command
 from journals import event
 
+from runner.cli import main as main_module
 from runner.journal.journal import Journal
 
 RUNNER = str(Path(sys.executable).with_name("runner"))
@@ -113,6 +115,20 @@ def test_the_newest_run_is_shown_where_none_is_named(tmp_path: Path) -> None:
             os.utime(tmp_path / "runs" / name / "journal.jsonl", (number, number))
     assert json.loads(status().stdout)["run_id"] == "new"
     assert json.loads(status(OUTPUT_DIR="runs/old").stdout)["run_id"] == "old"
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EROFS, 74), (errno.EISDIR, 2)])
+def test_a_file_system_that_does_not_work_is_no_mistake(
+    number: int, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(**_: object) -> None:
+        raise OSError(number, os.strerror(number), "/volume/run/config.yaml")
+
+    monkeypatch.setattr(main_module, "cli", refused)
+    with pytest.raises(SystemExit) as caught:
+        main_module.main()
+    assert caught.value.code == code
+    assert capsys.readouterr().err == f"runner: error: /volume/run/config.yaml: {os.strerror(number)}\n"
 
 
 @pytest.mark.process

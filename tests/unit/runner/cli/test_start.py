@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from journals import event
 from node_fakes import FakeDisplay
 
+from checkpointing.storage import LocalStorage
 from runner.cli import start as module
 from runner.cli.start import paths_of, resume_step, start
 from runner.config.schema import Config
@@ -207,21 +208,31 @@ def test_a_node_whose_storage_fails_when_it_begins_to_lead_follows_again(
     assert [role for role, _ in runs.started] == ["follower"]
 
 
-def test_a_node_that_follows_again_waits_for_its_storage(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[Exception | None] = [UsageError("Read-only file system"), None]
+def test_storage_that_a_run_was_using_is_waited_for(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that came back while its disk was read-only ended with 2: `runner chaos --nodes 3 --seed 25008`."""
+    answers: list[Exception | None] = []
 
-    def check(_: object) -> tuple[list[str], bool]:
-        if (answer := answers.pop(0)) is not None:
+    def probe(_: object) -> None:
+        if answers and (answer := answers.pop(0)) is not None:
             raise answer
-        return [], False
 
-    monkeypatch.setattr(preflight, "check_storage", check)
+    monkeypatch.setattr(LocalStorage, "probe", probe)
     monkeypatch.setattr(preflight, "_RETRY_S", 0.0)
+    read_only = OSError(errno.EROFS, "Read-only file system")
+    answers[:] = [read_only, None]
     assert isinstance(run().exception, UsageError) and not runs.started, "at the first start, it is a mistake"
-    answers[:] = [UsageError("Read-only file system"), None]
+    assert run().exit_code == 0 and len(runs.started) == 1
+    answers[:] = [read_only, None]
+    result = run()
+    assert "Read-only file system; start again when it can be written; trying again for 600 s" in result.output
+    assert len(runs.started) == 2
+    answers[:] = [read_only]
+    assert isinstance(run("--set", "checkpoint.location=elsewhere").exception, UsageError), "never used before"
+    # A node that led a run, and follows now.
+    answers[:] = [OSError(errno.ENOSPC, "No space left on device"), None]
     monkeypatch.setenv("_RUNNER_FOLLOWS", "1")
-    assert "Read-only file system; trying again" in run().output
-    assert [role for role, _ in runs.started] == ["supervisor"]
+    assert "No space left on device; make room, then start again; trying again" in run().output
+    assert [role for role, _ in runs.started] == ["supervisor"] * 3
 
 
 def test_a_leader_that_is_to_stop_does_not_follow(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import errno
+import os
 import time
 from pathlib import Path
 
 import pytest
 
-from runner.errors import RunBusy, UsageError
+from runner.errors import RunBusy, RunnerError, UsageError
 from runner.journal import run_directory
 from runner.journal.run_directory import RunDirectory
 
@@ -64,3 +66,24 @@ def test_a_lock_of_another_machine_is_waited_for_and_left_to_the_fence(
     second.lock(told.append)
     assert time.monotonic() - began >= 0.5
     assert "another-machine" in told[0] and "continuing" in told[1]
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EROFS, 74), (errno.ENOSPC, 74), (errno.EACCES, 2)])
+def test_a_file_system_that_does_not_work_is_no_mistake(
+    number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With exit code 2, Kubernetes would give the run up for good."""
+    directory = RunDirectory(str(tmp_path))
+    directory.create()
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(run_directory, "hold_lock", refused)
+    with pytest.raises(RunnerError, match=f"cannot be written: {os.strerror(number)}") as caught:
+        directory.lock()
+    assert caught.value.exit_code == code
+    monkeypatch.setattr(Path, "mkdir", refused)
+    with pytest.raises(RunnerError, match=f"cannot be used: {os.strerror(number)}") as caught:
+        directory.create()
+    assert caught.value.exit_code == code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -13,6 +14,7 @@ import pytest
 from journals import event
 
 from checkpointing import locking
+from checkpointing.errors import StorageUnreachable
 from checkpointing.storage import LocalStorage, open_storage
 from checkpointing.tiers import Tiers
 from runner.config.schema import Config
@@ -34,6 +36,7 @@ from runner.supervisor.preflight import (
     is_done,
     recorded_in,
     starting_point,
+    was_in_use,
 )
 
 
@@ -334,25 +337,50 @@ def test_samples_are_counted_where_it_is_known_how_steps_are_cut() -> None:
 def test_a_location_that_was_in_use_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that had begun to lead ended with 2: found by `runner chaos --nodes 3 --seed 23009`."""
     config, said, waited = Fixture(tmp_path).config, list[str](), list[float]()
-    answers: list[Exception | None] = [UsageError("read-only"), StorageFull("full"), None]
-
-    def check(_: object) -> tuple[list[str], bool]:
-        if (answer := answers.pop(0)) is not None:
-            raise answer
-        return ["caveat"], False
-
-    monkeypatch.setattr(preflight, "check_storage", check)
-    assert await_storage(config, said.append, wait=waited.append, patience_s=60) == (["caveat"], False)
-    assert said == ["read-only; trying again for 60 s"] and waited == [1.0, 1.0]
+    answers = [OSError(errno.EROFS, "read-only"), OSError(errno.ENOSPC, "full"), None]
+    probe_answers(monkeypatch, answers)
+    assert await_storage(config, said.append, wait=waited.append, patience_s=60, follows=True) == ([], False)
+    assert len(said) == 1 and said[0].endswith("read-only; start again when it can be written; trying again for 60 s")
+    assert waited == [1.0, 1.0]
+    answers[:] = [OSError(errno.ENOSPC, "full")]
+    with pytest.raises(StorageFull, match="full; make room"):
+        await_storage(config, said.append, wait=waited.append, patience_s=60)
 
 
 def test_the_wait_for_a_location_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waited = list[float]()
-
-    def check(_: object) -> None:
-        raise UsageError("read-only")
-
-    monkeypatch.setattr(preflight, "check_storage", check)
-    with pytest.raises(UsageError, match="read-only"):
+    probe_answers(monkeypatch, [OSError(errno.EROFS, "read-only")] * 6)
+    with pytest.raises(StorageUnreachable, match="read-only"):
         await_storage(Fixture(tmp_path).config, lambda text: None, wait=waited.append, patience_s=5)
     assert sum(waited) == 5
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(errno.EACCES, "Permission denied"), NotADirectoryError(errno.ENOTDIR, "Not a directory")]
+)
+def test_what_does_not_pass_is_not_waited_for(error: OSError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe_answers(monkeypatch, [error])
+    with pytest.raises(UsageError, match=str(error.strerror)):
+        await_storage(Fixture(tmp_path).config, print, wait=lambda _: pytest.fail("it waits"), patience_s=60)
+
+
+def probe_answers(monkeypatch: pytest.MonkeyPatch, answers: list[Any]) -> None:
+    """What each try of a location meets."""
+
+    def probe(_: object) -> None:
+        if (answer := answers.pop(0)) is not None:
+            raise answer
+
+    monkeypatch.setattr(LocalStorage, "probe", probe)
+
+
+def test_a_location_was_in_use_where_the_last_start_had_it(tmp_path: Path) -> None:
+    fixture = Fixture(tmp_path)
+    assert not was_in_use(fixture.config, fixture.directory)
+    fixture.config.make_absolute()
+    fixture.directory.config.write_text(fixture.config.to_yaml())
+    assert was_in_use(fixture.config, fixture.directory)
+    fixture.config.checkpoint.location = str(tmp_path / "elsewhere")
+    assert not was_in_use(fixture.config, fixture.directory)
+    fixture.directory.config.write_text("{")
+    assert not was_in_use(fixture.config, fixture.directory)
