@@ -16,13 +16,15 @@ from checkpointing.exact.tree import block_of, nodes_of, total
 from checkpointing.rank.broadcast import backend_of
 
 Part = tuple[torch.Tensor, int]
+# Tells these messages from those of scripts, most of which have none or a small one.
+_TAG = 0x7EE5
 
 
 class Exchange:
     """Exchanges gradients of the ranks' blocks; one thread of each rank uses it, in the same order.
 
     Args:
-        rank: Number of this rank.
+        rank: Number of this rank among all, as its peers are named.
         world_size: Number of ranks.
         virtual_ranks: Number of virtual ranks.
         group: The ranks' process group; None for a single process, or the default one.
@@ -38,9 +40,14 @@ class Exchange:
 
         Args:
             target: Where to, of shape (N,); it may be one of `values`.
-            values: This rank's nodes, from its first leaf on, of shape (N,) each; they are overwritten.
+            values: This rank's nodes, from its first leaf on, of shape (N,) each; they may be overwritten.
         """
         world_size = len(self._nodes)
+        if world_size == 1:
+            # Of any shape and layout.
+            nodes = dict(zip(self._nodes[0], values, strict=True))
+            target.copy_(total(nodes, self._virtual_ranks, torch.add)).div_(self._virtual_ranks)
+            return
         size = -(-target.numel() // world_size)
         chunks = [target[rank * size : (rank + 1) * size] for rank in range(world_size)]
         others = [rank for rank in range(world_size) if rank != self._rank]
@@ -74,8 +81,8 @@ class Exchange:
             for copy, (tensor, _) in zip(copies, incoming, strict=True):
                 tensor.copy_(copy)
             return
-        works = [dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=rank) for tensor, rank in incoming]
-        works += [dist.P2POp(dist.isend, tensor, group=self._group, group_peer=rank) for tensor, rank in outgoing]
+        works = [dist.P2POp(dist.irecv, tensor, rank, self._group, _TAG) for tensor, rank in incoming]
+        works += [dist.P2POp(dist.isend, tensor, rank, self._group, _TAG) for tensor, rank in outgoing]
         for work in dist.batch_isend_irecv(works):
             work.wait()
 

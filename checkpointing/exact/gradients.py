@@ -32,13 +32,26 @@ _CURRENT = "_checkpointing_exact"
 _FORWARD = 0x5EED
 
 
-def _laid_out(bucket: Any, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return gradients as the bucket has them, whose parameters may be in any order of dimensions (channels last)."""
-    flat = torch.zeros_like(bucket.buffer())
-    for view, gradient in zip(bucket.gradients(), gradients, strict=True):
-        place = view.storage_offset() - bucket.buffer().storage_offset()
-        flat.as_strided(view.size(), view.stride(), place).copy_(gradient)
-    return flat
+def _views(bucket: Any) -> list[torch.Tensor]:
+    """Return the bucket's gradients as DDP has laid them out: with their parameters' order of dimensions.
+
+    `bucket.gradients()` has the right places, but takes all of them for contiguous (of torch 2.13, too).
+    """
+    flat, found = bucket.buffer(), []
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        # What is dense without overlaps keeps its order: in DDP's bucket, and here.
+        is_kept = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+        own = flat.as_strided(parameter.size(), parameter.stride(), gradient.storage_offset()) if is_kept else gradient
+        found.append(own)
+    return found
+
+
+def _laid_out(flat: torch.Tensor, views: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return gradients laid out as views of a bucket are."""
+    made = torch.zeros_like(flat)
+    for view, gradient in zip(views, gradients, strict=True):
+        made.as_strided(view.size(), view.stride(), view.storage_offset() - flat.storage_offset()).copy_(gradient)
+    return made
 
 
 class ExactGradients:
@@ -167,9 +180,9 @@ class ExactGradients:
 
     def _hook(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Sum a bucket; DDP calls it in the backward pass of the last virtual rank of the block."""
-        flat = bucket.buffer()
-        _, values = self._sums.with_last(self.block[-1], bucket.parameters(), bucket.gradients())
-        rest = [_laid_out(bucket, node) for node in values[:-1]]
+        flat, views = bucket.buffer(), _views(bucket)
+        _, values = self._sums.with_last(self.block[-1], bucket.parameters(), views)
+        rest = [_laid_out(flat, views, node) for node in values[:-1]]
         self._exchange.mean(flat, [*rest, flat])
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(flat)

@@ -200,3 +200,60 @@ def test_another_number_of_virtual_ranks_is_refused(tmp_path: Path) -> None:
         train(tmp_path, 1, virtual_ranks=4)
     with pytest.raises(AssertionError, match="2 ranks cannot share 1 virtual ranks: start at most 1"):
         train(tmp_path / "other", 2, virtual_ranks=1)
+
+
+SHAPES = """
+import hashlib, sys, torch, torch.distributed as dist
+torch.set_num_threads(1)
+from torch.nn.parallel import DistributedDataParallel
+from checkpointing.exact.gradients import ExactGradients
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+        self.conv = torch.nn.Conv2d(3, 5, 3)
+        self.frozen = torch.nn.Linear(5, 5).requires_grad_(False)
+        self.head = torch.nn.Linear(5, 7)
+
+    def forward(self, x):
+        return self.head(self.frozen(self.conv(x).mean((2, 3))) * self.scale)
+
+torch.manual_seed(0)
+net = Net().to(memory_format=torch.channels_last)
+options = dict(gradient_as_bucket_view=sys.argv[2] == "views", bucket_cap_mb=0.0005)
+model = DistributedDataParallel(net, **options) if world_size > 1 else net
+exact = ExactGradients(model, 4)
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+for step in range(3):
+    # A message of the script's own is on its way during the backward pass.
+    message = dist.isend(torch.full((40,), 7.0), 1) if rank == 0 and world_size > 1 else None
+    for virtual_rank in exact.block:
+        source = torch.Generator().manual_seed(10 * step + virtual_rank)
+        with exact.of_rank(virtual_rank, step):
+            model(torch.randn(2, 3, 6, 6, generator=source)).square().sum().backward()
+    if message is not None:
+        message.wait()
+    elif rank == 1:
+        received = torch.zeros(40)
+        dist.recv(received, 0)
+        assert received.tolist() == [7.0] * 40, received
+    optimizer.step()
+    optimizer.zero_grad()
+print("ENDED", hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("buckets", ["views", "copies"])
+def test_gradients_of_any_shape_and_order_of_dimensions(buckets: str, tmp_path: Path) -> None:
+    """A scalar, channels last, several buckets that ranks cut unevenly, and another message between the ranks."""
+    script = tmp_path / "shapes.py"
+    script.write_text(SHAPES)
+    ends = set()
+    for world_size in (1, 2, 3):
+        ended = torchrun(script, tmp_path, buckets, ranks=world_size)
+        assert ended.returncode == 0, ended.stderr[-6000:]
+        ends |= {line for line in ended.stdout.splitlines() if line.startswith("ENDED")}
+    assert len(ends) == 1

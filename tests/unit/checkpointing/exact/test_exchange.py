@@ -17,8 +17,9 @@ from checkpointing.rank.ranks import Ranks
 class Message(NamedTuple):
     op: str
     tensor: torch.Tensor
+    peer: int
     group: ThreadRanks
-    group_peer: int
+    tag: int
 
 
 class Done:
@@ -36,10 +37,10 @@ class Messages:
         # What one rank sends another arrives in the order of sending.
         for op in ops:
             if op.op == "isend":
-                op.group.send(op.tensor, op.group_peer, op.group.rank)
+                op.group.send(op.tensor, op.peer, op.group.rank)
         for op in ops:
             if op.op == "irecv":
-                op.group.receive(op.tensor, op.group_peer, op.group_peer)
+                op.group.receive(op.tensor, op.peer, op.peer)
         return [Done() for _ in ops]
 
 
