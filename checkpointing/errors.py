@@ -17,6 +17,37 @@ CheckpointError
 
 from __future__ import annotations
 
+import errno
+
+# What a file system answers that may pass by itself: a failover, an outage. No mistakes in a name or a permission.
+PASSING_ERRNOS = frozenset(
+    (
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+        errno.EIO,
+        errno.EREMOTEIO,
+        errno.ESTALE,
+        errno.ENOLCK,
+        errno.ENODEV,
+        errno.ENXIO,
+        errno.EAGAIN,
+        errno.EBUSY,
+        errno.ENOMEM,
+        errno.ENFILE,
+        errno.ETIMEDOUT,
+        errno.ENOTCONN,
+        errno.ESHUTDOWN,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.ECONNABORTED,
+        errno.EPIPE,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+    )
+)
 # sysexits.h EX_TEMPFAIL: the run is checkpointed; start it again.
 EXIT_PREEMPTED = 75
 

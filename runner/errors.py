@@ -17,8 +17,9 @@ RunnerError
 
 from __future__ import annotations
 
-import errno
 from enum import IntEnum
+
+from checkpointing.errors import PASSING_ERRNOS
 
 
 class ExitCode(IntEnum):
@@ -68,12 +69,6 @@ class ExitCode(IntEnum):
     Restore the location, or start over with `--resume never`."""
 
 
-# No mistakes of the user's: a restart may find that they have passed.
-_FILE_SYSTEM_ERRORS = frozenset(
-    (errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT)
-)
-
-
 class RunnerError(Exception):
     """Base of the errors that end `runner` with one line instead of a traceback.
 
@@ -107,7 +102,7 @@ def unusable(text: str, error: OSError) -> RunnerError:
         text: What cannot be used, and why.
         error: What the system has answered.
     """
-    return StorageFailed(text) if error.errno in _FILE_SYSTEM_ERRORS else UsageError(text)
+    return StorageFailed(text) if error.errno in PASSING_ERRNOS else UsageError(text)
 
 
 class RunBusy(RunnerError):

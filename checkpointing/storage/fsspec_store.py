@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
 from typing import Any, TypeVar
 
+from checkpointing.errors import PASSING_ERRNOS
 from checkpointing.storage.object_storage import ObjectStorage
 from checkpointing.storage.object_store import ObjectMissing, StorageError, StorageTimeout
 from checkpointing.threads import in_background
@@ -164,7 +165,20 @@ class FilesystemStore:
         except StorageError:
             raise
         except Exception as error:
+            if _is_away(error):
+                raise StorageTimeout(f"{what} at {self.location}: {error or type(error).__name__}") from error
             raise StorageError(f"{what} at {self.location}: {error or type(error).__name__}") from error
+
+
+def _is_away(error: Exception) -> bool:
+    """Return whether a server cannot be reached, or has an error of its own; libraries name its status differently."""
+    statuses = [getattr(error, name, None) for name in ("status", "status_code", "code")]
+    is_status = any(isinstance(status, int) and (status >= 500 or status == 429) for status in statuses)
+    return (
+        is_status
+        or isinstance(error, ConnectionError | TimeoutError)
+        or (isinstance(error, OSError) and error.errno in PASSING_ERRNOS)
+    )
 
 
 def open_location(location: str) -> ObjectStorage:

@@ -10,6 +10,8 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from checkpointing.errors import PASSING_ERRNOS
+
 
 class StorageError(OSError):
     """Storage refused or did not answer; the message names the call, the object, and a fix if one is known."""
@@ -28,14 +30,12 @@ class ObjectMissing(StorageError):
 
 
 def may_pass(error: OSError) -> bool:
-    """Return whether what storage that was in use has answered may pass by itself: a failover, an outage.
+    """Return whether what storage has answered may pass by itself: a failover, an outage.
 
     Args:
-        error: The answer. Those that stay, until somebody acts: a name or a permission is wrong, or the store refuses.
+        error: The answer. Others stay until somebody acts: a name or a permission is wrong, or the store refuses.
     """
-    if isinstance(error, StorageError):
-        return isinstance(error, StorageTimeout)
-    return not isinstance(error, PermissionError | NotADirectoryError)
+    return isinstance(error, StorageTimeout) or error.errno in PASSING_ERRNOS
 
 
 class SharedUploads(Protocol):

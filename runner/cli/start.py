@@ -157,8 +157,8 @@ def start(
         return
     usable = functools.partial(preflight.check_storage, config)
     if follows or preflight.was_in_use(config, directory):
-        patience: Any = {"patience_s": config.launch.rendezvous_timeout_s, "follows": follows}
-        usable = functools.partial(preflight.await_storage, config, say, wait=time.sleep, **patience)
+        patience_s = config.launch.rendezvous_timeout_s
+        usable = functools.partial(preflight.await_storage, config, say, patience_s=patience_s, follows=follows)
     caveats, is_away = _unless_stopped(stop, usable)
     standing = _unless_stopped(stop, lambda: Standing(config, directory, forced=step != "auto"))
     location: str | None = None
@@ -187,7 +187,7 @@ def start(
         discard_unsealed(directory.cache)
     # A restart, or a script that changes its working directory, must find the same paths.
     config.make_absolute()
-    directory.config.write_text(config.to_yaml())
+    directory.write_config(config.to_yaml())
     display = ProgressDisplay(quiet=not standing.leads, live=script is None and not debug)
     job = Job(
         str(Path(script).absolute()) if script is not None else None,

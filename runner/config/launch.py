@@ -67,7 +67,8 @@ class LaunchConfig(Section):
     local_addr: str | None = Field(default=None, examples=["10.0.0.5"])
     """Address or host name under which other nodes reach this one. Without it the host name."""
     rendezvous_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds to wait for the other nodes, at the start and after a node was lost."""
+    """Seconds to wait for the other nodes, at the start and after a node was lost; and, at a start, for storage that
+    the run was using before."""
     cold: bool = False
     """Whether every rank starts in a fresh interpreter instead of a fork of a preloaded one. Needed by scripts that
     initialize CUDA or start threads when imported."""

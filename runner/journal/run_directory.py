@@ -13,7 +13,7 @@ from pathlib import Path
 
 from checkpointing import locking
 from checkpointing.storage.direct_io import write_file
-from checkpointing.storage.durable import fsync_directory
+from checkpointing.storage.durable import fsync_directory, replace_file
 from runner.errors import RunBusy, UsageError, unusable
 from runner.journal.journal import JOURNAL_NAME
 
@@ -164,6 +164,14 @@ class RunDirectory:
         # Checkpoints contain it, so it must survive every power cut that they survive.
         fsync_directory(self.root)
         return self.run_id()
+
+    def write_config(self, text: str) -> None:
+        """Write the resolved configuration, for the ranks, the other commands, and the next start to compare with.
+
+        Args:
+            text: YAML.
+        """
+        replace_file(self.config, text.encode(), self.config.with_name(f".{self.config.name}.tmp"))
 
     def move_aside(self, checkpoints: Sequence[Path]) -> str:
         """Move an earlier run's records and checkpoints to a folder `previous-N`.

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from checkpointing.storage.durable import replace_file
 from checkpointing.storage.object_store import StorageTimeout, may_pass
 from runner.config.load import load_config
 from runner.config.schema import Config
-from runner.errors import RunBusy, RunnerError, StorageFull, UsageError
+from runner.errors import RunBusy, RunnerError, StorageFailed, StorageFull, UsageError
 from runner.journal.events import Entry, RunEnded, RunStarted
 from runner.journal.journal import read_journal
 from runner.journal.run_directory import RunDirectory, hold_lock
@@ -280,7 +280,7 @@ def starting_point(path: str) -> str:
 
 
 def was_in_use(config: Config, directory: RunDirectory) -> bool:
-    """Return whether the last start in this folder used the same location, which then is no mistake.
+    """Return whether the last start in this folder used the same storage, which then is no mistake.
 
     Args:
         config: The resolved configuration.
@@ -292,15 +292,12 @@ def was_in_use(config: Config, directory: RunDirectory) -> bool:
         return False
     current = config.model_copy(deep=True)
     current.make_absolute()
-    return recorded.checkpoint_location == current.checkpoint_location
+    before, now = ((one.checkpoint_location, one.checkpoint.local_tier) for one in (recorded, current))
+    return before == now
 
 
-def check_storage(config: Config, *, in_use: bool = False) -> tuple[list[str], bool]:
+def check_storage(config: Config) -> tuple[list[str], bool]:
     """Try what the run will need of its storage, before anything is started.
-
-    Args:
-        config: The resolved configuration.
-        in_use: This run was using it before.
 
     Returns:
         What the user should know about the locations, and whether the durable one does not answer: the run then resumes
@@ -308,9 +305,9 @@ def check_storage(config: Config, *, in_use: bool = False) -> tuple[list[str], b
 
     Raises:
         UsageError: A location cannot be used; the text says why.
+        StorageFailed: Its file system does not work now.
         StorageFull: There is no room.
-        StorageUnreachable: The durable tier does not answer, and there is no local tier to resume from; or a location
-            that was in use cannot be used now.
+        StorageUnreachable: The durable tier does not answer, and there is no local tier to resume from.
     """
     tiers, caveats, is_away = config.tiers, [], False
     for storage in tiers.nearest_first:
@@ -322,8 +319,8 @@ def check_storage(config: Config, *, in_use: bool = False) -> tuple[list[str], b
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise StorageFull(f"{text}; make room, then start again") from None
             if not isinstance(error, StorageTimeout):
-                if in_use and may_pass(error):
-                    raise StorageUnreachable(f"{text}; start again when it can be written") from None
+                if may_pass(error):
+                    raise StorageFailed(f"{text}; start again when it can be written") from None
                 raise UsageError(text) from None
             if tiers.local is None or not tiers.local.steps():
                 raise StorageUnreachable(f"{text}; start again when it answers") from None
@@ -336,36 +333,42 @@ def await_storage(
     config: Config,
     notify: Callable[[str], None],
     *,
-    wait: Callable[[float], None],
     patience_s: float,
     follows: bool = False,
+    wait: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[list[str], bool]:
-    """Return what `check_storage` does, for a location that this run was using before.
+    """Return what `check_storage` does, for storage that this run was using before.
 
-    That it cannot be used now is no mistake of the user's, and may pass: it is tried again every second.
+    That it does not work or answer now is no mistake of the user's, and may pass: it is tried again every second.
 
     Args:
         config: The resolved configuration.
         notify: Called once, if it cannot be used.
-        wait: Waits for some seconds.
         patience_s: Seconds after which the error is final.
-        follows: Wait for room, too: the run goes on, on other nodes.
+        follows: Wait for room and permissions, too: this process was using it, and the run goes on elsewhere.
+        wait: Waits for some seconds.
+        clock: The time, in seconds.
 
     Raises:
         UsageError: As `check_storage`.
+        StorageFailed: Likewise.
         StorageFull: Likewise.
         StorageUnreachable: Likewise.
     """
-    for attempt in itertools.count():
+    deadline, is_silent = clock() + patience_s, True
+    while True:
         try:
-            return check_storage(config, in_use=True)
-        except (StorageUnreachable, StorageFull) as error:
-            if attempt * _RETRY_S >= patience_s or (isinstance(error, StorageFull) and not follows):
+            return check_storage(config)
+        except (StorageUnreachable, StorageFailed, UsageError) as error:
+            stays = isinstance(error, StorageFull | UsageError) and not follows
+            # A try may itself take a minute.
+            if stays or clock() >= deadline:
                 raise
-            if attempt == 0:
+            if is_silent:
                 notify(f"{error}; trying again for {patience_s:.0f} s")
+            is_silent = False
             wait(_RETRY_S)
-    raise AssertionError
 
 
 def check_resume_step(config: Config, step: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import uuid
 
@@ -42,6 +43,35 @@ def test_whatever_a_back_end_raises_is_an_error_of_storage(store: FilesystemStor
 
     with pytest.raises(StorageError, match=r"list at memory://.*: 'token'"):
         store._call("list", broken)
+
+
+class Answer(Exception):
+    def __init__(self, code: object) -> None:
+        self.code = code
+
+
+@pytest.mark.parametrize(
+    ("error", "is_away"),
+    [
+        (ConnectionRefusedError(), True),
+        (TimeoutError(), True),
+        (OSError(errno.EHOSTUNREACH, "No route to host"), True),
+        (Answer(503), True),
+        (Answer(429), True),
+        (Answer(403), False),
+        (Answer("notFound"), False),
+        (PermissionError(errno.EACCES, "Permission denied"), False),
+    ],
+)
+def test_a_server_that_is_away_is_told_from_one_that_refuses(
+    error: Exception, is_away: bool, store: FilesystemStore
+) -> None:
+    def broken() -> None:
+        raise error
+
+    with pytest.raises(StorageError) as caught:
+        store._call("list", broken)
+    assert isinstance(caught.value, StorageTimeout) is is_away
 
 
 @pytest.mark.parametrize("location", ["no://host/x", "nosuch+scheme://x"])

@@ -21,7 +21,7 @@ from checkpointing.storage import LocalStorage
 from runner.cli import start as module
 from runner.cli.start import paths_of, resume_step, start
 from runner.config.schema import Config
-from runner.errors import ExitCode, UsageError
+from runner.errors import ExitCode, StorageFailed, UsageError
 from runner.journal import run_directory
 from runner.journal.journal import Journal
 from runner.journal.run_directory import RunDirectory
@@ -220,14 +220,14 @@ def test_storage_that_a_run_was_using_is_waited_for(runs: Runs, monkeypatch: pyt
     monkeypatch.setattr(preflight, "_RETRY_S", 0.0)
     read_only = OSError(errno.EROFS, "Read-only file system")
     answers[:] = [read_only, None]
-    assert isinstance(run().exception, UsageError) and not runs.started, "at the first start, it is a mistake"
+    assert isinstance(run().exception, StorageFailed) and not runs.started, "at the first start, it is reported at once"
     assert run().exit_code == 0 and len(runs.started) == 1
     answers[:] = [read_only, None]
     result = run()
     assert "Read-only file system; start again when it can be written; trying again for 600 s" in result.output
     assert len(runs.started) == 2
     answers[:] = [read_only]
-    assert isinstance(run("--set", "checkpoint.location=elsewhere").exception, UsageError), "never used before"
+    assert isinstance(run("--set", "checkpoint.location=elsewhere").exception, StorageFailed), "never used before"
     # A node that led a run, and follows now.
     answers[:] = [OSError(errno.ENOSPC, "No space left on device"), None]
     monkeypatch.setenv("_RUNNER_FOLLOWS", "1")

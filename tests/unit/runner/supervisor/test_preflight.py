@@ -14,11 +14,10 @@ import pytest
 from journals import event
 
 from checkpointing import locking
-from checkpointing.errors import StorageUnreachable
 from checkpointing.storage import LocalStorage, open_storage
 from checkpointing.tiers import Tiers
 from runner.config.schema import Config
-from runner.errors import CheckpointsMissing, RunBusy, StorageFull, UsageError
+from runner.errors import CheckpointsMissing, RunBusy, StorageFailed, StorageFull, UsageError
 from runner.journal.journal import Journal, read_journal
 from runner.journal.run_directory import RunDirectory
 from runner.recovery.policy import BatchShape
@@ -334,34 +333,65 @@ def test_samples_are_counted_where_it_is_known_how_steps_are_cut() -> None:
     assert counts_samples(own, RestartState(batch=BatchShape(4, 1)))
 
 
-def test_a_location_that_was_in_use_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Waiting:
+    """Time, which passes while it is waited."""
+
+    def __init__(self, try_s: float = 0.0) -> None:
+        self.now, self.waited, self.said = 0.0, list[float](), list[str]()
+        self._try_s = try_s
+
+    def wait(self, seconds: float) -> None:
+        self.waited.append(seconds)
+        self.now += seconds + self._try_s
+
+    def await_storage(self, config: Config, *, follows: bool = False) -> tuple[list[str], bool]:
+        options: Any = {"wait": self.wait, "clock": lambda: self.now}
+        return await_storage(config, self.said.append, patience_s=60, follows=follows, **options)
+
+
+READ_ONLY, FULL = OSError(errno.EROFS, "Read-only file system"), OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_storage_that_was_in_use_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that had begun to lead ended with 2: found by `runner chaos --nodes 3 --seed 23009`."""
-    config, said, waited = Fixture(tmp_path).config, list[str](), list[float]()
-    answers = [OSError(errno.EROFS, "read-only"), OSError(errno.ENOSPC, "full"), None]
+    config, waiting = Fixture(tmp_path).config, Waiting()
+    # Credentials of a run that goes on may be about to be renewed.
+    denied = PermissionError(errno.EACCES, "Permission denied")
+    probe_answers(monkeypatch, [READ_ONLY, FULL, denied, None])
+    assert waiting.await_storage(config, follows=True) == ([], False)
+    assert len(waiting.said) == 1 and waiting.waited == [1.0, 1.0, 1.0]
+    assert waiting.said[0].endswith("Read-only file system; start again when it can be written; trying again for 60 s")
+
+
+@pytest.mark.parametrize(("try_s", "tries"), [(0.0, 61), (59.0, 2)])
+def test_the_wait_for_storage_has_an_end(
+    try_s: float, tries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A try of a server that is away takes a minute."""
+    waiting, answers = Waiting(try_s), [READ_ONLY] * 100
     probe_answers(monkeypatch, answers)
-    assert await_storage(config, said.append, wait=waited.append, patience_s=60, follows=True) == ([], False)
-    assert len(said) == 1 and said[0].endswith("read-only; start again when it can be written; trying again for 60 s")
-    assert waited == [1.0, 1.0]
-    answers[:] = [OSError(errno.ENOSPC, "full")]
-    with pytest.raises(StorageFull, match="full; make room"):
-        await_storage(config, said.append, wait=waited.append, patience_s=60)
-
-
-def test_the_wait_for_a_location_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    waited = list[float]()
-    probe_answers(monkeypatch, [OSError(errno.EROFS, "read-only")] * 6)
-    with pytest.raises(StorageUnreachable, match="read-only"):
-        await_storage(Fixture(tmp_path).config, lambda text: None, wait=waited.append, patience_s=5)
-    assert sum(waited) == 5
+    with pytest.raises(StorageFailed, match="Read-only file system"):
+        waiting.await_storage(Fixture(tmp_path).config)
+    assert len(answers) == 100 - tries
 
 
 @pytest.mark.parametrize(
-    "error", [PermissionError(errno.EACCES, "Permission denied"), NotADirectoryError(errno.ENOTDIR, "Not a directory")]
+    ("error", "what"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied"), UsageError),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory"), UsageError),
+        (OSError(errno.ENAMETOOLONG, "File name too long"), UsageError),
+        (FULL, StorageFull),
+    ],
 )
-def test_what_does_not_pass_is_not_waited_for(error: OSError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_pass_is_not_waited_for(
+    error: OSError, what: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     probe_answers(monkeypatch, [error])
-    with pytest.raises(UsageError, match=str(error.strerror)):
-        await_storage(Fixture(tmp_path).config, print, wait=lambda _: pytest.fail("it waits"), patience_s=60)
+    waiting = Waiting()
+    with pytest.raises(what, match=str(error.strerror)):
+        waiting.await_storage(Fixture(tmp_path).config)
+    assert not waiting.waited
 
 
 def probe_answers(monkeypatch: pytest.MonkeyPatch, answers: list[Any]) -> None:
@@ -378,8 +408,11 @@ def test_a_location_was_in_use_where_the_last_start_had_it(tmp_path: Path) -> No
     fixture = Fixture(tmp_path)
     assert not was_in_use(fixture.config, fixture.directory)
     fixture.config.make_absolute()
-    fixture.directory.config.write_text(fixture.config.to_yaml())
+    fixture.directory.write_config(fixture.config.to_yaml())
     assert was_in_use(fixture.config, fixture.directory)
+    fixture.config.checkpoint.local_tier = str(tmp_path / "nearer")
+    assert not was_in_use(fixture.config, fixture.directory)
+    fixture.config.checkpoint.local_tier = None
     fixture.config.checkpoint.location = str(tmp_path / "elsewhere")
     assert not was_in_use(fixture.config, fixture.directory)
     fixture.directory.config.write_text("{")
