@@ -39,10 +39,10 @@ def _views(bucket: Any) -> list[torch.Tensor]:
     """
     flat, found = bucket.buffer(), []
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        # What is dense without overlaps keeps its order: in DDP's bucket, and here.
-        is_kept = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
-        own = flat.as_strided(parameter.size(), parameter.stride(), gradient.storage_offset()) if is_kept else gradient
-        found.append(own)
+        size, stride = parameter.size(), parameter.stride()
+        # What is dense without overlaps keeps its order, in DDP's buckets as here.
+        is_kept = not parameter.is_contiguous() and torch.empty_like(parameter, device="meta").stride() == stride
+        found.append(flat.as_strided(size, stride, gradient.storage_offset()) if is_kept else gradient)
     return found
 
 
