@@ -11,7 +11,9 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
+
+from checkpointing.errors import CheckpointError
 
 # Set by a supervisor only: `RankSettings` as JSON.
 SETTINGS_ENV = "CHECKPOINT_RANK_SETTINGS"
@@ -44,6 +46,8 @@ class RankSettings:
         micro_batch_divisor: Parts into which each micro-batch is cut, because whole ones ran out of memory.
         planned_ranks: Number of ranks that the configured batch and learning rate are meant for; 0 for those there are.
         skipped_steps: First and last step of each window whose samples are skipped.
+        is_exact: Whether the run counts on virtual ranks (`elastic.mode=exact`).
+        virtual_ranks: Number of them that was asked for; 0 to leave it to the script.
     """
 
     agent_socket: str = ""
@@ -62,6 +66,32 @@ class RankSettings:
     micro_batch_divisor: int = 1
     planned_ranks: int = 0
     skipped_steps: tuple[tuple[int, int], ...] = ()
+    is_exact: bool = False
+    virtual_ranks: int = 0
+
+    def virtual_ranks_of(self, script: int | Literal["auto"] | None) -> int | Literal["auto"] | None:
+        """Return the number of virtual ranks of a training: what was asked for where the script says "auto".
+
+        Args:
+            script: The script's choice: a number, "auto", or None for none.
+
+        Raises:
+            CheckpointError: The run counts on virtual ranks, and the script has none, or another number.
+        """
+        if not self.is_exact:
+            return script
+        if script is None:
+            raise CheckpointError(
+                "elastic.mode=exact, and this training has no virtual ranks: it would end in other bits on another "
+                "number of ranks. Pass virtual_ranks to resilient(), or to CheckpointManager() and iterate over "
+                "shares(); or start without elastic.mode=exact"
+            )
+        if self.virtual_ranks and script not in ("auto", self.virtual_ranks):
+            raise CheckpointError(
+                f"elastic.virtual_ranks is {self.virtual_ranks}, and the script's virtual_ranks {script}: use the same "
+                "number, or one of them only"
+            )
+        return self.virtual_ranks or script
 
     def to_json(self) -> str:
         """Return the value for `SETTINGS_ENV`."""

@@ -6,9 +6,11 @@ To add an option, add it to `FurtherRetention` and to `Retention` here, and to `
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import TypedDict
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypedDict
 
 from checkpointing.manifest import Manifest
 
@@ -48,6 +50,25 @@ class Retention:
     def __post_init__(self) -> None:
         if self.keep_every is not None and self.keep_every < 1:
             raise ValueError(f"keep_every={self.keep_every} is not allowed; use a number of steps from 1, or None")
+
+
+def retention_of(options: Mapping[str, Any], function: Callable[..., Any]) -> Retention:
+    """Return the retention that keyword arguments choose.
+
+    Args:
+        options: The arguments that are not parameters of the function.
+        function: The function, or the class.
+
+    Raises:
+        TypeError: One of them is unknown; the message names what may have been meant.
+    """
+    known = [field.name for field in fields(Retention)]
+    for name in options:
+        if name not in known:
+            meant = difflib.get_close_matches(name, [*inspect.signature(function).parameters, *known], 1)
+            hint = f"; did you mean {meant[0]!r}?" if meant else ""
+            raise TypeError(f"{function.__name__}() has no option {name!r}{hint}")
+    return Retention(**options)
 
 
 def best_by(metric: str | None, greater_is_better: bool | None) -> tuple[str | None, bool]:

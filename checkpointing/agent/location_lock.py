@@ -17,6 +17,8 @@ LOCK_NAME = ".agent.lock"
 # How long a new agent waits for the one before it to finish its last commit.
 LOCK_TIMEOUT_S = 120.0
 _RETRY_S = 0.5
+# One that has ended its training commits its last checkpoint meanwhile.
+_SILENCE_S = 2.0
 
 
 def acquire_lock(
@@ -41,9 +43,14 @@ def acquire_lock(
         OSError: The directory cannot be written.
     """
     fd, is_taken = _open_and_try(root, patience_s, wait)
-    deadline = time.monotonic() + timeout_s
+    began, is_silent = time.monotonic(), True
     while not (is_taken or locking.try_lock(fd)):
-        if time.monotonic() > deadline:
+        waited_s = time.monotonic() - began
+        if is_silent and waited_s > _SILENCE_S:
+            is_silent = False
+            text = f"checkpoint agent: waiting for another one ({locking.holder(fd)}), which writes to {root}"
+            print(f"{text}; for {timeout_s:.0f} s at most", file=sys.stderr, flush=True)
+        if waited_s > timeout_s:
             holder = locking.holder(fd)
             if locking.is_elsewhere(holder):
                 # Taken as soon as it is free, so that the next agent of this machine waits for this one.

@@ -21,6 +21,16 @@ from checkpointing.exact.tree import block_of
 _SAMPLERS = ("RandomSampler", "SequentialSampler", "SeedableRandomSampler")
 
 
+def check_virtual_ranks(count: object) -> None:
+    """Check what a script gives as the number of virtual ranks.
+
+    Raises:
+        ValueError: It is neither a positive number nor "auto" nor None.
+    """
+    if not (count is None or count == "auto" or (type(count) is int and count > 0)):
+        raise ValueError(f"virtual_ranks is {count!r}; use a positive number, or 'auto'")
+
+
 @dataclass(frozen=True)
 class Dealing:
     """Which micro-batches are whose.

@@ -122,16 +122,31 @@ class ExactGradients:
         Args:
             virtual_rank: The virtual rank.
             step: Number of the step.
+
+        Raises:
+            CheckpointError: The first one finds gradients of an earlier step.
         """
         is_last = virtual_rank == self.block[-1]
         if virtual_rank == self.block[0]:
             self._sums.clear()
+            self._check_none_left()
         with contextlib.ExitStack() as stack:
             if not is_last:
                 stack.enter_context(self.unsummed())
             stack.enter_context(self.drawing(virtual_rank, step, 0))
             yield
         self.end_of_rank(virtual_rank)
+
+    def _check_none_left(self) -> None:
+        """Check that the last step's gradients are gone: a virtual rank would take them for its own."""
+        for parameter in self._parameters:
+            if parameter.grad is not None and bool(parameter.grad.any()):
+                raise CheckpointError(
+                    "the gradients of the last step are still there: call optimizer.zero_grad() in each step. With "
+                    "virtual ranks, gradients are not accumulated over steps: use more virtual ranks, or larger batches"
+                )
+            # Zeros would be added on some layouts only.
+            parameter.grad = None
 
     @contextlib.contextmanager
     def drawing(self, virtual_rank: int, step: int, number: int) -> Iterator[None]:

@@ -45,6 +45,40 @@ class _Trace:
         return None
 
 
+class Buffers:
+    """The buffers of a model as they are now.
+
+    Args:
+        model: The model, without DDP.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def changed(self) -> dict[str, torch.Tensor]:
+        """Return the values from before of those that have changed, by name."""
+        now = dict(self._model.named_buffers())
+        return {name: was for name, was in self._before.items() if name in now and not torch.equal(now[name], was)}
+
+    def check(self) -> None:
+        """Check that none has changed.
+
+        Raises:
+            CheckpointError: Some have; the message names them.
+        """
+        if changed := self.changed():
+            raise CheckpointError(_changing(tuple(changed)))
+
+
+def _changing(names: tuple[str, ...]) -> str:
+    return (
+        f"virtual ranks cannot be exact: {_named(names)} change while a micro-batch is computed, so that they depend "
+        "on which ones a rank has computed before. Freeze such statistics (BatchNorm in evaluation mode), use layers "
+        "without (GroupNorm, LayerNorm), or train without virtual ranks (elastic.mode)"
+    )
+
+
 class SelfTest:
     """Computes one micro-batch of each rank twice, and that of the first rank on all, and compares all bits.
 
@@ -75,12 +109,7 @@ class SelfTest:
         altered = self._traced(batch, with_others_altered, self._gradients.block[0]) if with_others_altered else mine
         problem = None
         if mine.buffers:
-            problem = (
-                f"virtual ranks cannot be exact: {_named(mine.buffers)} change while a micro-batch is computed, so "
-                "that they depend on which ones a rank has computed before. Freeze such statistics (BatchNorm in "
-                "evaluation mode), use layers without (GroupNorm, LayerNorm), or train without virtual ranks "
-                "(elastic.mode)"
-            )
+            problem = _changing(mine.buffers)
         elif (found := mine.difference(again)) is not None:
             problem = (
                 f"virtual ranks cannot be exact: the same micro-batch computed twice differs, first in {found}. "
@@ -108,7 +137,7 @@ class SelfTest:
 
     def _traced(self, batch: Any, compute: Callable[[Any], Any], virtual_rank: int) -> _Trace:
         outputs: list[tuple[str, str]] = []
-        before = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
+        buffers = Buffers(self._model)
         with self._watched(outputs), self._gradients.unsummed(), self._gradients.drawing(virtual_rank, 0, 0):
             compute(batch)
         gradients = []
@@ -116,12 +145,10 @@ class SelfTest:
             if parameter.grad is not None:
                 gradients.append((name, _digest(parameter.grad)))
                 parameter.grad = None
-        changed = []
-        for name, buffer in self._model.named_buffers():
-            if name in before and not torch.equal(buffer, before[name]):
-                changed.append(name)
-                with torch.no_grad():
-                    buffer.copy_(before[name])
+        changed, now = buffers.changed(), dict(self._model.named_buffers())
+        with torch.no_grad():
+            for name, was in changed.items():
+                now[name].copy_(was)
         return _Trace(tuple(outputs), tuple(gradients), tuple(changed))
 
     @contextlib.contextmanager

@@ -18,16 +18,17 @@ import torch
 
 from checkpointing.environment import rank_settings
 from checkpointing.events import BatchShape
+from checkpointing.exact.dealing import check_virtual_ranks
 from checkpointing.exact.gradients import ExactGradients
 from checkpointing.exact.self_test import SelfTest
-from checkpointing.exact.shares import Share, in_shares
+from checkpointing.exact.shares import Share, Shares
 from checkpointing.rank import stop_signal
 from checkpointing.rank.cadence import DEFAULT_OVERHEAD_CAP, Auto, Cadence
 from checkpointing.rank.checkpointed import CheckpointedTraining
 from checkpointing.rank.options import Options
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.spikes import SkippedSteps
-from checkpointing.retention import Retention, RetentionOptions
+from checkpointing.retention import RetentionOptions, retention_of
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
 
 
@@ -124,6 +125,7 @@ class CheckpointManager(CheckpointedTraining):
             CheckpointError: The model or the optimizer is of a kind that cannot be saved; or this is one of several
                 processes without a process group.
         """
+        check_virtual_ranks(virtual_ranks)
         options = Options.resolve(
             rank_settings(),
             location=location,
@@ -132,7 +134,7 @@ class CheckpointManager(CheckpointedTraining):
             resume=resume,
             memory_limit=memory_limit,
             cadence=Cadence(snapshot_steps, save_steps, save_minutes, overhead_cap),
-            retention=Retention(**retention),
+            retention=retention_of(retention, CheckpointManager),
             overlap=overlap,
             check_replicas=check_replicas,
             buddy_copies=buddy_copies,
@@ -143,6 +145,7 @@ class CheckpointManager(CheckpointedTraining):
         )
         self._virtual_ranks, self._wrapped = virtual_ranks, model
         self._exact: ExactGradients | None = None
+        self._shares: list[Shares] = []
         stop_signal.begin_reading()
 
     def resume(self, total_steps: int | None = None) -> int:
@@ -150,7 +153,11 @@ class CheckpointManager(CheckpointedTraining):
 
         Args:
             total_steps: Steps that training is to have at its end, for progress displays; None if not known.
+
+        Raises:
+            CheckpointError: The run counts on virtual ranks (`elastic.mode=exact`), and the manager has none.
         """
+        rank_settings().virtual_ranks_of(self._virtual_ranks)
         point = self.choose() or self.starting_point()
         if point is not None:
             self.restore_model(point)
@@ -176,8 +183,13 @@ class CheckpointManager(CheckpointedTraining):
                 has no length.
 
         Raises:
+            ValueError: The manager has virtual ranks, which take `shares`.
             CheckpointError: It is another kind of loader; or, while iterating, the resumed order differs.
         """
+        if self._virtual_ranks is not None:
+            raise ValueError(
+                "batches() knows no virtual ranks: iterate over shares(loader), or leave virtual_ranks out"
+            )
         return self._positions.batches(loader)
 
     def shares(self, loader: Any) -> Iterator[list[Share]]:
@@ -191,6 +203,7 @@ class CheckpointManager(CheckpointedTraining):
             optimizer.step()
 
         Then the parameters have the mean gradients of all virtual ranks, with the same bits on any number of ranks.
+        There is one draw of shares per `step`: gradients are not accumulated over several.
 
         Args:
             loader: A plain DataLoader, the same on all ranks (no DistributedSampler): each of its batches is one
@@ -199,18 +212,20 @@ class CheckpointManager(CheckpointedTraining):
         Raises:
             ValueError: The manager has no virtual ranks.
             CheckpointError: The checkpoint was made with another number; there are more ranks; the loader's order may
-                depend on their number; or the model is not one whose gradients can be summed in order.
+                depend on their number; or the model is not one whose gradients can be summed in order. While
+                iterating: buffers change in the first step (BatchNorm), or shares were left out.
         """
         if self._virtual_ranks is None or self._wrapped is None:
             raise ValueError("shares() is for CheckpointManager(model=..., virtual_ranks=...)")
-        count = 0 if self._virtual_ranks == "auto" else self._virtual_ranks
-        dealing, steps = self._positions.dealt(loader, count)
+        chosen = rank_settings().virtual_ranks_of(self._virtual_ranks)
+        dealing, steps = self._positions.dealt(loader, 0 if chosen == "auto" else int(chosen or 0))
         batch_size = getattr(loader, "batch_size", None) or 1
         shape = BatchShape(micro_batch=batch_size, accumulation=dealing.largest, samples=dealing.virtual_ranks)
         self.announce_batch(shape)
         on_host = micro_batch_divisor() > 1
         self._exact = ExactGradients(self._wrapped, dealing.virtual_ranks, torch.initial_seed(), on_host=on_host)
-        return in_shares(steps, self._exact, self._heartbeat.start_step)
+        self._shares.append(Shares(steps, self._exact, self._heartbeat.start_step))
+        return self._shares[-1]
 
     def check_exact(self, batch: Any, compute: Callable[[Any], Any]) -> None:
         """Compute a micro-batch twice, and that of the first rank on all, and compare all bits; call it after `shares`.
@@ -236,7 +251,10 @@ class CheckpointManager(CheckpointedTraining):
 
         Raises:
             Preempted: After an agreed stop, once the state is committed.
+            CheckpointError: A share of the step was not computed.
         """
+        for shares in self._shares:
+            shares.check_done()
         due = self.end_of_step(step)
         samples = step if samples_consumed is None else samples_consumed
         self._last_step.ended(step, samples, metrics)

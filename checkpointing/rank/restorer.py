@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from checkpointing.agent.client import AgentClient
+from checkpointing.environment import rank_settings
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, StorageUnreachable
 from checkpointing.rank import broadcast, rng
 from checkpointing.rank.ranks import Ranks
@@ -165,12 +166,13 @@ def restore_generators(point: RestorePoint, rank: int, world_size: int) -> None:
             with point.reading(name):
                 rng.set_state(point.torch_object(name))
             break
-    if not point.has(own):
+    # Rank 0's has another name for a single rank. With virtual ranks, nothing depends on the ranks' own generators.
+    if not point.has(own) and rank > 0 and not rank_settings().is_exact:
         logger.warning(
-            "%s was written by %d ranks: it holds no generator state for rank %d, which continues with that of rank 0",
+            "%s holds no generator state of rank %d (it has that of %d): it continues with that of rank 0",
             point.place,
-            point.world_size,
             rank,
+            point.world_size,
         )
 
 

@@ -18,11 +18,13 @@ import transformers
 from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy
 
+from checkpointing.environment import rank_settings
 from checkpointing.errors import CheckpointError
+from checkpointing.exact.dealing import check_virtual_ranks
 from checkpointing.rank.cadence import DEFAULT_OVERHEAD_CAP, Auto
 from checkpointing.rank.manager import CheckpointManager, micro_batch_divisor
 from checkpointing.rank.sharding import has_sharded
-from checkpointing.retention import FurtherRetention, best_by
+from checkpointing.retention import FurtherRetention, best_by, retention_of
 from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
 from checkpointing.transformers.deepspeed import check_deepspeed
 from checkpointing.transformers.exact import AUTO
@@ -102,9 +104,11 @@ def resilient(
         The same trainer.
 
     Raises:
-        CheckpointError: The trainer uses a strategy that is not supported, or transformers is too old.
+        CheckpointError: The trainer uses a strategy that is not supported, or transformers is too old; or the run
+            counts on virtual ranks (`elastic.mode=exact`), and there are none here.
         ValueError: An option has a value that is not allowed.
     """
+    retention_of(retention, resilient)
     # Before 5.3, transformers' training loop is one method, which cannot be overridden in part.
     if not hasattr(Trainer, "_run_epoch"):
         raise CheckpointError(
@@ -165,7 +169,7 @@ def resilient(
         Options(
             states=dict(states or {}),
             divisor=1 if virtual_ranks else micro_batch_divisor(),
-            virtual_ranks=_virtual_ranks(virtual_ranks),
+            virtual_ranks=_virtual_ranks(rank_settings().virtual_ranks_of(virtual_ranks)),
             on_host=micro_batch_divisor() > 1,
             saves_by_price=save_steps == "auto",
             check_finite=check_finite,
@@ -184,10 +188,9 @@ def _virtual_ranks(count: int | Auto | None) -> int:
         ValueError: It is none.
         CheckpointError: There is not enough memory even with sums on the host.
     """
+    check_virtual_ranks(count)
     if count is None:
         return 0
-    if count != "auto" and count < 1:
-        raise ValueError(f"virtual_ranks is {count}; use a positive number, or auto")
     if micro_batch_divisor() > 2:
         raise CheckpointError(
             "out of memory, although the sums of gradients are in the host's memory: smaller micro-batches would end "

@@ -159,6 +159,8 @@ def rank_settings_of(spec: AttemptSpec, *, config: Config, job: Job, agent_socke
         reached_step=spec.reached,
         micro_batch_divisor=spec.divisor,
         planned_ranks=spec.planned_ranks,
+        is_exact=config.elastic.mode == "exact",
+        virtual_ranks=config.elastic.virtual_ranks or 0,
         skipped_steps=tuple(_window(text) for text in spec.skipped.split(",") if text),
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from runner.config.launch import LaunchConfig
+from runner.errors import UsageError
 from runner.supervisor.preflight import check_shares
 from runner.supervisor.step_samples import StepSamples
 
@@ -27,6 +28,7 @@ class Limits:
         samples: Samples of a step; None if the ranks need not share them equally, or nobody knows yet.
         local_ranks: Ranks on each node.
         uneven: Whether some ranks may have fewer samples than others.
+        parts: What `samples` counts: samples, or virtual ranks.
         model_ranks: Ranks that compute the same samples together.
     """
 
@@ -37,6 +39,7 @@ class Limits:
     samples: int | None = None
     local_ranks: int = 1
     uneven: bool = False
+    parts: str = "samples"
     model_ranks: int = 1
 
     @classmethod
@@ -58,6 +61,7 @@ class Limits:
             samples.number(num_nodes * local_ranks),
             local_ranks,
             uneven=samples.may_be_uneven,
+            parts=samples.parts,
             model_ranks=samples.model_ranks,
         )
 
@@ -73,6 +77,12 @@ class Limits:
             UsageError: None can; the text says how many ranks can.
         """
         if self.samples is not None and self.fitting(self.max_nodes) is None:
+            if self.uneven:
+                ranks, most = self.max_nodes * self.local_ranks, self.samples * self.model_ranks
+                raise UsageError(
+                    f"a step of this run has {self.samples} {self.parts}, which {ranks} ranks cannot share; start at "
+                    f"most {most} ranks in all (--nproc-per-node, --nnodes)"
+                )
             check_shares(self.samples, self.max_nodes * self.local_ranks, self.model_ranks)
 
     def fitting(self, available: int) -> int | None:

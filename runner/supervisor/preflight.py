@@ -160,7 +160,12 @@ def examine(config: Config, directory: RunDirectory, job: JobIdentity, *, allow_
             ranks = [number * launch.nproc_per_node for number in nodes]
             is_bundled = job.what["job"] == "the configured job"
             together = config.model_ranks if is_bundled else record.batch.model_ranks
-            check_world_size(newest, *ranks, model_ranks=together)
+            try:
+                check_world_size(newest, *ranks, model_ranks=together)
+            except UsageError as error:
+                if record.batch.samples is None:
+                    raise
+                raise UsageError(f"{error}. A script with virtual ranks needs --set elastic.mode=exact") from None
     note = place.compare(remembered, place.look(tiers, remembered.step), tiers.durable.location)
     return [*notes, *([note] if note is not None else [])]
 

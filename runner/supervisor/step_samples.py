@@ -100,6 +100,11 @@ class StepSamples:
         return int(batch[0]) * int(batch[1]) * (planned_ranks // self.model_ranks)
 
     @property
+    def parts(self) -> str:
+        """What a step has so many of."""
+        return "virtual ranks" if self._config.elastic.mode == "exact" else "samples"
+
+    @property
     def may_be_uneven(self) -> bool:
         """Whether the ranks can share a step's samples also where they do not divide them."""
         return self._shared is not None or self._config.elastic.mode == "exact"

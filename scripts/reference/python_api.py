@@ -18,6 +18,8 @@ _METHODS = {
         "track",
         "resume",
         "batches",
+        "shares",
+        "check_exact",
         "step",
         "save",
         "wait_for_commit",

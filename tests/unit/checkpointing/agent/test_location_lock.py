@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from checkpointing import locking
+from checkpointing.agent import location_lock
 from checkpointing.agent.location_lock import acquire_lock
 from checkpointing.locking import this_machine
 
@@ -48,6 +49,19 @@ def test_a_mistake_in_the_path_is_told_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
         acquire_lock(tmp_path / "file" / "checkpoints", 0.0, patience_s=60.0)
+
+
+def test_a_wait_for_another_agent_is_announced_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(location_lock, "_SILENCE_S", 0.01)
+    fd = acquire_lock(tmp_path, 0.0)
+    with pytest.raises(TimeoutError):
+        acquire_lock(tmp_path, 0.2)
+    os.close(fd)
+    told = capsys.readouterr().err
+    assert told.startswith(f"checkpoint agent: waiting for another one (pid {os.getpid()} on ")
+    assert told.endswith(f", which writes to {tmp_path}; for 0 s at most\n") and told.count("\n") == 1
 
 
 @pytest.mark.parametrize(("machine", "taken"), [("another-machine", True), (this_machine(), False)])

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from checkpointing.environment import SETTINGS_ENV, RankSettings
 from checkpointing.errors import CheckpointError
 from checkpointing.exact.gradients import ExactGradients
-from checkpointing.exact.shares import in_shares
+from checkpointing.exact.shares import Shares
 from checkpointing.rank.data_positions import DataPositions
 from checkpointing.rank.manager import CheckpointManager
 from checkpointing.rank.ranks import Ranks
@@ -62,7 +63,7 @@ def test_a_share_is_a_context_in_which_its_gradients_are_taken() -> None:
     model = torch.nn.Linear(1, 1, bias=False)
     batches = iter([[(0, 1.0), (1, 3.0)], [(0, 5.0), (1, 5.0)]])
     taken = []
-    for shares in in_shares(batches, ExactGradients(model, 2), 7):
+    for shares in Shares(batches, ExactGradients(model, 2), 7):
         model.zero_grad()
         for share in shares:
             with share:
@@ -71,9 +72,79 @@ def test_a_share_is_a_context_in_which_its_gradients_are_taken() -> None:
         taken.append(float(model.weight.grad))
     assert taken == [2.0, 5.0]
     # An error of the loop is the loop's.
-    (share,) = next(in_shares(iter([[(0, 1.0)]]), ExactGradients(model, 1), 0))
+    model.zero_grad()
+    (share,) = next(Shares(iter([[(0, 1.0)]]), ExactGradients(model, 1), 0))
     with pytest.raises(KeyError), share:
         raise KeyError("x")
+
+
+def compute(model: Any, shares: Any) -> None:
+    for share in shares:
+        with share:
+            model(torch.full((4, 1), share.batch)).square().sum().backward()
+
+
+def test_a_share_that_is_left_out_is_noticed_before_the_step_counts(tmp_path: Path) -> None:
+    model = torch.nn.Linear(1, 1)
+    manager = CheckpointManager(tmp_path, model=model, virtual_ranks=3)
+    manager._shares.append(Shares(iter([[(0, 1.0), (1, 2.0), (2, 3.0)]] * 2), ExactGradients(model, 3), 0))
+    first = next(manager._shares[0])
+    compute(model, first[:1])
+    told = r"2 of 3 shares of the step were not computed \(virtual ranks 1, 2\): .* in `with share:`"
+    with pytest.raises(CheckpointError, match=told):
+        manager.step(1)
+    with pytest.raises(CheckpointError, match=told):
+        next(manager._shares[0])
+    compute(model, first[1:])
+    assert len(next(manager._shares[0])) == 3
+
+
+@pytest.mark.parametrize("virtual_ranks", [1, 2])
+def test_gradients_of_several_draws_are_not_added(virtual_ranks: int) -> None:
+    model = torch.nn.Linear(1, 1)
+    batches = [[(number, 1.0) for number in range(virtual_ranks)]] * 3
+    draws = Shares(iter(batches), ExactGradients(model, virtual_ranks), 0)
+    compute(model, next(draws))
+    with pytest.raises(CheckpointError, match=r"call optimizer.zero_grad\(\) in each step"):
+        compute(model, next(draws))
+    # Zeros are none.
+    model.zero_grad(set_to_none=False)
+    draws = Shares(iter(batches), ExactGradients(model, virtual_ranks), 0)
+    compute(model, next(draws))
+    assert model.weight.grad is not None
+
+
+def test_statistics_that_a_batch_changes_are_named_in_the_first_step() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.BatchNorm1d(2))
+    batches = [[(0, 1.0), (1, 2.0)]] * 2
+    with pytest.raises(CheckpointError, match=r"cannot be exact: 1.running_mean, 1.running_var.* change"):
+        compute(model, next(Shares(iter(batches), ExactGradients(model, 2), 0)))
+    model.zero_grad()
+    model[1].eval()
+    compute(model, next(Shares(iter(batches), ExactGradients(model, 2), 0)))
+
+
+def test_batches_know_no_virtual_ranks(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, model=torch.nn.Linear(1, 1), virtual_ranks=2)
+    with pytest.raises(ValueError, match=r"iterate over shares\(loader\)"):
+        manager.batches(loader())
+
+
+def test_a_run_that_counts_on_virtual_ranks_refuses_a_training_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SETTINGS_ENV, RankSettings(is_exact=True, virtual_ranks=8, location=str(tmp_path)).to_json())
+    manager = CheckpointManager(model=torch.nn.Linear(1, 1))
+    with pytest.raises(CheckpointError, match=r"elastic.mode=exact, and this training has no virtual ranks"):
+        manager.resume()
+    other = CheckpointManager(model=torch.nn.Linear(1, 1), virtual_ranks=4)
+    with pytest.raises(CheckpointError, match=r"elastic.virtual_ranks is 8, and the script's virtual_ranks 4"):
+        other.shares(loader())
+    settings = RankSettings(is_exact=True, virtual_ranks=8)
+    assert settings.virtual_ranks_of("auto") == settings.virtual_ranks_of(8) == 8
+    assert RankSettings(is_exact=True).virtual_ranks_of("auto") == "auto"
+    assert RankSettings(is_exact=True).virtual_ranks_of(4) == RankSettings().virtual_ranks_of(4) == 4
+    assert RankSettings().virtual_ranks_of(None) is None
 
 
 def test_shares_need_virtual_ranks(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from small_checkpoint import Agent, network, write_checkpoint
 from thread_ranks import run_ranks
 
+from checkpointing.environment import SETTINGS_ENV, RankSettings
 from checkpointing.errors import CheckpointError
 from checkpointing.layout import MODEL_NAME
 from checkpointing.rank.ranks import Ranks
@@ -64,7 +65,25 @@ def test_a_rank_that_is_new_continues_with_the_first_ones_generators(
         torch.manual_seed(rank)
         restore_generators(point, rank, world_size)
         draws.append((random.random(), float(torch.rand(()))))
-    assert draws[0] == draws[1] and caplog.text.count("holds no generator state for rank 1") == 1
+    assert draws[0] == draws[1] and caplog.text.count("holds no generator state of rank 1 (it has that of 1)") == 1
+
+
+@pytest.mark.parametrize(("rank", "world_size", "is_exact"), [(0, 2, False), (1, 2, True)])
+def test_generators_that_nothing_depends_on_are_not_missed(
+    rank: int,
+    world_size: int,
+    is_exact: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0's of a single rank have another name; with virtual ranks, each of these has its own."""
+    write_checkpoint(tmp_path, 10, network())
+    monkeypatch.setenv(SETTINGS_ENV, RankSettings(is_exact=is_exact).to_json())
+    point = restorer(tmp_path).choose(private=True)
+    assert point is not None
+    restore_generators(point, rank, world_size)
+    assert "generator" not in caplog.text
 
 
 def test_another_runs_checkpoint_must_be_of_this_library(tmp_path: Path) -> None:

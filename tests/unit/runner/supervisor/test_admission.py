@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from runner.errors import UsageError
 from runner.supervisor.admission import _FOLLOW_S, _RETURN_S, Limits, Seen, admit, change
 
 FIXED = Limits(3, 3)
@@ -91,3 +92,15 @@ def test_what_a_running_attempt_is_paused_for(
 
 def test_only_a_range_is_elastic() -> None:
     assert ELASTIC.is_elastic and not FIXED.is_elastic
+
+
+@pytest.mark.parametrize(
+    ("uneven", "parts", "text"),
+    [
+        (True, "virtual ranks", "has 4 virtual ranks, which 6 ranks cannot share; start at most 4 ranks in all"),
+        (False, "samples", "has 4 samples, which 6 ranks cannot share equally; start 1, 2, 4 ranks in all"),
+    ],
+)
+def test_too_many_ranks_for_a_step(uneven: bool, parts: str, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        Limits(3, 3, samples=4, local_ranks=2, uneven=uneven, parts=parts).check()

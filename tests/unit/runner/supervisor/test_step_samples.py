@@ -40,7 +40,7 @@ def test_virtual_ranks_are_what_is_shared(virtual_ranks: int | None, number: int
     config = Config.model_validate({"model": {"name_or_path": "model"}, "elastic": elastic})
     newest: Any = SimpleNamespace(samples_consumed=480, step=10)
     samples = StepSamples(config, newest, counts=True, has_script=False)
-    assert samples.number(6) == number and samples.may_be_uneven
+    assert samples.number(6) == number and samples.may_be_uneven and samples.parts == "virtual ranks"
     # A script says how many it has.
     script = StepSamples(config, newest, counts=True, has_script=True, shared=4)
     assert script.number(6) == (virtual_ranks or 4)

@@ -10,6 +10,7 @@ import botocore.exceptions
 import pytest
 import requests
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+from torch.utils.data import DataLoader, Dataset
 
 from runner.training.failure_report import describe, is_transient, print_traceback
 
@@ -147,3 +148,24 @@ def test_the_cause_of_what_a_script_raises(name: str) -> None:
         exec(compile(text, "train.py", "exec"), {})
     said, _ = describe(raised.value)
     assert said.startswith(cause) or cause in said.splitlines()[0]
+
+
+class Broken(Dataset[int]):
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, number: int) -> int:
+        raise ValueError(f"row is broken: {number}\nin two lines")
+
+
+def test_the_error_of_a_worker_is_described_by_its_own_words() -> None:
+    with pytest.raises(ValueError) as caught:
+        next(iter(DataLoader(Broken(), num_workers=1)))
+    text, frame = describe(caught.value)
+    assert text == "ValueError: row is broken: 0\nin two lines (in DataLoader worker process 0)"
+    assert frame is not None and frame.startswith(f"{__file__}:")
+    # Others that look alike are left as they are.
+    assert describe(ValueError("Caught X in y.\nOriginal Traceback (most recent call last):\n")) == (
+        "ValueError: Caught X in y.\nOriginal Traceback (most recent call last):\n",
+        None,
+    )
