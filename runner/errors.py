@@ -17,6 +17,7 @@ RunnerError
 
 from __future__ import annotations
 
+import errno
 from enum import IntEnum
 
 from checkpointing.errors import PASSING_ERRNOS
@@ -102,7 +103,11 @@ def unusable(text: str, error: OSError) -> RunnerError:
         text: What cannot be used, and why.
         error: What the system has answered.
     """
-    return StorageFailed(text) if error.errno in PASSING_ERRNOS else UsageError(text)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StorageFull(f"{text}; make room, then start again")
+    if error.errno in PASSING_ERRNOS:
+        return StorageFailed(f"{text}; start again when it can be written")
+    return UsageError(text)
 
 
 class RunBusy(RunnerError):

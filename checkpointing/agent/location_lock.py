@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkpointing import locking
-from checkpointing.storage.object_store import may_pass
+from checkpointing.errors import PASSING_ERRNOS
 
 LOCK_NAME = ".agent.lock"
 # How long a new agent waits for the one before it to finish its last commit.
@@ -77,7 +77,7 @@ def _open_and_try(root: Path, patience_s: float, wait: Callable[[float], None]) 
         except OSError as error:
             if fd is not None:
                 os.close(fd)
-            if not may_pass(error) or time.monotonic() >= deadline:
+            if error.errno not in PASSING_ERRNOS or time.monotonic() >= deadline:
                 raise
             if is_silent:
                 text = f"checkpoint agent: {root} cannot be written ({error.strerror}); trying again"

@@ -10,8 +10,6 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from checkpointing.errors import PASSING_ERRNOS
-
 
 class StorageError(OSError):
     """Storage refused or did not answer; the message names the call, the object, and a fix if one is known."""
@@ -27,15 +25,6 @@ class StorageTimeout(StorageError):
 
 class ObjectMissing(StorageError):
     """There is no such object, or it is shorter than expected."""
-
-
-def may_pass(error: OSError) -> bool:
-    """Return whether what storage has answered may pass by itself: a failover, an outage.
-
-    Args:
-        error: The answer. Others stay until somebody acts: a name or a permission is wrong, or the store refuses.
-    """
-    return isinstance(error, StorageTimeout) or error.errno in PASSING_ERRNOS
 
 
 class SharedUploads(Protocol):

@@ -13,6 +13,9 @@ _TERMINATED = re.compile(r"terminate called after throwing an instance of '([^'\
 _FATAL = re.compile(r"^(Fatal Python error: [^\n]+)", re.MULTILINE)
 _LAST_BYTES = 256 * 1024
 _MAX_WORDS = 300
+# What torch makes of an exception of a data loader's worker; and a frame in it, with what follows its indented lines.
+_FROM_WORKER = re.compile(r"\w+: Caught \S+ in (?P<where>.+)\.\nOriginal Traceback \(most recent call last\):\n")
+_FRAME = re.compile(r'^  File "(.+)", line (\d+).*\n(?:    .*\n)*((?:^\S.*(?:\n|\Z))*)', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,21 @@ class RankEnd:
     transient: bool = False
 
 
+def of_its_origin(error: str, frame: str | None) -> tuple[str, str | None]:
+    """Return what a data loader's worker has raised, where an error is only its messenger.
+
+    Its traceback is in the message, which is cut where it is shown in one line.
+
+    Args:
+        error: Type and message.
+        frame: Innermost frame.
+    """
+    if (found := _FROM_WORKER.match(error)) is not None and (frames := _FRAME.findall(error[found.end() :])):
+        path, line, words = frames[-1]
+        return f"{words.strip()} (in {found['where']})", f"{path}:{line}"
+    return error, frame
+
+
 def read_error_file(path: Path) -> tuple[str, str | None, float | None] | None:
     """Read a torchelastic error file.
 
@@ -58,7 +76,7 @@ def read_error_file(path: Path) -> tuple[str, str | None, float | None] | None:
         extra = message["extraInfo"]
         frames = re.findall(r'File "([^"]+)", line (\d+)', extra["py_callstack"])
         frame = ":".join(frames[-1]) if frames else None
-        return message["message"], frame, float(extra["timestamp"])
+        return *of_its_origin(message["message"], frame), float(extra["timestamp"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

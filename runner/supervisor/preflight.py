@@ -6,7 +6,6 @@ Nothing is changed before all checks have passed; `admit` then records what the 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -16,10 +15,10 @@ from pathlib import Path
 from checkpointing.errors import InvalidCheckpoint, StorageUnreachable
 from checkpointing.manifest import Manifest
 from checkpointing.storage.durable import replace_file
-from checkpointing.storage.object_store import StorageTimeout, may_pass
+from checkpointing.storage.object_store import StorageTimeout
 from runner.config.load import load_config
 from runner.config.schema import Config
-from runner.errors import RunBusy, RunnerError, StorageFailed, StorageFull, UsageError
+from runner.errors import RunBusy, RunnerError, StorageFailed, StorageFull, UsageError, unusable
 from runner.journal.events import Entry, RunEnded, RunStarted
 from runner.journal.journal import read_journal
 from runner.journal.run_directory import RunDirectory, hold_lock
@@ -321,12 +320,8 @@ def check_storage(config: Config) -> tuple[list[str], bool]:
         except OSError as error:
             key = "checkpoint.location" if storage is tiers.durable else "checkpoint.local_tier"
             text = f"{key}={storage.location!r} cannot be used: {error.strerror or error}"
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise StorageFull(f"{text}; make room, then start again") from None
             if not isinstance(error, StorageTimeout):
-                if may_pass(error):
-                    raise StorageFailed(f"{text}; start again when it can be written") from None
-                raise UsageError(text) from None
+                raise unusable(text, error) from None
             if tiers.local is None or not tiers.local.steps():
                 raise StorageUnreachable(f"{text}; start again when it answers") from None
             is_away = True

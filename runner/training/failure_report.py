@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Any
 
 from checkpointing.errors import CheckpointError
 from runner.errors import RunnerError
+from runner.recovery.evidence import of_its_origin
 
 # Connection errors, time-outs and failed name lookups, by their class names in requests, urllib3, httpx, aiohttp,
 # botocore and huggingface_hub. Importing those packages for isinstance would cost each rank more than a second.
@@ -37,9 +37,6 @@ _TRANSIENT_STATUS = {408, 425, 429}
 # A bug in a handler of network errors fails again.
 _PROGRAMMING_ERRORS = (NameError, SyntaxError, ImportError, AttributeError, TypeError)
 
-# What torch makes of an exception of a data loader's worker; and a frame in it, with what follows its indented lines.
-_FROM_WORKER = re.compile(r"Caught \S+ in (?P<where>.+)\.\nOriginal Traceback \(most recent call last\):\n")
-_FRAME = re.compile(r'^  File "(.+)", line (\d+).*\n(?:    .*\n)*((?:^\S.*(?:\n|\Z))*)', re.MULTILINE)
 _TRUE = {"1", "ON", "YES", "TRUE"}
 
 
@@ -55,12 +52,7 @@ def describe(error: BaseException) -> tuple[str, str | None]:
         message = str(error)
     except Exception:  # A broken __str__; Python's own traceback prints the same text.
         message = "<exception str() failed>"
-    if (found := _FROM_WORKER.match(message)) is not None:
-        *_, (path, line, words) = _FRAME.findall(message[found.end() :]) or [("", "", "")]
-        if path:
-            # Its traceback is in the message, which is cut where it is shown in one line.
-            return f"{words.strip()} (in {found['where']})", f"{path}:{line}"
-    return f"{type(error).__name__}: {message}", frame
+    return of_its_origin(f"{type(error).__name__}: {message}", frame)
 
 
 def is_transient(error: BaseException) -> bool:
