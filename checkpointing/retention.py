@@ -65,7 +65,9 @@ def retention_of(options: Mapping[str, Any], function: Callable[..., Any]) -> Re
     known = [field.name for field in fields(Retention)]
     for name in options:
         if name not in known:
-            meant = difflib.get_close_matches(name, [*inspect.signature(function).parameters, *known], 1)
+            parameters = inspect.signature(function).parameters.values()
+            named = [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
+            meant = difflib.get_close_matches(name, [*named, *known], 1)
             hint = f"; did you mean {meant[0]!r}?" if meant else ""
             raise TypeError(f"{function.__name__}() has no option {name!r}{hint}")
     return Retention(**options)

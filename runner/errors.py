@@ -103,10 +103,12 @@ def unusable(text: str, error: OSError) -> RunnerError:
         text: What cannot be used, and why.
         error: What the system has answered.
     """
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    # A storage library's own error has none, but is raised from the system's.
+    number = error.errno or getattr(error.__cause__, "errno", None)
+    if number in (errno.ENOSPC, errno.EDQUOT):
         return StorageFull(f"{text}; make room, then start again")
-    if error.errno in PASSING_ERRNOS:
-        return StorageFailed(f"{text}; start again when it can be written")
+    if number in PASSING_ERRNOS:
+        return StorageFailed(f"{text}; start again when that works")
     return UsageError(text)
 
 

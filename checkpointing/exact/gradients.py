@@ -14,6 +14,7 @@ powers of two, so that a rank sends no more than in a plain all-reduce.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -80,6 +81,8 @@ class ExactGradients:
         shared = wrapped is not None and wrapped.gradient_as_bucket_view
         self._sums = PartialSums(parameters, virtual_ranks, shared=shared, on_host=on_host)
         self._parameters = parameters
+        # Of a step in a bare loop: the virtual rank whose turn it is, and whether buckets have been summed.
+        self._next, self._is_summed = self.block[0], False
         group = wrapped.process_group if wrapped is not None else None
         self._exchange = Exchange(rank, world_size, virtual_ranks, group)
         if wrapped is None:
@@ -124,26 +127,66 @@ class ExactGradients:
             step: Number of the step.
 
         Raises:
-            CheckpointError: The first one finds gradients of an earlier step.
+            CheckpointError: It is not its turn, has no gradients, or finds those of another step.
         """
-        is_last = virtual_rank == self.block[-1]
         if virtual_rank == self.block[0]:
-            self._sums.clear()
-            self._check_none_left()
+            self._begin_step()
+        if virtual_rank != self._next:
+            raise CheckpointError(
+                f"virtual rank {virtual_rank} is not the next one of this step ({self._next}): compute the shares of a "
+                "step in their order, once each"
+            )
+        self._check_none_left()
+        is_last = virtual_rank == self.block[-1]
         with contextlib.ExitStack() as stack:
             if not is_last:
                 stack.enter_context(self.unsummed())
             stack.enter_context(self.drawing(virtual_rank, step, 0))
             yield
+        if isinstance(self._model, DistributedDataParallel) and is_last:
+            has_any = self._is_summed
+        else:
+            has_any = any(parameter.grad is not None for parameter in self._parameters)
+        if not has_any:
+            raise CheckpointError(
+                f"virtual rank {virtual_rank} has no gradients: call backward() in each share, on a loss of the model "
+                "as it was passed to the CheckpointManager"
+            )
         self.end_of_rank(virtual_rank)
+        self._next = virtual_rank + 1
+
+    def _begin_step(self) -> None:
+        """Expect the block's first virtual rank.
+
+        Raises:
+            CheckpointError: Other parameters require gradients than at first.
+        """
+        self._sums.clear()
+        self._next, self._is_summed = self.block[0], False
+        if isinstance(self._model, DistributedDataParallel):
+            # Others of the same model may be used in turns.
+            self._model.__dict__[_CURRENT] = self
+        now = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        if len(now) != len(self._parameters) or any(map(operator.is_not, now, self._parameters)):
+            raise CheckpointError(
+                "other parameters require gradients now than when shares() was called: freeze and unfreeze layers "
+                "before, and take new shares"
+            )
 
     def _check_none_left(self) -> None:
-        """Check that the last step's gradients are gone: a virtual rank would take them for its own."""
-        for parameter in self._parameters:
-            if parameter.grad is not None and bool(parameter.grad.any()):
+        """Check that the last step's gradients are gone: a virtual rank would take them for its own.
+
+        Raises:
+            CheckpointError: Some are there.
+        """
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is None:
+                continue
+            if bool(parameter.grad.any()):
                 raise CheckpointError(
-                    "the gradients of the last step are still there: call optimizer.zero_grad() in each step. With "
-                    "virtual ranks, gradients are not accumulated over steps: use more virtual ranks, or larger batches"
+                    f"there are gradients of {name} before the share is computed: call model.zero_grad() in each step, "
+                    "or optimizer.zero_grad() if it has all parameters. With virtual ranks, gradients are not "
+                    "accumulated over steps: use more virtual ranks, or larger batches"
                 )
             # Zeros would be added on some layouts only.
             parameter.grad = None
@@ -195,6 +238,7 @@ class ExactGradients:
 
     def _hook(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Sum a bucket; DDP calls it in the backward pass of the last virtual rank of the block."""
+        self._is_summed = True
         flat, views = bucket.buffer(), _views(bucket)
         _, values = self._sums.with_last(self.block[-1], bucket.parameters(), views)
         rest = [_laid_out(flat, views, node) for node in values[:-1]]

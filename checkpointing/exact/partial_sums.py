@@ -64,8 +64,13 @@ class PartialSums:
         """Check that the same parameters have gradients now as for the first leaf of the block.
 
         Raises:
-            CheckpointError: Others do.
+            CheckpointError: Others do; or some are sparse.
         """
+        for parameter in self._parameters:
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise CheckpointError(
+                    "some gradients are sparse (Embedding(sparse=True)), which virtual ranks cannot add: use dense ones"
+                )
         used = [parameter.grad is not None for parameter in self._parameters]
         self._used = self._used if self.nodes else used
         if used != self._used:

@@ -59,7 +59,7 @@ class Buffers:
     def changed(self) -> dict[str, torch.Tensor]:
         """Return the values from before of those that have changed, by name."""
         now = dict(self._model.named_buffers())
-        return {name: was for name, was in self._before.items() if name in now and not torch.equal(now[name], was)}
+        return {name: was for name, was in self._before.items() if name in now and not _are_equal(now[name], was)}
 
     def check(self) -> None:
         """Check that none has changed.
@@ -68,10 +68,16 @@ class Buffers:
             CheckpointError: Some have; the message names them.
         """
         if changed := self.changed():
-            raise CheckpointError(_changing(tuple(changed)))
+            raise CheckpointError(changing(tuple(changed)))
 
 
-def _changing(names: tuple[str, ...]) -> str:
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether they hold the same values; NaN equals itself."""
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def changing(names: tuple[str, ...]) -> str:
+    """Return what to say of buffers that change while a micro-batch is computed."""
     return (
         f"virtual ranks cannot be exact: {_named(names)} change while a micro-batch is computed, so that they depend "
         "on which ones a rank has computed before. Freeze such statistics (BatchNorm in evaluation mode), use layers "
@@ -109,7 +115,7 @@ class SelfTest:
         altered = self._traced(batch, with_others_altered, self._gradients.block[0]) if with_others_altered else mine
         problem = None
         if mine.buffers:
-            problem = _changing(mine.buffers)
+            problem = changing(mine.buffers)
         elif (found := mine.difference(again)) is not None:
             problem = (
                 f"virtual ranks cannot be exact: the same micro-batch computed twice differs, first in {found}. "

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from torch.nn.modules.batchnorm import _NormBase
 
 from checkpointing.errors import CheckpointError
 from checkpointing.exact.gradients import ExactGradients
-from checkpointing.exact.self_test import Buffers
+from checkpointing.exact.self_test import Buffers, changing
 
 
 class Share:
     """What one virtual rank computes of a step; a context, in which its loss is computed and propagated back.
 
     Args:
-        gradients: Of the training.
+        shares: What it is one of.
         virtual_rank: The virtual rank.
-        step: Number of the step.
         batch: Its micro-batch.
-        buffers: The model's, which must not change in it; None to let it.
 
     Attributes:
         batch: Its micro-batch.
@@ -27,23 +27,18 @@ class Share:
         is_done: Whether it was computed.
     """
 
-    def __init__(
-        self, gradients: ExactGradients, virtual_rank: int, step: int, batch: Any, buffers: Buffers | None = None
-    ) -> None:
+    def __init__(self, shares: Shares, virtual_rank: int, batch: Any) -> None:
         self.batch, self.virtual_rank, self.is_done = batch, virtual_rank, False
-        self._gradients, self._step, self._buffers = gradients, step, buffers
+        self._shares = shares
         self._context = contextlib.ExitStack()
 
     def __enter__(self) -> Share:
-        self._context.enter_context(self._gradients.of_rank(self.virtual_rank, self._step))
+        self._context.enter_context(self._shares.computing(self.virtual_rank))
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._context.__exit__(*error)
-        if error[:1] == (None,):
-            self.is_done = True
-            if self._buffers is not None:
-                self._buffers.check()
+        self.is_done = error[0] is None
 
 
 class Shares(Iterator[list[Share]]):
@@ -52,15 +47,22 @@ class Shares(Iterator[list[Share]]):
     Args:
         batches: Virtual rank and micro-batch of each, by step.
         gradients: Of the training.
-        first_step: Number of the first step.
+        last_step: Returns the number of the last step that has ended.
+        drawn: Called with this when it has drawn a step.
     """
 
-    def __init__(self, batches: Iterator[list[tuple[int, Any]]], gradients: ExactGradients, first_step: int) -> None:
-        self._batches, self._gradients, self._step = batches, gradients, first_step
+    def __init__(
+        self,
+        batches: Iterator[list[tuple[int, Any]]],
+        gradients: ExactGradients,
+        last_step: Callable[[], int],
+        drawn: Callable[[Shares], None] = lambda shares: None,
+    ) -> None:
+        self._batches, self._gradients, self._last_step, self._notify = batches, gradients, last_step, drawn
         self._drawn: list[Share] = []
-        # In the first step only: what a module keeps of a micro-batch, it keeps of each.
-        self._buffers: Buffers | None = None
         self._is_first = True
+        modules = gradients.module.named_modules()
+        self._with_statistics = [(name, one) for name, one in modules if isinstance(one, _NormBase)]
 
     def __next__(self) -> list[Share]:
         """Draw the next step.
@@ -69,11 +71,8 @@ class Shares(Iterator[list[Share]]):
             CheckpointError: The last one was not computed.
         """
         self.check_done()
-        mine = next(self._batches)
-        buffers = Buffers(self._gradients.module) if self._is_first else None
-        self._is_first = False
-        self._drawn = [Share(self._gradients, virtual_rank, self._step, batch, buffers) for virtual_rank, batch in mine]
-        self._step += 1
+        self._drawn = [Share(self, virtual_rank, batch) for virtual_rank, batch in next(self._batches)]
+        self._notify(self)
         return self._drawn
 
     def check_done(self) -> None:
@@ -89,3 +88,26 @@ class Shares(Iterator[list[Share]]):
                 f"{', '.join(map(str, left))}): compute the loss of each, and propagate it back, in `with share:`, "
                 "before manager.step() and before the next shares are taken"
             )
+
+    def skip(self) -> None:
+        """Leave out what was drawn last, if none of it was computed."""
+        if not any(share.is_done for share in self._drawn):
+            self._drawn = []
+
+    @contextlib.contextmanager
+    def computing(self, virtual_rank: int) -> Iterator[None]:
+        """Compute the share of a virtual rank in the context.
+
+        Raises:
+            CheckpointError: It is not its turn, has no gradients, or has those of another step; or buffers change.
+        """
+        for name, module in self._with_statistics:
+            if module.training and module.track_running_stats:
+                raise CheckpointError(changing((f"the statistics of {name} ({type(module).__name__})",)))
+        # In the first one only: what a module keeps of a micro-batch, it keeps of each.
+        buffers = Buffers(self._gradients.module) if self._is_first else None
+        with self._gradients.of_rank(virtual_rank, self._last_step()):
+            yield
+        if buffers is not None:
+            buffers.check()
+        self._is_first = False

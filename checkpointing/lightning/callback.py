@@ -13,6 +13,7 @@ from typing import Any, Unpack
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 
+from checkpointing.environment import rank_settings
 from checkpointing.errors import CheckpointError, Preempted
 from checkpointing.lightning.data import FollowedLoaders
 from checkpointing.lightning.loop_state import LoopState
@@ -113,6 +114,7 @@ class ResilientCheckpoint(Checkpoint):
         if trainer.fast_dev_run:
             return
         _check(trainer)
+        rank_settings().virtual_ranks_of(None)
         location = self._location or f"{trainer.default_root_dir}/checkpoints"
         manager = self._manager = CheckpointManager(location, **self._options)
         self._loop = LoopState(trainer, self)

@@ -145,7 +145,8 @@ class CheckpointManager(CheckpointedTraining):
         )
         self._virtual_ranks, self._wrapped = virtual_ranks, model
         self._exact: ExactGradients | None = None
-        self._shares: list[Shares] = []
+        # What the shares of the step are from.
+        self._shares: Shares | None = None
         stop_signal.begin_reading()
 
     def resume(self, total_steps: int | None = None) -> int:
@@ -213,7 +214,8 @@ class CheckpointManager(CheckpointedTraining):
             ValueError: The manager has no virtual ranks.
             CheckpointError: The checkpoint was made with another number; there are more ranks; the loader's order may
                 depend on their number; or the model is not one whose gradients can be summed in order. While
-                iterating: buffers change in the first step (BatchNorm), or shares were left out.
+                iterating: buffers change in the first step (BatchNorm), or shares were left out, repeated, or have no
+                gradients.
         """
         if self._virtual_ranks is None or self._wrapped is None:
             raise ValueError("shares() is for CheckpointManager(model=..., virtual_ranks=...)")
@@ -224,8 +226,11 @@ class CheckpointManager(CheckpointedTraining):
         self.announce_batch(shape)
         on_host = micro_batch_divisor() > 1
         self._exact = ExactGradients(self._wrapped, dealing.virtual_ranks, torch.initial_seed(), on_host=on_host)
-        self._shares.append(Shares(steps, self._exact, self._heartbeat.start_step))
-        return self._shares[-1]
+
+        def drawn(shares: Shares) -> None:
+            self._shares = shares
+
+        return Shares(steps, self._exact, lambda: self._heartbeat.step, drawn)
 
     def check_exact(self, batch: Any, compute: Callable[[Any], Any]) -> None:
         """Compute a micro-batch twice, and that of the first rank on all, and compare all bits; call it after `shares`.
@@ -253,8 +258,11 @@ class CheckpointManager(CheckpointedTraining):
             Preempted: After an agreed stop, once the state is committed.
             CheckpointError: A share of the step was not computed.
         """
-        for shares in self._shares:
-            shares.check_done()
+        if self._shares is not None:
+            if step in skipped_steps():
+                self._shares.skip()
+            self._shares.check_done()
+            self._shares = None
         due = self.end_of_step(step)
         samples = step if samples_consumed is None else samples_consumed
         self._last_step.ended(step, samples, metrics)

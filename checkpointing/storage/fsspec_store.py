@@ -5,6 +5,7 @@ Works where writing a file makes it appear whole when it is closed, as object st
 
 from __future__ import annotations
 
+import errno
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
@@ -16,6 +17,8 @@ from checkpointing.storage.object_store import ObjectMissing, StorageError, Stor
 from checkpointing.threads import in_background
 
 _DEADLINE_S = 60.0
+# What a server that is there says of its disk.
+_ANSWERS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 _MIN_BYTES_PER_S = 100_000
 _CHUNK_BYTES = 16 * 1024 * 1024
 
@@ -177,7 +180,7 @@ def _is_away(error: Exception) -> bool:
     return (
         is_status
         or isinstance(error, ConnectionError | TimeoutError)
-        or (isinstance(error, OSError) and error.errno in PASSING_ERRNOS)
+        or (isinstance(error, OSError) and error.errno in PASSING_ERRNOS - _ANSWERS)
     )
 
 

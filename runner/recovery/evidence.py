@@ -13,9 +13,11 @@ _TERMINATED = re.compile(r"terminate called after throwing an instance of '([^'\
 _FATAL = re.compile(r"^(Fatal Python error: [^\n]+)", re.MULTILINE)
 _LAST_BYTES = 256 * 1024
 _MAX_WORDS = 300
-# What torch makes of an exception of a data loader's worker; and a frame in it, with what follows its indented lines.
-_FROM_WORKER = re.compile(r"\w+: Caught \S+ in (?P<where>.+)\.\nOriginal Traceback \(most recent call last\):\n")
-_FRAME = re.compile(r'^  File "(.+)", line (\d+).*\n(?:    .*\n)*((?:^\S.*(?:\n|\Z))*)', re.MULTILINE)
+# What torch makes of an exception of a data loader's worker; and a frame in it.
+_FROM_WORKER = re.compile(
+    r"\w+: Caught (?P<type>\S+) in (?P<where>.+)\.\nOriginal Traceback \(most recent call last\):\n"
+)
+_FRAME = re.compile(r'^  File "(?P<path>.+)", line (?P<line>\d+), in .*$', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,16 @@ def of_its_origin(error: str, frame: str | None) -> tuple[str, str | None]:
         error: Type and message.
         frame: Innermost frame.
     """
-    if (found := _FROM_WORKER.match(error)) is not None and (frames := _FRAME.findall(error[found.end() :])):
-        path, line, words = frames[-1]
-        return f"{words.strip()} (in {found['where']})", f"{path}:{line}"
-    return error, frame
+    if (found := _FROM_WORKER.match(error)) is None or not (frames := list(_FRAME.finditer(error, found.end()))):
+        return error, frame
+    path, line, end = frames[-1]["path"], frames[-1]["line"], frames[-1].end()
+    words = re.compile(rf"^(?:[\w.]+\.)?{re.escape(found['type'])}(?::|$)", re.MULTILINE).search(error, end)
+    if words is None:
+        return error, frame
+    text = error[words.start() :].strip()
+    # What is before the colon is the type, by which failures are compared.
+    text = text if words.group().endswith(":") else f"{text}:"
+    return f"{text} (in {found['where']})", f"{path}:{line}"
 
 
 def read_error_file(path: Path) -> tuple[str, str | None, float | None] | None:

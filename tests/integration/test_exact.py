@@ -226,6 +226,8 @@ net = Net().to(memory_format=torch.channels_last)
 options = dict(gradient_as_bucket_view=sys.argv[2] == "views", bucket_cap_mb=0.0005)
 model = DistributedDataParallel(net, **options) if world_size > 1 else net
 exact = ExactGradients(model, 4)
+# Another one of the same model, as for a second loader, takes its hook.
+ExactGradients(model, 4)
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
 for step in range(3):
     # A message of the script's own is on its way during the backward pass.

@@ -63,7 +63,7 @@ def test_a_share_is_a_context_in_which_its_gradients_are_taken() -> None:
     model = torch.nn.Linear(1, 1, bias=False)
     batches = iter([[(0, 1.0), (1, 3.0)], [(0, 5.0), (1, 5.0)]])
     taken = []
-    for shares in Shares(batches, ExactGradients(model, 2), 7):
+    for shares in Shares(batches, ExactGradients(model, 2), lambda: 7):
         model.zero_grad()
         for share in shares:
             with share:
@@ -73,7 +73,7 @@ def test_a_share_is_a_context_in_which_its_gradients_are_taken() -> None:
     assert taken == [2.0, 5.0]
     # An error of the loop is the loop's.
     model.zero_grad()
-    (share,) = next(Shares(iter([[(0, 1.0)]]), ExactGradients(model, 1), 0))
+    (share,) = next(Shares(iter([[(0, 1.0)]]), ExactGradients(model, 1), lambda: 0))
     with pytest.raises(KeyError), share:
         raise KeyError("x")
 
@@ -84,44 +84,143 @@ def compute(model: Any, shares: Any) -> None:
             model(torch.full((4, 1), share.batch)).square().sum().backward()
 
 
+def draws(model: Any, virtual_ranks: int = 3, steps: int = 3, manager: Any = None) -> Shares:
+    """Steps of virtual ranks that compute 1, 2, 3, ..."""
+    batches = [[(number, number + 1.0) for number in range(virtual_ranks)] for _ in range(steps)]
+    gradients = ExactGradients(model, virtual_ranks)
+    note = (lambda shares: setattr(manager, "_shares", shares)) if manager is not None else lambda shares: None
+    return Shares(iter(batches), gradients, lambda: 0, note)
+
+
+LEFT = r"2 of 3 shares of the step were not computed \(virtual ranks 1, 2\): .* in `with share:`"
+
+
 def test_a_share_that_is_left_out_is_noticed_before_the_step_counts(tmp_path: Path) -> None:
     model = torch.nn.Linear(1, 1)
     manager = CheckpointManager(tmp_path, model=model, virtual_ranks=3)
-    manager._shares.append(Shares(iter([[(0, 1.0), (1, 2.0), (2, 3.0)]] * 2), ExactGradients(model, 3), 0))
-    first = next(manager._shares[0])
+    steps = draws(model, manager=manager)
+    first = next(steps)
     compute(model, first[:1])
-    told = r"2 of 3 shares of the step were not computed \(virtual ranks 1, 2\): .* in `with share:`"
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=LEFT):
         manager.step(1)
-    with pytest.raises(CheckpointError, match=told):
-        next(manager._shares[0])
+    with pytest.raises(CheckpointError, match=LEFT):
+        next(steps)
     compute(model, first[1:])
-    assert len(next(manager._shares[0])) == 3
+    assert len(next(steps)) == 3
+    # One that is given up, for another: that counts.
+    model.zero_grad()
+    other = draws(model, manager=manager)
+    compute(model, next(other))
+    assert manager._shares is other
+    manager._shares.check_done()
+
+
+def test_a_step_that_is_to_be_skipped_has_no_shares() -> None:
+    steps = draws(torch.nn.Linear(1, 1))
+    next(steps)
+    steps.skip()
+    assert len(next(steps)) == 3
 
 
 @pytest.mark.parametrize("virtual_ranks", [1, 2])
 def test_gradients_of_several_draws_are_not_added(virtual_ranks: int) -> None:
     model = torch.nn.Linear(1, 1)
-    batches = [[(number, 1.0) for number in range(virtual_ranks)]] * 3
-    draws = Shares(iter(batches), ExactGradients(model, virtual_ranks), 0)
-    compute(model, next(draws))
-    with pytest.raises(CheckpointError, match=r"call optimizer.zero_grad\(\) in each step"):
-        compute(model, next(draws))
+    steps = draws(model, virtual_ranks)
+    compute(model, next(steps))
+    with pytest.raises(CheckpointError, match=r"there are gradients of weight .*: call model.zero_grad\(\)"):
+        compute(model, next(steps))
     # Zeros are none.
     model.zero_grad(set_to_none=False)
-    draws = Shares(iter(batches), ExactGradients(model, virtual_ranks), 0)
-    compute(model, next(draws))
+    compute(model, next(draws(model, virtual_ranks)))
     assert model.weight.grad is not None
 
 
-def test_statistics_that_a_batch_changes_are_named_in_the_first_step() -> None:
+@pytest.mark.parametrize("order", [(0, 2, 1), (2, 1, 0), (0, 1, 1), (0, 1, 2, 2)])
+def test_shares_are_computed_in_order_and_once(order: tuple[int, ...]) -> None:
+    model = torch.nn.Linear(1, 1)
+    shares = next(draws(model))
+    with pytest.raises(CheckpointError, match=r"is not the next one of this step|there are gradients of weight"):
+        compute(model, [shares[number] for number in order])
+
+
+def test_a_share_that_has_failed_can_be_computed_again() -> None:
+    """Out of memory, in the second one, after a part of its gradients."""
+    grads = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(1, 1)
+        shares = next(draws(model))
+        compute(model, shares[:1])
+        if fails:
+            with pytest.raises(MemoryError), shares[1]:
+                model(torch.ones(1, 1)).sum().backward()
+                raise MemoryError
+            with pytest.raises(CheckpointError, match="there are gradients of weight"):
+                compute(model, shares[1:2])
+            model.zero_grad()
+        compute(model, shares[1:])
+        grads.append(model.weight.grad)
+    assert grads[0] is not None and grads[1] is not None and torch.equal(grads[0], grads[1])
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_share_without_gradients_is_an_error(number: int) -> None:
+    model = torch.nn.Linear(1, 1)
+    shares = next(draws(model))
+    compute(model, shares[:number])
+    with pytest.raises(CheckpointError, match=f"virtual rank {number} has no gradients: call backward"), shares[number]:
+        pass
+
+
+def test_sparse_gradients_and_other_parameters_are_refused() -> None:
+    embedding = torch.nn.Embedding(5, 2, sparse=True)
+    (share,) = next(draws(embedding, 1))
+    with pytest.raises(CheckpointError, match="some gradients are sparse"), share:
+        embedding(torch.tensor([1, 2])).sum().backward()
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).requires_grad_(False))
+    steps = draws(model)
+    compute(model, next(steps))
+    model.requires_grad_(True)
+    with pytest.raises(CheckpointError, match="other parameters require gradients now"):
+        compute(model, next(steps))
+
+
+def test_statistics_that_a_batch_changes_are_named() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.BatchNorm1d(2))
-    batches = [[(0, 1.0), (1, 2.0)]] * 2
-    with pytest.raises(CheckpointError, match=r"cannot be exact: 1.running_mean, 1.running_var.* change"):
-        compute(model, next(Shares(iter(batches), ExactGradients(model, 2), 0)))
-    model.zero_grad()
+    with pytest.raises(CheckpointError, match=r"cannot be exact: the statistics of 1 \(BatchNorm1d\) change"):
+        compute(model, next(draws(model)))
     model[1].eval()
-    compute(model, next(Shares(iter(batches), ExactGradients(model, 2), 0)))
+    steps = draws(model)
+    compute(model, next(steps))
+    # As after an evaluation.
+    model.train()
+    model.zero_grad()
+    with pytest.raises(CheckpointError, match="the statistics of 1"):
+        compute(model, next(steps))
+
+
+class Counting(torch.nn.Linear):
+    """Keeps a number of what it has seen, and one that is a schedule's."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__(1, 1)
+        self.counts = counts
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("tau", torch.tensor([torch.nan]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.get_buffer("seen").add_(float(self.counts))
+        return super().forward(x)
+
+
+def test_other_buffers_that_change_are_named_in_the_first_share() -> None:
+    model = Counting(counts=True)
+    with pytest.raises(CheckpointError, match="cannot be exact: seen change"):
+        compute(model, next(draws(model)))
+    model = Counting(counts=False)
+    shares = next(draws(model))
+    model.get_buffer("tau")[0] = 2.0
+    compute(model, shares)
 
 
 def test_batches_know_no_virtual_ranks(tmp_path: Path) -> None:

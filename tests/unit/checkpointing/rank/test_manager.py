@@ -31,6 +31,7 @@ def test_an_unknown_option_is_refused(tmp_path: Path) -> None:
         ({"virtual_rank": 4}, r"CheckpointManager\(\) has no option 'virtual_rank'; did you mean 'virtual_ranks'\?"),
         ({"keep_lst": 4}, "has no option 'keep_lst'; did you mean 'keep_last'"),
         ({"xyzzy": 4}, "has no option 'xyzzy'$"),
+        ({"retentions": 4}, "has no option 'retentions'$"),
     ],
 )
 def test_an_option_that_is_misspelled_is_named(options: Any, text: str, tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ class Answer(Exception):
         (Answer(429), True),
         (Answer(403), False),
         (Answer("notFound"), False),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
         (PermissionError(errno.EACCES, "Permission denied"), False),
     ],
 )

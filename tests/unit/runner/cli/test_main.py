@@ -128,7 +128,7 @@ def test_a_file_system_that_does_not_work_is_no_mistake(
     with pytest.raises(SystemExit) as caught:
         main_module.main()
     assert caught.value.code == code
-    hint = "; start again when it can be written" if code == 74 else ""
+    hint = "; start again when that works" if code == 74 else ""
     assert capsys.readouterr().err == f"runner: error: /volume/run/config.yaml: {os.strerror(number)}{hint}\n"
 
 

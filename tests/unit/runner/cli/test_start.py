@@ -224,7 +224,7 @@ def test_storage_that_a_run_was_using_is_waited_for(runs: Runs, monkeypatch: pyt
     assert run().exit_code == 0 and len(runs.started) == 1
     answers[:] = [read_only, None]
     result = run()
-    assert "Read-only file system; start again when it can be written; trying again for 600 s" in result.output
+    assert "Read-only file system; start again when that works; trying again for 600 s" in result.output
     assert len(runs.started) == 2
     answers[:] = [read_only]
     assert isinstance(run("--set", "checkpoint.location=elsewhere").exception, StorageFailed), "never used before"

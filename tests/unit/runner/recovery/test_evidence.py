@@ -61,16 +61,29 @@ def test_only_the_end_of_a_log_is_read(tmp_path: Path) -> None:
     assert read_last_words(log) is None
 
 
-def test_the_error_of_a_data_loaders_worker_is_its_own(tmp_path: Path) -> None:
+FRAMES = (
+    '  File "/torch/worker.py", line 374, in _worker_loop\n    data = fetch(index)\n           ^^^^^\n'
+    '  File "/job/train.py", line 14, in collate\n    raise ValueError("row is broken: 137")\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "traceback", "error"),
+    [
+        ("ValueError", "ValueError: broken: 137\nin two lines\n", "ValueError: broken: 137\nin two lines"),
+        ("AssertionError", "AssertionError\n", "AssertionError:"),
+        ("ParserError", 'yaml.ParserError: bad\n  File "a", line 3\n\n', 'yaml.ParserError: bad\n  File "a", line 3'),
+        ("RecursionError", "  [Previous line repeated 9 more times]\nRecursionError: deep\n", "RecursionError: deep"),
+    ],
+)  # fmt: skip
+def test_the_error_of_a_data_loaders_worker_is_its_own(name: str, traceback: str, error: str, tmp_path: Path) -> None:
     """The last line of the console is cut long before the end of its traceback."""
     message = (
-        "ValueError: Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
-        '  File "/torch/worker.py", line 374, in _worker_loop\n    data = fetch(index)\n           ^^^^^\n'
-        '  File "/job/train.py", line 14, in collate\n    raise ValueError("row is broken: 137")\n'
-        "ValueError: row is broken: 137\nin two lines\n"
+        f"{name}: Caught {name} in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n{FRAMES}"
     )
     extra = {"py_callstack": '  File "/torch/dataloader.py", line 1, in next', "timestamp": "7"}
     path = tmp_path / "error.json"
+    path.write_text(json.dumps({"message": {"message": message + traceback, "extraInfo": extra}}))
+    assert read_error_file(path) == (f"{error} (in DataLoader worker process 0)", "/job/train.py:14", 7.0)
     path.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
-    error = "ValueError: row is broken: 137\nin two lines (in DataLoader worker process 0)"
-    assert read_error_file(path) == (error, "/job/train.py:14", 7.0)
+    assert read_error_file(path) == (message, "/torch/dataloader.py:1", 7.0), "cut"

@@ -360,7 +360,7 @@ def test_storage_that_was_in_use_is_waited_for(tmp_path: Path, monkeypatch: pyte
     probe_answers(monkeypatch, [READ_ONLY, FULL, denied, None])
     assert waiting.await_storage(config, follows=True) == ([], False)
     assert len(waiting.said) == 1 and waiting.waited == [1.0, 1.0, 1.0]
-    assert waiting.said[0].endswith("Read-only file system; start again when it can be written; trying again for 60 s")
+    assert waiting.said[0].endswith("Read-only file system; start again when that works; trying again for 60 s")
 
 
 @pytest.mark.parametrize(("try_s", "tries"), [(0.0, 61), (59.0, 2)])
