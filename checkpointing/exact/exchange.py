@@ -49,18 +49,17 @@ class Exchange:
             target.copy_(total(nodes, self._virtual_ranks, torch.add)).div_(self._virtual_ranks)
             return
         size = -(-target.numel() // world_size)
-        chunks = [target[rank * size : (rank + 1) * size] for rank in range(world_size)]
+        chunks = [slice(rank * size, (rank + 1) * size) for rank in range(world_size)]
         others = [rank for rank in range(world_size) if rank != self._rank]
-        mean = chunks[self._rank]
-        incoming = [(node, rank) for rank in others for node in self._nodes[rank]]
-        rows = self._memory(len(incoming), mean)
-        outgoing = [(value[rank * size : (rank + 1) * size], rank) for rank in others for value in values]
-        self._transfer(outgoing, [(row, rank) for row, (_, rank) in zip(rows, incoming, strict=True)])
-        nodes = {node: row for row, (node, _) in zip(rows, incoming, strict=True)}
-        for node, value in zip(self._nodes[self._rank], values, strict=True):
-            nodes[node] = value[self._rank * size : (self._rank + 1) * size]
+        mean = target[chunks[self._rank]]
+        senders = [(node, rank) for rank in others for node in self._nodes[rank]]
+        rows = self._memory(len(senders), mean)
+        outgoing = [(value[chunks[rank]], rank) for rank in others for value in values]
+        self._transfer(outgoing, [(row, rank) for row, (_, rank) in zip(rows, senders, strict=True)])
+        nodes = {node: row for row, (node, _) in zip(rows, senders, strict=True)}
+        nodes |= zip(self._nodes[self._rank], [value[chunks[self._rank]] for value in values], strict=True)
         torch.div(total(nodes, self._virtual_ranks, torch.Tensor.add_), self._virtual_ranks, out=mean)
-        self._transfer([(mean, rank) for rank in others], [(chunks[rank], rank) for rank in others])
+        self._transfer([(mean, rank) for rank in others], [(target[chunks[rank]], rank) for rank in others])
 
     @property
     def nbytes(self) -> int:

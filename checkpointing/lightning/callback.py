@@ -114,6 +114,7 @@ class ResilientCheckpoint(Checkpoint):
         if trainer.fast_dev_run:
             return
         _check(trainer)
+        # There are none with Lightning: a run that counts on them is refused.
         rank_settings().virtual_ranks_of(None)
         location = self._location or f"{trainer.default_root_dir}/checkpoints"
         manager = self._manager = CheckpointManager(location, **self._options)

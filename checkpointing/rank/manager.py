@@ -158,6 +158,7 @@ class CheckpointManager(CheckpointedTraining):
         Raises:
             CheckpointError: The run counts on virtual ranks (`elastic.mode=exact`), and the manager has none.
         """
+        # Refused before anything is restored.
         rank_settings().virtual_ranks_of(self._virtual_ranks)
         point = self.choose() or self.starting_point()
         if point is not None:
@@ -220,7 +221,7 @@ class CheckpointManager(CheckpointedTraining):
         if self._virtual_ranks is None or self._wrapped is None:
             raise ValueError("shares() is for CheckpointManager(model=..., virtual_ranks=...)")
         chosen = rank_settings().virtual_ranks_of(self._virtual_ranks)
-        dealing, steps = self._positions.dealt(loader, 0 if chosen == "auto" else int(chosen or 0))
+        dealing, steps = self._positions.dealt(loader, chosen if isinstance(chosen, int) else 0)
         batch_size = getattr(loader, "batch_size", None) or 1
         shape = BatchShape(micro_batch=batch_size, accumulation=dealing.largest, samples=dealing.virtual_ranks)
         self.announce_batch(shape)
