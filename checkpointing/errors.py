@@ -48,6 +48,8 @@ PASSING_ERRNOS = frozenset(
         errno.ENETUNREACH,
     )
 )
+# What says nothing about a file that is being read. EIO does: it may be a sector that nobody will ever read again.
+AWAY_ERRNOS = PASSING_ERRNOS - {errno.EIO, errno.EREMOTEIO} | {errno.EACCES, errno.EPERM, errno.EMFILE}
 # sysexits.h EX_TEMPFAIL: the run is checkpointed; start it again.
 EXIT_PREEMPTED = 75
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from checkpointing.digest import ALGORITHM, RunningDigest, digest_file
-from checkpointing.errors import CheckpointError, InvalidCheckpoint, StorageUnreachable
+from checkpointing.errors import AWAY_ERRNOS, CheckpointError, InvalidCheckpoint, StorageUnreachable
 from checkpointing.shared_memory import populate_pages
 from checkpointing.storage.base import RemoteFile
 from checkpointing.storage.object_store import ObjectMissing, StorageError
@@ -60,7 +60,7 @@ class MemoryFile(io.RawIOBase):
 def fault(place: str, name: str, error: OSError) -> CheckpointError:
     """Return the error to raise for a checkpoint, one of whose files could not be read."""
     reason = f"{name} cannot be read ({error.strerror or error})"
-    if isinstance(error, StorageError) and not isinstance(error, ObjectMissing):
+    if (isinstance(error, StorageError) and not isinstance(error, ObjectMissing)) or error.errno in AWAY_ERRNOS:
         return StorageUnreachable(f"{place}: {reason}")
     return InvalidCheckpoint(place, reason)
 

@@ -8,10 +8,10 @@ import re
 import shutil
 import stat
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from checkpointing.errors import InvalidCheckpoint
+from checkpointing.errors import AWAY_ERRNOS, InvalidCheckpoint
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
 from checkpointing.storage.base import CHECKPOINT_PREFIX, IRREGULAR, NUMBER, Storage
@@ -33,10 +33,20 @@ _FENCE_NAME = ".fence.json"
 _REMOVING = re.compile(rf"\.{CHECKPOINT_PREFIX}{NUMBER}\.removing\Z")
 
 
+@contextlib.contextmanager
+def _gone() -> Iterator[None]:
+    """Go on without a file that is not there, or is damaged."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in AWAY_ERRNOS:
+            raise
+
+
 def _add_sizes(folder: Path, prefix: str, sizes: dict[str, int]) -> None:
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+    with _gone(), os.scandir(folder) as entries:
         for entry in entries:
-            with contextlib.suppress(OSError):
+            with _gone():
                 if entry.is_dir(follow_symlinks=False):
                     _add_sizes(Path(entry.path), f"{prefix}{entry.name}/", sizes)
                 status = entry.stat(follow_symlinks=False)
@@ -183,6 +193,8 @@ class LocalStorage(Storage):
         except FileNotFoundError:
             raise InvalidCheckpoint(str(path), f"no {MANIFEST_NAME}: it was never committed") from None
         except OSError as error:
+            if error.errno in AWAY_ERRNOS:
+                raise
             raise InvalidCheckpoint(str(path), f"{MANIFEST_NAME} cannot be read ({error.strerror})") from None
         return Manifest.from_json(data, str(path))
 
@@ -196,7 +208,12 @@ class LocalStorage(Storage):
         for number in [step] if step is not None else self._listed():
             # A directory without files is named like a checkpoint, too.
             sizes[f"{CHECKPOINT_PREFIX}{number}/"] = 0
-            _add_sizes(self.directory(number), f"{CHECKPOINT_PREFIX}{number}/", sizes)
+            try:
+                _add_sizes(self.directory(number), f"{CHECKPOINT_PREFIX}{number}/", sizes)
+            except OSError:
+                # On NFS, what another node has just removed is stale.
+                if number in self._listed():
+                    raise
         return sizes
 
     def _steps(self, sizes: Mapping[str, int]) -> set[int]:

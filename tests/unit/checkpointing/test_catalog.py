@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -67,3 +69,40 @@ def test_a_checkpoint_of_another_program_is_told_apart(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-5" / "trainer_state.json").write_text(json.dumps({"global_step": 5}))
     [entry] = Catalog(LocalStorage(tmp_path)).entries()
     assert entry.is_foreign and "this library has not written it" in (entry.problem or "")
+
+
+@pytest.mark.parametrize("name", ["checkpoint-5", "checkpoint-5/manifest.json"])
+def test_a_checkpoint_that_cannot_be_read_now_is_not_called_damaged(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, whose server has restarted: a resume would set the newest checkpoint aside."""
+    storage = LocalStorage(tmp_path)
+    save(storage, 5)
+    stale, scandir, read_bytes = str(tmp_path / name), os.scandir, Path.read_bytes
+
+    def refuse(path: object) -> None:
+        if str(path) == stale:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(os, "scandir", lambda path: (refuse(path), scandir(path))[1])
+    monkeypatch.setattr(Path, "read_bytes", lambda path: (refuse(path), read_bytes(path))[1])
+    with pytest.raises(OSError, match="Stale file handle"):
+        Catalog(storage).entries()
+
+
+def test_a_checkpoint_that_was_removed_during_the_look_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS says of it that it is stale."""
+    storage, scandir = LocalStorage(tmp_path), os.scandir
+    save(storage, 5)
+    save(storage, 6)
+
+    def stale(path: object) -> object:
+        if str(path).endswith("checkpoint-5"):
+            storage.directory(5).rename(tmp_path / ".checkpoint-5.removing")
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return scandir(path)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(os, "scandir", stale)
+    assert Catalog(storage).committed_steps() == [6]

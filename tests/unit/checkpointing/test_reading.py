@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import os
@@ -12,6 +13,7 @@ import pytest
 
 from checkpointing import reading
 from checkpointing.digest import digest_buffer
+from checkpointing.errors import InvalidCheckpoint, StorageUnreachable
 from checkpointing.reading import MemoryFile, pieces_of, private_memory, read_private, read_shared
 
 SIZES = [0, 1, 100, reading._PIECE_BYTES, reading._PIECE_BYTES + 1, 50_000_001]
@@ -80,3 +82,16 @@ def test_a_window_is_read_into_again_after_its_piece_was_used(nbytes: int, monke
     data = os.urandom(nbytes)
     source: Any = OutOfOrder(data, 7)
     assert b"".join(bytes(piece) for piece in pieces_of(source)) == data
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EACCES, errno.EMFILE])
+def test_a_file_that_cannot_be_read_now_is_not_called_damaged(number: int) -> None:
+    """Its checkpoint would be set aside, and training resumed from an older one."""
+    error = reading.fault("checkpoint-3", "optimizer.pt", OSError(number, os.strerror(number)))
+    assert isinstance(error, StorageUnreachable)
+    assert "checkpoint-3: optimizer.pt cannot be read" in str(error)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOENT, 0])
+def test_a_file_that_is_gone_or_damaged_is(number: int) -> None:
+    assert isinstance(reading.fault("checkpoint-3", "optimizer.pt", OSError(number, "why")), InvalidCheckpoint)
