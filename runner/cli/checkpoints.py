@@ -37,13 +37,12 @@ def list_checkpoints(location: str) -> None:
     """
     from runner.text import duration
 
-    first = _tiers(location)
-    parts = [("", first), *((stage.name, tiers) for stage, tiers in first.stages)]
-    if not any(tiers.catalog.entries() for _, tiers in parts):
+    stages = _stages(location)
+    if not any(tiers.catalog.entries() for _, tiers in stages):
         click.echo(f"no checkpoints at {location}")
         return
     click.echo(f"{'step':>8}  {'age':>12}  {'size':>12}  {'tier':<6}  state")
-    for stage, tiers in parts:
+    for stage, tiers in stages:
         if stage:
             click.echo(f"{stage}:")
         for entry in tiers.catalog.entries():
@@ -64,7 +63,7 @@ def list_checkpoints(location: str) -> None:
 def verify(location: str, step: int | None) -> None:
     """Read the checkpoints at LOCATION and compare every digest.
 
-    The exit code is 1 if a checkpoint is damaged.
+    The exit code is 1 if a checkpoint is damaged. Those that another program wrote are only named.
     """
     from checkpointing.catalog import verify as verify_copy
     from checkpointing.errors import InvalidCheckpoint
@@ -72,9 +71,7 @@ def verify(location: str, step: int | None) -> None:
 
     if step is None and (one := re.fullmatch(r"(.*)/checkpoint-(\d{1,15})/?", location)) is not None:
         location, step = one[1], int(one[2])
-    first = _tiers(location)
-    parts = [("", first), *((stage.name, tiers) for stage, tiers in first.stages)]
-    found = [(stage, tiers, entry) for stage, tiers in parts for entry in tiers.catalog.entries()]
+    found = [(stage, tiers, entry) for stage, tiers in _stages(location) for entry in tiers.catalog.entries()]
     found = [(stage, tiers, entry) for stage, tiers, entry in found if step in (None, entry.step)]
     if not found:
         name = "checkpoint" if step is None else f"checkpoint-{step}"
@@ -82,6 +79,9 @@ def verify(location: str, step: int | None) -> None:
     damaged = 0
     for stage, tiers, entry in found:
         name = f"{entry.step:>8}  {tiers.name(entry.storage):<6}" + (f"  {stage}" if stage else "")
+        if entry.is_foreign:
+            click.echo(f"{name}  foreign  {entry.problem}")
+            continue
         try:
             if entry.manifest is None:
                 raise InvalidCheckpoint(entry.storage.describe(entry.step), str(entry.problem))
@@ -106,15 +106,21 @@ def verify(location: str, step: int | None) -> None:
 def export(location: str, step: int, directory: Path) -> None:
     """Copy the checkpoint of STEP at LOCATION to DIRECTORY in Hugging Face layout.
 
-    Every digest is compared.
+    Every digest is compared. Where several stages of a run have a checkpoint of STEP, LOCATION names the stage's folder.
     """
     from checkpointing.export import export_checkpoint
 
-    entry = _tiers(location).catalog.find(step)
+    stages = _stages(location)
+    having = [tiers for _, tiers in stages if step in tiers.catalog.committed_steps()]
+    if len(having) > 1:
+        places = " or ".join(tiers.durable.location for tiers in having)
+        raise UsageError(f"several stages have a checkpoint-{step}: export from {places}")
+    entry = (having or [stages[0][1]])[0].catalog.find(step)
     assert entry.manifest is not None
     with _progress_bar(f"checkpoint-{step}", entry.manifest.total_bytes) as advance:
-        manifest = export_checkpoint(entry.storage, step, directory, advance)
-    click.echo(f"checkpoint-{step}: {len(manifest.files)} files, {manifest.total_bytes / 1e6:.1f} MB, in {directory}")
+        export_checkpoint(entry.storage, step, directory, advance)
+    sizes = [path.stat().st_size for path in directory.rglob("*") if path.is_file()]
+    click.echo(f"checkpoint-{step}: {len(sizes)} files, {sum(sizes) / 1e6:.1f} MB, in {directory}")
 
 
 def _further_retention_options(command: F) -> F:
@@ -145,7 +151,7 @@ def _given(options: FurtherRetention) -> dict[str, object]:
 )
 @_further_retention_options
 def prune(location: str, keep_last: int, **further: Unpack[FurtherRetention]) -> None:
-    """Remove all but the newest checkpoints at LOCATION.
+    """Remove all but the newest checkpoints at LOCATION, of each stage if a run has several.
 
     Incomplete checkpoints are not counted and not removed. If LOCATION is the folder of a run, the checkpoints that its
     configuration keeps permanently stay as well, among them the best by `metric_for_best_model`. The newest checkpoint
@@ -164,7 +170,7 @@ def prune(location: str, keep_last: int, **further: Unpack[FurtherRetention]) ->
         metric, greater = best_by(config.best_metric, config.trainer.get("greater_is_better"))
         further = cast(FurtherRetention, {**config.checkpoint.further_retention, **_given(further)})
     retention = Retention(keep_last=keep_last, best_metric=metric, greater_is_better=greater, **further)
-    for storage in _tiers(location, config).nearest_first:
+    for storage in (storage for _, tiers in _stages(location, config) for storage in tiers.nearest_first):
         manifests = {entry.step: entry.manifest for entry in Catalog(storage).entries() if entry.manifest is not None}
         superfluous = steps_to_remove(manifests.values(), retention)
         for step in sorted(manifests, reverse=True) if superfluous else ():
@@ -189,6 +195,12 @@ def _config_of(location: str) -> Any:
     config = load_config(str(root / "config.yaml"), {}, needs_data=False)
     config.move_to(root)
     return config
+
+
+def _stages(location: str, config: Any = None) -> list[tuple[str, Any]]:
+    """Return name and tiers of each stage at a location; the first one has no name. See `_tiers`."""
+    first = _tiers(location, config)
+    return [("", first), *((stage.name, tiers) for stage, tiers in first.stages)]
 
 
 def _tiers(location: str, config: Any = None) -> Any:

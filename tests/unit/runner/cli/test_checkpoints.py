@@ -13,6 +13,7 @@ from checkpointing import locking
 from checkpointing.commit import StagedFile, commit_snapshot
 from checkpointing.digest import digest_buffer
 from checkpointing.manifest import SnapshotInfo
+from checkpointing.stages import Stage
 from checkpointing.storage import LocalStorage
 
 LOSSES = {10: 1.0, 20: 0.1, 30: 2.0, 40: 1.5}
@@ -103,3 +104,41 @@ def test_export_into_the_current_directory_is_refused(run: Path, tmp_path: Path)
         code, output = checkpoints("export", run, 10, name, cwd=empty)
         assert code == 2 and "current directory" in output, output
     assert checkpoints("export", run, 10, "new", cwd=empty)[0] == 0
+
+
+@pytest.fixture
+def stages(run: Path) -> Path:
+    """A run of two stages, both of which have a checkpoint of step 40."""
+    place = LocalStorage(run / "checkpoints")
+    stage = Stage("stage-2-dpo", 2, 40)
+    place.sidecars.write(f"{stage.name}.json", stage.to_json())
+    for step in (40, 50):
+        data = b"other" * step
+        names = ("model.safetensors", "optimizer.pt", "rng_state.pth")
+        files = [StagedFile(name, [memoryview(data)], partial(digest_buffer, data)) for name in names]
+        commit_snapshot(LocalStorage(place.root / stage.name), SnapshotInfo("run", 1, step, 1, step, {}), files)
+    return run
+
+
+def test_a_later_stage_is_exported_and_pruned_too(stages: Path, tmp_path: Path) -> None:
+    code, output = checkpoints("export", stages, 50, tmp_path / "out")
+    assert code == 0 and "checkpoint-50: 3 files, 0.0 MB" in output
+    assert (tmp_path / "out" / "optimizer.pt").read_bytes() == b"other" * 50
+    assert checkpoints("export", stages, 10, tmp_path / "first")[0] == 0
+
+    code, output = checkpoints("export", stages, 40, tmp_path / "both")
+    assert code == 2 and f"several stages have a checkpoint-40: export from {stages}" in output
+    assert "/checkpoints/stage-2-dpo" in output and not (tmp_path / "both").exists()
+    assert checkpoints("export", stages / "checkpoints" / "stage-2-dpo", 40, tmp_path / "both")[0] == 0
+
+    assert checkpoints("prune", stages, "--keep-last", 1)[0] == 0
+    assert kept(stages) == [20, 40]
+    assert LocalStorage(stages / "checkpoints" / "stage-2-dpo").steps() == [50]
+
+
+def test_another_programs_checkpoint_is_not_called_damaged(run: Path) -> None:
+    foreign = run / "checkpoints" / "checkpoint-99"
+    foreign.mkdir()
+    (foreign / "trainer_state.json").write_text("{}")
+    code, output = checkpoints("verify", run)
+    assert code == 0 and "foreign" in output and "INVALID" not in output, output
