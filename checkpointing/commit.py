@@ -14,7 +14,7 @@ from checkpointing.manifest import FileEntry, Manifest, SnapshotInfo
 from checkpointing.split import SplitSave
 from checkpointing.storage import Storage
 from checkpointing.storage.base import Transaction
-from checkpointing.together import Together, await_shards, begin_together
+from checkpointing.together import Begun, await_shards
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def commit_snapshot(
     may_publish: Callable[[], bool] = lambda: True,
     *,
     at_once: int = 1,
-    together: Together | None = None,
+    together: Callable[[], Begun] | None = None,
     split: SplitSave | None = None,
     is_current: Callable[[], bool] = lambda: True,
 ) -> Manifest:
@@ -54,7 +54,7 @@ def commit_snapshot(
         files: The files.
         may_publish: Asked last; False drops what was written.
         at_once: Number of files to write in parallel; more than one only if their pieces share no memory.
-        together: The save, where other nodes write the shards that are not among the files.
+        together: Returns the save, where other nodes write the shards that are not among the files.
         split: The save, where other nodes write parts of the large files.
         is_current: Whether the attempt runs still; otherwise the other nodes get less time.
 
@@ -69,9 +69,11 @@ def commit_snapshot(
     """
     transaction = None
     try:
-        save = together or (split.split if split is not None else None)
-        transaction = storage.begin(info.step, info.attempt, save.identity if save is not None else "")
-        begun = [begin_together(transaction, together)] if together is not None else []
+        begun = together() if together is not None else None
+        if begun is not None:
+            transaction = begun.transaction
+        else:
+            transaction = storage.begin(info.step, info.attempt, split.split.identity if split is not None else "")
         if split is not None:
             split.begin(transaction)
         write = functools.partial(_write, transaction, split)
@@ -83,10 +85,10 @@ def commit_snapshot(
         if split is not None:
             split.complete(is_current)
         entries = [FileEntry(file.name, size, file.digest()) for file, size in zip(files, sizes, strict=True)]
-        if together is not None:
+        if begun is not None:
             own = {file.name for file in files}
-            entries += begun
-            entries += await_shards(transaction, [name for name in together.shards if name not in own], is_current)
+            others = [name for name in begun.together.shards if name not in own]
+            entries += [begun.file, *await_shards(transaction, others, is_current)]
         manifest = Manifest(**asdict(info), created_at=time.time(), files=tuple(entries))
         if not may_publish():
             raise CommitFailed(f"checkpoint-{info.step} was found damaged in memory and is not published")

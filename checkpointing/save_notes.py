@@ -8,6 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from checkpointing.errors import InvalidCheckpoint
+from checkpointing.manifest import SnapshotInfo
+from checkpointing.storage import Storage
 from checkpointing.storage.base import Transaction
 
 # Between two signs of life of a node that writes.
@@ -72,3 +75,15 @@ def error_in(note: bytes) -> str | None:
         if isinstance(document, Mapping) and "error" in document:
             return str(document["error"])
     return None
+
+
+def is_committed(storage: Storage, info: SnapshotInfo) -> bool:
+    """Return whether a save is over: a node that still writes to it has come too late.
+
+    Raises:
+        OSError: Storage refused.
+    """
+    try:
+        return storage.read_manifest(info.step).attempt == info.attempt
+    except InvalidCheckpoint:
+        return False

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from checkpointing.digest import PART_BYTES, num_parts
-from checkpointing.errors import InvalidCheckpoint
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import SnapshotInfo
-from checkpointing.save_notes import LONGEST_LOOK_S, SHORTEST_LOOK_S, SignsOfLife, await_note, error_in
+from checkpointing.save_notes import LONGEST_LOOK_S, SHORTEST_LOOK_S, SignsOfLife, await_note, error_in, is_committed
 from checkpointing.shards import HeldFile
 from checkpointing.storage import Storage
 from checkpointing.storage.base import Transaction
@@ -57,6 +56,28 @@ class Split:
     node: int
     nodes: int
     files: tuple[str, ...]
+
+    @classmethod
+    def between(
+        cls, ranks: Sequence[tuple[int, bool]], own: int, identity: str, files: tuple[str, ...]
+    ) -> Split | None:
+        """Divide a save among the nodes that hold the snapshot.
+
+        Args:
+            ranks: Of each rank, its node, and whether that has memory for the snapshot. The first one's node commits.
+            own: This node.
+            identity: Of the save.
+            files: What they can write together.
+
+        Returns:
+            This node's share; None where it has none, or no more than one node writes. Without the node that commits
+            there is nobody whom the others could wait for.
+        """
+        without = {node for node, holds in ranks if not holds}
+        nodes = sorted({node for node, _ in ranks} - without)
+        if len(nodes) < 2 or own not in nodes or ranks[0][0] in without:
+            return None
+        return cls(identity, nodes.index(own), len(nodes), files)
 
     def portion(self, nbytes: int, node: int | None = None) -> range:
         """Return the numbers of the parts of a file of `nbytes` bytes that a node, by default this one, writes."""
@@ -106,11 +127,11 @@ def write_portion(
     transaction = storage.begin(info.step, info.attempt, split.identity, joins=True)
     begun = transaction.read_note(_BEGUN)
     if begun is None:
-        if _is_committed(storage, info):
+        if is_committed(storage, info):
             return True
         begun = await_note(transaction, _BEGUN, BEGIN_PATIENCE_S, clock, sleep, is_wanted)
     if begun is None:
-        return _is_committed(storage, info) or not is_wanted()
+        return is_committed(storage, info) or not is_wanted()
     tokens: dict[str, str] = json.loads(begun)["files"]
     if not tokens:
         return True
@@ -137,14 +158,6 @@ def write_portion(
             transaction.withdraw([note])
     failpoint("portion.reported")
     return True
-
-
-def _is_committed(storage: Storage, info: SnapshotInfo) -> bool:
-    """Return whether the save is over: this node has come too late."""
-    try:
-        return storage.read_manifest(info.step).attempt == info.attempt
-    except InvalidCheckpoint:
-        return False
 
 
 class SplitSave:

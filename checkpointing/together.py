@@ -1,23 +1,26 @@
 """A checkpoint that several nodes write: each its shards, and one of them the manifest.
 
 The nodes talk through the storage itself. The node that commits begins with a file that says so, for which the others
-wait. Each of these then gives signs of life in a note of its own, writes its shards, and for each the digests of its
-parts, once; or its note says why it could not. The node that commits waits for the digests of all shards. A crash of
-either side leaves files that no manifest names.
+wait; it does so as soon as it has the snapshot, even where it has yet to write an earlier one. Each of these then gives
+signs of life in a note of its own, writes its shards, and for each the digests of its parts, once; or its note says why
+it could not. The node that commits waits for the digests of all shards. A crash of either side leaves files that no
+manifest names.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from checkpointing.digest import digest_buffer
 from checkpointing.errors import CommitFailed
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import FileEntry, SnapshotInfo
-from checkpointing.save_notes import LONGEST_LOOK_S, SHORTEST_LOOK_S, SignsOfLife, await_note, error_in
+from checkpointing.save_notes import LONGEST_LOOK_S, SHORTEST_LOOK_S, SignsOfLife, await_note, error_in, is_committed
 from checkpointing.shards import BEGUN_NAME, HeldFile, ShardParts, parts_name, state_name
 from checkpointing.storage import Storage
 from checkpointing.storage.base import Transaction
@@ -28,6 +31,7 @@ LAST_PATIENCE_S = 5.0
 # A node that lives, but does not get on; when its attempt is over, ranks wait for this.
 LONGEST_S = 3600.0
 LAST_LONGEST_S = 600.0
+_LOOKS_AT_ONCE = 16
 _SHARED_QUESTION = (
     "Do all nodes reach this location (a shared volume, or object storage)? State that no node holds whole needs one"
 )
@@ -48,15 +52,36 @@ class Together:
     in_memory: bool = True
 
 
-def begin_together(transaction: Transaction, together: Together) -> FileEntry:
-    """Let the other nodes write; return the file that says so, which is part of the checkpoint.
+@dataclass(frozen=True)
+class Begun:
+    """A save that the node that commits has begun, so that the other nodes write.
+
+    Attributes:
+        together: The save.
+        transaction: It.
+        file: What says so, which is part of the checkpoint.
+    """
+
+    together: Together
+    transaction: Transaction
+    file: FileEntry
+
+
+def begin_together(storage: Storage, info: SnapshotInfo, together: Together) -> Begun:
+    """Let the other nodes write.
 
     Raises:
-        OSError: Storage refused.
+        CommitFailed: Storage refused.
     """
     data = json.dumps({"save": together.identity}).encode()
-    transaction.write_note(BEGUN_NAME, data)
-    return FileEntry(BEGUN_NAME, len(data), digest_buffer(data))
+    try:
+        transaction = storage.begin(info.step, info.attempt, together.identity)
+        transaction.write_note(BEGUN_NAME, data)
+    except OSError as error:
+        raise CommitFailed(
+            f"checkpoint-{info.step} at {storage.location} could not be begun: {error.strerror or error}"
+        ) from error
+    return Begun(together, transaction, FileEntry(BEGUN_NAME, len(data), digest_buffer(data)))
 
 
 def write_shards(
@@ -93,6 +118,8 @@ def write_shards(
         signs = SignsOfLife(transaction, state_name(names[0]))
         try:
             for shard in shards:
+                if shard is not shards[0] and transaction.read_note(BEGUN_NAME) is None:
+                    break
                 transaction.write(shard.name, [shard.data])
                 failpoint("shard.written")
                 note = shard.parts().to_json()
@@ -102,7 +129,7 @@ def write_shards(
                 transaction.write_note(parts_name(shard.name), note)
                 failpoint("shard.reported")
         except OSError as error:
-            if not _is_reported(transaction, names[-1]):
+            if not _is_reported(storage, info, transaction, names[-1]):
                 signs.end(error.strerror or str(error))
                 raise
         finally:
@@ -119,15 +146,15 @@ def write_shards(
     return sum(len(shard.data) for shard in shards)
 
 
-def _is_reported(transaction: Transaction, last: str) -> bool:
+def _is_reported(storage: Storage, info: SnapshotInfo, transaction: Transaction, last: str) -> bool:
     """Return whether the digests of a node's last shard can be read, also where writing them seemed to fail.
 
-    The node that commits then needs no more of this one, and a note of the error might come after the checkpoint.
+    The node that commits then needs no more of this one, and a note of the error might come after the checkpoint. It
+    may have committed meanwhile: in a directory, nothing is left under the save's own name then.
     """
-    try:
-        return transaction.read_note(parts_name(last)) is not None
-    except OSError:
-        return False
+    with contextlib.suppress(OSError):
+        return transaction.read_note(parts_name(last)) is not None or is_committed(storage, info)
+    return False
 
 
 def await_shards(
@@ -157,25 +184,20 @@ def await_shards(
     began = since = clock()
     pause = SHORTEST_LOOK_S
     while True:
-        for name in names:
-            if name in found:
-                continue
-            note = transaction.read_note(parts_name(name))
+        lacking = [name for name in names if name not in found]
+        for name, (note, state) in zip(lacking, _look(transaction, lacking), strict=True):
             if note is not None:
                 found[name] = (_read(note, name), note)
                 since, pause = clock(), SHORTEST_LOOK_S
-                continue
-            # Only the first shard of a node has one.
-            state = transaction.read_note(state_name(name))
-            if state is not None and state != states.get(name):
+            elif state is not None and state != states.get(name):
                 states[name], since = state, clock()
                 _check_state(state, name)
         if len(found) == len(names):
             break
         patience, longest = (PATIENCE_S, LONGEST_S) if is_current() else (LAST_PATIENCE_S, LAST_LONGEST_S)
         if clock() - since > patience or clock() - began > longest:
-            lacking = next(name for name in names if name not in found)
-            raise CommitFailed(_missing(lacking, clock() - since, clock() - began, is_alone=not (found or states)))
+            first = next(name for name in names if name not in found)
+            raise CommitFailed(_missing(first, clock() - since, clock() - began, is_alone=not (found or states)))
         sleep(pause)
         pause = min(2 * pause, LONGEST_LOOK_S)
     # They are not part of the checkpoint; one that comes later does no harm.
@@ -185,6 +207,22 @@ def await_shards(
         entries.append(FileEntry(name, parts.nbytes, parts.digest))
         entries.append(FileEntry(parts_name(name), len(note), digest_buffer(note)))
     return entries
+
+
+def _look(transaction: Transaction, names: Sequence[str]) -> list[tuple[bytes | None, bytes | None]]:
+    """Return, for each shard, the digests of its parts, or else its node's sign of life: that of its first shard.
+
+    Raises:
+        OSError: Storage refused.
+    """
+
+    def notes_of(name: str) -> tuple[bytes | None, bytes | None]:
+        note = transaction.read_note(parts_name(name))
+        return note, transaction.read_note(state_name(name)) if note is None else None
+
+    # Hundreds of ranks would otherwise be asked for one after the other.
+    with ThreadPoolExecutor(_LOOKS_AT_ONCE, "checkpoint-look") as pool:
+        return list(pool.map(notes_of, names))
 
 
 def _missing(lacking: str, silent_s: float, waited_s: float, *, is_alone: bool) -> str:

@@ -15,7 +15,7 @@ from checkpointing.shards import ShardParts
 from checkpointing.shared_memory import SharedMemory, round_up
 from checkpointing.split import Split
 from checkpointing.threads import side_by_side
-from checkpointing.together import Together
+from checkpointing.together import Begun, Together
 
 NUM_ARENAS = 2
 _GROWTH_SHARE = 64
@@ -45,6 +45,7 @@ class Arena:
         info: Where in its run the snapshot was taken; None until the leader has copied.
         files: Name, offset and size in bytes of each file image.
         together: The save, where the snapshot is only this node's share of a state.
+        begun: Returns that save once it has begun, where this agent publishes it.
         split: The save, where other nodes hold the same snapshot, and write parts of it; until that begins.
         digests: By file name, once computed.
         parts: Digests of the parts of files, by file name.
@@ -70,6 +71,7 @@ class Arena:
     info: SnapshotInfo | None = None
     files: list[tuple[str, int, int]] = field(default_factory=list)
     together: Together | None = None
+    begun: Callable[[], Begun] | None = None
     split: Split | None = None
     digests: dict[str, str] = field(default_factory=dict)
     parts: dict[str, ShardParts] = field(default_factory=dict)
@@ -100,7 +102,7 @@ class Arena:
         self.state, self.step, self.stage = state, step, stage
         self.copied_by.clear()
         self.receiving.clear()
-        self.digests, self.parts, self.guests, self.together, self.split = {}, {}, {}, None, None
+        self.digests, self.parts, self.guests, self.together, self.begun, self.split = {}, {}, {}, None, None, None
         self.digested = threading.Event()
         self.commit_wanted = self.damaged = self.publishes = False
         self.is_saved = self.is_spent = self.is_old = False

@@ -23,7 +23,7 @@ from checkpointing.shards import HeldFile, ShardParts, parts_name, shard_rank
 from checkpointing.split import Split, SplitSave, write_portion
 from checkpointing.storage import Storage
 from checkpointing.tiers import Tiers
-from checkpointing.together import Together, write_shards
+from checkpointing.together import Begun, begin_together, write_shards
 
 Outcome = Committed | CommitFailed
 logger = logging.getLogger("checkpointing")
@@ -100,13 +100,24 @@ class Publisher:
             may_publish=lambda: not (arena.damaged or arena.is_spent),
             at_once=storage.writes_at_once,
             since=arena.whole_since,
-            together=arena.together,
+            together=arena.begun,
             split=save,
             is_current=lambda: self._fencer.current.attempt <= attempt,
         )
         if save is not None and held:
             self._meetings.add(attempt, save.gave_up is None)
         return outcome
+
+    def begin_together(self, arena: Arena) -> Begun:
+        """Let the other nodes write their shards of a snapshot.
+
+        Raises:
+            CheckpointError: Storage refused, or a newer attempt has begun.
+        """
+        assert arena.info is not None and arena.together is not None
+        self._fencer.wait_until_answered()
+        self._fencer.begin_at_durable_tier()
+        return begin_together(self._tiers.durable, arena.info, arena.together)
 
     def write_portion(self, arena: Arena, split: Split) -> None:
         """Write this node's parts of a snapshot that another node commits, which does without where that fails."""
@@ -153,7 +164,7 @@ class Publisher:
         may_publish: Callable[[], bool] = lambda: True,
         at_once: int = 1,
         since: float,
-        together: Together | None = None,
+        together: Callable[[], Begun] | None = None,
         split: SplitSave | None = None,
         is_current: Callable[[], bool] = lambda: True,
     ) -> Outcome:
@@ -167,7 +178,7 @@ class Publisher:
             may_publish: Asked last; False drops what was written.
             at_once: Number of files to write in parallel.
             since: When the work began, by the clock.
-            together: The save, where other nodes write the shards that are not among the files.
+            together: Returns the save, where other nodes write the shards that are not among the files.
             split: The save, where other nodes write parts of the large files.
             is_current: Whether the attempt runs still.
 

@@ -27,6 +27,7 @@ from checkpointing.events import CommitFailed, Committed
 from checkpointing.retention import Retention
 from checkpointing.shards import ShardParts
 from checkpointing.split import Split
+from checkpointing.threads import in_background
 from checkpointing.tiers import Tiers
 
 # Starts a call in a thread of that name.
@@ -163,6 +164,9 @@ class StorageWorker:
             arena: The snapshot.
             split: The save, where other nodes write parts of it; or this node's share, reported by `SharesWritten`.
         """
+        if arena.together is not None and arena.publishes:
+            # Before its turn comes: the other nodes write meanwhile, and wait for no more than this.
+            arena.begun = in_background(lambda: self.publisher.begin_together(arena), "checkpoint-begin").result
         self._committing.put(_Commit(arena, split))
 
     def write_portion(self, arena: Arena, split: Split) -> None:

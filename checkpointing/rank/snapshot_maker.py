@@ -201,11 +201,7 @@ class SnapshotMaker:
             return None
         first = ranks.rank - ranks.local_rank
         said = ranks.gather((first, has_memory, uuid.uuid4().hex[:12]))
-        without = {node for node, holds, _ in said if not holds}
-        nodes = sorted({node for node, *_ in said} - without)
-        if len(nodes) < 2 or first not in nodes:
-            return None
-        return Split(said[0][2], nodes.index(first), len(nodes), files)
+        return Split.between([(node, holds) for node, holds, _ in said], first, said[0][2], files)
 
     def _agreed(self, step: int, acquired: tuple[int, memoryview] | Refusal) -> tuple[int, memoryview] | Refusal:
         """Return what was acquired, if all nodes have memory for their share; otherwise why one has none."""

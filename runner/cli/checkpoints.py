@@ -106,7 +106,8 @@ def verify(location: str, step: int | None) -> None:
 def export(location: str, step: int, directory: Path) -> None:
     """Copy the checkpoint of STEP at LOCATION to DIRECTORY in Hugging Face layout.
 
-    Every digest is compared. Where several stages of a run have a checkpoint of STEP, LOCATION names the stage's folder.
+    Every digest is compared. Where several stages of a run have a checkpoint of STEP, LOCATION is to be the stage's
+    folder.
     """
     from checkpointing.export import export_checkpoint
 

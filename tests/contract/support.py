@@ -17,7 +17,7 @@ from checkpointing.manifest import Manifest, SnapshotInfo
 from checkpointing.shards import INDEX_NAME, HeldFile, ShardParts, parts_name, shard_name
 from checkpointing.split import Split, SplitSave, write_portion
 from checkpointing.storage import Storage, open_storage
-from checkpointing.together import Together, write_shards
+from checkpointing.together import Together, begin_together, write_shards
 
 SMALL_BYTES = 2 << 20
 # S3's least is 5 MB. So small that what takes two of them is soon sent.
@@ -50,7 +50,8 @@ def commit_together(location: str, step: int, attempt: int = 1) -> Manifest:
         other = pool.submit(write_shards, open_storage(location), info, save, [shard])
         files = [staged(shard_name(0), data[0]), staged(parts_name(shard_name(0)), memoryview(parts[0].to_json()))]
         files.append(staged(INDEX_NAME, memoryview(b"{}")))
-        manifest = commit_snapshot(open_storage(location), info, files, together=save)
+        storage = open_storage(location)
+        manifest = commit_snapshot(storage, info, files, together=lambda: begin_together(storage, info, save))
         other.result()
     return manifest
 

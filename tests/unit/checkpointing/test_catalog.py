@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from unit.checkpointing.agent.doubles import STATE, Store, save
@@ -80,12 +81,13 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_called_damaged(
     save(storage, 5)
     stale, scandir, read_bytes = str(tmp_path / name), os.scandir, Path.read_bytes
 
-    def refuse(path: object) -> None:
+    def known(path: object) -> Any:
         if str(path) == stale:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return path
 
-    monkeypatch.setattr(os, "scandir", lambda path: (refuse(path), scandir(path))[1])
-    monkeypatch.setattr(Path, "read_bytes", lambda path: (refuse(path), read_bytes(path))[1])
+    monkeypatch.setattr(os, "scandir", lambda path: scandir(known(path)))
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read_bytes(known(path)))
     with pytest.raises(OSError, match="Stale file handle"):
         Catalog(storage).entries()
 

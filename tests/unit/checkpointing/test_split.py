@@ -249,3 +249,24 @@ def test_a_node_that_finds_no_save_says_so(storage: Storage) -> None:
         sleep=lambda seconds: None,
     )
     assert not found
+
+
+@pytest.mark.parametrize(
+    ("without", "own", "expected"),
+    [
+        ((), 0, (0, 3)),
+        ((), 4, (2, 3)),
+        ((2,), 4, (1, 2)),
+        ((2,), 2, None),
+        # The one that commits writes from its own memory, without a snapshot, and alone.
+        ((0,), 2, None),
+        ((2, 4), 0, None),
+    ],
+)
+def test_nodes_that_hold_the_snapshot_write_it_with_the_one_that_commits(
+    without: tuple[int, ...], own: int, expected: tuple[int, int] | None
+) -> None:
+    """Three nodes of two ranks, named by their first one."""
+    ranks = [(node, node not in without) for node in (0, 0, 2, 2, 4, 4)]
+    split = Split.between(ranks, own, "ab", ("optimizer.pt",))
+    assert (None if split is None else (split.node, split.nodes)) == expected

@@ -6,6 +6,7 @@ import functools
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from chaos.stores import MemoryObjects
 from checkpointing import save_notes
 from checkpointing.digest import digest_buffer
 from checkpointing.errors import CommitFailed
-from checkpointing.manifest import FileEntry, SnapshotInfo
+from checkpointing.manifest import FileEntry, Manifest, SnapshotInfo
 from checkpointing.shards import HeldFile, ShardParts, parts_name
 from checkpointing.storage import LocalStorage
 from checkpointing.storage.local_transaction import LocalTransaction
@@ -43,8 +44,8 @@ def storage(tmp_path: Path) -> LocalStorage:
 @pytest.fixture
 def transaction(storage: LocalStorage) -> LocalTransaction:
     """That of the node that commits, which has begun."""
-    transaction = storage.begin(5, 1, SAVE.identity)
-    begin_together(transaction, SAVE)
+    transaction = begin_together(storage, INFO, SAVE).transaction
+    assert isinstance(transaction, LocalTransaction)
     return transaction
 
 
@@ -151,6 +152,38 @@ def test_digests_that_were_stored_are_not_replaced_by_a_later_error(
     ]
 
 
+def test_a_checkpoint_that_was_committed_meanwhile_is_no_failure(
+    storage: LocalStorage, transaction: LocalTransaction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node that commits needs no more than the name of the last digests, which may not be durable yet."""
+    write_note = LocalTransaction.write_note
+
+    def overtaken(self: LocalTransaction, name: str, data: bytes) -> None:
+        write_note(self, name, data)
+        if name == "shards/1.parts.json":
+            entries = await_shards(transaction, ["shards/1.bin"])
+            transaction.commit(Manifest(**asdict(INFO), created_at=0.0, files=tuple(entries)))
+            raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(LocalTransaction, "write_note", overtaken)
+    assert write_shards(storage, INFO, SAVE, [shard()]) == len(DATA)
+    assert storage.steps() == [5]
+
+
+def test_a_node_writes_no_more_shards_of_a_save_that_was_given_up() -> None:
+    storage = ObjectStorage(MemoryObjects())
+    transaction = begin_together(storage, INFO, SAVE).transaction
+
+    def given_up() -> ShardParts:
+        transaction.abort()
+        return PARTS
+
+    never = HeldFile("shards/2.bin", memoryview(DATA), lambda: pytest.fail("it is written"))
+    with pytest.raises(CommitFailed, match="has given up checkpoint-5"):
+        write_shards(storage, INFO, SAVE, [shard(given_up), never])
+    assert storage.store.sizes() == {}
+
+
 @pytest.mark.parametrize("note", [b"", b"{", b"[]", b'{"nbytes": 1, "parts": "00"}'])
 def test_digests_that_cannot_be_read_are_an_error(transaction: LocalTransaction, note: bytes) -> None:
     transaction.write_note("shards/1.parts.json", note)
@@ -197,8 +230,7 @@ def test_a_save_that_was_given_up_gets_no_more_files(storage: LocalStorage, tran
 def test_what_is_written_after_the_save_was_given_up_is_withdrawn() -> None:
     """In object storage, where nothing is a directory that could be gone."""
     storage = ObjectStorage(MemoryObjects())
-    transaction = storage.begin(5, 1, SAVE.identity)
-    begin_together(transaction, SAVE)
+    transaction = begin_together(storage, INFO, SAVE).transaction
 
     def given_up() -> ShardParts:
         transaction.abort()

@@ -66,6 +66,17 @@ def test_each_writes_its_shard_and_one_commits(nodes: tuple[Bench, Bench]) -> No
     assert leader.scheduler.outcomes == other.scheduler.outcomes == {7: None}
 
 
+def test_the_others_write_while_the_one_that_commits_is_busy_with_an_earlier_save(nodes: tuple[Bench, Bench]) -> None:
+    """They wait for no longer than half a minute, and an earlier save may take as long as it takes."""
+    leader, other = nodes
+    share(leader, 0)
+    share(other, 1)
+    assert list(other.settle())[-1] == SharesWritten()
+    assert Catalog(leader.tiers.durable).committed_steps() == []
+    leader.settle()
+    assert Catalog(leader.tiers.durable).verify(7).step == 7
+
+
 def test_a_node_that_is_gone_fails_the_save_which_is_not_tried_again_but_may_be_resumed_from(
     nodes: tuple[Bench, Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +121,10 @@ def test_ranks_are_offered_shares_at_once_or_are_answered_when_their_save_is_ove
     leader, other = nodes
     shares = []
     for rank, bench in enumerate(nodes):
+        # What dead writers have left is removed here, and no later.
+        fencer = bench.workers.current.fencer
+        fencer.run(fencer.begin(1, ()))
+        fencer.current.answered.set()
         shares.append(share(bench, rank, commit=False))
         bench.scheduler.commit_newest()
         held = bench.scheduler.begin_stage()
