@@ -26,11 +26,13 @@ class StagedFile:
         pieces: Its bytes, in order. A sequence if all are in memory; each piece of an iterator lasts until the next.
         digest: Returns the digest of all bytes; called once they have been written. If it raises a CheckpointError,
             nothing is published.
+        nbytes: The file's size, where the pieces do not tell it and it is known.
     """
 
     name: str
     pieces: Iterable[memoryview]
     digest: Callable[[], str]
+    nbytes: int | None = None
 
 
 def commit_snapshot(
@@ -109,7 +111,7 @@ def commit_snapshot(
 def _write(transaction: Transaction, split: SplitSave | None, file: StagedFile) -> int:
     if split is not None and split.holds(file.name):
         return split.write(file.name)
-    return transaction.write(file.name, file.pieces)
+    return transaction.write(file.name, file.pieces, file.nbytes)
 
 
 def _is_kept(storage: Storage, manifest: Manifest) -> bool:

@@ -184,7 +184,7 @@ class _CheckedCopy:
                 raise self.problem
             return file.digest
 
-        return StagedFile(file.name, digesting(_read(folder / file.name), digest), compared)
+        return StagedFile(file.name, digesting(_read(folder / file.name), digest), compared, file.size)
 
 
 def _read(path: Path) -> Iterator[memoryview]:

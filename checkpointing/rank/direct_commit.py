@@ -66,7 +66,8 @@ class DirectCommit:
         files = []
         for image in images:
             digest = RunningDigest()
-            files.append(StagedFile(image.name, digesting(pieces(image, window, device), digest), digest.result))
+            data = digesting(pieces(image, window, device), digest)
+            files.append(StagedFile(image.name, data, digest.result, image.nbytes))
         try:
             return None, commit_snapshot(self._tiers.first, info, files).total_bytes
         except CheckpointError as error:

@@ -25,13 +25,14 @@ IRREGULAR = -1
 class Transaction(Protocol):
     """One checkpoint in the making. Nothing of it is visible as a checkpoint before `commit` returns."""
 
-    def write(self, name: str, pieces: Iterable[memoryview]) -> int:
+    def write(self, name: str, pieces: Iterable[memoryview], nbytes: int | None = None) -> int:
         """Store one file durably.
 
         Args:
             name: Name of the file inside the checkpoint.
             pieces: Its bytes, in order. A piece may be overwritten when the next is asked for, unless they are a
                 sequence.
+            nbytes: The file's size, where the pieces do not tell it and it is known.
 
         Returns:
             The file's size in bytes.

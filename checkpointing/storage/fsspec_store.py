@@ -21,6 +21,8 @@ _DEADLINE_S = 60.0
 _ANSWERS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 _MIN_BYTES_PER_S = 100_000
 _CHUNK_BYTES = 16 * 1024 * 1024
+# S3 allows 10,000.
+_MAX_CHUNKS = 9_000
 
 T = TypeVar("T")
 
@@ -77,21 +79,23 @@ class FilesystemStore:
 
         return self._call(f"put {key}", work, len(data))
 
-    def upload(self, key: str, pieces: Iterable[memoryview]) -> int:
+    def upload(self, key: str, pieces: Iterable[memoryview], nbytes: int | None = None) -> int:
         """Write a file chunk by chunk."""
         given = list(pieces) if isinstance(pieces, Sequence) else pieces
 
         def work() -> int:
             fs, root = self._place
-            nbytes = 0
-            with fs.open(root + key, "wb", block_size=_CHUNK_BYTES) as file:
+            written = 0
+            with fs.open(root + key, "wb", block_size=max(_CHUNK_BYTES, -(-expected // _MAX_CHUNKS))) as file:
                 for piece in given:
                     for start in range(0, len(piece), _CHUNK_BYTES):
                         self.transferred(file.write(piece[start : start + _CHUNK_BYTES]))
-                    nbytes += len(piece)
-            return nbytes
+                    written += len(piece)
+            return written
 
-        expected = sum(len(piece) for piece in given) if isinstance(given, list) else 1 << 33
+        if isinstance(given, list):
+            nbytes = sum(len(piece) for piece in given)
+        expected = nbytes if nbytes is not None else 1 << 33
         return self._call(f"upload {key}", work, expected)
 
     def get(self, key: str) -> bytes | None:

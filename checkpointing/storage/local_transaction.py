@@ -57,11 +57,11 @@ class LocalTransaction:
             self.abort()
             raise
 
-    def write(self, name: str, pieces: Iterable[memoryview]) -> int:
+    def write(self, name: str, pieces: Iterable[memoryview], nbytes: int | None = None) -> int:
         """Write and sync a file."""
-        nbytes = write_file(self._place(name), _watched(pieces))
+        written = write_file(self._place(name), _watched(pieces))
         failpoint("local.written")
-        return nbytes
+        return written
 
     def write_note(self, name: str, data: bytes) -> None:
         """Write and sync a file, and rename it."""

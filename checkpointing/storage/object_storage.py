@@ -70,13 +70,13 @@ class ObjectTransaction:
         # Whether a manifest may exist that names what was written.
         self._may_be_published = False
 
-    def write(self, name: str, pieces: Iterable[memoryview]) -> int:
+    def write(self, name: str, pieces: Iterable[memoryview], nbytes: int | None = None) -> int:
         """Upload a file."""
         key = f"{self._folder}/{name}"
         self._written.append(key)
-        nbytes = self._store.upload(key, pieces)
+        uploaded = self._store.upload(key, pieces, nbytes)
         failpoint("remote.uploaded")
-        return nbytes
+        return uploaded
 
     def write_note(self, name: str, data: bytes) -> None:
         """Put an object."""

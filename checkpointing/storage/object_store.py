@@ -90,10 +90,11 @@ class ObjectStore(Protocol):
             StorageError: The store refused, or did not answer.
         """
 
-    def upload(self, key: str, pieces: Iterable[memoryview]) -> int:
+    def upload(self, key: str, pieces: Iterable[memoryview], nbytes: int | None = None) -> int:
         """Store an object of any size, its bytes given in order; return its size. A failed upload leaves nothing.
 
-        A piece may be overwritten when the next is asked for, unless they are a sequence.
+        A piece may be overwritten when the next is asked for, unless they are a sequence. Where they are none, an
+        object of more than 300 GB needs its size in advance: stores limit the number of parts.
 
         Raises:
             StorageError: The store refused, or did not answer.

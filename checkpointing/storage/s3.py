@@ -67,9 +67,9 @@ class S3Store:
         """Multipart uploads."""
         return self._uploads
 
-    def upload(self, key: str, pieces: Iterable[memoryview]) -> int:
+    def upload(self, key: str, pieces: Iterable[memoryview], nbytes: int | None = None) -> int:
         """Upload an object in parts, several at a time."""
-        return self._uploads.upload(key, pieces)
+        return self._uploads.upload(key, pieces, nbytes)
 
     def get(self, key: str) -> bytes | None:
         """Get an object in one call."""

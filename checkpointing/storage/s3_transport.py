@@ -17,8 +17,6 @@ from checkpointing.storage.object_store import StorageTimeout
 from checkpointing.threads import in_background
 
 _SEND_BYTES = 256 * 1024
-# S3 allows 10,000 parts; larger objects get larger ones.
-_MAX_PARTS = 9_000
 _RETRY_FOR_S = 60.0
 # Slower calls are given up.
 MIN_BYTES_PER_S = 50_000
@@ -109,7 +107,7 @@ def cut(pieces: Iterable[memoryview], part_bytes: int, *, stays: bool) -> Iterat
 
     Args:
         pieces: The bytes, in order.
-        part_bytes: Size of a part; larger where the object would have too many.
+        part_bytes: Size of a part.
         stays: Whether a piece still exists when the next one is asked for.
     """
     pending: bytearray | memoryview = memoryview(b"")
@@ -124,11 +122,9 @@ def cut(pieces: Iterable[memoryview], part_bytes: int, *, stays: bool) -> Iterat
             if len(pending) < part_bytes:
                 continue
             yield memoryview(pending)
-        # The number of parts is limited; a piece of many is cut into larger ones.
-        size = max(part_bytes, -(-len(rest) // _MAX_PARTS))
-        while len(rest) >= size:
-            yield rest[:size]
-            rest = rest[size:]
+        while len(rest) >= part_bytes:
+            yield rest[:part_bytes]
+            rest = rest[part_bytes:]
         pending = rest if stays else bytearray(rest)
     if pending:
         yield memoryview(pending)

@@ -159,7 +159,7 @@ class RecordingStore(FilesystemStore):
             super().put(key, data, if_absent=if_absent)
         raise StorageTimeout(f"put {key}: no answer")
 
-    def upload(self, key: str, pieces: Iterable[memoryview]) -> int:
+    def upload(self, key: str, pieces: Iterable[memoryview], nbytes: int | None = None) -> int:
         """Upload in parts, as S3 does."""
         self._recorder.add("part", _plain(key))
         self._recorder.uploads.add(key)
@@ -168,7 +168,7 @@ class RecordingStore(FilesystemStore):
         if key not in self._recorder.uploads:
             raise StorageError(f"upload {key}: it was aborted")
         self._recorder.uploads.discard(key)
-        return super().upload(key, pieces)
+        return super().upload(key, pieces, nbytes)
 
     def get(self, key: str) -> bytes | None:
         self._recorder.add("get", _plain(key))

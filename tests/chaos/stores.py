@@ -54,7 +54,7 @@ class MemoryObjects:
         self.objects[key] = data
         return True
 
-    def upload(self, key: str, pieces: Iterable[memoryview]) -> int:
+    def upload(self, key: str, pieces: Iterable[memoryview], nbytes: int | None = None) -> int:
         self.objects[key] = b"".join(pieces)
         return len(self.objects[key])
 

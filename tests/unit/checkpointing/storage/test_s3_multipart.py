@@ -105,6 +105,18 @@ def test_a_large_object_arrives_in_order(ready: bool, uploads: Uploads, calls: C
     assert calls.objects == {"a": data} and sum(sent) == 30 and len(sent) == 4
 
 
+@pytest.mark.parametrize("ready", [True, False])
+def test_an_object_of_very_many_parts_gets_larger_ones(
+    ready: bool, uploads: Uploads, calls: Calls, sent: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that is read piece by piece, as from a local tier."""
+    monkeypatch.setattr(s3_multipart, "_MAX_PARTS", 3)
+    data = bytes(range(90))
+    pieces = [memoryview(data[start : start + 3]) for start in range(0, 90, 3)]
+    assert uploads.upload("a", pieces if ready else iter(pieces), 90) == 90
+    assert calls.objects == {"a": data} and sent == [30, 30, 30]
+
+
 def test_of_a_failed_upload_nothing_is_left(uploads: Uploads, calls: Calls) -> None:
     def fail(name: str, arguments: dict[str, Any]) -> None:
         if name == "upload_part" and arguments["PartNumber"] == 2:

@@ -33,11 +33,6 @@ def test_parts_are_the_same_bytes_in_order(lengths: list[int], stays: bool) -> N
     assert all(len(part) == 8 for part in parts[:-1])
 
 
-def test_an_object_of_very_many_parts_gets_larger_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_transport, "_MAX_PARTS", 4)
-    assert [len(part) for part in cut([memoryview(bytes(100))], 8, stays=True)] == [25, 25, 25, 25]
-
-
 def test_a_body_is_sent_piece_by_piece_until_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_transport, "_SEND_BYTES", 4)
     view = memoryview(b"0123456789")
