@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from checkpointing.rank.fragments import Fragment
 from checkpointing.rank.ranks import Ranks
 
 _MAX_NAMES = 3
+# Optimizer state that has the shape of its parameter.
+_MOMENTS = {"exp_avg", "exp_avg_sq", "momentum_buffer"}
 # Of a layer, in the name of a parameter: model.layers.12.mlp.up_proj.weight
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -75,9 +78,12 @@ class Stages:
             name: [rank for rank, (theirs, _, _) in enumerate(self._everyone) if name in theirs] for name in tensors
         }
         # As in an optimizer of the whole model: by group, and then from stage to stage.
-        order = [
-            in_order_of_layers([theirs[number] for _, theirs, _ in self._everyone]) for number in range(len(groups))
-        ]
+        try:
+            order = [
+                in_order_of_layers([theirs[number] for _, theirs, _ in self._everyone]) for number in range(len(groups))
+            ]
+        except ValueError as wrong:
+            raise CheckpointError(f"pipeline: {wrong}") from None
         numbers = itertools.count()
         self._numbers: list[dict[str, int]] = [{name: next(numbers) for name in group} for group in order]
 
@@ -148,7 +154,7 @@ class Stages:
         """Return this rank's part of a whole model's optimizer state, with the numbers of its own optimizer.
 
         Raises:
-            ValueError: It has other groups.
+            ValueError: It is that of another model.
         """
         sizes = [len(group["params"]) for group in state["param_groups"]]
         if sizes != list(map(len, self._numbers)):
@@ -159,8 +165,21 @@ class Stages:
             theirs = dict(zip(numbers, group["params"], strict=True))
             own = {name: next(counter) for name in names}
             groups.append(_numbered(group, own))
+            for name in names:
+                self._check_moments(name, state["state"].get(theirs[name], {}))
             found |= {own[name]: state["state"][theirs[name]] for name in names if theirs[name] in state["state"]}
         return {**state, "state": found, "param_groups": groups}
+
+    def _check_moments(self, name: str, values: Mapping[str, Any]) -> None:
+        """Check that the moments of a parameter have its shape.
+
+        Raises:
+            ValueError: They are those of another one.
+        """
+        for key in _MOMENTS & values.keys():
+            shape = sharding.shape_of(values[key])
+            if shape != self._kinds[name].shape:
+                raise ValueError(f"{key} of {name} is of shape {shape}, the parameter of {self._kinds[name].shape}")
 
     def complete(
         self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, Any], parts: sharding.Parts, ranks: Ranks
@@ -198,32 +217,52 @@ class Stages:
 def in_order_of_layers(of_ranks: Sequence[Sequence[str]]) -> list[str]:
     """Return the names of all ranks in the order of the whole model.
 
-    A rank may have several stages (interleaved and V-shaped schedules). One ends where the number in the names, that of
-    the layer, goes back or leaves one out. Names without a number belong to the layer before them, or to the first one
-    after them: embeddings, norms and heads.
+    A rank may have several stages (interleaved and V-shaped schedules), and a model several stacks of layers, such as
+    an encoder and a decoder, each of which has numbers of its own. A stage ends where the number in the names, that of
+    the layer, goes back or leaves one out, and with its stack. Names without a number belong to the layer before them,
+    or to the first one after them: embeddings, norms and heads.
 
     Args:
         of_ranks: The names of each rank, in the order of its own layers.
+
+    Raises:
+        ValueError: Ranks have the stacks in different orders.
     """
-    stages: list[tuple[float, int, list[str]]] = []
+    stages: list[tuple[str | None, float, int, list[str]]] = []
+    # Lists, since all ranks are to come to the same order.
+    follows: dict[str, list[str]] = {}
     for rank, names in enumerate(of_ranks):
-        last: int | None = None
         # A rank without layers has what comes before all of them, or after.
-        own: list[str] = []
-        begin = math.inf if rank else -1.0
+        stack, last, begin, own = None, -1, math.inf if rank else -1.0, list[str]()
         for name in names:
             found = _NUMBER.search(name)
-            layer = int(found.group()) if found else None
-            if layer is not None and last is None:
-                begin = layer
-            elif layer is not None and last is not None and layer not in (last, last + 1):
-                stages.append((begin, rank, own))
-                begin, own = layer, []
-            last = layer if layer is not None else last
+            if found is not None:
+                before, layer = name[: found.start()], int(found.group())
+                follows.setdefault(before, [])
+                if stack is None:
+                    stack, begin = before, layer
+                elif stack != before or layer not in (last, last + 1):
+                    stages.append((stack, begin, rank, own))
+                    if stack != before:
+                        follows[before].append(stack)
+                    stack, begin, own = before, layer, []
+                last = layer
             own.append(name)
-        stages.append((begin, rank, own))
-    stages.sort(key=lambda stage: stage[:2])
-    return list(dict.fromkeys(itertools.chain.from_iterable(own for _, _, own in stages)))
+        stages.append((stack, begin, rank, own))
+    # Ties in the order in which they were found: from the first rank to the last.
+    try:
+        stacks = list(TopologicalSorter(follows).static_order())
+    except CycleError as error:
+        raise ValueError(
+            f"the ranks have these layers in different orders: {', '.join(sorted(set(error.args[1])))}"
+        ) from None
+
+    def place(stage: tuple[str | None, float, int, list[str]]) -> tuple[float, float, int]:
+        stack, begin, rank, _ = stage
+        return begin if stack is None else stacks.index(stack), begin, rank
+
+    stages.sort(key=place)
+    return list(dict.fromkeys(itertools.chain.from_iterable(own for *_, own in stages)))
 
 
 def _unsupported(state: Mapping[str, Any], optimizer: Any, names: Mapping[int, str]) -> str:

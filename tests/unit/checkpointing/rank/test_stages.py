@@ -97,10 +97,38 @@ def test_all_ranks_write_the_state_of_the_whole_model(split: list[list[int]]) ->
         # Replicas of a stage; digits within a name do not count; not every layer is trained.
         (["a2.l.0.e.7", "a2.l.0.e.7", "a2.l.3"], "a2.l.0.e.7 a2.l.3"),
         (["head.weight"], "head.weight"),
+        # Several stacks: on a stage each, on several each, interleaved, and as a V.
+        (["e.0 e.1", "e.2 n d.0", "d.1 d.2 head"], "e.0 e.1 e.2 n d.0 d.1 d.2 head"),
+        (["e.0", "e.1", "d.0", "d.1"], "e.0 e.1 d.0 d.1"),
+        (["e.0 d.0", "e.1 d.1"], "e.0 e.1 d.0 d.1"),
+        (["e.0 d.1", "e.1 d.0"], "e.0 e.1 d.0 d.1"),
+        (["a.0 c.0", "b.0 c.1"], "a.0 b.0 c.0 c.1"),
     ],
 )
 def test_names_are_in_the_order_of_the_layers(of_ranks: list[str], order: str) -> None:
     assert in_order_of_layers([names.split() for names in of_ranks]) == order.split()
+
+
+def test_stacks_in_different_orders_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"the ranks have these layers in different orders: d\., e\."):
+        in_order_of_layers([["e.0", "d.0"], ["d.1", "e.1"]])
+
+
+def test_moments_of_another_parameter_are_refused() -> None:
+    """Nothing else would notice them: torch compares no shapes."""
+
+    def restore(ranks: Ranks) -> Any:
+        model, optimizer = stage(range(2 * ranks.rank, 2 * ranks.rank + 2))
+        whole = stage(range(LAYERS))[1]
+        step(whole)
+        state = whole.state_dict()
+        state["state"][0], state["state"][4] = state["state"][4], state["state"][0]
+        return Stages(model, optimizer, ranks).own_state(state)
+
+    for rank, result in enumerate(run_ranks(restore, 2)):
+        if rank == 0:
+            assert isinstance(result, ValueError)
+            assert "of 0.weight is of shape (2,), the parameter of (2, 2)" in str(result)
 
 
 def test_a_stage_takes_its_own_part_of_a_whole_models_optimizer() -> None:
