@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from checkpointing.digest import RunningDigest, algorithm_of, digesting
@@ -20,7 +23,6 @@ from checkpointing.storage.direct_io import write_file
 
 # What Hugging Face writes into one file of weights at most.
 _MOST_BYTES = 5 * 10**9
-_WINDOW_BYTES = 32 * 1024 * 1024
 
 
 def export_checkpoint(
@@ -67,8 +69,7 @@ def export_checkpoint(
             if digest.result() != file.digest:
                 raise InvalidCheckpoint(storage.describe(step), f"{file.name} was altered: its digest differs")
         if manifest.is_sharded:
-            for name, pieces in _put_together(storage, manifest):
-                write_file(temporary / name, counted(pieces))
+            _put_together(storage, manifest, temporary, copied)
         if directory.exists():
             directory.rmdir()
         temporary.rename(directory)
@@ -81,40 +82,93 @@ def export_checkpoint(
     return manifest
 
 
-def _put_together(storage: Storage, manifest: Manifest) -> Iterator[tuple[str, Iterator[memoryview]]]:
-    """Yield name and contents of the files that a checkpoint has in shards.
+@dataclass(frozen=True)
+class _Output:
+    """A file to write, which has a range of the bytes of one that is spread over shards.
+
+    Attributes:
+        name: Its name.
+        first: Place of the first byte in the spread file.
+        last: Place of the last byte, exclusive.
+        header: What comes before them.
+    """
+
+    name: str
+    first: int
+    last: int
+    header: bytes = b""
+
+
+def _put_together(storage: Storage, manifest: Manifest, folder: Path, copied: Callable[[int], None]) -> None:
+    """Write the files that a checkpoint has in shards.
+
+    Args:
+        storage: Where the checkpoint is.
+        manifest: Its manifest.
+        folder: Where to.
+        copied: Called with a number of bytes as they are copied.
 
     Raises:
-        OSError: They cannot be read.
+        OSError: They cannot be read or written.
         ValueError: They were altered.
     """
     files = recorded_files(storage, manifest)
     source, recorded = files[INDEX_NAME]
-    index, digest = read_private(source, algorithm=algorithm_of(recorded))
+    data, digest = read_private(source, algorithm=algorithm_of(recorded))
     if digest != recorded:
         raise ValueError(f"{INDEX_NAME} was altered: its digest differs")
-    readers = ShardReaders(files, mapped=False)
-    for name, file in index_of(index, files).files.items():
+    readers, index = ShardReaders(files, mapped=False), index_of(data, files)
+    for name, file in index.files.items():
+        outputs = [_Output(name, 0, file.nbytes)]
         if name == MODEL_NAME and file.nbytes > _MOST_BYTES:
-            yield from _divided(file, readers)
-        else:
-            yield name, _bytes_of(file, readers, 0, file.nbytes)
+            outputs, weights = _divided(file, readers)
+            write_file(folder / f"{MODEL_NAME}.index.json", [memoryview(json.dumps(weights, indent=2).encode())])
+        _write_from_shards(file, readers, folder, outputs, copied)
 
 
-def _bytes_of(file: SpreadFile, readers: ShardReaders, first: int, last: int) -> Iterator[memoryview]:
-    """Yield consecutive bytes of a file, through memory that every piece uses again."""
-    window = memoryview(bytearray(min(_WINDOW_BYTES, last - first)))
-    while first < last:
-        piece = window[: last - first]
-        read_range(file, readers, first, piece)
-        yield piece
-        first += len(piece)
+def _write_from_shards(
+    file: SpreadFile, readers: ShardReaders, folder: Path, outputs: Sequence[_Output], copied: Callable[[int], None]
+) -> None:
+    """Write a spread file, shard by shard: each byte is read once, however many shards there are."""
+    firsts = [output.first for output in outputs]
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context((folder / output.name).open("xb", buffering=0)) for output in outputs]
+        for output, target in zip(outputs, opened, strict=True):
+            _write_at(target.fileno(), memoryview(output.header), 0)
+            target.truncate(len(output.header) + output.last - output.first)
+        for piece in sorted((*file.common, *file.pieces), key=lambda piece: (piece.shard, piece.at)):
+            done = 0
+            for data in readers(piece.shard).read(piece.at, piece.nbytes):
+                for place, begin, nbytes in piece.places(done, len(data)):
+                    # Before the first output is the header of a file that is divided.
+                    for number in range(max(bisect.bisect_right(firsts, place) - 1, 0), len(outputs)):
+                        output = outputs[number]
+                        first, last = max(place, output.first), min(place + nbytes, output.last)
+                        if first < last:
+                            part = data[begin + first - place : begin + last - place]
+                            _write_at(opened[number].fileno(), part, len(output.header) + first - output.first)
+                        if place + nbytes <= output.last:
+                            break
+                done += len(data)
+                copied(len(data))
+        for target in opened:
+            os.fsync(target.fileno())
 
 
-def _divided(file: SpreadFile, readers: ShardReaders) -> Iterator[tuple[str, Iterator[memoryview]]]:
-    """Yield a large safetensors file as several, and their index (https://huggingface.co/docs/safetensors#format)."""
-    begin = 8 + int.from_bytes(_joined(_bytes_of(file, readers, 0, 8)), "little")
-    header = json.loads(_joined(_bytes_of(file, readers, 8, begin)))
+def _write_at(descriptor: int, data: memoryview, place: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, place)
+        data, place = data[written:], place + written
+
+
+def _divided(file: SpreadFile, readers: ShardReaders) -> tuple[list[_Output], dict[str, object]]:
+    """Divide a large safetensors file into several (https://huggingface.co/docs/safetensors#format).
+
+    Returns:
+        They, and the contents of their index.
+    """
+    begin = 8 + int.from_bytes(_bytes_of(file, readers, 0, 8), "little")
+    header = json.loads(_bytes_of(file, readers, 8, begin))
     metadata = header.pop("__metadata__", {})
     groups: list[dict[str, Mapping[str, object]]] = [{}]
     bounds: list[tuple[int, int]] = []
@@ -128,21 +182,18 @@ def _divided(file: SpreadFile, readers: ShardReaders) -> Iterator[tuple[str, Ite
         groups[-1][name] = {**entry, "data_offsets": [first - start, last - start]}
     bounds.append((start, file.nbytes - begin))
     names = [f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)]
+    outputs = []
     for name, group, (first, last) in zip(names, groups, bounds, strict=True):
         text = json.dumps({"__metadata__": metadata, **group}, separators=(",", ":")).encode()
         # Tensors begin at multiples of 8 bytes, as in the files that the format's own library writes.
         text = text.ljust(-(-len(text) // 8) * 8)
-        yield name, _with_header(text, _bytes_of(file, readers, begin + first, begin + last))
+        outputs.append(_Output(name, begin + first, begin + last, len(text).to_bytes(8, "little") + text))
     weight_map = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
-    index = {"metadata": {"total_size": file.nbytes - begin}, "weight_map": weight_map}
-    yield f"{MODEL_NAME}.index.json", iter([memoryview(json.dumps(index, indent=2).encode())])
+    return outputs, {"metadata": {"total_size": file.nbytes - begin}, "weight_map": weight_map}
 
 
-def _joined(pieces: Iterator[memoryview]) -> bytes:
-    """Return all bytes of pieces that use the same memory."""
-    return b"".join(bytes(piece) for piece in pieces)
-
-
-def _with_header(text: bytes, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
-    yield memoryview(len(text).to_bytes(8, "little") + text)
-    yield from pieces
+def _bytes_of(file: SpreadFile, readers: ShardReaders, first: int, last: int) -> bytes:
+    """Return consecutive bytes of a file."""
+    target = bytearray(last - first)
+    read_range(file, readers, first, memoryview(target))
+    return bytes(target)

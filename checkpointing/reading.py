@@ -21,6 +21,8 @@ from checkpointing.storage.object_store import ObjectMissing, StorageError
 # Smaller ones cost a server and us more processor time, larger ones the time of the last ones, which are read alone.
 _PIECE_BYTES = 16 * 1024 * 1024
 _READERS = 8
+# Of a part that is waited for.
+_RANGE_BYTES = 8 * 1024 * 1024
 
 
 class MemoryFile(io.RawIOBase):
@@ -189,7 +191,13 @@ def reading_at(source: Path | RemoteFile | memoryview) -> Callable[[int, memoryv
 
     def read_into(start: int, target: memoryview) -> None:
         with _reader(source) as (_, read):
-            read(start, target)
+            if isinstance(source, (Path, memoryview)) or len(target) <= _RANGE_BYTES:
+                read(start, target)
+                return
+            # One connection to a server is far slower than several.
+            starts = range(0, len(target), _RANGE_BYTES)
+            with ThreadPoolExecutor(len(starts), "checkpoint-read") as pool:
+                list(pool.map(lambda first: read(start + first, target[first : first + _RANGE_BYTES]), starts))
 
     return read_into
 

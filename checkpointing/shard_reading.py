@@ -14,8 +14,8 @@ from checkpointing.shards import Piece, ShardIndex, ShardParts, SpreadFile, part
 from checkpointing.storage import Storage
 from checkpointing.storage.base import RemoteFile
 
-# What is kept of the parts that were read last, in parts: 256 MB.
-_KEPT_PARTS = 8
+# Of the parts that were read: at least 256 MB, and at most 2 GB where there are many shards.
+_KEPT_PARTS, _MOST_KEPT_PARTS = 8, 64
 ALTERED = "was altered: its digest is not the one that was recorded"
 
 # Where the bytes of a file are; and with the digest that its manifest has for it.
@@ -84,20 +84,33 @@ def _check_part(name: str, digest: bytes, recorded: bytes) -> None:
 
 
 class PartCache:
-    """The parts of shards that were read last: what one reader needs of a part, the next often needs, too."""
+    """The parts of shards that were read last: what one reader needs of a part, the next often needs, too.
+
+    Of each shard the last one is kept longest: every shard has its bytes in the order of the files, so whoever goes
+    through a file goes through all shards side by side.
+    """
 
     def __init__(self, capacity: int = _KEPT_PARTS) -> None:
         self._capacity = capacity
         self._parts: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
+        self._last: dict[str, int] = {}
 
     def get(self, key: tuple[str, int], make: Callable[[], memoryview]) -> memoryview:
         """Return a part, read now if it is not kept."""
+        name, number = key
+        self._last[name] = number
         if key not in self._parts:
-            while len(self._parts) >= self._capacity:
-                self._parts.popitem(last=False)
+            while len(self._parts) >= self._capacity and (left := self._dispensable()) is not None:
+                del self._parts[left]
             self._parts[key] = make()
         self._parts.move_to_end(key)
         return self._parts[key]
+
+    def _dispensable(self) -> tuple[str, int] | None:
+        """Return the part to drop first; None where there is one of each shard, and there are not too many."""
+        oldest = next(iter(self._parts))
+        left = next((key for key in self._parts if self._last[key[0]] != key[1]), None)
+        return oldest if left is None and len(self._parts) >= _MOST_KEPT_PARTS else left
 
 
 def read_piece(reader: ShardReader, piece: Piece, span: tuple[int, int], target: memoryview, base: int = 0) -> None:

@@ -118,15 +118,28 @@ class Piece:
             target: The file, or a part of it; what is outside is left out.
             base: Place in the file of the first byte of `target`.
         """
-        position = 0
-        while position < len(data):
-            number, skipped = divmod(start + position, self.length)
-            nbytes = min(self.length - skipped, len(data) - position)
-            place = self.run_offset(number) + skipped - base
+        for begin, position, nbytes in self.places(start, len(data)):
+            place = begin - base
             first, last = max(-place, 0), min(nbytes, len(target) - place)
             if first < last:
                 target[place + first : place + last] = data[position + first : position + last]
-            position += nbytes
+
+    def places(self, start: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+        """Yield where some of its bytes belong.
+
+        Args:
+            start: Which: the number of the first, counted from its first byte.
+            nbytes: Their number.
+
+        Yields:
+            For each run: its place in the file, that among these bytes, and its size in bytes.
+        """
+        position = 0
+        while position < nbytes:
+            number, skipped = divmod(start + position, self.length)
+            count = min(self.length - skipped, nbytes - position)
+            yield self.run_offset(number) + skipped, position, count
+            position += count
 
     def to_list(self) -> list[Any]:
         """Return what `from_list` reads."""
@@ -189,8 +202,8 @@ class SpreadFile:
 
     def overlapping(self, first: int, last: int) -> Iterator[Piece]:
         """Yield all pieces that may have bytes in a range of the file."""
-        start = bisect.bisect_right(self._ends, first)
-        for piece in itertools.islice(self._sorted, start, None):
+        for number in range(bisect.bisect_right(self._ends, first), len(self._sorted)):
+            piece = self._sorted[number]
             if piece.offset >= last:
                 return
             if piece.end > first:

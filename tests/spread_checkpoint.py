@@ -14,6 +14,8 @@ from checkpointing.manifest import Manifest, SnapshotInfo
 from checkpointing.shards import INDEX_NAME, Piece, ShardIndex, ShardParts, SpreadFile, parts_name, shard_name
 from checkpointing.storage import Storage
 
+# One of each rank, or several.
+Pieces = Sequence[Piece | tuple[Piece, ...]]
 NAME = "model.safetensors"
 STATE = {"norm": torch.arange(3.0) + 50, "weight": torch.arange(24.0).view(6, 4)}
 FILE = save(STATE)
@@ -30,12 +32,14 @@ COLUMNS = [Piece(offset_of("weight") + 8 * half, 8, ((6, 16),)) for half in rang
 WHOLE = [Piece(offset_of("weight"), 96)]
 
 
-def spread(pieces: Sequence[Piece]) -> tuple[ShardIndex, list[bytearray]]:
+def spread(pieces: Pieces) -> tuple[ShardIndex, list[bytearray]]:
     """Return the index and the shards: rank 0 has the header and `norm`, and each rank a piece of `weight`."""
     common = (Piece(0, HEADER), Piece(offset_of("norm"), 12))
     holdings = [
-        ShardIndex({NAME: SpreadFile(len(FILE), common if rank == 0 else (), (piece,))})
-        for rank, piece in enumerate(pieces)
+        ShardIndex(
+            {NAME: SpreadFile(len(FILE), common if rank == 0 else (), own if isinstance(own, tuple) else (own,))}
+        )
+        for rank, own in enumerate(pieces)
     ]
     index, sizes = ShardIndex.laid_out(holdings)
     shards = [bytearray(nbytes) for nbytes in sizes]
@@ -46,7 +50,7 @@ def spread(pieces: Sequence[Piece]) -> tuple[ShardIndex, list[bytearray]]:
     return index, shards
 
 
-def files_of(pieces: Sequence[Piece]) -> dict[str, bytes | bytearray]:
+def files_of(pieces: Pieces) -> dict[str, bytes | bytearray]:
     """Return the files of the checkpoint, by name."""
     index, shards = spread(pieces)
     files: dict[str, bytes | bytearray] = {INDEX_NAME: index.to_json(), "rng_state.pth": b"generators"}
@@ -56,7 +60,7 @@ def files_of(pieces: Sequence[Piece]) -> dict[str, bytes | bytearray]:
     return files
 
 
-def commit_spread(storage: Storage, step: int, pieces: Sequence[Piece]) -> Manifest:
+def commit_spread(storage: Storage, step: int, pieces: Pieces) -> Manifest:
     """Commit the checkpoint."""
     staged = [
         StagedFile(name, [memoryview(data)], lambda data=data: digest_buffer(memoryview(data)))  # type: ignore[misc]

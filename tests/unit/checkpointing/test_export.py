@@ -15,7 +15,8 @@ from unit.checkpointing.agent.doubles import Store, save
 from checkpointing import export
 from checkpointing.errors import CheckpointError, InvalidCheckpoint
 from checkpointing.export import export_checkpoint
-from checkpointing.shards import Piece
+from checkpointing.shard_reading import PartReader
+from checkpointing.shards import Piece, shard_name
 from checkpointing.storage import LocalStorage
 from checkpointing.storage.object_storage import ObjectStorage
 
@@ -52,16 +53,29 @@ def test_a_directory_with_contents_is_kept(storage: ObjectStorage, tmp_path: Pat
 
 
 @pytest.mark.parametrize("pieces", [ROWS, COLUMNS], ids=["rows", "columns"])
-@pytest.mark.parametrize("window", [1 << 20, 7])
-def test_a_file_in_shards_is_put_together(
-    pieces: list[Piece], window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(export, "_WINDOW_BYTES", window)
+def test_a_file_in_shards_is_put_together(pieces: list[Piece], tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path / "run")
     commit_spread(storage, 5, pieces)
     export_checkpoint(storage, 5, tmp_path / "out")
     found = {path.name: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert found == {NAME: FILE, "rng_state.pth": b"generators"}
+
+
+def test_each_part_of_a_shard_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file goes from shard to shard again and again, tensor by tensor, and there may be hundreds of shards."""
+    part, read = PartReader._part, list[str]()
+
+    def counted(self: PartReader, number: int) -> memoryview:
+        read.append(self._name)
+        return part(self, number)
+
+    monkeypatch.setattr(PartReader, "_part", counted)
+    storage, begin = LocalStorage(tmp_path / "run"), ROWS[0].offset
+    pieces = [tuple(Piece(begin + 4 * (shard + 12 * half), 4) for half in range(2)) for shard in range(12)]
+    commit_spread(storage, 5, pieces)
+    export_checkpoint(storage, 5, tmp_path / "out")
+    assert (tmp_path / "out" / NAME).read_bytes() == FILE
+    assert sorted(read) == sorted(shard_name(rank) for rank in range(12))
 
 
 def test_a_large_model_becomes_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def test_a_window_is_read_into_again_after_its_piece_was_used(nbytes: int, monke
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EACCES, errno.EMFILE])
 def test_a_file_that_cannot_be_read_now_is_not_called_damaged(number: int) -> None:
-    """Its checkpoint would be set aside, and training resumed from an older one."""
+    """Its checkpoint would be put into quarantine, and training resumed from an older one."""
     error = reading.fault("checkpoint-3", "optimizer.pt", OSError(number, os.strerror(number)))
     assert isinstance(error, StorageUnreachable)
     assert "checkpoint-3: optimizer.pt cannot be read" in str(error)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 from spread_checkpoint import FILE, NAME, ROWS, commit_spread, spread
 
 from checkpointing import shard_reading
-from checkpointing.shard_reading import Recorded, ShardReaders, read_range, recorded_files
+from checkpointing.shard_reading import PartCache, Recorded, ShardReaders, read_range, recorded_files
 from checkpointing.storage import LocalStorage
 
 
@@ -59,3 +60,28 @@ def test_a_mapped_shard_that_was_altered_is_found_and_what_was_verified_is_not_d
     assert whole(readers) == FILE
     with pytest.raises(ValueError, match=r"shards/0\.bin was altered: a part of it has another digest"):
         whole(ShardReaders(files))
+
+
+def test_whoever_goes_through_all_shards_side_by_side_reads_each_part_once() -> None:
+    cache, made = PartCache(), list[tuple[str, int]]()
+
+    def part(name: str, number: int) -> memoryview:
+        made.append((name, number))
+        return memoryview(b"")
+
+    for number in range(3):
+        for _ in range(5):
+            for name in map(str, range(40)):
+                cache.get((name, number), functools.partial(part, name, number))
+    assert len(made) == len(set(made)) == 3 * 40
+    # No more than one of each shard.
+    assert len(cache._parts) == 40
+
+
+@pytest.mark.parametrize(("num_shards", "kept"), [(2, 8), (100, 64)])
+def test_memory_for_parts_is_limited(num_shards: int, kept: int) -> None:
+    cache = PartCache()
+    for number in range(20):
+        for shard in range(num_shards):
+            cache.get((str(shard), number), lambda: memoryview(b""))
+    assert len(cache._parts) == kept

@@ -67,7 +67,7 @@ def test_each_writes_its_shard_and_one_commits(nodes: tuple[Bench, Bench]) -> No
 
 
 def test_the_others_write_while_the_one_that_commits_is_busy_with_an_earlier_save(nodes: tuple[Bench, Bench]) -> None:
-    """They wait for no longer than half a minute, and an earlier save may take as long as it takes."""
+    """They wait for no longer than half a minute, and an earlier save may take minutes."""
     leader, other = nodes
     share(leader, 0)
     share(other, 1)
