@@ -86,8 +86,8 @@ def _check_part(name: str, digest: bytes, recorded: bytes) -> None:
 class PartCache:
     """The parts of shards that were read last: what one reader needs of a part, the next often needs, too.
 
-    Of each shard the last one is kept longest: every shard has its bytes in the order of the files, so whoever goes
-    through a file goes through all shards side by side.
+    Of each shard the last one is kept longest: every shard has its bytes in the order of the files, so a reader of a
+    file goes through all shards side by side.
     """
 
     def __init__(self, capacity: int = _KEPT_PARTS) -> None:

@@ -162,7 +162,7 @@ class RestorableTraining:
         self._snapshotter.settle()
         self._heartbeat.write(Phase.RESTORING, 0)
         if on_device is None:
-            on_device = self._train_state.model is not None and self._train_state.on_gpu
+            on_device = self._is_on_device
         pinning = self._connection.pinning
         if pinning is not None:
             pinning.device_index = torch.accelerator.current_device_index() if on_device else None
@@ -173,6 +173,10 @@ class RestorableTraining:
         self._started_in_shares = point is not None and point.spread is not None and point.is_snapshot
         return point
 
+    @property
+    def _is_on_device(self) -> bool:
+        return self._train_state.model is not None and self._train_state.on_gpu
+
     def starting_point(self) -> RestorePoint | None:
         """Read what `starting_folder` holds; None without one.
 
@@ -180,7 +184,9 @@ class RestorableTraining:
             CheckpointError: This library did not write it, or it is damaged.
         """
         folder = self.starting_folder
-        return self._restorer.starting_point(folder) if folder is not None else None
+        if folder is None:
+            return None
+        return self._restorer.starting_point(folder, private=not self._is_on_device)
 
     def restore_model(self, point: RestorePoint) -> None:
         """Load the weights; raises CheckpointError where the checkpoint is of another model."""

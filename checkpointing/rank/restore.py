@@ -274,23 +274,6 @@ class _Choice:
             _quarantine(storage, step, problem.text, self._client.announce)
 
 
-def read_checkpoint(storage: Storage, step: int, rank: int, world_size: int) -> RestorePoint:
-    """Read a checkpoint on one rank, verified, without the other ranks.
-
-    Raises:
-        InvalidCheckpoint: It is not whole, or was altered.
-        StorageUnreachable: It cannot be read now.
-    """
-    buffers = BufferCache(except_for="")
-    point, problem = read_verified(
-        storage, step, rank, world_size, private=True, buffers=buffers, shares=Shares(), alone=True
-    )
-    if problem is not None:
-        raise problem
-    assert point is not None
-    return point
-
-
 def own_checkpoint(folder: Path) -> tuple[Storage, int] | None:
     """Return storage and step of a folder's checkpoint, if this library has written it; None for any other folder."""
     match = re.fullmatch(rf"{CHECKPOINT_PREFIX}({NUMBER})", folder.name)

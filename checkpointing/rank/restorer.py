@@ -15,12 +15,14 @@ import torch
 from checkpointing.agent.client import AgentClient
 from checkpointing.environment import rank_settings
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, StorageUnreachable
+from checkpointing.layout import OPTIMIZER_NAME
 from checkpointing.rank import broadcast, rng
 from checkpointing.rank.ranks import Ranks
-from checkpointing.rank.restore import choose, own_checkpoint, read_checkpoint
+from checkpointing.rank.restore import choose, own_checkpoint
 from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.rank.sharding import has_sharded
 from checkpointing.rank.train_state import TrainState
+from checkpointing.rank.verified_read import read_checkpoint
 from checkpointing.retention import Retention, best_first
 from checkpointing.tiers import Tiers
 
@@ -62,8 +64,12 @@ class Restorer:
             print(f"checkpointing: resumed from step {point.step} ({point.place})", file=sys.stderr, flush=True)
         return point
 
-    def starting_point(self, folder: str) -> RestorePoint:
+    def starting_point(self, folder: str, *, private: bool) -> RestorePoint:
         """Read a checkpoint of another run.
+
+        Args:
+            folder: Its folder.
+            private: Whether tensors must be the reader's own; see `RestorePoint`.
 
         Raises:
             CheckpointError: This library did not write it, or it is damaged.
@@ -75,7 +81,7 @@ class Restorer:
                 "for one of a stock Trainer use checkpointing.transformers.resilient"
             )
         storage, step = found
-        return read_checkpoint(storage, step, self._ranks.rank, self._ranks.world_size)
+        return read_checkpoint(storage, step, self._ranks.rank, self._ranks.world_size, private=private)
 
     def load_model(self, train_state: TrainState, point: RestorePoint) -> None:
         """Load the weights.
@@ -118,7 +124,7 @@ class Restorer:
         for step in ranks.broadcast(order):
             if step == last_step:
                 return step
-            point = self._read_valid(step)
+            point = self._read_valid(step, alone=ranks.group is None)
             readable = all(ranks.gather(point is not None))
             if point is not None:
                 if readable:
@@ -128,8 +134,8 @@ class Restorer:
                 return step
         return None
 
-    def _read_valid(self, step: int) -> RestorePoint | None:
-        """Read a checkpoint from the nearest tier that has it whole."""
+    def _read_valid(self, step: int, *, alone: bool) -> RestorePoint | None:
+        """Read a checkpoint's model from the nearest tier that has it whole; all ranks together unless `alone`."""
         try:
             entries = [entry for entry in self._tiers.catalog.entries() if entry.step == step and entry.manifest]
         except CheckpointError as error:
@@ -137,7 +143,16 @@ class Restorer:
             return None
         for entry in entries:
             try:
-                return read_checkpoint(entry.storage, step, self._ranks.rank, self._ranks.world_size)
+                return read_checkpoint(
+                    entry.storage,
+                    step,
+                    self._ranks.rank,
+                    self._ranks.world_size,
+                    # It is copied into the model.
+                    private=False,
+                    alone=alone,
+                    without=(OPTIMIZER_NAME,),
+                )
             except (InvalidCheckpoint, StorageUnreachable) as error:
                 logger.warning("the checkpoint of step %d is skipped: %s", step, error)
         return None

@@ -113,6 +113,20 @@ class SpreadFiles:
         """Return whether a file is spread over shards."""
         return name in self._index.files
 
+    def verify(self, is_own: Callable[[int], bool], without: Collection[str]) -> None:
+        """Read the parts of some ranks' shards that have bytes of any file but `without`; raises as `open` does."""
+        pieces = [
+            piece
+            for name, file in self._index.files.items()
+            for piece in (*file.common, *file.pieces)
+            if name not in without and is_own(piece.shard)
+        ]
+        with self._reading():
+            for piece in sorted(pieces, key=lambda piece: (piece.shard, piece.at)):
+                # Every part is verified when it is read.
+                for _ in self._readers(piece.shard).read(piece.at, piece.nbytes):
+                    pass
+
     def open(self, name: str) -> memoryview:
         """Return memory of a file's size, with what every reader needs: headers, and what is not sharded.
 
@@ -216,7 +230,13 @@ def _new_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def open_spread(
-    place: str, files: Mapping[str, Recorded], index: memoryview, writers: int, rank: int, world_size: int
+    place: str,
+    files: Mapping[str, Recorded],
+    index: memoryview,
+    writers: int,
+    rank: int,
+    world_size: int,
+    without: Collection[str] = (),
 ) -> SpreadFiles:
     """Verify this rank's share of the shards, so that all ranks together verify all, and return the spread files.
 
@@ -230,16 +250,25 @@ def open_spread(
         writers: Number of ranks that wrote it.
         rank: Number of this rank.
         world_size: Number of all ranks.
+        without: Spread files that nobody will read: of the shards, only the parts with bytes of others are verified.
 
     Raises:
         InvalidCheckpoint: A shard was altered, or the index cannot be read.
         StorageUnreachable: One cannot be read now.
     """
+
+    def is_own(writer: int) -> bool:
+        # Neighbours, because a rank that reads what several have written most likely needs these.
+        return min(writer * world_size // writers, world_size - 1) == rank
+
+    if without:
+        spread = _spread(place, files, index, {})
+        spread.verify(is_own, without)
+        return spread
     held: dict[int, memoryview] = {}
     for name, (source, recorded) in files.items():
         writer = shard_rank(name)
-        # Neighbours, because a rank that reads what several have written most likely needs these.
-        if writer is None or min(writer * world_size // writers, world_size - 1) != rank:
+        if writer is None or not is_own(writer):
             continue
         algorithm = algorithm_of(recorded)
         try:
@@ -258,6 +287,12 @@ def open_spread(
             raise InvalidCheckpoint(place, str(error)) from None
         if actual != recorded:
             raise InvalidCheckpoint(place, f"{name} {ALTERED}")
+    return _spread(place, files, index, held)
+
+
+def _spread(
+    place: str, files: Mapping[str, Recorded], index: memoryview, held: Mapping[int, memoryview]
+) -> SpreadFiles:
     try:
         return SpreadFiles(place, index_of(index, files), files, held)
     except OSError as error:

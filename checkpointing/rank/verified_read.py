@@ -174,6 +174,7 @@ def read_verified(
     scratch: Path | None = None,
     alone: bool = False,
     served: Collection[int] = (),
+    without: Collection[str] = (),
     on_fault: OnFault = lambda reason: None,
 ) -> tuple[RestorePoint | None, CheckpointError | None]:
     """Read what one rank needs of a checkpoint or a snapshot.
@@ -189,6 +190,7 @@ def read_verified(
         scratch: Folder for temporary files.
         alone: No other rank reads it: this one verifies all shards.
         served: The shards in memory that this rank verifies, for all ranks.
+        without: Files that nobody will read.
         on_fault: Called with the reason where a share in memory cannot be read after all.
 
     Returns:
@@ -210,7 +212,8 @@ def read_verified(
         names = [
             name
             for name in located.files
-            if name in own or not name.startswith((*PER_RANK_PREFIXES, FOLDER)) or name == INDEX_NAME
+            if (name in own or not name.startswith((*PER_RANK_PREFIXES, FOLDER)) or name == INDEX_NAME)
+            and name not in without
         ]
         with ThreadPoolExecutor(_FILES_AT_ONCE, "checkpoint-verify") as pool:
             files = dict(zip(names, pool.map(verifier.read, names), strict=True))
@@ -221,7 +224,7 @@ def read_verified(
                 spread = open_share(located.place, located.files, index, served, on_fault)
             else:
                 share = (0, 1) if alone else (rank, world_size)
-                spread = open_spread(located.place, located.files, index, located.info.world_size, *share)
+                spread = open_spread(located.place, located.files, index, located.info.world_size, *share, without)
         failpoint("restore.read")
     except (CheckpointError, OSError) as error:
         return None, error if isinstance(error, CheckpointError) else StorageUnreachable(str(error))
@@ -238,6 +241,49 @@ def read_verified(
         is_snapshot=storage is None,
     )
     return point, None
+
+
+def read_checkpoint(
+    storage: Storage,
+    step: int,
+    rank: int,
+    world_size: int,
+    *,
+    private: bool = True,
+    alone: bool = True,
+    without: Collection[str] = (),
+) -> RestorePoint:
+    """Read a checkpoint on one rank, verified.
+
+    Args:
+        storage: Where it is.
+        step: Its step.
+        rank: Number of this rank.
+        world_size: Number of all ranks.
+        private: Whether tensors must be the reader's own; see `RestorePoint`.
+        alone: Whether this rank verifies all shards; otherwise all ranks do so together, and tell each other.
+        without: Files that nobody will read.
+
+    Raises:
+        InvalidCheckpoint: It is not whole, or was altered.
+        StorageUnreachable: It cannot be read now.
+    """
+    buffers = BufferCache(except_for="")
+    point, problem = read_verified(
+        storage,
+        step,
+        rank,
+        world_size,
+        private=private,
+        buffers=buffers,
+        shares=Shares(),
+        alone=alone,
+        without=without,
+    )
+    if problem is not None:
+        raise problem
+    assert point is not None
+    return point
 
 
 def _locate(storage: Storage | None, source: OfferedSnapshot | int) -> _Located:

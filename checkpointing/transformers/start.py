@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 from transformers.trainer_utils import get_last_checkpoint
 
-from checkpointing.rank.restore import own_checkpoint, read_checkpoint
+from checkpointing.rank.restore import own_checkpoint
 from checkpointing.rank.restore_point import RestorePoint
+from checkpointing.rank.verified_read import read_checkpoint
 from checkpointing.transformers.loop_state import JobRecord
 from checkpointing.transformers.trainer_state import TRAINER_STATE_NAME, checked_directory
 
@@ -97,7 +98,8 @@ def choose_start(manager: Chooser, args: Any, asked: str | bool | None, lineage:
             folder = get_last_checkpoint(args.output_dir) or True
         found = own_checkpoint(Path(folder)) if isinstance(folder, (str, os.PathLike)) else None
         if found is not None:
-            point = read_checkpoint(*found, args.process_index, args.world_size)
+            private = args.device.type == "cpu"
+            point = read_checkpoint(*found, args.process_index, args.world_size, private=private)
     if point is None:
         return Start(None, folder or None, run_name, bool(lineage))
     return Start(point, checked_directory(point), run_name, bool(lineage), JobRecord.read(point))

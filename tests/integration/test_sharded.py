@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from checkpointing import CheckpointManager
-from checkpointing.rank.restore import read_checkpoint
+from checkpointing.rank.verified_read import read_checkpoint
 from checkpointing.rank.sharding import is_sharded
 from checkpointing.storage import open_storage
 from checkpointing.rank.train_state import TrainState

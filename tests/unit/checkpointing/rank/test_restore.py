@@ -20,7 +20,8 @@ from checkpointing.errors import InvalidCheckpoint, NoValidCheckpoint, StorageUn
 from checkpointing.layout import MODEL_NAME
 from checkpointing.manifest import SnapshotInfo
 from checkpointing.rank.ranks import Ranks
-from checkpointing.rank.restore import choose, own_checkpoint, read_checkpoint
+from checkpointing.rank.restore import choose, own_checkpoint
+from checkpointing.rank.verified_read import read_checkpoint
 from checkpointing.shards import INDEX_NAME, shard_name
 from checkpointing.storage import LocalStorage
 from checkpointing.tiers import Tiers, open_tiers

@@ -11,9 +11,11 @@ import torch
 from small_checkpoint import Agent, network, write_checkpoint
 from thread_ranks import run_ranks
 
+from checkpointing import reading
 from checkpointing.environment import SETTINGS_ENV, RankSettings
 from checkpointing.errors import CheckpointError
-from checkpointing.layout import MODEL_NAME
+from checkpointing.layout import MODEL_NAME, OPTIMIZER_NAME
+from checkpointing.rank import verified_read
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.restorer import Restorer, check_nothing_in_the_way, restore_generators
 from checkpointing.rank.train_state import TrainState
@@ -89,10 +91,10 @@ def test_generators_that_nothing_depends_on_are_not_missed(
 def test_another_runs_checkpoint_must_be_of_this_library(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 10, network())
     own = restorer(tmp_path)
-    assert own.starting_point(str(tmp_path / "checkpoint-10")).step == 10
+    assert own.starting_point(str(tmp_path / "checkpoint-10"), private=True).step == 10
     (tmp_path / "checkpoint-20").mkdir()
     with pytest.raises(CheckpointError, match="no checkpoint of this library"):
-        own.starting_point(str(tmp_path / "checkpoint-20"))
+        own.starting_point(str(tmp_path / "checkpoint-20"), private=True)
 
 
 def evaluated(folder: Path) -> None:
@@ -141,6 +143,23 @@ def test_what_one_rank_cannot_read_is_loaded_by_none(tmp_path: Path) -> None:
 
     assert run_ranks(load) == [30, 30]
     assert all(bool((model.weight == 30).all()) for model, _ in states)
+
+
+def test_of_the_best_checkpoint_the_optimizer_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is twice as large as the model, and every rank would have it in memory."""
+    evaluated(tmp_path)
+    opened, read_shared = list[str](), reading.read_shared
+
+    def counted(source: object, algorithm: str | None) -> object:
+        opened.append(Path(str(source)).name)
+        return read_shared(source, algorithm)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(verified_read, "read_shared", counted)
+    monkeypatch.setattr(verified_read, "read_private", lambda *_: pytest.fail("it is copied"))
+    best = restorer(tmp_path).load_best(
+        blank()[1], Retention(best_metric="eval_loss"), 40, together=False, preferred=None
+    )
+    assert best == 20 and MODEL_NAME in opened and OPTIMIZER_NAME not in opened
 
 
 def test_without_the_metric_there_is_no_best_model(tmp_path: Path) -> None:

@@ -129,6 +129,24 @@ def test_all_ranks_together_verify_all_shards(world_size: int) -> None:
         assert problems == [f"here: shards/{damaged}.bin was altered: its digest is not the one that was recorded"]
 
 
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_of_shards_only_the_parts_that_will_be_read_are_verified(damaged: int) -> None:
+    index, files, shards = checkpoint(ROWS)
+    shards[damaged][1] ^= 1
+
+    def problems(without: str) -> list[str]:
+        found = []
+        for rank in range(2):
+            try:
+                open_spread("here", files, memoryview(index.to_json()), 2, rank, 2, (without,))
+            except InvalidCheckpoint as error:
+                found.append(str(error))
+        return found
+
+    assert problems("optimizer.pt") == [f"here: shards/{damaged}.bin was altered: a part of it has another digest"]
+    assert problems(NAME) == []
+
+
 def test_an_index_that_cannot_be_read_is_damage() -> None:
     _, files, _ = checkpoint(ROWS)
     with pytest.raises(InvalidCheckpoint, match=r"shards/index\.json matches its digest but cannot be read"):
