@@ -19,11 +19,16 @@ from typing import Any
 from runner.system.processes import STOP_SIGNALS
 
 
+# systemd sends SIGTERM and then SIGHUP; a terminal that closes sends SIGHUP, and so does its shell.
+_ONE_NOTICE_S = 2.0
+
+
 class StopRequest:
     """Whether, why and how urgently the run was asked to stop. Signal handlers only count.
 
     One notice may arrive in several ways, because a scheduler signals the ranks and the runners of other nodes as well.
-    Only signals to this process count as the second request, which leaves no time.
+    Only signals to this process count as the second request, which leaves no time: the same signal again, as when a
+    user presses Ctrl-C twice, or another one some seconds later.
 
     Attributes:
         reason: Why the run was asked to stop; empty if it was not.
@@ -33,7 +38,8 @@ class StopRequest:
     def __init__(self) -> None:
         self.reason = ""
         self.asked_at = 0.0
-        self._signals = 0
+        # The first signal, and its monotonic seconds.
+        self._signal: tuple[int, float] | None = None
         self._hurried_at: float | None = None
 
     def ask(self, reason: str) -> None:
@@ -48,7 +54,7 @@ class StopRequest:
     @property
     def at_once(self) -> bool:
         """Whether a second signal asked to stop without delay."""
-        return self._signals > 1
+        return self._hurried_at is not None
 
     def over_at(self, grace_s: float) -> float:
         """Return the monotonic seconds at which the grace period ends.
@@ -59,19 +65,25 @@ class StopRequest:
         return self.asked_at + grace_s if self._hurried_at is None else self._hurried_at
 
     def count_signals(self) -> None:
-        """Install handlers that only count stop signals."""
+        """Install handlers that only count stop signals, but for SIGHUP where that is ignored (nohup)."""
 
         def count(number: int, _: object) -> None:
-            self._signals += 1
-            if self._signals > 1 and self._hurried_at is None:
-                self._hurried_at = time.monotonic()
+            now = time.monotonic()
+            if self._signal is None:
+                self._signal = number, now
+            elif self._hurried_at is None:
+                first, at = self._signal
+                is_same_notice = now - at < _ONE_NOTICE_S and (number != first or number == signal.SIGHUP)
+                self._hurried_at = None if is_same_notice else now
             self.ask(signal.Signals(number).name)
 
+        numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+
         def ignore() -> None:
-            for number in STOP_SIGNALS:
+            for number in numbers:
                 signal.signal(number, signal.SIG_IGN)
 
-        for number in STOP_SIGNALS:
+        for number in numbers:
             signal.signal(number, count)
         # The interpreter restores default handlers at its exit, when a signal would replace the exit code.
         atexit.register(ignore)

@@ -23,12 +23,48 @@ def stop() -> Iterator[StopRequest]:
         signal.signal(number, handler)
 
 
-def test_two_signals_leave_no_time(stop: StopRequest) -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "apart_s", "at_once"),
+    [
+        (signal.SIGINT, signal.SIGINT, 0.1, True),
+        (signal.SIGTERM, signal.SIGTERM, 60.0, True),
+        (signal.SIGUSR1, signal.SIGTERM, 60.0, True),
+        # As systemd ends a session, and as a terminal and its shell do.
+        (signal.SIGTERM, signal.SIGHUP, 0.0, False),
+        (signal.SIGHUP, signal.SIGHUP, 0.1, False),
+        (signal.SIGHUP, signal.SIGHUP, 60.0, True),
+    ],
+)
+def test_two_signals_leave_no_time_unless_they_are_one_notice(
+    first: signal.Signals,
+    second: signal.Signals,
+    apart_s: float,
+    at_once: bool,
+    stop: StopRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("runner.system.event_loop.time.monotonic", lambda: now)
     assert not stop
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert stop and not stop.at_once
+    os.kill(os.getpid(), first)
+    assert stop and not stop.at_once and stop.over_at(25.0) == 125.0
+    now += apart_s
+    os.kill(os.getpid(), second)
+    assert stop.at_once is at_once and stop.reason == first.name
+    assert stop.over_at(25.0) == (now if at_once else 125.0)
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    others = {number: signal.getsignal(number) for number in STOP_SIGNALS if number != signal.SIGHUP}
+    stop = StopRequest()
+    stop.count_signals()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert not stop
     os.kill(os.getpid(), signal.SIGTERM)
-    assert stop.at_once and stop.reason == "SIGUSR1"
+    assert stop.reason == "SIGTERM"
+    for number, handler in {**others, signal.SIGHUP: before}.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("signal_first", [True, False])
