@@ -152,6 +152,26 @@ class FailureKind(Enum):
             exit_code=ExitCode.DETERMINISTIC,
         ),
     )
+    SHARED_MEMORY_FULL = (
+        "shared memory full",
+        Rule(
+            known_by="the error's text: no space in /dev/shm, through which workers and GPUs exchange data",
+            response="restart; exit 78 for the same error at the same step twice in a row",
+            error=re.compile(
+                r"(?s)out of shared memory|(/dev/shm|shared memory|</?torch_\d).*No space left on device"
+                r"|No space left on device.*(/dev/shm|shared memory|/torch_\d)"
+            ),
+            advice="; make /dev/shm larger (docker run --shm-size=16g; a volume of medium Memory on Kubernetes)",
+            examples=(
+                "RuntimeError: unable to write to file </torch_123_456_0>: No space left on device (28)",
+                "OSError: [Errno 28] No space left on device: '/dev/shm/psm_1'",
+                "DistBackendError: NCCL error: Error while creating shared memory segment /dev/shm/nccl-x (size 9), "
+                "error: No space left on device (28)",
+                "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that "
+                "dataloader's workers are out of shared memory. Please try to raise your shared memory limit",
+            ),
+        ),
+    )
     STORAGE_FAILED = (
         "storage failed",
         Rule(
@@ -260,7 +280,7 @@ class FailureKind(Enum):
         "network failure",
         Rule(
             known_by="a rank's exception, or one that it follows from: a connection, time-out or name look-up that "
-            "failed, HTTP 408, 425, 429 or 5xx",
+            "failed, HTTP 408, 425, 429 or 5xx, or a volume that does not work (a stale handle, an I/O error)",
             response="restart after a delay, also before the first step, `restart.max_network_retries` times at most "
             "without a new checkpoint",
             action=Action.RETRY,

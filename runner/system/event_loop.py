@@ -18,7 +18,6 @@ from typing import Any
 
 from runner.system.processes import STOP_SIGNALS
 
-
 # systemd sends SIGTERM and then SIGHUP; a terminal that closes sends SIGHUP, and so does its shell.
 _ONE_NOTICE_S = 2.0
 

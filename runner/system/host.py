@@ -27,8 +27,8 @@ class Host:
         return processes.state(pid)
 
     def descendants(self) -> list[psutil.Process]:
-        """Return all running descendants of this process."""
-        return processes.descendants()
+        """Return the running descendants of this process that belong to a run."""
+        return processes.descendants_of_runs()
 
     def kill_all(self, find: Callable[[], list[psutil.Process]], timeout_s: float = 10.0) -> int:
         """Send SIGKILL to what `find` returns until it returns nothing; return how many processes were killed."""

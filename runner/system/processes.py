@@ -83,6 +83,24 @@ def descendants() -> list[psutil.Process]:
     return [process for process in psutil.Process().children(recursive=True) if is_running(process)]
 
 
+def descendants_of_runs() -> list[psutil.Process]:
+    """Return the running descendants of this process that carry a run's mark, or descend from one that does.
+
+    A container's first process adopts whatever loses its parent, and one that was started by `exec` keeps the children
+    of the shell before it, such as a mounted file system: these are not the runner's to end.
+    """
+    found: list[psutil.Process] = []
+    # Parents come before their children.
+    for process in descendants():
+        with contextlib.suppress(OSError, psutil.Error):
+            marker = f"{RUN_ID_ENV}=".encode()
+            environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+            is_marked = any(entry.startswith(marker) for entry in environment)
+            if is_marked or process.ppid() in {other.pid for other in found}:
+                found.append(process)
+    return found
+
+
 def mark(run_id: str, node_rank: int) -> str:
     """Return the value of `RUN_ID_ENV` for a node of a run.
 

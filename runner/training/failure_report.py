@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import traceback
@@ -11,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from checkpointing.errors import CheckpointError
+from checkpointing.errors import PASSING_ERRNOS, CheckpointError
 from runner.errors import RunnerError
 from runner.recovery.evidence import of_its_origin
 
@@ -34,6 +35,8 @@ _NETWORK_ERRORS = {
 }
 # HTTP statuses below 500 that a retry can change: request time-out, too early, too many requests.
 _TRANSIENT_STATUS = {408, 425, 429}
+# Of a shared volume that fails over, and of a machine that is short of something for a moment. Not of a full disk.
+_PASSING = PASSING_ERRNOS - {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 # A bug in a handler of network errors fails again.
 _PROGRAMMING_ERRORS = (NameError, SyntaxError, ImportError, AttributeError, TypeError)
 
@@ -56,9 +59,9 @@ def describe(error: BaseException) -> tuple[str, str | None]:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether a network or server failure caused the error that a retry may not meet again.
+    """Return whether a failure of a network, a server or a volume caused the error, that a retry may not meet again.
 
-    The outermost exception of the chain that is about the network decides.
+    The outermost exception of the chain that is about one of these decides.
     """
     chain = list(_chain(error))
     names = {base.__name__ for one in chain for base in type(one).__mro__}
@@ -73,6 +76,8 @@ def is_transient(error: BaseException) -> bool:
         if status is not None:
             return status >= 500 or status in _TRANSIENT_STATUS
         if _NETWORK_ERRORS & {base.__name__ for base in type(one).__mro__}:
+            return True
+        if isinstance(one, OSError) and one.errno in _PASSING:
             return True
     return False
 

@@ -151,7 +151,7 @@ def test_a_second_signal_ends_the_grace_period() -> None:
     bench.stop.ask("SIGTERM")
     bench.turn()
     assert not bench.ranks.signals
-    bench.stop._signals = 2
+    bench.stop._hurried_at = 0.0
     bench.turn()
     assert bench.ranks.signals == [signal.SIGKILL] and bench.result().failure.kind is FailureKind.ENDED
 

@@ -55,15 +55,15 @@ def test_two_signals_leave_no_time_unless_they_are_one_notice(
 
 
 def test_what_nohup_ignores_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    others = {number: signal.getsignal(number) for number in STOP_SIGNALS if number != signal.SIGHUP}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     stop = StopRequest()
     stop.count_signals()
     os.kill(os.getpid(), signal.SIGHUP)
     assert not stop
     os.kill(os.getpid(), signal.SIGTERM)
     assert stop.reason == "SIGTERM"
-    for number, handler in {**others, signal.SIGHUP: before}.items():
+    for number, handler in before.items():
         signal.signal(number, handler)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 from typing import Any
 
 import pytest
@@ -51,6 +53,27 @@ def test_processes_are_killed_until_none_is_found(monkeypatch: pytest.MonkeyPatc
     find: Any = lambda: [victim] if victim.kills < 2 else []  # noqa: E731
     assert Host().kill_all(find) == 1 and victim.kills == 2
     assert Host().kill_all(list) == 0
+
+
+def test_only_processes_of_a_run_are_its_own() -> None:
+    """Not what the shell before `exec runner` had started, nor what a container's first process has adopted."""
+    plain = {name: value for name, value in os.environ.items() if name != processes.RUN_ID_ENV}
+    other = subprocess.Popen(["sleep", "60"], env=plain)
+    # A process of a rank, one of whose own has an empty environment.
+    script = "env -i sleep 60 & echo $!; wait"
+    marked = subprocess.Popen(
+        ["sh", "-c", script], env={**plain, processes.RUN_ID_ENV: "run/0"}, stdout=subprocess.PIPE, text=True
+    )
+    assert marked.stdout is not None
+    child = int(marked.stdout.readline())
+    try:
+        found = {process.pid for process in Host().descendants()}
+        assert {marked.pid, child} <= found and other.pid not in found
+    finally:
+        os.kill(child, signal.SIGKILL)
+        for process in (other, marked):
+            process.kill()
+            process.communicate()
 
 
 def test_a_time_limit_ends_the_hunt(monkeypatch: pytest.MonkeyPatch) -> None:

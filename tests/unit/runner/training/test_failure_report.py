@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import socket
 import sys
 import urllib.error
@@ -64,6 +65,11 @@ def boto(status: int) -> Any:
         (chained(ConnectionError("reset"), requests.HTTPError("x", response=answer(404))), True),
         # The handler of a network error is itself faulty.
         (chained(NameError("name 'x' is not defined"), ConnectionError("reset")), False),
+        # A volume that fails over.
+        (OSError(errno.ESTALE, "Stale file handle"), True),
+        (OSError(errno.EIO, "Input/output error"), True),
+        (chained(RuntimeError("cannot load weights"), OSError(errno.ENOTCONN, "not connected")), True),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
         (ValueError("bad"), False),
         (FileNotFoundError(2, "No such file"), False),
         (PermissionError(13, "denied"), False),
