@@ -16,7 +16,7 @@ import click
 from checkpointing.threads import in_background
 from runner.cli.options import Number, config_options, load, run_directory_of
 from runner.errors import ExitCode, RunBusy, UsageError
-from runner.node.output import make_streams_lossy
+from runner.node.output import drain_streams, make_streams_lossy
 
 if TYPE_CHECKING:
     from runner.recovery.lease import Lease
@@ -259,6 +259,7 @@ def _follow() -> None:
     os.environ[_FOLLOWS_ENV] = "1"
     sys.stdout.flush()
     sys.stderr.flush()
+    drain_streams()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
@@ -297,7 +298,7 @@ def _unless_stopped(stop: Any, work: Callable[[], T]) -> T:
             if outcome.done():
                 raise
     click.echo("runner: stopped before the first attempt")
-    sys.stdout.flush()
+    drain_streams()
     # A normal exit would join the thread, which may still wait for a server.
     os._exit(int(ExitCode.PREEMPTED))
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import io
 import os
+import select
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,14 +20,27 @@ STDOUT_NAME, STDERR_NAME = "stdout.log", "stderr.log"
 _INTERVAL_S = 0.2
 _CHUNK_BYTES = 64 * 1024
 # Seconds that a stopped terminal (Ctrl-S), or a pipe without a reader, may delay the end.
-_PATIENCE_S = 5.0
+_PATIENCE_S = 2.0
+# What a pipe takes without waiting where poll(2) says that it takes something (pipe(7)).
+_AT_ONCE_BYTES = 4096
+_MOST_WAITING_BYTES = 1 << 20
 
 
 class _Lossy(io.RawIOBase):
-    """A file descriptor whose write errors are ignored: a full log volume must not end a run."""
+    """A file descriptor that ends or delays nothing: errors are ignored, and a thread writes what has to wait.
+
+    A terminal may be stopped (Ctrl-S, a session that hangs), a pipe may have no reader. Beyond a megabyte the rest of
+    what such a one is given is lost.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd, self._warned = fd, False
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLOUT)
+        self._changed = threading.Condition()
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._writer: threading.Thread | None = None
 
     def writable(self) -> bool:
         return True
@@ -34,18 +51,59 @@ class _Lossy(io.RawIOBase):
     def isatty(self) -> bool:
         return os.isatty(self._fd)
 
+    @property
+    def is_blocked(self) -> bool:
+        """Whether it has yet to take what it was given."""
+        return self._waiting_bytes > 0
+
     def write(self, data: object) -> int:
-        # The buffer on top of this one passes a memoryview.
-        view = memoryview(data)  # type: ignore[arg-type]
-        # After ENOSPC, EPIPE, EIO, or on a full non-blocking pipe, the rest of this data is lost; later writes may
-        # succeed.
-        try:
-            left = view
+        # The buffer on top of this one passes a memoryview, of memory that it uses again.
+        left = given = bytes(data)  # type: ignore[call-overload]
+        with self._changed:
+            while left and not self._waiting_bytes and self._poll.poll(0):
+                taken = self._write(left[:_AT_ONCE_BYTES])
+                left = left[taken:]
+                if not taken:
+                    break
+            if left and self._waiting_bytes + len(left) <= _MOST_WAITING_BYTES:
+                self._waiting.append(left)
+                self._waiting_bytes += len(left)
+                if self._writer is None:
+                    self._writer = threading.Thread(target=self._write_waiting, name="terminal", daemon=True)
+                    self._writer.start()
+                self._changed.notify_all()
+        return len(given)
+
+    def drain(self, patience_s: float) -> None:
+        """Wait until it has taken everything, but no longer than `patience_s` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting_bytes, patience_s)
+
+    def _write_waiting(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                data = self._waiting.popleft()
+            left = data
             while left:
-                left = left[os.write(self._fd, left) :]
+                taken = self._write(left)
+                left = left[taken:]
+                if not taken:
+                    time.sleep(_INTERVAL_S)
+            with self._changed:
+                self._waiting_bytes -= len(data)
+                self._changed.notify_all()
+
+    def _write(self, data: bytes) -> int:
+        """Write some bytes; return how many are done with. What is refused is lost; later writes may succeed."""
+        try:
+            return os.write(self._fd, data)
+        except BlockingIOError:
+            # Another process has made it non-blocking.
+            return 0
         except OSError as error:
             self._warn(error)
-        return len(view)
+            return len(data)
 
     def _warn(self, error: OSError) -> None:
         """Print a warning once, to standard error; a closed pipe (`| head`) is intended."""
@@ -56,8 +114,11 @@ class _Lossy(io.RawIOBase):
             os.write(2, f"runner: warning: cannot write standard output: {error.strerror}\n".encode())
 
 
+_streams: list[_Lossy] = []
+
+
 def make_streams_lossy() -> None:
-    """Replace `sys.stdout` and `sys.stderr` with streams that a full disk or a closed pipe does not make fail.
+    """Replace `sys.stdout` and `sys.stderr` with streams that neither fail nor block.
 
     Characters that the encoding lacks are written as `?`.
     """
@@ -69,14 +130,26 @@ def make_streams_lossy() -> None:
         except (AttributeError, OSError, ValueError):
             # The stream is closed, or a test has replaced it.
             continue
-        buffered = io.BufferedWriter(_Lossy(fd))
+        _streams.append(_Lossy(fd))
+        buffered = io.BufferedWriter(_streams[-1])
         setattr(sys, name, io.TextIOWrapper(buffered, encoding=encoding, errors="replace", line_buffering=True))
+    atexit.register(drain_streams)
+
+
+def drain_streams() -> None:
+    """Wait for a terminal that is slow, before the process ends."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+    deadline = time.monotonic() + _PATIENCE_S
+    for lossy in _streams:
+        lossy.drain(max(deadline - time.monotonic(), 0.0))
 
 
 class OutputRelay:
     """Copies the ranks' log files to the terminal while they grow, byte for byte, so that progress bars work.
 
-    It runs in a thread: a terminal that is stopped delays nothing else.
+    It runs in a thread, and waits for a terminal that is stopped: nothing of what ranks have written is lost.
     """
 
     def __init__(self, write: Callable[[int, bytes], None]) -> None:
@@ -119,5 +192,7 @@ class OutputRelay:
                 with contextlib.suppress(OSError):
                     while data := os.read(fd, _CHUNK_BYTES):
                         self._write(stream, data)
+                        while any(lossy.is_blocked for lossy in _streams):
+                            time.sleep(_INTERVAL_S)
         for fd, _ in logs:
             os.close(fd)

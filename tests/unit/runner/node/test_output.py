@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.node.output import STDERR_NAME, STDOUT_NAME, OutputRelay, make_streams_lossy
+from runner.node import output
+from runner.node.output import STDERR_NAME, STDOUT_NAME, OutputRelay, drain_streams, make_streams_lossy
 
 
 def test_characters_that_the_encoding_lacks_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +53,36 @@ def test_a_full_disk_is_pointed_out_once(capfd: pytest.CaptureFixture[str]) -> N
         os.close(full)
         os.close(kept)
     assert capfd.readouterr().err == "runner: warning: cannot write standard output: No space left on device\n"
+
+
+def test_a_terminal_that_is_stopped_delays_nothing_and_gets_all_of_it_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-S, a session that hangs, or `| less`: the runner must answer a preemption notice meanwhile."""
+    saved, (reader, writer) = sys.stdout, os.pipe()
+    lines = [f"line {number} " + "x" * 500 for number in range(1000)]
+    try:
+        monkeypatch.setattr(output, "_streams", [])
+        sys.stdout = io.TextIOWrapper(os.fdopen(writer, "wb", buffering=0, closefd=False), encoding="utf-8")
+        make_streams_lossy()
+        # More than a pipe holds. A writer that waits would wait for good.
+        for line in lines:
+            print(line)
+        monkeypatch.setattr("runner.node.output._PATIENCE_S", 0.01)
+        drain_streams()
+        received = b""
+        while received.count(b"\n") < len(lines):
+            received += os.read(reader, 1 << 20)
+        assert received.decode().splitlines() == lines
+        # Idle again: what is printed is there at once.
+        drain_streams()
+        print("now")
+        assert os.read(reader, 100) == b"now\n"
+        # What nobody takes is bounded.
+        for _ in range(4000):
+            print("y" * 500)
+        assert 0 < output._streams[0]._waiting_bytes <= 1 << 20
+    finally:
+        sys.stdout = saved
+        os.close(reader)
 
 
 def test_streams_of_a_test_or_closed_ones_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
