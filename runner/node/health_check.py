@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +19,9 @@ from runner.system.host import Host
 _SOON_S = 0.05
 # A GPU that does not answer: loading torch and the driver from a cold disk takes a minute at most.
 _TIMEOUT_S = 300.0
+_NO_END = "the check did not end"
+# Why a check ends early that has nothing to do with GPUs: memory ran out, or a shared volume did not answer.
+_NOT_OF_GPUS = re.compile(r"(ImportError|ModuleNotFoundError|OSError|MemoryError)\b")
 
 
 class Process(Protocol):
@@ -70,6 +75,19 @@ class HealthCheck:
         """
         if self._is_done:
             return
+        fault = self._check()
+        if fault and fault != _NO_END and not self._stop:
+            # What is wrong with a GPU is so a moment later: nobody else's process may have been in the way.
+            fault = self._check()
+        if self._stop:
+            return
+        self._is_done = True
+        if fault:
+            self._on_fault(fault)
+            raise GpuFaulty(f"the GPUs of this node are not used: {fault} (launch.check_gpus)")
+
+    def _check(self) -> str:
+        """Return what is wrong; empty if nothing is, or the check was stopped, or has no verdict."""
         with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
             process = self._start(output, errors)
             deadline = self._host.monotonic() + _TIMEOUT_S
@@ -79,12 +97,8 @@ class HealthCheck:
                 process.kill()
                 process.wait()
             if self._stop:
-                return
-            self._is_done = True
-            fault = "the check did not end" if status is None else _fault(status, _text(output), _text(errors))
-        if fault:
-            self._on_fault(fault)
-            raise GpuFaulty(f"the GPUs of this node are not used: {fault} (launch.check_gpus)")
+                return ""
+            return _NO_END if status is None else _fault(status, _text(output), _text(errors))
 
 
 def _text(file: IO[bytes]) -> str:
@@ -101,4 +115,6 @@ def _fault(status: int, output: str, errors: str) -> str:
     if isinstance(found, list):
         return "; ".join(map(str, found))
     last = (errors.strip().splitlines() or ["it said nothing"])[-1]
+    if status == -signal.SIGKILL or _NOT_OF_GPUS.match(last):
+        return ""
     return f"the check ended with status {status}: {last[:500]}"

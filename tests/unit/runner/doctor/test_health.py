@@ -55,12 +55,17 @@ def test_memory_is_tested_within_what_is_free(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_each_gpu_is_named_and_one_that_is_in_use_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    accelerator: Any = SimpleNamespace(current_accelerator=lambda **_: torch.device("cuda"), device_count=lambda: 4)
+    accelerator: Any = SimpleNamespace(current_accelerator=lambda **_: torch.device("cuda"), device_count=lambda: 6)
     monkeypatch.setattr(torch, "accelerator", accelerator)
 
     def found(device: torch.device) -> Iterator[str]:
         if device.index == 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
+        if device.index == 4:
+            # While the context is made, as long as a process that was killed has its memory.
+            raise RuntimeError("CUDA error: out of memory\nCompile with ...")
+        if device.index == 5:
+            raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
         if device.index == 2:
             raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCompile with ...")
         if device.index == 3:

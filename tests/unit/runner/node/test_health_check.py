@@ -75,6 +75,30 @@ def test_a_fault_is_reported_before_it_is_raised(options: dict[str, Any], fault:
     assert bench.check.killed == ("turns" in options)
 
 
+@pytest.mark.parametrize(
+    ("status", "errors"), [(-9, ""), (1, "Traceback\nImportError: libtorch.so: cannot read"), (1, "MemoryError")]
+)
+def test_a_check_that_fails_for_another_reason_is_no_verdict(status: int, errors: str) -> None:
+    """The machine would be left out for a day."""
+    bench = Bench(status=status, output="", errors=errors)
+    bench.health.run()
+    assert bench.faults == []
+
+
+def test_what_is_wrong_only_once_is_no_verdict() -> None:
+    bench = Bench(output='["GPU 0 failed: out of resources"]')
+    start = bench.check.start
+
+    def second(output: IO[bytes], errors: IO[bytes]) -> Any:
+        if bench.check.starts == 1:
+            bench.check._texts = "[]", ""
+        return start(output, errors)
+
+    bench.health._start = second
+    bench.health.run()
+    assert bench.check.starts == 2 and bench.faults == []
+
+
 def test_a_stop_request_ends_it_without_a_verdict() -> None:
     bench = Bench(turns=100_000, output='["GPU 0 failed"]')
     bench.loop.plan = [lambda: None, lambda: bench.stop.ask("SIGTERM")]
