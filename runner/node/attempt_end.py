@@ -9,7 +9,7 @@ from checkpointing.agent.protocol import Message
 from runner.recovery.classify import classify
 from runner.recovery.evidence import RankEnd
 from runner.recovery.failure import Failure
-from runner.recovery.kinds import FailureKind
+from runner.recovery.kinds import FailureKind, kind_of_error
 
 
 @dataclass(frozen=True)
@@ -73,5 +73,9 @@ def failure_of(end: AttemptEnd) -> Failure:
         cause = "the script exited with status 75, which is reserved for stop requests, but no stop was requested"
         return Failure(FailureKind.CRASHED, cause, step=end.step, fingerprint="status 75")
     if failure.kind is FailureKind.LAUNCHER_LOST and result.get("error"):
-        failure = Failure(FailureKind.LAUNCHER_LOST, result["error"])
+        error = result["error"]
+        if kind_of_error(error) is FailureKind.STORAGE_FAILED:
+            # It could not write its logs; ranks that meet a full disk end the run in the same way.
+            return Failure(FailureKind.STORAGE_FAILED, error + FailureKind.STORAGE_FAILED.rule.advice)
+        return Failure(FailureKind.LAUNCHER_LOST, error)
     return failure

@@ -35,7 +35,15 @@ class RunRecord:
         state: The restart state; its owner changes it and calls `keep`.
     """
 
-    def __init__(self, config: Config, directory: RunDirectory, run_id: str, identity: JobIdentity | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        directory: RunDirectory,
+        run_id: str,
+        identity: JobIdentity | None,
+        *,
+        is_away: bool = False,
+    ) -> None:
         """Read the state of the sessions before this one.
 
         Args:
@@ -43,9 +51,11 @@ class RunRecord:
             directory: The run's folder.
             run_id: Identity of the run.
             identity: Of the job; None if it is not known.
+            is_away: The durable tier does not answer: the local one has a copy.
         """
         self._tiers, self._identity = config.tiers, identity
-        self.state = RestartState.from_json(self._tiers.durable.sidecars.read_restart_state())
+        kept = (self._tiers.first if is_away else self._tiers.durable).sidecars
+        self.state = RestartState.from_json(kept.read_restart_state())
         self.state.lineage = self.state.lineage or run_id
         self.state.runner = RunnerProcess.current()
         self._copy = JournalCopy(directory.journal, self.state.lineage, run_id) if needs_copy(config) else None
@@ -147,8 +157,14 @@ class RunRecord:
         """
         # Once another runner has taken the run over, the state is its own.
         text = self.state.to_json(attempt)
-        if node.checkpoints.fenced is None and not node.note(text):
+        if node.checkpoints.fenced is not None:
+            return
+        if not node.note(text):
             self._replace(text)
+        if self._tiers.local is not None:
+            # For a start while the durable tier does not answer.
+            with contextlib.suppress(OSError):
+                self._tiers.local.sidecars.write_restart_state(text.encode())
 
     def keep_finished(self, attempt: int) -> None:
         """Record that the job has finished, before any node exits with 0.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from checkpointing.catalog import Catalog
 from checkpointing.events import BatchShape
 from checkpointing.manifest import Manifest
 from runner.config.schema import Config
@@ -45,16 +46,19 @@ class StepSamples:
         self.model_ranks = model_ranks if has_script else config.model_ranks
 
     @classmethod
-    def of(cls, config: Config, identity: JobIdentity | None, state: RestartState, *, has_script: bool) -> StepSamples:
+    def of(
+        cls, config: Config, identity: JobIdentity | None, state: RestartState, catalog: Catalog, *, has_script: bool
+    ) -> StepSamples:
         """Look for the newest checkpoint of a run.
 
         Args:
             config: The resolved configuration.
             identity: Of the job; None if it is not known.
             state: The restart state.
+            catalog: Where to look.
             has_script: See above.
         """
-        newest = next((entry.manifest for entry in config.tiers.catalog.scan() if entry.manifest), None)
+        newest = next((entry.manifest for entry in catalog.scan() if entry.manifest), None)
         counts = identity is None or counts_samples(identity, state)
         batch = state.batch
         return cls(

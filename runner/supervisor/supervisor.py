@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from runner.errors import ExitCode, HelperKilled, LaunchError, PeersMissing, RunnerError
+from checkpointing.tiers import Tiers
+from runner.errors import ExitCode, LaunchDelayed, LaunchError, PeersMissing, RunnerError
 from runner.journal.events import RunEnded
 from runner.journal.summary import RunState
 from runner.node.messages import AttemptResult, Job
@@ -124,12 +125,16 @@ class Supervisor:
 
     def _begin(self) -> None:
         session, config = self._session, self._config
-        catalog = config.tiers.catalog
+        # A durable tier that could not be asked for its id is not asked for anything else.
+        is_away = self._place is None and config.tiers.local is not None
+        tiers = Tiers(config.tiers.first) if is_away else config.tiers
         # The journal is this node's; a runner on another node may have continued the run meanwhile.
-        session.attempt = max(session.attempt, catalog.newest_attempt())
-        newest, over_all_stages = config.tiers.newest_committed()
-        self._record = RunRecord(config, self._directory, session.run_id, self._identity)
-        self._samples = StepSamples.of(config, self._identity, self._record.state, has_script=bool(self._job.script))
+        session.attempt = max(session.attempt, tiers.catalog.newest_attempt())
+        newest, over_all_stages = tiers.newest_committed()
+        self._record = RunRecord(config, self._directory, session.run_id, self._identity, is_away=is_away)
+        self._samples = StepSamples.of(
+            config, self._identity, self._record.state, tiers.catalog, has_script=bool(self._job.script)
+        )
         self._display.state.committed_step = newest if newest >= 0 else None
         session.record(self._record.started(session, newest, self._place))
         self._lead.begin(took_over=self._inherited is not None)
@@ -160,7 +165,11 @@ class Supervisor:
         """
         # An agent that was lost at the very end may have had nothing left to do but to remove older checkpoints.
         if not drained and not self._record.is_durable(self._last_step):
-            decision = Stop(ExitCode.STORAGE_FAILED, "trained to the end, but the last checkpoint was not written")
+            decision = (
+                Stop(ExitCode.PREEMPTED, "stopped on request while the last checkpoint was being written")
+                if self._session.stop
+                else Stop(ExitCode.STORAGE_FAILED, "trained to the end, but the last checkpoint was not written")
+            )
         elif self._members.has_others and self._node.checkpoints.fenced is None:
             self._record.keep_finished(self._session.attempt)
         self._members.dismiss(decision)
@@ -183,7 +192,7 @@ class Supervisor:
                 self._node.ensure_processes()
             if not stop:
                 self._gather()
-        except HelperKilled as error:
+        except LaunchDelayed as error:
             if not stop:
                 return self._record_and_decide(Failure(FailureKind.LAUNCHER_LOST, str(error)), None)
         except PeersMissing:

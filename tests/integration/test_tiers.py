@@ -128,3 +128,27 @@ def test_s3_is_away_when_a_rank_dies(
         assert Catalog(open_storage(place)).verify(60).attempt == 2
         assert open_storage(place).fence().attempt == 2
     assert state_hash(tmp_path / "nvme" / "checkpoint-60") == state_hash(untouched_script.checkpoint(60))
+
+
+@pytest.mark.soak
+def test_s3_is_away_when_the_runner_starts_again(
+    tmp_path: Path, rclone_s3: Server, monkeypatch: pytest.MonkeyPatch, untouched_script: Run
+) -> None:
+    """After a reboot, for example: it continues from what is on the machine, and uploads it later."""
+    folder, port = tmp_path / "objects", free_port()
+    with rclone_server(folder, port) as server:
+        place = f"s3://{bucket_on(server, monkeypatch)}/run"
+        chosen = options(place, tmp_path / "nvme")
+        run = Run(tmp_path / "run", *chosen, script=script(tmp_path, crawl=28)).start()
+        wait_until(run, lambda: any(event["tier"] == "remote" for event in run.events("committed")))
+        run.signal(signal.SIGTERM)
+        assert run.finish() == 75, run.output
+    newest = steps(tmp_path / "nvme")[-1]
+    again = Run(run.folder, *chosen, "--allow-changes", script=script(tmp_path, crawl=0, attempt=2)).start()
+    wait_until(again, lambda: len(again.events("resumed")) == 1)
+    assert again.events("resumed")[0]["step"] == newest
+    with rclone_server(folder, port):
+        assert again.finish() == 0, again.output
+        assert Catalog(open_storage(place)).verify(60).attempt == 2
+    assert "resuming from" in again.output and "uploads follow" in again.output
+    assert state_hash(tmp_path / "nvme" / "checkpoint-60") == state_hash(untouched_script.checkpoint(60))

@@ -42,6 +42,11 @@ PREEMPTED = RankEnd(0, 0, 75)
         (AttemptEnd({**FAILED, "launcher_lost": True}, [OWN]), FailureKind.LAUNCHER_LOST, "the launcher died"),
         (AttemptEnd(FAILED), FailureKind.LAUNCHER_LOST, "without a report"),
         (AttemptEnd({**FAILED, "error": "OSError: port taken"}), FailureKind.LAUNCHER_LOST, "OSError: port taken"),
+        (
+            AttemptEnd({**FAILED, "error": "/out/logs/attempt-2 cannot be created: No space left on device"}),
+            FailureKind.STORAGE_FAILED,
+            "No space left on device; make room",
+        ),
         # The launcher's own error explains nothing if a rank has one.
         (AttemptEnd({**FAILED, "error": "RuntimeError"}, [OWN], step=5), FailureKind.CRASHED, "bad sample"),
         (AttemptEnd(FAILED, [RankEnd(0, 0, -9)], step=5, kernel_oom_kills=1), FailureKind.OUT_OF_MEMORY, "kernel"),

@@ -12,6 +12,7 @@ from node_fakes import FakeNode, FakeSession
 from checkpointing.events import Fenced
 from checkpointing.storage import LocalStorage
 from checkpointing.storage.local_sidecars import LocalSidecars
+from checkpointing.storage.object_store import StorageTimeout
 from runner.journal.journal import Journal
 from runner.node.messages import Job
 from runner.recovery.failure import Failure
@@ -159,3 +160,28 @@ def test_the_journal_is_copied_if_the_checkpoints_are_elsewhere(tmp_path: Path, 
     assert copied == (["journal-run-run.000000.jsonl"] if outside else [])
     if outside:
         assert [*bench.session.config.tiers.durable.sidecars.sizes("journal-")] == copied
+
+
+def test_a_start_while_the_durable_tier_is_away_goes_by_the_local_tiers_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, local = Bench(tmp_path), tmp_path / "nvme"
+    bench.session.config.checkpoint.local_tier = str(local)
+    record = RunRecord(bench.session.config, bench.session.directory, "run", JOB)
+    record.state.reached = 7
+    # Nobody has committed there yet.
+    record.keep(bench.node, 1)
+    assert not local.exists()
+    local.mkdir()
+    record.keep(bench.node, 1)
+
+    def away(self: LocalSidecars) -> bytes | None:
+        if self._root != local:
+            raise StorageTimeout("no answer")
+        return (local / ".runner.json").read_bytes()
+
+    monkeypatch.setattr(LocalSidecars, "read_restart_state", away)
+    again = RunRecord(bench.session.config, bench.session.directory, "run", JOB, is_away=True)
+    assert again.state.reached == 7
+    with pytest.raises(StorageTimeout):
+        RunRecord(bench.session.config, bench.session.directory, "run", JOB)
