@@ -12,7 +12,7 @@ CheckpointError
 ├── NonFinite             gradients are NaN or infinite
 ├── LossSpike             the loss of a step stands out
 └── AgentUnavailable      the checkpoint agent is gone or refused the request
-    └── AgentKilled           it was killed while it started
+    └── AgentDelayed          it was killed while it started, or cannot start now
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class AgentUnavailable(CheckpointError):
     """The checkpoint agent cannot be reached or refused a request."""
 
 
-class AgentKilled(AgentUnavailable):
-    """The checkpoint agent was killed while it started."""
+class AgentDelayed(AgentUnavailable):
+    """The checkpoint agent was killed while it started, or cannot start now; a later try may not meet the reason."""
 
 
 class Preempted(SystemExit):

@@ -6,7 +6,7 @@ RunnerError
 ├── StorageFailed       74  a file system is read-only, out of reach or broken
 │   └── StorageFull         there is no space for checkpoints
 ├── LaunchError         78  the launcher or the agent cannot be started
-│   └── HelperKilled        it was killed while it started; retried
+│   └── LaunchDelayed   76  it was killed while it started, or cannot start now; retried
 ├── CheckpointsMissing  81  the location lacks checkpoints that the journal lists as committed
 ├── GpuMissing          80  none of this node's GPUs can be used
 ├── GpuFaulty           80  a GPU of this node computes or stores wrong values
@@ -128,8 +128,10 @@ class LaunchError(RunnerError):
     """The launcher or the checkpoint agent cannot be started."""
 
 
-class HelperKilled(LaunchError):
-    """The launcher or the checkpoint agent was killed while it started, by a user or because memory ran out."""
+class LaunchDelayed(LaunchError):
+    """The launcher or the checkpoint agent was killed while it started, or cannot start now."""
+
+    exit_code = ExitCode.BUDGET_SPENT
 
 
 class GpuMissing(RunnerError):

@@ -14,8 +14,9 @@ import psutil
 
 from checkpointing.agent import protocol
 from checkpointing.agent.location_lock import LOCK_TIMEOUT_S, acquire_lock
-from checkpointing.agent.options import AgentOptions
+from checkpointing.agent.options import EXIT_DELAYED, AgentOptions
 from checkpointing.agent.server import Agent
+from checkpointing.errors import PASSING_ERRNOS
 from checkpointing.tiers import open_tiers
 
 _NICENESS = 10
@@ -60,7 +61,9 @@ def main(argv: list[str] | None = None) -> int:
         listener = protocol.listen(arguments.socket)
     except (OSError, ValueError) as error:
         report(f"error {error}")
-        return 1
+        # Another agent commits still, or a file system does not work.
+        may_pass = isinstance(error, TimeoutError) or (isinstance(error, OSError) and error.errno in PASSING_ERRNOS)
+        return EXIT_DELAYED if may_pass else 1
     agent = Agent(listener, tiers, options)
     # A signal that comes in the moment before the agent waits must end that wait, too.
     signal.set_wakeup_fd(agent.wakeup_fd, warn_on_full_buffer=False)

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from checkpointing.agent import protocol
-from checkpointing.agent.options import AgentOptions
+from checkpointing.agent.options import EXIT_DELAYED, AgentOptions
 from checkpointing.agent.protocol import Guest, Message, Refusal
-from checkpointing.errors import AgentKilled, AgentUnavailable, StorageUnreachable
+from checkpointing.errors import PASSING_ERRNOS, AgentDelayed, AgentUnavailable, StorageUnreachable
 from checkpointing.events import Event
 from checkpointing.heartbeat import ControlPage
 from checkpointing.manifest import SnapshotInfo
@@ -60,6 +60,7 @@ class AgentProcess:
 
         Raises:
             AgentUnavailable: It could not start, or was cancelled; the message says why.
+            AgentDelayed: It may start later.
         """
         # Not the run's own directory: a socket path has at most 107 bytes, and NFS has no sockets.
         directory = directory or Path(tempfile.mkdtemp(prefix="checkpoint-agent-"))
@@ -67,13 +68,20 @@ class AgentProcess:
         read_fd, write_fd = os.pipe()
         arguments = ["--options", options.to_json(), "--socket", socket_path]
         arguments += ["--ready-fd", str(write_fd), "--parent-pid", str(os.getpid())]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "checkpointing.agent", *arguments],
-            pass_fds=(write_fd,),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        os.close(write_fd)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "checkpointing.agent", *arguments],
+                pass_fds=(write_fd,),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(read_fd)
+            shutil.rmtree(directory, ignore_errors=True)
+            kind = AgentDelayed if error.errno in PASSING_ERRNOS else AgentUnavailable
+            raise kind(f"the checkpoint agent did not start: {error}") from None
+        finally:
+            os.close(write_fd)
         with os.fdopen(read_fd) as pipe:
             while not select.select([pipe], [], [], 0.1)[0]:
                 if cancelled():
@@ -83,7 +91,8 @@ class AgentProcess:
             process.wait()
             shutil.rmtree(directory, ignore_errors=True)
             reason = answer.removeprefix("error ") or f"it ended with status {process.returncode}"
-            kind = AgentKilled if process.returncode < 0 else AgentUnavailable
+            may_pass = process.returncode < 0 or process.returncode == EXIT_DELAYED
+            kind = AgentDelayed if may_pass else AgentUnavailable
             raise kind(f"the checkpoint agent did not start: {reason}")
         return cls(process, socket_path, directory)
 

@@ -13,6 +13,9 @@ from checkpointing.tiers import DEFAULT_LOCAL_KEEP_LAST
 
 T = TypeVar("T")
 
+# sysexits.h EX_TEMPFAIL: of an agent that cannot start now.
+EXIT_DELAYED = 75
+
 _DEFAULT_LOCAL_RETENTION = Retention(keep_last=DEFAULT_LOCAL_KEEP_LAST)
 
 

@@ -15,9 +15,9 @@ from checkpointing.agent import protocol
 from checkpointing.agent.client import AgentProcess
 from checkpointing.agent.options import AgentOptions
 from checkpointing.agent.protocol import Message
-from checkpointing.errors import AgentKilled, AgentUnavailable
+from checkpointing.errors import AgentDelayed, AgentUnavailable
 from checkpointing.heartbeat import ControlPage, Heartbeat
-from runner.errors import HelperKilled, LaunchError
+from runner.errors import LaunchDelayed, LaunchError
 
 # Seconds for the agent's answer; it listens already.
 _HELLO_TIMEOUT_S = 60.0
@@ -48,7 +48,7 @@ class AgentHelper:
 
         Raises:
             LaunchError: The agent cannot start; the text says why.
-            HelperKilled: Another process has killed it.
+            LaunchDelayed: It was killed, or may start later.
         """
         try:
             self.process = AgentProcess.start(options, directory=directory, cancelled=cancelled)
@@ -58,8 +58,8 @@ class AgentHelper:
             self.sock.settimeout(None)
         except (AgentUnavailable, OSError) as error:
             # An agent that has not started yet loses its connection only by its death.
-            killed = isinstance(error, AgentKilled | ConnectionError)
-            raise (HelperKilled if killed else LaunchError)(str(error)) from None
+            killed = isinstance(error, AgentDelayed | ConnectionError)
+            raise (LaunchDelayed if killed else LaunchError)(str(error)) from None
         self.control = ControlPage.attach(fds[0])
 
     @property

@@ -49,7 +49,7 @@ class HelperStarter:
 
         Raises:
             LaunchError: The agent cannot start.
-            HelperKilled: Another process has killed it.
+            LaunchDelayed: It was killed, or may start later.
         """
         checkpoint = self._config.checkpoint
         options = AgentOptions(

@@ -13,7 +13,7 @@ from checkpointing.agent import protocol
 from checkpointing.agent.protocol import Message
 from checkpointing.events import Event, RestartStateFailed, StorageRetried
 from checkpointing.heartbeat import Heartbeat
-from runner.errors import HelperKilled, LaunchError
+from runner.errors import LaunchDelayed, LaunchError
 from runner.journal.events import Malformed
 from runner.journal.parsing import parse_event
 from runner.node.agent_pulse import AgentPulse
@@ -89,7 +89,7 @@ class Helpers:
 
         Raises:
             LaunchError: One of them cannot be started.
-            HelperKilled: One of them was killed meanwhile.
+            LaunchDelayed: One of them was killed meanwhile, or may start later.
             GpuFaulty: The GPUs of this node cannot be trusted.
         """
         self._drop_dead()
@@ -106,10 +106,10 @@ class Helpers:
             if not self.launcher.alive:
                 status = self.launcher.returncode
                 if status < 0:
-                    raise HelperKilled(f"the launcher was killed by signal {-status} while it loaded torch")
+                    raise LaunchDelayed(f"the launcher was killed by signal {-status} while it loaded torch")
                 raise LaunchError(f"the launcher ended with status {status} while it loaded torch; its error is above")
             if self._host.monotonic() > deadline:
-                raise LaunchError(
+                raise LaunchDelayed(
                     f"the launcher has not loaded torch within {_LAUNCHER_TIMEOUT_S:.0f} s; check that python -c "
                     "'import torch' works on this node"
                 )

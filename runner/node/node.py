@@ -111,7 +111,7 @@ class Node:
 
         Raises:
             LaunchError: One of them cannot be started.
-            HelperKilled: One of them was killed meanwhile.
+            LaunchDelayed: One of them was killed meanwhile, or may start later.
         """
         self._helpers.ensure()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from checkpointing.events import Event
-from runner.errors import HelperKilled, LaunchError
+from runner.errors import LaunchDelayed, LaunchError
 from runner.node.health_check import HealthCheck
 from runner.node.messages import Job
 from runner.node.node import Node
@@ -67,7 +67,7 @@ class PatientStart:
             False if a process was killed, and this is to be called again.
 
         Raises:
-            HelperKilled: Too often.
+            LaunchDelayed: Too often.
             LaunchError: A process cannot be started.
         """
         session = self._session
@@ -75,7 +75,7 @@ class PatientStart:
             return True
         try:
             node.ensure_processes()
-        except HelperKilled as error:
+        except LaunchDelayed as error:
             if session.stop:
                 return True
             self._num_killed += 1

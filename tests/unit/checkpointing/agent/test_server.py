@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +18,11 @@ from infra.parts import lacks
 
 from checkpointing.agent import protocol
 from checkpointing.agent.client import AgentClient, AgentProcess
-from checkpointing.agent.options import AgentOptions
+from checkpointing.agent.options import EXIT_DELAYED, AgentOptions
 from checkpointing.agent.protocol import Refusal
 from checkpointing.catalog import Catalog
 from checkpointing.digest import digest_buffer
-from checkpointing.errors import AgentUnavailable
+from checkpointing.errors import AgentDelayed, AgentUnavailable
 from checkpointing.reading import read_shared
 from checkpointing.retention import Retention
 from checkpointing.storage import LocalStorage
@@ -183,6 +185,30 @@ def test_an_unusable_location_is_told(tmp_path: Path) -> None:
         AgentProcess.start(AgentOptions(location=str(tmp_path / "file" / "checkpoints"), run_id="run"))
     with pytest.raises(AgentUnavailable, match="scheme 'nosuch' is not known"):
         AgentProcess.start(AgentOptions(location="nosuch://host/x", run_id="run"))
+
+
+@pytest.mark.parametrize(("status", "error"), [(EXIT_DELAYED, AgentDelayed), (1, AgentUnavailable)])
+def test_an_agent_that_may_start_later_is_told_from_one_that_never_will(
+    status: int, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = tmp_path / "agent"
+    agent.write_text(
+        f'#!/bin/sh\nwhile [ "$1" != --ready-fd ]; do shift; done\necho "error busy" >&$2; exit {status}\n'
+    )
+    agent.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(agent))
+    with pytest.raises(AgentUnavailable, match="did not start: busy") as caught:
+        AgentProcess.start(AgentOptions(location=str(tmp_path), run_id="run"))
+    assert type(caught.value) is error
+
+
+def test_a_limit_of_processes_may_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("checkpointing.agent.client.subprocess.Popen", refused)
+    with pytest.raises(AgentDelayed, match="temporarily unavailable"):
+        AgentProcess.start(AgentOptions(location=str(tmp_path), run_id="run"), directory=tmp_path / "agent")
 
 
 def test_a_growing_log_history_does_not_make_new_arenas(agent: AgentProcess) -> None:

@@ -17,9 +17,9 @@ from node_fakes import beat
 
 from checkpointing.agent import protocol
 from checkpointing.agent.options import AgentOptions
-from checkpointing.errors import AgentKilled, AgentUnavailable
+from checkpointing.errors import AgentDelayed, AgentUnavailable
 from checkpointing.heartbeat import ControlPage, Phase
-from runner.errors import HelperKilled, LaunchError
+from runner.errors import LaunchDelayed, LaunchError
 from runner.node import helper_processes
 from runner.node.helper_processes import AgentHelper, LauncherHelper
 
@@ -73,10 +73,10 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAgent]:
     ("error", "expected"),
     [
         (AgentUnavailable("the volume is read-only"), LaunchError),
-        (AgentKilled("by signal 9"), HelperKilled),
+        (AgentDelayed("by signal 9"), LaunchDelayed),
         (OSError("too many open files"), LaunchError),
         # It listened already, so its connection ends only with it.
-        (ConnectionResetError("reset"), HelperKilled),
+        (ConnectionResetError("reset"), LaunchDelayed),
     ],
 )
 def test_an_agent_that_does_not_start(agent: FakeAgent, error: Exception, expected: type[Exception]) -> None:
@@ -87,7 +87,7 @@ def test_an_agent_that_does_not_start(agent: FakeAgent, error: Exception, expect
 
 def test_an_agent_that_dies_before_it_answers_was_killed(agent: FakeAgent) -> None:
     agent.ours.close()
-    with pytest.raises(HelperKilled):
+    with pytest.raises(LaunchDelayed):
         make_agent()
 
 

@@ -10,7 +10,7 @@ from node_fakes import FakeHelper, FakeHost, FakeLoop
 
 from checkpointing.agent import protocol
 from checkpointing.events import Committed, RestartStateFailed, StorageRetried, Transfer
-from runner.errors import HelperKilled, LaunchError
+from runner.errors import LaunchDelayed, LaunchError
 from runner.node.helpers import Helpers
 from runner.system.event_loop import StopRequest
 
@@ -69,7 +69,7 @@ def test_only_a_dead_helper_is_replaced() -> None:
 
 @pytest.mark.parametrize(
     ("status", "error", "text"),
-    [(-9, HelperKilled, "killed by signal 9"), (1, LaunchError, "ended with status 1 while it loaded torch")],
+    [(-9, LaunchDelayed, "killed by signal 9"), (1, LaunchError, "ended with status 1 while it loaded torch")],
 )
 def test_a_launcher_that_dies_while_it_loads(status: int, error: type[Exception], text: str) -> None:
     bench = Bench()
@@ -83,7 +83,7 @@ def test_a_launcher_that_dies_while_it_loads(status: int, error: type[Exception]
 
 
 def test_a_launcher_that_never_loads_is_given_up() -> None:
-    with pytest.raises(LaunchError, match="not loaded torch within 600 s"):
+    with pytest.raises(LaunchDelayed, match="not loaded torch within 600 s"):
         Bench().helpers.ensure()
 
 

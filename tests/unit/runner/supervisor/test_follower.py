@@ -11,7 +11,7 @@ from node_fakes import FakeNode, FakeSession, ended
 
 from checkpointing.events import Committed, Log, TrainingStarted
 from checkpointing.storage import LocalStorage
-from runner.errors import ExitCode, HelperKilled
+from runner.errors import ExitCode, LaunchDelayed
 from runner.node.messages import AttemptResult, AttemptSpec, Job
 from runner.node.rank_watch import RankEvents
 from runner.recovery.bad_machines import this_machine
@@ -268,12 +268,12 @@ def test_the_leaders_stop_request_is_its_own(tmp_path: Path) -> None:
 
 def test_a_helper_that_is_killed_is_restarted_within_the_budget(tmp_path: Path) -> None:
     bench = Bench(tmp_path, WELCOME, DONE)
-    bench.start_errors = [HelperKilled("killed by signal 9")] * 2
+    bench.start_errors = [LaunchDelayed("killed by signal 9")] * 2
     assert bench.run() is ExitCode.DONE
     bench = Bench(tmp_path, WELCOME)
     bench.session.config.restart.max_restarts = 1
-    bench.start_errors = [HelperKilled("killed by signal 9")] * 2
-    assert bench.run() is ExitCode.DETERMINISTIC
+    bench.start_errors = [LaunchDelayed("killed by signal 9")] * 2
+    assert bench.run() is ExitCode.BUDGET_SPENT
 
 
 def test_events_that_only_rank_0_reports_reach_the_leader(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from node_fakes import FakeLeader, FakeNode, FakeSession, ended
 
 from checkpointing.storage import LocalStorage
-from runner.errors import ExitCode, HelperKilled, LaunchError, UsageError
+from runner.errors import ExitCode, LaunchDelayed, LaunchError, UsageError
 from runner.journal.events import AttemptEnded, Backoff, RunEnded, StepsSkipped
 from runner.node.messages import AttemptResult, Job
 from runner.recovery.failure import Failure
@@ -179,7 +179,7 @@ def test_a_stop_request_ends_the_waiting_for_the_next_attempt(tmp_path: Path) ->
 
 def test_a_helper_that_is_killed_while_it_starts_costs_an_attempt(tmp_path: Path) -> None:
     bench = Bench(tmp_path, FINISHED)
-    bench.start_errors = [HelperKilled("the launcher was killed by signal 9")]
+    bench.start_errors = [LaunchDelayed("the launcher was killed by signal 9")]
     assert bench.run() is ExitCode.DONE
     assert len(bench.session.waits) == 1
 
