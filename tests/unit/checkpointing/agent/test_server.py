@@ -192,9 +192,8 @@ def test_an_agent_that_may_start_later_is_told_from_one_that_never_will(
     status: int, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent = tmp_path / "agent"
-    agent.write_text(
-        f'#!/bin/sh\nwhile [ "$1" != --ready-fd ]; do shift; done\necho "error busy" >&$2; exit {status}\n'
-    )
+    lines = ["#!/bin/bash", 'while [ "$1" != --ready-fd ]; do shift; done', 'echo "error busy" >&$2', f"exit {status}"]
+    agent.write_text("\n".join(lines))
     agent.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(agent))
     with pytest.raises(AgentUnavailable, match="did not start: busy") as caught:
