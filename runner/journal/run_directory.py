@@ -19,6 +19,8 @@ from runner.journal.journal import JOURNAL_NAME
 
 # Seconds for a runner on another machine to end.
 _PATIENCE_S = 120.0
+# Whose logs are kept; a run on spot instances may have thousands.
+_KEPT_ATTEMPTS = 100
 
 
 def hold_lock(
@@ -172,6 +174,15 @@ class RunDirectory:
             text: YAML.
         """
         replace_file(self.config, text.encode(), self.config.with_name(f".{self.config.name}.tmp"))
+
+    def attempt_logs(self, attempt: int) -> Path:
+        """Return the folder of an attempt's logs, after those of attempts long ago were removed."""
+        for path in self.logs.glob("attempt-*"):
+            number = path.name.removeprefix("attempt-")
+            # The first one says how the run began.
+            if number.isdecimal() and 1 < int(number) <= attempt - _KEPT_ATTEMPTS:
+                shutil.rmtree(path, ignore_errors=True)
+        return self.logs / f"attempt-{attempt}"
 
     def move_aside(self, checkpoints: Sequence[Path]) -> str:
         """Move an earlier run's records and checkpoints to a folder `previous-N`.

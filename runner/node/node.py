@@ -215,7 +215,7 @@ class Node:
         assert agent is not None and launcher is not None
         nnodes, nproc = self.shape
         check_same_nnodes(nnodes, spec.run_nodes)
-        log_dir = self._directory.logs / f"attempt-{spec.attempt}"
+        log_dir = self._directory.attempt_logs(spec.attempt)
         self._build_locks.begin_attempt(self._clock())
         attempt = Attempt(
             spec,

@@ -87,3 +87,18 @@ def test_a_file_system_that_does_not_work_is_no_mistake(
     with pytest.raises(RunnerError, match=f"cannot be used: {os.strerror(number)}") as caught:
         directory.create()
     assert caught.value.exit_code == code
+
+
+def test_logs_of_attempts_long_ago_are_removed_but_those_of_the_first(tmp_path: Path) -> None:
+    directory = RunDirectory(str(tmp_path))
+    directory.create()
+    for number in (1, 2, 50, 51, 149):
+        (directory.logs / f"attempt-{number}" / "0").mkdir(parents=True)
+    (directory.logs / "launcher.log").touch()
+    assert directory.attempt_logs(150) == directory.logs / "attempt-150"
+    assert {path.name for path in directory.logs.iterdir()} == {
+        "attempt-1",
+        "attempt-51",
+        "attempt-149",
+        "launcher.log",
+    }
