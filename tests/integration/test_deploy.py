@@ -339,6 +339,22 @@ def test_no_vm_is_paid_for_after_the_end_of_its_run(code: str, tmp_path: Path) -
     assert lines == {"again": [], "VM off": poweroff, "group to 0, VM off": ["zero", *poweroff]}[decision]
 
 
+def test_a_vm_whose_run_goes_on_elsewhere_does_not_end_its_group(tmp_path: Path) -> None:
+    """While a group replaces a VM, both may run for a while."""
+    said, journal = tmp_path / "said", tmp_path / "journal.jsonl"
+    for name in ("systemctl", "scale-to-zero"):
+        program(tmp_path / name, f"echo {name} >>{shlex.quote(str(said))}")
+    script = tmp_path / "runner-ended"
+    text = ENDED.read_text().replace("/etc/runner/", f"{tmp_path}/")
+    script.write_text(text.replace("/var/lib/runner/run/journal.jsonl", str(journal)))
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "EXIT_STATUS": "78"}
+    for kinds, ends in ((["crashed", "fenced"], False), (["fenced", "crashed"], True)):
+        ended = [{"event": "attempt_ended", "kind": kind} for kind in kinds]
+        journal.write_text("".join(json.dumps(line) + "\n" for line in [*ended, {"event": "run_ended"}]))
+        subprocess.run(["sh", str(script)], check=True, env=environment)
+        assert said.exists() is ends
+
+
 def test_the_unit_outlives_a_rank_that_was_short_of_memory() -> None:
     service = unit()["Service"]
     assert service["OOMPolicy"] == "continue"
