@@ -76,7 +76,9 @@ class StopRequest:
                 self._hurried_at = None if is_same_notice else now
             self.ask(signal.Signals(number).name)
 
-        numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        # Not SIGINT, which a shell script ignores in whatever it runs in the background.
+        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        numbers = [number for number in STOP_SIGNALS if number != signal.SIGHUP or not nohup]
 
         def ignore() -> None:
             for number in numbers:
