@@ -74,6 +74,31 @@ def _orderly(known_by: str, response: str, action: Action, **fields: Any) -> Rul
     return Rule(known_by, response, action=action, costs_budget=False, is_failure=False, **fields)
 
 
+_FAULTY_HARDWARE = re.compile(
+    r"uncorrectable (ECC|NVLink) error|ECC error|GPU (has )?fallen off the bus|device is lost"
+    r"|hardware error|CUDA driver version is insufficient|Unable to determine the device handle"
+    r"|system not yet initialized|nvmlInit.*fail|busy or unavailable|GPU is lost"
+    r"|No CUDA GPUs are available|CUDA unknown error",
+    re.IGNORECASE,
+)
+_FAULTY_HARDWARE_EXAMPLES = (
+    "AcceleratorError: CUDA error: uncorrectable ECC error encountered",
+    "AcceleratorError: CUDA error: uncorrectable NVLink error detected during the execution",
+    "RuntimeError: GPU has fallen off the bus",
+    "RuntimeError: CUDA error: CUDA driver version is insufficient for CUDA runtime version",
+    "RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable",
+    "RuntimeError: Unable to determine the device handle for GPU 0000:01:00.0: Unknown Error",
+    "RuntimeError: GPU is lost. Reboot the system to recover this GPU",
+    "RuntimeError: CUDA error: an ECC error was encountered",
+    "RuntimeError: No CUDA GPUs are available",
+    "RuntimeError: CUDA unknown error - this may be due to an incorrectly set up environment",
+    "RuntimeError: CUDA error: system not yet initialized",
+    "RuntimeError: nvmlInit_v2() failed: Driver Not Loaded",
+    "RuntimeError: CUDA error: the device is lost",
+    "RuntimeError: CUDA error: hardware error",
+)
+
+
 class FailureKind(Enum):
     """How an attempt can end; the first class whose `error` matches is the one that a rank's exception belongs to."""
 
@@ -222,30 +247,9 @@ class FailureKind(Enum):
             response="end the run here; start it on another node",
             action=Action.GIVE_UP,
             exit_code=ExitCode.BAD_NODE,
-            error=re.compile(
-                r"uncorrectable (ECC|NVLink) error|ECC error|GPU (has )?fallen off the bus|device is lost"
-                r"|hardware error|CUDA driver version is insufficient|Unable to determine the device handle"
-                r"|system not yet initialized|nvmlInit.*fail|busy or unavailable|GPU is lost"
-                r"|No CUDA GPUs are available|CUDA unknown error",
-                re.IGNORECASE,
-            ),
+            error=_FAULTY_HARDWARE,
             reason="this node is at fault; start the run on another one: {cause}",
-            examples=(
-                "AcceleratorError: CUDA error: uncorrectable ECC error encountered",
-                "AcceleratorError: CUDA error: uncorrectable NVLink error detected during the execution",
-                "RuntimeError: GPU has fallen off the bus",
-                "RuntimeError: CUDA error: CUDA driver version is insufficient for CUDA runtime version",
-                "RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable",
-                "RuntimeError: Unable to determine the device handle for GPU 0000:01:00.0: Unknown Error",
-                "RuntimeError: GPU is lost. Reboot the system to recover this GPU",
-                "RuntimeError: CUDA error: an ECC error was encountered",
-                "RuntimeError: No CUDA GPUs are available",
-                "RuntimeError: CUDA unknown error - this may be due to an incorrectly set up environment",
-                "RuntimeError: CUDA error: system not yet initialized",
-                "RuntimeError: nvmlInit_v2() failed: Driver Not Loaded",
-                "RuntimeError: CUDA error: the device is lost",
-                "RuntimeError: CUDA error: hardware error",
-            ),
+            examples=_FAULTY_HARDWARE_EXAMPLES,
         ),
     )
     NON_FINITE = (

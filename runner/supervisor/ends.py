@@ -29,3 +29,14 @@ def end_without_location(durable: Storage, attempt: int) -> Stop | None:
     if root is None or root.is_dir():
         return None
     return Stop(ExitCode.STORAGE_FAILED, f"{root} existed when attempt {attempt} began and is gone; put it back")
+
+
+def end_without_last_save(*, is_stop: bool) -> Stop:
+    """Return how a run ends that has trained to its end, and whose last checkpoint was not written.
+
+    Args:
+        is_stop: It was asked to stop, so that there was no time for it.
+    """
+    if is_stop:
+        return Stop(ExitCode.PREEMPTED, "stopped on request while the last checkpoint was being written")
+    return Stop(ExitCode.STORAGE_FAILED, "trained to the end, but the last checkpoint was not written")

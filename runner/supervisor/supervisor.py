@@ -20,7 +20,7 @@ from runner.recovery.failure import Failure
 from runner.recovery.kinds import FailureKind
 from runner.recovery.policy import BatchShape, Restart, Stop, decide, end_of_node
 from runner.supervisor.admission import Limits
-from runner.supervisor.ends import end_of_error, end_without_location
+from runner.supervisor.ends import end_of_error, end_without_last_save, end_without_location
 from runner.supervisor.identity import JobIdentity
 from runner.supervisor.lead import Inherited, Lead
 from runner.supervisor.leadership import LeaseKeeper
@@ -132,17 +132,14 @@ class Supervisor:
         session.attempt = max(session.attempt, tiers.catalog.newest_attempt())
         newest, over_all_stages = tiers.newest_committed()
         self._record = RunRecord(config, self._directory, session.run_id, self._identity, is_away=is_away)
-        self._samples = StepSamples.of(
-            config, self._identity, self._record.state, tiers.catalog, has_script=bool(self._job.script)
-        )
+        script, state = bool(self._job.script), self._record.state
+        self._samples = StepSamples.of(config, self._identity, state, tiers.catalog, has_script=script)
         self._display.state.committed_step = newest if newest >= 0 else None
         session.record(self._record.started(session, newest, self._place))
         self._lead.begin(took_over=self._inherited is not None)
-        self._node = (self._inherited.node if self._inherited is not None else None) or own_node(
-            session, self._job, self._lead.run_id, make_node=self._make_node
-        )
-        self._node.leads = True
-        self._node.checkpoints.committed_step = over_all_stages
+        inherited = self._inherited.node if self._inherited is not None else None
+        self._node = inherited or own_node(session, self._job, self._lead.run_id, make_node=self._make_node)
+        self._node.leads, self._node.checkpoints.committed_step = True, over_all_stages
 
     def _supervise(self) -> Stop:
         """Run attempts until one of them, or something around them, ends the run."""
@@ -165,11 +162,7 @@ class Supervisor:
         """
         # An agent that was lost at the very end may have had nothing left to do but to remove older checkpoints.
         if not drained and not self._record.is_durable(self._last_step):
-            decision = (
-                Stop(ExitCode.PREEMPTED, "stopped on request while the last checkpoint was being written")
-                if self._session.stop
-                else Stop(ExitCode.STORAGE_FAILED, "trained to the end, but the last checkpoint was not written")
-            )
+            decision = end_without_last_save(is_stop=bool(self._session.stop))
         elif self._members.has_others and self._node.checkpoints.fenced is None:
             self._record.keep_finished(self._session.attempt)
         self._members.dismiss(decision)

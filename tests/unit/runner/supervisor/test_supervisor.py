@@ -233,6 +233,17 @@ def test_training_to_the_end_counts_only_with_its_last_checkpoint(tmp_path: Path
     assert "the last checkpoint was not written" in bench.supervisor.reason
 
 
+def test_a_stop_request_during_the_last_save_is_no_failure_of_the_storage(tmp_path: Path) -> None:
+    def finish(_: FakeNode) -> AttemptResult:
+        bench.session.stop.ask("SIGTERM")
+        return FINISHED
+
+    bench = Bench(tmp_path, finish)
+    bench.drained = False
+    assert bench.run() is ExitCode.PREEMPTED
+    assert "while the last checkpoint was being written" in bench.supervisor.reason
+
+
 def test_the_state_is_written_by_the_supervisor_where_there_is_no_agent(tmp_path: Path) -> None:
     def agent_dies(node: FakeNode) -> AttemptResult:
         node.has_agent = False
