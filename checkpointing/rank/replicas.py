@@ -10,11 +10,11 @@ import torch
 
 from checkpointing.errors import ReplicasDrifted
 from checkpointing.rank import sharding
+from checkpointing.rank.captured_state import CapturedState
 from checkpointing.rank.file_images import FileImage, layout_digest
 from checkpointing.rank.fingerprint import fingerprint
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.sharding import Part
-from checkpointing.rank.train_state import CapturedState
 
 
 class ReplicaComparison:

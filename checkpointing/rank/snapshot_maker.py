@@ -15,6 +15,7 @@ from checkpointing.failpoints import failpoint
 from checkpointing.layout import MASTER_NAME, OPTIMIZER_NAME, rank_state_name
 from checkpointing.rank import file_images, sharding
 from checkpointing.rank.buddy_copies import BuddyCopies
+from checkpointing.rank.captured_state import CapturedState, completed
 from checkpointing.rank.copy_thread import Copy
 from checkpointing.rank.direct_commit import DirectCommit
 from checkpointing.rank.file_images import FileImage, PlacedFile, blob_image
@@ -25,7 +26,6 @@ from checkpointing.rank.safetensors_files import safetensors_image
 from checkpointing.rank.shard_layout import ShardLayout
 from checkpointing.rank.snapshot import PendingSnapshot, SmallFile
 from checkpointing.rank.torch_files import TorchFileLayout, torch_bytes
-from checkpointing.rank.train_state import CapturedState, completed
 from checkpointing.shards import INDEX_NAME, shard_name
 from checkpointing.split import Split, is_split
 from checkpointing.together import Together

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,7 @@ from checkpointing.layout import (
 )
 from checkpointing.rank import sharding
 from checkpointing.rank.adapter import BASE_NAME, Adapter, live_tensors
-from checkpointing.rank.ranks import Ranks
+from checkpointing.rank.captured_state import CapturedState, versions_of
 from checkpointing.rank.readable import check_readable
 from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.rank.stages import Stages
@@ -36,63 +35,6 @@ from checkpointing.rank.zero import ZeroState
 # Larger buffers are not cloned for every snapshot; their version counters guard them instead.
 _CLONE_BYTES = 64 * 1024 * 1024
 _SMALL_TENSOR_BYTES = 64 * 1024
-
-
-@dataclass(frozen=True)
-class CapturedState:
-    """The state of one step, by reference: valid until an optimizer steps.
-
-    Attributes:
-        weights_name: The file that the model is saved in.
-        model: State dict of what is saved; buffers are clones.
-        parameters: Names of the parameters in `model`.
-        buffers: Names of the buffers in `model`.
-        optimizer: The optimizer's state dict, in containers of its own.
-        states: State dicts of the further objects, by name, in containers of their own.
-        small: Scheduler, scaler and other small files, by file name.
-        parts: What this rank holds of sharded tensors; the state dicts have only stand-ins for these.
-        is_spread: No node holds all of the model.
-        versions: Version counter of every tensor that only an optimizer may change.
-        masters: Parameters in full precision, by name, where the optimizer has these besides.
-        stages: Which rank holds what, where the model is a stage of a pipeline, and model and optimizer are its own.
-    """
-
-    weights_name: str
-    model: dict[str, torch.Tensor]
-    parameters: frozenset[str]
-    buffers: frozenset[str]
-    optimizer: Any
-    states: dict[str, Any]
-    small: dict[str, bytes]
-    parts: sharding.Parts
-    is_spread: bool
-    versions: list[tuple[torch.Tensor, int]]
-    masters: dict[str, torch.Tensor] = field(default_factory=dict)
-    stages: Stages | None = None
-
-    @property
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """All tensors of the state, on any device."""
-        yield from (tensor for tensor, _ in self.versions)
-        for state in self.states.values():
-            yield from tensors_in(state)
-
-    def changed(self) -> int:
-        """Count the tensors that were changed in place since, other than by an optimizer that passed the barrier."""
-        return sum(tensor._version != version for tensor, version in self.versions)
-
-
-def completed(state: CapturedState, ranks: Ranks) -> CapturedState:
-    """Return a captured state with stand-ins for the stages of other ranks; called by all ranks.
-
-    Args:
-        state: The state.
-        ranks: This rank, with a group that only the copy thread uses.
-    """
-    if state.stages is None:
-        return state
-    model, optimizer = state.stages.complete(state.model, state.optimizer, state.parts, ranks)
-    return dataclasses.replace(state, model=model, optimizer=optimizer)
 
 
 @dataclass(frozen=True)
@@ -158,9 +100,8 @@ class TrainState:
     @property
     def is_sharded(self) -> bool:
         """Whether ranks hold parts of the state, which they save and restore together."""
-        if self.zero is not None or self.stages is not None:
-            return True
-        return self.model is not None and sharding.has_sharded(self.model)
+        is_split = self.zero is not None or self.stages is not None
+        return is_split or (self.model is not None and sharding.has_sharded(self.model))
 
     def is_spread(self, local_world_size: int) -> bool:
         """Return whether some node does not hold all of the state, as far as this rank knows.
@@ -189,12 +130,10 @@ class TrainState:
             CheckpointError: Part of the state cannot be read back; the message names it.
         """
         live, objects, small = self._live_state()
-        for name, value in objects.items():
-            small[name] = torch_bytes(value)
+        small |= {name: torch_bytes(value) for name, value in objects.items()}
         parts: sharding.Parts = {}
         cut = self.is_sharded
-        if is_spread is None:
-            is_spread = self.is_spread(local_world_size)
+        is_spread = self.is_spread(local_world_size) if is_spread is None else is_spread
         if is_spread:
             # Of all ranks that hold the same, one writes it.
             local_world_size = sys.maxsize
@@ -204,11 +143,13 @@ class TrainState:
             clones: dict[int, torch.Tensor] = {}
             copies = {name: clones.setdefault(id(value), value.detach().clone()) for name, value in buffers.items()}
             live = {name: copies.get(name, value) for name, value in live.items()}
+        # What is made for the capture, or goes by what an engine does meanwhile, is cut at once.
+        is_late = cut and not check and self.stages is None and self.zero is None
         if self.stages is not None:
-            whole = sharding.stand_ins(self.stages.weights(live, local_world_size), parts)
-        else:
-            whole = sharding.stand_ins(live, parts, local_world_size) if cut else live
-        model = {name: value.detach() for name, value in whole.items()}
+            live = self.stages.weights(live, local_world_size)
+        if cut and not is_late:
+            live = sharding.stand_ins(live, parts, local_world_size)
+        model = live if is_late else {name: value.detach() for name, value in live.items()}
         optimizer = freeze(self.optimizer.state_dict())
         masters = sharding.stand_ins(self.zero.masters if self.zero is not None else {}, parts)
         states = {name: freeze(stateful.state_dict()) for name, stateful in self.states.items()}
@@ -217,13 +158,13 @@ class TrainState:
             optimizer = _clone_small_cpu_tensors(optimizer)
         if self.stages is not None:
             optimizer = self.stages.optimizer_state(optimizer, local_world_size)
-        if cut:
+        if cut and not is_late:
             optimizer = sharding.stand_ins(optimizer, parts, local_world_size)
         if check:
             named = {f"{name}.pt": value for name, value in states.items()}
             for name, value in {**objects, OPTIMIZER_NAME: optimizer, **named}.items():
                 check_readable(name, value)
-        guarded = [*model.values(), *tensors_in(optimizer), *(t for part in parts.values() for t in part.guards)]
+        guards = (tensor for part in parts.values() for tensor in part.guards)
         return CapturedState(
             weights_name=self.weights_name,
             model=model,
@@ -236,7 +177,8 @@ class TrainState:
             small=small,
             parts=parts,
             is_spread=is_spread,
-            versions=[(tensor, tensor._version) for tensor in guarded],
+            versions=versions_of([*model.values(), *tensors_in(optimizer), *guards]),
+            uncut=local_world_size if is_late else None,
         )
 
     def _live_state(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, bytes]]:

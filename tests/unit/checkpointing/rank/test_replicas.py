@@ -11,12 +11,12 @@ from thread_ranks import run_ranks
 from checkpointing.boxes import Region
 from checkpointing.errors import ReplicasDrifted
 from checkpointing.rank import replicas
+from checkpointing.rank.captured_state import CapturedState
 from checkpointing.rank.file_images import FileImage
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.replicas import ReplicaComparison, describe_differing_ranks
 from checkpointing.rank.sharding import Part
 from checkpointing.rank.torch_files import TorchFileLayout
-from checkpointing.rank.train_state import CapturedState
 
 
 def state(weight: float = 1.0, buffer: float = 0.0) -> CapturedState:

@@ -11,13 +11,14 @@ from small_training import Average
 
 from checkpointing.errors import CheckpointError
 from checkpointing.layout import EXTRA_STATE_NAME, MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME
+from checkpointing.rank.captured_state import CapturedState
 from checkpointing.rank.device import Host
 from checkpointing.rank.expected_size import expected_bytes
 from checkpointing.rank.file_images import FileImage, blob_image, pieces
 from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.rank.safetensors_files import safetensors_image
 from checkpointing.rank.torch_files import TorchFileLayout
-from checkpointing.rank.train_state import CapturedState, TrainState, hooks_with_memory
+from checkpointing.rank.train_state import TrainState, hooks_with_memory
 
 
 def network(seed: int = 0) -> torch.nn.Sequential:
