@@ -1,7 +1,7 @@
 """Pipeline parallelism: each rank holds other layers, and all ranks together write one checkpoint of the whole model.
 
-Names are those of the whole model on every rank, so the files are those of a training without a pipeline: a checkpoint
-resumes on any number of stages, or on none.
+Names are those of the whole model on every rank, so the files are those of a training without a pipeline, whose
+optimizer has named its parameters: a checkpoint resumes on any number of stages, or on none.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import torch
@@ -74,6 +73,7 @@ class Stages:
             raise CheckpointError(f"pipeline: {error}")
         self._kinds: dict[str, _Kind] = {name: kind for own, _, _ in self._everyone for name, kind in own.items()}
         self._own, self._groups = tensors.keys(), groups
+        self._is_named = _are_named(getattr(optimizer, "param_groups", []))
         self._holders: dict[str, list[int]] = {
             name: [rank for rank, (theirs, _, _) in enumerate(self._everyone) if name in theirs] for name in tensors
         }
@@ -141,7 +141,7 @@ class Stages:
         numbered: dict[int, Any] = {}
         groups = []
         for group, names, numbers in zip(state["param_groups"], self._groups, self._numbers, strict=True):
-            groups.append(_numbered(group, numbers))
+            groups.append(_numbered(group, numbers, named=True))
             for own, name in zip(group["params"], names, strict=True):
                 if own in state["state"]:
                     numbered[numbers[name]] = {
@@ -161,10 +161,12 @@ class Stages:
             raise ValueError(f"it has groups of {sizes} parameters, the stages {list(map(len, self._numbers))}")
         counter, found, groups = itertools.count(), dict[int, Any](), []
         for group, names, numbers in zip(state["param_groups"], self._groups, self._numbers, strict=True):
-            # Numbers in the file are in the same order, but need not begin with 0.
-            theirs = dict(zip(numbers, group["params"], strict=True))
+            # Of a training without a pipeline, numbers are in the same order, but need not begin with 0.
+            theirs = dict(zip(group.get("param_names", numbers), group["params"], strict=True))
+            if theirs.keys() != numbers.keys():
+                raise ValueError(f"it lacks {_some(numbers.keys() - theirs.keys())}")
             own = {name: next(counter) for name in names}
-            groups.append(_numbered(group, own))
+            groups.append(_numbered(group, own, named=self._is_named))
             for name in names:
                 self._check_moments(name, state["state"].get(theirs[name], {}))
             found |= {own[name]: state["state"][theirs[name]] for name in names if theirs[name] in state["state"]}
@@ -249,13 +251,14 @@ def in_order_of_layers(of_ranks: Sequence[Sequence[str]]) -> list[str]:
                 last = layer
             own.append(name)
         stages.append((stack, begin, rank, own))
-    # Ties in the order in which they were found: from the first rank to the last.
-    try:
-        stacks = list(TopologicalSorter(follows).static_order())
-    except CycleError as error:
-        raise ValueError(
-            f"the ranks have these layers in different orders: {', '.join(sorted(set(error.args[1])))}"
-        ) from None
+    stacks: list[str] = []
+    while len(stacks) < len(follows):
+        # In the order in which they were found, from the first rank to the last, unless a rank has it otherwise.
+        left = [stack for stack in follows if stack not in stacks]
+        following = next((stack for stack in left if all(before in stacks for before in follows[stack])), None)
+        if following is None:
+            raise ValueError(f"the ranks have these layers in different orders: {', '.join(sorted(left))}")
+        stacks.append(following)
 
     def place(stage: tuple[str | None, float, int, list[str]]) -> tuple[float, float, int]:
         stack, begin, rank, _ = stage
@@ -283,9 +286,38 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(found[:_MAX_NAMES]) + (", …" if len(found) > _MAX_NAMES else "")
 
 
-def _numbered(group: Mapping[str, Any], numbers: Mapping[str, int]) -> dict[str, Any]:
-    named = {"param_names": list(numbers)} if "param_names" in group else {}
-    return {**group, **named, "params": list(numbers.values())}
+def _are_named(groups: Sequence[Mapping[str, Any]]) -> bool:
+    return all("param_names" in group for group in groups)
+
+
+def _numbered(group: Mapping[str, Any], numbers: Mapping[str, int], *, named: bool) -> dict[str, Any]:
+    names = {"param_names": list(numbers)} if named else {}
+    return {**_unnamed(group), **names, "params": list(numbers.values())}
+
+
+def _unnamed(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "param_names"}
+
+
+def matched_by_name(state: dict[str, Any], model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Return an optimizer's state dict that a pipeline has saved, in the order of an optimizer of the whole model.
+
+    Args:
+        state: The state dict; one without names is returned as it is.
+        model: The model.
+        optimizer: Its optimizer.
+    """
+    groups, own = state.get("param_groups", []), getattr(optimizer, "param_groups", [])
+    if len(groups) != len(own) or not _are_named(groups) or _are_named(own):
+        return state
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    matched = []
+    for group, ours in zip(groups, own, strict=True):
+        numbers = dict(zip(group["param_names"], group["params"], strict=True))
+        order = [names.get(id(parameter)) for parameter in ours["params"]]
+        params = [numbers[name] for name in order] if set(order) == numbers.keys() else group["params"]
+        matched.append({**_unnamed(group), "params": params})
+    return {**state, "param_groups": matched}
 
 
 def _structure(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from checkpointing.rank.adapter import BASE_NAME, Adapter, live_tensors
 from checkpointing.rank.captured_state import CapturedState, versions_of
 from checkpointing.rank.readable import check_readable
 from checkpointing.rank.restore_point import RestorePoint
-from checkpointing.rank.stages import Stages
+from checkpointing.rank.stages import Stages, matched_by_name
 from checkpointing.rank.supported import check_model, check_optimizer
 from checkpointing.rank.torch_files import torch_bytes
 from checkpointing.rank.trees import freeze, tensors_in
@@ -35,6 +35,12 @@ from checkpointing.rank.zero import ZeroState
 # Larger buffers are not cloned for every snapshot; their version counters guard them instead.
 _CLONE_BYTES = 64 * 1024 * 1024
 _SMALL_TENSOR_BYTES = 64 * 1024
+
+
+def _clones_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies of tensors; shared ones stay shared."""
+    clones: dict[int, torch.Tensor] = {}
+    return {name: clones.setdefault(id(value), value.detach().clone()) for name, value in tensors.items()}
 
 
 @dataclass(frozen=True)
@@ -94,8 +100,7 @@ class TrainState:
     @property
     def has_step_hook(self) -> bool:
         """Whether torch calls the pre-step barrier before the optimizer changes the state."""
-        stepping = self.torch_optimizer if self.zero is None else self.zero.base
-        return isinstance(stepping, torch.optim.Optimizer)
+        return isinstance(self.torch_optimizer if self.zero is None else self.zero.base, torch.optim.Optimizer)
 
     @property
     def is_sharded(self) -> bool:
@@ -140,16 +145,15 @@ class TrainState:
         # Only an optimizer changes parameters; everything else may change at any moment.
         buffers = {name: value for name, value in live.items() if not isinstance(value, torch.nn.Parameter)}
         if sum(value.nbytes for value in buffers.values()) <= _CLONE_BYTES:
-            clones: dict[int, torch.Tensor] = {}
-            copies = {name: clones.setdefault(id(value), value.detach().clone()) for name, value in buffers.items()}
-            live = {name: copies.get(name, value) for name, value in live.items()}
+            live |= _clones_of(buffers)
         # What is made for the capture, or goes by what an engine does meanwhile, is cut at once.
         is_late = cut and not check and self.stages is None and self.zero is None
         if self.stages is not None:
             live = self.stages.weights(live, local_world_size)
         if cut and not is_late:
             live = sharding.stand_ins(live, parts, local_world_size)
-        model = live if is_late else {name: value.detach() for name, value in live.items()}
+        # Detached at once, so that nobody can put other memory in its place.
+        model = {name: value if sharding.is_sharded(value) else value.detach() for name, value in live.items()}
         optimizer = freeze(self.optimizer.state_dict())
         masters = sharding.stand_ins(self.zero.masters if self.zero is not None else {}, parts)
         states = {name: freeze(stateful.state_dict()) for name, stateful in self.states.items()}
@@ -232,7 +236,9 @@ class TrainState:
     def _own_state(self, state: dict[str, Any]) -> dict[str, Any]:
         if self.zero is not None:
             return self.zero.fitted(state)
-        return state if self.stages is None else self.stages.own_state(state)
+        if self.stages is not None:
+            return self.stages.own_state(state)
+        return matched_by_name(state, self.model, self.torch_optimizer)
 
     def restore_states(self, point: RestorePoint, rank: int, names: Set[str]) -> dict[str, Any]:
         """Load the further `states` of these names; return what the checkpoint holds of this rank alone.

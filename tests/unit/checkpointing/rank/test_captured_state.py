@@ -85,3 +85,13 @@ def test_memory_that_was_replaced_before_the_cut_counts_as_changed(
     assert isinstance(model.weight, DTensor)
     model.weight._local_tensor = model.weight._local_tensor.clone()
     assert state.changed() == 0 and state.cut().changed() > 0
+
+
+def test_memory_of_a_plain_parameter_that_was_replaced_is_still_that_of_the_step(
+    training: tuple[torch.nn.Linear, TrainState],
+) -> None:
+    """As by an average of the weights that is put in their place for an evaluation."""
+    model, own = training
+    expected, state = model.bias.detach().clone(), own.capture()
+    model.bias.data = torch.full((2,), 9.0)
+    assert torch.equal(state.cut().model["bias"], expected)

@@ -12,7 +12,7 @@ from thread_ranks import run_ranks
 from checkpointing.errors import CheckpointError
 from checkpointing.rank import sharding
 from checkpointing.rank.ranks import Ranks
-from checkpointing.rank.stages import Stages, in_order_of_layers
+from checkpointing.rank.stages import Stages, in_order_of_layers, matched_by_name
 
 LAYERS = 4
 
@@ -103,6 +103,11 @@ def test_all_ranks_write_the_state_of_the_whole_model(split: list[list[int]]) ->
         (["e.0 d.0", "e.1 d.1"], "e.0 e.1 d.0 d.1"),
         (["e.0 d.1", "e.1 d.0"], "e.0 e.1 d.0 d.1"),
         (["a.0 c.0", "b.0 c.1"], "a.0 b.0 c.0 c.1"),
+        # Three stacks, on any number of ranks.
+        (["e.0 b.0 d.0"], "e.0 b.0 d.0"),
+        (["e.0", "b.0 d.0"], "e.0 b.0 d.0"),
+        (["e.0 b.0", "d.0"], "e.0 b.0 d.0"),
+        (["e.0 e.1 b.0", "d.0 d.1", "m.0"], "e.0 e.1 b.0 d.0 d.1 m.0"),
     ],
 )
 def test_names_are_in_the_order_of_the_layers(of_ranks: list[str], order: str) -> None:
@@ -129,6 +134,36 @@ def test_moments_of_another_parameter_are_refused() -> None:
         if rank == 0:
             assert isinstance(result, ValueError)
             assert "of 0.weight is of shape (2,), the parameter of (2, 2)" in str(result)
+
+
+def test_parameters_are_found_by_name_where_the_file_has_another_order() -> None:
+    """With a pipeline or without one: of three stacks in the form of a V, nobody can tell the order from the ranks."""
+    whole_model, whole = stage(range(LAYERS))
+    step(whole)
+    names = {id(parameter): name for name, parameter in whole_model.named_parameters()}
+    state = whole.state_dict()
+    expected = {
+        names[id(parameter)]: state["state"][number]["exp_avg"]
+        for group, saved in zip(whole.param_groups, state["param_groups"], strict=True)
+        for parameter, number in zip(group["params"], saved["params"], strict=True)
+    }
+    for group, saved in zip(whole.param_groups, state["param_groups"], strict=True):
+        saved["param_names"] = [names[id(parameter)] for parameter in group["params"]][::-1]
+        saved["params"] = saved["params"][::-1]
+
+    def moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        assert "param_names" not in optimizer.param_groups[0]
+        return {name: optimizer.state[value]["exp_avg"] for name, value in model.named_parameters()}
+
+    def restore(ranks: Ranks) -> dict[str, torch.Tensor]:
+        model, optimizer = stage(range(2 * ranks.rank, 2 * ranks.rank + 2))
+        optimizer.load_state_dict(Stages(model, optimizer, ranks).own_state(state))
+        return moments(model, optimizer)
+
+    model, optimizer = stage(range(LAYERS))
+    optimizer.load_state_dict(matched_by_name(state, model, optimizer))
+    for found in (moments(model, optimizer), {**ran(restore, 2)[0], **ran(restore, 2)[1]}):
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def test_a_stage_takes_its_own_part_of_a_whole_models_optimizer() -> None:
