@@ -9,13 +9,14 @@ from typing import Protocol
 
 from checkpointing.digest import PART_BYTES, num_parts, part_digests
 from checkpointing.manifest import Manifest
+from checkpointing.memory import available_bytes
 from checkpointing.reading import read_private, read_shared, reading_at
 from checkpointing.shards import Piece, ShardIndex, ShardParts, SpreadFile, parts_name, shard_name, shard_rank
 from checkpointing.storage import Storage
 from checkpointing.storage.base import RemoteFile
 
-# Of the parts that were read: at least 256 MB, and at most 2 GB where there are many shards.
-_KEPT_PARTS, _MOST_KEPT_PARTS = 8, 64
+# Of the parts that were read: 256 MB, and one of each shard, if that is no more than a share of the available memory.
+_KEPT_PARTS, _MEMORY_SHARE = 8, 1 / 32
 ALTERED = "was altered: its digest is not the one that was recorded"
 
 # Where the bytes of a file are; and with the digest that its manifest has for it.
@@ -88,10 +89,17 @@ class PartCache:
 
     Of each shard the last one is kept longest: every shard has its bytes in the order of the files, so a reader of a
     file goes through all shards side by side.
+
+    Args:
+        capacity: Number of parts.
+        most: The same where there is one of each shard; None for what memory allows.
     """
 
-    def __init__(self, capacity: int = _KEPT_PARTS) -> None:
+    def __init__(self, capacity: int = _KEPT_PARTS, most: int | None = None) -> None:
         self._capacity = capacity
+        if most is None:
+            most = int(available_bytes() * _MEMORY_SHARE) // PART_BYTES
+        self._most = max(most, capacity)
         self._parts: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
         self._last: dict[str, int] = {}
 
@@ -108,9 +116,11 @@ class PartCache:
 
     def _dispensable(self) -> tuple[str, int] | None:
         """Return the part to drop first; None where there is one of each shard, and there are not too many."""
-        oldest = next(iter(self._parts))
         left = next((key for key in self._parts if self._last[key[0]] != key[1]), None)
-        return oldest if left is None and len(self._parts) >= _MOST_KEPT_PARTS else left
+        if left is None and len(self._parts) >= self._most:
+            # Not the oldest, which is wanted again before all others.
+            return next(reversed(self._parts))
+        return left
 
 
 def read_piece(reader: ShardReader, piece: Piece, span: tuple[int, int], target: memoryview, base: int = 0) -> None:
@@ -208,7 +218,7 @@ class ShardReaders:
         self, files: Mapping[str, Recorded], held: Mapping[int, memoryview] | None = None, *, mapped: bool = True
     ) -> None:
         self._files, self._held, self._mapped = files, dict(held or {}), mapped
-        self._cache = PartCache()
+        self._cache = PartCache(most=None if mapped else _KEPT_PARTS)
         self._readers: dict[int, ShardReader] = {}
 
     def __call__(self, rank: int) -> ShardReader:

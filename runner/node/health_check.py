@@ -20,6 +20,7 @@ _SOON_S = 0.05
 # A GPU that does not answer: loading torch and the driver from a cold disk takes a minute at most.
 _TIMEOUT_S = 300.0
 _NO_END = "the check did not end"
+_MAY_PASS = re.compile(r" failed: |the check ended ")
 # Why a check ends early that has nothing to do with GPUs: memory ran out, or a shared volume did not answer.
 _NOT_OF_GPUS = re.compile(r"(ImportError|ModuleNotFoundError|OSError|MemoryError)\b")
 
@@ -76,8 +77,8 @@ class HealthCheck:
         if self._is_done:
             return
         fault = self._check()
-        if fault and fault != _NO_END and not self._stop:
-            # What is wrong with a GPU is so a moment later: nobody else's process may have been in the way.
+        if fault and all(map(_MAY_PASS.search, fault.split("; "))) and not self._stop:
+            # What another process had to do with is over a moment later. A wrong result is a verdict.
             fault = self._check()
         if self._stop:
             return

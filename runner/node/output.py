@@ -35,6 +35,8 @@ class _Lossy(io.RawIOBase):
 
     def __init__(self, fd: int) -> None:
         self._fd, self._warned = fd, False
+        # poll(2) says of a terminal that it takes something as soon as it takes a byte.
+        self._takes_parts = not os.isatty(fd)
         self._poll = select.poll()
         self._poll.register(fd, select.POLLOUT)
         self._changed = threading.Condition()
@@ -60,7 +62,7 @@ class _Lossy(io.RawIOBase):
         # The buffer on top of this one passes a memoryview, of memory that it uses again.
         left = given = bytes(data)  # type: ignore[call-overload]
         with self._changed:
-            while left and not self._waiting_bytes and self._poll.poll(0):
+            while left and not self._waiting_bytes and self._takes_parts and self._poll.poll(0):
                 taken = self._write(left[:_AT_ONCE_BYTES])
                 left = left[taken:]
                 if not taken:
@@ -69,8 +71,11 @@ class _Lossy(io.RawIOBase):
                 self._waiting.append(left)
                 self._waiting_bytes += len(left)
                 if self._writer is None:
-                    self._writer = threading.Thread(target=self._write_waiting, name="terminal", daemon=True)
-                    self._writer.start()
+                    writer = threading.Thread(target=self._write_waiting, name="terminal", daemon=True)
+                    # Under a limit of threads, with a later line.
+                    with contextlib.suppress(RuntimeError):
+                        writer.start()
+                        self._writer = writer
                 self._changed.notify_all()
         return len(given)
 
@@ -149,7 +154,8 @@ def drain_streams() -> None:
 class OutputRelay:
     """Copies the ranks' log files to the terminal while they grow, byte for byte, so that progress bars work.
 
-    It runs in a thread, and waits for a terminal that is stopped: nothing of what ranks have written is lost.
+    It runs in a thread, and waits for a terminal that is stopped. What that has not taken soon after the ranks' end is in
+    their logs only.
     """
 
     def __init__(self, write: Callable[[int, bytes], None]) -> None:

@@ -63,7 +63,7 @@ def test_a_mapped_shard_that_was_altered_is_found_and_what_was_verified_is_not_d
 
 
 def test_whoever_goes_through_all_shards_side_by_side_reads_each_part_once() -> None:
-    cache, made = PartCache(), list[tuple[str, int]]()
+    cache, made = PartCache(most=64), list[tuple[str, int]]()
 
     def part(name: str, number: int) -> memoryview:
         made.append((name, number))
@@ -78,9 +78,18 @@ def test_whoever_goes_through_all_shards_side_by_side_reads_each_part_once() -> 
     assert len(cache._parts) == 40
 
 
+def test_more_shards_than_memory_allows_are_partly_kept() -> None:
+    """Were the oldest dropped, each would be dropped just before it is wanted again."""
+    cache, made = PartCache(8, most=20), list[int]()
+    for _ in range(10):
+        for shard in range(25):
+            cache.get((str(shard), 0), lambda shard=shard: made.append(shard) or memoryview(b""))  # type: ignore[misc,func-returns-value]
+    assert len(cache._parts) == 20 and len(made) < 25 + 10 * 8
+
+
 @pytest.mark.parametrize(("num_shards", "kept"), [(2, 8), (100, 64)])
 def test_memory_for_parts_is_limited(num_shards: int, kept: int) -> None:
-    cache = PartCache()
+    cache = PartCache(most=64)
     for number in range(20):
         for shard in range(num_shards):
             cache.get((str(shard), number), lambda: memoryview(b""))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import pty
 import sys
 import threading
 from pathlib import Path
@@ -83,6 +84,28 @@ def test_a_terminal_that_is_stopped_delays_nothing_and_gets_all_of_it_later(monk
     finally:
         sys.stdout = saved
         os.close(reader)
+
+
+def test_a_terminal_whose_session_hangs_delays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says that it takes something until it is full to the last byte, and then keeps a line that does not fit."""
+    saved, (master, slave) = sys.stdout, pty.openpty()
+    try:
+        monkeypatch.setattr(output, "_streams", [])
+        sys.stdout = io.TextIOWrapper(os.fdopen(slave, "wb", buffering=0, closefd=False), encoding="utf-8")
+        make_streams_lossy()
+        # A writer that waits would wait for good.
+        for number in range(500):
+            print(f"line {number} " + "x" * 70)
+        monkeypatch.setattr("runner.node.output._PATIENCE_S", 0.01)
+        drain_streams()
+        received = b""
+        while received.count(b"\n") < 500:
+            received += os.read(master, 1 << 16)
+        assert received.splitlines()[-1].startswith(b"line 499 ")
+    finally:
+        sys.stdout = saved
+        os.close(master)
+        os.close(slave)
 
 
 def test_streams_of_a_test_or_closed_ones_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
