@@ -35,6 +35,7 @@ PASSING_ERRNOS = frozenset(
         errno.EBUSY,
         errno.ENOMEM,
         errno.ENFILE,
+        errno.EMFILE,
         errno.ETIMEDOUT,
         errno.ENOTCONN,
         errno.ESHUTDOWN,
@@ -49,7 +50,7 @@ PASSING_ERRNOS = frozenset(
     )
 )
 # What says nothing about a file that is being read. EIO does: it may be a sector that nobody will ever read again.
-AWAY_ERRNOS = PASSING_ERRNOS - {errno.EIO, errno.EREMOTEIO} | {errno.EACCES, errno.EPERM, errno.EMFILE}
+AWAY_ERRNOS = PASSING_ERRNOS - {errno.EIO, errno.EREMOTEIO}
 # sysexits.h EX_TEMPFAIL: the run is checkpointed; start it again.
 EXIT_PREEMPTED = 75
 

@@ -62,7 +62,8 @@ class MemoryFile(io.RawIOBase):
 def fault(place: str, name: str, error: OSError) -> CheckpointError:
     """Return the error to raise for a checkpoint, one of whose files could not be read."""
     reason = f"{name} cannot be read ({error.strerror or error})"
-    if (isinstance(error, StorageError) and not isinstance(error, ObjectMissing)) or error.errno in AWAY_ERRNOS:
+    is_refused = error.errno in AWAY_ERRNOS or isinstance(error, PermissionError)
+    if is_refused or (isinstance(error, StorageError) and not isinstance(error, ObjectMissing)):
         return StorageUnreachable(f"{place}: {reason}")
     return InvalidCheckpoint(place, reason)
 

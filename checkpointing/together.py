@@ -74,10 +74,14 @@ def begin_together(storage: Storage, info: SnapshotInfo, together: Together) -> 
         CommitFailed: Storage refused.
     """
     data = json.dumps({"save": together.identity}).encode()
+    transaction = None
     try:
         transaction = storage.begin(info.step, info.attempt, together.identity)
         transaction.write_note(BEGUN_NAME, data)
     except OSError as error:
+        if transaction is not None:
+            # It may have been stored, and the answer lost.
+            transaction.abort()
         raise CommitFailed(
             f"checkpoint-{info.step} at {storage.location} could not be begun: {error.strerror or error}"
         ) from error
@@ -117,8 +121,10 @@ def write_shards(
             )
         signs = SignsOfLife(transaction, state_name(names[0]))
         try:
+            is_given_up = False
             for shard in shards:
-                if shard is not shards[0] and transaction.read_note(BEGUN_NAME) is None:
+                is_given_up = shard is not shards[0] and transaction.read_note(BEGUN_NAME) is None
+                if is_given_up:
                     break
                 transaction.write(shard.name, [shard.data])
                 failpoint("shard.written")
@@ -134,8 +140,8 @@ def write_shards(
                 raise
         finally:
             signs.end()
-        if transaction.read_note(BEGUN_NAME) is None and storage.root is None:
-            # Given up meanwhile, and what was there then removed. A directory is removed, or renamed, with all in it.
+        # A directory is removed, or renamed, with all in it.
+        if is_given_up or (storage.root is None and transaction.read_note(BEGUN_NAME) is None):
             transaction.withdraw([*own, state_name(names[0])])
             raise CommitFailed(f"the node that commits has given up checkpoint-{info.step}")
     except OSError as error:

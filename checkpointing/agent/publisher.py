@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
@@ -201,6 +202,10 @@ class Publisher:
                 is_current=is_current,
             )
         except Exception as error:
+            if together is not None:
+                # Also where the commit was not reached.
+                with contextlib.suppress(Exception):
+                    together().transaction.abort()
             # Whatever went wrong, the run must learn of it, and the arena must become free again.
             if isinstance(error, Fenced):
                 self._report(FencedEvent(reason=str(error)), None)

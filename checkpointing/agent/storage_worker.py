@@ -6,6 +6,8 @@ free again; if the local tier refuses it, the durable tier gets it from the aren
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -166,7 +168,10 @@ class StorageWorker:
         """
         if arena.together is not None and arena.publishes:
             # Before its turn comes: the other nodes write meanwhile, and wait for no more than this.
-            arena.begun = in_background(lambda: self.publisher.begin_together(arena), "checkpoint-begin").result
+            arena.begun = begin = functools.cache(functools.partial(self.publisher.begin_together, arena))
+            # Under a limit of threads, at its turn.
+            with contextlib.suppress(RuntimeError):
+                arena.begun = in_background(begin, "checkpoint-begin").result
         self._committing.put(_Commit(arena, split))
 
     def write_portion(self, arena: Arena, split: Split) -> None:

@@ -116,12 +116,19 @@ class Restorer:
     ) -> int | None:
         """Load the model of the best checkpoint; see `CheckpointManager.load_best`."""
         ranks = self._ranks if together else Ranks(self._ranks.rank, self._ranks.world_size)
-        order: list[int] = []
+        order: list[int] | str = []
         if ranks.group is None or ranks.is_first:
-            manifests = (entry.manifest for entry in self._tiers.catalog.entries() if entry.manifest is not None)
-            best = best_first(manifests, retention)
-            order = [preferred, *(step for step in best if step != preferred)] if preferred is not None else best
-        for step in ranks.broadcast(order):
+            try:
+                manifests = [entry.manifest for entry in self._tiers.catalog.entries() if entry.manifest is not None]
+                best = best_first(manifests, retention)
+                order = [preferred, *(step for step in best if step != preferred)] if preferred is not None else best
+            except OSError as error:
+                # All ranks end, and none waits for this one.
+                order = error.strerror or str(error)
+        order = ranks.broadcast(order)
+        if isinstance(order, str):
+            raise StorageUnreachable(f"the best checkpoint cannot be looked up: {order}")
+        for step in order:
             if step == last_step:
                 return step
             point = self._read_valid(step, alone=ranks.group is None)
@@ -138,7 +145,7 @@ class Restorer:
         """Read a checkpoint's model from the nearest tier that has it whole; all ranks together unless `alone`."""
         try:
             entries = [entry for entry in self._tiers.catalog.entries() if entry.step == step and entry.manifest]
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             logger.warning("the checkpoint of step %d is skipped: %s", step, error)
             return None
         for entry in entries:

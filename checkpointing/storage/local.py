@@ -193,7 +193,8 @@ class LocalStorage(Storage):
         except FileNotFoundError:
             raise InvalidCheckpoint(str(path), f"no {MANIFEST_NAME}: it was never committed") from None
         except OSError as error:
-            if error.errno in AWAY_ERRNOS:
+            # On NFS, what another node has just removed is stale.
+            if error.errno in AWAY_ERRNOS and step in self._listed():
                 raise
             raise InvalidCheckpoint(str(path), f"{MANIFEST_NAME} cannot be read ({error.strerror})") from None
         return Manifest.from_json(data, str(path))

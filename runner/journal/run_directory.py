@@ -175,14 +175,13 @@ class RunDirectory:
         """
         replace_file(self.config, text.encode(), self.config.with_name(f".{self.config.name}.tmp"))
 
-    def attempt_logs(self, attempt: int) -> Path:
-        """Return the folder of an attempt's logs, after those of attempts long ago were removed."""
+    def remove_old_logs(self, attempt: int) -> None:
+        """Remove the logs of attempts long before this one; there may be many, on a slow volume."""
         for path in self.logs.glob("attempt-*"):
             number = path.name.removeprefix("attempt-")
             # The first one says how the run began.
             if number.isdecimal() and 1 < int(number) <= attempt - _KEPT_ATTEMPTS:
                 shutil.rmtree(path, ignore_errors=True)
-        return self.logs / f"attempt-{attempt}"
 
     def move_aside(self, checkpoints: Sequence[Path]) -> str:
         """Move an earlier run's records and checkpoints to a folder `previous-N`.

@@ -15,12 +15,17 @@ from checkpointing.agent import protocol
 from checkpointing.agent.client import AgentProcess
 from checkpointing.agent.options import AgentOptions
 from checkpointing.agent.protocol import Message
-from checkpointing.errors import AgentDelayed, AgentUnavailable
+from checkpointing.errors import PASSING_ERRNOS, AgentDelayed, AgentUnavailable
 from checkpointing.heartbeat import ControlPage, Heartbeat
 from runner.errors import LaunchDelayed, LaunchError
 
 # Seconds for the agent's answer; it listens already.
 _HELLO_TIMEOUT_S = 60.0
+
+
+def _may_pass(error: Exception) -> bool:
+    """Return whether the system may not refuse the next time: a limit of processes, a full temporary folder."""
+    return isinstance(error, OSError) and error.errno in PASSING_ERRNOS
 
 
 class AgentHelper:
@@ -58,8 +63,8 @@ class AgentHelper:
             self.sock.settimeout(None)
         except (AgentUnavailable, OSError) as error:
             # An agent that has not started yet loses its connection only by its death.
-            killed = isinstance(error, AgentDelayed | ConnectionError)
-            raise (LaunchDelayed if killed else LaunchError)(str(error)) from None
+            may_pass = isinstance(error, AgentDelayed | ConnectionError) or _may_pass(error)
+            raise (LaunchDelayed if may_pass else LaunchError)(str(error)) from None
         self.control = ControlPage.attach(fds[0])
 
     @property
@@ -134,22 +139,27 @@ class LauncherHelper:
         # multiprocessing's tracker removes the semaphores of killed ranks, and would print a warning for each.
         warnings = [environment.get("PYTHONWARNINGS", ""), "ignore:resource_tracker:UserWarning"]
         environment = {**environment, "PYTHONWARNINGS": ",".join(filter(None, warnings))}
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "runner.node.launcher",
-                str(theirs.fileno()),
-                str(log),
-                str(temporary),
-                str(os.getpid()),
-            ],
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            # The supervisor handles Ctrl-C; the terminal must not send it to the ranks.
-            start_new_session=True,
-        )
+        try:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "runner.node.launcher",
+                    str(theirs.fileno()),
+                    str(log),
+                    str(temporary),
+                    str(os.getpid()),
+                ],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                # The supervisor handles Ctrl-C; the terminal must not send it to the ranks.
+                start_new_session=True,
+            )
+        except OSError as error:
+            self.sock.close()
+            theirs.close()
+            raise (LaunchDelayed if _may_pass(error) else LaunchError)(f"the launcher did not start: {error}") from None
         theirs.close()
 
     @property

@@ -5,12 +5,14 @@ The node starts them, watches and ends them, and reports how each attempt ended.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from checkpointing.agent.protocol import Message
+from checkpointing.threads import in_background
 from runner.cache import is_sealed
 from runner.config.schema import Config
 from runner.config.topology import check_promised_gpu, check_same_nnodes, shape_of
@@ -215,7 +217,9 @@ class Node:
         assert agent is not None and launcher is not None
         nnodes, nproc = self.shape
         check_same_nnodes(nnodes, spec.run_nodes)
-        log_dir = self._directory.attempt_logs(spec.attempt)
+        log_dir = self._directory.logs / f"attempt-{spec.attempt}"
+        with contextlib.suppress(RuntimeError):
+            in_background(lambda: self._directory.remove_old_logs(spec.attempt), "old-logs")
         self._build_locks.begin_attempt(self._clock())
         attempt = Attempt(
             spec,

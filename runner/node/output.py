@@ -154,8 +154,8 @@ def drain_streams() -> None:
 class OutputRelay:
     """Copies the ranks' log files to the terminal while they grow, byte for byte, so that progress bars work.
 
-    It runs in a thread, and waits for a terminal that is stopped. What that has not taken soon after the ranks' end is in
-    their logs only.
+    It runs in a thread, and waits for a terminal that is stopped. What that has not taken soon after the ranks' end is
+    in their logs only.
     """
 
     def __init__(self, write: Callable[[int, bytes], None]) -> None:

@@ -161,10 +161,7 @@ class RunRecord:
             return
         if not node.note(text):
             self._replace(text)
-        if self._tiers.local is not None:
-            # For a start while the durable tier does not answer.
-            with contextlib.suppress(OSError):
-                self._tiers.local.sidecars.write_restart_state(text.encode())
+        self._copy_to_local_tier(text)
 
     def keep_finished(self, attempt: int) -> None:
         """Record that the job has finished, before any node exits with 0.
@@ -174,7 +171,15 @@ class RunRecord:
         """
         if self._identity is not None:
             self.state.finished = key_of(self._identity)
-            self._replace(self.state.to_json(attempt))
+            text = self.state.to_json(attempt)
+            self._replace(text)
+            self._copy_to_local_tier(text)
+
+    def _copy_to_local_tier(self, text: str) -> None:
+        """Keep a copy for a start while the durable tier does not answer."""
+        if self._tiers.local is not None:
+            with contextlib.suppress(OSError):
+                self._tiers.local.sidecars.write_restart_state(text.encode())
 
     def _replace(self, text: str) -> None:
         with contextlib.suppress(OSError):

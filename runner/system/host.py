@@ -14,6 +14,10 @@ from runner.system import processes
 class Host:
     """The operating system of this node."""
 
+    def __init__(self) -> None:
+        """Note what runs below this process before the run begins."""
+        self._others = {(process.pid, process.create_time()) for process in processes.descendants()}
+
     def monotonic(self) -> float:
         """Return the seconds of a clock that is never set."""
         return time.monotonic()
@@ -28,7 +32,7 @@ class Host:
 
     def descendants(self) -> list[psutil.Process]:
         """Return the running descendants of this process that belong to a run."""
-        return processes.descendants_of_runs()
+        return processes.descendants_of_runs(self._others)
 
     def kill_all(self, find: Callable[[], list[psutil.Process]], timeout_s: float = 10.0) -> int:
         """Send SIGKILL to what `find` returns until it returns nothing; return how many processes were killed."""

@@ -12,7 +12,7 @@ import hashlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import psutil
@@ -83,19 +83,26 @@ def descendants() -> list[psutil.Process]:
     return [process for process in psutil.Process().children(recursive=True) if is_running(process)]
 
 
-def descendants_of_runs() -> list[psutil.Process]:
+def descendants_of_runs(others: Collection[tuple[int, float]] = ()) -> list[psutil.Process]:
     """Return the running descendants of this process that carry a run's mark, or descend from one that does.
 
     A container's first process adopts whatever loses its parent, and one that was started by `exec` keeps the children
-    of the shell before it, such as a mounted file system: these are not the runner's to end.
+    of the shell before it, such as a mounted file system: these are not the runner's to end. A process that has
+    overwritten its environment, or was started without one, counts as the run's: it may hold a GPU.
+
+    Args:
+        others: Process ids and times of creation of processes that are not the run's.
     """
     found: list[psutil.Process] = []
     # Parents come before their children.
     for process in descendants():
-        with contextlib.suppress(OSError, psutil.Error):
-            marker = f"{RUN_ID_ENV}=".encode()
-            environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-            is_marked = any(entry.startswith(marker) for entry in environment)
+        with contextlib.suppress(psutil.Error):
+            if (process.pid, process.create_time()) in others:
+                continue
+            environment = b""
+            with contextlib.suppress(OSError):
+                environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+            is_marked = f"{RUN_ID_ENV}=".encode() in environment or b"=" not in environment
             if is_marked or process.ppid() in {other.pid for other in found}:
                 found.append(process)
     return found

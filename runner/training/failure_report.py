@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from checkpointing.errors import PASSING_ERRNOS, CheckpointError
+from checkpointing.errors import CheckpointError
 from runner.errors import RunnerError
 from runner.recovery.evidence import of_its_origin
 
@@ -35,8 +35,20 @@ _NETWORK_ERRORS = {
 }
 # HTTP statuses below 500 that a retry can change: request time-out, too early, too many requests.
 _TRANSIENT_STATUS = {408, 425, 429}
-# Of a shared volume that fails over, and of a machine that is short of something for a moment. Not of a full disk.
-_PASSING = PASSING_ERRNOS - {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+# Of a shared volume that fails over. Others are a script's own, or of the machine.
+_PASSING = {
+    errno.EIO,
+    errno.EREMOTEIO,
+    errno.ESTALE,
+    errno.ENOLCK,
+    errno.ETIMEDOUT,
+    errno.ENOTCONN,
+    errno.ESHUTDOWN,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+}
 # A bug in a handler of network errors fails again.
 _PROGRAMMING_ERRORS = (NameError, SyntaxError, ImportError, AttributeError, TypeError)
 

@@ -227,6 +227,29 @@ def test_a_save_that_was_given_up_gets_no_more_files(storage: LocalStorage, tran
     assert list(storage.root.iterdir()) == []
 
 
+def test_a_save_that_was_given_up_between_two_shards_is_no_success(
+    storage: LocalStorage, transaction: LocalTransaction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_note = LocalTransaction.write_note
+
+    def given_up(self: LocalTransaction, name: str, data: bytes) -> None:
+        write_note(self, name, data)
+        if name == "shards/1.parts.json":
+            transaction.abort()
+
+    monkeypatch.setattr(LocalTransaction, "write_note", given_up)
+    with pytest.raises(CommitFailed, match="has given up checkpoint-5"):
+        write_shards(storage, INFO, SAVE, [shard(), HeldFile("shards/2.bin", memoryview(DATA), lambda: PARTS)])
+
+
+def test_of_a_save_that_could_not_begin_nothing_is_left(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other nodes would write to it."""
+    monkeypatch.setattr(LocalTransaction, "write_note", full)
+    with pytest.raises(CommitFailed, match=r"checkpoint-5 at .* could not be begun: No space left"):
+        begin_together(storage, INFO, SAVE)
+    assert list(storage.root.iterdir()) == []
+
+
 def test_what_is_written_after_the_save_was_given_up_is_withdrawn() -> None:
     """In object storage, where nothing is a directory that could be gone."""
     storage = ObjectStorage(MemoryObjects())

@@ -77,6 +77,20 @@ def test_the_others_write_while_the_one_that_commits_is_busy_with_an_earlier_sav
     assert Catalog(leader.tiers.durable).verify(7).step == 7
 
 
+def test_where_no_thread_can_be_started_a_save_begins_at_its_turn(
+    nodes: tuple[Bench, Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("checkpointing.agent.storage_worker.in_background", refused)
+    leader, other = nodes
+    share(leader, 0)
+    share(other, 1)
+    settle_both(leader, other)
+    assert Catalog(leader.tiers.durable).committed_steps() == [7]
+
+
 def test_a_node_that_is_gone_fails_the_save_which_is_not_tried_again_but_may_be_resumed_from(
     nodes: tuple[Bench, Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:

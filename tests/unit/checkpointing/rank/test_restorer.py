@@ -13,7 +13,7 @@ from thread_ranks import run_ranks
 
 from checkpointing import reading
 from checkpointing.environment import SETTINGS_ENV, RankSettings
-from checkpointing.errors import CheckpointError
+from checkpointing.errors import CheckpointError, StorageUnreachable
 from checkpointing.layout import MODEL_NAME, OPTIMIZER_NAME
 from checkpointing.rank import verified_read
 from checkpointing.rank.ranks import Ranks
@@ -143,6 +143,24 @@ def test_what_one_rank_cannot_read_is_loaded_by_none(tmp_path: Path) -> None:
 
     assert run_ranks(load) == [30, 30]
     assert all(bool((model.weight == 30).all()) for model, _ in states)
+
+
+def test_all_ranks_learn_that_the_best_checkpoint_cannot_be_looked_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluated(tmp_path)
+
+    def stale(_: object) -> None:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr("checkpointing.storage.local.LocalStorage._names", stale)
+
+    def load(ranks: Ranks) -> int | None:
+        own, retention = restorer(tmp_path, ranks), Retention(best_metric="eval_loss")
+        return own.load_best(blank()[1], retention, 40, together=True, preferred=None)
+
+    found = run_ranks(load)
+    assert [type(one) for one in found] == [StorageUnreachable] * 2 and "Stale file handle" in str(found[1])
 
 
 def test_of_the_best_checkpoint_the_optimizer_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

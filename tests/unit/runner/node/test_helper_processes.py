@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -168,3 +169,16 @@ def test_the_process_of_a_launcher() -> None:
     assert (launcher.alive, launcher.returncode) == (False, -signal.SIGKILL)
     launcher.send({"attempt": 1})
     launcher.close()
+
+
+@pytest.mark.parametrize(("number", "expected"), [(errno.EAGAIN, LaunchDelayed), (errno.ENOENT, LaunchError)])
+def test_a_launcher_that_the_system_refuses_may_start_later(
+    number: int, expected: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(f"{MODULE}.subprocess.Popen", refused)
+    with pytest.raises(LaunchError, match="the launcher did not start") as caught:
+        LauncherHelper({}, tmp_path / "log", tmp_path)
+    assert type(caught.value) is expected

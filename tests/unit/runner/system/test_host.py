@@ -58,7 +58,12 @@ def test_processes_are_killed_until_none_is_found(monkeypatch: pytest.MonkeyPatc
 def test_only_processes_of_a_run_are_its_own() -> None:
     """Not what the shell before `exec runner` had started, nor what a container's first process has adopted."""
     plain = {name: value for name, value in os.environ.items() if name != processes.RUN_ID_ENV}
+    # One that was there before, and one that came later, as by `kubectl exec`.
+    before = subprocess.Popen(["env", "-i", "sleep", "60"], env=plain)
+    host = Host()
     other = subprocess.Popen(["sleep", "60"], env=plain)
+    # One that has overwritten its environment, as some name themselves, may hold a GPU.
+    bare = subprocess.Popen(["env", "-i", "sleep", "60"], env=plain)
     # A process of a rank, one of whose own has an empty environment.
     script = "env -i sleep 60 & echo $!; wait"
     marked = subprocess.Popen(
@@ -67,11 +72,11 @@ def test_only_processes_of_a_run_are_its_own() -> None:
     assert marked.stdout is not None
     child = int(marked.stdout.readline())
     try:
-        found = {process.pid for process in Host().descendants()}
-        assert {marked.pid, child} <= found and other.pid not in found
+        found = {process.pid for process in host.descendants()}
+        assert {marked.pid, child, bare.pid} <= found and not {before.pid, other.pid} & found
     finally:
         os.kill(child, signal.SIGKILL)
-        for process in (other, marked):
+        for process in (before, other, bare, marked):
             process.kill()
             process.communicate()
 

@@ -70,6 +70,7 @@ def boto(status: int) -> Any:
         (OSError(errno.EIO, "Input/output error"), True),
         (chained(RuntimeError("cannot load weights"), OSError(errno.ENOTCONN, "not connected")), True),
         (OSError(errno.ENOSPC, "No space left on device"), False),
+        (OSError(errno.ENXIO, "No such device or address: '/dev/tty'"), False),
         (ValueError("bad"), False),
         (FileNotFoundError(2, "No such file"), False),
         (PermissionError(13, "denied"), False),
