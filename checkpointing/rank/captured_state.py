@@ -59,7 +59,7 @@ class CapturedState:
     def cut(self) -> CapturedState:
         """Return the state with stand-ins for sharded tensors, and this rank's parts of them.
 
-        Apart from `capture`, since it takes longer: training goes on meanwhile.
+        Apart from `capture`, since it takes longer: training continues meanwhile.
         """
         if self.uncut is None:
             return self
