@@ -93,7 +93,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_called_damaged(
 
 
 def test_a_folder_of_another_user_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no checkpoint that counts, and a start goes on without it."""
+    """A start is not held up by it."""
     storage, scandir = LocalStorage(tmp_path), os.scandir
     for step in (5, 6):
         save(storage, step)
