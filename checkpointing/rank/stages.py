@@ -18,6 +18,7 @@ import torch
 from checkpointing.errors import CheckpointError
 from checkpointing.rank import sharding
 from checkpointing.rank.fragments import Fragment
+from checkpointing.rank.param_names import are_named, unnamed
 from checkpointing.rank.ranks import Ranks
 
 _MAX_NAMES = 3
@@ -73,7 +74,7 @@ class Stages:
             raise CheckpointError(f"pipeline: {error}")
         self._kinds: dict[str, _Kind] = {name: kind for own, _, _ in self._everyone for name, kind in own.items()}
         self._own, self._groups = tensors.keys(), groups
-        self._is_named = _are_named(getattr(optimizer, "param_groups", []))
+        self._is_named = are_named(getattr(optimizer, "param_groups", []))
         self._holders: dict[str, list[int]] = {
             name: [rank for rank, (theirs, _, _) in enumerate(self._everyone) if name in theirs] for name in tensors
         }
@@ -163,6 +164,9 @@ class Stages:
         for group, names, numbers in zip(state["param_groups"], self._groups, self._numbers, strict=True):
             # Of a training without a pipeline, numbers are in the same order, but need not begin with 0.
             theirs = dict(zip(group.get("param_names", numbers), group["params"], strict=True))
+            if theirs.keys().isdisjoint(numbers):
+                # By the names that a wrapper gave its parameters.
+                theirs = dict(zip(numbers, group["params"], strict=True))
             if theirs.keys() != numbers.keys():
                 raise ValueError(f"it lacks {_some(numbers.keys() - theirs.keys())}")
             own = {name: next(counter) for name in names}
@@ -286,38 +290,9 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(found[:_MAX_NAMES]) + (", …" if len(found) > _MAX_NAMES else "")
 
 
-def _are_named(groups: Sequence[Mapping[str, Any]]) -> bool:
-    return all("param_names" in group for group in groups)
-
-
 def _numbered(group: Mapping[str, Any], numbers: Mapping[str, int], *, named: bool) -> dict[str, Any]:
     names = {"param_names": list(numbers)} if named else {}
-    return {**_unnamed(group), **names, "params": list(numbers.values())}
-
-
-def _unnamed(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "param_names"}
-
-
-def matched_by_name(state: dict[str, Any], model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Return an optimizer's state dict that a pipeline has saved, in the order of an optimizer of the whole model.
-
-    Args:
-        state: The state dict; one without names is returned as it is.
-        model: The model.
-        optimizer: Its optimizer.
-    """
-    groups, own = state.get("param_groups", []), getattr(optimizer, "param_groups", [])
-    if len(groups) != len(own) or not _are_named(groups) or _are_named(own):
-        return state
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    matched = []
-    for group, ours in zip(groups, own, strict=True):
-        numbers = dict(zip(group["param_names"], group["params"], strict=True))
-        order = [names.get(id(parameter)) for parameter in ours["params"]]
-        params = [numbers[name] for name in order] if set(order) == numbers.keys() else group["params"]
-        matched.append({**_unnamed(group), "params": params})
-    return {**state, "param_groups": matched}
+    return {**unnamed(group), **names, "params": list(numbers.values())}
 
 
 def _structure(values: Mapping[str, Any]) -> dict[str, Any]:

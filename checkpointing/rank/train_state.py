@@ -23,9 +23,10 @@ from checkpointing.layout import (
 from checkpointing.rank import sharding
 from checkpointing.rank.adapter import BASE_NAME, Adapter, live_tensors
 from checkpointing.rank.captured_state import CapturedState, versions_of
+from checkpointing.rank.param_names import matched_to
 from checkpointing.rank.readable import check_readable
 from checkpointing.rank.restore_point import RestorePoint
-from checkpointing.rank.stages import Stages, matched_by_name
+from checkpointing.rank.stages import Stages
 from checkpointing.rank.supported import check_model, check_optimizer
 from checkpointing.rank.torch_files import torch_bytes
 from checkpointing.rank.trees import freeze, tensors_in
@@ -238,7 +239,7 @@ class TrainState:
             return self.zero.fitted(state)
         if self.stages is not None:
             return self.stages.own_state(state)
-        return matched_by_name(state, self.model, self.torch_optimizer)
+        return matched_to(self.torch_optimizer, self.model, state)
 
     def restore_states(self, point: RestorePoint, rank: int, names: Set[str]) -> dict[str, Any]:
         """Load the further `states` of these names; return what the checkpoint holds of this rank alone.

@@ -20,6 +20,7 @@ import torch
 from checkpointing.errors import CheckpointError
 from checkpointing.rank import sharding
 from checkpointing.rank.fragments import Fragment, fragment_of
+from checkpointing.rank.param_names import matched_by_name
 from checkpointing.rank.restore_point import RestorePoint
 
 # Not `micro_steps`: where a step begins depends on how its samples are cut now.
@@ -158,6 +159,8 @@ class ZeroState:
         Raises:
             ValueError: It has other groups or parameters.
         """
+        orders = [[self._names[id(slot.parameter)] for slot in slots] for slots in self._slots]
+        state = matched_by_name(state, orders, partial=True)
         wanted, groups = list(map(len, self._slots)), list(state["param_groups"])
         if [len(group["params"]) for group in groups] != wanted:
             trained = [

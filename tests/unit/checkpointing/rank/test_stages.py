@@ -11,8 +11,9 @@ from thread_ranks import run_ranks
 
 from checkpointing.errors import CheckpointError
 from checkpointing.rank import sharding
+from checkpointing.rank.param_names import matched_to
 from checkpointing.rank.ranks import Ranks
-from checkpointing.rank.stages import Stages, in_order_of_layers, matched_by_name
+from checkpointing.rank.stages import Stages, in_order_of_layers
 
 LAYERS = 4
 
@@ -161,7 +162,7 @@ def test_parameters_are_found_by_name_where_the_file_has_another_order() -> None
         return moments(model, optimizer)
 
     model, optimizer = stage(range(LAYERS))
-    optimizer.load_state_dict(matched_by_name(state, model, optimizer))
+    optimizer.load_state_dict(matched_to(optimizer, model, state))
     for found in (moments(model, optimizer), {**ran(restore, 2)[0], **ran(restore, 2)[1]}):
         assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
