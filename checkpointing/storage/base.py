@@ -334,6 +334,8 @@ class Storage(ABC):
         place = self.describe(step)
         try:
             manifest = self._manifest(step)
+        except ForeignCheckpoint:
+            raise
         except InvalidCheckpoint:
             own = f"{CHECKPOINT_PREFIX}{step}/"
             if self._are_foreign([name.removeprefix(own) for name in sizes if name.startswith(own)]):

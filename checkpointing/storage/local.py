@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from checkpointing.errors import AWAY_ERRNOS, InvalidCheckpoint
+from checkpointing.errors import AWAY_ERRNOS, ForeignCheckpoint, InvalidCheckpoint
 from checkpointing.failpoints import failpoint
 from checkpointing.manifest import MANIFEST_NAME, Manifest
 from checkpointing.storage.base import CHECKPOINT_PREFIX, IRREGULAR, NUMBER, Storage
@@ -196,6 +196,8 @@ class LocalStorage(Storage):
             # On NFS, what another node has just removed is stale.
             if error.errno in AWAY_ERRNOS and step in self._listed():
                 raise
+            if isinstance(error, PermissionError):
+                raise ForeignCheckpoint(str(path), "it may not be read: another user has written it") from None
             raise InvalidCheckpoint(str(path), f"{MANIFEST_NAME} cannot be read ({error.strerror})") from None
         return Manifest.from_json(data, str(path))
 

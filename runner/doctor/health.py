@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator
 
@@ -31,10 +30,6 @@ _FREE_SHARE = 0.1
 _PATTERNS = (0x5555555555555555, -0x5555555555555556)
 
 
-# What a driver says where a process that was killed has its memory yet, or another one the whole GPU.
-_IN_USE = re.compile("out of memory|busy or unavailable", re.IGNORECASE)
-
-
 def faults() -> Iterator[str]:
     """Yield what is wrong with the accelerators that torch sees; nothing where there are none."""
     kind = torch.accelerator.current_accelerator(check_available=True)
@@ -50,7 +45,7 @@ def faults() -> Iterator[str]:
             are_sound = False
             continue
         except RuntimeError as error:
-            if _IN_USE.search(str(error)):
+            if neighbours.IN_USE.search(str(error)):
                 are_sound = False
                 continue
             found = [f"failed: {str(error).splitlines()[0]}"]

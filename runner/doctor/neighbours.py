@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import tempfile
 from collections.abc import Sequence
 from datetime import timedelta
@@ -17,6 +19,8 @@ from runner.system import processes
 
 # A link that transfers nothing: the back end ends the process then.
 _TIMEOUT = timedelta(seconds=60)
+# What a driver says where a process that was killed has its memory yet, or another one the whole GPU.
+IN_USE = re.compile("out of memory|busy or unavailable", re.IGNORECASE)
 # Exit status of a rank whose sum was wrong.
 WRONG = 3
 
@@ -34,8 +38,13 @@ def fault_between(devices: Sequence[torch.device]) -> str:
         except ProcessExitedException as error:
             if error.exit_code == WRONG:
                 return "compute a wrong sum together"
+            if error.signal_name == signal.SIGKILL.name:
+                # By another process, or since memory ran out.
+                return ""
             return f"cannot communicate: rank {error.error_index} ended with {error.signal_name or error.exit_code}"
         except ProcessRaisedException as error:
+            if IN_USE.search(str(error)):
+                return ""
             return f"cannot communicate: {str(error).strip().splitlines()[-1]}"
     return ""
 

@@ -25,7 +25,7 @@ _HELLO_TIMEOUT_S = 60.0
 
 def _may_pass(error: Exception) -> bool:
     """Return whether the system may not refuse the next time: a limit of processes, a full temporary folder."""
-    return isinstance(error, OSError) and error.errno in PASSING_ERRNOS
+    return isinstance(error, TimeoutError) or (isinstance(error, OSError) and error.errno in PASSING_ERRNOS)
 
 
 class AgentHelper:

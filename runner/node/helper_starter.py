@@ -9,6 +9,7 @@ from pathlib import Path
 
 from checkpointing.agent.options import AgentOptions
 from runner.config.schema import Config
+from runner.errors import LaunchDelayed
 from runner.journal.run_directory import RunDirectory
 from runner.node.helper_processes import AgentHelper, LauncherHelper
 from runner.node.launch_request import launcher_environment
@@ -72,4 +73,7 @@ class HelperStarter:
         return LauncherHelper(environment, self._directory.logs / "launcher.log", self._folder())
 
     def _folder(self) -> Path:
-        return Path(tempfile.mkdtemp(dir=self._runtime))
+        try:
+            return Path(tempfile.mkdtemp(dir=self._runtime))
+        except OSError as error:
+            raise LaunchDelayed(f"no folder for temporary files: {error}") from None

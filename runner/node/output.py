@@ -26,23 +26,80 @@ _AT_ONCE_BYTES = 4096
 _MOST_WAITING_BYTES = 1 << 20
 
 
+class _Queue:
+    """What waits for a terminal or a pipe, and the thread that writes it there.
+
+    Attributes:
+        changed: To be held while the queue is looked at.
+        nbytes: What waits.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.nbytes = 0
+        self._waiting: deque[tuple[Callable[[bytes], int], bytes]] = deque()
+        self._thread: threading.Thread | None = None
+
+    def put(self, write: Callable[[bytes], int], data: bytes) -> None:
+        """Have data written, unless too much waits; `changed` is held.
+
+        Args:
+            write: Returns how many bytes it has written.
+            data: What to write.
+        """
+        if self.nbytes + len(data) > _MOST_WAITING_BYTES:
+            return
+        self._waiting.append((write, data))
+        self.nbytes += len(data)
+        if self._thread is None:
+            thread = threading.Thread(target=self._write, name="terminal", daemon=True)
+            # Under a limit of threads, with a later line.
+            with contextlib.suppress(RuntimeError):
+                thread.start()
+                self._thread = thread
+        self.changed.notify_all()
+
+    def drain(self, patience_s: float) -> None:
+        """Wait until everything is written, but no longer than `patience_s` seconds."""
+        with self.changed:
+            self.changed.wait_for(lambda: not self.nbytes, patience_s)
+
+    def _write(self) -> None:
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self._waiting)
+                write, data = self._waiting.popleft()
+            left = data
+            while left:
+                taken = write(left)
+                left = left[taken:]
+                if not taken:
+                    time.sleep(_INTERVAL_S)
+            with self.changed:
+                self.nbytes -= len(data)
+                self.changed.notify_all()
+
+
 class _Lossy(io.RawIOBase):
     """A file descriptor that ends or delays nothing: errors are ignored, and a thread writes what has to wait.
 
     A terminal may be stopped (Ctrl-S, a session that hangs), a pipe may have no reader. Beyond a megabyte the rest of
     what such a one is given is lost.
+
+    Args:
+        fd: The descriptor.
+        queue: Of its terminal, which several descriptors may share; lines then keep their order.
+
+    Attributes:
+        queue: The same.
     """
 
-    def __init__(self, fd: int) -> None:
-        self._fd, self._warned = fd, False
+    def __init__(self, fd: int, queue: _Queue) -> None:
+        self._fd, self.queue, self._warned = fd, queue, False
         # poll(2) says of a terminal that it takes something as soon as it takes a byte.
         self._takes_parts = not os.isatty(fd)
         self._poll = select.poll()
         self._poll.register(fd, select.POLLOUT)
-        self._changed = threading.Condition()
-        self._waiting: deque[bytes] = deque()
-        self._waiting_bytes = 0
-        self._writer: threading.Thread | None = None
 
     def writable(self) -> bool:
         return True
@@ -53,51 +110,18 @@ class _Lossy(io.RawIOBase):
     def isatty(self) -> bool:
         return os.isatty(self._fd)
 
-    @property
-    def is_blocked(self) -> bool:
-        """Whether it has yet to take what it was given."""
-        return self._waiting_bytes > 0
-
     def write(self, data: object) -> int:
         # The buffer on top of this one passes a memoryview, of memory that it uses again.
         left = given = bytes(data)  # type: ignore[call-overload]
-        with self._changed:
-            while left and not self._waiting_bytes and self._takes_parts and self._poll.poll(0):
+        with self.queue.changed:
+            while left and not self.queue.nbytes and self._takes_parts and self._poll.poll(0):
                 taken = self._write(left[:_AT_ONCE_BYTES])
                 left = left[taken:]
                 if not taken:
                     break
-            if left and self._waiting_bytes + len(left) <= _MOST_WAITING_BYTES:
-                self._waiting.append(left)
-                self._waiting_bytes += len(left)
-                if self._writer is None:
-                    writer = threading.Thread(target=self._write_waiting, name="terminal", daemon=True)
-                    # Under a limit of threads, with a later line.
-                    with contextlib.suppress(RuntimeError):
-                        writer.start()
-                        self._writer = writer
-                self._changed.notify_all()
+            if left:
+                self.queue.put(self._write, left)
         return len(given)
-
-    def drain(self, patience_s: float) -> None:
-        """Wait until it has taken everything, but no longer than `patience_s` seconds."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._waiting_bytes, patience_s)
-
-    def _write_waiting(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting)
-                data = self._waiting.popleft()
-            left = data
-            while left:
-                taken = self._write(left)
-                left = left[taken:]
-                if not taken:
-                    time.sleep(_INTERVAL_S)
-            with self._changed:
-                self._waiting_bytes -= len(data)
-                self._changed.notify_all()
 
     def _write(self, data: bytes) -> int:
         """Write some bytes; return how many are done with. What is refused is lost; later writes may succeed."""
@@ -119,7 +143,8 @@ class _Lossy(io.RawIOBase):
             os.write(2, f"runner: warning: cannot write standard output: {error.strerror}\n".encode())
 
 
-_streams: list[_Lossy] = []
+# Of the streams that were replaced.
+_queues: list[_Queue] = []
 
 
 def make_streams_lossy() -> None:
@@ -127,6 +152,7 @@ def make_streams_lossy() -> None:
 
     Characters that the encoding lacks are written as `?`.
     """
+    of_terminals: dict[int, _Queue] = {}
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         try:
@@ -135,8 +161,11 @@ def make_streams_lossy() -> None:
         except (AttributeError, OSError, ValueError):
             # The stream is closed, or a test has replaced it.
             continue
-        _streams.append(_Lossy(fd))
-        buffered = io.BufferedWriter(_streams[-1])
+        # One for each terminal.
+        queue = of_terminals.setdefault(os.fstat(fd).st_rdev, _Queue()) if os.isatty(fd) else _Queue()
+        if queue not in _queues:
+            _queues.append(queue)
+        buffered = io.BufferedWriter(_Lossy(fd, queue))
         setattr(sys, name, io.TextIOWrapper(buffered, encoding=encoding, errors="replace", line_buffering=True))
     atexit.register(drain_streams)
 
@@ -147,8 +176,8 @@ def drain_streams() -> None:
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
     deadline = time.monotonic() + _PATIENCE_S
-    for lossy in _streams:
-        lossy.drain(max(deadline - time.monotonic(), 0.0))
+    for queue in _queues:
+        queue.drain(max(deadline - time.monotonic(), 0.0))
 
 
 class OutputRelay:
@@ -198,7 +227,8 @@ class OutputRelay:
                 with contextlib.suppress(OSError):
                     while data := os.read(fd, _CHUNK_BYTES):
                         self._write(stream, data)
-                        while any(lossy.is_blocked for lossy in _streams):
-                            time.sleep(_INTERVAL_S)
+                        while any(queue.nbytes for queue in _queues):
+                            for queue in _queues:
+                                queue.drain(_INTERVAL_S)
         for fd, _ in logs:
             os.close(fd)

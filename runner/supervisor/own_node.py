@@ -82,6 +82,8 @@ class PatientStart:
             if self._num_killed > session.config.restart.max_restarts:
                 raise
             session.display.message(f"{error}; restarting it")
+            # A limit of processes, for example, refuses at once, and again.
+            session.sleep(float(self._num_killed))
             return False
         except LaunchError:
             if not session.stop:

@@ -16,7 +16,7 @@ class Host:
 
     def __init__(self) -> None:
         """Note what runs below this process before the run begins."""
-        self._others = {(process.pid, process.create_time()) for process in processes.descendants()}
+        self._others = {(process.pid, processes.start_ticks(process.pid)) for process in processes.descendants()}
 
     def monotonic(self) -> float:
         """Return the seconds of a clock that is never set."""

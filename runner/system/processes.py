@@ -83,29 +83,37 @@ def descendants() -> list[psutil.Process]:
     return [process for process in psutil.Process().children(recursive=True) if is_running(process)]
 
 
-def descendants_of_runs(others: Collection[tuple[int, float]] = ()) -> list[psutil.Process]:
+def descendants_of_runs(others: Collection[tuple[int, int | None]] = ()) -> list[psutil.Process]:
     """Return the running descendants of this process that carry a run's mark, or descend from one that does.
 
     A container's first process adopts whatever loses its parent, and one that was started by `exec` keeps the children
-    of the shell before it, such as a mounted file system: these are not the runner's to end. A process that has
-    overwritten its environment, or was started without one, counts as the run's: it may hold a GPU.
+    of the shell before it, such as a mounted file system or an SSH server: these, and what descends from them, are not
+    the runner's to end. Any other process that has overwritten its environment, or was started without one, counts as
+    the run's: it may hold a GPU.
 
     Args:
-        others: Process ids and times of creation of processes that are not the run's.
+        others: Process ids and times of start, in ticks, of processes that are not the run's.
     """
-    found: list[psutil.Process] = []
+    found: dict[int, psutil.Process] = {}
+    spared: set[int] = set()
     # Parents come before their children.
     for process in descendants():
         with contextlib.suppress(psutil.Error):
-            if (process.pid, process.create_time()) in others:
-                continue
-            environment = b""
-            with contextlib.suppress(OSError):
-                environment = Path(f"/proc/{process.pid}/environ").read_bytes()
-            is_marked = f"{RUN_ID_ENV}=".encode() in environment or b"=" not in environment
-            if is_marked or process.ppid() in {other.pid for other in found}:
-                found.append(process)
-    return found
+            parent = process.ppid()
+            if parent in spared or (process.pid, start_ticks(process.pid)) in others:
+                spared.add(process.pid)
+            elif parent in found or _is_of_a_run(process.pid):
+                found[process.pid] = process
+    return list(found.values())
+
+
+def _is_of_a_run(pid: int) -> bool:
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        # Of another user: ranks are this one's.
+        return False
+    return f"{RUN_ID_ENV}=".encode() in environment or b"=" not in environment
 
 
 def mark(run_id: str, node_rank: int) -> str:

@@ -98,13 +98,16 @@ def test_a_folder_of_another_user_is_in_nobodys_way(tmp_path: Path, monkeypatch:
     for step in (5, 6):
         save(storage, step)
 
-    def refused(path: Any) -> Any:
-        if str(path).endswith("checkpoint-6"):
+    def known(path: Any) -> Any:
+        if "checkpoint-6" in str(path):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        return scandir(path)
+        return path
 
-    monkeypatch.setattr(os, "scandir", refused)
+    monkeypatch.setattr(os, "scandir", lambda path: scandir(known(path)))
+    monkeypatch.setattr(Path, "lstat", lambda path: os.lstat(known(path)))
     assert Catalog(storage).committed_steps() == [5]
+    # Nobody renames it.
+    assert [entry.is_foreign for entry in Catalog(storage).entries()] == [True, False]
 
 
 def test_a_checkpoint_that_was_removed_during_the_look_does_not_count(

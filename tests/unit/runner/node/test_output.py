@@ -7,6 +7,7 @@ import os
 import pty
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def test_a_terminal_that_is_stopped_delays_nothing_and_gets_all_of_it_later(monk
     saved, (reader, writer) = sys.stdout, os.pipe()
     lines = [f"line {number} " + "x" * 500 for number in range(1000)]
     try:
-        monkeypatch.setattr(output, "_streams", [])
+        monkeypatch.setattr(output, "_queues", [])
         sys.stdout = io.TextIOWrapper(os.fdopen(writer, "wb", buffering=0, closefd=False), encoding="utf-8")
         make_streams_lossy()
         # More than a pipe holds. A writer that waits would wait for good.
@@ -80,17 +81,17 @@ def test_a_terminal_that_is_stopped_delays_nothing_and_gets_all_of_it_later(monk
         # What nobody takes is bounded.
         for _ in range(4000):
             print("y" * 500)
-        assert 0 < output._streams[0]._waiting_bytes <= 1 << 20
+        assert 0 < output._queues[0].nbytes <= 1 << 20
     finally:
         sys.stdout = saved
         os.close(reader)
 
 
-def test_a_terminal_whose_session_hangs_delays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_whose_session_hangs_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says that it takes something until it is full to the last byte, and then keeps a line that does not fit."""
     saved, (master, slave) = sys.stdout, pty.openpty()
     try:
-        monkeypatch.setattr(output, "_streams", [])
+        monkeypatch.setattr(output, "_queues", [])
         sys.stdout = io.TextIOWrapper(os.fdopen(slave, "wb", buffering=0, closefd=False), encoding="utf-8")
         make_streams_lossy()
         # A writer that waits would wait for good.
@@ -102,6 +103,26 @@ def test_a_terminal_whose_session_hangs_delays_nothing(monkeypatch: pytest.Monke
         while received.count(b"\n") < 500:
             received += os.read(master, 1 << 16)
         assert received.splitlines()[-1].startswith(b"line 499 ")
+        # The ranks' output waits for it, but not for longer than it takes.
+        began = time.monotonic()
+        written = 0
+
+        def write(_: int, data: bytes) -> None:
+            nonlocal written
+            sys.stdout.buffer.write(data)
+            sys.stdout.flush()
+            written += os.read(master, 1 << 16).count(b"\n")
+
+        relay = OutputRelay(write)
+        for rank in range(8):
+            folder = tmp_path / str(rank)
+            folder.mkdir()
+            for name in (STDOUT_NAME, STDERR_NAME):
+                (folder / name).write_text("the last line\n")
+            relay.follow(folder)
+        monkeypatch.setattr("runner.node.output._PATIENCE_S", 5.0)
+        relay.finish()
+        assert written == 16 and time.monotonic() - began < 1.0
     finally:
         sys.stdout = saved
         os.close(master)

@@ -59,8 +59,14 @@ def test_only_processes_of_a_run_are_its_own() -> None:
     """Not what the shell before `exec runner` had started, nor what a container's first process has adopted."""
     plain = {name: value for name, value in os.environ.items() if name != processes.RUN_ID_ENV}
     # One that was there before, and one that came later, as by `kubectl exec`.
-    before = subprocess.Popen(["env", "-i", "sleep", "60"], env=plain)
+    server = ["sh", "-c", "read line; env -i sleep 60 & echo $!; wait"]
+    before = subprocess.Popen(server, env={}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     host = Host()
+    # What an SSH server starts for a user, as its own child.
+    assert before.stdin is not None and before.stdout is not None
+    before.stdin.write("\n")
+    before.stdin.flush()
+    session = int(before.stdout.readline())
     other = subprocess.Popen(["sleep", "60"], env=plain)
     # One that has overwritten its environment, as some name themselves, may hold a GPU.
     bare = subprocess.Popen(["env", "-i", "sleep", "60"], env=plain)
@@ -73,9 +79,10 @@ def test_only_processes_of_a_run_are_its_own() -> None:
     child = int(marked.stdout.readline())
     try:
         found = {process.pid for process in host.descendants()}
-        assert {marked.pid, child, bare.pid} <= found and not {before.pid, other.pid} & found
+        assert {marked.pid, child, bare.pid} <= found and not {before.pid, session, other.pid} & found
     finally:
         os.kill(child, signal.SIGKILL)
+        os.kill(session, signal.SIGKILL)
         for process in (before, other, bare, marked):
             process.kill()
             process.communicate()
