@@ -174,9 +174,9 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     run.wait_for_step(5)
     began = time.monotonic()
     run.signal(signal.SIGTERM)
+    # Another one at once might be the same notice, or never be delivered.
+    wait_until(run, lambda: run.events("stop_requested"))
     run.signal(signal.SIGTERM)
-    time.sleep(0.05)
-    run.signal(signal.SIGINT)
     assert run.finish() == 75, run.output
     # The grace is a minute.
     assert time.monotonic() - began < 50
