@@ -197,9 +197,13 @@ class Run:
         return self.process.returncode
 
     def end(self) -> None:
-        """By two signals, which is at once."""
+        """By two signals, which is at once; the second one after the first has arrived."""
         self.signal(signal.SIGTERM)
-        self.signal(signal.SIGINT)
+        assert self.process is not None
+        while self.process.poll() is None and not self.events("stop_requested"):
+            time.sleep(0.02)
+        if self.process.poll() is None:
+            self.signal(signal.SIGTERM)
         assert self.finish() == 75, self.output
 
     def events(self, name: str | None = None) -> list[dict[str, Any]]:
