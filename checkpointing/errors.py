@@ -51,6 +51,13 @@ PASSING_ERRNOS = frozenset(
 )
 # What says nothing about a file that is being read. EIO does: it may be a sector that nobody will ever read again.
 AWAY_ERRNOS = PASSING_ERRNOS - {errno.EIO, errno.EREMOTEIO}
+
+
+def may_pass(error: Exception) -> bool:
+    """Return whether the system may answer otherwise the next time."""
+    return isinstance(error, TimeoutError) or (isinstance(error, OSError) and error.errno in PASSING_ERRNOS)
+
+
 # sysexits.h EX_TEMPFAIL: the run is checkpointed; start it again.
 EXIT_PREEMPTED = 75
 

@@ -16,7 +16,7 @@ from checkpointing.agent import protocol
 from checkpointing.agent.location_lock import LOCK_TIMEOUT_S, acquire_lock
 from checkpointing.agent.options import EXIT_DELAYED, AgentOptions
 from checkpointing.agent.server import Agent
-from checkpointing.errors import PASSING_ERRNOS
+from checkpointing.errors import may_pass
 from checkpointing.tiers import open_tiers
 
 _NICENESS = 10
@@ -62,8 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         report(f"error {error}")
         # Another agent commits still, or a file system does not work.
-        may_pass = isinstance(error, TimeoutError) or (isinstance(error, OSError) and error.errno in PASSING_ERRNOS)
-        return EXIT_DELAYED if may_pass else 1
+        return EXIT_DELAYED if may_pass(error) else 1
     agent = Agent(listener, tiers, options)
     # A signal that comes in the moment before the agent waits must end that wait, too.
     signal.set_wakeup_fd(agent.wakeup_fd, warn_on_full_buffer=False)

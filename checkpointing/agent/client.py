@@ -17,7 +17,7 @@ from pathlib import Path
 from checkpointing.agent import protocol
 from checkpointing.agent.options import EXIT_DELAYED, AgentOptions
 from checkpointing.agent.protocol import Guest, Message, Refusal
-from checkpointing.errors import PASSING_ERRNOS, AgentDelayed, AgentUnavailable, StorageUnreachable
+from checkpointing.errors import AgentDelayed, AgentUnavailable, StorageUnreachable, may_pass
 from checkpointing.events import Event
 from checkpointing.heartbeat import ControlPage
 from checkpointing.manifest import SnapshotInfo
@@ -78,7 +78,7 @@ class AgentProcess:
         except OSError as error:
             os.close(read_fd)
             shutil.rmtree(directory, ignore_errors=True)
-            kind = AgentDelayed if error.errno in PASSING_ERRNOS else AgentUnavailable
+            kind = AgentDelayed if may_pass(error) else AgentUnavailable
             raise kind(f"the checkpoint agent did not start: {error}") from None
         finally:
             os.close(write_fd)
@@ -91,8 +91,8 @@ class AgentProcess:
             process.wait()
             shutil.rmtree(directory, ignore_errors=True)
             reason = answer.removeprefix("error ") or f"it ended with status {process.returncode}"
-            may_pass = process.returncode < 0 or process.returncode == EXIT_DELAYED
-            kind = AgentDelayed if may_pass else AgentUnavailable
+            is_delayed = process.returncode < 0 or process.returncode == EXIT_DELAYED
+            kind = AgentDelayed if is_delayed else AgentUnavailable
             raise kind(f"the checkpoint agent did not start: {reason}")
         return cls(process, socket_path, directory)
 

@@ -257,8 +257,6 @@ def _follow() -> None:
     What a leader has set up, from its lock to its metrics, ends with it.
     """
     os.environ[_FOLLOWS_ENV] = "1"
-    sys.stdout.flush()
-    sys.stderr.flush()
     drain_streams()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 

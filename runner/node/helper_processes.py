@@ -15,17 +15,12 @@ from checkpointing.agent import protocol
 from checkpointing.agent.client import AgentProcess
 from checkpointing.agent.options import AgentOptions
 from checkpointing.agent.protocol import Message
-from checkpointing.errors import PASSING_ERRNOS, AgentDelayed, AgentUnavailable
+from checkpointing.errors import AgentDelayed, AgentUnavailable, may_pass
 from checkpointing.heartbeat import ControlPage, Heartbeat
 from runner.errors import LaunchDelayed, LaunchError
 
 # Seconds for the agent's answer; it listens already.
 _HELLO_TIMEOUT_S = 60.0
-
-
-def _may_pass(error: Exception) -> bool:
-    """Return whether the system may not refuse the next time: a limit of processes, a full temporary folder."""
-    return isinstance(error, TimeoutError) or (isinstance(error, OSError) and error.errno in PASSING_ERRNOS)
 
 
 class AgentHelper:
@@ -63,8 +58,8 @@ class AgentHelper:
             self.sock.settimeout(None)
         except (AgentUnavailable, OSError) as error:
             # An agent that has not started yet loses its connection only by its death.
-            may_pass = isinstance(error, AgentDelayed | ConnectionError) or _may_pass(error)
-            raise (LaunchDelayed if may_pass else LaunchError)(str(error)) from None
+            is_delayed = isinstance(error, AgentDelayed | ConnectionError) or may_pass(error)
+            raise (LaunchDelayed if is_delayed else LaunchError)(str(error)) from None
         self.control = ControlPage.attach(fds[0])
 
     @property
@@ -159,7 +154,7 @@ class LauncherHelper:
         except OSError as error:
             self.sock.close()
             theirs.close()
-            raise (LaunchDelayed if _may_pass(error) else LaunchError)(f"the launcher did not start: {error}") from None
+            raise (LaunchDelayed if may_pass(error) else LaunchError)(f"the launcher did not start: {error}") from None
         theirs.close()
 
     @property
