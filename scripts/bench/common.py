@@ -127,18 +127,19 @@ def end_by_signals() -> None:
 
 
 def machine() -> str:
-    """Describe the machine."""
-    model = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        platform.machine(),
-    )
-    return (
-        f"{model}, {os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB, Linux {platform.release()}"
-    )
+    """Describe the machine.
+
+    With the processor's family and model number: a hypervisor may give different processors one name.
+    """
+    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    processor: dict[str, str] = {}
+    for key, _, value in lines:
+        processor.setdefault(key.strip(), value.strip())
+    name = processor.get("model name", platform.machine())
+    if {"cpu family", "model"} <= processor.keys():
+        name += f" (family {processor['cpu family']}, model {processor['model']})"
+    memory = psutil.virtual_memory().total / 2**30
+    return f"{name}, {os.cpu_count()} cores, {memory:.0f} GiB, Linux {platform.release()}"
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
