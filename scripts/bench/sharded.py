@@ -49,7 +49,7 @@ class Scale:
 
     Attributes:
         rounds: Of all variants.
-        steps: Of a run: six saves, since of three the median says little.
+        steps: Of a run.
         save_every: Steps between saves.
         shape: Width and layers: 0.9 GB of weights and AdamW state.
         link_shape: The same for the runs behind links: 0.45 GB.
@@ -59,6 +59,7 @@ class Scale:
     """
 
     rounds: int
+    # Six saves: of three, the median says little.
     steps: int = 19
     save_every: int = 3
     shape: tuple[int, int] = (1024, 6)

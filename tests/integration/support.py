@@ -199,10 +199,10 @@ class Run:
     def end(self) -> None:
         """By two signals, which is at once; the second one after the first has arrived."""
         self.signal(signal.SIGTERM)
-        assert self.process is not None
-        while self.process.poll() is None and not self.events("stop_requested"):
-            time.sleep(0.02)
-        if self.process.poll() is None:
+        process = self.process
+        assert process is not None
+        wait_until(self, lambda: process.poll() is not None or self.events("stop_requested"))
+        if process.poll() is None:
             self.signal(signal.SIGTERM)
         assert self.finish() == 75, self.output
 
