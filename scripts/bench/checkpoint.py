@@ -13,9 +13,9 @@ import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from checkpoint_figures import MODES, PEERS, Measured, figures_of, plot, table_of
+from checkpoint_figures import MODES, PEERS, Measured, figures_of, plot, resume_figures, table_of
 from checkpoint_runs import DLROVER_VENV, CheckpointRuns
-from common import command_line, machine, make_parser, make_venv, spread, today, undisturbed, write_figures
+from common import command_line, machine, make_parser, make_venv, pair_count, spread, today, undisturbed, write_figures
 
 DLROVER_PACKAGES = ["dlrover==0.6.1", "grpcio==1.85.1", "protobuf==7.36.2", "torch==2.13.0", "numpy"]
 PAGE = "checkpoint.md"
@@ -91,15 +91,19 @@ def measure_round(runs: CheckpointRuns, measured: Measured, scale: Scale, name: 
         measured.dd_s["fdatasync"].append(runs.dd(measured.state_bytes, "conv=fdatasync"))
         measured.dd_s["direct"].append(runs.dd(measured.state_bytes, "oflag=direct"))
     runs.say(f"dd: {measured.dd_s}")
-    memory_s, disk_s = runs.resume_pair()
-    measured.resumes.append((memory_s, disk_s))
-    runs.say(f"resume from memory {memory_s:.2f} s, from disk {disk_s:.2f} s")
+    measure_resume(runs, measured)
     pair = runs.slow_disk_pair(steps=scale.slow_steps)
     if pair is None:
         runs.say("slow disk: left out, writes cannot be throttled here (no blkio cgroup)")
     else:
         measured.slow.append(pair)
         runs.say(f"slow disk: median step {pair[0]:.3f} s, without saves {pair[1]:.3f} s")
+
+
+def measure_resume(runs: CheckpointRuns, measured: Measured) -> None:
+    memory_s, disk_s = runs.resume_pair()
+    measured.resumes.append((memory_s, disk_s))
+    runs.say(f"resume from memory {memory_s:.2f} s, from disk {disk_s:.2f} s: {disk_s / memory_s:.2f}")
 
 
 def page_of(measured: Measured, scale: Scale, table: str, rows: list[str]) -> str:
@@ -133,12 +137,17 @@ def main() -> None:
     parser.add_argument(
         "--without", choices=PEERS[1:], nargs="+", default=[], help="peers to leave out, such as dlrover"
     )
+    parser.add_argument(
+        "--resumes", type=pair_count, metavar="N", help="measure only N resumes from memory and N from the disk"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the order within the rounds")
     options = parser.parse_args()
+    if options.resumes and options.docs:
+        parser.error("--docs writes the page of the whole benchmark, and --resumes leaves most of it out")
     full = Scale(options.rounds, options.steps, PEERS, tries=3, slow_steps=80)
     scale = SMOKE if options.smoke else QUICK if options.quick else full
     scale = replace(scale, peers=[name for name in scale.peers if name not in options.without])
-    if "dlrover" in scale.peers:
+    if "dlrover" in scale.peers and not options.resumes:
         make_venv(DLROVER_VENV, DLROVER_PACKAGES, "DLRover and torch")
     random.seed(options.seed)
 
@@ -146,15 +155,17 @@ def main() -> None:
     runs = CheckpointRuns(scratch, shape=scale.shape, small_shape=scale.small_shape, save_every=scale.save_every)
     measured = Measured()
     try:
-        for number in range(scale.rounds):
+        for number in range(0 if options.resumes else scale.rounds):
             measure_round(runs, measured, scale, f"round {number + 1}/{scale.rounds}")
+        for _ in range(options.resumes or 0):
+            measure_resume(runs, measured)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
-    figures = figures_of(measured)
+    figures = resume_figures(measured.resumes) if options.resumes else figures_of(measured)
     table = table_of(measured)
     rows = [f"| `{name}` | {value:.4g} |" for name, value in figures.items()]
-    print(f"\n{table}\n")
+    print("" if options.resumes else f"\n{table}\n")
     print("\n".join(rows))
     write_figures(options.json, figures)
     if options.docs:

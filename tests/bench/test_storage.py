@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import storage_figures
 from bench.support import all_finite, smoke
 from infra.parts import needs
 
@@ -17,8 +18,19 @@ def test_every_stage(tmp_path: Path) -> None:
         "upload_vs_best",
         "upload_extra_mb",
         "resume_vs_download",
+        "resume_vs_download_worst",
     }
     assert all_finite(figures)
     # The link needs a core of its own.
     assert ("slow_link_step_ratio" in figures) != ("slow link: left out" in output)
     assert "`upload_vs_cli`" in (tmp_path / "storage.md").read_text()
+
+
+def test_figures_of_resumes_alone() -> None:
+    """`--resumes` leaves uploads and the slow link out; its worst pair is one pair, not a quotient of extremes."""
+    measured = storage_figures.Measured(resume_s=[1.2, 2.0, 3.0], download_s=[1.0, 2.0, 2.0], checkpoint_bytes=10**9)
+    figures = storage_figures.figures_of(measured)
+    assert figures == {"resume_vs_download": 1.2, "resume_vs_download_worst": 1.5}
+    table = storage_figures.table_of(measured, figures)
+    assert "| `resume_vs_download_worst` | 1.5 | ≤ 1.3 | MISS | of 3 pairs in turns |" in table
+    assert "upload" not in table
