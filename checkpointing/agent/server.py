@@ -36,7 +36,7 @@ from checkpointing.agent.resumption import Resumption, described
 from checkpointing.agent.scheduler import ArenaRequest, Scheduler, SnapshotContent
 from checkpointing.agent.stage_workers import MakeWorker, StageWorkers
 from checkpointing.agent.storage_worker import StorageWorker
-from checkpointing.events import Committed, Event, MemoryShort
+from checkpointing.events import CommitFailed, Committed, Event, MemoryShort
 from checkpointing.heartbeat import CommitReport, ControlPage
 from checkpointing.manifest import SnapshotInfo
 from checkpointing.retention import Retention
@@ -92,7 +92,7 @@ class Agent:
         """Serve until stopped.
 
         Returns:
-            Whether the newest snapshot is committed.
+            Whether the newest snapshot is committed, and is in the durable tier where this node writes.
         """
         self._workers.start()
         while not (self._drained and not self._scheduler.is_busy):
@@ -288,6 +288,9 @@ class Agent:
                 if isinstance(result, Committed) and arena.stage == self._workers.stage.name:
                     report = CommitReport(arena.step, result.duration_s or 0.0, result.cpu_s or 0.0)
                     self._attempt.control.last_commit = report
+            elif self._drained and isinstance(result, CommitFailed):
+                # The last upload: what only the local tier holds is gone with this machine.
+                self._scheduler.gave_up = True
             if isinstance(result, FenceAnswered):
                 self._resumption.fetch_newest()
             elif isinstance(result, Event):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from checkpointing.storage import Storage
+from checkpointing.tiers import Tiers
 from runner.errors import ExitCode, RunnerError
 from runner.recovery.policy import Stop
 
@@ -31,12 +32,17 @@ def end_without_location(durable: Storage, attempt: int) -> Stop | None:
     return Stop(ExitCode.STORAGE_FAILED, f"{root} existed when attempt {attempt} began and is gone; put it back")
 
 
-def end_without_last_save(*, is_stop: bool) -> Stop:
+def end_without_last_save(tiers: Tiers, *, is_stop: bool) -> Stop:
     """Return how a run ends that has trained to its end, and whose last checkpoint was not written.
 
     Args:
+        tiers: Where it was to be written.
         is_stop: It was asked to stop, so that there was no time for it.
     """
     if is_stop:
         return Stop(ExitCode.PREEMPTED, "stopped on request while the last checkpoint was being written")
-    return Stop(ExitCode.STORAGE_FAILED, "trained to the end, but the last checkpoint was not written")
+    reason = "trained to the end, but the last checkpoint was not written"
+    if tiers.local is not None:
+        reason += f" to {tiers.durable.location}; start the run again on this machine to upload what is in "
+        reason += str(tiers.local.location)
+    return Stop(ExitCode.STORAGE_FAILED, reason)

@@ -162,7 +162,7 @@ class Supervisor:
         """
         # An agent that was lost at the very end may have had nothing left to do but to remove older checkpoints.
         if not drained and not self._record.is_durable(self._last_step):
-            decision = end_without_last_save(is_stop=bool(self._session.stop))
+            decision = end_without_last_save(self._config.tiers, is_stop=bool(self._session.stop))
         elif self._members.has_others and self._node.checkpoints.fenced is None:
             self._record.keep_finished(self._session.attempt)
         self._members.dismiss(decision)

@@ -373,6 +373,26 @@ def test_an_agent_that_could_not_write_the_last_snapshot_says_so(
     agent.close()
 
 
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_last_checkpoint_that_only_the_local_tier_holds_is_not_the_end(comes_back: bool, tmp_path: Path) -> None:
+    """The run would end with 0, and its last steps be gone with the machine's disk."""
+    durable, local, away = tmp_path / "durable", tmp_path / "local", tmp_path / "away"
+    agent = AgentProcess.start(AgentOptions(location=str(durable), local_tier=str(local), run_id="run"))
+    client = rank(agent)
+    assert stage(client, 1) and client.wait(1) is None
+    durable.rename(away)
+    durable.write_text("not a folder")
+    assert stage(client, 7, wait=True) and client.wait(7) is None
+    client.close()
+    if comes_back:
+        durable.unlink()
+        away.rename(durable)
+    agent.process.terminate()
+    assert agent.process.wait(120) == (0 if comes_back else 1)
+    assert Catalog(LocalStorage(local)).committed_steps()[-1] == 7
+    agent.close()
+
+
 def test_a_commit_that_seemed_to_fail_is_found_done_by_the_next_try(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
