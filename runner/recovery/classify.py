@@ -72,7 +72,8 @@ def _classify_cause(first: RankEnd, started_step: int, step: int, kernel_oom_kil
         return Failure(FailureKind.CRASHED, cause, first.rank, step, f"{cause}|{step}" if own_fault else "")
     cause = f"rank {first.rank}: {_one_line(first.error.removeprefix('SystemExit: '))}"
     fingerprint = "" if is_effect(first.error) else f"{first.error.partition(':')[0]}|{first.frame}|{step}"
-    if first.error.startswith("StorageUnreachable"):
+    known = kind_of_error(first.error)
+    if first.error.startswith("StorageUnreachable") and known is not FailureKind.STORAGE_FAILED:
         # It may answer again by the next attempt, before the first step or in the middle.
         return Failure(FailureKind.CRASHED, cause, first.rank, step)
     if found := _BAD_STEP.match(first.error):
@@ -80,7 +81,7 @@ def _classify_cause(first: RankEnd, started_step: int, step: int, kernel_oom_kil
         kind, bad = _BAD_STEPS[found[1]], int(found[2])
         window = (min(started_step + 1, bad), bad)
         return Failure(kind, cause, first.rank, step, f"{found[1]}|{bad}", window)
-    if known := kind_of_error(first.error):
+    if known is not None:
         return Failure(known, cause + known.rule.advice, first.rank, step, fingerprint)
     if first.transient:
         return Failure(FailureKind.NETWORK, cause, first.rank, step)

@@ -17,10 +17,41 @@ _OF_OWN_DEVICE = re.compile(r"CUDA error: |HIP error: ")
 
 # What a rank raises when another rank has gone: an effect, never the cause.
 _CASCADE = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|timed? ?out|socket closed|gloo|nccl|DistNetworkError|DistStoreError"
-    r"|DistBackendError|AgentUnavailable",
+    r"connection (closed|reset|refused)|broken pipe|timed? ?out|socket closed|\bgloo\b|\bnccl|ProcessGroup(Gloo|NCCL)"
+    r"|DistNetworkError|DistStoreError|DistBackendError|AgentUnavailable",
     re.IGNORECASE,
 )
+
+# Of these types it is a fault of the script or of the installation, whatever its text names.
+_OWN_FAULTS = {
+    "ArithmeticError",
+    "AssertionError",
+    "AttributeError",
+    "FileExistsError",
+    "FileNotFoundError",
+    "ImportError",
+    "IndentationError",
+    "IndexError",
+    "IsADirectoryError",
+    "JSONDecodeError",
+    "KeyError",
+    "LookupError",
+    "ModuleNotFoundError",
+    "NameError",
+    "NotADirectoryError",
+    "NotImplementedError",
+    "OverflowError",
+    "PermissionError",
+    "RecursionError",
+    "SyntaxError",
+    "TypeError",
+    "UnboundLocalError",
+    "UnicodeDecodeError",
+    "UnicodeEncodeError",
+    "ValueError",
+    "ZeroDivisionError",
+}
+_TYPE = re.compile(r"(?:rank \d+: )?(?:\w+\.)*(\w+):")
 
 
 @dataclass(frozen=True)
@@ -101,4 +132,6 @@ def read_window(value: Any) -> Window:
 
 def is_effect(error: str) -> bool:
     """Return whether an error is what a rank raises when another rank has gone."""
-    return bool(_CASCADE.search(error)) and not _OF_OWN_DEVICE.search(error)
+    found = _TYPE.match(error)
+    is_own = (found is not None and found[1] in _OWN_FAULTS) or _OF_OWN_DEVICE.search(error)
+    return not is_own and bool(_CASCADE.search(error))

@@ -77,7 +77,7 @@ def _orderly(known_by: str, response: str, action: Action, **fields: Any) -> Rul
 _FAULTY_HARDWARE = re.compile(
     r"uncorrectable (ECC|NVLink) error|ECC error|GPU (has )?fallen off the bus|device is lost"
     r"|hardware error|CUDA driver version is insufficient|Unable to determine the device handle"
-    r"|system not yet initialized|nvmlInit.*fail|busy or unavailable|GPU is lost"
+    r"|system not yet initialized|nvmlInit.*fail|devices?(\(s\))? (is/)?are busy or unavailable|GPU is lost"
     r"|No CUDA GPUs are available|CUDA unknown error",
     re.IGNORECASE,
 )

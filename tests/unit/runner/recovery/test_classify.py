@@ -39,6 +39,8 @@ PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by p
         ([RankEnd(0, 0, 75), RankEnd(1, 1)], 30, K.PREEMPTED, None, "stopped on request"),
         ([RankEnd(0, 0, 1, "NoValidCheckpoint: none is valid")], 0, K.NO_VALID_CHECKPOINT, 0, "none is valid"),
         ([RankEnd(0, 0, 1, "StorageUnreachable: no answer")], 0, K.CRASHED, 0, "no answer"),
+        # A fence that cannot be written: it will be as full by the next attempt.
+        ([RankEnd(0, 0, 1, "StorageUnreachable: No space left on device")], 30, K.STORAGE_FAILED, 0, "make room"),
         ([RankEnd(0, 0, 1, "ConnectionError: the Hub (503)", transient=True)], 0, K.NETWORK, 0, "the Hub (503)"),
         ([RankEnd(0, 0, 1, "HTTPError: 502", transient=True)], 30, K.NETWORK, 0, "502"),
         # Its text is that of a lost peer, too; its type is not.
@@ -48,6 +50,14 @@ PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by p
             K.NETWORK,
             0,
             "timed out",
+        ),
+        # Of a server; not of a GPU, whose node would be excluded.
+        (
+            [RankEnd(0, 0, 1, "HTTPError: 503 Server Error: Service busy or unavailable", transient=True)],
+            30,
+            K.NETWORK,
+            0,
+            "503",
         ),
         # What a lost peer leads to is no word about a server.
         ([RankEnd(0, 0, 1, PEER, transient=True), RankEnd(1, 1, -9)], 30, K.CRASHED, 1, "SIGKILL"),
@@ -139,6 +149,13 @@ def test_fingerprints_tell_steps_and_errors_apart() -> None:
     assert fingerprint("ValueError: a", 3) == fingerprint("ValueError: b", 3)
     assert fingerprint("ValueError: a", 3) != fingerprint("ValueError: a", 4)
     assert fingerprint("ValueError: a", 3) != fingerprint("KeyError: a", 3)
+
+
+def test_an_error_that_names_a_network_library_is_told_from_a_lost_peer() -> None:
+    """It was restarted ten times, as each time another rank might have been to blame."""
+    end = RankEnd(0, 0, 1, "KeyError: 'gloo'", "f.py:3")
+    assert classify([end], finished=False, started_step=0, step=23).fingerprint != ""
+    assert classify([end], finished=False, started_step=0, step=0).kind is K.BOOT
 
 
 def test_what_would_be_passed_over_begins_after_the_snapshot() -> None:

@@ -57,6 +57,23 @@ def test_windows_are_of_steps(window: Any) -> None:
         # NCCL's watchdog reports the rank's own fault.
         ("DistBackendError: NCCL watchdog: CUDA error: an illegal memory access was encountered", False),
         ("ValueError: bad row", False),
+        ("RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer", True),
+        ("gloo::EnforceNotMet: [enforce fail at listener.cc:63] false. accept: Invalid argument", True),
+        ("RuntimeError: ProcessGroupNCCL.cpp:2 ncclRemoteError", True),
+        ("TimeoutError: The client socket has timed out", True),
+        # Words of a script's own.
+        ("RuntimeError: no label igloo", False),
+        # Of a type that no lost connection has, whatever it says.
+        ("KeyError: 'gloo'", False),
+        ("ImportError: libnccl.so.2: cannot open shared object file", False),
+        ("TypeError: __init__() got an unexpected keyword argument 'timeout'", False),
+        ("ValueError: timeout option should be non-negative", False),
+        ("FileNotFoundError: [Errno 2] No such file or directory: '/data/gloo.json'", False),
+        ("json.decoder.JSONDecodeError: Expecting value: /data/nccl.json", False),
+        ("rank 3: KeyError: 'gloo'", False),
+        ("rank 3: RuntimeError: [gloo] Connection closed by peer", True),
+        # Not a type of its own.
+        ("MyKeyErrorLog: connection reset by peer", True),
     ],
 )
 def test_effects(error: str, effect: bool) -> None:
