@@ -66,6 +66,11 @@ def of_its_origin(error: str, frame: str | None) -> tuple[str, str | None]:
     return f"{text} (in {found['where']})", f"{path}:{line}"
 
 
+def printable(text: str) -> str:
+    """Return a text with what UTF-8 cannot encode, such as a byte of a file name, as an escape sequence."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def read_error_file(path: Path) -> tuple[str, str | None, float | None] | None:
     """Read a torchelastic error file.
 
@@ -80,12 +85,12 @@ def read_error_file(path: Path) -> tuple[str, str | None, float | None] | None:
         document: Any = json.loads(path.read_text(encoding="utf-8"))
         message = document["message"]
         if isinstance(message, str):
-            return message, None, None
+            return printable(message), None, None
         extra = message["extraInfo"]
-        frames = re.findall(r'File "([^"]+)", line (\d+)', extra["py_callstack"])
+        frames = re.findall(r'File "([^"]+)", line (\d+)', printable(extra["py_callstack"]))
         frame = ":".join(frames[-1]) if frames else None
-        return *of_its_origin(message["message"], frame), float(extra["timestamp"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return *of_its_origin(printable(message["message"]), frame), float(extra["timestamp"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

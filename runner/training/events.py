@@ -8,6 +8,8 @@ import socket
 import time
 from typing import Any
 
+from runner.recovery.evidence import printable
+
 # Seconds that `send_surely` waits for space in the supervisor's short queue.
 _PATIENCE_S = 2.0
 
@@ -55,10 +57,6 @@ class EventSender:
 
     def _send(self, event: str, details: dict[str, Any]) -> None:
         # An exception's text may quote a name that is not UTF-8.
-        texts = {name: _utf8(value) for name, value in details.items() if isinstance(value, str)}
+        texts = {name: printable(value) for name, value in details.items() if isinstance(value, str)}
         message = {"event": event, "in_attempt": self._attempt, **details, **texts}
         self._sock.sendto(json.dumps(message).encode(), self._path)
-
-
-def _utf8(text: str) -> str:
-    return text.encode(errors="backslashreplace").decode()

@@ -27,6 +27,20 @@ def test_error_files(tmp_path: Path) -> None:
     assert read_error_file(path) == ("ValueError: x", "/c.py:44", 12.0)
 
 
+def test_a_text_that_is_no_utf8_is_escaped(tmp_path: Path) -> None:
+    """Such as the name of a file, from `os.listdir`. The restart state with it could not be read back, and another
+    node took the message for damaged and its sender for lost.
+    """
+    path, name = tmp_path / "error.json", "caf\udce9.json"
+    callstack = f'  File "/{name}", line 3, in f\n'
+    extra = {"py_callstack": callstack, "timestamp": "12"}
+    path.write_text(json.dumps({"message": {"message": f"RuntimeError: {name}", "extraInfo": extra}}))
+    found = read_error_file(path)
+    assert found == ("RuntimeError: caf\\udce9.json", "/caf\\udce9.json:3", 12.0)
+    path.write_text(json.dumps({"message": name}))
+    assert read_error_file(path) == ("caf\\udce9.json", None, None)
+
+
 def test_an_error_file_without_a_traceback_has_its_text_alone(tmp_path: Path) -> None:
     """torchrun writes it for a rank that has left none itself."""
     path = tmp_path / "error.json"
