@@ -30,6 +30,9 @@ SAFETENSORS_DTYPES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 
+# What the files' metadata says of all of them, as Hugging Face's do.
+FORMAT_KEY, FORMAT = "format", "pt"
+
 
 def safetensors_image(name: str, state: Mapping[str, torch.Tensor], differing: Set[str] = frozenset()) -> FileImage:
     """Return the image of a state dict's safetensors file.
@@ -45,7 +48,7 @@ def safetensors_image(name: str, state: Mapping[str, torch.Tensor], differing: S
         CheckpointError: A tensor's type has no safetensors equivalent.
     """
     owners: dict[tuple[Any, ...], str] = {}
-    metadata = {"format": "pt"}
+    metadata = {FORMAT_KEY: FORMAT}
     kept: list[tuple[str, torch.Tensor]] = []
     for key, tensor in state.items():
         if tensor.dtype not in SAFETENSORS_DTYPES:
@@ -53,7 +56,8 @@ def safetensors_image(name: str, state: Mapping[str, torch.Tensor], differing: S
                 f"model.{key}: safetensors cannot hold {tensor.dtype}. Keep it as real tensors, or give it in `states`"
             )
         identity = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        owner = owners.setdefault(identity, key) if tensor.numel() else key
+        # One of that name is written itself: its alias would take the format's place.
+        owner = owners.setdefault(identity, key) if tensor.numel() and key != FORMAT_KEY else key
         if owner == key:
             kept.append((key, tensor))
         else:

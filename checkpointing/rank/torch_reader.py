@@ -14,7 +14,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from checkpointing.rank import rng
-from checkpointing.rank.safetensors_files import SAFETENSORS_DTYPES
+from checkpointing.rank.safetensors_files import FORMAT, FORMAT_KEY, SAFETENSORS_DTYPES
 from checkpointing.rank.trees import replaced
 from checkpointing.reading import MemoryFile
 
@@ -51,6 +51,8 @@ def model_state(buffer: memoryview) -> dict[str, torch.Tensor]:
     ends = [0, *(end for _, end in sorted(covered))]
     if [begin for begin, _ in sorted(covered)] != ends[:-1] or start + ends[-1] != len(buffer):
         raise ValueError("its tensors overlap, or leave gaps")
+    # Every file says that its format is "pt": no alias of a tensor of that name.
+    aliases = {alias: owner for alias, owner in aliases.items() if alias != FORMAT_KEY or owner != FORMAT}
     return state | {alias: state[owner] for alias, owner in aliases.items() if owner in state and alias not in state}
 
 

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 from checkpointing.errors import CheckpointError
 from checkpointing.rank.device import Host
-from checkpointing.rank.file_images import copy_tensors, place, shares
+from checkpointing.rank.file_images import copy_tensors, pieces, place, shares
 from checkpointing.rank.safetensors_files import safetensors_image
+from checkpointing.rank.torch_reader import model_state
 
 STATE = {
     "a": torch.randn(3, 5),
@@ -36,6 +37,16 @@ def test_safetensors_file_is_read_back_equal(num_shares: int, tmp_path: Path) ->
         assert torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype
     with safe_open(tmp_path / "m.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt", "tied": "a"}
+
+
+@pytest.mark.parametrize("names", [["pt"], ["format"], ["pt", "format"]])
+def test_a_tensor_may_be_called_as_the_format_is(names: list[str]) -> None:
+    """A checkpoint of such a model could not be loaded: the metadata's "format: pt" was taken for an alias."""
+    tensor = torch.arange(3.0)
+    image = safetensors_image("model.safetensors", dict.fromkeys(names, tensor))
+    data = b"".join(map(bytes, pieces(image, memoryview(bytearray(1 << 16)), Host())))
+    found = model_state(memoryview(bytearray(data)))
+    assert found.keys() == set(names) and all(torch.equal(value, tensor) for value in found.values())
 
 
 def test_safetensors_refuses_what_it_cannot_hold() -> None:
