@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import json
@@ -177,6 +178,16 @@ class RestorePoint:
             with skip_data():
                 skeleton = torch.load(io.BufferedReader(MemoryFile(buffer)), map_location="cpu", weights_only=True)
             return filled(skeleton, buffer, storage_records(io.BufferedReader(MemoryFile(buffer))))
+
+    def own_object(self, name: str) -> Any:
+        """Return the object in a `torch.save` file, with tensors that are always the reader's own; call this once.
+
+        Raises:
+            InvalidCheckpoint: There is no such file, or it cannot be parsed.
+        """
+        found = self.torch_object(name)
+        # Tensors that share memory share that of the copy.
+        return found if self.private else copy.deepcopy(found)
 
     def json(self, name: str) -> dict[str, Any]:
         """Return the object in a JSON file.

@@ -248,12 +248,12 @@ class TrainState:
             CheckpointError: A file cannot be parsed, or does not fit.
         """
         own = rank_state_name(rank) if point.has(rank_state_name(rank)) else rank_state_name(0)
-        ranks: dict[str, Any] = point.torch_object(own) if point.has(own) else {}
+        ranks: dict[str, Any] = point.own_object(own) if point.has(own) else {}
         for name, stateful in self.states.items():
             if name not in names:
                 continue
             if point.has(f"{name}.pt"):
-                _load(stateful, point, f"{name}.pt")
+                _put(stateful, point, f"{name}.pt", point.own_object(f"{name}.pt"))
             elif name in ranks.get("states", {}):
                 _put(stateful, point, own, ranks["states"][name])
         return ranks
@@ -271,18 +271,16 @@ class TrainState:
         Raises:
             CheckpointError: A file cannot be parsed, or is of another optimizer.
         """
+        options = _tensor_options(self.torch_optimizer)
         _load(
             self.optimizer,
             point,
             OPTIMIZER_NAME,
             lambda state: place(point.cut_optimizer_state(self._own_state(state), self.torch_optimizer)),
         )
+        _move_options(self.torch_optimizer, options)
         if not point.private:
-            # What stayed on the CPU is still a view of the checkpoint, which must not change.
-            for state in getattr(self.torch_optimizer, "state", {}).values():
-                for name, value in state.items():
-                    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-                        state[name] = value.clone()
+            _own_what_stayed_on_the_host(self.torch_optimizer)
         ranks = self.restore_states(point, rank, self.states.keys())
         own = rank_state_name(rank)
         # The model's own file has rank 0's buffers.
@@ -313,6 +311,28 @@ def _put(stateful: Any, point: RestorePoint, name: str, state: Any, change: Call
             f"{point.place}: {name} does not fit this {type(stateful).__name__}: {type(error).__name__}: {error}. Use "
             "the one that wrote it, or another output_dir."
         ) from error
+
+
+def _own_what_stayed_on_the_host(optimizer: Any) -> None:
+    """Copy the optimizer's state on the CPU, which is still a view of the checkpoint."""
+    for state in getattr(optimizer, "state", {}).values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                state[name] = value.clone()
+
+
+def _tensor_options(optimizer: Any) -> list[dict[str, torch.Tensor]]:
+    """Return those options of an optimizer that are tensors, such as a learning rate, by group."""
+    groups = getattr(optimizer, "param_groups", [])
+    return [{key: value for key, value in group.items() if torch.is_tensor(value)} for group in groups]
+
+
+def _move_options(optimizer: Any, before: list[dict[str, torch.Tensor]]) -> None:
+    """Put options where they were before the load: torch moves the state of parameters only."""
+    for group, live, found in zip(
+        getattr(optimizer, "param_groups", []), before, _tensor_options(optimizer), strict=True
+    ):
+        group.update({key: value.to(live[key].device) for key, value in found.items() if key in live})
 
 
 def _clone_small_cpu_tensors(obj: Any) -> Any:

@@ -64,6 +64,9 @@ def _load(model: torch.nn.Module, point: RestorePoint, place: Callable[[Any], An
     # `state_dict` also shards again what an evaluation has left whole.
     live = model.state_dict()
     cut = {name: point.cut(MODEL_NAME, value, live.get(name), in_place=True) for name, value in whole.items()}
+    # Parameters and buffers are copied into. A module may keep anything else, so that must not be the checkpoint's.
+    copied = _copied_into(model)
+    cut |= {name: value.clone() for name, value in cut.items() if name not in copied}
     state: dict[str, Any] = place(cut)
     if point.has(EXTRA_STATE_NAME):
         state |= point.torch_object(EXTRA_STATE_NAME)
@@ -79,6 +82,8 @@ def _fill(model: torch.nn.Module, point: RestorePoint, *, is_stage: bool) -> dic
     live = model.state_dict(keep_vars=True)
     extra = {name for name, value in live.items() if not isinstance(value, torch.Tensor)}
     names = live.keys() - extra
+    # What `get_extra_state` has made is no part of the module: it is handed back.
+    made = {name: value.clone() for name, value in whole.items() if name in names - _copied_into(model)}
     if is_stage:
         whole = {name: value for name, value in whole.items() if name in names}
     if names != whole.keys():
@@ -91,8 +96,16 @@ def _fill(model: torch.nn.Module, point: RestorePoint, *, is_stage: bool) -> dic
     for name, value in whole.items():
         sharding.fill(live[name], point.cut(MODEL_NAME, value, live[name], in_place=True))
     if extra and point.has(EXTRA_STATE_NAME):
-        model.load_state_dict(point.torch_object(EXTRA_STATE_NAME), strict=False)
+        made |= point.torch_object(EXTRA_STATE_NAME)
+    if made:
+        model.load_state_dict(made, strict=False)
     return whole
+
+
+def _copied_into(model: torch.nn.Module) -> set[str]:
+    """Return the names of what a load copies into, as in state dicts."""
+    kinds = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    return {name for named in kinds for name, _ in named}
 
 
 def _misfit(point: RestorePoint, reason: str) -> CheckpointError:

@@ -11,6 +11,7 @@ from small_training import Average
 
 from checkpointing.errors import CheckpointError
 from checkpointing.layout import EXTRA_STATE_NAME, MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME
+from checkpointing.rank import restore_point
 from checkpointing.rank.captured_state import CapturedState
 from checkpointing.rank.device import Host
 from checkpointing.rank.expected_size import expected_bytes
@@ -48,6 +49,33 @@ def point(state: CapturedState) -> RestorePoint:
     return RestorePoint(
         "/runs/checkpoint-1", step=1, world_size=1, samples_consumed=1, files=files, path=None, private=True
     )
+
+
+class Keeper:
+    """Keeps the tensors that it is given, as an optimizer does with its step counts."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Any] = {"a": torch.zeros(3)}
+        self.kept["view"] = self.kept["a"][1:]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.kept
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept = state
+
+
+def test_what_further_states_keep_is_not_the_memory_of_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an accelerator large files are not copied: the ranks of a node counted each other's steps."""
+    monkeypatch.setattr(restore_point, "SMALL_BYTES", 0)
+    written, keeper = training(states={"keeper": Keeper()}), Keeper()
+    saved = point(written.capture(check=True))
+    saved.private = False
+    held = saved._files["keeper.pt"]
+    before = bytes(held)
+    training(states={"keeper": keeper}).restore_optimizer(saved, 0)
+    keeper.kept["a"] += 1
+    assert bytes(held) == before and keeper.kept["view"].tolist() == [1.0, 1.0]
 
 
 def test_what_is_captured_is_restored() -> None:

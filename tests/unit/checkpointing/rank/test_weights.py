@@ -99,3 +99,30 @@ def test_an_adapter_is_restored_by_its_own_rules() -> None:
     # Of an adapter in full precision, DeepSpeed's copy is that.
     restore_weights(model, point(), adapter=adapter, zero=zero, place=lambda state: state)  # type: ignore[arg-type]
     assert zero.sources == {"weight": (ADAPTER_NAME, torch.float32)}
+
+
+class Counting(torch.nn.Linear):
+    """Keeps what it is given, as FP8 layers do with their scales."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2, bias=False)
+        self.count = torch.zeros(2)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.count
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.count = state
+
+
+@pytest.mark.parametrize("zero", [None, Zero()])
+def test_a_tensor_of_a_modules_own_is_not_the_checkpoints_memory(zero: Any) -> None:
+    """Ranks that resumed from memory counted for each other, and the next snapshot overwrote the counts."""
+    model, saved = Counting(), {"weight": EXACT, "_extra_state": torch.tensor([3.0, 4.0])}
+    files = point(model=saved)
+    held = files._files[MODEL_NAME]
+    before = bytes(held)
+    restore(model, files, zero)
+    assert model.count.tolist() == [3.0, 4.0]
+    model.count += 1
+    assert bytes(held) == before
