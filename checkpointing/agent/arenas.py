@@ -139,9 +139,9 @@ class ArenaPool:
         self._next_number = 0
 
     def newest(self, stage: str) -> Arena | None:
-        """Return the arena with the newest usable snapshot of a stage."""
+        """Return the arena with the newest usable snapshot of a stage; of two of a step, the later one."""
         usable = (arena for arena in self.arenas if arena.is_usable and arena.stage == stage)
-        return max(usable, key=lambda arena: arena.step, default=None)
+        return max(usable, key=lambda arena: (arena.step, arena.whole_since), default=None)
 
     def take(self, nbytes: int, num_wanted: int = NUM_ARENAS, *, is_urgent: bool = False) -> Arena | None:
         """Return an arena to fill; None if all are in use, or there is no memory for one (`arenas` is empty then).
@@ -154,7 +154,9 @@ class ArenaPool:
         self.allocate(nbytes, num_wanted)
         large = [arena for arena in self.arenas if arena.memory.nbytes >= nbytes]
         usable = [arena for arena in large if self._may_be_refilled(arena, is_urgent=is_urgent)]
-        return min(usable, key=lambda arena: (arena.state is not ArenaState.FREE, arena.step), default=None)
+        return min(
+            usable, key=lambda arena: (arena.state is not ArenaState.FREE, arena.step, arena.whole_since), default=None
+        )
 
     def allocate(self, nbytes: int, num_wanted: int = NUM_ARENAS) -> None:
         """Allocate arenas of at least `nbytes`; smaller ones are freed once they are not needed."""

@@ -80,9 +80,17 @@ class Resumption:
         return self._fencing.unreachable
 
     def offered(self) -> list[Arena]:
-        """Return the arenas whose snapshots ranks may resume from: of a share, if some node has every other shard."""
+        """Return the arenas whose snapshots ranks may resume from: of a share, if some node has every other shard.
+
+        A step that was saved after a snapshot had been taken of it may be there twice. The first is offered: every node
+        has it whole where one has gone on to the second.
+        """
         usable = (arena for arena in self._scheduler.of_stage() if arena.is_usable and arena.info is not None)
-        return [arena for arena in usable if arena.together is None or arena.together.in_memory]
+        offered = [arena for arena in usable if arena.together is None or arena.together.in_memory]
+        first: dict[int, Arena] = {}
+        for arena in sorted(offered, key=lambda arena: arena.whole_since):
+            first.setdefault(arena.step, arena)
+        return list(first.values())
 
     def discard(self, step: int, reason: str, *, damaged: bool) -> None:
         """Never offer a snapshot again.

@@ -70,7 +70,7 @@ class Scheduler:
 
     Attributes:
         is_ending: The agent ends as soon as what it holds is committed.
-        gave_up: The last snapshot could not be committed.
+        gave_up: The last snapshot could not be committed, or not uploaded.
         outcomes: By step, why its commit failed; None where it is committed.
     """
 
@@ -231,8 +231,18 @@ class Scheduler:
         if newest is not None and not (newest.commit_wanted or newest.is_saved or newest.is_old):
             self._commit(newest)
 
-    def take_result(self, result: Result, arena: Arena) -> None:
-        """Take in that a thread has finished with an arena, and what has become of its task."""
+    def take_result(self, result: Result, arena: Arena | None, *, is_last: bool = False) -> None:
+        """Take in that a thread has finished with an arena, and what has become of its task.
+
+        Args:
+            result: What has become of it.
+            arena: The arena; None for an upload from the local tier.
+            is_last: Uploads are not tried again.
+        """
+        if arena is None:
+            # What only the local tier holds is gone with this machine.
+            self.gave_up |= is_last and isinstance(result, CommitFailed)
+            return
         arena.num_tasks -= 1
         is_current = arena.stage == self._workers.stage.name and not arena.is_old
         if arena.together is not None and isinstance(result, (Committed, SharesWritten, CommitFailed)):

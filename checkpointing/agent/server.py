@@ -36,7 +36,7 @@ from checkpointing.agent.resumption import Resumption, described
 from checkpointing.agent.scheduler import ArenaRequest, Scheduler, SnapshotContent
 from checkpointing.agent.stage_workers import MakeWorker, StageWorkers
 from checkpointing.agent.storage_worker import StorageWorker
-from checkpointing.events import CommitFailed, Committed, Event, MemoryShort
+from checkpointing.events import Committed, Event, MemoryShort
 from checkpointing.heartbeat import CommitReport, ControlPage
 from checkpointing.manifest import SnapshotInfo
 from checkpointing.retention import Retention
@@ -283,14 +283,10 @@ class Agent:
         taken = False
         for result, arena in self._results.take():
             taken = True
-            if arena is not None:
-                self._scheduler.take_result(result, arena)
-                if isinstance(result, Committed) and arena.stage == self._workers.stage.name:
-                    report = CommitReport(arena.step, result.duration_s or 0.0, result.cpu_s or 0.0)
-                    self._attempt.control.last_commit = report
-            elif self._drained and isinstance(result, CommitFailed):
-                # The last upload: what only the local tier holds is gone with this machine.
-                self._scheduler.gave_up = True
+            self._scheduler.take_result(result, arena, is_last=self._drained)
+            if isinstance(result, Committed) and arena is not None and arena.stage == self._workers.stage.name:
+                report = CommitReport(arena.step, result.duration_s or 0.0, result.cpu_s or 0.0)
+                self._attempt.control.last_commit = report
             if isinstance(result, FenceAnswered):
                 self._resumption.fetch_newest()
             elif isinstance(result, Event):

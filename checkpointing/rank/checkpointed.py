@@ -117,7 +117,7 @@ class CheckpointedTraining(RestorableTraining):
             self._train_state.check()
             self._snapshotter.prepare(self._train_state, self._ranks)
         # What was just restored need not be saved again.
-        self._snapshotter.last_step = start_step if start_step else -1
+        self._snapshotter.last_step, self._snapshotter.last_is_committed = start_step if start_step else -1, True
 
     def end_of_step(self, step: int) -> Due:
         """Write a heartbeat, and agree with all ranks on what is due now."""
@@ -164,9 +164,10 @@ class CheckpointedTraining(RestorableTraining):
         """Report how a step is cut, so that a supervisor can cut finer where memory runs out."""
         self._reporter.batch_shape(shape)
 
-    def wants(self, step: int) -> bool:
-        """Return whether `save` would do anything: this step has not been saved yet."""
-        return step != self._snapshotter.last_step
+    def wants(self, step: int, *, commit: bool = True) -> bool:
+        """Return whether `save` would do anything: there is no snapshot of this step, or none that is committed."""
+        snapshotter = self._snapshotter
+        return step != snapshotter.last_step or (commit and not snapshotter.last_is_committed)
 
     def save(
         self,
@@ -194,7 +195,7 @@ class CheckpointedTraining(RestorableTraining):
             commit: Commit it to storage, too; otherwise it stays in memory until there is a newer one.
             generators: An earlier `rng.state` to be saved instead of the present one.
         """
-        if not self.wants(step):
+        if not self.wants(step, commit=commit):
             return
         self._heartbeat.interrupt(Phase.SAVING, step)
         self._protocol.saved(commit=commit)

@@ -44,6 +44,7 @@ class Snapshotter:
     Attributes:
         costs: What snapshots cost here.
         last_step: Newest step whose snapshot was requested and not refused; -1 before the first.
+        last_is_committed: Whether that snapshot is to be committed, or is already.
         committing_step: Newest step that the agent was asked to commit.
         is_spread: Whether some node does not hold all of the model, as all ranks have agreed; None before.
     """
@@ -77,7 +78,7 @@ class Snapshotter:
         # Settled, but the device may still have to pass the marks by which they are measured.
         self._unmeasured: list[tuple[PendingSnapshot | None, Copy]] = []
         self.costs = CostModel()
-        self.last_step = -1
+        self.last_step, self.last_is_committed = -1, False
         self.committing_step: int | None = None
         self.is_spread: bool | None = None
 
@@ -141,7 +142,7 @@ class Snapshotter:
         self._captured = True
         work = functools.partial(self._maker.make, pending, state, dict(static_files))
         copy = self._copy_thread.submit(work, self._device_of(state.tensors))
-        self.last_step = request.step
+        self.last_step, self.last_is_committed = request.step, request.commit
         if not overlapped:
             copy.hold()
         elif state.states:

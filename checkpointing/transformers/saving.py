@@ -105,7 +105,7 @@ class SavingMixin(_Base):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _snapshot(self, *, commit: bool, added: Mapping[str, bytes] | None = None) -> None:
-        """Take a snapshot of the present step, unless there is one.
+        """Take a snapshot of the present step, unless there is one that is as durable.
 
         Args:
             commit: Commit it to storage.
@@ -115,7 +115,7 @@ class SavingMixin(_Base):
             Preempted: Training stops on request, and the snapshot is committed.
         """
         manager, session, step = self._manager, self._session, self.state.global_step
-        if not manager.wants(step):
+        if not manager.wants(step, commit=commit):
             return
         if commit:
             self.store_flos()

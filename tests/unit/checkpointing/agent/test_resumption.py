@@ -46,6 +46,20 @@ def test_snapshots_are_offered_once_they_have_digests(bench: Bench) -> None:
     assert offer["files"] == [("file", 0, len(STATE), digest_buffer(STATE))]
 
 
+def test_of_a_step_that_was_saved_after_its_snapshot_each_node_offers_the_first_and_keeps_the_second(
+    bench: Bench,
+) -> None:
+    first = bench.snapshot(7)
+    bench.settle()
+    second = bench.snapshot(7, commit=True)
+    assert second is not first and second.whole_since > first.whole_since
+    bench.settle()
+    assert bench.resumption.offered() == [first]
+    # It is the one with the metrics, and the next snapshot overwrites the other.
+    assert bench.pool.newest(bench.workers.stage.name) is second
+    assert bench.snapshot(8) is first
+
+
 def test_a_snapshot_that_was_found_damaged_is_not_offered_again(bench: Bench) -> None:
     arena = bench.snapshot(7)
     bench.settle()

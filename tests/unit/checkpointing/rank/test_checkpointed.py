@@ -76,6 +76,17 @@ def test_a_step_is_saved_once_with_its_small_files(job: Job) -> None:
     assert job.client.commits == [3] and job.client.beat.phase is Phase.TRAINING
 
 
+def test_a_step_that_is_in_memory_can_still_be_committed(job: Job) -> None:
+    """A snapshot may be due at the last step of an epoch, at whose end the script saves."""
+    job.training.save(3, 12, commit=False)
+    assert job.training.wants(3) and not job.training.wants(3, commit=False)
+    job.training.save(3, 12, metrics={"loss": 0.5})
+    assert not job.training.wants(3)
+    job.training.save(3, 12, commit=False)
+    job.training.wait_for_commit()
+    assert job.client.commits == [3]
+
+
 def test_only_finite_metrics_decide_which_checkpoint_is_best(job: Job) -> None:
     job.training.save(3, 12, metrics={"loss": 0.5, "eval_loss": float("nan"), "norm": float("inf")})
     job.training.wait_for_commit()
