@@ -13,6 +13,8 @@ SCHEDULER_NAME = "scheduler.pt"
 SCALER_NAME = "scaler.pt"
 # What modules return from `get_extra_state`, where that is not a tensor.
 EXTRA_STATE_NAME = "extra_state.pt"
+# The options of an optimizer's groups, where each stage of a pipeline has its own.
+OPTIONS_NAME = "optimizer_options.pt"
 # Every rank's share of the loop's state that Hugging Face does not save.
 LOOP_STATE_PREFIX = "loop_state_"
 
@@ -25,6 +27,11 @@ def loop_state_name(rank: int) -> str:
 def rank_state_name(rank: int) -> str:
     """Return the name of the file that differs between ranks: objects in `states`, and buffers of the model."""
     return f"rank_state_{rank}.pt"
+
+
+def rank_object_name(name: str, rank: int) -> str:
+    """Return the name of a rank's own file of an object of which there is otherwise one file."""
+    return f"rank_state_{rank}_{name}"
 
 
 PER_RANK_PREFIXES = ("rng_state", "data_state", "rank_state", LOOP_STATE_PREFIX)

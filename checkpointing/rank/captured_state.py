@@ -39,6 +39,7 @@ class CapturedState:
         versions: Version counter of every tensor that only an optimizer may change.
         masters: Parameters in full precision, by name, where the optimizer has these besides.
         stages: Which rank holds what, where the model is a stage of a pipeline, and model and optimizer are its own.
+        stage_buffers: Buffers of this rank's stage, by name, unless they are large.
         uncut: Where `parts` are yet to be made: number of ranks on each node that copy what is sharded together.
     """
 
@@ -54,6 +55,7 @@ class CapturedState:
     versions: list[tuple[torch.Tensor, int]]
     masters: dict[str, torch.Tensor] = field(default_factory=dict)
     stages: Stages | None = None
+    stage_buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     uncut: int | None = None
 
     def cut(self) -> CapturedState:

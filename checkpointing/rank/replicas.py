@@ -13,6 +13,7 @@ from checkpointing.rank import sharding
 from checkpointing.rank.captured_state import CapturedState
 from checkpointing.rank.file_images import FileImage, layout_digest
 from checkpointing.rank.fingerprint import fingerprint
+from checkpointing.rank.rank_files import OBJECTS, numbers_of
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.sharding import Part
 
@@ -53,7 +54,7 @@ class ReplicaComparison:
         return {name: data for files, _ in everyone for name, data in files.items()}
 
     def differing_names(self, state: CapturedState, foreign: Mapping[str, FileImage]) -> frozenset[str]:
-        """Return the names of buffers and of further states that are not equal on all ranks.
+        """Return the names of buffers, further states and files of small objects that are not equal on all ranks.
 
         Args:
             state: The state of the step.
@@ -72,9 +73,8 @@ class ReplicaComparison:
             tensors = fingerprint(tensor for _, tensor in image.tensors).tolist()
             text = repr((tensors, image.nbytes)).encode() + b"".join(data for _, data in image.literals)
             sums.append(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), signed=True) >> 1)
-        if not sums:
-            return frozenset()
-        names = [*buffers, *foreign]
+        sums += numbers_of(state.small)
+        names = [*buffers, *foreign, *OBJECTS]
         return frozenset(names[number] for number in self._differing(torch.tensor(sums, dtype=torch.int64)))
 
     def check_parts_equal(self, step: int, state: CapturedState, changed: Callable[[], int]) -> int:
@@ -96,8 +96,11 @@ class ReplicaComparison:
         """
         names = {id(state.parts[key]): name for name, key in _stand_ins_by_name(state)}
         kinds: dict[str, list[Part]] = {}
-        for part in state.parts.values():
-            kinds.setdefault(part.distribution, []).append(part)
+        # These are kept for each rank where they differ.
+        buffers = {key for name, key in _stand_ins_by_name(state) if name in state.stage_buffers}
+        for key, part in state.parts.items():
+            if key not in buffers:
+                kinds.setdefault(part.distribution, []).append(part)
         regions = {kind: _digest(repr([part.region for part in parts])) for kind, parts in kinds.items()}
         held = self._ranks.gather(regions)
         shared = [

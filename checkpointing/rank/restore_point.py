@@ -21,6 +21,7 @@ from checkpointing.layout import (
     MODEL_NAME,
     OPTIMIZER_NAME,
     WEIGHTS_NAMES,
+    rank_object_name,
 )
 from checkpointing.rank import rng, sharding
 from checkpointing.rank.spread_files import SpreadFiles
@@ -43,6 +44,7 @@ class RestorePoint:
         samples_consumed: Its data cursor, in samples drawn by all ranks.
         spread: Its files that are spread over shards, if there are any.
         is_snapshot: It is in the memory of this node, or of several.
+        rank: Number of the rank that reads it.
         private: The tensors of `torch_object` are the reader's own. Otherwise, and those of `model_state` always, they
             must be copied before anything changes them.
     """
@@ -60,6 +62,7 @@ class RestorePoint:
         scratch: Path | None = None,
         spread: SpreadFiles | None = None,
         is_snapshot: bool = False,
+        rank: int = 0,
     ) -> None:
         self.place = place
         self.step = step
@@ -71,11 +74,17 @@ class RestorePoint:
         self._scratch = scratch
         self.spread = spread
         self.is_snapshot = is_snapshot
+        self.rank = rank
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def has(self, name: str) -> bool:
         """Return whether this file was read, and not yet parsed where it may be parsed once."""
         return name in self._files or self._is_spread(name)
+
+    def own_name(self, name: str) -> str:
+        """Return the file that holds an object of this rank: its own, or the one of all ranks."""
+        own = rank_object_name(name, self.rank)
+        return own if self.has(own) else name
 
     @property
     def directory(self) -> Path:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from checkpointing.agent.client import AgentClient
 from checkpointing.agent.protocol import Refusal
 from checkpointing.failpoints import failpoint
-from checkpointing.layout import MASTER_NAME, OPTIMIZER_NAME, rank_state_name
+from checkpointing.layout import MASTER_NAME, OPTIMIZER_NAME, OPTIONS_NAME, rank_state_name
 from checkpointing.rank import file_images, sharding
 from checkpointing.rank.buddy_copies import BuddyCopies
 from checkpointing.rank.captured_state import CapturedState, completed
@@ -20,6 +20,7 @@ from checkpointing.rank.copy_thread import Copy
 from checkpointing.rank.direct_commit import DirectCommit
 from checkpointing.rank.file_images import FileImage, PlacedFile, blob_image
 from checkpointing.rank.pinning import Pinning
+from checkpointing.rank.rank_files import differing_buffers, own_objects
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.replicas import ReplicaComparison
 from checkpointing.rank.safetensors_files import safetensors_image
@@ -222,15 +223,18 @@ class SnapshotMaker:
         """
         request = pending.request
         foreign = {name: self._torch_file(f"{name}.pt").image(value) for name, value in state.states.items()}
-        differing = self._replicas.differing_names(state, foreign)
-        own = _contents(request.own_files)
-        if differing:
-            # What is not equal on all ranks is kept for each of them.
-            mine = {
-                "states": {name: value for name, value in state.states.items() if name in differing},
-                "buffers": {name: value for name, value in state.model.items() if name in differing},
-            }
-            own[rank_state_name(self._ranks.rank)] = torch_bytes(mine)
+        rank, differing = self._ranks.rank, self._replicas.differing_names(state, foreign)
+        own = _contents(request.own_files) | own_objects(state.small, differing, rank)
+        # What is not equal on all ranks is kept for each of them.
+        mine = {
+            "states": {name: value for name, value in state.states.items() if name in differing},
+            "buffers": {name: value for name, value in state.model.items() if name in differing},
+        }
+        if state.stages is not None:
+            different = differing_buffers(state.stage_buffers, self._ranks)
+            mine["buffers"] |= {name: value for name, value in state.stage_buffers.items() if name in different}
+        if any(mine.values()):
+            own[rank_state_name(rank)] = torch_bytes(mine)
         images = [image for name, image in foreign.items() if name not in differing]
         num_foreign = len(images)
         images.append(safetensors_image(state.weights_name, state.model, differing))
@@ -238,7 +242,8 @@ class SnapshotMaker:
             images.append(safetensors_image(MASTER_NAME, state.masters))
         images.append(self._torch_file(OPTIMIZER_NAME).image(state.optimizer))
         everyones = self._replicas.gather_files(request.step, own, images)
-        small = {**static_files, **state.small, **_contents(request.shared_files), **everyones}
+        shared = {name: data for name, data in state.small.items() if name != OPTIONS_NAME}
+        small = {**static_files, **shared, **_contents(request.shared_files), **everyones}
         if state.parts:
             images = [sharding.take_over(image, state.parts) for image in images]
         optimizer, together, guests = images[-1], None, dict[str, int]()

@@ -7,6 +7,7 @@ optimizer has named its parameters: a checkpoint resumes on any number of stages
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,10 +17,14 @@ from typing import Any
 import torch
 
 from checkpointing.errors import CheckpointError
+from checkpointing.layout import OPTIONS_NAME
 from checkpointing.rank import sharding
 from checkpointing.rank.fragments import Fragment
 from checkpointing.rank.param_names import are_named, unnamed
 from checkpointing.rank.ranks import Ranks
+from checkpointing.rank.restore_point import RestorePoint
+
+logger = logging.getLogger("checkpointing")
 
 _MAX_NAMES = 3
 # Optimizer state that has the shape of its parameter.
@@ -175,6 +180,38 @@ class Stages:
                 self._check_moments(name, state["state"].get(theirs[name], {}))
             found |= {own[name]: state["state"][theirs[name]] for name in names if theirs[name] in state["state"]}
         return {**state, "state": found, "param_groups": groups}
+
+    @staticmethod
+    def options(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the options of the groups in an optimizer's state dict, without what is in them."""
+        return [
+            {key: value for key, value in unnamed(group).items() if key != "params"} for group in state["param_groups"]
+        ]
+
+    def restore_options(self, point: RestorePoint, optimizer: torch.optim.Optimizer) -> bool:
+        """Restore the options of this stage's groups, where the stages' differ.
+
+        Returns:
+            Whether this rank may restore what the checkpoint has of its own: it was written by as many ranks.
+
+        Raises:
+            InvalidCheckpoint: A file cannot be parsed.
+        """
+        own = point.own_name(OPTIONS_NAME)
+        if point.world_size != self._world_size:
+            if own != OPTIONS_NAME:
+                logger.warning(
+                    "%s has other options for the optimizer of each stage, of %d ranks: this rank of %d continues with "
+                    "those of rank 0",
+                    point.place,
+                    point.world_size,
+                    self._world_size,
+                )
+            return False
+        if own != OPTIONS_NAME:
+            for group, options in zip(optimizer.param_groups, point.torch_object(own), strict=True):
+                group.update(options)
+        return True
 
     def _check_moments(self, name: str, values: Mapping[str, Any]) -> None:
         """Check that the moments of a parameter have its shape.

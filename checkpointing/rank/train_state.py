@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from checkpointing.layout import (
     EXTRA_STATE_NAME,
     MODEL_NAME,
     OPTIMIZER_NAME,
+    OPTIONS_NAME,
     SCALER_NAME,
     SCHEDULER_NAME,
     rank_state_name,
@@ -32,6 +34,8 @@ from checkpointing.rank.torch_files import torch_bytes
 from checkpointing.rank.trees import freeze, tensors_in
 from checkpointing.rank.weights import restore_weights
 from checkpointing.rank.zero import ZeroState
+
+logger = logging.getLogger("checkpointing")
 
 # Larger buffers are not cloned for every snapshot; their version counters guard them instead.
 _CLONE_BYTES = 64 * 1024 * 1024
@@ -149,7 +153,9 @@ class TrainState:
             live |= _clones_of(buffers)
         # What is made for the capture, or goes by what an engine does meanwhile, is cut at once.
         is_late = cut and not check and self.stages is None and self.zero is None
+        stage_buffers: dict[str, Any] = {}
         if self.stages is not None:
+            stage_buffers = {name: live[name] for name in buffers if live[name] is not buffers[name]}
             live = self.stages.weights(live, local_world_size)
         if cut and not is_late:
             live = sharding.stand_ins(live, parts, local_world_size)
@@ -162,6 +168,7 @@ class TrainState:
             # The host does not wait at the barrier, so what the optimizer changes on the host is copied now.
             optimizer = _clone_small_cpu_tensors(optimizer)
         if self.stages is not None:
+            small[OPTIONS_NAME] = torch_bytes(self.stages.options(optimizer))
             optimizer = self.stages.optimizer_state(optimizer, local_world_size)
         if cut and not is_late:
             optimizer = sharding.stand_ins(optimizer, parts, local_world_size)
@@ -183,6 +190,7 @@ class TrainState:
             parts=parts,
             is_spread=is_spread,
             versions=versions_of([*model.values(), *tensors_in(optimizer), *guards]),
+            stage_buffers=stage_buffers,
             uncut=local_world_size if is_late else None,
         )
 
@@ -256,6 +264,8 @@ class TrainState:
                 _put(stateful, point, f"{name}.pt", point.own_object(f"{name}.pt"))
             elif name in ranks.get("states", {}):
                 _put(stateful, point, own, ranks["states"][name])
+            else:
+                _warn_of_missing(point, f"state {name!r}")
         return ranks
 
     def restore_optimizer(
@@ -278,26 +288,34 @@ class TrainState:
             OPTIMIZER_NAME,
             lambda state: place(point.cut_optimizer_state(self._own_state(state), self.torch_optimizer)),
         )
+        is_same = self.stages is None or self.stages.restore_options(point, self.torch_optimizer)
+        own_name = point.own_name if is_same else str
         _move_options(self.torch_optimizer, options)
         if not point.private:
             _own_what_stayed_on_the_host(self.torch_optimizer)
         ranks = self.restore_states(point, rank, self.states.keys())
-        own = rank_state_name(rank)
-        # The model's own file has rank 0's buffers.
-        buffers = dict(self.model.named_buffers()) if ranks.get("buffers") and point.has(own) else {}
-        with torch.no_grad():
-            for name, value in ranks.get("buffers", {}).items():
-                if name in buffers and buffers[name].shape == value.shape:
-                    buffers[name].copy_(value)
-        if self.scheduler is not None and point.has(SCHEDULER_NAME):
-            _load(self.scheduler, point, SCHEDULER_NAME)
-        if self.scaler is not None and point.has(SCALER_NAME):
-            _load(self.scaler, point, SCALER_NAME)
+        if point.has(rank_state_name(rank)):
+            # The model's own file has rank 0's.
+            _fill_buffers(self.model, ranks.get("buffers", {}))
+        _load_if_there(self.scheduler, point, SCHEDULER_NAME, own_name)
+        _load_if_there(self.scaler, point, SCALER_NAME, own_name)
 
 
 def _load(stateful: Any, point: RestorePoint, name: str, change: Callable[[Any], Any] | None = None) -> None:
     state = point.torch_object(name)
     _put(stateful, point, name, state, change)
+
+
+def _load_if_there(stateful: Any, point: RestorePoint, name: str, own_name: Callable[[str], str]) -> None:
+    if stateful is not None and point.has(name):
+        _load(stateful, point, own_name(name))
+    elif stateful is not None:
+        _warn_of_missing(point, name.removesuffix(".pt"))
+
+
+def _warn_of_missing(point: RestorePoint, what: str) -> None:
+    if point.rank == 0:
+        logger.warning("%s holds no %s: training begins with a new one. Has it another name there?", point.place, what)
 
 
 def _put(stateful: Any, point: RestorePoint, name: str, state: Any, change: Callable[[Any], Any] | None = None) -> None:
@@ -319,6 +337,14 @@ def _own_what_stayed_on_the_host(optimizer: Any) -> None:
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.device.type == "cpu":
                 state[name] = value.clone()
+
+
+def _fill_buffers(model: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    buffers = dict(model.named_buffers()) if values else {}
+    with torch.no_grad():
+        for name, value in values.items():
+            if name in buffers and buffers[name].shape == value.shape:
+                buffers[name].copy_(value)
 
 
 def _tensor_options(optimizer: Any) -> list[dict[str, torch.Tensor]]:

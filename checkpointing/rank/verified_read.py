@@ -14,9 +14,17 @@ from checkpointing.data.cursor import state_name as data_state_name
 from checkpointing.digest import ALGORITHM, algorithm_of, digest_of_parts, num_parts, part_digests
 from checkpointing.errors import CheckpointError, InvalidCheckpoint, StorageUnreachable
 from checkpointing.failpoints import failpoint
-from checkpointing.layout import PER_RANK_PREFIXES, WEIGHTS_NAMES, loop_state_name, rank_state_name
+from checkpointing.layout import (
+    EXTRA_STATE_NAME,
+    PER_RANK_PREFIXES,
+    WEIGHTS_NAMES,
+    loop_state_name,
+    rank_object_name,
+    rank_state_name,
+)
 from checkpointing.manifest import SnapshotInfo, missing_member
 from checkpointing.rank import rng
+from checkpointing.rank.rank_files import OBJECTS
 from checkpointing.rank.restore_point import SMALL_BYTES, RestorePoint
 from checkpointing.rank.spread_files import OnFault, open_share, open_spread
 from checkpointing.reading import fault, private_memory, read_private, read_shared
@@ -205,7 +213,9 @@ def read_verified(
         # Ranks that draw the same samples save one position. How many they are is known later.
         groups = {rank // size for size in range(1, min(world_size, _LARGEST_GROUP) + 1)}
         own |= {data_state_name(group, 2) for group in groups} | {data_state_name(0, 1), data_state_name(0, 2)}
-        own |= {rank_state_name(rank), rank_state_name(0)}
+        own |= {rank_state_name(rank), rank_state_name(0), *(rank_object_name(name, rank) for name in OBJECTS)}
+        # Stages of other ranks may be this one's now.
+        own |= {rank_object_name(EXTRA_STATE_NAME, other) for other in range(located.info.world_size)}
         # What ranks had added up is divided among the present ones.
         own |= {loop_state_name(other) for other in range(rank, located.info.world_size, world_size)}
         verifier = _Verifier(located, frozenset(own), private, buffers, shares)
@@ -239,6 +249,7 @@ def read_verified(
         scratch=scratch,
         spread=spread,
         is_snapshot=storage is None,
+        rank=rank,
     )
     return point, None
 

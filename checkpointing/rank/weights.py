@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from checkpointing.errors import CheckpointError
-from checkpointing.layout import ADAPTER_NAME, EXTRA_STATE_NAME, MASTER_NAME, MODEL_NAME
+from checkpointing.layout import ADAPTER_NAME, EXTRA_STATE_NAME, MASTER_NAME, MODEL_NAME, rank_object_name
 from checkpointing.rank import sharding
 from checkpointing.rank.adapter import Adapter
 from checkpointing.rank.restore_point import RestorePoint
@@ -68,8 +68,7 @@ def _load(model: torch.nn.Module, point: RestorePoint, place: Callable[[Any], An
     copied = _copied_into(model)
     cut |= {name: value.clone() for name, value in cut.items() if name not in copied}
     state: dict[str, Any] = place(cut)
-    if point.has(EXTRA_STATE_NAME):
-        state |= point.torch_object(EXTRA_STATE_NAME)
+    state |= _extra_state(point)
     try:
         model.load_state_dict(state, strict=True)
     except RuntimeError as error:
@@ -95,11 +94,26 @@ def _fill(model: torch.nn.Module, point: RestorePoint, *, is_stage: bool) -> dic
             raise _misfit(point, f"the shape of {name} is {shapes}")
     for name, value in whole.items():
         sharding.fill(live[name], point.cut(MODEL_NAME, value, live[name], in_place=True))
-    if extra and point.has(EXTRA_STATE_NAME):
-        made |= point.torch_object(EXTRA_STATE_NAME)
-    if made:
+    found = {name: value for name, value in _extra_state(point).items() if name in live}
+    if extra - found.keys():
+        raise _misfit(point, f"it lacks {sorted(extra - found.keys())[:3]}")
+    if made := made | found:
         model.load_state_dict(made, strict=False)
     return whole
+
+
+def _extra_state(point: RestorePoint) -> dict[str, Any]:
+    """Return what modules have returned from `get_extra_state`, by name: this rank's own first, then the first rank's.
+
+    Raises:
+        InvalidCheckpoint: A file cannot be parsed.
+    """
+    found: dict[str, Any] = {}
+    everyones = [rank_object_name(EXTRA_STATE_NAME, rank) for rank in reversed(range(point.world_size))]
+    for name in [*everyones, EXTRA_STATE_NAME, point.own_name(EXTRA_STATE_NAME)]:
+        if point.has(name):
+            found |= point.torch_object(name)
+    return found
 
 
 def _copied_into(model: torch.nn.Module) -> set[str]:

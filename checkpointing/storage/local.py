@@ -28,7 +28,7 @@ _TEMPORARY_STATE = re.compile(rf"\.runner\.json\.{NUMBER}\.tmp\Z")
 _QUARANTINED = re.compile(rf"{CHECKPOINT_PREFIX}{NUMBER}\.(invalid|superseded)(-{NUMBER})?\Z")
 # Of a stock Trainer and of this library.
 TRAINER_STATE = "trainer_state.json"
-_ONLY_OURS = re.compile(r"loop_state_\d+\.json\Z|data_state(_\d+)?\.pth\Z|rank_state_\d+\.pt\Z")
+_ONLY_OURS = re.compile(r"loop_state_\d+\.json\Z|data_state(_\d+)?\.pth\Z|rank_state_\d+(_[a-z_]+)?\.pt\Z")
 _FENCE_NAME = ".fence.json"
 _REMOVING = re.compile(rf"\.{CHECKPOINT_PREFIX}{NUMBER}\.removing\Z")
 

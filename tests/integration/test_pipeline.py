@@ -110,3 +110,72 @@ def test_stages_on_machines_that_hold_no_whole_model(tmp_path: Path) -> None:
     export_checkpoint(LocalStorage(folder / "checkpoints"), 30, exported)
     assert equal(state(tmp_path / "exported", 30), expected)
     assert equal(train(folder, 2, 40), train(tmp_path / "one", 2, 40))
+
+
+# Two stages, each on two ranks; what is each rank's own is not what the first rank has.
+OWN = """
+import sys
+import torch, torch.distributed as dist
+from torch import nn
+from checkpointing import CheckpointManager
+
+dist.init_process_group("gloo")
+rank, stage = dist.get_rank(), dist.get_rank() // 2
+pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.seen = nn.Linear(4, 4), nn.BatchNorm1d(4), 0
+
+    def forward(self, x):
+        self.seen += 1 + rank
+        return self.norm(self.linear(x))
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+torch.manual_seed(stage)
+model = nn.ModuleDict({str(stage): Layer()})
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * (1 + stage), weight_decay=0.1 * stage)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2 + stage)
+manager = CheckpointManager(
+    sys.argv[1], model=model, optimizer=optimizer, scheduler=scheduler, pipeline=True, save_steps=4, snapshot_steps=None
+)
+for step in range(manager.resume(), int(sys.argv[2])):
+    # The ranks of a stage have different samples, and so other running statistics.
+    torch.manual_seed(10 * step + rank)
+    model[str(stage)](torch.randn(8, 4)).pow(3).sum().backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=pairs[stage])
+    optimizer.step()
+    optimizer.zero_grad()
+    scheduler.step()
+    manager.step(step + 1)
+manager.close()
+state = (model[str(stage)].seen, scheduler.state_dict(), optimizer.state_dict()["param_groups"])
+tensors = {name: value.tolist() for name, value in model.state_dict().items() if torch.is_tensor(value)}
+sys.stdout.write(f"OWN {rank} {state} {tensors}\\n")
+dist.destroy_process_group()
+"""
+
+
+def test_what_each_rank_of_a_pipeline_has_of_its_own_is_kept(tmp_path: Path) -> None:
+    """Options, schedule, counters, running statistics: all had the first rank's, or there was no checkpoint."""
+    script = tmp_path / "own.py"
+    script.write_text(OWN)
+
+    def ends(folder: str, *steps: int) -> list[str]:
+        for number in steps:
+            done = torchrun(script, tmp_path / folder, number, ranks=4)
+            assert done.returncode == 0, done.stderr[-3000:]
+        return sorted(line for line in done.stdout.splitlines() if line.startswith("OWN"))
+
+    calm = ends("calm", 8)
+    assert len(calm) == 4 and len({line.partition(" ")[2] for line in calm}) == 4
+    assert ends("resumed", 4, 8) == calm

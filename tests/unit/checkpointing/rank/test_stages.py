@@ -10,10 +10,13 @@ import torch
 from thread_ranks import run_ranks
 
 from checkpointing.errors import CheckpointError
+from checkpointing.layout import OPTIONS_NAME, rank_object_name
 from checkpointing.rank import sharding
 from checkpointing.rank.param_names import matched_to
 from checkpointing.rank.ranks import Ranks
+from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.rank.stages import Stages, in_order_of_layers
+from checkpointing.rank.torch_files import torch_bytes
 
 LAYERS = 4
 
@@ -227,3 +230,33 @@ def test_what_one_rank_cannot_save_is_refused_by_all() -> None:
             Stages(model, given, ranks)
 
     ran(make, 2)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_each_stage_continues_with_its_own_options(world_size: int, caplog: pytest.LogCaptureFixture) -> None:
+    """All continued with those of the first. Of another number of stages, nobody knows whose they would be."""
+
+    def resume(ranks: Ranks) -> tuple[bool, float]:
+        model, optimizer = stage([ranks.rank])
+        stages = Stages(model, optimizer, ranks)
+        optimizer.param_groups[0]["lr"] = 0.1 + ranks.rank
+        own = torch_bytes(stages.options(optimizer.state_dict()))
+        files = {rank_object_name(OPTIONS_NAME, ranks.rank): memoryview(bytearray(own))}
+        point = RestorePoint(
+            "here",
+            step=1,
+            world_size=world_size,
+            samples_consumed=1,
+            files=files,
+            path=None,
+            private=True,
+            rank=ranks.rank,
+        )
+        optimizer.param_groups[0]["lr"] = 0.5
+        restored = stages.restore_options(point, optimizer)
+        assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1]
+        return restored, optimizer.param_groups[0]["lr"]
+
+    same = world_size == 2
+    assert ran(resume, 2) == ([(True, 0.1), (True, 1.1)] if same else [(False, 0.5), (False, 0.5)])
+    assert ("other options for the optimizer of each stage" in caplog.text) is not same
