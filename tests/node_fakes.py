@@ -51,6 +51,9 @@ class FakeHost(Host):
     def reap_strays(self, managed: set[int]) -> None:
         pass
 
+    def reap_old(self, managed: set[int]) -> None:
+        pass
+
 
 class FakeLoop:
     """Each wait takes as long as it may, and is followed by what the test has planned next, if anything."""
@@ -86,6 +89,8 @@ class FakeHelper:
         self.beats: list[Heartbeat] = []
         self.requests: list[str] = []
         self.sent: list[dict[str, Any]] = []
+        # What it had reported and nobody has read.
+        self.unread: list[dict[str, Any]] = []
         self.process = SimpleNamespace(socket_path="agent.sock")
 
     def kill(self) -> None:
@@ -96,6 +101,9 @@ class FakeHelper:
 
     def request(self, do: str, **details: Any) -> None:
         self.requests.append(do)
+
+    def last_messages(self) -> list[dict[str, Any]]:
+        return self.unread
 
     def heartbeats(self, num_ranks: int) -> list[Heartbeat]:
         return self.beats[:num_ranks]

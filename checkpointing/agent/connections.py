@@ -5,12 +5,19 @@ from __future__ import annotations
 import os
 import selectors
 import socket
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from checkpointing.agent import protocol
 from checkpointing.agent.protocol import Message
+
+# Of one monitor: days of events, for as long as its process is stopped (Ctrl-Z).
+_MAX_UNSENT = 20_000
+# Seconds at the agent's end for a monitor to read what it has not read yet.
+_LAST_S = 10.0
 
 
 @dataclass(eq=False)
@@ -29,6 +36,7 @@ class Client:
         waits_for_step: Step whose commit it waits for.
         waits_for_offer: It waits for what it could resume from.
         waits_until_settled: That is to include what becomes of shares that are being saved.
+        unsent: Messages for which its socket has had no room yet.
     """
 
     sock: socket.socket
@@ -42,6 +50,7 @@ class Client:
     waits_for_step: int | None = None
     waits_for_offer: bool = False
     waits_until_settled: bool = False
+    unsent: deque[Message] = field(default_factory=deque)
 
 
 class Waitable(Protocol):
@@ -83,13 +92,15 @@ class Connections:
 
     def poll(self, timeout_s: float | None = None) -> Iterator[tuple[Client, Message]]:
         """Wait until something happens, and yield the messages that have come, one of each client."""
-        for key, _ in self._selector.select(timeout_s):
+        for key, ready in self._selector.select(timeout_s):
             if key.fileobj is self._listener:
                 self._accept()
                 continue
             # A client may have been disconnected since, by the answer to another one's message.
             client = self._clients.get(key.fileobj)  # type: ignore[call-overload]
-            message = self._receive(client) if client is not None else None
+            if client is not None and ready & selectors.EVENT_WRITE:
+                self._send_unsent(client)
+            message = self._receive(client) if client is not None and ready & selectors.EVENT_READ else None
             if client is not None and message is not None:
                 yield client, message
 
@@ -100,11 +111,19 @@ class Connections:
                 yield client, message
 
     def send(self, client: Client, message: Message, fds: tuple[int, ...] = ()) -> None:
-        """Send a message; a client that cannot take it is disconnected."""
+        """Send a message; a client that cannot take it is disconnected, but a monitor only if it lacks thousands."""
         if client.sock not in self._clients:
+            return
+        if client.unsent:
+            self._keep_unsent(client, message)
             return
         try:
             protocol.send(client.sock, message, fds)
+        except BlockingIOError:
+            if client.is_monitor and not fds:
+                self._keep_unsent(client, message)
+            else:
+                self._disconnect(client)
         except OSError:
             self._disconnect(client)
 
@@ -115,8 +134,34 @@ class Connections:
                 self.send(client, message)
 
     def close(self) -> None:
-        """Stop waiting for anything; the sockets stay open until the process ends."""
+        """Give monitors some time for what they have not read, and stop waiting for anything.
+
+        The sockets stay open until the process ends.
+        """
+        deadline = time.monotonic() + _LAST_S
+        while any(client.unsent for client in self) and (left := deadline - time.monotonic()) > 0:
+            for _ in self.poll(left):
+                pass
         self._selector.close()
+
+    def _keep_unsent(self, client: Client, message: Message) -> None:
+        client.unsent.append(message)
+        if len(client.unsent) > _MAX_UNSENT:
+            self._disconnect(client)
+        elif len(client.unsent) == 1:
+            self._selector.modify(client.sock, selectors.EVENT_READ | selectors.EVENT_WRITE)
+
+    def _send_unsent(self, client: Client) -> None:
+        try:
+            while client.unsent:
+                protocol.send(client.sock, client.unsent[0])
+                client.unsent.popleft()
+        except BlockingIOError:
+            return
+        except OSError:
+            self._disconnect(client)
+            return
+        self._selector.modify(client.sock, selectors.EVENT_READ)
 
     def _accept(self) -> None:
         sock, _ = self._listener.accept()
@@ -142,5 +187,6 @@ class Connections:
         del self._clients[client.sock]
         self._selector.unregister(client.sock)
         client.sock.close()
+        client.unsent.clear()
         if self._had_monitor and not self.has_monitor:
             self._on_abandoned()

@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from runner.errors import LaunchDelayed, LaunchError
 
 # Seconds for the agent's answer; it listens already.
 _HELLO_TIMEOUT_S = 60.0
+# Seconds for a message of an agent that has ended: what it has sent is there already.
+_LAST_S = 1.0
 
 
 class AgentHelper:
@@ -58,6 +60,9 @@ class AgentHelper:
             self.sock.settimeout(None)
         except (AgentUnavailable, OSError) as error:
             # An agent that has not started yet loses its connection only by its death.
+            if hasattr(self, "process"):
+                # It would keep the lock of the location, and no next one could start.
+                self.process.close(timeout_s=0.0)
             is_delayed = isinstance(error, AgentDelayed | ConnectionError) or may_pass(error)
             raise (LaunchDelayed if is_delayed else LaunchError)(str(error)) from None
         self.control = ControlPage.attach(fds[0])
@@ -98,6 +103,15 @@ class AgentHelper:
         """
         with contextlib.suppress(OSError):
             protocol.send(self.sock, {"do": do, **details})
+
+    def last_messages(self) -> Iterator[Message]:
+        """Yield what an agent that has ended had reported, and nobody has read."""
+        self.sock.settimeout(_LAST_S)
+        # Where it has left a request unread, the kernel reports that first, once.
+        self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        with contextlib.suppress(OSError):
+            while True:
+                yield protocol.receive(self.sock)[0]
 
     def heartbeats(self, num_ranks: int) -> list[Heartbeat]:
         """Return the newest heartbeat of each rank of this node, in the order of their local ranks.

@@ -117,15 +117,7 @@ class Helpers:
             self._check_gpus()
 
     def request_agent(self, do: str, **details: Any) -> bool:
-        """Send a request to the agent.
-
-        Args:
-            do: Name of the request.
-            details: Its fields.
-
-        Returns:
-            False if there is no agent.
-        """
+        """Send a request, with its fields, to the agent; returns False if there is none."""
         if self.agent is None or not self.agent.alive:
             return False
         self.agent.request(do, **details)
@@ -161,11 +153,7 @@ class Helpers:
         self._pulse.restart(self._host.monotonic())
 
     def ping_agent(self, now: float) -> None:
-        """Ping the agent every 2 s, and kill it if it does not answer in time.
-
-        Args:
-            now: Monotonic seconds.
-        """
+        """Ping the agent every 2 s, and kill it if it does not answer in time; `now` is monotonic seconds."""
         assert self.agent is not None
         if self._pulse.ping_due(now):
             self.agent.request("ping")
@@ -228,9 +216,8 @@ class Helpers:
         if self.agent is not None:
             self.agent.request("shutdown")
             drained = self.wait_for_agent(lambda: False, on_timeout)
-            self._loop.unregister(self.agent.sock)
-            self.agent.close()
-        self.launcher = self.agent = None
+            self._close_agent()
+        self.launcher = None
         return drained
 
     def _cancelled(self) -> bool:
@@ -246,9 +233,15 @@ class Helpers:
             self.launcher = self.accelerators = None
             self._warm = self._is_preparing = False
         if self.agent is not None and not self.agent.alive:
-            self._loop.unregister(self.agent.sock)
-            self.agent.close()
-            self.agent = None
+            self._close_agent()
+
+    def _close_agent(self) -> None:
+        assert self.agent is not None
+        self._loop.unregister(self.agent.sock)
+        for message in self.agent.last_messages() if not self.agent.alive else ():
+            self._take_from_agent(message)
+        self.agent.close()
+        self.agent = None
 
     def _received(self, sock: Any) -> Message:
         try:
@@ -270,7 +263,10 @@ class Helpers:
             self._handle_launcher(message)
 
     def _on_agent(self, sock: Any) -> None:
-        name = (message := self._received(sock)).pop("event", None)
+        self._take_from_agent(self._received(sock))
+
+    def _take_from_agent(self, message: Message) -> None:
+        name = message.pop("event", None)
         if name is not None and name not in _NO_PROGRESS:
             self._pulse.progressed(self._host.monotonic())
         match name:

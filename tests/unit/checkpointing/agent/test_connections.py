@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from checkpointing.agent import protocol
+from checkpointing.agent import connections, protocol
 from checkpointing.agent.connections import Client, Connections
 from checkpointing.agent.mailbox import Mailbox
 from checkpointing.agent.protocol import Message
@@ -63,16 +65,62 @@ def test_the_last_monitor_that_goes_is_noticed(desk: Desk) -> None:
     assert not desk.connections.has_monitor and desk.abandoned == 1 and list(desk.connections) == []
 
 
-def test_a_client_that_cannot_be_reached_is_disconnected(desk: Desk) -> None:
+def test_a_monitor_that_is_stopped_misses_nothing(desk: Desk) -> None:
+    """Ctrl-Z on the runner ended the agent, and with it the ranks, after 278 events."""
     sock, client = desk.connect()
     desk.connections.add_monitor(client)
-    # It does not read: its queue is full at some time, and nothing here ever waits.
+    for number in range(1000):
+        desk.connections.send_to_monitors({"event": number})
+    assert client.unsent and desk.abandoned == 0
+    sock.setblocking(False)
+    received: list[Any] = []
+    while len(received) < 1000:
+        try:
+            received.append(protocol.receive(sock)[0]["event"])
+        except BlockingIOError:
+            assert desk.poll() == []
+    assert received == list(range(1000)) and not client.unsent
+    # Nothing waits for room any more.
+    assert desk.poll() == []
+    sock.close()
+    desk.poll()
+    assert desk.abandoned == 1
+
+
+def test_a_monitor_that_never_reads_is_disconnected_at_some_time(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_MAX_UNSENT", 50)
+    sock, client = desk.connect()
+    desk.connections.add_monitor(client)
     for _ in range(100_000):
         desk.connections.send_to_monitors({"event": "x" * 1000})
         if not desk.connections.has_monitor:
             break
-    assert desk.abandoned == 1
+    assert desk.abandoned == 1 and not client.unsent
     desk.connections.send(client, {"to": "nobody"})
+    sock.close()
+
+
+def test_a_rank_that_does_not_read_is_disconnected(desk: Desk) -> None:
+    sock, client = desk.connect()
+    for _ in range(100_000):
+        desk.connections.send(client, {"event": "x" * 1000})
+        if not list(desk.connections):
+            break
+    assert list(desk.connections) == [] and desk.abandoned == 0
+    sock.close()
+
+
+def test_the_end_waits_for_what_a_monitor_has_not_read(desk: Desk) -> None:
+    sock, client = desk.connect()
+    desk.connections.add_monitor(client)
+    for number in range(1000):
+        desk.connections.send_to_monitors({"event": number})
+    received: list[Any] = []
+    reader = threading.Thread(target=lambda: received.extend(protocol.receive(sock)[0]["event"] for _ in range(1000)))
+    reader.start()
+    desk.connections.close()
+    reader.join(30)
+    assert received == list(range(1000))
     sock.close()
 
 

@@ -90,6 +90,16 @@ def test_an_agent_that_dies_before_it_answers_was_killed(agent: FakeAgent) -> No
     agent.ours.close()
     with pytest.raises(LaunchDelayed):
         make_agent()
+    assert agent.waited == [0.0], "it would keep the location's lock"
+
+
+def test_what_an_agent_has_reported_is_read_after_its_end(agent: FakeAgent) -> None:
+    helper = agent.connect()
+    for step in (1, 2):
+        protocol.send(agent.ours, {"event": "committed", "step": step})
+    agent.ours.close()
+    assert [message["step"] for message in helper.last_messages()] == [1, 2]
+    helper.close()
 
 
 def test_requests_and_heartbeats(agent: FakeAgent) -> None:

@@ -67,6 +67,19 @@ def test_only_a_dead_helper_is_replaced() -> None:
     assert bench.agents[0].closed
 
 
+@pytest.mark.parametrize("at_end", [True, False])
+def test_what_an_agent_had_reported_when_it_ended_is_read(at_end: bool) -> None:
+    """A checkpoint was committed, and neither journal nor summary had it: the supervisor had been late."""
+    bench = Bench()
+    bench.ensure()
+    bench.agents[0].alive, bench.agents[0].unread = False, [{**Committed(step=7).to_dict()}]
+    if at_end:
+        assert bench.helpers.close(bench.timeouts.append)
+    else:
+        bench.ensure()
+    assert bench.events == ["committed"]
+
+
 @pytest.mark.parametrize(
     ("status", "error", "text"),
     [(-9, LaunchDelayed, "killed by signal 9"), (1, LaunchError, "ended with status 1 while it loaded torch")],
