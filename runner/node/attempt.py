@@ -171,6 +171,7 @@ class Attempt:
         launcher, now = self._helpers.launcher, self._host.monotonic()
         assert launcher is not None
         self._launcher_check.skip(self._helpers.turn(now))
+        self._host.reap_old(self._helpers.pids)
         if self.graceful.signalled and not self._stop:
             # An earlier death has to be known.
             self._loop.pump(0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable
 
@@ -10,12 +12,22 @@ import psutil
 from checkpointing.memory import oom_kills
 from runner.system import processes
 
+_OLD_S = 10.0
+
 
 class Host:
     """The operating system of this node."""
 
-    def __init__(self) -> None:
-        """Note what runs below this process before the run begins."""
+    def __init__(self, *, adopts_strangers: bool | None = None) -> None:
+        """Note what runs below this process before the run begins.
+
+        Args:
+            adopts_strangers: This process adopts what others than the run have started; None where it is a container's
+                first one.
+        """
+        self._adopts_strangers = os.getpid() == 1 if adopts_strangers is None else adopts_strangers
+        self._zombies: set[tuple[int, int]] = set()
+        self._looked_at = self.monotonic()
         self._others = {(process.pid, processes.start_ticks(process.pid)) for process in processes.descendants()}
 
     def monotonic(self) -> float:
@@ -32,7 +44,7 @@ class Host:
 
     def descendants(self) -> list[psutil.Process]:
         """Return the running descendants of this process that belong to a run."""
-        return processes.descendants_of_runs(self._others)
+        return processes.descendants_of_runs(self._others, adopts_strangers=self._adopts_strangers)
 
     def kill_all(self, find: Callable[[], list[psutil.Process]], timeout_s: float = 10.0) -> int:
         """Send SIGKILL to what `find` returns until it returns nothing; return how many processes were killed."""
@@ -41,3 +53,18 @@ class Host:
     def reap_strays(self, managed: set[int]) -> None:
         """Reap adopted children that have exited, except the process ids in `managed`."""
         processes.reap_strays(managed)
+
+    def reap_old(self, managed: set[int]) -> None:
+        """Reap, every 10 s, the children that had exited 10 s ago, except the process ids in `managed`.
+
+        What this process has started itself, it waits for earlier. A rank's orphans are its children, too, and there
+        may be one for each step: a container has a limit of processes.
+        """
+        if self.monotonic() < self._looked_at + _OLD_S:
+            return
+        self._looked_at = self.monotonic()
+        now = processes.zombies(managed)
+        for pid, _ in now & self._zombies:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        self._zombies = now - self._zombies

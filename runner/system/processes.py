@@ -83,16 +83,20 @@ def descendants() -> list[psutil.Process]:
     return [process for process in psutil.Process().children(recursive=True) if is_running(process)]
 
 
-def descendants_of_runs(others: Collection[tuple[int, int | None]] = ()) -> list[psutil.Process]:
-    """Return the running descendants of this process that carry a run's mark, or descend from one that does.
+def descendants_of_runs(
+    others: Collection[tuple[int, int | None]] = (), *, adopts_strangers: bool
+) -> list[psutil.Process]:
+    """Return the running descendants of this process that are a run's.
 
-    A container's first process adopts whatever loses its parent, and one that was started by `exec` keeps the children
-    of the shell before it, such as a mounted file system or an SSH server: these, and what descends from them, are not
-    the runner's to end. Any other process that has overwritten its environment, or was started without one, counts as
-    the run's: it may hold a GPU.
+    One that was started by `exec` keeps the children of the shell before it, such as a mounted file system or an SSH
+    server: these, and what descends from them, are not the runner's to end. A container's first process also adopts
+    whatever loses its parent there: then those are a run's that carry its mark, or descend from one that does. One that
+    has overwritten its environment, or was started without one, counts as the run's: it may hold a GPU.
 
     Args:
         others: Process ids and times of start, in ticks, of processes that are not the run's.
+        adopts_strangers: This is a container's first process. Otherwise all other descendants are the run's, with
+            whatever environment they were started.
     """
     found: dict[int, psutil.Process] = {}
     spared: set[int] = set()
@@ -102,7 +106,7 @@ def descendants_of_runs(others: Collection[tuple[int, int | None]] = ()) -> list
             parent = process.ppid()
             if parent in spared or (process.pid, start_ticks(process.pid)) in others:
                 spared.add(process.pid)
-            elif parent in found or _is_of_a_run(process.pid):
+            elif not adopts_strangers or parent in found or _is_of_a_run(process.pid):
                 found[process.pid] = process
     return list(found.values())
 
@@ -205,6 +209,16 @@ def reap_strays(managed: set[int]) -> None:
         with contextlib.suppress(psutil.Error, ChildProcessError):
             if child.pid not in managed and child.status() == psutil.STATUS_ZOMBIE:
                 os.waitpid(child.pid, os.WNOHANG)
+
+
+def zombies(managed: set[int]) -> set[tuple[int, int]]:
+    """Return process ids and times of start of children that have exited, except the process ids in `managed`."""
+    found = set()
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if child.pid not in managed and child.status() == psutil.STATUS_ZOMBIE:
+                found.add((child.pid, round(child.create_time() * 100)))
+    return found
 
 
 def is_running(process: psutil.Process) -> bool:

@@ -55,13 +55,14 @@ def test_processes_are_killed_until_none_is_found(monkeypatch: pytest.MonkeyPatc
     assert Host().kill_all(list) == 0
 
 
-def test_only_processes_of_a_run_are_its_own() -> None:
+@pytest.mark.parametrize("adopts_strangers", [True, False])
+def test_only_processes_of_a_run_are_its_own(adopts_strangers: bool) -> None:
     """Not what the shell before `exec runner` had started, nor what a container's first process has adopted."""
     plain = {name: value for name, value in os.environ.items() if name != processes.RUN_ID_ENV}
     # One that was there before, and one that came later, as by `kubectl exec`.
     server = ["sh", "-c", "read line; env -i sleep 60 & echo $!; wait"]
     before = subprocess.Popen(server, env={}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    host = Host()
+    host = Host(adopts_strangers=adopts_strangers)
     # What an SSH server starts for a user, as its own child.
     assert before.stdin is not None and before.stdout is not None
     before.stdin.write("\n")
@@ -79,7 +80,9 @@ def test_only_processes_of_a_run_are_its_own() -> None:
     child = int(marked.stdout.readline())
     try:
         found = {process.pid for process in host.descendants()}
-        assert {marked.pid, child, bare.pid} <= found and not {before.pid, session, other.pid} & found
+        assert {marked.pid, child, bare.pid} <= found and not {before.pid, session} & found
+        # One that a rank has started with an environment of its own, and that has lost its parent.
+        assert (other.pid in found) is not adopts_strangers
     finally:
         os.kill(child, signal.SIGKILL)
         os.kill(session, signal.SIGKILL)
@@ -98,3 +101,22 @@ def test_processes_that_someone_waits_for_are_not_reaped(monkeypatch: pytest.Mon
     monkeypatch.setattr("runner.system.host.processes.reap_strays", asked.append)
     Host().reap_strays({1, 2})
     assert asked == [{1, 2}]
+
+
+def test_orphans_that_have_exited_are_reaped_while_an_attempt_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that started a process in each step filled a container's table of processes."""
+    host, now = Host(), [1000.0]
+    monkeypatch.setattr(host, "monotonic", lambda: now[0])
+    orphan, waited_for = (subprocess.Popen(["true"]) for _ in range(2))
+    for process in (orphan, waited_for):
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    host._looked_at = 0.0
+    for _ in range(2):
+        # The first look cannot tell it from what somebody is about to wait for; the second one is too early.
+        host.reap_old({waited_for.pid})
+        assert host.process_state(orphan.pid) == "Z"
+    now[0] += 10.0
+    host.reap_old({waited_for.pid})
+    assert host.process_state(orphan.pid) == "?" and host.process_state(waited_for.pid) == "Z"
+    orphan.wait()
+    waited_for.wait()
