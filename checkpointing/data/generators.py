@@ -13,6 +13,7 @@ import torch
 
 # Levels of attributes that are searched for generators.
 _MAX_DEPTH = 2
+_MAX_ITEMS = 64
 _SIMPLE = (int, float, str, bool, type(None))
 _NUMPY_BIT_GENERATORS = (
     np.random.MT19937,
@@ -26,8 +27,8 @@ _NUMPY_BIT_GENERATORS = (
 def generators_of(*owners: object) -> Iterator[tuple[str, Any]]:
     """Iterate over the generators that objects hold, each one once, with the attribute's path.
 
-    The search covers attributes, the object of a bound method, the parts of a `functools.partial` and what a function
-    closes over.
+    The search covers attributes, short lists, tuples and dicts in them, the object of a bound method, the parts of a
+    `functools.partial` and what a function closes over.
     """
     # Depth that was left when each object was searched.
     seen: dict[int, int] = {}
@@ -43,10 +44,17 @@ def generators_of(*owners: object) -> Iterator[tuple[str, Any]]:
         elif isinstance(owner, functools.partial):
             for number, value in enumerate([owner.func, *owner.args, *owner.keywords.values()]):
                 yield from walk(value, f"{path}({number})", depth)
+        elif isinstance(owner, (list, tuple, dict)):
+            # Such as the transforms of a composition. Long ones are data.
+            items = owner.items() if isinstance(owner, dict) else enumerate(owner)
+            for name, value in items if len(owner) <= _MAX_ITEMS else ():
+                if not isinstance(value, _SIMPLE):
+                    yield from walk(value, f"{path}[{name}]", depth)
         elif depth and not isinstance(owner, (type, types.ModuleType, torch.Tensor, torch.nn.Module)):
             for name, value in _attributes_of(owner).items():
                 if not isinstance(value, _SIMPLE):
-                    yield from walk(value, f"{path}.{name}", depth - 1)
+                    is_container = isinstance(value, (list, tuple, dict))
+                    yield from walk(value, f"{path}.{name}", depth if is_container else depth - 1)
 
     for number, owner in enumerate(owners):
         yield from walk(owner, str(number), _MAX_DEPTH)

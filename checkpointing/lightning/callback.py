@@ -100,9 +100,8 @@ class ResilientCheckpoint(Checkpoint):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Go before all other callbacks: what they do in a hook for the next batch belongs to the next step."""
-        others = [callback for callback in trainer.callbacks if callback is not self]
-        trainer.callbacks = [self, *others]
-        self._others = [callback for callback in others if isinstance(callback, Checkpoint)]
+        trainer.callbacks = [self, *(callback for callback in trainer.callbacks if callback is not self)]
+        self._others = [callback for callback in trainer.callbacks[1:] if isinstance(callback, Checkpoint)]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Restore the newest checkpoint, if there is one.
@@ -198,7 +197,8 @@ class ResilientCheckpoint(Checkpoint):
 
     def _let_go(self, trainer: Any) -> CheckpointManager:
         manager, self._manager = self._manager, None
-        self._loaders.remove()
+        if "_loaders" in vars(self):  # Not after an error in an earlier hook.
+            self._loaders.remove()
         self._take_pending()
         put_restoring_back(trainer)
         assert manager is not None

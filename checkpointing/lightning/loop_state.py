@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.core.hooks import CheckpointHooks
 from torchmetrics import Metric
 
@@ -33,6 +33,7 @@ class LoopState:
         self._trainer, self._owner = trainer, owner
         self.step, self.ended = 0, False
         self._logging: list[Any] = []
+        self._accumulation: int = trainer.accumulate_grad_batches
         self._is_loaded = False
 
     def go_on(self) -> None:
@@ -101,7 +102,9 @@ class LoopState:
         module, device = trainer.lightning_module, trainer.strategy.root_device
         self.step, self.ended = state["step"], state["ended"]
         trainer.should_stop = state["stopped"]
-        trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
+        self._accumulation = state["accumulate_grad_batches"]
+        if not any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
+            trainer.accumulate_grad_batches = self._accumulation
         trainer.fit_loop.load_state_dict(dict(state["loops"]))
         for name, metric in _metrics(module):
             if name in state["metrics"]:
@@ -123,6 +126,8 @@ class LoopState:
 
     def continue_logging(self) -> None:
         """Have values added to those logged before; called once the first batch of a resumed run is drawn."""
+        # A `GradientAccumulationScheduler` sets it at an epoch's begin, and refuses to find it set before.
+        self._trainer.accumulate_grad_batches = self._accumulation
         connector = self._trainer._logger_connector
         connector._first_loop_iter, connector._current_fx = self._logging
 

@@ -34,3 +34,13 @@ def restore_states(callbacks: Iterable[Any], saved: Mapping[str, Any]) -> None:
             if isinstance(callback, ExportableState) and not isinstance(callback, TrainerControl):
                 for attribute, value in state.get("attributes", {}).items():
                     setattr(callback, attribute, value)
+
+
+def stops_epoch(saved: Mapping[str, Any]) -> bool:
+    """Return whether a callback had asked to end the epoch at the saved step.
+
+    Args:
+        saved: What `export_states` returned.
+    """
+    control = saved.get(TrainerControl.__name__)
+    return isinstance(control, Mapping) and bool(control.get("args", {}).get("should_epoch_stop"))

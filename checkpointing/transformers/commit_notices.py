@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from checkpointing.rank import rng
+
 
 class CommitNotices:
     """Holds back `on_save` of a trainer's callbacks until all ranks know that the checkpoint is committed."""
@@ -43,7 +45,10 @@ class CommitNotices:
         if committed:
             trainer = self._trainer
             wanted = trainer.control.should_save
+            # Which step this is depends on the storage: what a callback draws must not change what training draws.
+            generators = rng.state(trainer._manager.world_size)
             trainer.control = self._notify_now(trainer.args, state, trainer.control) or trainer.control
+            rng.set_state(generators)
             trainer.control.should_save |= wanted
 
     def notify_all(self) -> None:

@@ -25,7 +25,10 @@ def further_states(trainer: Any) -> dict[str, Any]:
         if any(base.__name__ == "SyncRefModelCallback" for base in type(callback).__mro__):
             states["ref_model"] = trainer.accelerator.unwrap_model(callback.ref_model)
         if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
-            states[f"{CALLBACK_PREFIX}{type(callback).__name__}"] = callback
+            name = f"{CALLBACK_PREFIX}{type(callback).__name__}"
+            # Several of a class differ by their order.
+            number = sum(other == name or other.startswith(f"{name}_") for other in states)
+            states[f"{name}_{number + 1}" if number else name] = callback
     return states
 
 

@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import accelerate
+from torch.nn.modules.batchnorm import _NormBase
 
 from checkpointing.errors import CheckpointError
 from checkpointing.rank.adapter import Adapter, live_tensors
@@ -32,7 +33,12 @@ def adapter_of(model: Any) -> Adapter | None:
     if any(parameter.requires_grad and id(parameter) not in saved for parameter in model.parameters()):
         # Prompts that are computed, or weights unfrozen in addition to the adapter: the whole model is saved.
         return None
-    return Adapter(lambda state: select(state_dict=dict(state)), getattr(model.config, "name_or_path", "") or "")
+    if any(isinstance(module, _NormBase) and module.running_mean is not None for module in model.modules()):
+        # Training changes the running statistics of the base.
+        return None
+    # The base need not be a model of transformers.
+    base = getattr(getattr(model, "config", None), "name_or_path", "") or ""
+    return Adapter(lambda state: select(state_dict=dict(state)), base)
 
 
 def save_adapter_config(model: Any, folder: str) -> None:

@@ -18,6 +18,7 @@ from checkpointing.rank.manager import CheckpointManager, skipped_steps
 from checkpointing.rank.spikes import SkippedSteps
 from checkpointing.transformers.best_model import best_model_at_end
 from checkpointing.transformers.callback import StepCallback
+from checkpointing.transformers.callback_states import stops_epoch
 from checkpointing.transformers.commit_notices import CommitNotices
 from checkpointing.transformers.data_ranks import DataRanks, batch_shape
 from checkpointing.transformers.deepspeed import advance_schedule, skips_bad_steps
@@ -189,7 +190,9 @@ class ResilientMixin(ExactMixin, SavingMixin):
             cursor.begin_epoch(kwargs["epoch"])
         steps, in_epoch = kwargs["steps_trained_in_current_epoch"], kwargs["steps_in_epoch"]
         over = state.global_step >= state.max_steps or session.start.had_ended
-        if point is not None and cursor is not None and steps and (over or steps >= in_epoch):
+        is_resumed = point is not None and cursor is not None and steps
+        if is_resumed and (over or steps >= in_epoch or stops_epoch(state.stateful_callbacks)):
+            assert point is not None and cursor is not None
             # Only the end of the epoch is left, with what is evaluated, logged and saved there.
             cursor.skip_epoch()
             self._manager.restore_rng(point)

@@ -300,3 +300,9 @@ def test_a_stream_is_read_up_to_the_position(num_workers: int, save_at: int) -> 
     rest, rest_draws, _, _ = train(make(), saved, 12, save_at)
     assert rest == whole[save_at:]
     assert rest_draws == draws[save_at:]
+
+
+def test_batches_in_the_order_in_which_workers_finish_them_are_refused() -> None:
+    LoaderCursor(DataLoader(Rows(), in_order=False), seed=9, rank=0)
+    with pytest.raises(CheckpointError, match="in_order=False"):
+        LoaderCursor(DataLoader(Rows(), num_workers=2, in_order=False), seed=9, rank=0)

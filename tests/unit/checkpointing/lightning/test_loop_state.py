@@ -116,3 +116,17 @@ def test_lightning_does_not_restart_in_its_own_way(ended: bool) -> None:
         fit_loop.epoch_loop.reset()
     assert not any(loop._restarting for loop in (fit_loop, fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop))
     assert "reset" not in vars(fit_loop.epoch_loop)
+
+
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_accumulation_is_left_to_a_scheduler_until_the_first_batch(scheduled: bool) -> None:
+    """Lightning's callback refuses to find it set when training begins."""
+    saving, loading = trainer(), trainer()
+    saving.accumulate_grad_batches = 4
+    if scheduled:
+        loading.callbacks.append(L.pytorch.callbacks.GradientAccumulationScheduler({0: 4}))
+    state = LoopState(loading, Counter())
+    state.load_state_dict(LoopState(saving, Counter()).state_dict())
+    assert loading.accumulate_grad_batches == (1 if scheduled else 4)
+    state.continue_logging()
+    assert loading.accumulate_grad_batches == 4

@@ -8,7 +8,7 @@ import pytest
 from transformers import EarlyStoppingCallback, TrainerControl
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
-from checkpointing.transformers.callback_states import export_states, restore_states
+from checkpointing.transformers.callback_states import export_states, restore_states, stops_epoch
 
 
 class Counter(TrainerCallback, ExportableState):
@@ -42,3 +42,9 @@ def test_callbacks_that_came_or_went_are_passed_over() -> None:
 def test_something_else_is_an_error() -> None:
     with pytest.raises(AttributeError):
         restore_states([Counter()], {"Counter": 3})
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_whether_the_epoch_was_to_end_is_known(stops: bool) -> None:
+    assert stops_epoch(export_states([TrainerControl(should_epoch_stop=stops)])) is stops
+    assert not stops_epoch({})

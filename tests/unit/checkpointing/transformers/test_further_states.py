@@ -65,3 +65,8 @@ def test_attributes_are_chosen_by_name() -> None:
     assert chosen.state_dict() == {"a": 1}
     chosen.load_state_dict({"a": 5})
     assert owner == SimpleNamespace(a=5, b=2)
+
+
+def test_several_callbacks_of_a_class_are_saved_each() -> None:
+    one, other = Average(), Average()
+    assert further_states(trainer(one, other)) == {"callback_Average": one, "callback_Average_2": other}

@@ -11,11 +11,13 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 from restore_points import point
+from transformers import TrainerControl
 
 from checkpointing.data.layout import StepLayout
 from checkpointing.errors import CheckpointError, CommitFailed, NonFinite
 from checkpointing.rank.step_protocol import Due
 from checkpointing.transformers import trainer as trainer_module
+from checkpointing.transformers.callback_states import export_states
 from checkpointing.transformers.evaluation import EvaluationCutShort, InterruptibleEvaluation
 from checkpointing.transformers.guards import StepGuard
 from checkpointing.transformers.loop_state import JobRecord, LoopState
@@ -112,7 +114,9 @@ class Subject(ResilientMixin, Loop):
             load_best_model_at_end=False,
             max_grad_norm=1.0,
         )
-        self.state = SimpleNamespace(global_step=20, max_steps=40, epoch=1.0, log_history=[], best_global_step=None)
+        self.state = SimpleNamespace(
+            global_step=20, max_steps=40, epoch=1.0, log_history=[], best_global_step=None, stateful_callbacks={}
+        )
         self.control = SimpleNamespace(should_training_stop=False, should_evaluate=False, should_save=False)
         self.accelerator = SimpleNamespace(scaler=None, optimizer_step_was_skipped=False)
         self.callback_handler = SimpleNamespace(callbacks=[])
@@ -162,10 +166,14 @@ def test_training_that_is_over_runs_no_step(ended: bool) -> None:
     assert subject.calls == [] and subject.control.should_training_stop
 
 
-@pytest.mark.parametrize("over", [True, False])
-def test_the_end_of_an_epoch_is_all_that_is_left(over: bool) -> None:
+@pytest.mark.parametrize("why", ["over", "done", "a callback"])
+def test_the_end_of_an_epoch_is_all_that_is_left(why: str) -> None:
+    over = why == "over"
     subject = Subject(resumed(ended=over))
-    run_epoch(subject, steps_done=40 if not over else 20)
+    if why == "a callback":
+        # It has asked for the end of the epoch at the step that was saved.
+        subject.state.stateful_callbacks = export_states([TrainerControl(should_epoch_stop=True)])
+    run_epoch(subject, steps_done=40 if why == "done" else 20)
     subject._session.data.cursor.skip_epoch.assert_called_once()  # type: ignore[union-attr]
     subject._manager.restore_rng.assert_called_once()  # type: ignore[attr-defined]
     assert subject.calls == [("epoch", 0)]
