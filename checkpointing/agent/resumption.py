@@ -83,12 +83,12 @@ class Resumption:
         """Return the arenas whose snapshots ranks may resume from: of a share, if some node has every other shard.
 
         A step that was saved after a snapshot had been taken of it may be there twice. The first is offered: every node
-        has it whole where one has gone on to the second.
+        has it whole where one has gone on to the second. Of two attempts, that of the newer one is.
         """
         usable = (arena for arena in self._scheduler.of_stage() if arena.is_usable and arena.info is not None)
         offered = [arena for arena in usable if arena.together is None or arena.together.in_memory]
         first: dict[int, Arena] = {}
-        for arena in sorted(offered, key=lambda arena: arena.whole_since):
+        for arena in sorted(offered, key=lambda arena: (-arena.info.attempt if arena.info else 0, arena.whole_since)):
             first.setdefault(arena.step, arena)
         return list(first.values())
 

@@ -269,7 +269,7 @@ class Scheduler:
         """Free the shares of earlier attempts that are ahead of a new snapshot: it was not computed from them."""
         for other in self.of_stage():
             is_share = other.together is not None and other.state is ArenaState.WHOLE and other is not newest
-            if is_share and other.step >= newest.step:
+            if is_share and (other.step > newest.step or (other.step == newest.step and other.is_old)):
                 self.spend(other)
 
     def _spend_ahead_of(self, step: int) -> None:

@@ -33,7 +33,7 @@ def generators_of(*owners: object) -> Iterator[tuple[str, Any]]:
     # Depth that was left when each object was searched.
     seen: dict[int, int] = {}
 
-    def walk(owner: object, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+    def walk(owner: object, path: str, depth: int, *, in_items: bool = False) -> Iterator[tuple[str, Any]]:
         if seen.get(id(owner), -1) >= depth:
             return
         is_new, seen[id(owner)] = id(owner) not in seen, depth
@@ -43,18 +43,21 @@ def generators_of(*owners: object) -> Iterator[tuple[str, Any]]:
                 yield path, owner
         elif isinstance(owner, functools.partial):
             for number, value in enumerate([owner.func, *owner.args, *owner.keywords.values()]):
-                yield from walk(value, f"{path}({number})", depth)
+                yield from walk(value, f"{path}({number})", depth, in_items=in_items)
         elif isinstance(owner, (list, tuple, dict)):
-            # Such as the transforms of a composition. Long ones are data.
-            items = owner.items() if isinstance(owner, dict) else enumerate(owner)
-            for name, value in items if len(owner) <= _MAX_ITEMS else ():
+            # Such as the transforms of a composition. Long ones, and those inside others, are data.
+            items = owner.values() if isinstance(owner, dict) else owner
+            for number, value in enumerate(items) if len(owner) <= _MAX_ITEMS and not in_items else ():
                 if not isinstance(value, _SIMPLE):
-                    yield from walk(value, f"{path}[{name}]", depth)
+                    yield from walk(value, f"{path}[{number}]", depth, in_items=True)
         elif depth and not isinstance(owner, (type, types.ModuleType, torch.Tensor, torch.nn.Module)):
-            for name, value in _attributes_of(owner).items():
-                if not isinstance(value, _SIMPLE):
-                    is_container = isinstance(value, (list, tuple, dict))
-                    yield from walk(value, f"{path}.{name}", depth if is_container else depth - 1)
+            attributes = [
+                (name, value) for name, value in _attributes_of(owner).items() if not isinstance(value, _SIMPLE)
+            ]
+            # Containers last: what is found in both ways has the path of the attribute.
+            for name, value in sorted(attributes, key=lambda one: isinstance(one[1], (list, tuple, dict))):
+                is_container = isinstance(value, (list, tuple, dict))
+                yield from walk(value, f"{path}.{name}", depth if is_container else depth - 1, in_items=in_items)
 
     for number, owner in enumerate(owners):
         yield from walk(owner, str(number), _MAX_DEPTH)

@@ -288,9 +288,9 @@ class TrainState:
             OPTIMIZER_NAME,
             lambda state: place(point.cut_optimizer_state(self._own_state(state), self.torch_optimizer)),
         )
-        is_same = self.stages is None or self.stages.restore_options(point, self.torch_optimizer)
-        own_name = point.own_name if is_same else str
+        own_name = point.own_name if self.stages is None or self.stages.restore_options(point, self.optimizer) else str
         _move_options(self.torch_optimizer, options)
+        _warn_of_frozen(self.model, self.torch_optimizer, point)
         if not point.private:
             _own_what_stayed_on_the_host(self.torch_optimizer)
         ranks = self.restore_states(point, rank, self.states.keys())
@@ -315,7 +315,7 @@ def _load_if_there(stateful: Any, point: RestorePoint, name: str, own_name: Call
 
 def _warn_of_missing(point: RestorePoint, what: str) -> None:
     if point.rank == 0:
-        logger.warning("%s holds no %s: training begins with a new one. Has it another name there?", point.place, what)
+        logger.warning("%s holds no %s: training begins with a new one", point.place, what)
 
 
 def _put(stateful: Any, point: RestorePoint, name: str, state: Any, change: Callable[[Any], Any] | None = None) -> None:
@@ -337,6 +337,20 @@ def _own_what_stayed_on_the_host(optimizer: Any) -> None:
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.device.type == "cpu":
                 state[name] = value.clone()
+
+
+def _warn_of_frozen(model: torch.nn.Module, optimizer: Any, point: RestorePoint) -> None:
+    """Say where what was trained would not be any more: `requires_grad` is in no checkpoint."""
+    state = getattr(optimizer, "state", {})
+    frozen = [name for name, value in model.named_parameters() if not value.requires_grad and state.get(value)]
+    if frozen and point.rank == 0:
+        logger.warning(
+            "%s has optimizer state of %d parameters that need no gradients now, such as %s: if the script has them "
+            "trained from some step on, set requires_grad by the step, so that a resumed run does so, too",
+            point.place,
+            len(frozen),
+            frozen[0],
+        )
 
 
 def _fill_buffers(model: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from checkpointing.rank import sharding
 from checkpointing.rank.adapter import Adapter
 from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.rank.zero import ZeroState
+
+logger = logging.getLogger("checkpointing")
 
 
 def restore_weights(
@@ -81,8 +84,6 @@ def _fill(model: torch.nn.Module, point: RestorePoint, *, is_stage: bool) -> dic
     live = model.state_dict(keep_vars=True)
     extra = {name for name, value in live.items() if not isinstance(value, torch.Tensor)}
     names = live.keys() - extra
-    # What `get_extra_state` has made is no part of the module: it is handed back.
-    made = {name: value.clone() for name, value in whole.items() if name in names - _copied_into(model)}
     if is_stage:
         whole = {name: value for name, value in whole.items() if name in names}
     if names != whole.keys():
@@ -92,11 +93,18 @@ def _fill(model: torch.nn.Module, point: RestorePoint, *, is_stage: bool) -> dic
         if sharding.shape_of(live[name]) != tuple(value.shape):
             shapes = f"{tuple(value.shape)}, here {sharding.shape_of(live[name])}"
             raise _misfit(point, f"the shape of {name} is {shapes}")
+    copied, made = _copied_into(model), dict[str, Any]()
     for name, value in whole.items():
-        sharding.fill(live[name], point.cut(MODEL_NAME, value, live[name], in_place=True))
+        cut = point.cut(MODEL_NAME, value, live[name], in_place=True)
+        if name in copied:
+            sharding.fill(live[name], cut)
+        else:
+            # What `get_extra_state` has made is no part of the module: it is handed back.
+            made[name] = cut.clone()
     found = {name: value for name, value in _extra_state(point).items() if name in live}
-    if extra - found.keys():
-        raise _misfit(point, f"it lacks {sorted(extra - found.keys())[:3]}")
+    if lacking := sorted(extra - found.keys()):
+        # Earlier releases kept that of the first stage only.
+        logger.warning("%s holds no extra state of %s, which begin with a new one", point.place, ", ".join(lacking[:3]))
     if made := made | found:
         model.load_state_dict(made, strict=False)
     return whole
@@ -112,14 +120,14 @@ def _extra_state(point: RestorePoint) -> dict[str, Any]:
     everyones = [rank_object_name(EXTRA_STATE_NAME, rank) for rank in reversed(range(point.world_size))]
     for name in [*everyones, EXTRA_STATE_NAME, point.own_name(EXTRA_STATE_NAME)]:
         if point.has(name):
-            found |= point.torch_object(name)
+            found |= point.own_object(name)
     return found
 
 
 def _copied_into(model: torch.nn.Module) -> set[str]:
-    """Return the names of what a load copies into, as in state dicts."""
-    kinds = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    return {name for named in kinds for name, _ in named}
+    """Return the names of what a load copies into, as in state dicts, whose names wrappers may change."""
+    owned = {id(value) for value in (*model.parameters(), *model.buffers())}
+    return {name for name, value in model.state_dict(keep_vars=True).items() if id(value) in owned}
 
 
 def _misfit(point: RestorePoint, reason: str) -> CheckpointError:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import accelerate
+import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from checkpointing.errors import CheckpointError
@@ -33,9 +35,6 @@ def adapter_of(model: Any) -> Adapter | None:
     if any(parameter.requires_grad and id(parameter) not in saved for parameter in model.parameters()):
         # Prompts that are computed, or weights unfrozen in addition to the adapter: the whole model is saved.
         return None
-    if any(isinstance(module, _NormBase) and module.running_mean is not None for module in model.modules()):
-        # Training changes the running statistics of the base.
-        return None
     # The base need not be a model of transformers.
     base = getattr(getattr(model, "config", None), "name_or_path", "") or ""
     return Adapter(lambda state: select(state_dict=dict(state)), base)
@@ -48,3 +47,26 @@ def save_adapter_config(model: Any, folder: str) -> None:
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = getattr(model.config, "name_or_path", None)
     config.save_pretrained(folder)
+
+
+class RunningStatistics:
+    """What training changes in the base of an adapter, of BatchNorm, as an object with a state."""
+
+    def __init__(self, model: Any) -> None:
+        """Follow a PEFT model."""
+        self._model = model
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the statistics by name."""
+        return {
+            f"{name}.{key}": value
+            for name, module in self._model.named_modules()
+            if isinstance(module, _NormBase)
+            for key, value in module.named_buffers(recurse=False)
+        }
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Set the statistics."""
+        for name, value in self.state_dict().items():
+            if name in state:
+                value.copy_(state[name])

@@ -23,6 +23,7 @@ from checkpointing.transformers.further_states import further_states
 from checkpointing.transformers.loop_state import JobRecord, LoopState
 from checkpointing.transformers.options import Options
 from checkpointing.transformers.overrides import Staging, added_files, overrides_saving
+from checkpointing.transformers.peft import RunningStatistics
 from checkpointing.transformers.session import Session
 from checkpointing.transformers.trainer_state import TRAINER_STATE_NAME, evaluated_metrics, state_file
 
@@ -63,7 +64,9 @@ class SavingMixin(_Base):
         )
 
     def _further_states(self) -> dict[str, Any]:
-        return further_states(self) | dict(self._options.states)
+        statistics = RunningStatistics(self.model) if self._adapter is not None else None
+        of_base = {"base_statistics": statistics} if statistics is not None and statistics.state_dict() else {}
+        return further_states(self) | of_base | dict(self._options.states)
 
     def _uncovered(self) -> dict[str, str]:
         saved = [*self._further_states().values(), self.optimizer, self.lr_scheduler, self._manager]

@@ -63,6 +63,8 @@ class AgentHelper:
             if hasattr(self, "process"):
                 # It would keep the lock of the location, and no next one could start.
                 self.process.close(timeout_s=0.0)
+            if hasattr(self, "sock"):
+                self.sock.close()
             is_delayed = isinstance(error, AgentDelayed | ConnectionError) or may_pass(error)
             raise (LaunchDelayed if is_delayed else LaunchError)(str(error)) from None
         self.control = ControlPage.attach(fds[0])

@@ -23,12 +23,14 @@ class Host:
 
         Args:
             adopts_strangers: This process adopts what others than the run have started; None where it is a container's
-                first one.
+                first one, or has other descendants already.
         """
-        self._adopts_strangers = os.getpid() == 1 if adopts_strangers is None else adopts_strangers
         self._zombies: set[tuple[int, int]] = set()
         self._looked_at = self.monotonic()
         self._others = {(process.pid, processes.start_ticks(process.pid)) for process in processes.descendants()}
+        # What the shell before `exec` had started may lose its parent, too.
+        is_first = os.getpid() == 1 or bool(self._others)
+        self._adopts_strangers = is_first if adopts_strangers is None else adopts_strangers
 
     def monotonic(self) -> float:
         """Return the seconds of a clock that is never set."""

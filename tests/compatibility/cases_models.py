@@ -422,7 +422,17 @@ _peft("prompt tuning", "PromptTuningConfig", num_virtual_tokens=3)
 _peft("prefix tuning", "PrefixTuningConfig", num_virtual_tokens=3)
 _peft("P-tuning", "PromptEncoderConfig", num_virtual_tokens=3, encoder_hidden_size=8)
 _peft("trainable tokens", "TrainableTokensConfig", token_indices=[7, 8, 9], target_modules=["embed_tokens"])
-_peft("AdaLoRA", "AdaLoraConfig", init_r=4, target_r=2, tinit=2, tfinal=2, deltaT=1, total_step=10, **_ALL)
+_peft(
+    "AdaLoRA, ranks that do not change",
+    "AdaLoraConfig",
+    init_r=4,
+    target_r=2,
+    tinit=2,
+    tfinal=2,
+    deltaT=1,
+    total_step=10,
+    **_ALL,
+)
 _peft("RandLoRA", "RandLoraConfig", r=2, target_modules=["q_proj"])
 _peft("SHiRA", "ShiraConfig", r=2, target_modules=["q_proj"])
 

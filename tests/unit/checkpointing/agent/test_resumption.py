@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,16 @@ def test_of_a_step_that_was_saved_after_its_snapshot_each_node_offers_the_first_
     # It is the one with the metrics, and the next snapshot overwrites the other.
     assert bench.pool.newest(bench.workers.stage.name) is second
     assert bench.snapshot(8) is first
+
+
+def test_of_two_attempts_the_newer_ones_snapshot_of_a_step_is_offered(bench: Bench) -> None:
+    """A node was cut off, and the others have computed that step again: its line was abandoned."""
+    bench.snapshot(7)
+    again = bench.snapshot(7)
+    assert again.info is not None
+    again.info = dataclasses.replace(again.info, attempt=again.info.attempt + 1)
+    bench.settle()
+    assert bench.resumption.offered() == [again]
 
 
 def test_a_snapshot_that_was_found_damaged_is_not_offered_again(bench: Bench) -> None:

@@ -83,10 +83,17 @@ def test_a_state_of_no_generator_is_refused(state: Any) -> None:
 
 def test_generators_in_a_composition_of_transforms_are_found_and_those_in_data_are_not() -> None:
     """They were neither seeded for each batch nor saved: a resumed run saw other augmentations."""
-    flips, crops = (SimpleNamespace(rng=np.random.default_rng(1)) for _ in range(2))
-    composition = SimpleNamespace(transforms=[flips, {"crop": crops}, 3])
+    flips, crops, nested = (SimpleNamespace(rng=np.random.default_rng(1)) for _ in range(3))
+    composition = SimpleNamespace(transforms=[flips, crops, [nested], 3])
     found = dict(
         generators_of(SimpleNamespace(transform=composition, rows=[SimpleNamespace(rng=random.Random())] * 99))
     )
     assert list(found.values()) == [flips.rng, crops.rng]
-    assert list(found) == ["0.transform.transforms[0].rng", "0.transform.transforms[1][crop].rng"]
+    assert list(found) == ["0.transform.transforms[0].rng", "0.transform.transforms[1].rng"]
+
+
+def test_a_long_chain_of_objects_is_not_searched_to_its_end() -> None:
+    chain = SimpleNamespace(children=[])
+    for _ in range(5000):
+        chain = SimpleNamespace(children=[chain])
+    assert list(generators_of(chain)) == []

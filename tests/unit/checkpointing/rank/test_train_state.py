@@ -78,14 +78,21 @@ def test_what_further_states_keep_is_not_the_memory_of_the_checkpoint(monkeypatc
     assert bytes(held) == before and keeper.kept["view"].tolist() == [1.0, 1.0]
 
 
+def test_what_was_trained_and_is_frozen_now_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    written, read = training(0), training(1)
+    read.model.get_submodule("0").requires_grad_(False)
+    read.restore_optimizer(point(written.capture()), 0)
+    assert "optimizer state of 2 parameters that need no gradients now, such as 0.weight" in caplog.text
+
+
 def test_what_a_checkpoint_lacks_is_said(caplog: pytest.LogCaptureFixture) -> None:
     """An average that was given another name began again, without reporting it."""
     written = training(states={"ema": Keeper()})
     saved = point(TrainState(written.model, written.optimizer, states=written.states).capture())
     training(states={"average": Keeper()}).restore_optimizer(saved, 0)
     assert [record.getMessage() for record in caplog.records] == [
-        "/runs/checkpoint-1 holds no state 'average': training begins with a new one. Has it another name there?",
-        "/runs/checkpoint-1 holds no scheduler: training begins with a new one. Has it another name there?",
+        "/runs/checkpoint-1 holds no state 'average': training begins with a new one",
+        "/runs/checkpoint-1 holds no scheduler: training begins with a new one",
     ]
 
 

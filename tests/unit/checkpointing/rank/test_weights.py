@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from checkpointing.errors import CheckpointError
 from checkpointing.layout import ADAPTER_NAME, MASTER_NAME, MODEL_NAME
 from checkpointing.rank.restore_point import RestorePoint
-from checkpointing.rank.weights import restore_weights
+from checkpointing.rank.weights import _copied_into, restore_weights
 
 EXACT = torch.full((2, 2), 1 / 3)
 
@@ -126,3 +127,10 @@ def test_a_tensor_of_a_modules_own_is_not_the_checkpoints_memory(zero: Any) -> N
     assert model.count.tolist() == [3.0, 4.0]
     model.count += 1
     assert bytes(held) == before
+
+
+def test_weights_in_a_wrapper_that_renames_them_are_copied_into() -> None:
+    """Activation checkpointing: a clone of each would take the memory of a second model."""
+    model = torch.nn.Sequential(checkpoint_wrapper(linear()), torch.nn.BatchNorm1d(2), Counting())
+    names = {name for name in model.state_dict() if not name.endswith("_extra_state")}
+    assert "0.weight" in names and _copied_into(model) == names
