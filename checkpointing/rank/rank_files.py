@@ -17,10 +17,12 @@ OBJECTS = (SCHEDULER_NAME, SCALER_NAME, EXTRA_STATE_NAME, OPTIONS_NAME)
 
 def numbers_of(small: Mapping[str, bytes]) -> list[int]:
     """Return one number for each of `OBJECTS`, by which ranks compare them; 0 for what there is not."""
-    return [
-        int.from_bytes(hashlib.blake2b(small[name], digest_size=8).digest(), signed=True) >> 1 if name in small else 0
-        for name in OBJECTS
-    ]
+    return [number_of(small[name]) if name in small else 0 for name in OBJECTS]
+
+
+def number_of(data: bytes) -> int:
+    """Return a number that is equal for equal bytes, and whose negative fits into 64 bits, too."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), signed=True) >> 1
 
 
 def own_objects(small: Mapping[str, bytes], differing: frozenset[str], rank: int) -> dict[str, bytes]:

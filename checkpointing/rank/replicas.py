@@ -13,7 +13,7 @@ from checkpointing.rank import sharding
 from checkpointing.rank.captured_state import CapturedState
 from checkpointing.rank.file_images import FileImage, layout_digest
 from checkpointing.rank.fingerprint import fingerprint
-from checkpointing.rank.rank_files import OBJECTS, numbers_of
+from checkpointing.rank.rank_files import OBJECTS, number_of, numbers_of
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.sharding import Part
 
@@ -72,7 +72,7 @@ class ReplicaComparison:
             # One number for each, since their structure may differ, too.
             tensors = fingerprint(tensor for _, tensor in image.tensors).tolist()
             text = repr((tensors, image.nbytes)).encode() + b"".join(data for _, data in image.literals)
-            sums.append(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), signed=True) >> 1)
+            sums.append(number_of(text))
         sums += numbers_of(state.small)
         names = [*buffers, *foreign, *OBJECTS]
         return frozenset(names[number] for number in self._differing(torch.tensor(sums, dtype=torch.int64)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,15 +21,16 @@ def further_states(trainer: Any) -> dict[str, Any]:
     figures = Attributes(trainer, lambda name: name == "stats" or name.endswith(_FIGURES))
     if figures.state_dict():
         states["figures"] = figures
+    counted = Counter[str]()
     for callback in trainer.callback_handler.callbacks:
         # TRL's, for reference models and teachers that follow the model.
         if any(base.__name__ == "SyncRefModelCallback" for base in type(callback).__mro__):
             states["ref_model"] = trainer.accelerator.unwrap_model(callback.ref_model)
         if hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict"):
             name = f"{CALLBACK_PREFIX}{type(callback).__name__}"
+            counted[name] += 1
             # Several of a class differ by their order.
-            number = sum(other == name or other.startswith(f"{name}_") for other in states)
-            states[f"{name}_{number + 1}" if number else name] = callback
+            states[f"{name}_{counted[name]}" if counted[name] > 1 else name] = callback
     return states
 
 

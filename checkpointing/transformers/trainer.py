@@ -190,9 +190,8 @@ class ResilientMixin(ExactMixin, SavingMixin):
             cursor.begin_epoch(kwargs["epoch"])
         steps, in_epoch = kwargs["steps_trained_in_current_epoch"], kwargs["steps_in_epoch"]
         over = state.global_step >= state.max_steps or session.start.had_ended
-        is_resumed = point is not None and cursor is not None and steps
-        if is_resumed and (over or steps >= in_epoch or stops_epoch(state.stateful_callbacks)):
-            assert point is not None and cursor is not None
+        has_ended = over or steps >= in_epoch or (point is not None and stops_epoch(state.stateful_callbacks))
+        if point is not None and cursor is not None and steps and has_ended:
             # Only the end of the epoch is left, with what is evaluated, logged and saved there.
             cursor.skip_epoch()
             self._manager.restore_rng(point)

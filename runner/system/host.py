@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -66,7 +65,5 @@ class Host:
             return
         self._looked_at = self.monotonic()
         now = processes.zombies(managed)
-        for pid, _ in now & self._zombies:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
+        processes.reap(pid for pid, _ in now & self._zombies)
         self._zombies = now - self._zombies

@@ -12,7 +12,7 @@ import hashlib
 import os
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import psutil
@@ -95,8 +95,8 @@ def descendants_of_runs(
 
     Args:
         others: Process ids and times of start, in ticks, of processes that are not the run's.
-        adopts_strangers: This is a container's first process. Otherwise all other descendants are the run's, with
-            whatever environment they were started.
+        adopts_strangers: This process may adopt what is not the run's. Otherwise all other descendants are the run's,
+            with whatever environment they were started.
     """
     found: dict[int, psutil.Process] = {}
     spared: set[int] = set()
@@ -205,10 +205,14 @@ def _command(process: psutil.Process) -> str:
 
 def reap_strays(managed: set[int]) -> None:
     """Reap adopted children that have exited, except the process ids in `managed`."""
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error, ChildProcessError):
-            if child.pid not in managed and child.status() == psutil.STATUS_ZOMBIE:
-                os.waitpid(child.pid, os.WNOHANG)
+    reap(pid for pid, _ in zombies(managed))
+
+
+def reap(pids: Iterable[int]) -> None:
+    """Reap children that have exited; somebody else may have done so."""
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
 
 
 def zombies(managed: set[int]) -> set[tuple[int, int]]:
