@@ -148,7 +148,7 @@ class ZeroState:
                 if own := state["state"].get(number):
                     if "step" in group:
                         group["step"] = int(own["step"])
-                    self._load(slot, own)
+                    self._load(slot, own, on_device=bool(group.get("fused") or group.get("capturable")))
         self._restore_counters(state.get("engine", {}))
 
     def fitted(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,7 +215,7 @@ class ZeroState:
             )
         return slot.of(value)
 
-    def _load(self, slot: _Slot, saved: Mapping[str, Any]) -> None:
+    def _load(self, slot: _Slot, saved: Mapping[str, Any], *, on_device: bool) -> None:
         found = self.base.state[slot.flat]
         for key, value in saved.items():
             if isinstance(value, torch.Tensor) and value.dim():
@@ -224,6 +224,9 @@ class ZeroState:
                 slot.of(found[key]).tensor.copy_(value)
             elif key == "step" and type(self.base).__module__.startswith("deepspeed."):
                 found[key] = int(value)
+            elif key == "step" and on_device:
+                # As `torch.optim.Optimizer.load_state_dict` does.
+                found[key] = torch.as_tensor(value, dtype=torch.float32).to(slot.flat.device, copy=True)
             else:
                 found[key] = value.clone() if isinstance(value, torch.Tensor) else value
 

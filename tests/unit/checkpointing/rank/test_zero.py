@@ -216,6 +216,25 @@ def test_steps_that_are_counted_by_group_are_kept_with_each_parameter() -> None:
     assert one_group(fresh)[0]["step"] == 7
 
 
+@pytest.mark.parametrize("option", ["fused", "capturable"])
+def test_steps_are_counted_where_the_kernels_of_torch_read_them(option: str) -> None:
+    """On the device, by fused optimizers, which transformers takes by default. `meta` stands for a GPU."""
+    before, target = everything([engine(0, 1, steps=2)]), engine(0, 1)
+    base = target.optimizer.optimizer
+    target.optimizer.single_partition_of_fp32_groups = [
+        flat.detach().to("meta").requires_grad_() for flat in target.optimizer.single_partition_of_fp32_groups
+    ]
+    for flat, group in zip(target.optimizer.single_partition_of_fp32_groups, base.param_groups, strict=True):
+        group["params"] = [flat]
+    load(target, before)
+    assert {found["step"].device.type for found in base.state.values()} == {"cpu"}
+    for group in before["param_groups"]:
+        group[option] = True
+    load(target, before)
+    assert {found["step"].device.type for found in base.state.values()} == {"meta"}
+    assert {found["step"].dtype for found in base.state.values()} == {torch.float32}
+
+
 def one_group(one: Any) -> list[Any]:
     return list(one.optimizer.optimizer.param_groups[:1])
 
