@@ -197,7 +197,6 @@ class CheckpointedTraining(RestorableTraining):
         """
         if not self.wants(step, commit=commit):
             return
-        self._heartbeat.interrupt(Phase.SAVING, step)
         self._protocol.saved(commit=commit)
         generators_file = functools.partial(torch_bytes, dict(generators or rng.state(self.world_size)))
         own = {**(files or {}), rng.file_name(self.rank, self.world_size): generators_file, **self._positions.files()}
@@ -205,8 +204,8 @@ class CheckpointedTraining(RestorableTraining):
         request = Request(
             step, samples_consumed, own, shared_files or {}, self.retention, finite, wait=wait, commit=commit
         )
-        self._snapshotter.take(self._train_state, request, self.static_files)
-        self._heartbeat.resume_step(step)
+        with self._heartbeat.during(Phase.SAVING, step):
+            self._snapshotter.take(self._train_state, request, self.static_files)
 
     def wait_for_commit(self) -> None:
         """Block until the last snapshot that is to be committed is.
@@ -214,14 +213,15 @@ class CheckpointedTraining(RestorableTraining):
         Raises:
             CommitFailed: Storage refused it.
         """
-        snapshotter = self._snapshotter
-        snapshotter.settle()
-        if snapshotter.direct_error is not None:
-            raise CommitFailed(snapshotter.direct_error)
-        if snapshotter.committing_step is not None:
-            error = self._connection.client.wait(snapshotter.committing_step)
-            if error is not None:
-                raise CommitFailed(error)
+        snapshotter, error = self._snapshotter, None
+        with self._heartbeat.during(Phase.SAVING):
+            snapshotter.settle()
+            if snapshotter.direct_error is not None:
+                error = snapshotter.direct_error
+            elif snapshotter.committing_step is not None:
+                error = self._connection.client.wait(snapshotter.committing_step)
+        if error is not None:
+            raise CommitFailed(error)
 
     def stop(self, step: int) -> None:
         """End this rank together with all others, once the snapshot of `step` is committed.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
 
 from checkpointing.clock import machine_clock
 from checkpointing.heartbeat import ControlPage, Heartbeat, Phase
@@ -58,10 +60,15 @@ class HeartbeatWriter:
         self._step_began = None
         self.write(phase, self.step if step is None else step)
 
-    def resume_step(self, step: int) -> None:
-        """Note that training continues, and that the next step begins."""
-        self._step_began = time.monotonic()
-        self.write(Phase.TRAINING, step)
+    @contextlib.contextmanager
+    def during(self, phase: Phase, step: int | None = None) -> Iterator[None]:
+        """Note that something other than training runs; a step begins afterwards only where one had begun before."""
+        before = self.phase
+        self.interrupt(phase, step)
+        yield
+        self.interrupt(before)
+        if before is Phase.TRAINING:
+            self._step_began = time.monotonic()
 
     def watch_compiler(self) -> None:
         """Note when torch.compile runs: the first step, or a later one, may then take minutes."""

@@ -227,9 +227,10 @@ class RestorableTraining:
             CheckpointError: The checkpoint is of another model; or its shards cannot be read any more, and a part of
                 the model has been loaded.
         """
-        return self._restorer.load_best(
-            self._train_state, self.retention, last_step, together=together, preferred=preferred
-        )
+        with self._heartbeat.during(Phase.RESTORING):
+            return self._restorer.load_best(
+                self._train_state, self.retention, last_step, together=together, preferred=preferred
+            )
 
     def folder_of(self, step: int) -> str:
         """Return the path or URL of the durable checkpoint of a step."""

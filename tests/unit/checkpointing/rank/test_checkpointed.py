@@ -107,6 +107,25 @@ def test_a_commit_that_storage_refuses_ends_the_wait_with_its_reason(job: Job) -
         job.training.wait_for_commit()
 
 
+def test_no_step_runs_while_a_commit_is_waited_for(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a large state takes longer than the limit of a short step. Here the last step was not due."""
+    phases = []
+    monkeypatch.setattr(job.client, "wait", lambda step: phases.append((step, job.client.beat.phase)))
+    job.training.save(3, 12)
+    job.training.wait_for_commit()
+    assert job.client.beat.phase is Phase.TRAINING
+    job.loop_step(4)
+    job.training.close()
+    assert phases == [(3, Phase.SAVING), (4, Phase.SAVING)] and job.client.commits == [3, 4]
+
+
+def test_no_step_runs_while_the_best_model_is_read(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    phases = []
+    monkeypatch.setattr(job.training._restorer, "load_best", lambda *_, **__: phases.append(job.client.beat.phase))
+    job.training.load_best(3)
+    assert phases == [Phase.RESTORING] and job.client.beat.phase is Phase.TRAINING
+
+
 def test_a_request_to_stop_is_agreed_on_at_the_next_step(job: Job) -> None:
     assert not job.training.end_of_step(1).stop
     job.client.control.stop_requested = True

@@ -35,8 +35,10 @@ def test_a_step_has_a_duration_only_where_nothing_else_ran_in_it(clock: SimpleNa
     beats.set_start(4)
     at(1, lambda: beats.end_step(5))  # began before anything was known
     at(2, lambda: beats.end_step(6))
-    at(1, lambda: beats.interrupt(Phase.SAVING, 6))
-    at(5, lambda: beats.resume_step(6))
+    with beats.during(Phase.SAVING, 6):
+        at(1, lambda: None)
+        clock.value += 5
+    at(0, lambda: None)
     at(3, lambda: beats.end_step(7))
     at(1, lambda: beats.interrupt(Phase.IDLE))
     at(9, lambda: beats.end_step(8))
@@ -53,6 +55,17 @@ def test_a_step_has_a_duration_only_where_nothing_else_ran_in_it(clock: SimpleNa
     beat = page.read(1)
     assert (beat.start_step, beat.start_time, beat.time, beat.beats) == (4, 10.0, 32.0, 7)
     assert page.read(0).beats == 0
+
+
+def test_a_save_outside_of_steps_does_not_begin_one() -> None:
+    """At the end of an epoch, or of training, which then waits for a commit for longer than a step takes."""
+    page = ControlPage.create(1)
+    beats = HeartbeatWriter(page, 0)
+    for phase in (Phase.IDLE, Phase.SAVING):
+        beats.write(phase, 3)
+        with beats.during(Phase.SAVING, 4):
+            assert (page.read(0).phase, page.read(0).step) == (Phase.SAVING, 4)
+        assert (page.read(0).phase, page.read(0).step) == (phase, 4)
 
 
 def test_a_step_in_which_the_compiler_works_says_so(clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
