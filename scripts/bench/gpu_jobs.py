@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
@@ -12,14 +11,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from checkpointing.events import Event, Log, Restored, Resumed, SnapshotTaken, TrainingStarted
+from checkpointing.events import Event, Restored, SnapshotTaken, TrainingStarted
 from runner.journal.events import AttemptEnded, Entry, RankStarted
 from runner.journal.journal import read_journal
 
@@ -45,7 +44,7 @@ class _Run:
     killed_at: dict[int, float]
 
 
-def _supervised(folder: Path, *arguments: str, kills: int = 0, snapshots: int = 2) -> _Run:
+def supervised(folder: Path, *arguments: str, kills: int = 0, snapshots: int = 2) -> _Run:
     """Run `runner start` in a new folder, and kill some of its attempts.
 
     Args:
@@ -64,8 +63,8 @@ def _supervised(folder: Path, *arguments: str, kills: int = 0, snapshots: int = 
                 journal = read_journal(folder / "journal.jsonl") if len(killed) < kills else []
                 attempt = max((entry.attempt for entry in journal), default=0)
                 entries = [entry for entry in journal if entry.attempt == attempt]
-                if attempt not in killed and len(_of(SnapshotTaken, entries)) >= snapshots:
-                    pids = [event.pid for event in _of(RankStarted, entries) if event.pid]
+                if attempt not in killed and len(of(SnapshotTaken, entries)) >= snapshots:
+                    pids = [event.pid for event in of(RankStarted, entries) if event.pid]
                     killed[attempt] = time.time()
                     os.kill(pids[-1], signal.SIGKILL)
         finally:
@@ -90,14 +89,14 @@ def _keep_logs(folder: Path) -> None:
         shutil.copytree(folder / "logs", target / "logs")
 
 
-def _of(kind: type[E], entries: Entries) -> list[E]:
+def of(kind: type[E], entries: Entries) -> list[E]:
     """Return the events of a class."""
     return [entry.event for entry in entries if isinstance(entry.event, kind)]
 
 
 def _ends(entries: Entries) -> list[str]:
     """Return how the attempts ended."""
-    return [event.kind for event in _of(AttemptEnded, entries)]
+    return [event.kind for event in of(AttemptEnded, entries)]
 
 
 # -- two ranks on one GPU --------------------------------------------------------------------------------------------
@@ -167,7 +166,8 @@ def recovery(on: str, quick: bool) -> tuple[Figures, Verdicts]:
     # For the newest checkpoint, and the one before until that is committed.
     disk = shutil.disk_usage(tempfile.gettempdir()).free
     parameters = min(1e7 if quick else 3e9, 0.7 * free / 8, 0.8 * disk / 2 / _BYTES_PER_PARAMETER)
-    steps, kills = (60, 2) if quick else (200, 5)
+    # Each attempt begins with some thirty steps without a snapshot.
+    steps, kills = (60, 2) if quick else (300, 5)
     # One after the other: a disk may hold only one checkpoint of this size.
     with tempfile.TemporaryDirectory() as folder:
         fault_free, _, _ = _trained(Path(folder, "plain"), parameters, steps, 0)
@@ -199,7 +199,7 @@ def _trained(folder: Path, parameters: float, steps: int, kills: int) -> tuple[s
     script, answer, run = folder / "job.py", folder / "digest", folder / "run"
     paths = {"bench": str(Path(__file__).parent), "tests": str(ROOT / "tests"), "answer": str(answer)}
     script.write_text(_JOB.format(parameters=parameters, steps=steps, **paths))
-    done = _supervised(run, "--nproc-per-node", "1", str(script), kills=kills)
+    done = supervised(run, "--nproc-per-node", "1", str(script), kills=kills)
     entries, times = done.entries, []
     for attempt, end in [(e.attempt, e.event) for e in entries if isinstance(e.event, AttemptEnded)]:
         after = [e for e in entries if e.attempt == attempt + 1]
@@ -216,7 +216,7 @@ def _trained(folder: Path, parameters: float, steps: int, kills: int) -> tuple[s
             # The kernel first frees what the process had pinned.
             "seen dead": end.failed_at - died,
             "rank started": began[RankStarted] - died,
-            "state restored": next((event.seconds for event in _of(Restored, after)), 0.0),
+            "state restored": next((event.seconds for event in of(Restored, after)), 0.0),
             "training begins": began[TrainingStarted] - died,
         }
         total = parts["training begins"]
@@ -295,7 +295,7 @@ def faults(on: str, quick: bool) -> tuple[Figures, Verdicts]:
             once = str(Path(folder, f"struck-{number}")) if is_once else ""
             options = ["--nproc-per-node", "1", "--set", "restart.hang_timeout_s=8"]
             begun = time.monotonic()
-            run = _supervised(Path(folder, str(number)), *options, str(script), fault, on, str(at), once)
+            run = supervised(Path(folder, str(number)), *options, str(script), fault, on, str(at), once)
             got, ends = run.code, _ends(run.entries)
             # There may be attempts between, with a halved batch or unchanged.
             verdicts[f"{name}: exit code {code}"] = got == code and ends[:1] == kinds[:1] and ends[-1:] == kinds[-1:]
@@ -303,60 +303,8 @@ def faults(on: str, quick: bool) -> tuple[Figures, Verdicts]:
     return figures, verdicts
 
 
-# -- SFT -------------------------------------------------------------------------------------------------------------
-
-
-def sft(on: str, quick: bool) -> tuple[Figures, Verdicts]:
-    """Run the bundled job by several methods, each killed once; then `doctor` and `plan` on this machine."""
-    figures: Figures = {}
-    verdicts: Verdicts = {}
-    is_gpu = on.startswith("cuda")
-    steps = ["--nproc-per-node", "1", "--set", "trainer.max_steps=24", "--set", "checkpoint.snapshot_steps=2"]
-    with tempfile.TemporaryDirectory() as folder:
-        for name, options in _variants(Path(folder), is_gpu).items():
-            begun = time.monotonic()
-            run = _supervised(Path(folder, name), *steps, *_set(options), kills=1)
-            code, entries = run.code, run.entries
-            resumed = [event.step for event in _of(Resumed, entries)]
-            verdicts[f"{name}: killed, resumed, finished"] = code == 0 and bool(resumed) and resumed[0] > 0
-            losses = [event.loss for event in _of(Log, entries)]
-            last = f", last loss {losses[-1]:.3f}" if losses else ""
-            figures[name] = f"exit code {code}, resumed from step {resumed}{last}; {time.monotonic() - begun:.0f} s"
-        for command in ("doctor", "plan"):
-            done = subprocess.run(
-                [sys.executable, "-m", "runner", command, "--output-dir", str(Path(folder, command))],
-                capture_output=True,
-                text=True,
-                timeout=300,
-                cwd=ROOT,
-            )
-            verdicts[f"runner {command} works"] = done.returncode in (0, 1) and "Traceback" not in done.stderr
-            figures[f"runner {command}"] = " / ".join(line.strip() for line in done.stdout.splitlines() if line.strip())
-    return figures, verdicts
-
-
-def _set(options: Sequence[str]) -> list[str]:
-    return [word for option in options for word in ("--set", option)]
-
-
-def _variants(folder: Path, is_gpu: bool) -> dict[str, list[str]]:
-    """Return the options of each variant by name; `full` comes first, because others load the model that it writes."""
-    found = {"full": [], "lora": ["method.type=lora"]}
-    if is_gpu:
-        found["fp16"] = ["trainer.bf16=false", "trainer.fp16=true"]
-        found["compile"] = ["trainer.torch_compile=true"]
-        found["fsdp"] = ["strategy=fsdp"]
-        if importlib.util.find_spec("bitsandbytes") is not None:
-            found["adamw-8bit"] = ["trainer.optim=adamw_8bit"]
-            found["qlora"] = ["method.type=qlora", f"model.name_or_path={folder / 'full' / 'best_model'}"]
-        if importlib.util.find_spec("flash_attn") is not None:
-            found["flash-attn"] = ["model.attn_implementation=flash_attention_2"]
-    return found
-
-
 STAGES: dict[str, Callable[[str, bool], tuple[Figures, Verdicts]]] = {
     "ranks": ranks,
     "recovery": recovery,
     "faults": faults,
-    "sft": sft,
 }

@@ -1,6 +1,6 @@
 """The stages of `gpu_proof.py`, each in a process of its own: gpu_stages.py STAGE DEVICE ANSWER_FILE [--quick].
 
-Those that start jobs of their own are in `gpu_jobs.py`.
+Those that start jobs of their own are in `gpu_jobs.py` and `gpu_sft.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from unittest import mock
 
 import gpu_jobs
 import torch
+from gpu_sft import sft
 from small_training import SmallTraining
 
 from checkpointing import CheckpointManager
@@ -384,7 +385,7 @@ def main() -> None:
         import second_device
 
         second_device.load()
-    stages = {"memory": memory, "order": order, "fork": fork, "engine": engine, **gpu_jobs.STAGES}
+    stages = {"memory": memory, "order": order, "fork": fork, "engine": engine, "sft": sft, **gpu_jobs.STAGES}
     figures, verdicts = stages[name](on, "--quick" in sys.argv)
     Path(answer).write_text(json.dumps({"figures": figures, "verdicts": verdicts}))
 
