@@ -41,6 +41,9 @@ def restore_weights(
         CheckpointError: The checkpoint is of another model.
     """
     sources: dict[str, tuple[str, torch.Tensor]] = {}
+    for buffer in model.buffers():
+        if _is_expanded(buffer):
+            buffer.data = buffer.contiguous()
     if zero is not None:
         zero.release()
     if adapter is not None:
@@ -122,6 +125,13 @@ def _extra_state(point: RestorePoint) -> dict[str, Any]:
         if point.has(name):
             found |= point.own_object(name)
     return found
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Return whether several elements are one in memory, to which torch does not write."""
+    return tensor.layout is torch.strided and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
 
 
 def _copied_into(model: torch.nn.Module) -> set[str]:

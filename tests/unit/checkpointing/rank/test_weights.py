@@ -134,3 +134,16 @@ def test_weights_in_a_wrapper_that_renames_them_are_copied_into() -> None:
     model = torch.nn.Sequential(checkpoint_wrapper(linear()), torch.nn.BatchNorm1d(2), Counting())
     names = {name for name in model.state_dict() if not name.endswith("_extra_state")}
     assert "0.weight" in names and _copied_into(model) == names
+
+
+@pytest.mark.parametrize("zero", [None, Zero()])
+def test_a_buffer_that_was_expanded_can_be_restored(zero: Any) -> None:
+    """torch does not write to it: several of its elements are one in memory."""
+    model = torch.nn.ModuleList([linear(), linear()])
+    shared = torch.zeros(2, 1).expand(2, 3)
+    for module in model:
+        module.register_buffer("scale", shared)
+    saved = {name: torch.full_like(value, 7).contiguous() for name, value in model.state_dict().items()}
+    restore(model, point(model=saved), zero)
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+    assert model[0].scale is model[1].scale is shared
