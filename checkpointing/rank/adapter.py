@@ -44,8 +44,22 @@ class Adapter:
     """
 
     def __init__(self, select: Callable[[Tensors], dict[str, torch.Tensor]], base_name: str = "") -> None:
-        self.select, self._base_name = select, base_name
+        self._select, self._base_name = select, base_name
         self._identity: dict[str, str] | None = None
+
+    def weights(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return what is saved of a model, by reference, under the names in the file.
+
+        Raises:
+            CheckpointError: Nothing is.
+        """
+        found = self._select(live_tensors(model))
+        if not found:
+            raise CheckpointError(
+                f"no weight of the adapter was found in the model, a {type(model).__name__}: its parameters have other "
+                "names than those of the PEFT model in it. Give it without the wrapper around it"
+            )
+        return found
 
     def identify(self, model: torch.nn.Module) -> bytes:
         """Return the contents of BASE_NAME: name and digest of everything that is not trained; reads it all, once.
@@ -54,7 +68,7 @@ class Adapter:
         """
         if self._identity is None:
             live = live_tensors(model)
-            saved = {id(tensor) for tensor in self.select(live).values()}
+            saved = {id(tensor) for tensor in self.weights(model).values()}
             # A callback may have added further adapters: a teacher that follows the model.
             adapters = set(getattr(model, "peft_config", ()))
             # Buffers may change, and a layer that PEFT wraps for the adapter has another name. Of a module that is
@@ -89,7 +103,7 @@ class Adapter:
         """
         state = point.model_state(ADAPTER_NAME)
         now, then = json.loads(self.identify(model)), point.json(BASE_NAME)
-        own = self.select(live_tensors(model))
+        own = self.weights(model)
         differing = sorted(
             name for name in own.keys() | state.keys() if name not in own or name not in state
             or sharding.shape_of(own[name]) != tuple(state[name].shape)

@@ -8,7 +8,6 @@ from typing import Any
 import torch.distributed as dist
 
 from checkpointing.rank import sharding
-from checkpointing.rank.adapter import live_tensors
 from checkpointing.rank.train_state import TrainState
 from checkpointing.rank.trees import tensors_in
 
@@ -30,7 +29,7 @@ def expected_bytes(train_state: TrainState, local_world_size: int = sys.maxsize,
         return sharding.own_nbytes(tensor) * local_world_size if own else sharding.nbytes_of(tensor)
 
     parameters = list(train_state.model.parameters())
-    saved = train_state.adapter.select(live_tensors(train_state.model)).values() if train_state.adapter else None
+    saved = train_state.adapter.weights(train_state.model).values() if train_state.adapter else None
     model = sum(nbytes(value) for value in (saved or [*parameters, *train_state.model.buffers()]))
     optimizer = train_state.torch_optimizer
     tensors = tensors_in(optimizer.state_dict())

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from checkpointing.rank.optimizer_fit import check_kind, check_shapes
+
 
 def are_named(groups: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether all groups name their parameters, as those of `Optimizer(model.named_parameters())` do."""
@@ -46,10 +48,17 @@ def matched_to(optimizer: Any, model: torch.nn.Module, state: Mapping[str, Any])
     """Return an optimizer's state dict in the order of `optimizer`, of the whole `model`.
 
     The names are those that it has for its parameters, or else the model's.
+
+    Raises:
+        ValueError: It is of another kind of optimizer, or of other parameters.
     """
+    check_kind(optimizer, state)
     groups = getattr(optimizer, "param_groups", [])
     if named := are_named(groups):
-        return matched_by_name(state, [list(group["param_names"]) for group in groups], named=named)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    orders = [[names.get(id(parameter), "") for parameter in group["params"]] for group in groups]
-    return matched_by_name(state, orders)
+        matched = matched_by_name(state, [list(group["param_names"]) for group in groups], named=named)
+    else:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        orders = [[names.get(id(parameter), "") for parameter in group["params"]] for group in groups]
+        matched = matched_by_name(state, orders)
+    check_shapes(optimizer, matched)
+    return matched

@@ -22,6 +22,7 @@ from checkpointing.rank.restorer import Restorer, check_nothing_in_the_way, rest
 from checkpointing.rank.snapshotter import Snapshotter
 from checkpointing.rank.stages import Stages
 from checkpointing.rank.train_state import TrainState, hooks_with_memory
+from checkpointing.rank.wrappers import is_wrapped, unwrapped
 from checkpointing.rank.zero import ZeroState, is_engine
 
 
@@ -124,7 +125,7 @@ class RestorableTraining:
         of it, it is saved whole; otherwise each machine writes its share.
 
         Args:
-            model: The model, or a DeepSpeed engine; a DDP wrapper is looked through.
+            model: The model, or a DeepSpeed engine; the wrappers of DDP and torch.compile are looked through.
             optimizer: The optimizer; that of a DeepSpeed engine is known.
             scheduler: The learning rate scheduler.
             scaler: The gradient scaler.
@@ -136,9 +137,10 @@ class RestorableTraining:
             ValueError: A name in `states` is taken.
             CheckpointError: The model or the optimizer is of a kind that cannot be saved.
         """
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            self._hook_states = hooks_with_memory(model)
-            model = model.module
+        while is_wrapped(model):
+            if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+                self._hook_states = hooks_with_memory(model)
+            model = unwrapped(model)
         if is_engine(model):
             if self._zero is None or self._zero.engine is not model:
                 self._zero = ZeroState(model)

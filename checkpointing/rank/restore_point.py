@@ -137,7 +137,9 @@ class RestorePoint:
         buffer = self._data(name)
         self._files.pop(name, None)
         with self.reading(name):
-            return model_state(buffer)
+            state = model_state(buffer)
+        # Earlier releases kept the name of torch.compile's wrapper.
+        return {name.removeprefix("_orig_mod."): value for name, value in state.items()}
 
     def cut(self, name: str, whole: torch.Tensor, live: Any, *, in_place: bool = False) -> torch.Tensor:
         """Return what this rank holds of a tensor, distributed like `live`; all of it where `live` is not sharded.

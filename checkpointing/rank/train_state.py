@@ -23,7 +23,7 @@ from checkpointing.layout import (
     rank_state_name,
 )
 from checkpointing.rank import sharding
-from checkpointing.rank.adapter import BASE_NAME, Adapter, live_tensors
+from checkpointing.rank.adapter import BASE_NAME, Adapter
 from checkpointing.rank.captured_state import CapturedState, versions_of
 from checkpointing.rank.param_names import matched_to
 from checkpointing.rank.readable import check_readable
@@ -204,7 +204,7 @@ class TrainState:
         small: dict[str, bytes] = {}
         if self.adapter is not None:
             small[BASE_NAME] = self.adapter.identify(self.model)
-            live: dict[str, Any] = self.adapter.select(live_tensors(self.model))
+            live: dict[str, Any] = self.adapter.weights(self.model)
         else:
             live = self.model.state_dict(keep_vars=True)
         # A module's `get_extra_state` may return anything.

@@ -142,5 +142,6 @@ def _copied_into(model: torch.nn.Module) -> set[str]:
 
 def _misfit(point: RestorePoint, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"{point.place} does not fit this model: {reason}. Use the model that wrote it, or another output_dir."
+        f"{point.place} does not fit this model: {reason.rstrip('. ')}. Use the model that wrote it, or another "
+        "output_dir."
     )

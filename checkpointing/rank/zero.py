@@ -20,6 +20,7 @@ import torch
 from checkpointing.errors import CheckpointError
 from checkpointing.rank import sharding
 from checkpointing.rank.fragments import Fragment, fragment_of
+from checkpointing.rank.optimizer_fit import check_kind
 from checkpointing.rank.param_names import matched_by_name
 from checkpointing.rank.restore_point import RestorePoint
 
@@ -157,8 +158,9 @@ class ZeroState:
         DeepSpeed knows only those that are; an optimizer of torch may have others, too.
 
         Raises:
-            ValueError: It has other groups or parameters.
+            ValueError: It has other groups or parameters, or is of another kind of optimizer.
         """
+        check_kind(self.base, state)
         orders = [[self._names[id(slot.parameter)] for slot in slots] for slots in self._slots]
         state = matched_by_name(state, orders, partial=True)
         wanted, groups = list(map(len, self._slots)), list(state["param_groups"])
@@ -220,7 +222,9 @@ class ZeroState:
         for key, value in saved.items():
             if isinstance(value, torch.Tensor) and value.dim():
                 if key not in found:
-                    found[key] = torch.zeros_like(slot.flat, dtype=value.dtype, requires_grad=False)
+                    # As `torch.optim.Optimizer.load_state_dict` does: moments have the parameter's precision.
+                    dtype = slot.flat.dtype if value.is_floating_point() else value.dtype
+                    found[key] = torch.zeros_like(slot.flat, dtype=dtype, requires_grad=False)
                 slot.of(found[key]).tensor.copy_(value)
             elif key == "step" and type(self.base).__module__.startswith("deepspeed."):
                 found[key] = int(value)

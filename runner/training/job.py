@@ -20,6 +20,7 @@ from checkpointing.environment import rank_settings
 from checkpointing.rank import device
 from checkpointing.rank.fragments import is_partitioned
 from checkpointing.rank.sharding import gathered
+from checkpointing.rank.wrappers import innermost
 from checkpointing.storage.durable import fsync_directory, fsync_tree, replace_file
 from checkpointing.transformers import load_best, resilient
 from runner.cache import seal
@@ -114,7 +115,7 @@ def run_job(config_path: str, cache: str, sender: EventSender, *, resumes: bool 
     is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or mesh is not None
     if rank == 0 or is_sharded:
         best = load_best(trainer) if held_back is not None else None
-        model = merged(trainer.model)
+        model = merged(innermost(trainer.model))
     if is_sharded:
         weights = whole_weights(model, keep=rank == 0)
     if rank == 0:

@@ -73,13 +73,16 @@ def test_the_job_is_killed_and_then_continued_without_deepspeed(tmp_path: Path) 
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("stage", "settings"), [(2, ["trainer.bf16=true"]), (3, ["method.type=lora"])])
+@pytest.mark.parametrize(
+    ("stage", "settings"),
+    [(2, ["trainer.bf16=true"]), (3, ["method.type=lora"]), (1, ["method.type=lora"]), (2, ["method.type=lora"])],
+)
 def test_other_stages_and_methods(stage: int, settings: list[str], tmp_path: Path) -> None:
     settings = [*settings, configuration(tmp_path, stage)]
     calm = job(tmp_path / "calm", *settings).start()
     assert calm.finish() == 0, calm.output
     end = check_same(calm, kill_after(job(tmp_path / "killed", *settings).start_held(10)))
-    if stage == 2:
+    if "trainer.bf16=true" in settings:
         precise, model = load_file(end / MASTER_NAME), load_file(end / "model.safetensors")
         assert all(model[name].dtype is torch.bfloat16 for name in model)
         assert all((precise[name].bfloat16() == model[name]).all() for name in precise) and precise

@@ -245,9 +245,27 @@ def test_the_job_on_a_mesh_is_killed_and_then_trained_whole(mesh: str, ranks: in
     assert alone.events("training_started")[-1]["step"] == 24
 
 
-@pytest.mark.parametrize("method", ["lora", "qlora"])
-def test_an_adapter_under_fsdp_is_killed_and_then_trained_whole(method: str, tmp_path: Path) -> None:
-    lora = [f"method.type={method}", "trainer.lr_scheduler_type=constant", "scale_learning_rate=false"]
+# Of one shape, since which kernels are made depends on the shapes that came before.
+COMPILED = [
+    *("trainer.torch_compile=true", "trainer.full_determinism=true"),
+    *("trainer.max_length=128", "trainer.pad_to_multiple_of=128"),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "further"),
+    [
+        ("lora", []),
+        ("qlora", []),
+        pytest.param("lora", ["trainer.gradient_checkpointing=true"], marks=pytest.mark.soak),
+        pytest.param("lora", COMPILED, marks=pytest.mark.soak),
+    ],
+    ids=["lora", "qlora", "lora-recomputed", "lora-compiled"],
+)
+def test_an_adapter_under_fsdp_is_killed_and_then_trained_whole(
+    method: str, further: list[str], tmp_path: Path
+) -> None:
+    lora = [f"method.type={method}", "trainer.lr_scheduler_type=constant", "scale_learning_rate=false", *further]
     if method == "qlora":
         lora.append(f"model.name_or_path={small_model(tmp_path / 'base')}")
     calm = job(tmp_path / "calm", "strategy=fsdp", *lora)
@@ -335,6 +353,33 @@ def test_sharded_over_all_machines(tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(exported[1]).num_parameters() > 0
     # One rank resumes from the shards of two.
     alone = job(tmp_path / "alone", "strategy=ddp", "trainer.max_steps=27", f"checkpoint.location={ends[1].parent}")
+    alone.command += ["--nproc-per-node", "1"]
+    assert alone.start().finish() == 0, alone.output
+    assert alone.events("training_started")[0]["step"] == 24
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("fsdp_all_nodes", 1)])
+def test_an_adapter_over_several_machines(strategy: str, ranks: int, tmp_path: Path) -> None:
+    """Replicated between the machines, or sharded over them."""
+    lora = ("method.type=lora", "trainer.lr_scheduler_type=constant", "scale_learning_rate=false")
+    calm = two_machines(tmp_path / "calm", None, strategy, ranks, lora)
+    assert [run.finish() for run in calm] == [0, 0], calm[0].output + calm[1].output
+    first, second = two_machines(tmp_path / "killed", 10, strategy, ranks, lora)
+    first.wait_until_held()
+    os.kill(Run(second.folder / "node-1").events("rank_started")[-1]["pid"], signal.SIGKILL)
+    assert [first.finish(), second.finish()] == [0, 0], first.output + second.output
+    assert 0 < first.events("resumed")[-1]["step"] <= 10
+    bases = [tmp_path / name for name in ("calm", "killed")]
+    ends = [base / "checkpoints" / "checkpoint-24" for base in bases]
+    if strategy == "fsdp_all_nodes":
+        for number, end in enumerate(ends):
+            ends[number] = tmp_path / f"exported-{number}" / "checkpoint-24"
+            export_checkpoint(LocalStorage(end.parent), 24, ends[number])
+    assert state_hash(ends[0]) == state_hash(ends[1])
+    AutoModelForCausalLM.from_pretrained(first.folder / "best_model")
+    location = f"checkpoint.location={bases[1] / 'checkpoints'}"
+    alone = job(tmp_path / "alone", "strategy=ddp", *lora, "trainer.max_steps=27", location)
     alone.command += ["--nproc-per-node", "1"]
     assert alone.start().finish() == 0, alone.output
     assert alone.events("training_started")[0]["step"] == 24

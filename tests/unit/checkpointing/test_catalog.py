@@ -31,6 +31,17 @@ def test_entries_come_newest_first(storage: Storage) -> None:
     assert catalog.newest_attempt() == 1
 
 
+def test_what_a_run_removes_meanwhile_is_not_called_damaged(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (5, 20):
+        save(storage, step)
+    listing = storage._sizes()
+    storage.remove(5)
+    sizes = storage._sizes
+    found = [listing]
+    monkeypatch.setattr(storage, "_sizes", lambda: found.pop() if found else sizes())
+    assert [entry.step for entry in Catalog(storage).scan()] == [20]
+
+
 def test_a_step_that_is_not_there_is_named_with_those_that_are(storage: Storage) -> None:
     save(storage, 5)
     with pytest.raises(InvalidCheckpoint, match="there is no such checkpoint; committed steps: 5"):

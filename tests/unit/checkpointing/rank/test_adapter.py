@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import SmolLM3Config, SmolLM3ForCausalLM
+from unit.checkpointing.rank.doubles import Connection, options
 
 from checkpointing.errors import CheckpointError
 from checkpointing.rank.adapter import BASE_NAME
 from checkpointing.rank.device import Host
 from checkpointing.rank.expected_size import expected_bytes
 from checkpointing.rank.file_images import pieces
+from checkpointing.rank.ranks import Ranks
+from checkpointing.rank.restorable import RestorableTraining
 from checkpointing.rank.restore_point import RestorePoint
 from checkpointing.rank.safetensors_files import safetensors_image
 from checkpointing.rank.train_state import TrainState
@@ -116,3 +120,18 @@ def test_an_adapter_is_no_whole_model_nor_the_other_way_round() -> None:
         CheckpointError, match=r"holds model.safetensors, this training saves adapter_model.safetensors"
     ):
         tracked(model()).restore_model(saved(whole))
+
+
+def test_an_adapter_that_is_not_found_is_not_saved_as_an_empty_one() -> None:
+    own = tracked(model())
+    state = TrainState(torch.nn.ModuleDict({"wrapper": own.model}), own.optimizer, adapter=own.adapter)
+    with pytest.raises(CheckpointError, match="no weight of the adapter was found in the model, a ModuleDict"):
+        state.capture()
+
+
+def test_an_adapter_is_found_in_a_compiled_model(tmp_path: Path) -> None:
+    """accelerate's FSDP2 leaves the model in torch.compile's wrapper, whose names PEFT does not know."""
+    own = tracked(model())
+    training = RestorableTraining(options(tmp_path), Ranks(), connect=Connection(tmp_path))
+    training.track(model=torch.compile(own.model), optimizer=own.optimizer, adapter=own.adapter)
+    assert training._train_state.capture().model.keys() == own.capture().model.keys()

@@ -147,3 +147,10 @@ def test_a_buffer_that_was_expanded_can_be_restored(zero: Any) -> None:
     restore(model, point(model=saved), zero)
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
     assert model[0].scale is model[1].scale is shared
+
+
+def test_the_names_of_earlier_releases_are_known() -> None:
+    """They kept the name of torch.compile's wrapper."""
+    model = linear()
+    restore(model, point(model={"_orig_mod.weight": EXACT}))
+    assert torch.equal(model.weight, EXACT)

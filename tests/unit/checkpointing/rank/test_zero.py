@@ -235,6 +235,26 @@ def test_steps_are_counted_where_the_kernels_of_torch_read_them(option: str) -> 
     assert {found["step"].dtype for found in base.state.values()} == {torch.float32}
 
 
+def test_moments_in_16_bits_get_the_precision_that_the_engine_computes_with() -> None:
+    """Those of FSDP2 and DDP have that of the model."""
+    before, target = everything([engine(0, 1, steps=2)]), engine(0, 1)
+    for found in before["state"].values():
+        found["exp_avg"] = found["exp_avg"].bfloat16()
+    load(target, before)
+    base = target.optimizer.optimizer
+    assert {found["exp_avg"].dtype for found in base.state.values()} == {torch.float32}
+    base.param_groups[0]["params"][0].grad = torch.ones_like(base.param_groups[0]["params"][0])
+    base.step()
+
+
+def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
+    before, target = everything([engine(0, 1, steps=1)]), engine(0, 1)
+    base = target.optimizer.optimizer
+    target.optimizer.optimizer = torch.optim.SGD([{"params": group["params"]} for group in base.param_groups], lr=0.1)
+    with pytest.raises(ValueError, match="another kind of optimizer, without momentum"):
+        load(target, before)
+
+
 def one_group(one: Any) -> list[Any]:
     return list(one.optimizer.optimizer.param_groups[:1])
 
