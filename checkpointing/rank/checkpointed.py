@@ -58,6 +58,7 @@ class CheckpointedTraining(RestorableTraining):
             is_committed=self.is_committed,
         )
         self._last_step = LastStep()
+        self._total_steps: int | None = None
         self._speeds: SpeedComparison | None = None
         self._closed = self._stopped = False
         self.finished = False
@@ -100,6 +101,7 @@ class CheckpointedTraining(RestorableTraining):
         Raises:
             CheckpointError: Something in `states` is sharded.
         """
+        self._total_steps = total_steps
         self._heartbeat.set_start(start_step)
         self._reporter.training_started(start_step, total_steps, self._restorer.seconds)
         self._restorer.seconds = 0.0
@@ -123,6 +125,9 @@ class CheckpointedTraining(RestorableTraining):
         """Write a heartbeat, and agree with all ranks on what is due now."""
         failpoint("training.step")
         self._heartbeat.end_step(step)
+        if step == self._total_steps:
+            # Whatever a script does before it closes.
+            self.pause()
         self._snapshotter.end_of_step()
         if self._speeds is not None:
             self._speeds.end_of_step()
@@ -139,13 +144,6 @@ class CheckpointedTraining(RestorableTraining):
         Every rank must call this equally often. The next `end_of_step` does not repeat what is agreed here.
         """
         return self._protocol.agree_to_stop()
-
-    def pause(self) -> None:
-        """Tell the watchdog that no step runs (an evaluation, a change of epoch), and that this rank is alive.
-
-        A hang watchdog then waits longer, until the next step; call this again as a sign of life.
-        """
-        self._heartbeat.interrupt(Phase.IDLE)
 
     def begin_step(self) -> None:
         """Tell the watchdog that a step begins. Only needed after `pause`; the end of the next step implies it."""

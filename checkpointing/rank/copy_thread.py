@@ -173,10 +173,15 @@ class CopyThread:
 
     Args:
         on_optimizer_step: Called whenever an optimizer is about to step.
+        waiting: Returns a context in which the training thread waits at the barrier.
     """
 
-    def __init__(self, on_optimizer_step: Callable[[], None] = lambda: None) -> None:
-        self._on_optimizer_step = on_optimizer_step
+    def __init__(
+        self,
+        on_optimizer_step: Callable[[], None] = lambda: None,
+        waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        self._on_optimizer_step, self._waiting = on_optimizer_step, waiting
         self._copy: Copy | None = None
         self._work: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -224,7 +229,8 @@ class CopyThread:
         if not copy.passed_barrier:
             began = time.perf_counter()
             # On a GPU the device waits, not the host.
-            copy.hold(at_barrier=True)
+            with self._waiting() if not copy.enqueued.is_set() else contextlib.nullcontext():
+                copy.hold(at_barrier=True)
             copy.blocked_s += time.perf_counter() - began
             copy.count_changed()
             copy.passed_barrier = True

@@ -62,13 +62,17 @@ class HeartbeatWriter:
 
     @contextlib.contextmanager
     def during(self, phase: Phase, step: int | None = None) -> Iterator[None]:
-        """Note that something other than training runs; a step begins afterwards only where one had begun before."""
-        before = self.phase
+        """Note that something other than training runs, and then again what ran before.
+
+        The time does not count for the step that has begun.
+        """
+        before, began, now = self.phase, self._step_began, time.monotonic()
         self.interrupt(phase, step)
-        yield
-        self.interrupt(before)
-        if before is Phase.TRAINING:
-            self._step_began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.write(before, self.step)
+            self._step_began = began + time.monotonic() - now if began is not None else None
 
     def watch_compiler(self) -> None:
         """Note when torch.compile runs: the first step, or a later one, may then take minutes."""

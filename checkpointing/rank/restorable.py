@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Set
 from pathlib import Path
@@ -78,6 +79,7 @@ class RestorableTraining:
             check_replicas=self._options.check_replicas,
             pinning=self._connection.pinning,
             buddy_copies=self._options.buddy_copies,
+            waiting=lambda: self._heartbeat.during(Phase.SAVING),
         )
 
     @functools.cached_property
@@ -89,6 +91,17 @@ class RestorableTraining:
         connection, options = self._connection, self._options
         supervised = bool(options.settings.agent_socket)
         return Restorer(connection.tiers, connection.client, self._ranks, options.resume, supervised=supervised)
+
+    def pause(self) -> None:
+        """Tell the watchdog that no step runs (an evaluation, a change of epoch), and that this rank is alive.
+
+        A hang watchdog then waits longer, until the next step; call this again as a sign of life.
+        """
+        self._heartbeat.interrupt(Phase.IDLE)
+
+    def outside_steps(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which no step runs; afterwards, one that had begun goes on."""
+        return self._heartbeat.during(Phase.IDLE)
 
     @property
     def scratch(self) -> Path:
@@ -229,7 +242,7 @@ class RestorableTraining:
             CheckpointError: The checkpoint is of another model; or its shards cannot be read any more, and a part of
                 the model has been loaded.
         """
-        with self._heartbeat.during(Phase.RESTORING):
+        with self._heartbeat.during(Phase.IDLE):
             return self._restorer.load_best(
                 self._train_state, self.retention, last_step, together=together, preferred=preferred
             )

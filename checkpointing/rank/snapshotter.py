@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -40,6 +41,7 @@ class Snapshotter:
         device_of: Returns the device that holds given tensors.
         pinning: Pins what this rank copies into; None where the driver cannot.
         buddy_copies: Whether each node keeps a copy of another one's shards, where no node holds all of the state.
+        waiting: Returns a context in which an optimizer's step waits for a copy.
 
     Attributes:
         costs: What snapshots cost here.
@@ -60,13 +62,14 @@ class Snapshotter:
         device_of: Callable[[Iterable[torch.Tensor]], Device] = devices.of,
         pinning: Pinning | None = None,
         buddy_copies: bool = False,
+        waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self._client, self._ranks, self._pinning = client, ranks, pinning
         self._device_of, self._overlap = device_of, overlap
         self._direct = DirectCommit(client, tiers, ranks.world_size)
         self._maker = SnapshotMaker(client, ranks, self._direct, check_replicas=check_replicas, pinning=pinning)
         self._buddy_copies = buddy_copies
-        self._copy_thread = CopyThread(on_optimizer_step=self._note_optimizer_step)
+        self._copy_thread = CopyThread(on_optimizer_step=self._note_optimizer_step, waiting=waiting)
         self._pending: PendingSnapshot | None = None
         self._captured = False
         # While much memory may still be being reserved: this rank, with the training thread's group.

@@ -22,6 +22,7 @@ from checkpointing.transformers.deepspeed import set_batch_shape, tracked_model
 from checkpointing.transformers.further_states import further_states
 from checkpointing.transformers.loop_state import JobRecord, LoopState
 from checkpointing.transformers.options import Options
+from checkpointing.transformers.outside_steps import outside_steps
 from checkpointing.transformers.overrides import Staging, added_files, overrides_saving
 from checkpointing.transformers.peft import RunningStatistics
 from checkpointing.transformers.session import Session
@@ -83,10 +84,16 @@ class SavingMixin(_Base):
             return
         added: dict[str, bytes] = {}
         if overrides_saving(type(self)):
-            with self._staging.opened(self.args, self.state, self._manager.scratch) as folder:
+            opened = self._staging.opened(self.args, self.state, self._manager.scratch)
+            with outside_steps(self), opened as folder:
                 super()._save_checkpoint(model, trial)
                 added = added_files(folder)
         self._snapshot(commit=True, added=added)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate; a callback may ask for it in the middle of training."""
+        with outside_steps(self):
+            return super().evaluation_loop(*args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._staging.folder or str(super()._get_output_dir(trial))

@@ -28,6 +28,7 @@ from checkpointing.transformers.further_states import CALLBACK_PREFIX, generates
 from checkpointing.transformers.job import cut_micro_batches, job_of
 from checkpointing.transformers.loop_state import LoopState
 from checkpointing.transformers.options import Options
+from checkpointing.transformers.outside_steps import watch_callbacks
 from checkpointing.transformers.overrides import Staging
 from checkpointing.transformers.peft import adapter_of
 from checkpointing.transformers.saving import SavingMixin
@@ -68,6 +69,7 @@ class ResilientMixin(ExactMixin, SavingMixin):
         self._beginning = beginning_of(self.train_dataset) if options.seekable_stream else None
         self._skipped = skipped_steps()
         self._notices, self._staging = CommitNotices(self), Staging()
+        watch_callbacks(self)
         self._session = Session.create(self, self._manager, options, layout, self._beginning)
         self.add_callback(StepCallback(self))
 

@@ -189,7 +189,7 @@ class RestartConfig(Section):
     """Seconds that ranks may take to checkpoint after a stop request."""
     hang_timeout_s: Annotated[float, Field(gt=0)] | None = Field(default=None, examples=[300])
     """Seconds after which an unfinished step counts as a hang. Without it 3 x the 99th percentile of the step times of
-    this run + 5 s."""
+    this run + 5 s, and twice as long after each attempt that has hung, for as long as they do."""
     first_step_timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds after which an unfinished step counts as a hang at the start of an attempt and while torch.compile
     runs."""

@@ -18,6 +18,7 @@ from runner.system.host import Host
 from runner.ui.progress import ProgressDisplay
 
 _STATES_EVERY_S = 1.0
+_MAX_PATIENCE = 64.0
 # Keys of the helpers among those of the ranks, which are their numbers.
 _AGENT, _LAUNCHER = -1, -2
 
@@ -57,6 +58,18 @@ class HangCheck:
     def busy(self) -> bool:
         """Whether, at the last look, a rank of this node was legitimately not computing steps."""
         return self._watchdog.busy
+
+    def be_patient(self, factor: float) -> None:
+        """Multiply the limit that comes from the run's own step times."""
+        self._watchdog.patience = factor
+
+    @property
+    def next_patience(self) -> float:
+        """The factor for the next attempt.
+
+        It is doubled for as long as attempts hang by that limit: what a script does there may take longer, each time.
+        """
+        return min(2 * self._watchdog.patience, _MAX_PATIENCE) if self._watchdog.patience_used_up else 1.0
 
     def look(self, beats: Sequence[Heartbeat], now: float, *, others_busy: bool, ending: bool) -> Failure | None:
         """Find what hangs, and write the ranks' stacks if it is a rank.

@@ -89,6 +89,7 @@ class Node:
         self.checkpoints = AgentEvents(display, record)
         self.others_busy = self.has_state = self.leads = self._attempt_over = False
         self._attempt: Attempt | None = None
+        self._patience = 1.0
         self._build_locks = BuildLocks(os.environ, display.message)
         self._start_method = StartMethod(cold=config.launch.cold, display=display, record=record)
         starter = starter or HelperStarter(config, directory, run_id, runtime, lambda: self.leads, job.script)
@@ -178,6 +179,7 @@ class Node:
             each_turn: Called about twice per second and after every event; may call `end_attempt`.
         """
         attempt = self._attempt = self._begin(spec)
+        attempt.hangs.be_patient(self._patience)
         while attempt.result is None:
             self._loop.pump(_SOON_S if attempt.ending else _TURN_S)
             each_turn()
@@ -189,7 +191,7 @@ class Node:
         self._helpers.request_agent("end_attempt")
         self._helpers.wait_for_agent(lambda: self._attempt_over, self._on_agent_timeout)
         result = attempt.conclude(self._clock.at)
-        self._attempt = None
+        self._attempt, self._patience = None, attempt.hangs.next_patience
         return replace(result, failure=self._start_method.revise(result.failure))
 
     def end_attempt(self, verdict: Failure, *, stacks: bool = False) -> None:

@@ -80,6 +80,8 @@ class Watchdog:
 
     Attributes:
         busy: Whether, at the last look, a rank was legitimately not computing steps.
+        patience: A factor of the limit that comes from the run's own step times.
+        patience_used_up: Whether a rank has exceeded that limit.
         p99_s: 99th percentile of the step times seen.
     """
 
@@ -97,7 +99,9 @@ class Watchdog:
         self._began = self._looked = now
         self._seen: dict[int, _Seen] = {}
         self._step_times: deque[float] = deque(maxlen=_NUM_SAMPLES)
-        self.busy = False
+        self._start_time = 0.0
+        self.busy = self.patience_used_up = False
+        self.patience = 1.0
 
     def look(self, beats: Sequence[Heartbeat], now: float, *, others_busy: bool = False) -> Hang | None:
         """Find ranks that hang.
@@ -117,6 +121,15 @@ class Watchdog:
             for known in self._seen.values():
                 known.since += gap
         self._looked = now
+        if self._is_unwatched_start(beats):
+            # What a script does before it resumes may take longer on one rank than on another.
+            self._began = now
+            for known in self._seen.values():
+                known.since = now
+        if (start_time := max((beat.start_time for beat in beats), default=0.0)) != self._start_time:
+            # Another training of the same script: its steps may be of another length.
+            self._start_time = start_time
+            self._step_times.clear()
         for slot, beat in enumerate(beats):
             seen = self._seen.get(slot)
             if seen is None or seen.beats != beat.beats:
@@ -137,6 +150,7 @@ class Watchdog:
         first = min(late, key=lambda slot: (beats[slot].step, beats[slot].beats))
         beat, silent = beats[first], now - self._seen[first].since
         limit, why = self._limit(beat)
+        self.patience_used_up |= self._is_derived(beat)
         return Hang(
             tuple(late),
             f"no heartbeat for {silent:.1f} s after step {beat.step} ({_DOING[beat.phase]}); the limit is "
@@ -146,7 +160,7 @@ class Watchdog:
     def _is_late(self, slot: int, beat: Heartbeat, beats: Sequence[Heartbeat], now: float) -> bool:
         if beat.phase is Phase.DONE and not self._watch_start:
             return False  # a script may take any time after training
-        if beat.phase is Phase.STARTING and not self._watch_start and all(b.phase is Phase.STARTING for b in beats):
+        if self._is_unwatched_start(beats):
             return False
         silent = now - self._seen[slot].since
         # The first comparison is nearly always enough; computing the limit takes time from training.
@@ -159,12 +173,23 @@ class Watchdog:
             return limits.first_step_s, "restart.first_step_timeout_s"
         if beat.phase is not Phase.TRAINING:
             return limits.quiet_s, "restart.quiet_timeout_s"
-        if beat.step <= beat.start_step or (limits.hang_s is None and len(self._step_times) < _MIN_SAMPLES):
-            return limits.first_step_s, "restart.first_step_timeout_s"
-        if limits.hang_s is not None:
+        if self._is_derived(beat):
+            p99 = self.p99_s
+            why = f"3 x the 99th percentile of step times, {p99:.2f} s, + 5 s"
+            if self.patience > 1:
+                why = f"{self.patience:g} x ({why}), as the attempt before had hung, too"
+            return self.patience * (_STEP_FACTOR * p99 + _STEP_MARGIN_S), why
+        if beat.step > beat.start_step and limits.hang_s is not None:
             return limits.hang_s, "restart.hang_timeout_s"
-        p99 = self.p99_s
-        return _STEP_FACTOR * p99 + _STEP_MARGIN_S, f"3 x the 99th percentile of step times, {p99:.2f} s, + 5 s"
+        return limits.first_step_s, "restart.first_step_timeout_s"
+
+    def _is_derived(self, beat: Heartbeat) -> bool:
+        """Return whether the limit comes from the run's own step times."""
+        has_times = self._limits.hang_s is None and len(self._step_times) >= _MIN_SAMPLES
+        return has_times and beat.phase is Phase.TRAINING and beat.step > beat.start_step
+
+    def _is_unwatched_start(self, beats: Sequence[Heartbeat]) -> bool:
+        return not self._watch_start and all(beat.phase is Phase.STARTING for beat in beats)
 
     @property
     def p99_s(self) -> float:

@@ -123,7 +123,15 @@ def test_no_step_runs_while_the_best_model_is_read(job: Job, monkeypatch: pytest
     phases = []
     monkeypatch.setattr(job.training._restorer, "load_best", lambda *_, **__: phases.append(job.client.beat.phase))
     job.training.load_best(3)
-    assert phases == [Phase.RESTORING] and job.client.beat.phase is Phase.TRAINING
+    assert phases == [Phase.IDLE] and job.client.beat.phase is Phase.TRAINING
+
+
+def test_after_the_last_step_no_step_runs(job: Job) -> None:
+    phases = []
+    for step in (99, 100):
+        job.training.end_of_step(step)
+        phases.append(job.client.beat.phase)
+    assert phases == [Phase.TRAINING, Phase.IDLE]
 
 
 def test_a_request_to_stop_is_agreed_on_at_the_next_step(job: Job) -> None:

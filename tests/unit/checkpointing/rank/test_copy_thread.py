@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 
@@ -59,6 +60,28 @@ def test_a_failure_is_raised_once_where_the_state_would_change(thread: CopyThrea
             device.announce_replay()
     thread.settle()
     optimizer().step()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_wait_at_the_barrier_is_no_slow_step(waits: bool) -> None:
+    """The copy may wait for memory, or for storage where there is no memory."""
+    may_copy, seen = threading.Event(), []
+
+    @contextlib.contextmanager
+    def waiting() -> Iterator[None]:
+        seen.append("waits")
+        may_copy.set()
+        yield
+        seen.append("goes on")
+
+    thread = CopyThread(waiting=waiting)
+    copy = thread.submit(lambda copy: copy.copied() if may_copy.wait(10) else None)
+    if not waits:
+        may_copy.set()
+        copy.enqueued.wait(10)
+    optimizer().step()
+    assert seen == (["waits", "goes on"] if waits else [])
+    thread.close()
 
 
 def test_only_optimizers_are_reported() -> None:

@@ -95,3 +95,18 @@ def test_a_step_in_which_the_compiler_works_says_so(clock: SimpleNamespace, monk
     beats.interrupt(Phase.SAVING)
     callbacks["start"](None)
     assert page.read(0).phase is Phase.SAVING
+
+
+def test_a_failure_meanwhile_does_not_leave_the_phase(clock: SimpleNamespace) -> None:
+    """A script may go on after an error of its own, or of a commit."""
+    page = ControlPage.create(1)
+    beats = HeartbeatWriter(page, 0)
+    beats.end_step(1)
+    clock.value += 2
+    with pytest.raises(OSError, match="full"), beats.during(Phase.SAVING):
+        clock.value += 7
+        raise OSError("full")
+    assert page.read(0).phase is Phase.TRAINING
+    clock.value += 1
+    beats.end_step(2)
+    assert page.read(0).step_s == 3.0

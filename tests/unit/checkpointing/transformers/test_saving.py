@@ -93,6 +93,7 @@ class Subject(SavingMixin, Stock):
         self.is_fsdp_enabled = False
         self._tr_loss, self._total_loss_scalar, self._globalstep_last_logged = torch.tensor(1.0), 0.0, 20
         self.current_flos = 0
+        self.is_in_train = False
 
     @property
     def saved(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -64,6 +64,18 @@ def test_a_silent_rank_hangs_and_its_stacks_are_named() -> None:
     assert "writing the stacks of all ranks" in bench.display.texts[0]
 
 
+def test_attempts_that_hang_in_a_row_are_given_twice_as_long_each_time() -> None:
+    bench = Bench()
+    bench.check._watchdog.patience_used_up = True
+    factors = []
+    for _ in range(8):
+        factors.append(bench.check.next_patience)
+        bench.check.be_patient(factors[-1])
+    assert factors == [2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 64.0, 64.0]
+    bench.check._watchdog.patience_used_up = False
+    assert bench.check.next_patience == 1.0
+
+
 def test_nothing_hangs_while_another_node_is_busy_or_the_launcher_has_reported() -> None:
     assert Bench().look(60, others_busy=True) is None
     bench = Bench()

@@ -63,6 +63,44 @@ def test_the_99th_percentile_forgives_one_slow_step_in_many_but_not_a_slow_run()
     assert ranks.watchdog.p99_s == 4.0
 
 
+def test_a_later_attempt_may_be_more_patient() -> None:
+    ranks = Ranks()
+    ranks.watchdog.patience = 4.0
+    ranks.train(10, 1.0)
+    assert ranks.wait(30.0) is None
+    hang = ranks.wait(10.0)
+    assert hang is not None and "4 x (3 x the 99th percentile" in hang.reason and ranks.watchdog.patience_used_up
+
+
+@pytest.mark.parametrize(("phase", "limits"), [(Phase.SAVING, LIMITS), (Phase.TRAINING, Limits(3.0, 100.0, 50.0))])
+def test_patience_is_for_the_limit_of_steps_that_nobody_has_set(phase: Phase, limits: Limits) -> None:
+    ranks = Ranks(limits)
+    ranks.watchdog.patience = 4.0
+    ranks.train(10, 1.0)
+    ranks.beat(phase, 10)
+    assert ranks.wait(52.0) is not None and not ranks.watchdog.patience_used_up
+
+
+def test_the_steps_of_another_training_are_measured_anew() -> None:
+    ranks = Ranks()
+    ranks.train(10, 0.05)
+    for slot in range(2):
+        ranks.beats[slot] = Heartbeat(Phase.TRAINING, 0, 0.0, 0, 700.0, 0.0, 50)
+    for step in (1, 2):
+        for slot in range(2):
+            ranks.beats[slot] = Heartbeat(Phase.TRAINING, step, 0.0, 0, 700.0, 8.0, 50 + step)
+        assert ranks.wait(8.0) is None
+
+
+def test_ranks_that_prepare_for_longer_than_others_do_not_hang() -> None:
+    """A script that downloads its data first, say."""
+    ranks = Ranks(watch_start=False)
+    assert ranks.wait(1000.0) is None
+    ranks.beat(Phase.RESTORING, 0, slots=(0,))
+    assert ranks.wait(20.0) is None
+    assert ranks.wait(40.0) is not None
+
+
 def test_the_rank_that_is_behind_is_named_first() -> None:
     ranks = Ranks()
     ranks.train(10, 0.5)
