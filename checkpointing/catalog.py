@@ -133,10 +133,12 @@ def verify(storage: Storage, step: int, read: Callable[[int], None] = lambda nby
 
 def _entries(storage: Storage, fence: Fence, rank: int) -> Iterable[tuple[int, int, CatalogEntry]]:
     for step, found in storage.survey():
-        if isinstance(found, InvalidCheckpoint):
+        if isinstance(found, ForeignCheckpoint):
+            entry = CatalogEntry(storage, step, None, found.reason, is_foreign=True)
+        elif isinstance(found, InvalidCheckpoint):
             if step not in storage.steps():
                 continue  # its run has pruned it meanwhile
-            entry = CatalogEntry(storage, step, None, found.reason, isinstance(found, ForeignCheckpoint))
+            entry = CatalogEntry(storage, step, None, found.reason)
         elif not fence.admits(found):
             problem = f"attempt {found.attempt} published it after a newer one had begun elsewhere"
             entry = CatalogEntry(storage, step, None, problem)

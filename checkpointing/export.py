@@ -19,6 +19,7 @@ from checkpointing.reading import pieces_of, read_private
 from checkpointing.shard_reading import ShardReaders, index_of, read_range, recorded_files
 from checkpointing.shards import FOLDER, INDEX_NAME, SpreadFile
 from checkpointing.storage import Storage
+from checkpointing.storage.base import CHECKPOINT_PREFIX
 from checkpointing.storage.direct_io import write_file
 
 # What Hugging Face writes into one file of weights at most.
@@ -49,6 +50,8 @@ def export_checkpoint(
     manifest = storage.read_manifest(step)
     if directory.resolve() == Path.cwd():
         raise CheckpointError("the current directory is not replaced; name a new one")
+    if _is_a_checkpoints(directory, storage.directory(step)):
+        raise CheckpointError(f"{directory} is among the run's checkpoints; choose another directory")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise CheckpointError(f"{directory} exists already; choose another directory")
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
@@ -97,6 +100,14 @@ class _Output:
     first: int
     last: int
     header: bytes = b""
+
+
+def _is_a_checkpoints(directory: Path, checkpoint: Path | None) -> bool:
+    """Return whether a run would take a directory for a checkpoint, or for a part of one."""
+    if checkpoint is None:
+        return False
+    target, place = directory.resolve(), checkpoint.parent.resolve()
+    return place in target.parents and target.relative_to(place).parts[0].startswith(CHECKPOINT_PREFIX)
 
 
 def _put_together(storage: Storage, manifest: Manifest, folder: Path, copied: Callable[[int], None]) -> None:

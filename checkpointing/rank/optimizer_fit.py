@@ -10,7 +10,7 @@ import torch
 from checkpointing.rank import sharding
 
 # Options by which optimizers differ in what they keep. All others have values of their own where a state lacks them.
-_DECISIVE = {"betas", "momentum", "alpha", "rho", "lr_decay", "beta2_decay"}
+_DECISIVE = {"betas", "momentum", "centered", "rho", "lr_decay", "beta2_decay"}
 # What torch's own optimizers keep for each element of a parameter.
 _OF_EACH_ELEMENT = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "sum"}
 
@@ -25,9 +25,10 @@ def check_kind(optimizer: Any, state: Mapping[str, Any]) -> None:
     Raises:
         ValueError: It is of another kind of optimizer.
     """
-    needed = _DECISIVE & getattr(optimizer, "defaults", {}).keys()
-    for group in filter(lambda group: group["params"], state.get("param_groups", ())):
-        if lacking := sorted(needed - group.keys()):
+    # A user's own optimizer need not have groups.
+    for own, group in zip(getattr(optimizer, "param_groups", ()), state.get("param_groups", ()), strict=False):
+        # A group of which nothing is trained may have no options.
+        if group.get("params") and (lacking := sorted(_DECISIVE & own.keys() - group.keys())):
             raise ValueError(f"it is of another kind of optimizer, without {' and '.join(lacking)}")
 
 

@@ -31,7 +31,7 @@ def state_of(make: Make, *shapes: tuple[int, ...], **options: Any) -> dict[str, 
         (torch.optim.AdamW, torch.optim.SGD, "momentum"),
         (torch.optim.SGD, torch.optim.AdamW, "betas"),
         (torch.optim.AdamW, torch.optim.Adagrad, "lr_decay"),
-        (torch.optim.SGD, torch.optim.RMSprop, "alpha"),
+        (torch.optim.SGD, torch.optim.RMSprop, "centered"),
     ],
 )
 def test_a_state_of_another_kind_of_optimizer_is_refused(wrote: Make, reads: Make, lacking: str) -> None:

@@ -120,6 +120,14 @@ def stages(run: Path) -> Path:
     return run
 
 
+@pytest.mark.parametrize("name", ["checkpoint-9", "checkpoint-10/out"])
+def test_export_among_the_checkpoints_is_refused(name: str, run: Path) -> None:
+    code, output = checkpoints("export", run, 10, run / "checkpoints" / name)
+    assert code == 2 and "is among the run's checkpoints; choose another directory" in output
+    assert not (run / "checkpoints" / name).exists()
+    assert checkpoints("export", run, 10, run / "exported")[0] == 0
+
+
 def test_a_later_stage_is_exported_and_pruned_too(stages: Path, tmp_path: Path) -> None:
     code, output = checkpoints("export", stages, 50, tmp_path / "out")
     assert code == 0 and "checkpoint-50: 3 files, 0.0 MB" in output
