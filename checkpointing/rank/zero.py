@@ -129,10 +129,12 @@ class ZeroState:
             options = _options(group)
             # Some fused optimizers count a group's steps, torch's those of each parameter.
             step = {"step": torch.tensor(float(options["step"]))} if "step" in options else {}
-            groups.append({**options, "params": []})
+            # Other trainings may have parameters besides that are not trained.
+            groups.append({**options, "params": [], "param_names": []})
             for slot in slots:
                 number = next(numbers)
                 groups[-1]["params"].append(number)
+                groups[-1]["param_names"].append(self._names[id(slot.parameter)])
                 if found := self.base.state.get(slot.flat):
                     state[number] = step | {key: self._of(slot, key, value) for key, value in found.items()}
         return {"state": state, "param_groups": groups, "engine": self._counters()}

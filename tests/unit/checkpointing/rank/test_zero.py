@@ -11,6 +11,7 @@ import torch
 from checkpointing.errors import CheckpointError
 from checkpointing.rank import sharding
 from checkpointing.rank.fragments import Fragment
+from checkpointing.rank.param_names import matched_to, unnamed
 from checkpointing.rank.zero import ZeroState, is_engine
 
 
@@ -139,6 +140,8 @@ def test_the_state_is_that_of_an_optimizer_without_deepspeed() -> None:
             plain.step()
             plain.param_groups = kept
     expected = plain.state_dict()
+    names = [group.pop("param_names") for group in found["param_groups"]]
+    assert names == [["one.weight", "two.weight"], ["one.bias", "two.bias"]]
     assert equal(found["state"], expected["state"]) and equal(found["param_groups"], expected["param_groups"])
     # And the other way round.
     target = [engine(rank, 2, dtype=torch.float32) for rank in range(2)]
@@ -150,7 +153,7 @@ def test_the_state_is_that_of_an_optimizer_without_deepspeed() -> None:
 def test_other_parameters_are_refused() -> None:
     before = everything([engine(0, 1, steps=1)])
     one, other = before["param_groups"]
-    before["param_groups"] = [{**one, "params": [0]}, {**other, "params": [1, 2, 3]}]
+    before["param_groups"] = [{**unnamed(one), "params": [0]}, {**unnamed(other), "params": [1, 2, 3]}]
     with pytest.raises(ValueError, match=r"groups of \[1, 3\] parameters, the engine has \[2, 2\]"):
         load(engine(0, 1), before)
     before["param_groups"] = [one]
@@ -233,6 +236,25 @@ def test_steps_are_counted_where_the_kernels_of_torch_read_them(option: str) -> 
     load(target, before)
     assert {found["step"].device.type for found in base.state.values()} == {"meta"}
     assert {found["step"].dtype for found in base.state.values()} == {torch.float32}
+
+
+def test_a_training_without_deepspeed_may_have_parameters_besides_that_are_not_trained() -> None:
+    """`AdamW(model.parameters())` has them, DeepSpeed has not."""
+    before = everything([engine(0, 1, steps=1)])
+    for number in before["param_groups"].pop()["params"]:
+        del before["state"][number]
+    model = engine(0, 1).module
+    model["one"].bias.requires_grad_(False)
+    optimizer = torch.optim.AdamW([model["one"].bias, model["two"].weight, model["one"].weight])
+    optimizer.load_state_dict(matched_to(optimizer, model, before))
+    assert optimizer.state.keys() == {model["two"].weight, model["one"].weight}
+    for number, name in enumerate(("one", "two")):
+        moments = before["state"][number]["exp_avg"].to(torch.bfloat16)
+        assert torch.equal(optimizer.state[model[name].weight]["exp_avg"], moments)
+    # What is trained is not left out.
+    model["one"].bias.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"doesn't match the size|others, or in another order"):
+        optimizer.load_state_dict(matched_to(optimizer, model, before))
 
 
 def test_moments_in_16_bits_get_the_precision_that_the_engine_computes_with() -> None:
