@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 from gpu_jobs import ROOT, Figures, Verdicts, of, supervised
 
 from checkpointing.events import Log, Resumed
@@ -28,11 +29,12 @@ def sft(on: str, quick: bool) -> tuple[Figures, Verdicts]:
     figures: Figures = {}
     verdicts: Verdicts = {}
     with tempfile.TemporaryDirectory() as folder:
-        variants = _variants(Path(folder), on.startswith("cuda"))
+        num_gpus = torch.cuda.device_count() if on.startswith("cuda") else 0
+        variants = _variants(Path(folder), num_gpus)
+        killed_once = functools.partial(_killed_once, Path(folder), 2 if num_gpus > 1 else 1)
         # Others load the model that it writes.
-        results = {"full": _killed_once(Path(folder), "full", variants.pop("full"))}
+        results = {"full": killed_once("full", variants.pop("full"))}
         with ThreadPoolExecutor(_JOBS_AT_ONCE) as pool:
-            killed_once = functools.partial(_killed_once, Path(folder))
             results |= dict(zip(variants, pool.map(killed_once, variants.keys(), variants.values()), strict=True))
         for name, (text, is_good) in results.items():
             figures[name], verdicts[f"{name}: killed, resumed, finished"] = text, is_good
@@ -49,7 +51,7 @@ def sft(on: str, quick: bool) -> tuple[Figures, Verdicts]:
     return figures, verdicts
 
 
-def _killed_once(folder: Path, name: str, options: Sequence[str]) -> tuple[str, bool]:
+def _killed_once(folder: Path, ranks: int, name: str, options: Sequence[str]) -> tuple[str, bool]:
     """Run the bundled job twice, killed once in the second run.
 
     Returns:
@@ -57,7 +59,7 @@ def _killed_once(folder: Path, name: str, options: Sequence[str]) -> tuple[str, 
     """
     begun = time.monotonic()
     settings = ["trainer.max_steps=24", "checkpoint.snapshot_steps=2", *options]
-    arguments = ["--nproc-per-node", "1", *(word for option in settings for word in ("--set", option))]
+    arguments = ["--nproc-per-node", str(ranks), *(word for option in settings for word in ("--set", option))]
     calm = supervised(folder / name, *arguments)
     run = supervised(folder / f"{name}-killed", *arguments, kills=1)
     resumed = [event.step for event in of(Resumed, run.entries)]
@@ -77,10 +79,10 @@ def _digest(folder: Path) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in weights)).hexdigest() if weights else str(folder)
 
 
-def _variants(folder: Path, is_gpu: bool) -> dict[str, list[str]]:
+def _variants(folder: Path, num_gpus: int) -> dict[str, list[str]]:
     """Return the options of each variant by name; `full` comes first, because others load the model that it writes."""
     found = {"full": [], "lora": ["method.type=lora"]}
-    if not is_gpu:
+    if not num_gpus:
         return found
     quantized = ["method.type=qlora", f"model.name_or_path={folder / 'full' / 'best_model'}"]
     found |= {
@@ -88,16 +90,16 @@ def _variants(folder: Path, is_gpu: bool) -> dict[str, list[str]]:
         "compile": ["trainer.torch_compile=true"],
         # Otherwise its kernels add some gradients in any order.
         "compile-deterministic": ["trainer.torch_compile=true", "trainer.full_determinism=true"],
-        "fsdp": ["strategy=fsdp"],
-        "fsdp-recompute": ["strategy=fsdp", "trainer.gradient_checkpointing=true"],
-        "fsdp-compile": ["strategy=fsdp", "trainer.torch_compile=true"],
-        "fsdp-lora": ["strategy=fsdp", "method.type=lora"],
         "exact": ["elastic.mode=exact", "elastic.virtual_ranks=4"],
     }
     if _has("bitsandbytes"):
         found["adamw-8bit"] = ["trainer.optim=adamw_8bit"]
         found["qlora"] = quantized
-        found["fsdp-qlora"] = ["strategy=fsdp", *quantized]
+    if num_gpus > 1:
+        # The job uses it for several ranks only.
+        sharded = ["full", "lora", "compile", *(["qlora"] if "qlora" in found else [])]
+        found |= {f"fsdp-{name}": ["strategy=fsdp", *found[name]] for name in sharded}
+        found["fsdp-recompute"] = ["strategy=fsdp", "trainer.gradient_checkpointing=true"]
     if _has("deepspeed"):
         deepspeed = functools.partial(_deepspeed, folder)
         found |= {f"zero-{stage}": deepspeed(stage) for stage in (1, 2, 3)}

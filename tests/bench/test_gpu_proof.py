@@ -25,6 +25,7 @@ def test_without_a_gpu_every_stage_is_skipped_and_listed(tmp_path: Path) -> None
 def test_the_stages_can_be_imported() -> None:
     """They run on a GPU only, but a name that has gone shows on any machine."""
     path = [str(BENCH), str(BENCH.parents[1] / "tests"), str(BENCH.parents[1])]
-    code = f"import sys; sys.path[:0] = {path!r}; import gpu_stages, gpu_jobs; print(*gpu_jobs.STAGES)"
+    names = "print(*gpu_jobs.STAGES, gpu_sft.sft.__name__)"
+    code = f"import sys; sys.path[:0] = {path!r}; import gpu_stages, gpu_jobs, gpu_sft; {names}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.split() == ["ranks", "recovery", "faults", "sft"], done.stderr

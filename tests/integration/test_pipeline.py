@@ -52,7 +52,8 @@ def test_a_killed_pipeline_resumes_in_the_same_bits_and_on_other_stages(tmp_path
     held = {**os.environ, "CHECKPOINT_FAILPOINTS": "training.step=hang@45"}
     ranks = subprocess.Popen(command(killed, 2, 60), env=held)
     try:
-        while not (killed / "checkpoints" / "checkpoint-40" / "manifest.json").exists():
+        # On a busy machine later ones may be skipped: the earlier are still being written.
+        while not list(killed.glob("checkpoints/checkpoint-*/manifest.json")):
             assert ranks.poll() is None
             time.sleep(0.05)
     finally:

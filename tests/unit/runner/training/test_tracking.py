@@ -137,7 +137,7 @@ def test_the_end_waits_while_points_are_written(caplog: pytest.LogCaptureFixture
 
 @pytest.mark.parametrize(
     ("slow", "patience_s", "limit_s"),
-    [({"open_s": 2.0}, 0.1, 60), ({"import_s": 2.0}, 0.1, 0.2), ({"write_s": 0.1}, 60, 0.3)],
+    [({"open_s": 30.0}, 0.1, 60), ({"import_s": 30.0}, 0.1, 0.2), ({"write_s": 0.3}, 60, 0.3)],
     ids=["repository that does not answer", "import over the limit", "points over the limit"],
 )
 def test_the_end_does_not_wait_for_ever(
@@ -147,5 +147,5 @@ def test_the_end_does_not_wait_for_ever(
     train(tracker, 100)
     began = time.monotonic()
     tracker.close(patience_s, limit_s)
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 15
     assert "did not accept all points before training ended" in caplog.text
