@@ -70,7 +70,7 @@ def test_only_processes_of_a_run_are_its_own(adopts_strangers: bool) -> None:
     session = int(before.stdout.readline())
     other = subprocess.Popen(["sleep", "60"], env=plain)
     # One that has overwritten its environment, as some name themselves, may hold a GPU.
-    bare = subprocess.Popen(["env", "-i", "sleep", "60"], env=plain)
+    bare = subprocess.Popen(["sleep", "60"], env={})
     # A process of a rank, one of whose own has an empty environment.
     script = "env -i sleep 60 & echo $!; wait"
     marked = subprocess.Popen(
