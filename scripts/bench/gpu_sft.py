@@ -92,7 +92,7 @@ def _variants(folder: Path, num_gpus: int) -> dict[str, list[str]]:
         "compile-deterministic": ["trainer.torch_compile=true", "trainer.full_determinism=true"],
         "exact": ["elastic.mode=exact", "elastic.virtual_ranks=4"],
     }
-    if _has("bitsandbytes"):
+    if has("bitsandbytes"):
         found["adamw-8bit"] = ["trainer.optim=adamw_8bit"]
         found["qlora"] = quantized
     if num_gpus > 1:
@@ -100,7 +100,7 @@ def _variants(folder: Path, num_gpus: int) -> dict[str, list[str]]:
         sharded = ["full", "lora", "compile", *(["qlora"] if "qlora" in found else [])]
         found |= {f"fsdp-{name}": ["strategy=fsdp", *found[name]] for name in sharded}
         found["fsdp-recompute"] = ["strategy=fsdp", "trainer.gradient_checkpointing=true"]
-    if _has("deepspeed"):
+    if has("deepspeed"):
         deepspeed = functools.partial(_deepspeed, folder)
         found |= {f"zero-{stage}": deepspeed(stage) for stage in (1, 2, 3)}
         found["zero-2-fp16"] = [*deepspeed(2), *found["fp16"]]
@@ -108,12 +108,13 @@ def _variants(folder: Path, num_gpus: int) -> dict[str, list[str]]:
         # Its own optimizers, which are compiled at their first use.
         found["zero-2-fused"] = deepspeed(2, optimizer=True)
         found["zero-3-offload"] = deepspeed(3, optimizer=True, offload=True)
-    if _has("flash_attn"):
+    if has("flash_attn"):
         found["flash-attn"] = ["model.attn_implementation=flash_attention_2"]
     return found
 
 
-def _has(name: str) -> bool:
+def has(name: str) -> bool:
+    """Return whether a library is installed."""
     return importlib.util.find_spec(name) is not None
 
 

@@ -23,7 +23,7 @@ from unittest import mock
 
 import gpu_jobs
 import torch
-from gpu_sft import sft
+from gpu_sft import has, sft
 from small_training import SmallTraining
 
 from checkpointing import CheckpointManager
@@ -259,16 +259,10 @@ def fork(on: str, quick: bool) -> tuple[Figures, Verdicts]:
     print(done.stderr)
     started, status = (done.stdout.split() or ["1", "1"])[-2:]
     installed = [
-        name for name in ("flash_attn", "triton", "kernels", "liger_kernel", "torchao", "bitsandbytes") if _has(name)
+        name for name in ("flash_attn", "triton", "kernels", "liger_kernel", "torchao", "bitsandbytes") if has(name)
     ]
     verdicts = {"preloading everything starts no CUDA": started == "0", "a forked rank can use CUDA": status == "0"}
     return {"installed": ", ".join(installed) or "none of the GPU libraries"}, verdicts
-
-
-def _has(name: str) -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec(name) is not None
 
 
 # -- engine ----------------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def test_patience_is_for_the_limit_of_steps_that_nobody_has_set(phase: Phase, li
     assert ranks.wait(52.0) is not None and not ranks.watchdog.patience_used_up
 
 
-def test_the_steps_of_another_training_are_measured_anew() -> None:
+def test_the_steps_of_another_training_are_measured_again() -> None:
     ranks = Ranks()
     ranks.train(10, 0.05)
     for slot in range(2):
