@@ -87,7 +87,7 @@ def test_ranks_find_a_flipped_bit_in_whosever_share_it_is(num_ranks: int) -> Non
 def test_each_node_is_judged_by_its_own_ranks() -> None:
     """Of three nodes with two, one and two ranks, the last one has met other bytes."""
     data = os.urandom(4 * PART)
-    damaged = b"\0" + data[1:]
+    damaged = bytes([data[0] ^ 1]) + data[1:]
     shares = [Shares(0, 2), Shares(1, 2), Shares(0, 1), Shares(0, 2), Shares(1, 2)]
     for number, one in enumerate(shares):
         one.add("f", digest_buffer(data), memoryview(damaged if number == 3 else data))
