@@ -15,6 +15,8 @@ SCALER_NAME = "scaler.pt"
 EXTRA_STATE_NAME = "extra_state.pt"
 # The options of an optimizer's groups, where each stage of a pipeline has its own.
 OPTIONS_NAME = "optimizer_options.pt"
+# In which order DistributedDataParallel sums gradients.
+BUCKETS_NAME = "ddp_buckets.json"
 # Every rank's share of the loop's state that Hugging Face does not save.
 LOOP_STATE_PREFIX = "loop_state_"
 

@@ -1,7 +1,8 @@
-"""Calls that may never return."""
+"""Calls that may never return, and waits that end."""
 
 from __future__ import annotations
 
+import select
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
@@ -44,3 +45,13 @@ def side_by_side(calls: Iterable[Callable[[], T]], name: str) -> list[Future[T]]
                 outcomes[-1].set_exception(error)
     wait(outcomes)
     return outcomes
+
+
+def is_readable(file: object, timeout_s: float) -> bool:
+    """Wait until a file descriptor, or an object that has one, can be read; return whether it can.
+
+    Unlike `select.select`, this also works in a process that has more than 1,024 files open.
+    """
+    poll = select.poll()
+    poll.register(file, select.POLLIN)  # type: ignore[arg-type]
+    return bool(poll.poll(timeout_s * 1e3))

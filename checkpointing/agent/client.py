@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import select
 import shutil
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from checkpointing.shards import shard_rank
 from checkpointing.shared_memory import SharedMemory
 from checkpointing.split import Split
 from checkpointing.stages import FIRST_STAGE, Stage
+from checkpointing.threads import is_readable
 from checkpointing.together import Together
 
 # Called with the size in bytes of each file that is being fetched, and a function that tells whether all have arrived.
@@ -83,7 +83,7 @@ class AgentProcess:
         finally:
             os.close(write_fd)
         with os.fdopen(read_fd) as pipe:
-            while not select.select([pipe], [], [], 0.1)[0]:
+            while not is_readable(pipe, 0.1):
                 if cancelled():
                     process.kill()
             answer = pipe.read()
@@ -321,7 +321,7 @@ class AgentClient:
         while "fetching" in reply:
             self._attach(reply["arenas"], fds, None)
             sizes = {name: nbytes for name, _, nbytes in reply["fetching"]}
-            on_fetch(sizes, lambda: bool(select.select([self._sock], [], [], 0)[0]))
+            on_fetch(sizes, lambda: is_readable(self._sock, 0))
             reply, fds = self._receive()
         if "storage_error" in reply:
             raise StorageUnreachable(reply["storage_error"])

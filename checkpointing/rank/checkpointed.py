@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from checkpointing.data.cursor import LoaderCursor
 from checkpointing.errors import CommitFailed, Preempted
 from checkpointing.events import BatchShape
@@ -30,6 +32,11 @@ from checkpointing.rank.step_protocol import Due, Measured, StepProtocol
 from checkpointing.rank.torch_files import torch_bytes
 
 logger = logging.getLogger("checkpointing")
+
+
+def _may_hold_parameters(state: Any) -> bool:
+    """Return whether an object in `states` may be what holds parameters, without being a module or an optimizer."""
+    return not isinstance(state, torch.nn.Module) and not hasattr(state, "param_groups")
 
 
 class CheckpointedTraining(RestorableTraining):
@@ -117,9 +124,19 @@ class CheckpointedTraining(RestorableTraining):
         self._speeds = compare_speeds(self._train_state.model, self._ranks, node_rank=node_rank, report=report)
         if self._train_state.model is not None and self._train_state.optimizer is not None:
             self._train_state.check()
+            self._warn_of_unsaved()
             self._snapshotter.prepare(self._train_state, self._ranks)
         # What was just restored need not be saved again.
         self._snapshotter.last_step, self._snapshotter.last_is_committed = start_step if start_step else -1, True
+
+    def _warn_of_unsaved(self) -> None:
+        unsaved = self._train_state.num_unsaved
+        if unsaved and self._ranks.is_first and not any(map(_may_hold_parameters, self._train_state.states.values())):
+            logger.warning(
+                "the optimizer trains %d parameters that are not in `model`: no checkpoint holds them, and a resumed "
+                "run begins with what the script makes. Give their module in `states`, or one model that has them all",
+                unsaved,
+            )
 
     def end_of_step(self, step: int) -> Due:
         """Write a heartbeat, and agree with all ranks on what is due now."""
@@ -129,6 +146,7 @@ class CheckpointedTraining(RestorableTraining):
             # Whatever a script does before it closes.
             self.pause()
         self._snapshotter.end_of_step()
+        self._buckets.end_of_step()
         if self._speeds is not None:
             self._speeds.end_of_step()
         return self._protocol.end_of_step(step)
@@ -199,9 +217,8 @@ class CheckpointedTraining(RestorableTraining):
         generators_file = functools.partial(torch_bytes, dict(generators or rng.state(self.world_size)))
         own = {**(files or {}), rng.file_name(self.rank, self.world_size): generators_file, **self._positions.files()}
         finite = {name: value for name, value in (metrics or {}).items() if math.isfinite(value)}
-        request = Request(
-            step, samples_consumed, own, shared_files or {}, self.retention, finite, wait=wait, commit=commit
-        )
+        shared = {**(shared_files or {}), **self._buckets.files()}
+        request = Request(step, samples_consumed, own, shared, self.retention, finite, wait=wait, commit=commit)
         with self._heartbeat.during(Phase.SAVING, step):
             self._snapshotter.take(self._train_state, request, self.static_files)
 
@@ -237,6 +254,7 @@ class CheckpointedTraining(RestorableTraining):
         if self._closed:
             return
         self._closed = True
+        self._buckets.close()
         if not self._is_connected:
             stop_signal.end_reading(stopped=False)
             return

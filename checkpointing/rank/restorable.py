@@ -15,6 +15,7 @@ from checkpointing.heartbeat import Phase
 from checkpointing.rank.adapter import Adapter
 from checkpointing.rank.agent_connection import AgentConnection
 from checkpointing.rank.data_positions import DataPositions
+from checkpointing.rank.ddp_buckets import DdpBuckets
 from checkpointing.rank.heartbeat_writer import HeartbeatWriter
 from checkpointing.rank.options import Options
 from checkpointing.rank.ranks import Ranks
@@ -54,6 +55,7 @@ class RestorableTraining:
         self.retention = options.retention
         self.static_files: dict[str, bytes] = {}
         self._positions = DataPositions(ranks)
+        self._buckets = DdpBuckets(is_first=ranks.is_first)
         self._train_state: TrainState
         self._zero: ZeroState | None = None
         # The step that was resumed from is in the nodes' memory, and may not be committed.
@@ -161,6 +163,7 @@ class RestorableTraining:
         zero = self._zero if optimizer is self._zero else None
         stages = Stages(model, getattr(optimizer, "optimizer", optimizer), self._ranks) if pipeline else None
         self._train_state = TrainState(model, optimizer, scheduler, scaler, dict(states or {}), adapter, zero, stages)
+        self._buckets.track([model, optimizer, *self._train_state.states.values()])
 
     def choose(self, *, on_device: bool | None = None) -> RestorePoint | None:
         """Agree with all ranks on the checkpoint to resume from; None starts from the beginning.
@@ -206,6 +209,7 @@ class RestorableTraining:
     def restore_model(self, point: RestorePoint) -> None:
         """Load the weights; raises CheckpointError where the checkpoint is of another model."""
         self._snapshotter.settle()
+        self._buckets.restore(point)
         self._restorer.load_model(self._train_state, point)
 
     def restore_optimizer(self, point: RestorePoint) -> None:

@@ -228,6 +228,16 @@ class TrainState:
                     f"states: {name!r} holds sharded tensors, which is not supported yet: only of model and optimizer"
                 )
 
+    @property
+    def num_unsaved(self) -> int:
+        """Number of parameters that the optimizer trains and that are in nothing that is saved, as far as is known."""
+        if self.zero is not None:
+            return 0
+        holders = [self.model, *(one for one in self.states.values() if isinstance(one, torch.nn.Module))]
+        saved = {id(parameter) for holder in holders for parameter in holder.parameters()}
+        groups = getattr(self.torch_optimizer, "param_groups", [])
+        return sum(id(parameter) not in saved for group in groups for parameter in group["params"])
+
     def restore_model(self, point: RestorePoint, place: Callable[[Any], Any] = lambda state: state) -> None:
         """Load the weights.
 

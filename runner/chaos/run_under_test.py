@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import TypeVar
 import psutil
 
 from checkpointing.events import Event, Log
+from checkpointing.threads import is_readable
 from runner.config.environment import CONFIG_VARIABLES
 from runner.journal.events import Entry, RankStarted, RunStarted
 from runner.journal.journal import JOURNAL_NAME, JournalReader
@@ -229,7 +229,7 @@ class RunUnderTest:
         try:
             began = time.perf_counter()
             self.process.send_signal(signal.SIGTERM)
-            select.select([pidfd], [], [], timeout_s)
+            is_readable(pidfd, timeout_s)
             seconds = time.perf_counter() - began
         finally:
             os.close(pidfd)

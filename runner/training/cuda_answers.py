@@ -10,7 +10,6 @@ import contextlib
 import functools
 import os
 import pickle
-import select
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch.cuda._utils import _get_device_index
 
+from checkpointing.threads import is_readable
 from runner.system import processes
 
 # Initializing CUDA takes about a second, and several on a machine with many GPUs.
@@ -110,7 +110,7 @@ def _answer_of_fork(properties: Callable[[int], Any]) -> list[SimpleNamespace] |
             os._exit(status)
     os.close(writer)
     with os.fdopen(reader, "rb") as answer:
-        if not select.select([answer], [], [], _LIMIT_S)[0]:
+        if not is_readable(answer, _LIMIT_S):
             # A driver that hangs may keep it from dying: nobody waits for that.
             os.kill(pid, signal.SIGKILL)
             return None

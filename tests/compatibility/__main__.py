@@ -1,6 +1,7 @@
-"""Runs the table of compatibility cases: python -m compatibility [--write FILE] [--jobs N] [PATTERN ...]
+"""Runs the table of compatibility cases: python -m compatibility [--write FILE] [--jobs N] [--ranks N] [PATTERN ...]
 
-Prints a line for each case; exits 1 when any has another verdict than the expected one.
+Prints a line for each case; exits 1 when any has another verdict than the expected one. `--write` adds what was run to a
+JSON file, from which the Markdown beside it is made: a cell that was not run says so.
 """
 
 from __future__ import annotations

@@ -424,13 +424,7 @@ def _power(run: Run, *, saved: bool) -> None:
     run.finish(model=model, optimizer=optimizer)
 
 
-@case(
-    "loops/PowerSGD communication hook in states",
-    verdict=differs(
-        "DDP orders its buckets only after the first step of each start; PowerSGD's errors follow that order",
-        part="^after the kill: parameters",
-    ),
-)
+@case("loops/PowerSGD communication hook in states")
 def _power_saved(run: Run) -> None:
     _power(run, saved=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -166,13 +167,18 @@ class ForkServer:
         self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def judge(self, name: str, keep: Path | None = None) -> Outcome:
+    def judge(self, name: str, keep: Path | None = None, ranks: int | None = None) -> Outcome:
         """Run a case in all its variants and compare them.
 
         Args:
             keep: a folder for the logs and results of its runs.
+            ranks: number of ranks; by default the case's own.
         """
         case, missing = self.cases[name]
+        if ranks is not None:
+            # They share this machine's cores.
+            slower = max(1.0, ranks / case.ranks)
+            case = dataclasses.replace(case, ranks=ranks, timeout_s=case.timeout_s * slower)
         if missing:
             return Outcome("skipped", f"not installed: {', '.join(missing)}")
         began = time.monotonic()
@@ -238,6 +244,8 @@ class ForkServer:
             "attempt": attempt,
             "kill": kill,
             "saved": saved,
+            "ranks": case.ranks,
+            "timeout_s": case.timeout_s,
         }
         answer = self._ask(order)
         return Ended(folder, case.ranks, answer["statuses"], answer["hung"])

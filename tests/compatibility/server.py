@@ -66,28 +66,30 @@ def _run(cases: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
     """Start the ranks of a case and wait for all; returns their exit statuses, and whether they hung."""
     from compatibility.ranks import Order
 
-    case, order = cases[request["case"]], Order(**{**request, "kill": request["kill"] and tuple(request["kill"])})
+    ranks, timeout_s = request.pop("ranks"), request.pop("timeout_s")
+    case = dataclasses.replace(cases[request["case"]], ranks=ranks, timeout_s=timeout_s)
+    order = Order(**{**request, "kill": request["kill"] and tuple(request["kill"])})
     os.setsid()
     folder = Path(order.folder)
     (folder / "tmp").mkdir(parents=True, exist_ok=True)
     port = free_port()
-    ranks = {}
-    for rank in range(case.ranks):
+    started = {}
+    for rank in range(ranks):
         pid = os.fork()
         if pid == 0:
             _become_rank(case, order, rank, port)
-        ranks[pid] = rank
+        started[pid] = rank
     statuses: dict[int, int] = {}
     until, hung = time.monotonic() + case.timeout_s, False
-    while ranks:
+    while started:
         pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid in ranks:
-            statuses[ranks.pop(pid)] = code = os.waitstatus_to_exitcode(status)
+        if pid in started:
+            statuses[started.pop(pid)] = code = os.waitstatus_to_exitcode(status)
             if code:
                 until = min(until, time.monotonic() + _AFTER_FAILURE_S)
         elif time.monotonic() > until:
             hung = not any(statuses.values())
-            for left in ranks:
+            for left in started:
                 os.kill(left, signal.SIGKILL)
             until = float("inf")
         elif pid == 0:
