@@ -170,6 +170,44 @@ class SmallTraining:
     def write_directly(self) -> None:
         next(self.model.parameters()).add_(1)
 
+    # -- writes that torch does not count --
+
+    def clamp(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.data.clamp_(-0.02, 0.02)
+
+    def swap_in(self) -> None:
+        """Put the average in for an evaluation."""
+        self._own = getattr(self, "_own", None) or [parameter.detach().clone() for parameter in self.model.parameters()]
+        for parameter, tensor in zip(self.model.parameters(), self.average.tensors, strict=True):
+            parameter.data.copy_(tensor)
+
+    def swap_out(self) -> None:
+        own, self._own = getattr(self, "_own", None), None
+        for parameter, tensor in zip(self.model.parameters(), own or (), strict=bool(own)):
+            parameter.data.copy_(tensor)
+
+    def replace_memory(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data * 0.5
+
+    def set_memory(self) -> None:
+        parameter = next(self.model.parameters())
+        other: Any = parameter.detach().clone() + 1
+        parameter.data.set_(other)
+
+    def write_view(self) -> None:
+        next(self.model.parameters()).data[1:].add_(1)
+
+    def write_natively(self) -> None:
+        """As code does that is not torch's."""
+        next(self.model.parameters()).detach().numpy()[...] -= 1
+
+    def write_moment(self) -> None:
+        moments = [tensor for tensor in tensors_in(self.optimizer.state_dict()) if tensor.dim()]
+        for tensor in moments:
+            tensor.data.mul_(0.5)
+
     def snapshot(self) -> None:
         self.snapshotter.settle()
         self.step_number += 1

@@ -46,6 +46,7 @@ class Copy:
             when the device has copied them or when an optimizer is about to step, whichever is first.
         passed_barrier: An optimizer has stepped since.
         is_doubtful: A step has ended while the device was copying, and nothing was seen to pass the barrier.
+        at_barrier: Called once, in the training thread, when the copy is over and an optimizer is about to step.
     """
 
     work: Callable[[Copy], None]
@@ -60,6 +61,7 @@ class Copy:
     changed: int | None = None
     passed_barrier: bool = False
     is_doubtful: bool = False
+    at_barrier: Callable[[], None] = lambda: None
     _count: Callable[[], int] = int
     _counting: threading.Lock = field(default_factory=threading.Lock)
     _ready: Mark | None = None
@@ -188,10 +190,12 @@ class CopyThread:
         self._hook: Any = register_optimizer_step_pre_hook(self._before_step)
         self._remove_replay_hook = devices.before_replays(self._before_change)
 
-    def submit(self, work: Callable[[Copy], None], device: Device | None = None) -> Copy:
-        """Start a copy; the previous one must be settled."""
+    def submit(
+        self, work: Callable[[Copy], None], device: Device | None = None, at_barrier: Callable[[], None] = lambda: None
+    ) -> Copy:
+        """Start a copy; the previous one must be settled. For `at_barrier` see `Copy`."""
         assert self._copy is None or self._copy.finished.is_set()
-        copy = self._copy = Copy(work, device or devices.Host())
+        copy = self._copy = Copy(work, device or devices.Host(), at_barrier=at_barrier)
         copy.begin()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="checkpoint-copy", daemon=True)
@@ -231,6 +235,7 @@ class CopyThread:
             # On a GPU the device waits, not the host.
             with self._waiting() if not copy.enqueued.is_set() else contextlib.nullcontext():
                 copy.hold(at_barrier=True)
+            copy.at_barrier()
             copy.blocked_s += time.perf_counter() - began
             copy.count_changed()
             copy.passed_barrier = True

@@ -357,7 +357,9 @@ class Later:
         else:
             # Into other memory the copy would wait for the device.
             self._value = torch.empty((), dtype=value.dtype, pin_memory=True)
-            self._value.copy_(value.detach().reshape(()), non_blocking=True)
+            # Kept until it is read: not every device's memory outlives a tensor that a copy was asked of.
+            self._source = value.detach().reshape(())
+            self._value.copy_(self._source, non_blocking=True)
             self._mark = _accelerator((value.device,)).mark()
 
     @property

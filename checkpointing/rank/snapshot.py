@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from checkpointing.rank.samples import Look, Samples
 from checkpointing.retention import Retention
 
 # A small file of a rank: its bytes, or a function that returns them, called during training.
@@ -47,6 +48,9 @@ class PendingSnapshot:
         compute_s: Seconds from the beginning of the next step to its optimizer; None until that step has ended.
         cost_known: Its cost has been measured, or cannot be.
         is_typical: Its cost says something about later ones.
+        is_gone: Memory of the state was released before it was copied.
+        samples: Samples of the state as it was handed over; None where nothing is copied.
+        look: The same before the next optimizer step; None as long as there was none.
     """
 
     request: Request
@@ -55,3 +59,11 @@ class PendingSnapshot:
     compute_s: float | None = None
     cost_known: bool = False
     is_typical: bool = True
+    is_gone: bool = False
+    samples: Samples | None = None
+    look: Look | None = None
+
+    def look_again(self) -> None:
+        """Read the samples before an optimizer steps."""
+        if self.samples is not None:
+            self.look = self.samples.look()

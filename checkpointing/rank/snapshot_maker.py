@@ -18,12 +18,13 @@ from checkpointing.rank.buddy_copies import BuddyCopies
 from checkpointing.rank.captured_state import CapturedState, completed
 from checkpointing.rank.copy_thread import Copy
 from checkpointing.rank.direct_commit import DirectCommit
-from checkpointing.rank.file_images import FileImage, PlacedFile, blob_image
+from checkpointing.rank.file_images import Extent, FileImage, PlacedFile, blob_image
 from checkpointing.rank.pinning import Pinning
 from checkpointing.rank.rank_files import differing_buffers, own_objects
 from checkpointing.rank.ranks import Ranks
 from checkpointing.rank.replicas import ReplicaComparison
 from checkpointing.rank.safetensors_files import safetensors_image
+from checkpointing.rank.samples import is_gone, listed
 from checkpointing.rank.shard_layout import ShardLayout
 from checkpointing.rank.snapshot import PendingSnapshot, SmallFile
 from checkpointing.rank.torch_files import TorchFileLayout, torch_bytes
@@ -105,7 +106,7 @@ class SnapshotMaker:
             if state.parts and not changed:
                 changed = self._replicas.check_parts_equal(request.step, state, count_changed)
             if changed:
-                self._drop_torn(pending, changed)
+                self._drop_torn(pending, f"{changed} tensors were")
                 copy.copied()
                 return
         acquired = self._client.acquire(request.step, nbytes, wait=request.wait, is_urgent=request.commit)
@@ -128,10 +129,10 @@ class SnapshotMaker:
             return
         number, buffer = acquired
         failpoint("snapshot.copying")
-        self._copy_share(pending, placed, layout.num_foreign, buffer, copy)
+        extents = self._copy_share(pending, placed, layout.num_foreign, buffer, copy)
         copy.copied_s = time.thread_time() - cpu_began
         copy.copied(state.changed)
-        why_not = self._why_unusable(pending, copy)
+        why_not = self._why_unusable(pending, copy, extents, buffer)
         if layout.together is not None:
             why_not = next(filter(None, ranks.gather(why_not)), None)
             pending.was_staged = why_not is None
@@ -267,8 +268,12 @@ class SnapshotMaker:
         num_foreign: int,
         buffer: memoryview,
         copy: Copy,
-    ) -> None:
-        """Copy this rank's share of the tensors into the arena, the further states first."""
+    ) -> list[Extent]:
+        """Copy this rank's share of the tensors into the arena, the further states first; return the rest of it."""
+        if any(is_gone(tensor) for file in placed for _, tensor in file.image.tensors):
+            # Nothing can be read there.
+            pending.is_gone = True
+            return []
         volatile, rest = (
             file_images.shares(part, self._ranks.local_rank, self._ranks.local_world_size)
             for part in (placed[:num_foreign], placed[num_foreign:])
@@ -280,24 +285,32 @@ class SnapshotMaker:
         file_images.copy_tensors(volatile, buffer, copy.device)
         copy.volatile_done()
         file_images.copy_tensors(rest, buffer, copy.device)
+        if pending.samples is not None:
+            pending.samples.read_again()
+        return rest
 
-    def _why_unusable(self, pending: PendingSnapshot, copy: Copy) -> str | None:
-        """Return why what was copied during training is not the state of one step."""
-        if not pending.overlapped:
-            return None
-        if copy.changed:
-            return self._drop_torn(pending, copy.changed)
-        if copy.is_doubtful:
+    def _why_unusable(
+        self, pending: PendingSnapshot, copy: Copy, extents: Sequence[Extent], buffer: memoryview
+    ) -> str | None:
+        """Return why what was copied is not the state of one step."""
+        if pending.is_gone:
+            return self._drop_torn(pending, "the memory of some tensors was released, and they were")
+        if pending.overlapped and copy.changed:
+            return self._drop_torn(pending, f"{copy.changed} tensors were")
+        torn = pending.samples.torn(extents, buffer) if pending.samples is not None else []
+        if torn:
+            return self._drop_torn(pending, f"{listed(torn)} were")
+        if pending.overlapped and copy.is_doubtful:
             pending.was_staged = False
             return "during the copy a step ended in which no optimizer stepped: a skipped step, or a CUDA graph"
         return None
 
-    def _drop_torn(self, pending: PendingSnapshot, changed: int) -> str:
+    def _drop_torn(self, pending: PendingSnapshot, what: str) -> str:
         """Drop a snapshot whose state changed while it was copied or compared; return the reason."""
         self.has_torn = True
         pending.was_staged = False
         reason = (
-            f"{changed} tensors were changed in place between the snapshot and the next optimizer step; from now "
+            f"{what} changed in place between the snapshot and the next optimizer step; from now "
             "on training waits for the copy"
         )
         logger.warning("the snapshot of step %d is dropped: %s", pending.request.step, reason)

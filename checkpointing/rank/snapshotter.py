@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -14,16 +15,20 @@ from checkpointing.events import SnapshotCost, SnapshotSkipped
 from checkpointing.rank import device as devices
 from checkpointing.rank.buddy_copies import BuddyCopies, has_buddies
 from checkpointing.rank.cadence import CostModel
+from checkpointing.rank.captured_state import CapturedState
 from checkpointing.rank.copy_thread import Copy, CopyThread
 from checkpointing.rank.device import Device
 from checkpointing.rank.direct_commit import DirectCommit
 from checkpointing.rank.expected_size import expected_bytes
 from checkpointing.rank.pinning import Pinning
 from checkpointing.rank.ranks import Ranks
+from checkpointing.rank.samples import Sampler, listed
 from checkpointing.rank.snapshot import PendingSnapshot, Request
 from checkpointing.rank.snapshot_maker import SnapshotMaker
 from checkpointing.rank.train_state import TrainState
 from checkpointing.tiers import Tiers
+
+logger = logging.getLogger("checkpointing")
 
 # Reserving less takes no longer than a step or two.
 _MUCH_BYTES = 1 << 30
@@ -72,6 +77,7 @@ class Snapshotter:
         self._copy_thread = CopyThread(on_optimizer_step=self._note_optimizer_step, waiting=waiting)
         self._pending: PendingSnapshot | None = None
         self._captured = False
+        self._sampler, self._has_warned = Sampler(), False
         # While much memory may still be being reserved: this rank, with the training thread's group.
         self._reserving: Ranks | None = None
         # In the last step, an optimizer was seen to pass the pre-step barrier, or no step has ended yet.
@@ -143,8 +149,9 @@ class Snapshotter:
             check=not self._captured, local_world_size=self._ranks.local_world_size, is_spread=self.is_spread
         )
         self._captured = True
-        work = functools.partial(self._maker.make, pending, state, dict(static_files))
-        copy = self._copy_thread.submit(work, self._device_of(state.tensors))
+        pending.samples = self._sampler.hand_over(state.sources)
+        work = functools.partial(self._make, pending, state, dict(static_files))
+        copy = self._copy_thread.submit(work, self._device_of(state.tensors), at_barrier=pending.look_again)
         self.last_step, self.last_is_committed = request.step, request.commit
         if not overlapped:
             copy.hold()
@@ -152,6 +159,13 @@ class Snapshotter:
             copy.hold_volatile()
         self._step_at = time.perf_counter()
         copy.blocked_s += self._step_at - began
+
+    def _make(
+        self, pending: PendingSnapshot, state: CapturedState, static_files: Mapping[str, bytes], copy: Copy
+    ) -> None:
+        """Make a snapshot, and prepare the next one; runs in the copy thread."""
+        self._maker.make(pending, state, static_files, copy)
+        self._sampler.prepare_next()
 
     def settle(self) -> None:
         """Wait until the last snapshot is handed over.
@@ -169,10 +183,25 @@ class Snapshotter:
             self._learn_settled()
         if pending is None:
             return
+        self._warn_of_lost_writes(pending)
         if not pending.was_staged:
             self.last_step = -1
         elif pending.request.commit:
             self.committing_step = pending.request.step
+
+    def _warn_of_lost_writes(self, pending: PendingSnapshot) -> None:
+        """Say once what was changed after the state was handed over, and still was when the optimizer stepped."""
+        look, pending.look, pending.samples = pending.look, None, None
+        changed = look.changed() if look is not None and pending.was_staged and not self._has_warned else []
+        if changed:
+            self._has_warned = True
+            logger.warning(
+                "after step %d was saved, and before the optimizer stepped again, something else changed %s: no "
+                "checkpoint of that step has this, and a resume loses it, unless the same code runs again. "
+                "Change weights before manager.step, or, in a Trainer's callback, in on_optimizer_step",
+                pending.request.step,
+                listed(changed),
+            )
 
     @property
     def stall_s(self) -> float:

@@ -28,6 +28,7 @@ from checkpointing.rank.captured_state import CapturedState, versions_of
 from checkpointing.rank.param_names import matched_to
 from checkpointing.rank.readable import check_readable
 from checkpointing.rank.restore_point import RestorePoint
+from checkpointing.rank.samples import named_tensors
 from checkpointing.rank.stages import Stages
 from checkpointing.rank.supported import check_model, check_optimizer
 from checkpointing.rank.torch_files import torch_bytes
@@ -176,7 +177,12 @@ class TrainState:
             named = {f"{name}.pt": value for name, value in states.items()}
             for name, value in {**objects, OPTIMIZER_NAME: optimizer, **named}.items():
                 check_readable(name, value)
-        guards = (tensor for part in parts.values() for tensor in part.guards)
+        guards = [tensor for part in parts.values() for tensor in part.guards]
+        sources = [
+            *named_tensors({name: value for name, value in live.items() if name not in buffers}, "model"),
+            *named_tensors(optimizer, "optimizer"),
+            *(("a shard", tensor) for tensor in guards if not sharding.is_dtensor(tensor)),
+        ]
         return CapturedState(
             weights_name=self.weights_name,
             model=model,
@@ -191,6 +197,7 @@ class TrainState:
             is_spread=is_spread,
             versions=versions_of([*model.values(), *tensors_in(optimizer), *guards]),
             stage_buffers=stage_buffers,
+            sources=[(name, tensor) for name, tensor in sources if not sharding.is_stand_in(tensor, parts)],
             uncut=local_world_size if is_late else None,
         )
 

@@ -124,3 +124,16 @@ def test_training_waits_for_much_memory_only_to_commit(
     own.take(job.train_state, request(2, commit=True), {})
     job.close()
     assert arenas.may_reserve.is_set() and 2 in arenas.staged_steps
+
+
+def test_memory_that_is_released_under_a_snapshot_makes_none(job: SmallTraining) -> None:
+    parameter = next(job.model.parameters())
+
+    def release() -> bytes:
+        parameter.untyped_storage().resize_(0)
+        return b""
+
+    # Small files are made in the copy thread, before the copy.
+    job.snapshotter.take(job.train_state, request(1, own=release), {})
+    job.close()
+    assert not job.arenas.staged_steps and "was released" in job.arenas.abandoned[0]
